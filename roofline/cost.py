@@ -1,0 +1,40 @@
+"""What an operation costs the machine: floating-point operations and bytes moved through device memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# A term is an int, a float, a numpy array or a sympy expression: the formulas are plain arithmetic.
+Term = Any
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs and device-memory traffic (bytes) of one launch, or of several added up."""
+
+    flops: Term = 0
+    read_bytes: Term = 0
+    write_bytes: Term = 0
+
+    @property
+    def bytes(self) -> Term:
+        """All traffic through device memory, in bytes."""
+        return self.read_bytes + self.write_bytes
+
+    @property
+    def intensity(self) -> Term:
+        """Arithmetic intensity in FLOP/byte (QuantSpec, section 3.1)."""
+        return self.flops / self.bytes
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.flops + other.flops,
+            self.read_bytes + other.read_bytes,
+            self.write_bytes + other.write_bytes,
+        )
+
+    def __mul__(self, times: Term) -> Cost:
+        return Cost(self.flops * times, self.read_bytes * times, self.write_bytes * times)
+
+    __rmul__ = __mul__

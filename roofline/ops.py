@@ -1,0 +1,187 @@
+"""The cost of every operation of a decoder, each formula once.
+
+Every function is plain arithmetic over its arguments, so it takes ints (and then equals what the kernel of the
+same name declares, which a test holds), numpy arrays (a sweep) or sympy symbols (printed, solved, lambdified).
+`element_bytes` is the size of a full-precision element: 2 for bf16 on a GPU, 4 for fp32 on a CPU.
+"""
+
+from __future__ import annotations
+
+from ridgeplan.roofline.cost import Cost, Term
+
+METADATA_BYTES = 2  # one fp16 scale or minimum
+PARTIAL_BYTES = 4  # split-KV partial outputs and their log-sum-exp are fp32
+LOGIT_BYTES = 4  # probabilities are compared in fp32
+
+
+def linear(rows: Term, inputs: Term, outputs: Term, weight_bytes: Term, element_bytes: Term) -> Cost:
+    """`rows x inputs` activations times an `inputs x outputs` weight of `weight_bytes` per parameter."""
+    return matmul(rows, inputs, outputs, inputs * outputs, weight_bytes, element_bytes)
+
+
+def matmul(
+    rows: Term, inputs: Term, outputs: Term, params: Term, weight_bytes: Term, element_bytes: Term
+) -> Cost:
+    """A projection of `params` parameters, which MLA's chain of factors makes fewer than inputs x outputs."""
+    return Cost(
+        flops=2 * rows * params,
+        read_bytes=params * weight_bytes + rows * inputs * element_bytes,
+        write_bytes=rows * outputs * element_bytes,
+    )
+
+
+def touched_experts(experts: Term, per_token: Term, rows: Term) -> Term:
+    """Expected number of distinct experts that `rows` tokens route to, each choosing `per_token` of `experts`.
+
+    With routing uniform and independent an expert is missed by all rows with probability (1 - k/E)^rows.
+    """
+    return experts * (1 - (1 - per_token / experts) ** rows)
+
+
+def experts(
+    rows: Term,
+    hidden: Term,
+    expert_params: Term,
+    count: Term,
+    per_token: Term,
+    weight_bytes: Term,
+    element_bytes: Term,
+) -> Cost:
+    """Routed experts of a mixture-of-experts layer: weights of the touched ones, FLOPs of the active ones."""
+    return Cost(
+        flops=2 * rows * per_token * expert_params,
+        read_bytes=touched_experts(count, per_token, rows) * expert_params * weight_bytes
+        + rows * hidden * element_bytes,
+        write_bytes=rows * hidden * element_bytes,
+    )
+
+
+def code_bytes(batch: Term, kv_elements: Term, tokens: Term, bits: Term) -> Term:
+    """Bytes of `bits`-bit codes for `tokens` tokens of `kv_elements` elements each."""
+    return batch * kv_elements * tokens * bits / 8
+
+
+def metadata_bytes(batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, group: Term) -> Term:
+    """Scales and minima: keys per channel per group of tokens, values per token (QuantSpec, section 4.3)."""
+    keys = tokens / group * head_dim * 2 * METADATA_BYTES
+    values = tokens * 2 * METADATA_BYTES
+    return batch * kv_heads * (keys + values)
+
+
+def attention(
+    batch: Term,
+    queries: Term,
+    q_heads: Term,
+    kv_heads: Term,
+    head_dim: Term,
+    quantized_tokens: Term,
+    full_tokens: Term,
+    bits: Term,
+    element_bytes: Term,
+    group: Term,
+    splits: Term,
+) -> Cost:
+    """Split-KV attention of `queries` tokens per sequence over quantized tokens and full-precision ones.
+
+    `bits` is 4 (upper codes), 8 (upper and lower) or 0 where nothing is quantized. Each KV head's cache is read
+    once for all query heads of its group and all queries. Writes one fp32 partial and log-sum-exp per split.
+    """
+    elements = 2 * kv_heads * head_dim
+    quantized = code_bytes(batch, elements, quantized_tokens, bits) + metadata_bytes(
+        batch, kv_heads, head_dim, quantized_tokens, group
+    )
+    full = batch * elements * full_tokens * element_bytes
+    query = batch * queries * q_heads * head_dim * element_bytes
+    return Cost(
+        flops=4 * batch * queries * q_heads * head_dim * (quantized_tokens + full_tokens),
+        read_bytes=quantized + full + query,
+        write_bytes=partial_bytes(batch, queries, q_heads, head_dim, splits),
+    )
+
+
+def latent_attention(
+    batch: Term,
+    queries: Term,
+    q_heads: Term,
+    latent: Term,
+    rope_dim: Term,
+    tokens: Term,
+    element_bytes: Term,
+    splits: Term,
+) -> Cost:
+    """Multi-head latent attention with absorbed projections: all heads read one latent row per token."""
+    row = latent + rope_dim
+    return Cost(
+        flops=2 * batch * queries * q_heads * (row + latent) * tokens,
+        read_bytes=(batch * row * tokens + batch * queries * q_heads * row) * element_bytes,
+        write_bytes=partial_bytes(batch, queries, q_heads, latent, splits),
+    )
+
+
+def partial_bytes(batch: Term, queries: Term, q_heads: Term, head_dim: Term, splits: Term) -> Term:
+    """fp32 partial outputs and one log-sum-exp per query head, query and split."""
+    return batch * queries * q_heads * splits * (head_dim + 1) * PARTIAL_BYTES
+
+
+def merge(
+    batch: Term, queries: Term, q_heads: Term, head_dim: Term, splits: Term, element_bytes: Term
+) -> Cost:
+    """Log-sum-exp merge of the partials of all splits."""
+    return Cost(
+        flops=2 * batch * queries * q_heads * splits * head_dim,
+        read_bytes=partial_bytes(batch, queries, q_heads, head_dim, splits),
+        write_bytes=batch * queries * q_heads * head_dim * element_bytes,
+    )
+
+
+def choose_splits(batch: int, kv_heads: int, tokens: int, processors: int) -> int:
+    """How many ways split-KV attention cuts each sequence: two programs per processor, 256 tokens at least."""
+    wanted = -(-2 * processors // (batch * kv_heads))
+    return max(1, min(wanted, -(-tokens // 256)))
+
+
+def causal_attention(
+    batch: Term, q_heads: Term, kv_elements: Term, score_dim: Term, value_dim: Term, tokens: Term,
+    element_bytes: Term,
+) -> Cost:
+    """Prefill attention (FlashAttention: scores stay on chip); half of all query-key pairs are masked away."""
+    width = q_heads * (score_dim + value_dim)
+    return Cost(
+        flops=batch * width * tokens**2,
+        read_bytes=batch * tokens * (q_heads * score_dim + kv_elements) * element_bytes,
+        write_bytes=batch * tokens * q_heads * value_dim * element_bytes,
+    )
+
+
+def windowed_attention(
+    batch: Term, q_heads: Term, kv_elements: Term, score_dim: Term, value_dim: Term, tokens: Term,
+    window: Term, element_bytes: Term,
+) -> Cost:
+    """Prefill attention where a token sees at most `window` tokens; `window <= tokens`."""
+    causal = causal_attention(batch, q_heads, kv_elements, score_dim, value_dim, tokens, element_bytes)
+    pairs = tokens * window - window**2 / 2
+    width = q_heads * (score_dim + value_dim)
+    return Cost(2 * batch * width * pairs, causal.read_bytes, causal.write_bytes)
+
+
+def quantize(
+    batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, element_bytes: Term, group: Term, planes: Term
+) -> Cost:
+    """Full-precision keys and values to `planes` planes of 4-bit codes with scales and minima."""
+    elements = 2 * kv_heads * head_dim
+    return Cost(
+        flops=6 * batch * elements * tokens,
+        read_bytes=batch * elements * tokens * element_bytes,
+        write_bytes=code_bytes(batch, elements, tokens, 4 * planes)
+        + metadata_bytes(batch, kv_heads, head_dim, tokens, group),
+    )
+
+
+def elementwise(rows: Term, read_width: Term, write_width: Term, element_bytes: Term) -> Cost:
+    """Norms, rotary embedding, cache append, activation: a few operations on each element read."""
+    return Cost(4 * rows * read_width, rows * read_width * element_bytes, rows * write_width * element_bytes)
+
+
+def sampling(rows: Term, vocab: Term) -> Cost:
+    """Softmax over the logits and one draw per row: logits and probabilities each read and written once."""
+    return Cost(5 * rows * vocab, 2 * rows * vocab * LOGIT_BYTES, rows * vocab * LOGIT_BYTES)
