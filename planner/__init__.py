@@ -1,0 +1,13 @@
+"""Plans and the search for the best one: `planner.recommend(model, gpu, ctx)`."""
+
+from ridgeplan.planner.plan import Plan, PlanError, Workload
+from ridgeplan.planner.prediction import Prediction, predict
+from ridgeplan.planner.presets import PRESETS, preset
+from ridgeplan.planner.search import NothingFits, recommend
+from ridgeplan.planner.recommendation import Recommendation
+from ridgeplan.planner.inputs import resolve, workload_for
+
+__all__ = [
+    "PRESETS", "NothingFits", "Plan", "PlanError", "Prediction", "Recommendation", "Workload", "predict", "preset",
+    "recommend", "resolve", "workload_for",
+]  # fmt: skip

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar, get_type_hints
 
+from ridgeplan.roofline.speculation import MAX_GAMMA
+
 SCHEMA = 1
 MAX_TOKENS = 1 << 24
-MAX_GAMMA = 15  # gamma + 1 verification queries fill one 16-row tile
+
 
 
 class PlanError(ValueError):

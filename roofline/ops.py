@@ -8,6 +8,7 @@ same name declares, which a test holds), numpy arrays (a sweep) or sympy symbols
 from __future__ import annotations
 
 from ridgeplan.roofline.cost import Cost, Term
+from ridgeplan.roofline.numbers import larger, smaller
 
 METADATA_BYTES = 2  # one fp16 scale or minimum
 PARTIAL_BYTES = 4  # split-KV partial outputs and their log-sum-exp are fp32
@@ -134,10 +135,10 @@ def merge(
     )
 
 
-def choose_splits(batch: int, kv_heads: int, tokens: int, processors: int) -> int:
+def choose_splits(batch: Term, kv_heads: Term, tokens: Term, processors: Term) -> Term:
     """How many ways split-KV attention cuts each sequence: two programs per processor, 256 tokens at least."""
     wanted = -(-2 * processors // (batch * kv_heads))
-    return max(1, min(wanted, -(-tokens // 256)))
+    return larger(1, smaller(wanted, -(-tokens // 256)))
 
 
 def causal_attention(

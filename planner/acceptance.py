@@ -1,0 +1,197 @@
+"""What is known of acceptance: measured and published rows, and how they carry over to another model or context.
+
+Works on disagreement, 1 - acceptance, which is what adds up: drafts that both read fewer bits and fewer tokens
+disagree with the target about as often as the two apart. Figures are conditional acceptance.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ridgeplan.planner.plan import DraftCodes, DraftSelection, KVFormat, Plan, require, require_int
+from ridgeplan.roofline.shapes import ModelShape
+
+REFERENCE_RATIO = 0.25
+# Policies nobody has published a figure for: SpecAttn reports them between these two (its section 5.3, Fig 10a).
+UNPUBLISHED = ("quest", "specextend", "retrieval-head")
+BOUNDS = ("streamingllm", "specattn")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One known acceptance."""
+
+    draft: str
+    model: str
+    parameters: float  # billions
+    context: int
+    ratio: float
+    acceptance: float
+    source: str
+    where: str
+
+    def __post_init__(self) -> None:
+        require_int("acceptance row context", self.context, 1, 1 << 24)
+        for name, high in (("parameters", 1e5), ("ratio", 1), ("acceptance", 1)):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and math.isfinite(value)
+            require(number and 0 < value <= high, f"acceptance row {name} is {value!r}; allowed: above 0 up to {high:g}")
+
+    @property
+    def disagreement(self) -> float:
+        """1 - acceptance, carried to `REFERENCE_RATIO` for policies that read a share of the tokens."""
+        return (1 - self.acceptance) / ratio_factor(self.ratio) if self.ratio < 1 else 1 - self.acceptance
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """A conditional acceptance with its band and where it comes from."""
+
+    low: float
+    best: float
+    high: float
+    source: str
+    where: str
+
+
+CERTAIN = Acceptance(1.0, 1.0, 1.0, "measured", "the draft reads what the target reads")
+
+
+def ratio_factor(ratio: Any) -> Any:
+    """Disagreement at `ratio` of the tokens over that at 25%: ln(1/ratio) / ln 4.
+
+    Zero where all tokens are read. The six pairs of measured rows at 25% and 7% have quotients of 1.1 to 2.2, their
+    mean 1.7, against 1.9 here.
+    """
+    return np.log(ratio) / math.log(REFERENCE_RATIO)
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What is known about the drafts of one model at one context, by how they differ from the target."""
+
+    by_kind: Mapping[str, Acceptance]
+
+    @classmethod
+    def about(cls, shape: ModelShape, context: int, own_rows: Iterable[Mapping[str, Any]] = ()) -> Knowledge:
+        """Knowledge from the shipped rows and `own_rows`, a profile's, measured on the user's machine."""
+        rows = (*shipped_rows(), *(Row(**row) for row in own_rows))
+        known = {kind: _look_up([row for row in rows if row.draft == kind], shape, context)
+                 for kind in dict.fromkeys(row.draft for row in rows)}
+        for kind in UNPUBLISHED:
+            known.setdefault(kind, _between(*(known[bound] for bound in BOUNDS)))
+        return cls(known)
+
+    def of(self, plan: Plan) -> Acceptance:
+        """Conditional acceptance of a plan's drafts, with its band."""
+        parts = [self.by_kind[kind] for kind in _numeric_kinds(plan)]
+        if plan.speculation.selection is not DraftSelection.ALL:
+            found = self.by_kind[plan.speculation.selection.value]
+            parts.append(_scaled(found, ratio_factor(plan.speculation.ratio)))
+        return _combined(parts) if plan.speculation.active and parts else CERTAIN
+
+    def best(self, plan: Plan, ratios: np.ndarray) -> np.ndarray:
+        """The best estimate of `of(plan)` with each of `ratios` [n] in the plan's place."""
+        numeric = math.prod(self.by_kind[kind].best for kind in _numeric_kinds(plan))
+        if not plan.speculation.active:
+            return np.ones_like(ratios)
+        if plan.speculation.selection is DraftSelection.ALL:
+            return np.full_like(ratios, numeric)
+        missed = 1 - self.by_kind[plan.speculation.selection.value].best
+        return numeric * np.maximum(0, 1 - missed * ratio_factor(ratios))
+
+
+@cache
+def shipped_rows() -> tuple[Row, ...]:
+    """The rows of acceptance.toml."""
+    tables = tomllib.loads(Path(__file__).with_name("acceptance.toml").read_text(encoding="utf-8"))["row"]
+    return tuple(
+        Row(
+            draft=entry["draft"],
+            model=table["model"],
+            parameters=table["parameters"],
+            context=entry["context"],
+            ratio=entry.get("ratio", 1.0),
+            acceptance=entry["acceptance"],
+            source=table["source"],
+            where=table["where"],
+        )
+        for table in tables
+        for entry in table["entries"]
+    )
+
+
+def _numeric_kinds(plan: Plan) -> list[str]:
+    """How a draft's numbers differ from the target's: codes, weights, both, or neither."""
+    upper = plan.speculation.codes is DraftCodes.UPPER
+    fewer_bits = plan.weights.draft_bits == 4 and plan.weights.draft_differs
+    kind = ("w4" if fewer_bits else "") + ("kv4" if upper else "")
+    if kind or plan.speculation.selection is not DraftSelection.ALL:
+        return [kind] if kind else []
+    # A draft that reads exactly what the target reads; with INT8 storage both read the same codes.
+    return [] if plan.kv.format is not KVFormat.SHADOW else ["kv8"]
+
+
+def _look_up(matching: list[Row], shape: ModelShape, context: int) -> Acceptance:
+    """The rows of the model itself if there are any, else all, weighted by how near they are."""
+    own = [row for row in matching if same_model(row.model, shape.name)]
+    used = own or matching
+    weights = [_weight(row, shape, context) for row in used]
+    near = [(row, weight) for row, weight in zip(used, weights, strict=True) if weight >= max(weights) / 20]
+    best = sum(row.disagreement * weight for row, weight in near) / sum(weight for _, weight in near)
+    spread = [row.disagreement for row, _ in near]
+    nearest = max(near, key=lambda pair: pair[1])[0]
+    margin = 0.15 * best  # samples of a few hundred tokens, and other texts than the source's
+    low, high = 1 - min(1.0, max(spread) + margin), 1 - max(0.0, min(spread) - margin)
+    source = nearest.source if own else "transferred"
+    return Acceptance(low, 1 - best, high, source, f"{nearest.model} at {nearest.context} tokens: {nearest.where}")
+
+
+def _between(worst: Acceptance, best: Acceptance) -> Acceptance:
+    middle = (worst.best + best.best) / 2
+    return Acceptance(min(worst.low, best.low), middle, max(worst.high, best.high), "prior", f"between {' and '.join(BOUNDS)}")
+
+
+def _weight(row: Row, shape: ModelShape, context: int) -> float:
+    """How much a row says about this model and context: halves per factor of 2 in size, and of 4 in context."""
+    size = abs(math.log2(row.parameters * 1e9 / shape.parameters))
+    length = abs(math.log2(row.context / context)) / 2
+    return float(0.5 ** (size + length))
+
+
+def _scaled(found: Acceptance, factor: float) -> Acceptance:
+    low, best, high = (max(0.0, 1 - (1 - value) * factor) for value in (found.low, found.best, found.high))
+    return Acceptance(low, best, high, found.source, found.where)
+
+
+def _combined(parts: list[Acceptance]) -> Acceptance:
+    """Independent disagreements: acceptances multiply. The weakest source speaks for the whole."""
+    order = ("measured", "calibrated", "published", "transferred", "prior")
+    weakest = max(parts, key=lambda part: order.index(part.source))
+    return Acceptance(
+        math.prod(part.low for part in parts),
+        math.prod(part.best for part in parts),
+        math.prod(part.high for part in parts),
+        weakest.source,
+        "; ".join(dict.fromkeys(part.where for part in parts)),
+    )
+
+
+def same_model(one: str, other: str) -> bool:
+    """Whether two names are of one model: the part behind the slash, without case and instruction suffixes."""
+
+    def core(name: str) -> str:
+        plain = name.rsplit("/", 1)[-1].casefold()
+        for suffix in ("-instruct", "-coder"):
+            plain = plain.replace(suffix, "")
+        return plain
+
+    return core(one) == core(other)

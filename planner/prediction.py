@@ -1,0 +1,246 @@
+"""What plans are predicted to do: figures with a band and a source, and where the time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ridgeplan.planner.acceptance import Acceptance, Knowledge
+from ridgeplan.planner.plan import DraftSelection, Plan, TargetSelection
+from ridgeplan.planner.terms import draft_code_bits, stack, strategy_of, target_code_bits
+from ridgeplan.roofline.evaluate import Estimate, evaluate, pass_ops
+from ridgeplan.roofline.latency import Machine, RateTerms, attention_kind, linear_kind
+from ridgeplan.roofline.passes import Op
+from ridgeplan.roofline.profile import SOURCES, Profile
+from ridgeplan.roofline.rounds import draft_rates, target_rates
+from ridgeplan.roofline.shapes import ModelShape
+from ridgeplan.roofline.strategy import Strategy
+
+PARTS = ("prefill", "draft", "target")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Headline figures: time per token and to the first token, throughput of the batch, peak memory."""
+
+    tpot_ms: float
+    ttft_ms: float
+    tokens_per_s: float
+    peak_memory_bytes: float
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """One operation of a prefill, a draft step or a target step, all its launches together."""
+
+    part: str
+    op: str
+    kind: str
+    launches: int
+    seconds: float
+    flops: float
+    bytes: float
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte."""
+        return self.flops / self.bytes
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted figures of a plan: best estimate, the band around it, and what they rest on.
+
+    `round_s` holds the seconds of a round by part, `memory_bytes` the bytes by purpose.
+    """
+
+    best: Figures
+    low: Figures
+    high: Figures
+    source: str
+    acceptance: Acceptance
+    gamma: int
+    tokens_per_round: float
+    draft_step_ms: float
+    verify_ms: float
+    round_s: dict[str, float]
+    memory_bytes: dict[str, float]
+    prefill_peak_bytes: float
+    decode_peak_bytes: float
+    offloaded_layers: int
+    breakdown: tuple[OpTime, ...]
+    speedup: float = 1.0
+
+    @property
+    def round_ms(self) -> float:
+        """One whole round."""
+        return 1e3 * sum(self.round_s.values())
+
+    def against(self, baseline: Prediction) -> Prediction:
+        """This prediction with its speed-up in time per token over `baseline`."""
+        return replace(self, speedup=baseline.best.tpot_ms / self.best.tpot_ms)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values: headline figures at the top, `low` and `high` of them beside, then the parts."""
+        parts = asdict(self)
+        best, _ = parts.pop("best"), parts.pop("breakdown")
+        return {**best, **parts, "round_ms": self.round_ms}
+
+
+def predict(plan: Plan, shape: ModelShape, profile: Profile) -> Prediction:
+    """Latency, throughput and memory of one plan."""
+    return predict_all([plan], shape, profile)[0]
+
+
+def predict_all(plans: Sequence[Plan], shape: ModelShape, profile: Profile) -> list[Prediction]:
+    """Predictions of several plans of one context, in one evaluation.
+
+    Bands come from the spread of the calibration's fit, weighted by the time each class takes, and from the band of
+    the acceptance.
+    """
+    machine = Machine.of(profile)
+    knowledge = Knowledge.about(shape, plans[0].workload.context, profile.acceptance)
+    known = [knowledge.of(plan) for plan in plans]
+    strategies = [strategy_of(plan, shape, machine, item.best) for plan, item in zip(plans, known, strict=True)]
+    # One plan stays in numbers; several become arrays with an entry each.
+    strategy = stack(strategies, [1] * len(plans)) if len(plans) > 1 else strategies[0]
+    slow, best, fast = (
+        evaluate(shape, machine, replace(strategy, acceptance=np.array([getattr(item, end) for item in known])))
+        for end in ("low", "best", "high")
+    )
+    parts = _parts(shape, machine, strategy, len(plans))
+    return [
+        _prediction(index, plan, known[index], (slow, best, fast), parts, profile) for index, plan in enumerate(plans)
+    ]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the work for every plan: its operations, their seconds, and the spread of its time [plans]."""
+
+    name: str
+    ops: tuple[Op, ...]
+    seconds: tuple[np.ndarray, ...]
+    spread: np.ndarray
+
+
+def _parts(shape: ModelShape, machine: Machine, strategy: Strategy, count: int) -> list[Part]:
+    own = dict(
+        zip(PARTS, ({"linear": machine.rates["prefill_linear"]}, draft_rates(strategy), target_rates(strategy)), strict=True)
+    )
+    return [
+        _part(name, ops, machine, own[name], count) for name, ops in pass_ops(shape, machine, strategy).items()
+    ]
+
+
+def _part(name: str, ops: tuple[Op, ...], machine: Machine, own: dict[str, RateTerms], count: int) -> Part:
+    seconds = tuple(np.broadcast_to(machine.op_seconds(op, own), (count,)) for op in ops)
+    spreads = [np.broadcast_to(machine.rates_of(op, own).spread, (count,)) for op in ops]
+    return Part(name, ops, seconds, np.average(spreads, axis=0, weights=seconds))
+
+
+def _prediction(
+    index: int,
+    plan: Plan,
+    acceptance: Acceptance,
+    estimates: tuple[Estimate, Estimate, Estimate],
+    parts: list[Part],
+    profile: Profile,
+) -> Prediction:
+    slow, best, fast = estimates
+    prefill, draft, target = parts
+    drafted = float(_at(best.round.gamma * best.round.draft_s, index) / _at(best.round.total_s, index))
+    spread = float(drafted * draft.spread[index] + (1 - drafted) * target.spread[index])
+    prefill_spread = float(prefill.spread[index])
+    memory = best.memory
+    return Prediction(
+        best=_figures(best, index, plan.workload.batch, 0, 0, 1),
+        low=_ordered(fast, slow, index, plan.workload.batch, -spread, -prefill_spread, 0.5),
+        high=_ordered(slow, fast, index, plan.workload.batch, spread, prefill_spread, 1.5),
+        source=_source(plan, profile, acceptance),
+        acceptance=acceptance,
+        gamma=plan.speculation.gamma,
+        tokens_per_round=_at(best.tokens_per_round, index),
+        draft_step_ms=1e3 * _at(best.round.draft_s, index),
+        verify_ms=1e3 * _at(best.round.verify_s, index),
+        round_s=_round_s(best, index),
+        memory_bytes={name: _at(value, index) for name, value in vars(memory).items()},
+        prefill_peak_bytes=_at(memory.prefill_peak, index),
+        decode_peak_bytes=_at(memory.decode_peak, index),
+        offloaded_layers=int(_at(best.offloaded_layers, index)),
+        breakdown=tuple(_op_times(plan, parts, index)),
+    )
+
+
+def _figures(
+    estimate: Estimate, index: int, batch: int, spread: float, prefill_spread: float, workspace: float
+) -> Figures:
+    """Figures with times longer by the spreads, and `workspace` times the predicted workspace."""
+    tpot_s = _at(estimate.tpot_s, index) * max(1 + spread, 0.1)
+    resident = _at(estimate.memory.resident, index)
+    return Figures(
+        tpot_ms=1e3 * tpot_s,
+        ttft_ms=1e3 * _at(estimate.ttft_s, index) * max(1 + prefill_spread, 0.1),
+        tokens_per_s=batch / tpot_s,
+        peak_memory_bytes=resident + workspace * (_at(estimate.memory.peak, index) - resident),
+    )
+
+
+def _ordered(
+    near: Estimate, far: Estimate, index: int, batch: int, spread: float, prefill_spread: float, workspace: float
+) -> Figures:
+    """One end of the band. Throughput runs against time, so its end comes from the opposite estimate."""
+    figures = _figures(near, index, batch, spread, prefill_spread, workspace)
+    return replace(figures, tokens_per_s=_figures(far, index, batch, -spread, 0, workspace).tokens_per_s)
+
+
+def _round_s(estimate: Estimate, index: int) -> dict[str, float]:
+    one = estimate.round
+    parts = {
+        "draft": one.gamma * one.draft_s,
+        "verification": one.verify_s,
+        "acceptance": one.accept_s,
+        "selection": one.select_s,
+        "flush": one.flush_s,
+    }
+    return {name: _at(value, index) for name, value in parts.items()}
+
+
+def _op_times(plan: Plan, parts: list[Part], index: int) -> list[OpTime]:
+    return [
+        OpTime(part.name, op.name, kernel_class(plan, part.name, op.kind), int(op.launches), float(seconds[index]),
+               _at(op.total.flops, index), _at(op.total.bytes, index))
+        for part in parts if part.name != "draft" or plan.speculation.active
+        for op, seconds in zip(part.ops, part.seconds, strict=True)
+    ]  # fmt: skip
+
+
+def kernel_class(plan: Plan, part: str, kind: str) -> str:
+    """The calibrated class behind an operation's kind in a part of the work."""
+    if kind not in ("linear", "attention") or part == "prefill":
+        return "prefill_linear" if kind == "linear" else kind
+    drafting = part == "draft"
+    if kind == "linear":
+        return linear_kind(plan.weights.draft_bits if drafting else plan.weights.target_bits)
+    return attention_kind(draft_code_bits(plan) if drafting else target_code_bits(plan))
+
+
+def _source(plan: Plan, profile: Profile, acceptance: Acceptance) -> str:
+    """The weakest source among the linear layers, attention and, where it counts, acceptance and selection."""
+    parts = ("target", "draft") if plan.speculation.active else ("target",)
+    used = [profile.rates(kernel_class(plan, part, kind)).source for part in parts for kind in ("linear", "attention")]
+    if plan.speculation.active:
+        used.append(acceptance.source)
+    selecting = plan.speculation.selection is not DraftSelection.ALL or plan.attention.selection is not TargetSelection.FULL
+    if selecting or plan.placement.offload:
+        used.append("prior")  # selection costs and elastic overlap follow the papers' descriptions
+    return max(used, key=SOURCES.index)
+
+
+def _at(value: Any, index: int) -> float:
+    """The entry of one plan in a term that may be one number for all."""
+    array = np.asarray(value, dtype=float)
+    return float(array[index] if array.ndim else array)

@@ -1,0 +1,47 @@
+"""Quality as a constraint: how far a plan's target may be from the model itself."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from ridgeplan.planner.plan import EvictionPolicy, Plan, TargetSelection
+
+
+class Quality(StrEnum):
+    """From strictest to loosest."""
+
+    EXACT = "exact"
+    NEAR_LOSSLESS = "near-lossless"
+    LOSSY = "lossy"
+
+    def allows(self, other: Quality) -> bool:
+        """Whether a plan of quality `other` satisfies this constraint."""
+        order = list(Quality)
+        return order.index(other) <= order.index(self)
+
+
+def losses(plan: Plan) -> list[str]:
+    """What the plan's target gives up, each with the published loss; empty for an exact plan.
+
+    Speculation never appears: its output follows the target's distribution whatever drafts read.
+    """
+    found = []
+    if plan.kv.target_bits == 8:
+        found.append("INT8 KV: perplexity +0.16% on WikiText-2, +0.004% on C4 (QuantSpec, Table 2)")
+    if plan.weights.target_bits == 8:
+        found.append("INT8 weights: no figure is published for this rounding")
+    if plan.weights.target_bits == 4:
+        found.append("INT4 weights: perplexity 5.47 to 5.73 for Llama-2-7B, rounded to nearest (AWQ, Table 4)")
+    if plan.eviction.policy is not EvictionPolicy.NONE:
+        found.append(f"{plan.eviction.policy.value} keeps {plan.eviction.budget} of {plan.workload.context} prompt tokens")
+    if plan.attention.selection is not TargetSelection.FULL:
+        found.append(f"{plan.attention.selection.value} reads {plan.attention.budget} tokens a step")
+    return found
+
+
+def quality_of(plan: Plan) -> Quality:
+    """The strictest quality whose constraint the plan satisfies."""
+    if not losses(plan):
+        return Quality.EXACT
+    only_kv = plan.kv.target_bits == 8 and len(losses(plan)) == 1
+    return Quality.NEAR_LOSSLESS if only_kv else Quality.LOSSY

@@ -1,0 +1,93 @@
+"""The space that is searched: families of plans that differ in kind, each with a grid of hyperparameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from ridgeplan.planner.plan import (
+    MAX_GAMMA,
+    DraftCodes,
+    DraftSelection,
+    KVCache,
+    KVFormat,
+    Placement,
+    Plan,
+    PlanError,
+    Speculation,
+    Weights,
+    Workload,
+)
+from ridgeplan.planner.presets import KV_BUDGET, PRESETS, describe, family_key
+
+RATIOS = (0.02, 0.04, 0.07, 0.1, 0.15, 0.25, 0.5)
+GAMMAS = tuple(range(1, MAX_GAMMA + 1))
+
+
+@dataclass(frozen=True)
+class Family:
+    """Plans of one kind: a template, and the values its gamma and ratio may take.
+
+    Budgets of lossy policies stay the template's: fewer tokens are always faster, and what they cost in quality is
+    not something a latency model can weigh.
+    """
+
+    name: str
+    template: Plan
+    gammas: tuple[int, ...]
+    ratios: tuple[float, ...]
+
+    @property
+    def size(self) -> int:
+        """How many plans the grid has."""
+        return len(self.gammas) * len(self.ratios)
+
+    def grid(self) -> tuple[np.ndarray, np.ndarray]:
+        """gamma and ratio of every plan of the family, each [size]."""
+        return np.repeat(self.gammas, len(self.ratios)), np.tile(self.ratios, len(self.gammas))
+
+    def plan(self, gamma: int, ratio: float) -> Plan:
+        """The plan at one point of the grid."""
+        speculation = replace(self.template.speculation, gamma=int(gamma), ratio=float(ratio))
+        return replace(self.template, speculation=speculation)
+
+
+def families(workload: Workload, *, offload: bool) -> tuple[Family, ...]:
+    """Every preset, and the joint space of cache formats, draft weights, draft codes and selections.
+
+    `offload` adds the joint space again with layers that may leave the device, for what else would not fit.
+    """
+    named = {family_key(plan): (name, plan) for name, plan in ((name, make(workload)) for name, make in PRESETS.items())}
+    for plan in _joint(workload, (False, True) if offload else (False,)):
+        named.setdefault(family_key(plan), (describe(plan), plan))
+    return tuple(_family(name, plan) for name, plan in named.values())
+
+
+def _joint(workload: Workload, placements: tuple[bool, ...]) -> Iterator[Plan]:
+    draft_reads = [(DraftCodes.FULL, DraftSelection.ALL, 0)]
+    draft_reads += [(codes, selection, 1) for codes, selection in product(DraftCodes, DraftSelection)]
+    for kv, draft_bits, offload, (codes, selection, active) in product(KVFormat, (16, 4), placements, draft_reads):
+        ratio = 1.0 if selection is DraftSelection.ALL else RATIOS[2]
+        try:
+            yield Plan(
+                workload,
+                weights=Weights(draft_bits=draft_bits),
+                kv=KVCache(kv),
+                placement=Placement(offload, min(KV_BUDGET, workload.context) if offload else 0),
+                speculation=Speculation(active, codes, selection, ratio),
+            )
+        except PlanError:
+            continue  # the axes exclude each other, as upper codes and a cache that has none
+
+
+def _family(name: str, template: Plan) -> Family:
+    speculation = template.speculation
+    return Family(
+        name,
+        template,
+        gammas=GAMMAS if speculation.active else (0,),
+        ratios=RATIOS if speculation.selection is not DraftSelection.ALL else (1.0,),
+    )

@@ -1,0 +1,89 @@
+"""Latency and memory of a strategy: of one plan, of arrays of plans at once, or as a symbolic expression."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ridgeplan.roofline.cost import Term
+from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.memory import MemoryParts
+from ridgeplan.roofline.numbers import smaller
+from ridgeplan.roofline.passes import Op, decode_pass, prefill_pass
+from ridgeplan.roofline.placement import place
+from ridgeplan.roofline.rounds import (
+    Round,
+    draft_terms,
+    quantize_cost,
+    round_at,
+    round_tokens,
+    sampling_seconds,
+    target_terms,
+)
+from ridgeplan.roofline.shapes import ModelShape
+from ridgeplan.roofline.strategy import Strategy
+
+# The context grows while tokens are generated, so costs are integrated over it. Two-point Gauss-Legendre nodes on
+# [0, 1] are exact up to cubic terms, and costs are piecewise linear in the context.
+GENERATION_NODES = (0.5 - 0.5 / 3**0.5, 0.5 + 0.5 / 3**0.5)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a strategy takes, averaged over the generation. Seconds and bytes."""
+
+    ttft_s: Term
+    round: Round
+    tokens_per_round: Term
+    memory: MemoryParts
+    offloaded_layers: Term
+
+    @property
+    def tpot_s(self) -> Term:
+        """Time per output token of a sequence."""
+        return self.round.total_s / self.tokens_per_round
+
+
+def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy) -> Estimate:
+    """Latency, tokens per round and memory of `strategy` for `shape` on `machine`."""
+    placed = place(shape, machine, strategy)
+    early, late = (
+        round_at(shape, machine, strategy, strategy.context + node * strategy.new_tokens, placed.transfer_s)
+        for node in GENERATION_NODES
+    )
+    return Estimate(
+        ttft_s=prefill_seconds(shape, machine, strategy),
+        round=_mean(early, late),
+        tokens_per_round=round_tokens(strategy),
+        memory=placed.memory,
+        offloaded_layers=placed.offloaded_layers,
+    )
+
+
+def prefill_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
+    """Time to the first token: all prompts one after another, their KV quantized as it is made."""
+    ops = prefill_pass(shape, 1, strategy.context, machine.element_bytes)
+    one = machine.pass_seconds(ops, {"linear": machine.rates["prefill_linear"]}, shape.layers)
+    cost = quantize_cost(shape, machine, strategy, 1, strategy.context)
+    codes = smaller(strategy.code_planes, 1) * shape.layers * machine.seconds(cost, machine.rates["quantize"])
+    return strategy.batch * (one + codes + sampling_seconds(shape, machine, 1))
+
+
+def pass_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> dict[str, tuple[Op, ...]]:
+    """The operations of one prompt's prefill, of a draft step and of a target step halfway through generation."""
+    middle = strategy.context + strategy.new_tokens / 2
+    return {
+        "prefill": prefill_pass(shape, 1, strategy.context, machine.element_bytes),
+        "draft": decode_pass(shape, draft_terms(machine, strategy, middle)),
+        "target": decode_pass(shape, target_terms(machine, strategy, middle)),
+    }
+
+
+def _mean(early: Round, late: Round) -> Round:
+    return Round(
+        gamma=early.gamma,
+        draft_s=(early.draft_s + late.draft_s) / 2,
+        verify_s=(early.verify_s + late.verify_s) / 2,
+        accept_s=(early.accept_s + late.accept_s) / 2,
+        select_s=(early.select_s + late.select_s) / 2,
+        flush_s=(early.flush_s + late.flush_s) / 2,
+    )

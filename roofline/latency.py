@@ -1,0 +1,96 @@
+"""Seconds: the roofline time of an operation on a machine, at the utilization its kernel class reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ridgeplan.roofline.cost import Cost, Term
+from ridgeplan.roofline.numbers import larger, where
+from ridgeplan.roofline.passes import Op
+from ridgeplan.roofline.profile import Profile
+
+
+@dataclass(frozen=True)
+class RateTerms:
+    """Utilizations and launch time of a kernel class as numbers, arrays (one plan each) or symbols."""
+
+    bandwidth_utilization: Term
+    compute_utilization: Term
+    launch_s: Term
+    spread: Term = 0.0  # relative, of the fit
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine's ceilings and the rates of its kernel classes."""
+
+    bandwidth_bytes_per_s: Term
+    compute_flops: Term
+    rates: Mapping[str, RateTerms]
+    pass_dispatch_s: Term
+    layer_dispatch_s: Term
+    asynchronous: Term
+    memory_bytes: Term
+    host_link_bytes_per_s: Term
+    element_bytes: Term
+    processors: Term
+
+    @classmethod
+    def of(cls, profile: Profile) -> Machine:
+        """The machine a calibration profile describes."""
+        hardware = profile.hardware
+        return cls(
+            bandwidth_bytes_per_s=hardware.bandwidth_bytes_per_s,
+            compute_flops=hardware.compute_flops,
+            rates={kind: _rate_terms(profile, kind) for kind in KINDS},
+            pass_dispatch_s=profile.pass_dispatch_s,
+            layer_dispatch_s=profile.layer_dispatch_s,
+            asynchronous=int(profile.asynchronous),
+            memory_bytes=hardware.memory_bytes,
+            host_link_bytes_per_s=hardware.host_link_bytes_per_s * profile.host_link_utilization,
+            element_bytes=hardware.element_bytes,
+            processors=hardware.processors,
+        )
+
+    def seconds(self, cost: Cost, rates: RateTerms) -> Term:
+        """launch + max(bytes / (bandwidth x utilization), FLOPs / (peak x utilization))."""
+        moving = cost.bytes / (self.bandwidth_bytes_per_s * rates.bandwidth_utilization)
+        computing = cost.flops / (self.compute_flops * rates.compute_utilization)
+        return rates.launch_s + larger(moving, computing)
+
+    def op_seconds(self, op: Op, own: Mapping[str, RateTerms]) -> Term:
+        """All launches of one operation; `own` holds the rates that depend on the formats the pass reads."""
+        return op.launches * self.seconds(op.cost, self.rates_of(op, own))
+
+    def rates_of(self, op: Op, own: Mapping[str, RateTerms]) -> RateTerms:
+        """The pass's own rates where the operation's class has any, else the machine's."""
+        return own[op.kind] if op.kind in own else self.rates[op.kind]
+
+    def pass_seconds(self, ops: Iterable[Op], own: Mapping[str, RateTerms], layers: Term) -> Term:
+        """One forward pass: the device's work, and the host's, which a device that runs by itself overlaps."""
+        device = sum(self.op_seconds(op, own) for op in ops)
+        host = self.pass_dispatch_s + layers * self.layer_dispatch_s
+        return where(self.asynchronous, larger(device, host), device + host)
+
+
+# Every class of kernels that a pass or a round launches.
+KINDS = (
+    "linear", "linear_int8", "linear_int4", "linear_full", "attention", "attention_int4", "attention_int8", "merge",
+    "elementwise", "quantize", "sampling", "gather", "prefill_attention", "prefill_linear",
+)  # fmt: skip
+
+
+def linear_kind(bits: int) -> str:
+    """Kernel class of a linear layer with weights of `bits` bits."""
+    return {16: "linear", 8: "linear_int8", 4: "linear_int4"}[bits]
+
+
+def attention_kind(bits: int) -> str:
+    """Kernel class of attention over codes of `bits` bits; 0 is full precision."""
+    return {0: "attention", 8: "attention_int8", 4: "attention_int4"}[bits]
+
+
+def _rate_terms(profile: Profile, kind: str) -> RateTerms:
+    rates = profile.rates(kind)
+    return RateTerms(rates.bandwidth_utilization, rates.compute_utilization, rates.launch_s, rates.spread)

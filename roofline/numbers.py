@@ -1,0 +1,35 @@
+"""Arithmetic that works alike on numbers, numpy arrays and sympy expressions."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ridgeplan.roofline.cost import Term
+
+
+def is_symbolic(*terms: Term) -> bool:
+    """Whether any term is a sympy expression; asks without importing sympy, which most callers never need."""
+    return any(hasattr(term, "free_symbols") for term in terms)
+
+
+def larger(a: Term, b: Term) -> Term:
+    """The element-wise maximum of two terms."""
+    if is_symbolic(a, b):
+        from sympy import Max
+
+        return Max(a, b)
+    return np.maximum(a, b)
+
+
+def smaller(a: Term, b: Term) -> Term:
+    """The element-wise minimum of two terms."""
+    if is_symbolic(a, b):
+        from sympy import Min
+
+        return Min(a, b)
+    return np.minimum(a, b)
+
+
+def where(condition: Term, yes: Term, no: Term) -> Term:
+    """`yes` where the 0-or-1 term `condition` is 1, else `no`; both must be finite."""
+    return condition * yes + (1 - condition) * no

@@ -1,0 +1,212 @@
+"""The operations of one forward pass of a decoder: of a decode step or a verification, and of prefill.
+
+A pass is a tuple of `Op`. Model shapes, formats and selections change the terms that go in, never the code path;
+the only branches are on what a model has at all (experts, latent attention, a sliding window).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ridgeplan.roofline import ops
+from ridgeplan.roofline.cost import Cost, Term
+from ridgeplan.roofline.numbers import larger, smaller
+from ridgeplan.roofline.shapes import ModelShape
+
+
+@dataclass(frozen=True)
+class Op:
+    """One kind of launch in a pass: its cost, how often it runs, and whose utilization it has.
+
+    `kind` names the kernel class; `linear` and `attention` become `linear_int4`, `attention_int8`, ... where the
+    pass reads quantized weights or codes.
+    """
+
+    name: str
+    kind: str
+    cost: Cost
+    launches: Term
+
+    @property
+    def total(self) -> Cost:
+        """The cost of all launches of the pass."""
+        return self.cost * self.launches
+
+
+@dataclass(frozen=True)
+class PassTerms:
+    """What one decode pass processes and reads. Lengths are per sequence and per layer."""
+
+    batch: Term
+    queries: Term  # tokens per sequence that go through the model at once
+    quantized_tokens: Term  # tokens whose codes are read
+    full_tokens: Term  # tokens read in full precision, those of the pass included
+    bits: Term  # of a code: 4, 8, or 0 where nothing is quantized
+    group: Term
+    splits: Term
+    weight_bytes: Term  # per parameter of a linear layer, with scales and minima
+    element_bytes: Term
+
+    @property
+    def rows(self) -> Term:
+        """Rows of every linear layer's input."""
+        return self.batch * self.queries
+
+
+def weight_bytes(bits: int, group: int, element_bytes: int) -> float:
+    """Bytes per parameter: full precision at 16 bits, else codes and an fp16 scale and minimum per group."""
+    return element_bytes if bits == 16 else bits / 8 + 2 * ops.METADATA_BYTES / group
+
+
+def decode_pass(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
+    """All operations of one forward pass of `terms.queries` tokens per sequence through the whole model."""
+    return (
+        _embedding(shape, terms.rows, terms.element_bytes),
+        *_attention_linears(shape, terms.rows, terms.weight_bytes, terms.element_bytes),
+        _rope_append(shape, terms.rows, terms.element_bytes),
+        *_attention(shape, terms),
+        *_mlps(shape, terms.rows, terms.weight_bytes, terms.element_bytes),
+        _norms(shape, terms.rows, terms.element_bytes),
+        _head(shape, terms.rows, terms.element_bytes),
+    )
+
+
+def prefill_pass(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term) -> tuple[Op, ...]:
+    """All operations of prefill: every token of the prompt, logits of the last one only."""
+    rows = batch * tokens
+    return (
+        _embedding(shape, rows, element_bytes),
+        *_attention_linears(shape, rows, element_bytes, element_bytes),
+        _rope_append(shape, rows, element_bytes),
+        *_prefill_attention(shape, batch, tokens, element_bytes),
+        *_mlps(shape, rows, element_bytes, element_bytes),
+        _norms(shape, rows, element_bytes),
+        _head(shape, batch, element_bytes),
+    )
+
+
+def window_share(shape: ModelShape, tokens: Term) -> Term:
+    """Share of `tokens` that a layer with a sliding window reads."""
+    return smaller(tokens, shape.window_tokens) / tokens if shape.window_tokens else 1
+
+
+def _embedding(shape: ModelShape, rows: Term, element_bytes: Term) -> Op:
+    return Op("embedding", "elementwise", ops.elementwise(rows, shape.hidden, shape.hidden, element_bytes), 1)
+
+
+def _norms(shape: ModelShape, rows: Term, element_bytes: Term) -> Op:
+    """Residual addition and RMSNorm, fused: reads the residual and the update, writes both results."""
+    cost = ops.elementwise(rows, 2 * shape.hidden, 2 * shape.hidden, element_bytes)
+    return Op("residual + norm", "elementwise", cost, 2 * shape.layers + 1)
+
+
+def _rope_append(shape: ModelShape, rows: Term, element_bytes: Term) -> Op:
+    """Rotary embedding of queries and keys, and the append of keys and values to the cache."""
+    width = shape.q_width + shape.kv_elements_per_token_per_layer
+    return Op("rope + append", "elementwise", ops.elementwise(rows, width, width, element_bytes), shape.layers)
+
+
+def _attention_linears(
+    shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term
+) -> tuple[Op, ...]:
+    """Projections into and out of attention; MLA's chain of factors counts by its parameters."""
+    out_inputs = shape.q_heads * (shape.v_head_dim or shape.head_dim)
+    out_params = out_inputs * shape.hidden
+    in_params = shape.attention_params_per_layer - out_params
+    in_outputs = shape.q_width + shape.kv_elements_per_token_per_layer
+    project = ops.matmul(rows, shape.hidden, in_outputs, in_params, weight_bytes, element_bytes)
+    output = ops.matmul(rows, out_inputs, shape.hidden, out_params, weight_bytes, element_bytes)
+    return (Op("qkv projection", "linear", project, shape.layers), Op("output projection", "linear", output, shape.layers))
+
+
+def _mlps(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term) -> tuple[Op, ...]:
+    dense_layers = shape.layers - shape.moe_layers
+    dense = _gated_mlp("mlp", shape.hidden, shape.intermediate, dense_layers, rows, weight_bytes, element_bytes)
+    if not shape.is_moe:
+        return dense
+    router = ops.linear(rows, shape.hidden, shape.experts, element_bytes, element_bytes)
+    routed = ops.experts(
+        rows, shape.hidden, shape.expert_params, shape.experts, shape.experts_per_token, weight_bytes, element_bytes
+    )
+    shared = _gated_mlp(
+        "shared experts", shape.hidden, shape.shared_experts_intermediate, shape.moe_layers, rows, weight_bytes,
+        element_bytes,
+    ) if shape.shared_experts_intermediate else ()
+    return (
+        *(dense if shape.dense_layers else ()),
+        Op("router", "linear_full", router, shape.moe_layers),
+        Op("routed experts", "linear", routed, shape.moe_layers),
+        *shared,
+    )
+
+
+def _gated_mlp(
+    name: str, hidden: Term, width: Term, layers: Term, rows: Term, weight_bytes: Term, element_bytes: Term
+) -> tuple[Op, ...]:
+    gate_up = ops.linear(rows, hidden, 2 * width, weight_bytes, element_bytes)
+    down = ops.linear(rows, width, hidden, weight_bytes, element_bytes)
+    swiglu = ops.elementwise(rows, 2 * width, width, element_bytes)
+    return (
+        Op(f"{name} gate + up", "linear", gate_up, layers),
+        Op(f"{name} swiglu", "elementwise", swiglu, layers),
+        Op(f"{name} down", "linear", down, layers),
+    )
+
+
+def _head(shape: ModelShape, rows: Term, element_bytes: Term) -> Op:
+    """The output head stays in full precision: drafts share it with the target."""
+    cost = ops.linear(rows, shape.hidden, shape.vocab, element_bytes, element_bytes)
+    return Op("lm head", "linear_full", cost, 1)
+
+
+def _attention(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
+    """Decode attention and its merge, of layers that read everything and of layers with a sliding window."""
+    everything = _attention_layers(shape, terms, "", 1, shape.layers - shape.window_layers)
+    if not shape.window_layers:
+        return everything
+    tokens = terms.quantized_tokens + terms.full_tokens
+    return everything + _attention_layers(shape, terms, " (window)", window_share(shape, tokens), shape.window_layers)
+
+
+def _attention_layers(
+    shape: ModelShape, terms: PassTerms, suffix: str, share: Term, layers: Term
+) -> tuple[Op, ...]:
+    width = shape.value_dim
+    if shape.is_mla:
+        tokens = share * (terms.quantized_tokens + terms.full_tokens)
+        cost = ops.latent_attention(
+            terms.batch, terms.queries, shape.q_heads, shape.value_dim, shape.score_dim - shape.value_dim, tokens,
+            terms.element_bytes, terms.splits,
+        )
+    else:
+        cost = ops.attention(
+            terms.batch, terms.queries, shape.q_heads, shape.kv_heads, shape.head_dim,
+            share * terms.quantized_tokens, share * terms.full_tokens, terms.bits, terms.element_bytes, terms.group,
+            terms.splits,
+        )
+    merge = ops.merge(terms.batch, terms.queries, shape.q_heads, width, terms.splits, terms.element_bytes)
+    return (Op(f"attention{suffix}", "attention", cost, layers), Op(f"merge{suffix}", "merge", merge, layers))
+
+
+def _prefill_attention(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term) -> tuple[Op, ...]:
+    """FlashAttention over the prompt; MLA runs it unabsorbed, with per-head keys and values."""
+    value_dim = shape.v_head_dim or shape.head_dim
+    kv_elements = shape.kv_heads * (shape.head_dim + value_dim)
+    arguments = (batch, shape.q_heads, kv_elements, shape.head_dim, value_dim, tokens)
+    causal = ops.causal_attention(*arguments, element_bytes)
+    layers = shape.layers - shape.window_layers
+    everything = (Op("prefill attention", "prefill_attention", causal, layers),)
+    if not shape.window_layers:
+        return everything
+    window = smaller(tokens, shape.window_tokens)
+    windowed = ops.windowed_attention(*arguments, window, element_bytes)
+    return (*everything, Op("prefill attention (window)", "prefill_attention", windowed, shape.window_layers))
+
+
+def quantized_tokens(tokens: Term, group: Term) -> Term:
+    """Tokens held as codes, averaged over lengths: `group` to 2 x `group` recent ones are full precision.
+
+    Exactly (QuantSpec, section 4.3.2) it is max(0, floor(tokens / group) - 1) x group; over a generation the
+    buffer holds 3/2 groups on average, which this smooth form has so that sweeps integrate it exactly.
+    """
+    return larger(tokens - 3 * group / 2, 0)

@@ -1,0 +1,80 @@
+"""What a strategy holds in memory, which layers must leave the device, and what that costs a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ridgeplan.roofline import memory
+from ridgeplan.roofline.cost import Term
+from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.memory import MemoryParts
+from ridgeplan.roofline.numbers import is_symbolic, larger, smaller, where
+from ridgeplan.roofline.shapes import ModelShape
+from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
+
+# Share of an offloaded layer's budget that the last step already loaded (SpeContext, section 5.4 and Fig 6b).
+ELASTIC_OVERLAP = 0.9
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Memory with as many layers offloaded as needed, and the traffic they cause at every target step."""
+
+    memory: MemoryParts
+    offloaded_layers: Term
+    transfer_s: Term
+
+
+def place(shape: ModelShape, machine: Machine, strategy: Strategy) -> Placed:
+    """Offload just enough layers for the peak to fit (SpeContext, Eq 8), where the strategy lets any leave."""
+    parts = resident_memory(shape, machine, strategy)
+    saving = _layer_saving(shape, strategy, parts)
+    excess = larger(parts.peak - machine.memory_bytes, 0)
+    layers = strategy.offload * smaller(_ceiling(excess / larger(saving, 1)), shape.layers)
+    return Placed(
+        memory=replace(parts, kv=parts.kv - layers * saving),
+        offloaded_layers=layers,
+        transfer_s=layers * _layer_transfer(shape, machine, strategy),
+    )
+
+
+def resident_memory(shape: ModelShape, machine: Machine, strategy: Strategy) -> MemoryParts:
+    """Memory with everything on the device, at the longest the sequences get."""
+    element_bytes, batch = machine.element_bytes, strategy.batch
+    tokens = smaller(strategy.context, strategy.eviction_budget) + strategy.new_tokens
+    slots = strategy.keeps_full * (tokens + strategy.queries)
+    buffered = (1 - strategy.keeps_full) * (2 * strategy.kv_group + strategy.queries)
+    codes = memory.code_memory(shape, batch, tokens, strategy.code_planes, strategy.kv_group)
+    return MemoryParts(
+        weights=memory.weight_memory(shape, strategy.target_weight_bytes, element_bytes),
+        draft_weights=strategy.has_draft_weights * memory.draft_weight_memory(shape, strategy.draft_weight_bytes),
+        kv=memory.full_kv(shape, batch, slots, element_bytes) + codes,
+        buffers=memory.full_kv(shape, batch, buffered, element_bytes),
+        prefill_workspace=memory.prefill_workspace(shape, strategy.context, element_bytes),
+        decode_workspace=memory.decode_workspace(shape, batch, strategy.queries, strategy.splits, element_bytes),
+    )
+
+
+def _layer_saving(shape: ModelShape, strategy: Strategy, parts: MemoryParts) -> Term:
+    """Bytes that one layer's KV frees by leaving the device, its budget staying behind (SpeContext, Eq 7)."""
+    kept = smaller(strategy.offload_budget / (strategy.context + strategy.new_tokens), 1)
+    return parts.kv / shape.layers * (1 - kept)
+
+
+def _layer_transfer(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
+    """Seconds to bring one offloaded layer's tokens: the changed part of its budget, or all where all are read."""
+    reads_all = smaller(strategy.target_budget / UNLIMITED_TOKENS, 1)  # 1 without a budget, about 0 with one
+    budget = smaller(strategy.offload_budget, strategy.context)
+    tokens = where(reads_all, strategy.context, budget * (1 - ELASTIC_OVERLAP))
+    elements = strategy.batch * shape.kv_elements_per_token_per_layer * tokens
+    return elements * machine.element_bytes / machine.host_link_bytes_per_s
+
+
+def _ceiling(value: Term) -> Term:
+    if is_symbolic(value):
+        from sympy import ceiling
+
+        return ceiling(value)
+    return np.ceil(value)

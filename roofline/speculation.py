@@ -1,0 +1,65 @@
+"""Speculative decoding: expected tokens per round, and what acceptance or gamma it takes to win.
+
+Acceptance is conditional throughout: the probability that a drafted token is accepted given that all earlier ones
+of its round were (Leviathan et al. 2023; SpecAttn, section 3.2). QuantSpec's tables report another figure,
+accepted / (gamma x rounds), to which `accepted_share` converts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ridgeplan.roofline.cost import Term
+from ridgeplan.roofline.numbers import is_symbolic, smaller
+
+MAX_GAMMA = 15  # gamma + 1 verification queries fill one 16-row tensor-core tile
+
+
+def tokens_per_round(acceptance: Term, gamma: Term) -> Term:
+    """Expected tokens of a round, the one the target adds included: (1 - a^(gamma + 1)) / (1 - a) for acceptance a
+    (Leviathan et al., Eq 1). The sum is continuous at a = 1, which is taken as just below."""
+    below_one = acceptance if is_symbolic(acceptance) else smaller(acceptance, 1 - 1e-9)
+    return (1 - below_one ** (gamma + 1)) / (1 - below_one)
+
+
+def accepted_share(acceptance: Term, gamma: Term) -> Term:
+    """Accepted drafts over drafted ones, which QuantSpec calls acceptance rate (errata 6)."""
+    return (tokens_per_round(acceptance, gamma) - 1) / gamma
+
+
+def flush_capped(tokens: Term, group: Term) -> Term:
+    """Tokens per round where rounds end at flush boundaries, every `group` tokens (errata 4 of QuantSpec).
+
+    A round that would cross the boundary loses the tokens beyond it, (tokens - 1) / 2 on average per boundary.
+    """
+    return tokens * group / (group + (tokens - 1) / 2)
+
+
+def speedup(acceptance: Any, gamma: Any, draft_cost: Any, verify_cost: Any) -> Any:
+    """Speed-up over plain decoding, costs in units of one plain step (Leviathan et al., Theorem 3.8)."""
+    return tokens_per_round(acceptance, gamma) / (gamma * draft_cost + verify_cost)
+
+
+def break_even_acceptance(gamma: int, draft_cost: float, verify_cost: float = 1.0) -> float | None:
+    """The acceptance above which speculation wins; None where even acceptance 1 loses.
+
+    `draft_cost` and `verify_cost` are in units of one plain decode step.
+    """
+    from scipy.optimize import brentq
+
+    round_cost = gamma * draft_cost + verify_cost
+    if round_cost >= gamma + 1:
+        return None
+    if round_cost <= 1:
+        return 0.0
+    return float(brentq(lambda a: tokens_per_round(a, gamma) - round_cost, 0.0, 1.0))
+
+
+def best_gamma(acceptance: float, draft_cost: float, verify_cost: float = 1.0) -> int:
+    """The gamma in 0..15 of the highest speed-up; 0 where no gamma beats plain decoding."""
+    gains = {
+        gamma: tokens_per_round(acceptance, gamma) / (gamma * draft_cost + verify_cost)
+        for gamma in range(1, MAX_GAMMA + 1)
+    }
+    best = max(gains, key=lambda gamma: gains[gamma])
+    return best if gains[best] > 1 else 0
