@@ -43,7 +43,10 @@ class Row:
         for name, high in (("parameters", 1e5), ("ratio", 1), ("acceptance", 1)):
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and math.isfinite(value)
-            require(number and 0 < value <= high, f"acceptance row {name} is {value!r}; allowed: above 0 up to {high:g}")
+            require(
+                number and 0 < value <= high,
+                f"acceptance row {name} is {value!r}; allowed: above 0 up to {high:g}",
+            )
 
     @property
     def disagreement(self) -> float:
@@ -84,8 +87,10 @@ class Knowledge:
     def about(cls, shape: ModelShape, context: int, own_rows: Iterable[Mapping[str, Any]] = ()) -> Knowledge:
         """Knowledge from the shipped rows and `own_rows`, a profile's, measured on the user's machine."""
         rows = (*shipped_rows(), *(Row(**row) for row in own_rows))
-        known = {kind: _look_up([row for row in rows if row.draft == kind], shape, context)
-                 for kind in dict.fromkeys(row.draft for row in rows)}
+        known = {
+            kind: _look_up([row for row in rows if row.draft == kind], shape, context)
+            for kind in dict.fromkeys(row.draft for row in rows)
+        }
         for kind in UNPUBLISHED:
             known.setdefault(kind, _between(*(known[bound] for bound in BOUNDS)))
         return cls(known)
@@ -157,13 +162,19 @@ def _look_up(matching: list[Row], shape: ModelShape, context: int) -> Acceptance
 
 def _between(worst: Acceptance, best: Acceptance) -> Acceptance:
     middle = (worst.best + best.best) / 2
-    return Acceptance(min(worst.low, best.low), middle, max(worst.high, best.high), "prior", f"between {' and '.join(BOUNDS)}")
+    return Acceptance(
+        min(worst.low, best.low),
+        middle,
+        max(worst.high, best.high),
+        "prior",
+        f"between {' and '.join(BOUNDS)}",
+    )
 
 
 def _weight(row: Row, shape: ModelShape, context: int) -> float:
-    """How much a row says about this model and context: halves per factor of 2 in size, and of 4 in context."""
+    """How much a row says: halves per factor of 2 in model size, quarters per factor of 2 in context."""
     size = abs(math.log2(row.parameters * 1e9 / shape.parameters))
-    length = abs(math.log2(row.context / context)) / 2
+    length = 2 * abs(math.log2(row.context / context))
     return float(0.5 ** (size + length))
 
 

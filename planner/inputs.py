@@ -37,12 +37,14 @@ def resolve(
 
 
 def this_machine() -> Profile:
-    """The profile of the machine this runs on. Raises ProfileError where it is neither calibrated nor in the catalog."""
+    """The profile of this machine. Raises ProfileError where it is neither calibrated nor in the catalog."""
     if user_profile_path().exists():
         return load_profile(user_profile_path())
     name = detect_hardware()
     if name is None:
-        raise ProfileError("gpu is 'auto', but this machine is not calibrated: run `ridgeplan calibrate --quick`, or name a GPU")
+        raise ProfileError(
+            "gpu is 'auto', but this machine is not calibrated: run `ridgeplan calibrate --quick`, or name a GPU"
+        )
     return profile_for(load_hardware(name), shipped_profiles())
 
 
@@ -56,6 +58,8 @@ def workload_for(
     factor = 2
     while factor * shape.max_context < workload.final_context:
         factor *= 2
-    require(factor <= MAX_YARN_FACTOR, f"context {context} is {factor}x the model's {shape.max_context}; "
-            f"allowed: up to {MAX_YARN_FACTOR}x with YaRN")
+    require(
+        factor <= MAX_YARN_FACTOR,
+        f"context {context} is {factor}x the model's {shape.max_context}; allowed: up to {MAX_YARN_FACTOR}x with YaRN",
+    )
     return Workload(shape.name, profile.hardware.name, context, new_tokens, batch, float(factor))

@@ -15,7 +15,6 @@ SCHEMA = 1
 MAX_TOKENS = 1 << 24
 
 
-
 class PlanError(ValueError):
     """A plan that is malformed or contradicts itself; the message names the value and what is allowed."""
 
@@ -203,7 +202,10 @@ class Speculation:
         require_int("gamma", self.gamma, 0, MAX_GAMMA)
         require_ratio("ratio", self.ratio)
         whole = self.selection is DraftSelection.ALL
-        require(not whole or self.ratio == 1.0, f"ratio is {self.ratio!r}; allowed: 1.0 when drafts read all tokens")
+        require(
+            not whole or self.ratio == 1.0,
+            f"ratio is {self.ratio!r}; allowed: 1.0 when drafts read all tokens",
+        )
 
     @property
     def active(self) -> bool:
@@ -235,8 +237,11 @@ class Plan:
         require_int("tensor_parallel", self.tensor_parallel, 1, 64)
         upper = self.speculation.codes is DraftCodes.UPPER
         has_upper = self.kv.format in (KVFormat.SHADOW, KVFormat.HIERARCHICAL)
-        require(has_upper or not upper, f"codes is 'upper' with kv format {self.kv.format.value!r}; allowed: "
-                "'bf16+int4' or 'int4x2', which store upper codes")
+        require(
+            has_upper or not upper,
+            f"codes is 'upper' with kv format {self.kv.format.value!r}; allowed: "
+            "'bf16+int4' or 'int4x2', which store upper codes",
+        )
         idle = not self.speculation.active and (upper or self.weights.draft_differs)
         require(not idle, "gamma is 0 with draft codes or draft weights set; allowed: gamma of 1 or more")
 
@@ -259,7 +264,10 @@ class Plan:
         require(isinstance(data, dict), f"a plan is a JSON object, not {type(data).__name__}")
         fields = dict(data)
         version = fields.pop("schema", None)
-        require(isinstance(version, int) and not isinstance(version, bool), f"schema is {version!r}; allowed: {SCHEMA}")
+        require(
+            isinstance(version, int) and not isinstance(version, bool),
+            f"schema is {version!r}; allowed: {SCHEMA}",
+        )
         require(version <= SCHEMA, f"schema {version} is newer than this version reads; allowed: up to {SCHEMA}")
         require(version >= 1, f"schema is {version}; allowed: {SCHEMA}")
         return _build(cls, fields, "plan")
@@ -288,9 +296,11 @@ def _build(kind: type[T], data: Any, where: str) -> T:
     unknown = sorted(set(data) - set(hints))
     require(not unknown, f"{where} has unknown field {unknown[:1]}; allowed: {', '.join(hints)}")
     values = {name: _convert(hints[name], value, f"{where}.{name}") for name, value in data.items()}
-    missing = [f.name for f in dataclasses.fields(kind)  # type: ignore[arg-type]
-               if f.name not in values and f.default is dataclasses.MISSING
-               and f.default_factory is dataclasses.MISSING]
+    missing = [
+        f.name
+        for f in dataclasses.fields(kind)  # type: ignore[arg-type]
+        if f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
     require(not missing, f"{where} lacks field {missing[:1]}")
     return kind(**values)
 
@@ -300,7 +310,10 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         return _build(kind, value, where)  # type: ignore[arg-type]
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         allowed = [str(member) for member in kind]
-        require(isinstance(value, str) and value in allowed, f"{where} is {value!r}; allowed: {', '.join(allowed)}")
+        require(
+            isinstance(value, str) and value in allowed,
+            f"{where} is {value!r}; allowed: {', '.join(allowed)}",
+        )
         return kind(value)
     wanted = (int, float) if kind is float else kind
     good = isinstance(value, wanted) and not (isinstance(value, bool) and kind is not bool)

@@ -129,11 +129,13 @@ class Part:
 
 def _parts(shape: ModelShape, machine: Machine, strategy: Strategy, count: int) -> list[Part]:
     own = dict(
-        zip(PARTS, ({"linear": machine.rates["prefill_linear"]}, draft_rates(strategy), target_rates(strategy)), strict=True)
+        zip(
+            PARTS,
+            ({"linear": machine.rates["prefill_linear"]}, draft_rates(strategy), target_rates(strategy)),
+            strict=True,
+        )
     )
-    return [
-        _part(name, ops, machine, own[name], count) for name, ops in pass_ops(shape, machine, strategy).items()
-    ]
+    return [_part(name, ops, machine, own[name], count) for name, ops in pass_ops(shape, machine, strategy).items()]
 
 
 def _part(name: str, ops: tuple[Op, ...], machine: Machine, own: dict[str, RateTerms], count: int) -> Part:
@@ -190,7 +192,13 @@ def _figures(
 
 
 def _ordered(
-    near: Estimate, far: Estimate, index: int, batch: int, spread: float, prefill_spread: float, workspace: float
+    near: Estimate,
+    far: Estimate,
+    index: int,
+    batch: int,
+    spread: float,
+    prefill_spread: float,
+    workspace: float,
 ) -> Figures:
     """One end of the band. Throughput runs against time, so its end comes from the opposite estimate."""
     figures = _figures(near, index, batch, spread, prefill_spread, workspace)
@@ -234,7 +242,9 @@ def _source(plan: Plan, profile: Profile, acceptance: Acceptance) -> str:
     used = [profile.rates(kernel_class(plan, part, kind)).source for part in parts for kind in ("linear", "attention")]
     if plan.speculation.active:
         used.append(acceptance.source)
-    selecting = plan.speculation.selection is not DraftSelection.ALL or plan.attention.selection is not TargetSelection.FULL
+    selecting = (
+        plan.speculation.selection is not DraftSelection.ALL or plan.attention.selection is not TargetSelection.FULL
+    )
     if selecting or plan.placement.offload:
         used.append("prior")  # selection costs and elastic overlap follow the papers' descriptions
     return max(used, key=SOURCES.index)

@@ -33,7 +33,9 @@ def losses(plan: Plan) -> list[str]:
     if plan.weights.target_bits == 4:
         found.append("INT4 weights: perplexity 5.47 to 5.73 for Llama-2-7B, rounded to nearest (AWQ, Table 4)")
     if plan.eviction.policy is not EvictionPolicy.NONE:
-        found.append(f"{plan.eviction.policy.value} keeps {plan.eviction.budget} of {plan.workload.context} prompt tokens")
+        found.append(
+            f"{plan.eviction.policy.value} keeps {plan.eviction.budget} of {plan.workload.context} prompt tokens"
+        )
     if plan.attention.selection is not TargetSelection.FULL:
         found.append(f"{plan.attention.selection.value} reads {plan.attention.budget} tokens a step")
     return found

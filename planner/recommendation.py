@@ -66,7 +66,8 @@ class Recommendation:
             f"{workload.model} on {workload.hardware}, {workload.context} tokens of context, batch {workload.batch}:",
             f"  {self.name}: {best.tpot_ms:.3g} ms per token "
             f"({self.predicted.low.tpot_ms:.3g} to {self.predicted.high.tpot_ms:.3g}), "
-            f"{self.predicted.speedup:.2f}x plain decoding ({self.baseline.best.tpot_ms:.3g} ms) [{self.predicted.source}]",
+            f"{self.predicted.speedup:.2f}x plain decoding ({self.baseline.best.tpot_ms:.3g} ms) "
+            f"[{self.predicted.source}]",
             f"  plain decoding spends {100 * self._attention_share():.0f}% of a step on attention: "
             + ("the KV cache is the bottleneck" if self._attention_share() > 0.5 else "the weights are the bottleneck"),
         ]

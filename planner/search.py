@@ -12,12 +12,12 @@ import numpy as np
 
 from ridgeplan.planner.acceptance import Knowledge
 from ridgeplan.planner.executable import missing_architecture, missing_execution
+from ridgeplan.planner.inputs import resolve, workload_for
 from ridgeplan.planner.plan import Plan, Workload, require
 from ridgeplan.planner.prediction import predict_all
 from ridgeplan.planner.presets import PRESETS, autoregressive
 from ridgeplan.planner.quality import Quality, losses, quality_of
 from ridgeplan.planner.recommendation import GIB, Alternative, Recommendation
-from ridgeplan.planner.inputs import resolve, workload_for
 from ridgeplan.planner.space import Family, families
 from ridgeplan.planner.terms import stack, strategy_of
 from ridgeplan.roofline.evaluate import Estimate, evaluate
@@ -210,8 +210,10 @@ def _notes(question: Question) -> Iterator[str]:
     if workload.yarn_factor > 1:
         yield f"rotary embeddings are stretched {workload.yarn_factor:g}x by YaRN"
     elif workload.final_context > shape.max_context:
-        yield (f"{workload.final_context} tokens are beyond the model's limit of {shape.max_context}; "
-               "ask for YaRN to stretch its rotary embedding")
+        yield (
+            f"{workload.final_context} tokens are beyond the model's limit of {shape.max_context}; "
+            "ask for YaRN to stretch its rotary embedding"
+        )
     if profile.transferred_from:
         yield f"{profile.hardware.name} is not calibrated: utilizations are those of {profile.transferred_from}"
 

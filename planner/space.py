@@ -60,7 +60,9 @@ def families(workload: Workload, *, offload: bool) -> tuple[Family, ...]:
 
     `offload` adds the joint space again with layers that may leave the device, for what else would not fit.
     """
-    named = {family_key(plan): (name, plan) for name, plan in ((name, make(workload)) for name, make in PRESETS.items())}
+    named = {
+        family_key(plan): (name, plan) for name, plan in ((name, make(workload)) for name, make in PRESETS.items())
+    }
     for plan in _joint(workload, (False, True) if offload else (False,)):
         named.setdefault(family_key(plan), (describe(plan), plan))
     return tuple(_family(name, plan) for name, plan in named.values())

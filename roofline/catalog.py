@@ -38,9 +38,7 @@ class Catalog(Generic[Entry]):
         return f" Did you mean {', '.join(names)}?" if names else ""
 
 
-def build_catalog(
-    named: Iterable[tuple[Entry, Iterable[str]]], normalize: Callable[[str], str]
-) -> Catalog[Entry]:
+def build_catalog(named: Iterable[tuple[Entry, Iterable[str]]], normalize: Callable[[str], str]) -> Catalog[Entry]:
     """A catalog of (entry, its names); a name taken by an earlier entry stays with that entry."""
     entries: list[Entry] = []
     by_name: dict[str, Entry] = {}

@@ -56,9 +56,7 @@ class Hardware:
 
 
 # Every number that must be given, and whose source must be given with it.
-FIGURES = tuple(
-    item.name for item in fields(Hardware) if item.type in (int, float) and item.default is MISSING
-)
+FIGURES = tuple(item.name for item in fields(Hardware) if item.type in (int, float) and item.default is MISSING)
 _SHIPPED = Path(__file__).with_name("gpus.toml")
 
 
@@ -74,9 +72,7 @@ def load_hardware(reference: str) -> Hardware:
     if found is None:
         names = ", ".join(item.name for item in list_hardware())
         hint = _catalog().suggestion(reference)
-        raise UnknownHardware(
-            f"unknown GPU {brief(reference)}.{hint} Known: {names}, or a path to a TOML file"
-        )
+        raise UnknownHardware(f"unknown GPU {brief(reference)}.{hint} Known: {names}, or a path to a TOML file")
     return found
 
 
@@ -139,9 +135,7 @@ def _make(name: str, table: Mapping[str, Any]) -> Hardware:
     known = {item.name for item in fields(Hardware)} - {"name"}
     for key in table:
         if key not in known:
-            raise InvalidField(
-                f"hardware {brief(name)}: {key!r} is not a figure; allowed: {', '.join(sorted(known))}"
-            )
+            raise InvalidField(f"hardware {brief(name)}: {key!r} is not a figure; allowed: {', '.join(sorted(known))}")
     for key in sorted(set(FIGURES) - set(table)):
         raise InvalidField(f"hardware {brief(name)}: {key} is missing")
     aliases = table.get("aliases", [])

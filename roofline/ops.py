@@ -20,9 +20,7 @@ def linear(rows: Term, inputs: Term, outputs: Term, weight_bytes: Term, element_
     return matmul(rows, inputs, outputs, inputs * outputs, weight_bytes, element_bytes)
 
 
-def matmul(
-    rows: Term, inputs: Term, outputs: Term, params: Term, weight_bytes: Term, element_bytes: Term
-) -> Cost:
+def matmul(rows: Term, inputs: Term, outputs: Term, params: Term, weight_bytes: Term, element_bytes: Term) -> Cost:
     """A projection of `params` parameters, which MLA's chain of factors makes fewer than inputs x outputs."""
     return Cost(
         flops=2 * rows * params,
@@ -124,9 +122,7 @@ def partial_bytes(batch: Term, queries: Term, q_heads: Term, head_dim: Term, spl
     return batch * queries * q_heads * splits * (head_dim + 1) * PARTIAL_BYTES
 
 
-def merge(
-    batch: Term, queries: Term, q_heads: Term, head_dim: Term, splits: Term, element_bytes: Term
-) -> Cost:
+def merge(batch: Term, queries: Term, q_heads: Term, head_dim: Term, splits: Term, element_bytes: Term) -> Cost:
     """Log-sum-exp merge of the partials of all splits."""
     return Cost(
         flops=2 * batch * queries * q_heads * splits * head_dim,
@@ -142,7 +138,12 @@ def choose_splits(batch: Term, kv_heads: Term, tokens: Term, processors: Term) -
 
 
 def causal_attention(
-    batch: Term, q_heads: Term, kv_elements: Term, score_dim: Term, value_dim: Term, tokens: Term,
+    batch: Term,
+    q_heads: Term,
+    kv_elements: Term,
+    score_dim: Term,
+    value_dim: Term,
+    tokens: Term,
     element_bytes: Term,
 ) -> Cost:
     """Prefill attention (FlashAttention: scores stay on chip); half of all query-key pairs are masked away."""
@@ -155,8 +156,14 @@ def causal_attention(
 
 
 def windowed_attention(
-    batch: Term, q_heads: Term, kv_elements: Term, score_dim: Term, value_dim: Term, tokens: Term,
-    window: Term, element_bytes: Term,
+    batch: Term,
+    q_heads: Term,
+    kv_elements: Term,
+    score_dim: Term,
+    value_dim: Term,
+    tokens: Term,
+    window: Term,
+    element_bytes: Term,
 ) -> Cost:
     """Prefill attention where a token sees at most `window` tokens; `window <= tokens`."""
     causal = causal_attention(batch, q_heads, kv_elements, score_dim, value_dim, tokens, element_bytes)

@@ -106,9 +106,7 @@ def _rope_append(shape: ModelShape, rows: Term, element_bytes: Term) -> Op:
     return Op("rope + append", "elementwise", ops.elementwise(rows, width, width, element_bytes), shape.layers)
 
 
-def _attention_linears(
-    shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term
-) -> tuple[Op, ...]:
+def _attention_linears(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term) -> tuple[Op, ...]:
     """Projections into and out of attention; MLA's chain of factors counts by its parameters."""
     out_inputs = shape.q_heads * (shape.v_head_dim or shape.head_dim)
     out_params = out_inputs * shape.hidden
@@ -116,7 +114,10 @@ def _attention_linears(
     in_outputs = shape.q_width + shape.kv_elements_per_token_per_layer
     project = ops.matmul(rows, shape.hidden, in_outputs, in_params, weight_bytes, element_bytes)
     output = ops.matmul(rows, out_inputs, shape.hidden, out_params, weight_bytes, element_bytes)
-    return (Op("qkv projection", "linear", project, shape.layers), Op("output projection", "linear", output, shape.layers))
+    return (
+        Op("qkv projection", "linear", project, shape.layers),
+        Op("output projection", "linear", output, shape.layers),
+    )
 
 
 def _mlps(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term) -> tuple[Op, ...]:
@@ -126,12 +127,27 @@ def _mlps(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term
         return dense
     router = ops.linear(rows, shape.hidden, shape.experts, element_bytes, element_bytes)
     routed = ops.experts(
-        rows, shape.hidden, shape.expert_params, shape.experts, shape.experts_per_token, weight_bytes, element_bytes
-    )
-    shared = _gated_mlp(
-        "shared experts", shape.hidden, shape.shared_experts_intermediate, shape.moe_layers, rows, weight_bytes,
+        rows,
+        shape.hidden,
+        shape.expert_params,
+        shape.experts,
+        shape.experts_per_token,
+        weight_bytes,
         element_bytes,
-    ) if shape.shared_experts_intermediate else ()
+    )
+    shared = (
+        _gated_mlp(
+            "shared experts",
+            shape.hidden,
+            shape.shared_experts_intermediate,
+            shape.moe_layers,
+            rows,
+            weight_bytes,
+            element_bytes,
+        )
+        if shape.shared_experts_intermediate
+        else ()
+    )
     return (
         *(dense if shape.dense_layers else ()),
         Op("router", "linear_full", router, shape.moe_layers),
@@ -168,20 +184,32 @@ def _attention(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
     return everything + _attention_layers(shape, terms, " (window)", window_share(shape, tokens), shape.window_layers)
 
 
-def _attention_layers(
-    shape: ModelShape, terms: PassTerms, suffix: str, share: Term, layers: Term
-) -> tuple[Op, ...]:
+def _attention_layers(shape: ModelShape, terms: PassTerms, suffix: str, share: Term, layers: Term) -> tuple[Op, ...]:
     width = shape.value_dim
     if shape.is_mla:
         tokens = share * (terms.quantized_tokens + terms.full_tokens)
         cost = ops.latent_attention(
-            terms.batch, terms.queries, shape.q_heads, shape.value_dim, shape.score_dim - shape.value_dim, tokens,
-            terms.element_bytes, terms.splits,
+            terms.batch,
+            terms.queries,
+            shape.q_heads,
+            shape.value_dim,
+            shape.score_dim - shape.value_dim,
+            tokens,
+            terms.element_bytes,
+            terms.splits,
         )
     else:
         cost = ops.attention(
-            terms.batch, terms.queries, shape.q_heads, shape.kv_heads, shape.head_dim,
-            share * terms.quantized_tokens, share * terms.full_tokens, terms.bits, terms.element_bytes, terms.group,
+            terms.batch,
+            terms.queries,
+            shape.q_heads,
+            shape.kv_heads,
+            shape.head_dim,
+            share * terms.quantized_tokens,
+            share * terms.full_tokens,
+            terms.bits,
+            terms.element_bytes,
+            terms.group,
             terms.splits,
         )
     merge = ops.merge(terms.batch, terms.queries, shape.q_heads, width, terms.splits, terms.element_bytes)

@@ -134,8 +134,10 @@ class Profile:
         _require(isinstance(data, dict), "a profile is a JSON object")
         schema = data.get("schema")
         _require(type(schema) is int, f"profile schema is {brief(schema)}; allowed: {PROFILE_SCHEMA}")
-        _require(schema <= PROFILE_SCHEMA, f"profile schema {schema} is newer than this version reads; "
-                 f"allowed: up to {PROFILE_SCHEMA}")
+        _require(
+            schema <= PROFILE_SCHEMA,
+            f"profile schema {schema} is newer than this version reads; allowed: up to {PROFILE_SCHEMA}",
+        )
         _require(schema == PROFILE_SCHEMA, f"profile schema is {schema}; allowed: {PROFILE_SCHEMA}")
         try:
             return cls._from_fields(data)
@@ -201,7 +203,8 @@ def profile_for(hardware: Hardware, calibrated: tuple[Profile, ...]) -> Profile:
     alike = [profile for profile in calibrated if profile.hardware.kind == hardware.kind]
     if not alike:
         raise ProfileError(
-            f"no calibrated profile of a {hardware.kind} to predict {hardware.name} from; run `ridgeplan calibrate` on one"
+            f"no calibrated profile of a {hardware.kind} to predict {hardware.name} from; "
+            "run `ridgeplan calibrate` on one"
         )
     return min(alike, key=lambda profile: _distance(profile.hardware, hardware)).transferred_to(hardware)
 

@@ -94,9 +94,7 @@ def sampling_seconds(shape: ModelShape, machine: Machine, rows: Term) -> Term:
     return machine.seconds(ops.sampling(rows, shape.vocab), machine.rates["sampling"])
 
 
-def quantize_cost(
-    shape: ModelShape, machine: Machine, strategy: Strategy, batch: Term, tokens: Term
-) -> Cost:
+def quantize_cost(shape: ModelShape, machine: Machine, strategy: Strategy, batch: Term, tokens: Term) -> Cost:
     """Quantizing `tokens` tokens of one layer into the planes the strategy stores."""
     heads = shape.kv_elements_per_token_per_layer / (2 * shape.head_dim)  # MLA's latent, in heads
     group, planes = strategy.kv_group, strategy.code_planes

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from ridgeplan.roofline import hardware as hardware_module
 from ridgeplan.roofline.checks import InvalidField
 from ridgeplan.roofline.hardware import (

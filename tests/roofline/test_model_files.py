@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from ridgeplan.roofline.models import load_shape
 from ridgeplan.roofline.shapes import BadModelFile, ModelShape, UnknownModel
 
@@ -207,9 +208,7 @@ def test_config_families(tmp_path: Path, changes: dict[str, Any], expected: dict
         ({"tie_word_embeddings": "no"}, "tied_embeddings must be true or false"),
     ],
 )
-def test_bad_configs_are_one_line_naming_the_file(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_bad_configs_are_one_line_naming_the_file(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = write_config(tmp_path, **changes)
     with pytest.raises(BadModelFile, match=message) as caught:
         load_shape(str(path))
@@ -260,9 +259,7 @@ FAMILIES = [
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(FAMILIES), st.sampled_from(sorted(FULL_CONFIG)), json_values)
-def test_any_value_of_any_key_is_a_shape_or_a_bad_file(
-    tmp_path: Path, family: str, key: str, value: object
-) -> None:
+def test_any_value_of_any_key_is_a_shape_or_a_bad_file(tmp_path: Path, family: str, key: str, value: object) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**FULL_CONFIG, "model_type": family, key: value}))
     try:
@@ -291,9 +288,7 @@ def test_missing_and_foreign_files(tmp_path: Path) -> None:
         load_shape(str(tmp_path))
 
 
-def test_a_folder_that_is_no_model_does_not_hide_a_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_no_model_does_not_hide_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen3-8b").mkdir()
     assert load_shape("qwen3-8b").name == "Qwen/Qwen3-8B"
@@ -358,9 +353,7 @@ def test_bad_gguf_metadata(tmp_path: Path, architecture: str, metadata: dict[str
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"GGUF", b"\0" * 4096, b"GGUF" + b"\xff" * 200, b"GGUF\0\0\0\3" + b"\0" * 64]
-)
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"\0" * 4096, b"GGUF" + b"\xff" * 200, b"GGUF\0\0\0\3" + b"\0" * 64])
 def test_damaged_gguf(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(content)
@@ -385,9 +378,7 @@ def test_truncated_gguf(tmp_path: Path, good_gguf: bytes, part: float) -> None:
 
 @settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, 4000), junk=st.binary(min_size=1, max_size=9))
-def test_corrupt_gguf_is_a_shape_or_a_bad_file(
-    tmp_path: Path, good_gguf: bytes, position: int, junk: bytes
-) -> None:
+def test_corrupt_gguf_is_a_shape_or_a_bad_file(tmp_path: Path, good_gguf: bytes, position: int, junk: bytes) -> None:
     path = tmp_path / "junk.gguf"
     path.write_bytes(good_gguf[:position] + junk + good_gguf[position + len(junk) :])
     try:

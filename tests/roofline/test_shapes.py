@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from ridgeplan.roofline.checks import InvalidField
 from ridgeplan.roofline.models import list_models, load_shape
 from ridgeplan.roofline.shapes import BadModelFile, ModelShape, UnknownModel
@@ -58,9 +59,7 @@ def test_parameters_are_near_the_published_ones(name: str) -> None:
         ("Qwen3-30B-A3B", 3.35e9, True),  # published as 3.3B; 30.5B in all and 29.9B without embeddings
     ],
 )
-def test_active_parameters_are_near_the_published_ones(
-    name: str, published: float, counts_input_table: bool
-) -> None:
+def test_active_parameters_are_near_the_published_ones(name: str, published: float, counts_input_table: bool) -> None:
     shape = load_shape(name)
     active = shape.active_parameters + (shape.embedding_params if counts_input_table else 0)
     assert active == pytest.approx(published, rel=0.011)
@@ -174,9 +173,7 @@ def test_import_is_light() -> None:
     [0, -1, 10**12, pytest.param(10**5000, id="huge"), 2.5, 32.0, float("nan"), float("inf"), "8", True],
 )
 def test_bad_numbers_name_their_field(field: str, value: object) -> None:
-    with pytest.raises(
-        InvalidField, match=rf"'small': {field} must be a whole number from \d+ to \d+"
-    ) as caught:
+    with pytest.raises(InvalidField, match=rf"'small': {field} must be a whole number from \d+ to \d+") as caught:
         small_shape(**{field: value})
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
 

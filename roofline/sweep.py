@@ -1,0 +1,72 @@
+"""Sweeps: the cost model as one compiled function over arrays, for millions of plans a second.
+
+`evaluate` runs on sympy symbols once, sympy folds the constants and shares common subexpressions, and the result is
+lambdified to numpy. A test holds it equal to `evaluate` on the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import sympy
+
+from ridgeplan.roofline.cost import Term
+from ridgeplan.roofline.evaluate import Estimate, evaluate
+from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.ops import choose_splits
+from ridgeplan.roofline.shapes import ModelShape
+from ridgeplan.roofline.strategy import Strategy
+from ridgeplan.roofline.symbols import symbol, symbolic_strategy
+
+FIGURES: dict[str, Callable[[Estimate], Term]] = {
+    "tpot_s": lambda estimate: estimate.tpot_s,
+    "ttft_s": lambda estimate: estimate.ttft_s,
+    "peak_bytes": lambda estimate: estimate.memory.peak,
+    "tokens_per_round": lambda estimate: estimate.tokens_per_round,
+}
+CHUNK = 8192  # plans at once: temporaries of 64 KiB stay in a core's second-level cache
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One figure of a strategy as a function of the terms that vary."""
+
+    varying: tuple[str, ...]
+    expression: sympy.Expr
+    function: Callable[..., np.ndarray]
+
+    def __call__(self, **values: Term) -> np.ndarray:
+        """The figure for arrays of every varying term (numbers and arrays broadcast). Raises ValueError for others."""
+        if set(values) != set(self.varying):
+            raise ValueError(f"sweep terms are {', '.join(values) or 'none'}; needed: {', '.join(self.varying)}")
+        arrays = np.broadcast_arrays(*(np.asarray(values[name], dtype=float) for name in self.varying))
+        flat = [array.ravel() for array in arrays]
+        out = np.empty(flat[0].shape)
+        for start in range(0, out.size, CHUNK):
+            part = slice(start, start + CHUNK)
+            out[part] = self.function(*(array[part] for array in flat))
+        return out.reshape(arrays[0].shape)
+
+
+def compile_sweep(
+    figure: str, shape: ModelShape, machine: Machine, strategy: Strategy, varying: Sequence[str]
+) -> Sweep:
+    """Compile one of `FIGURES` of `strategy` with the terms `varying` left open. Raises ValueError for other names."""
+    if figure not in FIGURES:
+        raise ValueError(f"figure is {figure!r}; allowed: {', '.join(FIGURES)}")
+    expression = symbolic_figure(figure, shape, machine, strategy, varying)
+    symbols = [symbol(name) for name in varying]
+    return Sweep(tuple(varying), expression, sympy.lambdify(symbols, expression, modules="numpy", cse=True))
+
+
+def symbolic_figure(
+    figure: str, shape: ModelShape, machine: Machine, strategy: Strategy, varying: Sequence[str]
+) -> sympy.Expr:
+    """The expression behind a sweep: to print, export with sympy.latex, differentiate or solve."""
+    open_terms = symbolic_strategy(strategy, varying)
+    if {"batch", "context"} & set(varying):
+        splits = choose_splits(open_terms.batch, shape.kv_heads, open_terms.context, machine.processors)
+        open_terms = replace(open_terms, splits=splits)
+    return sympy.sympify(FIGURES[figure](evaluate(shape, machine, open_terms)))

@@ -1,0 +1,98 @@
+"""The symbols of the cost model, each with its unit: positive reals, so that sympy can simplify and solve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from typing import Any
+
+import sympy
+
+from ridgeplan.roofline.latency import KINDS, Machine, RateTerms
+from ridgeplan.roofline.shapes import ModelShape
+from ridgeplan.roofline.strategy import Strategy
+
+# Letters follow QuantSpec's Table 1 and SpeContext's Table 1 where those have one.
+UNITS: dict[str, tuple[str, str]] = {
+    "batch": ("B", "sequences"),
+    "context": ("S", "tokens"),
+    "new_tokens": ("k", "tokens"),
+    "layers": ("L", "layers"),
+    "hidden": ("d", "elements"),
+    "q_heads": ("H", "heads"),
+    "kv_heads": ("H_kv", "heads"),
+    "head_dim": ("D", "elements"),
+    "intermediate": ("F", "elements"),
+    "vocab": ("V", "tokens"),
+    "element_bytes": ("e", "bytes"),
+    "gamma": ("gamma", "tokens"),
+    "acceptance": ("alpha", "probability"),
+    "draft_ratio": ("rho", "share of tokens"),
+    "kv_group": ("G", "tokens"),
+    "splits": ("N_split", "parts"),
+    "target_weight_bytes": ("w_t", "bytes per parameter"),
+    "draft_weight_bytes": ("w_d", "bytes per parameter"),
+    "target_bits": ("b_t", "bits"),
+    "draft_bits": ("b_d", "bits"),
+    "code_planes": ("planes", "4-bit planes"),
+    "bandwidth_bytes_per_s": ("beta", "bytes/s"),
+    "compute_flops": ("pi", "FLOP/s"),
+    "memory_bytes": ("M_gpu", "bytes"),
+    "host_link_bytes_per_s": ("beta_host", "bytes/s"),
+}
+
+
+def symbol(name: str) -> sympy.Symbol:
+    """The positive symbol of a quantity, by the letter of `UNITS` or by its own name."""
+    return sympy.Symbol(UNITS.get(name, (name, ""))[0], positive=True)
+
+
+def unit(name: str) -> str:
+    """The unit of a quantity; "" if it is a pure number."""
+    return UNITS.get(name, ("", ""))[1]
+
+
+class SymbolicShape(ModelShape):
+    """A model shape whose sizes are symbols: the same properties, without the checks on numbers."""
+
+    def __post_init__(self) -> None:
+        """Symbols have no values to check."""
+
+
+def symbolic_shape(**sizes: Any) -> SymbolicShape:
+    """A dense decoder with grouped-query attention in symbols; `sizes` replaces any of its fields.
+
+    For multi-head attention pass `kv_heads=symbol("q_heads")`.
+    """
+    names = ("layers", "hidden", "q_heads", "kv_heads", "head_dim", "intermediate", "vocab")
+    free: dict[str, Any] = {name: symbol(name) for name in names}
+    return SymbolicShape(name="symbolic", architecture="llama", max_context=1, **{**free, **sizes})
+
+
+def symbolic_strategy(strategy: Strategy, names: Iterable[str]) -> Strategy:
+    """`strategy` with the named fields as symbols. Raises ValueError for a field that does not exist."""
+    allowed = {field.name for field in fields(Strategy)}
+    for name in names:
+        if name not in allowed:
+            raise ValueError(f"{name!r} is not a term of a strategy; allowed: {', '.join(sorted(allowed))}")
+    return replace(strategy, **{name: symbol(name) for name in names})
+
+
+def symbolic_machine() -> Machine:
+    """A machine in symbols that reaches its ceilings and launches for free: the textbook roofline."""
+    ideal = RateTerms(1, 1, 0)
+    ceilings = (
+        "bandwidth_bytes_per_s",
+        "compute_flops",
+        "memory_bytes",
+        "host_link_bytes_per_s",
+        "element_bytes",
+    )
+    return Machine(
+        **{name: symbol(name) for name in ceilings},
+        rates=dict.fromkeys(KINDS, ideal),
+        pass_dispatch_s=0,
+        layer_dispatch_s=0,
+        asynchronous=1,
+        processors=1,
+    )

@@ -1,0 +1,53 @@
+"""Shared test setup: Triton's interpreter where no CUDA device is there, and skips that say why."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ridgeplan.roofline.hardware import load_hardware
+from ridgeplan.roofline.latency import KINDS
+from ridgeplan.roofline.profile import Profile, Rates
+
+HAS_CUDA = torch.cuda.is_available()
+
+if not HAS_CUDA:
+    # Triton reads this when a kernel is decorated, so it must be set before any kernel module is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_CUDA:
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where kernels are tested: compiled on CUDA, else interpreted on the CPU."""
+    return "cuda" if HAS_CUDA else "cpu"
+
+
+@pytest.fixture
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fills every torch.empty of a floating type with NaN, so that reading unwritten memory shows."""
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture(scope="session")
+def h200_profile() -> Profile:
+    """An H200 with round utilizations, so that tests of the model do not depend on a measurement."""
+    quantized = ("linear_int4", "attention_int4", "attention_int8")
+    rates = {kind: Rates(0.6 if kind in quantized else 0.85, 0.7, 2e-6, 0.05) for kind in KINDS}
+    return Profile(load_hardware("h200"), "test H200", {"torch": "none"}, "2026-01-01", rates)

@@ -1,0 +1,106 @@
+"""Acceptance: own measurements first, near rows before far ones, and how disagreements combine."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ridgeplan.planner.acceptance import Knowledge, Row, ratio_factor, same_model, shipped_rows
+from ridgeplan.planner.plan import PlanError, Workload
+from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.models import load_shape
+
+
+def known(model, name, context=4096, own=()):
+    return Knowledge.about(load_shape(model), context, own).of(preset(name, Workload(model, "h200", context)))
+
+
+def test_a_measured_model_at_a_measured_context_says_so():
+    found = known("SmolLM2-135M", "quantspec-kv")
+    assert found.source == "measured"
+    assert found.best == pytest.approx(0.961, abs=0.01)
+    assert found.low < found.best < found.high
+
+
+def test_an_unknown_model_borrows_from_the_nearest_in_size():
+    small, large = known("Llama-3.2-1B", "quantspec"), known("Llama-3.1-8B", "quantspec")
+    assert small.source == large.source == "transferred"
+    assert small.best < large.best  # the small models' rows against the 7B models'
+
+
+def test_own_rows_of_the_same_model_come_first():
+    row = {
+        "draft": "w4kv4",
+        "model": "Llama-3.1-8B",
+        "parameters": 8.03,
+        "context": 4096,
+        "ratio": 1.0,
+        "acceptance": 0.99,
+        "source": "measured",
+        "where": "this machine",
+    }
+    found = known("Llama-3.1-8B", "quantspec", own=[row])
+    assert (found.best, found.source) == (pytest.approx(0.99), "measured")
+
+
+def test_plain_decoding_and_identical_reads_are_certain():
+    for name in ("autoregressive", "int8"):
+        assert known("Llama-3.1-8B", name).best == 1
+
+
+def test_fewer_tokens_and_fewer_bits_multiply():
+    both, tokens = known("Llama-3.1-8B", "specattn-int4"), known("Llama-3.1-8B", "specattn")
+    codes = known("Llama-3.1-8B", "quantspec")
+    assert both.best == pytest.approx(tokens.best * codes.best)
+    assert both.low < both.best < both.high
+
+
+def test_grid_and_single_agree():
+    shape, workload = load_shape("Llama-3.1-8B"), Workload("m", "h200", 32768)
+    knowledge, plan = Knowledge.about(shape, 32768), preset("specattn", workload)
+    ratios = np.array([0.02, 0.1, 0.5])
+    single = [
+        knowledge.of(replace(plan, speculation=replace(plan.speculation, ratio=float(ratio)))).best for ratio in ratios
+    ]
+    assert knowledge.best(plan, ratios) == pytest.approx(single)
+    assert list(single) == sorted(single)
+
+
+def test_ratio_factor_meets_the_measured_pairs_on_average():
+    """Rows at 25% and at 7% of the same model and context."""
+    pairs = {}
+    for row in shipped_rows():
+        if row.draft == "streamingllm" and row.source == "measured":
+            pairs.setdefault((row.model, row.context), {})[row.ratio] = 1 - row.acceptance
+    quotients = [pair[0.07] / pair[0.25] for pair in pairs.values()]
+    assert np.mean(quotients) == pytest.approx(ratio_factor(0.07), rel=0.2)
+    assert ratio_factor(1.0) == 0
+
+
+def test_unpublished_policies_lie_between_their_bounds_and_are_priors():
+    quest, streaming, specattn = (known("Qwen3-8B", f"{name}", 110592) for name in (
+        "magicdec-quest", "magicdec-streaming", "specattn"))  # fmt: skip
+    assert quest.source == "prior"
+    assert specattn.source == "published"
+    assert streaming.source == "transferred"
+
+
+def test_names_of_one_model():
+    assert same_model("SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert not same_model("Qwen2.5-0.5B", "Qwen2.5-7B")
+
+
+@pytest.mark.parametrize("change", [{"acceptance": 1.2}, {"acceptance": float("nan")}, {"context": 0}, {"ratio": 0}])
+def test_rows_from_a_profile_are_validated(change):
+    row = {
+        "draft": "kv4",
+        "model": "m",
+        "parameters": 1.0,
+        "context": 10,
+        "ratio": 1.0,
+        "acceptance": 0.9,
+        "source": "measured",
+        "where": "x",
+    }
+    with pytest.raises(PlanError, match="acceptance row"):
+        Row(**{**row, **change})

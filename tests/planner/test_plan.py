@@ -1,0 +1,147 @@
+"""The plan: exact round trip, and every way untrusted JSON can be wrong."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ridgeplan.planner.plan import (
+    DraftCodes,
+    DraftSelection,
+    Eviction,
+    EvictionPolicy,
+    KVCache,
+    KVFormat,
+    Placement,
+    Plan,
+    PlanError,
+    Speculation,
+    TargetAttention,
+    TargetSelection,
+    Weights,
+    Workload,
+)
+from ridgeplan.planner.presets import PRESETS, preset
+
+WORKLOAD = Workload("model", "h200", 4096)
+
+
+@st.composite
+def plans(draw):
+    gamma = draw(st.integers(0, 15))
+    kv = draw(st.sampled_from(KVFormat))
+    upper = gamma > 0 and kv in (KVFormat.SHADOW, KVFormat.HIERARCHICAL) and draw(st.booleans())
+    selection = draw(st.sampled_from(DraftSelection))
+    ratio = 1.0 if selection is DraftSelection.ALL else draw(st.floats(1e-6, 1))
+    policy, target = draw(st.sampled_from(EvictionPolicy)), draw(st.sampled_from(TargetSelection))
+    offload, budget = draw(st.booleans()), draw(st.integers(1, 4096))
+    bits = draw(st.sampled_from((4, 8, 16)))
+    return Plan(
+        Workload(draw(st.text(min_size=1)), "h200", draw(st.integers(1, 1 << 24)), batch=draw(st.integers(1, 4096))),
+        Weights(bits, 4 if gamma and draw(st.booleans()) else bits, draw(st.sampled_from((32, 64, 128, 256)))),
+        KVCache(kv),
+        Eviction(policy, budget if policy is not EvictionPolicy.NONE else 0),
+        Placement(offload, budget if offload else 0),
+        TargetAttention(target, budget if target is not TargetSelection.FULL else 0),
+        Speculation(gamma, DraftCodes.UPPER if upper else DraftCodes.FULL, selection, ratio),
+        draw(st.integers(1, 64)),
+    )
+
+
+@given(plans())
+def test_json_round_trip_is_exact(plan):
+    assert Plan.from_json(plan.to_json()) == plan
+    assert json.loads(plan.to_json())["schema"] == 1
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_round_trips_at_any_context(name):
+    for context in (1, 100, 131072):
+        plan = preset(name, Workload("model", "h200", context))
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+def edited(path, value):
+    data = preset("quantspec", WORKLOAD).to_dict()
+    *parents, last = path.split(".")
+    target = data
+    for parent in parents:
+        target = target[parent]
+    target[last] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("schema", 2, "schema 2 is newer than this version reads"),
+        ("schema", 0, "schema is 0"),
+        ("schema", "1", "schema is '1'"),
+        ("schema", True, "schema is True"),
+        ("workload.context", 0, "context is 0; allowed: a whole number from 1"),
+        ("workload.context", 1.5, "context is 1.5"),
+        ("workload.batch", -1, "batch is -1"),
+        ("workload.batch", True, "batch is True"),
+        ("workload.model", "", "model is ''"),
+        ("workload.yarn_factor", 0.5, "yarn_factor is 0.5; allowed: 1 to 64"),
+        ("weights.target_bits", 5, "target_bits is 5; allowed: 16, 8 or 4"),
+        ("weights.draft_bits", 8, "draft_bits is 8"),
+        ("kv.format", "int3", "kv.format is 'int3'; allowed: bf16, bf16+int4, int8, int4x2"),
+        ("kv.group", 100, "kv group is 100"),
+        ("speculation.gamma", 16, "gamma is 16; allowed: a whole number from 0 to 15"),
+        ("speculation.ratio", 0.5, "ratio is 0.5; allowed: 1.0 when drafts read all tokens"),
+        ("speculation.ratio", 0, "ratio is 0"),
+        ("eviction.budget", 64, "eviction budget is 64; allowed: 0 when eviction is off"),
+        ("placement.offload", 1, "offload is 1"),
+        ("tensor_parallel", 0, "tensor_parallel is 0"),
+        ("colour", "red", "unknown field ['colour']"),
+        ("weights.colour", "red", "plan.weights has unknown field"),
+        ("workload", 3, "plan.workload is 3; allowed: an object"),
+    ],
+)
+def test_every_wrong_value_is_named_with_what_is_allowed(path, value, message):
+    with pytest.raises(PlanError) as caught:
+        Plan.from_json(edited(path, value))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_numbers_that_are_not_finite_are_refused(number):
+    text = preset("specattn", WORKLOAD).to_json().replace("0.07", number)
+    with pytest.raises(PlanError, match="finite numbers"):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "3", "null", "{}", b"\xff\xfe", "[" * 100_000])
+def test_text_that_is_no_plan(text):
+    with pytest.raises(PlanError):
+        Plan.from_json(text)
+
+
+@given(st.integers(0, 700), st.binary(min_size=1, max_size=3))
+def test_damaged_plans_never_raise_anything_else(position, noise):
+    good = preset("quantspec", WORKLOAD).to_json().encode()
+    damaged = good[:position] + noise + good[position + len(noise) :]
+    try:
+        plan = Plan.from_json(damaged)
+    except PlanError as error:
+        assert "\n" not in str(error)
+    else:
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_axes_that_exclude_each_other():
+    with pytest.raises(PlanError, match="codes is 'upper' with kv format 'bf16'"):
+        Plan(WORKLOAD, speculation=Speculation(4, DraftCodes.UPPER))
+    with pytest.raises(PlanError, match="gamma is 0 with draft"):
+        Plan(WORKLOAD, weights=Weights(draft_bits=4))
+
+
+def test_derived_values():
+    plan = preset("quantspec", WORKLOAD)
+    assert plan.buffer_tokens == 2 * 128 + 4 + 1
+    assert plan.workload.final_context == 4096 + 1024
+    assert plan.weights.draft_differs
+    assert plan.kv.target_bits == 8

@@ -1,0 +1,198 @@
+"""recommend: what it picks, why others lose, and that it is fast."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ridgeplan import planner
+from ridgeplan.planner.executable import missing_execution
+from ridgeplan.planner.plan import KVFormat, PlanError, Workload
+from ridgeplan.planner.presets import PRESETS, preset, preset_name
+from ridgeplan.planner.quality import Quality, quality_of
+from ridgeplan.planner.search import Objective, Question, search
+from ridgeplan.roofline.models import load_shape
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+
+
+def ask(profile, context=131072, **changes):
+    return planner.recommend(changes.pop("model", LLAMA), "h200", context, profile=profile, **changes)
+
+
+def test_long_context_recommends_quantized_kv_speculation(h200_profile):
+    answer = ask(h200_profile)
+    assert answer.plan.kv.format is KVFormat.HIERARCHICAL
+    assert answer.plan.speculation.active
+    assert answer.predicted.speedup > 1.3
+    assert answer.baseline.speedup == 1
+
+
+def test_the_recommendation_is_the_best_of_everything_that_is_allowed(h200_profile):
+    """Brute force: every executable preset at every gamma, one prediction at a time, is no faster."""
+    from dataclasses import replace
+
+    shape, answer = load_shape(LLAMA), ask(h200_profile, context=32768)
+    for name in PRESETS:
+        plan = preset(name, answer.plan.workload)
+        if missing_execution(plan) or not Quality.NEAR_LOSSLESS.allows(quality_of(plan)):
+            continue
+        gammas = range(1, 16) if plan.speculation.active else (0,)
+        for gamma in gammas:
+            other = replace(plan, speculation=replace(plan.speculation, gamma=gamma))
+            predicted = planner.predict(other, shape, h200_profile)
+            assert predicted.best.tpot_ms >= answer.predicted.best.tpot_ms * (1 - 1e-9)
+
+
+def test_vectorized_search_and_single_prediction_agree(h200_profile):
+    shape, workload = load_shape(LLAMA), Workload("Llama-3.1-8B", "h200", 65536)
+    question = Question(shape, h200_profile, workload, Quality.LOSSY, Objective.LATENCY, 141e9)
+    for candidate in search(question):
+        predicted = planner.predict(candidate.plan, shape, h200_profile)
+        assert predicted.best.tpot_ms == pytest.approx(1e3 * candidate.tpot_s, rel=1e-9)
+        assert predicted.best.peak_memory_bytes == pytest.approx(candidate.peak_bytes, rel=1e-9)
+
+
+@pytest.mark.parametrize("quality", Quality)
+def test_quality_is_never_exceeded(h200_profile, quality):
+    answer = ask(h200_profile, quality=quality)
+    assert quality.allows(quality_of(answer.plan))
+    assert not missing_execution(answer.plan)
+
+
+def test_exact_quality_keeps_the_models_own_distribution(h200_profile):
+    answer = ask(h200_profile, quality="exact")
+    assert answer.plan.kv.format in (KVFormat.FULL, KVFormat.SHADOW)
+    assert not answer.losses
+
+
+def test_alternatives_are_ranked_and_say_why_they_lost(h200_profile):
+    answer = ask(h200_profile)
+    names = [other.preset for other in answer.alternatives]
+    assert set(names) >= set(PRESETS) - {answer.name}
+    assert len(names) == len(set(names))
+    slower = [other for other in answer.alternatives if other.rejected.startswith("slower")]
+    times = [other.predicted.best.tpot_ms for other in slower]
+    assert times == sorted(times)
+    assert answer.alternatives[: len(slower)] == tuple(slower)
+    reasons = ("slower", "quality", "does not fit", "estimated only")
+    assert all(other.rejected.startswith(reasons) for other in answer.alternatives)
+
+
+def test_less_memory_changes_the_plan_and_then_nothing_fits(h200_profile):
+    roomy, tight = ask(h200_profile), ask(h200_profile, memory_limit=29e9)
+    assert tight.predicted.best.peak_memory_bytes <= 29e9 < roomy.baseline.best.peak_memory_bytes
+    assert any("does not fit: needs" in other.rejected for other in tight.alternatives)
+    with pytest.raises(planner.NothingFits, match=r"needs at least .* GiB"):
+        ask(h200_profile, memory_limit=5e9)
+
+
+def test_objectives_minimize_what_they_say(h200_profile):
+    answers = {name: ask(h200_profile, objective=name, quality="lossy").predicted for name in Objective}
+    memory, latency = answers[Objective.MEMORY].best, answers[Objective.LATENCY].best
+    assert memory.peak_memory_bytes <= latency.peak_memory_bytes
+    assert latency.tpot_ms <= memory.tpot_ms
+
+
+def test_bands_hold_the_best_estimate(h200_profile):
+    predicted = ask(h200_profile).predicted
+    for name in ("tpot_ms", "ttft_ms", "tokens_per_s", "peak_memory_bytes"):
+        low, best, high = (getattr(end, name) for end in (predicted.low, predicted.best, predicted.high))
+        assert low < best < high
+
+
+def test_json_has_what_users_parse(h200_profile):
+    data = json.loads(json.dumps(ask(h200_profile).to_dict(), allow_nan=False))
+    assert {"plan", "predicted", "baseline", "alternatives"} <= set(data)
+    for predicted in (data["predicted"], data["baseline"], data["alternatives"][0]["predicted"]):
+        assert {"tpot_ms", "ttft_ms", "tokens_per_s", "peak_memory_bytes", "speedup", "source"} <= set(predicted)
+        assert set(predicted["low"]) == set(predicted["high"]) == {
+            "tpot_ms", "ttft_ms", "tokens_per_s", "peak_memory_bytes"
+        }  # fmt: skip
+    assert {"preset", "plan", "predicted", "rejected"} <= set(data["alternatives"][0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context": 0}, "context is 0"),
+        ({"batch": -3}, "batch is -3"),
+        ({"new_tokens": 0}, "new_tokens is 0"),
+        ({"quality": "good"}, "quality is 'good'; allowed: exact, near-lossless, lossy"),
+        ({"objective": "fun"}, "objective is 'fun'"),
+        ({"memory_limit": float("nan")}, "memory_limit is nan"),
+        ({"memory_limit": -1}, "memory_limit is -1"),
+        ({"model": "Llama-3.1-9B"}, "Did you mean"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(h200_profile, changes, message):
+    with pytest.raises(ValueError) as caught:
+        ask(h200_profile, **changes)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_beyond_the_models_context_it_warns_and_yarn_stretches(h200_profile):
+    asked = ask(h200_profile, context=30000, model="Qwen2.5-0.5B", new_tokens=8000)
+    assert any("beyond the model's limit of 32768" in note for note in asked.notes)
+    stretched = ask(h200_profile, context=120_000, model="Qwen2.5-0.5B", yarn=True)
+    assert stretched.plan.workload.yarn_factor == 4
+    with pytest.raises(PlanError, match="allowed: up to 64x with YaRN"):
+        ask(h200_profile, context=8_000_000, model="Qwen2.5-0.5B", yarn=True)
+
+
+def test_models_the_runtime_cannot_run_are_still_planned_with_a_note(h200_profile):
+    answer = ask(h200_profile, model="openai/gpt-oss-20b", context=32768)
+    assert any("does not execute architecture 'gpt_oss'" in note for note in answer.notes)
+
+
+@pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-120b"])
+def test_every_kind_of_model_is_priced(h200_profile, name):
+    answer = ask(h200_profile, model=name, context=8192, memory_limit=3e12)
+    assert 0 < answer.predicted.best.tpot_ms < 1000
+
+
+def test_a_larger_gamma_never_costs_less_per_round(h200_profile):
+    from dataclasses import replace
+
+    shape, plan = load_shape(LLAMA), preset("quantspec", Workload("m", "h200", 8192))
+    rounds = [
+        planner.predict(replace(plan, speculation=replace(plan.speculation, gamma=gamma)), shape, h200_profile)
+        for gamma in (1, 2, 4, 8, 15)
+    ]
+    assert [one.round_ms for one in rounds] == sorted(one.round_ms for one in rounds)
+    assert [one.tokens_per_round for one in rounds] == sorted(one.tokens_per_round for one in rounds)
+
+
+def test_preset_names_survive_other_hyperparameters():
+    from dataclasses import replace
+
+    plan = preset("quantspec", Workload("m", "h200", 8192))
+    assert preset_name(replace(plan, speculation=replace(plan.speculation, gamma=9))) == "quantspec"
+    with pytest.raises(PlanError, match="Did you mean quantspec"):
+        preset("quantspek", plan.workload)
+
+
+def test_a_warm_call_takes_less_than_50_ms(h200_profile):
+    ask(h200_profile)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        ask(h200_profile)
+        times.append(time.perf_counter() - start)
+    assert sorted(times)[2] < 0.05
+
+
+def test_the_planner_imports_fast_and_without_torch():
+    code = (
+        "import time, sys; start = time.perf_counter(); import ridgeplan.planner; "
+        "took = time.perf_counter() - start; print(took, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    best = min(
+        (subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+         for _ in range(3)), key=lambda words: float(words[0]),
+    )  # fmt: skip
+    assert float(best[0]) < 0.8
+    assert best[1:] == ["False", "False"]

@@ -1,0 +1,141 @@
+"""Costs of operations, against counts made by hand."""
+
+import pytest
+
+from ridgeplan.roofline import ops
+from ridgeplan.roofline.hardware import load_hardware
+from ridgeplan.roofline.models import load_shape
+from ridgeplan.roofline.passes import PassTerms, decode_pass, prefill_pass, weight_bytes
+
+
+def terms(**changes):
+    plain = {
+        "batch": 1,
+        "queries": 1,
+        "quantized_tokens": 0,
+        "full_tokens": 1024,
+        "bits": 0,
+        "group": 128,
+        "splits": 1,
+        "weight_bytes": 2,
+        "element_bytes": 2,
+    }
+    return PassTerms(**{**plain, **changes})
+
+
+def by_name(passes):
+    return {op.name: op for op in passes}
+
+
+def total(passes):
+    return sum((op.total for op in passes), ops.Cost())
+
+
+def test_linear_counts_multiply_adds_weights_and_activations():
+    cost = ops.linear(rows=3, inputs=4, outputs=5, weight_bytes=2, element_bytes=2)
+    assert (cost.flops, cost.read_bytes, cost.write_bytes) == (
+        2 * 3 * 4 * 5,
+        4 * 5 * 2 + 3 * 4 * 2,
+        3 * 5 * 2,
+    )
+
+
+@pytest.mark.parametrize(("bits", "saving"), [(4, 3.76), (8, 1.94)])
+def test_quantized_weights_reach_the_byte_limit_of_their_format(bits, saving):
+    # 4-bit codes with a 16-bit scale and minimum per 128 parameters: 2 / (0.5 + 4/128) = 3.76
+    assert 2 / weight_bytes(bits, 128, 2) == pytest.approx(saving, abs=0.01)
+
+
+@pytest.mark.parametrize(("bits", "bytes_per_element"), [(4, 0.53125), (8, 1.03125)])
+def test_hierarchical_codes_with_scales_and_minima_at_head_dim_128(bits, bytes_per_element):
+    tokens, heads = 65536, 8
+    with_codes = ops.attention(1, 1, 32, heads, 128, tokens, 0, bits, 2, 128, 1)
+    query = 32 * 128 * 2
+    assert (with_codes.read_bytes - query) / (2 * tokens * heads * 128) == bytes_per_element
+
+
+def test_gqa_reads_kv_once_per_group_but_computes_for_every_query_head():
+    many, few = (ops.attention(1, 1, 32, heads, 128, 0, 4096, 0, 2, 128, 1) for heads in (32, 8))
+    query = 32 * 128 * 2
+    assert many.flops == few.flops
+    assert (many.read_bytes - query) == 4 * (few.read_bytes - query)
+
+
+def test_plain_decode_step_of_llama_3_1_8b_reads_what_the_facts_say():
+    # facts: bytes / 4.3 TB/s is 7.49 ms at 128k and 3.52 ms at 1k
+    shape = load_shape("Llama-3.1-8B")
+    for context, milliseconds in ((131072, 7.49), (1024, 3.52)):
+        read = total(decode_pass(shape, terms(full_tokens=context))).read_bytes
+        assert read / 4.3e12 * 1e3 == pytest.approx(milliseconds, rel=0.01)
+
+
+def test_decode_flops_are_two_per_active_parameter_plus_attention():
+    shape = load_shape("Llama-3.1-8B")
+    step = by_name(decode_pass(shape, terms(full_tokens=2048)))
+    linear = sum(op.total.flops for op in step.values() if op.kind.startswith("linear"))
+    vectors = shape.layers * shape.vector_params_per_layer + shape.hidden
+    assert linear == 2 * (shape.active_parameters - vectors)
+    assert step["attention"].total.flops == 4 * 32 * 4096 * 2048
+
+
+def test_mla_caches_one_latent_row_per_token():
+    shape = load_shape("DeepSeek-V3")
+    attention = by_name(decode_pass(shape, terms(full_tokens=4096)))["attention"]
+    row = (512 + 64) * 2
+    queries = 128 * (512 + 64) * 2
+    assert attention.cost.read_bytes == 4096 * row + queries
+    assert attention.cost.flops == 2 * 128 * (576 + 512) * 4096
+
+
+def test_sliding_window_layers_read_at_most_their_window():
+    shape = load_shape("openai/gpt-oss-20b")
+    step = by_name(decode_pass(shape, terms(full_tokens=8192)))
+    full, window = step["attention"], step["attention (window)"]
+    assert full.launches == window.launches == 12
+    assert window.cost.flops / full.cost.flops == 128 / 8192
+
+
+def test_routed_experts_touched_grow_with_the_batch_and_never_beyond_all():
+    touched = [ops.touched_experts(128, 8, rows) for rows in (1, 2, 8, 64, 4096)]
+    assert touched[0] == pytest.approx(8)
+    assert touched == sorted(touched)
+    assert touched[1] < 16  # two tokens share some experts
+    assert touched[-1] == pytest.approx(128)
+
+
+def test_moe_step_moves_the_touched_experts_only():
+    shape = load_shape("Qwen/Qwen3-30B-A3B")
+    alone, many = (by_name(decode_pass(shape, terms(batch=batch)))["routed experts"].cost for batch in (1, 512))
+    assert alone.read_bytes == pytest.approx(8 * shape.expert_params * 2, rel=1e-3)
+    assert many.read_bytes == pytest.approx(128 * shape.expert_params * 2, rel=0.01)
+    assert many.flops == 512 * alone.flops
+
+
+def test_prefill_counts_half_of_all_query_key_pairs():
+    shape = load_shape("Llama-2-7B")
+    attention = by_name(prefill_pass(shape, 1, 4096, 2))["prefill attention"]
+    assert attention.total.flops == 32 * 4 * 4096 * 4096**2 / 2
+
+
+def test_windowed_prefill_equals_causal_when_the_window_covers_the_prompt():
+    arguments = (2, 32, 2048, 128, 128, 1000)
+    assert ops.windowed_attention(*arguments, 1000, 2).flops == ops.causal_attention(*arguments, 2).flops
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "tokens", "splits"),
+    [(1, 8, 131072, 33), (1, 8, 500, 2), (64, 8, 131072, 1), (1, 8, 1, 1)],
+)
+def test_splits_fill_the_machine_but_keep_256_tokens_each(batch, heads, tokens, splits):
+    assert ops.choose_splits(batch, heads, tokens, 132) == splits
+
+
+def test_verification_costs_attention_no_more_bytes_than_one_query_but_for_queries_and_partials():
+    one, eight = (ops.attention(1, queries, 32, 8, 128, 131072, 200, 8, 2, 128, 33) for queries in (1, 8))
+    assert eight.read_bytes - one.read_bytes == 7 * 32 * 128 * 2
+    assert eight.flops == 8 * one.flops
+
+
+def test_ridge_point_is_peak_over_bandwidth():
+    h200 = load_hardware("h200")
+    assert h200.ridge_point == pytest.approx(989.5e12 / 4.8e12, rel=0.01)

@@ -1,0 +1,55 @@
+"""Tokens per round, break-even acceptance and the best gamma."""
+
+import numpy as np
+import pytest
+import sympy
+
+from ridgeplan.roofline import speculation
+
+
+def simulated(acceptance, gamma, rounds=200_000):
+    accepted = np.cumprod(np.random.default_rng(0).random((rounds, gamma)) < acceptance, axis=1)
+    return 1 + accepted.sum(axis=1).mean()
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.93, 1.0])
+@pytest.mark.parametrize("gamma", [0, 1, 4, 15])
+def test_tokens_per_round_against_simulation(acceptance, gamma):
+    assert speculation.tokens_per_round(acceptance, gamma) == pytest.approx(simulated(acceptance, gamma), rel=0.01)
+
+
+def test_tokens_per_round_takes_arrays_and_symbols():
+    alpha, gamma = sympy.symbols("alpha gamma", positive=True)
+    formula = speculation.tokens_per_round(alpha, gamma)
+    grid = speculation.tokens_per_round(np.array([0.5, 0.9]), np.array([3, 7]))
+    assert [float(formula.subs({alpha: a, gamma: g})) for a, g in ((0.5, 3), (0.9, 7))] == pytest.approx(grid)
+
+
+def test_quantspecs_own_acceptance_falls_with_gamma_at_constant_conditional_acceptance():
+    """Errata 6. Table 6, first block: 91.88% at gamma 1 and 77.07% at gamma 6 are one conditional acceptance."""
+    assert speculation.accepted_share(0.9188, 6) == pytest.approx(0.7707, abs=0.03)
+
+
+def test_a_flush_boundary_costs_half_a_rounds_gain_per_group():
+    # rounds of exactly 5 tokens in groups of 128: 26 rounds per group instead of 25.6
+    assert speculation.flush_capped(5.0, 128) == pytest.approx(128 / 26, rel=0.002)
+    assert speculation.flush_capped(1.0, 128) == 1
+
+
+@pytest.mark.parametrize(("gamma", "draft", "verify"), [(1, 0.5, 1.05), (4, 0.3, 1.1), (7, 0.28, 1.0)])
+def test_at_break_even_acceptance_a_round_yields_what_it_costs(gamma, draft, verify):
+    acceptance = speculation.break_even_acceptance(gamma, draft, verify)
+    assert speculation.speedup(acceptance, gamma, draft, verify) == pytest.approx(1)
+    assert speculation.speedup(acceptance + 0.05, gamma, draft, verify) > 1
+
+
+def test_break_even_has_no_solution_for_drafts_as_dear_as_the_target():
+    assert speculation.break_even_acceptance(4, 1.0, 1.2) is None
+    assert speculation.break_even_acceptance(4, 0.0, 0.9) == 0
+
+
+def test_best_gamma_grows_with_acceptance_and_is_zero_where_nothing_wins():
+    chosen = [speculation.best_gamma(acceptance, 0.3) for acceptance in (0.2, 0.6, 0.9, 0.99)]
+    assert chosen == sorted(chosen)
+    assert chosen[0] == 0
+    assert chosen[-1] > 7

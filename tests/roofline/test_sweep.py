@@ -1,0 +1,77 @@
+"""Compiled sweeps: equal to the direct evaluation, fast, and open to sympy."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import sympy
+
+from ridgeplan.planner.plan import Workload
+from ridgeplan.planner.presets import preset
+from ridgeplan.planner.terms import strategy_of
+from ridgeplan.roofline.evaluate import evaluate
+from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.models import load_shape
+from ridgeplan.roofline.ops import choose_splits
+from ridgeplan.roofline.sweep import FIGURES, compile_sweep, symbolic_figure
+from ridgeplan.roofline.symbols import symbol
+
+
+@pytest.fixture(scope="module")
+def shape():
+    return load_shape("Llama-3.1-8B")
+
+
+@pytest.fixture(scope="module")
+def machine(h200_profile):
+    return Machine.of(h200_profile)
+
+
+@pytest.fixture(scope="module")
+def quantspec(shape, machine):
+    return strategy_of(preset("quantspec", Workload("Llama-3.1-8B", "h200", 131072)), shape, machine, 0.93)
+
+
+def points(count):
+    random = np.random.default_rng(0)
+    return {
+        "batch": random.integers(1, 64, count).astype(float),
+        "context": random.integers(1000, 200_000, count).astype(float),
+        "gamma": random.integers(0, 16, count).astype(float),
+        "acceptance": random.uniform(0.5, 0.99, count),
+    }
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_a_sweep_equals_the_direct_evaluation(figure, shape, machine, quantspec):
+    values = points(200)
+    swept = compile_sweep(figure, shape, machine, quantspec, list(values))(**values)
+    splits = choose_splits(values["batch"], shape.kv_heads, values["context"], machine.processors)
+    direct = FIGURES[figure](evaluate(shape, machine, replace(quantspec, **values, splits=splits)))
+    np.testing.assert_allclose(swept, direct, rtol=1e-9)
+
+
+def test_a_million_plans_a_second(shape, machine, quantspec):
+    values = points(1_000_000)
+    sweep = compile_sweep("tpot_s", shape, machine, quantspec, list(values))
+    sweep(**{name: array[:10_000] for name, array in values.items()})
+    start = time.perf_counter()
+    sweep(**values)
+    assert time.perf_counter() - start < 1.0
+
+
+def test_the_expression_prints_and_differentiates(shape, machine, quantspec):
+    expression = symbolic_figure("tpot_s", shape, machine, quantspec, ["acceptance"])
+    assert r"\alpha" in sympy.latex(expression)
+    slope = sympy.diff(expression, symbol("acceptance"))
+    assert float(slope.subs(symbol("acceptance"), 0.9)) < 0  # more acceptance, less time
+
+
+def test_wrong_names_are_named(shape, machine, quantspec):
+    with pytest.raises(ValueError, match="'speed'; allowed: tpot_s"):
+        compile_sweep("speed", shape, machine, quantspec, ["gamma"])
+    with pytest.raises(ValueError, match="'gama' is not a term"):
+        compile_sweep("tpot_s", shape, machine, quantspec, ["gama"])
+    with pytest.raises(ValueError, match="needed: gamma"):
+        compile_sweep("tpot_s", shape, machine, quantspec, ["gamma"])(context=1)
