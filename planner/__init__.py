@@ -6,8 +6,9 @@ from ridgeplan.planner.prediction import Prediction, predict
 from ridgeplan.planner.presets import PRESETS, preset
 from ridgeplan.planner.recommendation import Recommendation
 from ridgeplan.planner.search import NothingFits, recommend
+from ridgeplan.planner.sweeps import sweep, thresholds
 
 __all__ = [
     "PRESETS", "NothingFits", "Plan", "PlanError", "Prediction", "Recommendation", "Workload", "predict", "preset",
-    "recommend", "resolve", "workload_for",
+    "recommend", "resolve", "sweep", "thresholds", "workload_for",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
 
 # Share of an offloaded layer's budget that the last step already loaded (SpeContext, section 5.4 and Fig 6b).
 ELASTIC_OVERLAP = 0.9
+MAX_LENGTH = 1 << 24  # tokens, the longest context a plan may have
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,28 @@ def place(shape: ModelShape, machine: Machine, strategy: Strategy) -> Placed:
         offloaded_layers=layers,
         transfer_s=layers * _layer_transfer(shape, machine, strategy),
     )
+
+
+def offload_thresholds(
+    shape: ModelShape, machine: Machine, strategy: Strategy, reserved_tokens: int = 0
+) -> tuple[int, ...]:
+    """Algorithm 1 of SpeContext on this package's own memory model: S_0..S_L for one strategy in numbers.
+
+    From length S_i on, more than i layers must be off the device. The largest length that fits is found by
+    bisection for all layers at once, as memory grows with length. Lengths never fall along the list (errata 3);
+    `reserved_tokens` keeps slots free, gamma + 1 of them when speculating (errata 2).
+    """
+    layers = np.arange(shape.layers + 1)
+    fits, too_long = np.zeros(layers.size), np.full(layers.size, float(MAX_LENGTH))
+    while (too_long - fits > 1).any():
+        middle = np.floor((fits + too_long) / 2)
+        held = replace(strategy, context=middle, new_tokens=0)
+        parts = resident_memory(shape, machine, held)
+        peak = parts.peak - layers * _layer_saving(shape, held, parts)
+        ok = peak <= machine.memory_bytes
+        fits, too_long = np.where(ok, middle, fits), np.where(ok, too_long, middle)
+    lengths = np.maximum.accumulate(np.maximum(fits - reserved_tokens, 0))
+    return tuple(int(length) for length in lengths)
 
 
 def resident_memory(shape: ModelShape, machine: Machine, strategy: Strategy) -> MemoryParts:

@@ -1,0 +1,39 @@
+"""A plan's figures as compiled functions of its hyperparameters, and the lengths at which layers leave the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ridgeplan.planner.acceptance import Knowledge
+from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.terms import strategy_of
+from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.placement import offload_thresholds
+from ridgeplan.roofline.profile import Profile
+from ridgeplan.roofline.shapes import ModelShape
+from ridgeplan.roofline.strategy import Strategy
+
+if TYPE_CHECKING:
+    from ridgeplan.roofline.sweep import Sweep
+
+
+def sweep(plan: Plan, shape: ModelShape, profile: Profile, figure: str, varying: Sequence[str]) -> Sweep:
+    """`figure` (tpot_s, ttft_s, peak_bytes or tokens_per_round) of a plan as a function of the terms `varying`.
+
+    Terms are the fields of a `Strategy`, such as context, batch, gamma or acceptance. Raises ValueError for others.
+    """
+    from ridgeplan.roofline.sweep import compile_sweep  # brings sympy, which nothing else here needs
+
+    return compile_sweep(figure, shape, Machine.of(profile), _strategy(plan, shape, profile), varying)
+
+
+def thresholds(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[int, ...]:
+    """Sequence lengths S_0..S_L of Algorithm 1 (SpeContext): from S_i on, more than i layers are off the device."""
+    reserved = plan.speculation.gamma + 1
+    return offload_thresholds(shape, Machine.of(profile), _strategy(plan, shape, profile), reserved)
+
+
+def _strategy(plan: Plan, shape: ModelShape, profile: Profile) -> Strategy:
+    acceptance = Knowledge.about(shape, plan.workload.context, profile.acceptance).of(plan).best
+    return strategy_of(plan, shape, Machine.of(profile), acceptance)
