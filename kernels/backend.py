@@ -1,0 +1,30 @@
+"""Choice between a Triton kernel and its plain-torch twin."""
+
+import os
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal
+
+from torch import Tensor
+
+Backend = Literal["auto", "triton", "twin"]
+
+
+@cache
+def _triton_installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def uses_triton(backend: Backend, tensor: Tensor) -> bool:
+    """Whether `tensor` is for the Triton kernel: "auto" takes it on CUDA, "triton" also in the interpreter.
+
+    Raises ValueError when "triton" is asked for a CPU tensor outside Triton's interpreter, or for a name
+    that is no backend.
+    """
+    if backend == "auto":
+        return tensor.is_cuda and _triton_installed()
+    if backend not in ("triton", "twin"):
+        raise ValueError(f"backend {backend!r} is none of: auto, triton, twin")
+    if backend == "triton" and not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"backend 'triton' needs a CUDA tensor or TRITON_INTERPRET=1, not {tensor.device}")
+    return backend == "triton"

@@ -1,0 +1,106 @@
+"""Memory layout of one layer's hierarchical KV cache: two planes of 4-bit codes with 16-bit scales.
+
+B batch rows, Hkv KV heads, G tokens of a group, D head_dim:
+
+    key_upper, key_lower      uint8   [B, Hkv, groups, G, D/2]   channel j low nibble, channel j + D/2 high
+    key_scale, key_min        float16 [B, Hkv, groups, D]        one pair per channel and group
+    value_upper, value_lower  uint8   [B, Hkv, groups, D, G/2]   token j low nibble, token j + G/2 high
+    value_scale, value_min    float16 [B, Hkv, groups, G]        one pair per token
+
+Nibbles pair the two halves of the packed axis, so unpacking never interleaves; values are stored transposed,
+so both dot products of attention read their operand contiguously along the contraction; the planes are
+separate, so a draft that reads upper codes never touches the lower ones.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedKV:
+    """Codes, scales and minima of one layer (shapes above); the lower planes are None in an INT4-only shadow.
+
+    Source: QuantSpec sec. 4.2 (upper codes asymmetric, lower codes the residual in steps of scale / 16).
+    Raises ValueError for tensors that are not contiguous: the kernels compute one flat offset per group.
+    """
+
+    key_upper: Tensor
+    key_lower: Tensor | None
+    key_scale: Tensor
+    key_min: Tensor
+    value_upper: Tensor
+    value_lower: Tensor | None
+    value_scale: Tensor
+    value_min: Tensor
+
+    def __post_init__(self) -> None:
+        if (self.key_lower is None) != (self.value_lower is None):
+            raise ValueError("key_lower and value_lower: give both planes or neither")
+        for field in fields(self):
+            tensor = getattr(self, field.name)
+            if tensor is not None and not tensor.is_contiguous():
+                raise ValueError(f"{field.name} of a QuantizedKV must be contiguous, not {tensor.stride()}")
+
+    @classmethod
+    def allocate(
+        cls, batch: int, kv_heads: int, groups: int, group: int, head_dim: int,
+        device: torch.device | str, lower: bool,
+    ) -> "QuantizedKV":
+        """Zero-filled storage for `groups` groups of `group` tokens per row; `lower` adds the INT8 planes.
+
+        Raises ValueError for an odd `group` or `head_dim`: two codes share a byte.
+        """
+        if group % 2 or head_dim % 2:
+            raise ValueError(f"group and head_dim must be even to share bytes, got {group} and {head_dim}")
+
+        def codes(rows: int, columns: int) -> Tensor:
+            return torch.zeros(batch, kv_heads, groups, rows, columns // 2, dtype=torch.uint8, device=device)
+
+        def pairs(count: int) -> Tensor:
+            return torch.zeros(batch, kv_heads, groups, count, dtype=torch.float16, device=device)
+
+        return cls(
+            key_upper=codes(group, head_dim),
+            key_lower=codes(group, head_dim) if lower else None,
+            key_scale=pairs(head_dim),
+            key_min=pairs(head_dim),
+            value_upper=codes(head_dim, group),
+            value_lower=codes(head_dim, group) if lower else None,
+            value_scale=pairs(group),
+            value_min=pairs(group),
+        )
+
+    @property
+    def batch(self) -> int:
+        return self.key_upper.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.key_upper.shape[1]
+
+    @property
+    def groups(self) -> int:
+        """Groups that a row can hold."""
+        return self.key_upper.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Tokens of one group."""
+        return self.key_upper.shape[3]
+
+    @property
+    def head_dim(self) -> int:
+        return self.key_scale.shape[3]
+
+    @property
+    def planes(self) -> int:
+        """1: upper codes only; 2: upper and lower."""
+        return 1 if self.key_lower is None else 2
+
+    @property
+    def bytes(self) -> int:
+        """Storage of all tensors, in bytes."""
+        tensors = [getattr(self, field.name) for field in fields(self)]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)

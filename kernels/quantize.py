@@ -1,0 +1,66 @@
+"""Hierarchical quantization of blocks of keys and values into a layer's cache, and the way back."""
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.backend import Backend, uses_triton
+from ridgeplan.kernels.layout import QuantizedKV
+from ridgeplan.kernels.quantize_twin import dequantize_twin, quantize_twin
+
+
+def quantize(
+    keys: Tensor, values: Tensor, out: QuantizedKV, group_index: Tensor,
+    mask: Tensor | None = None, *, backend: Backend = "auto",
+) -> None:
+    """Writes whole groups of tokens as codes into `out` (QuantSpec sec. 4.2; format in quantize_twin.py).
+
+    keys, values: [B, Hkv, n * G, D], any strides with contiguous channels. group_index: int32 [B], on the
+    device: the first group of each row to write, n groups follow. mask: bool [B] or None; rows that are False
+    stay as they are, which is how a captured CUDA graph flushes conditionally. Keys get one (scale, minimum)
+    per channel and group, values one per token.
+
+    Raises ValueError when the tokens are not whole groups or the shapes disagree with `out`.
+    """
+    _check(keys, values, out)
+    if not uses_triton(backend, keys):
+        quantize_twin(keys, values, out, group_index, mask)
+        return
+    from ridgeplan.kernels.quantize_triton import quantize_triton
+
+    quantize_triton(keys, values, out, group_index, mask)
+
+
+def dequantize(
+    codes: QuantizedKV, lower: bool, dtype: torch.dtype = torch.float32, *, backend: Backend = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, Hkv, groups * G, D] of `codes` in `dtype`: INT8 when `lower`, else INT4.
+
+    Raises ValueError when `lower` is asked of codes that hold the upper plane only.
+    """
+    require_lower(codes, lower)
+    if not uses_triton(backend, codes.key_upper):
+        return dequantize_twin(codes, lower, dtype)
+    from ridgeplan.kernels.dequantize_triton import dequantize_triton
+
+    return dequantize_triton(codes, lower, dtype)
+
+
+def require_lower(codes: QuantizedKV, lower: bool) -> None:
+    """Raises ValueError when lower codes are asked of an upper-only cache."""
+    if lower and codes.planes == 1:
+        raise ValueError("lower=True needs lower codes, this QuantizedKV holds the upper plane only")
+
+
+def _check(keys: Tensor, values: Tensor, out: QuantizedKV) -> None:
+    batch, kv_heads, tokens, head_dim = keys.shape
+    if values.shape != keys.shape:
+        raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} must have one shape")
+    if (batch, kv_heads, head_dim) != (out.batch, out.kv_heads, out.head_dim):
+        raise ValueError(
+            f"keys {list(keys.shape)} do not fit codes of batch {out.batch}, {out.kv_heads} KV heads "
+            f"and head_dim {out.head_dim}"
+        )
+    if tokens % out.group:
+        raise ValueError(f"{tokens} tokens are not whole groups of {out.group}")
+    if keys.stride(-1) != 1 or values.stride(-1) != 1:
+        raise ValueError("keys and values need contiguous channels (stride 1 in the last dimension)")

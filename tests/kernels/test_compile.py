@@ -1,0 +1,111 @@
+"""The kernels compile for Hopper (sm_90) on a machine without a GPU, and fit its registers and shared memory.
+
+The interpreter accepts programs that the compiler refuses, so CPU runs need this too. Kernels are decorated
+for either the interpreter or the compiler when imported, hence the process of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+HOPPER_SHARED_BYTES = 227 * 1024
+ADA_SHARED_BYTES = 99 * 1024
+
+COMPILE = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from importlib import import_module
+
+ALIGNED = [["tt.divisibility", 16]]
+shared = {}
+for name, job in json.loads(sys.stdin.read()).items():
+    kernel = getattr(import_module("ridgeplan.kernels." + job["module"]), job["kernel"])
+    signature, constants, hints = {}, {}, {}
+    for i, argument in enumerate(kernel.arg_names):
+        kind = job["types"].get(argument, "constexpr")
+        signature[argument] = kind
+        if kind == "constexpr":
+            constants[(i,)] = job["constants"][argument]
+        elif kind.startswith("*") or argument.endswith("stride"):
+            hints[(i,)] = ALIGNED
+    source = ASTSource(kernel, signature, constants, hints)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=job["options"])
+    assert compiled.asm["cubin"], name
+    shared[name] = compiled.metadata.shared
+print(json.dumps(shared))
+"""
+
+CODES = {f"{x}_{plane}": "*u8" for x in ("key", "value") for plane in ("upper", "lower")}
+PAIRS = {f"{x}_{pair}": "*fp16" for x in ("key", "value") for pair in ("scale", "min")}
+STRIDES = [f"{x}{axis}_stride" for x in ("key", "value") for axis in ("", "_batch", "_head")]
+
+
+def attention(element: str, head_dim: int, bits: int, rows: int) -> dict[str, Any]:
+    from ridgeplan.kernels.attention_triton import CONFIGS, DEFAULT_CONFIG
+
+    config = DEFAULT_CONFIG if element == "fp32" else CONFIGS[head_dim, bits]
+    integers = [*STRIDES, "q_batch_stride", "q_query_stride", "q_head_stride", "capacity", "group_capacity"]
+    types = dict.fromkeys(("q", "keys", "values"), "*" + element) | dict.fromkeys(integers, "i32")
+    types |= dict.fromkeys(("begin", "end", "groups"), "*i32") | CODES | PAIRS
+    types |= {"partial": "*fp32", "lse": "*fp32", "scale": "fp32"}
+    absent = [] if bits == 8 else ["key_lower", "value_lower"] if bits == 4 else [*CODES, *PAIRS, "groups"]
+    constants = {
+        "QUERIES": rows // 4, "RATIO": 4, "KV_HEADS": 8, "SPLITS": 7, "GROUP": 128, "HEAD_DIM": head_dim,
+        "BITS": bits, "ROWS": rows, "BLOCK": config.block, **dict.fromkeys(absent),
+    }
+    options = {"num_warps": config.warps * (2 if rows >= 64 else 1), "num_stages": config.stages}
+    return job("attention_triton", "_attention_kernel", types, constants, options)
+
+
+def quantization(element: str, masked: bool) -> dict[str, Any]:
+    types = {"keys": "*" + element, "values": "*" + element, "group_index": "*i32", "group_capacity": "i32"}
+    types |= {"mask": "*i1"} | dict.fromkeys(STRIDES, "i32") | CODES | PAIRS
+    absent = [] if masked else ["mask", "key_lower", "value_lower"]
+    constants = {"KV_HEADS": 8, "GROUP": 128, "HEAD_DIM": 128, **dict.fromkeys(absent)}
+    return job("quantize_triton", "_quantize_kernel", types, constants, {"num_warps": 8})
+
+
+def dequantization(bits: int) -> dict[str, Any]:
+    types = {"keys": "*bf16", "values": "*bf16"} | CODES | PAIRS
+    absent = [] if bits == 8 else ["key_lower", "value_lower"]
+    constants = {"GROUP": 128, "HEAD_DIM": 128, "BITS": bits, **dict.fromkeys(absent)}
+    return job("dequantize_triton", "_dequantize_kernel", types, constants, {"num_warps": 8})
+
+
+def merging() -> dict[str, Any]:
+    types = {"partial": "*fp32", "lse": "*fp32", "out": "*bf16"}
+    constants = {"SPLITS": 33, "PADDED": 64, "HEAD_DIM": 128, "CHUNK": 16}
+    return job("merge_triton", "_merge_kernel", types, constants, {"num_warps": 2})
+
+
+def job(
+    module: str, kernel: str, types: dict[str, str], constants: dict[str, Any], options: dict[str, int]
+) -> dict[str, Any]:
+    typed = {name: kind for name, kind in types.items() if name not in constants}
+    return {"module": module, "kernel": kernel, "types": typed, "constants": constants, "options": options}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's wheels are for Linux")
+def test_every_kernel_compiles_for_hopper() -> None:
+    jobs = {f"attention {e} d{d} {bits}bit {rows} rows": attention(e, d, bits, rows)
+            for e, d, bits, rows in [
+                ("bf16", 128, 0, 16), ("bf16", 128, 4, 16), ("bf16", 128, 8, 32), ("bf16", 64, 4, 64),
+                ("bf16", 128, 0, 128), ("fp32", 64, 8, 16),
+            ]}
+    jobs |= {"quantize": quantization("bf16", True), "quantize upper": quantization("fp32", False)}
+    jobs |= {"dequantize": dequantization(8), "merge": merging()}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(command, input=json.dumps(jobs), env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    shared = json.loads(done.stdout)
+    assert shared.keys() == jobs.keys()
+    for name, used in shared.items():
+        wide = "128 rows" in name or "64 rows" in name
+        assert used <= (HOPPER_SHARED_BYTES if wide else ADA_SHARED_BYTES), name

@@ -1,0 +1,247 @@
+"""The number format of the hierarchical cache, and the quantization kernel against its twin."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ridgeplan.kernels.layout import QuantizedKV
+from ridgeplan.kernels.quantize import dequantize, quantize
+from ridgeplan.kernels.quantize_twin import encode, pack, unpack
+
+POISON = 171
+
+
+def poisoned_codes(batch: int, kv_heads: int, groups: int, group: int, head_dim: int, device: str,
+                   lower: bool = True) -> QuantizedKV:
+    codes = QuantizedKV.allocate(batch, kv_heads, groups, group, head_dim, device, lower)
+    for tensor in tensors(codes).values():
+        tensor.fill_(torch.nan if tensor.is_floating_point() else POISON)
+    return codes
+
+
+def tensors(codes: QuantizedKV) -> dict[str, Tensor]:
+    every = {field.name: getattr(codes, field.name) for field in fields(codes)}
+    return {name: tensor for name, tensor in every.items() if tensor is not None}
+
+
+def random_kv(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(sum(shape))
+    keys, values = torch.randn(2, *shape, generator=generator)
+    keys *= torch.logspace(-2, 1, shape[-1])  # channels of very different ranges, as keys have
+    return keys.to(device, dtype), values.to(device, dtype)
+
+
+def first_groups(batch: int, device: str) -> Tensor:
+    return torch.zeros(batch, dtype=torch.int32, device=device)
+
+
+def test_layout_puts_halves_into_nibbles() -> None:
+    """Integers 0..15 in every group are their own codes, so bytes can be written down by hand."""
+    group, head_dim = 32, 64
+    token, channel = torch.arange(group)[:, None], torch.arange(head_dim)[None, :]
+    x = ((token * 7 + channel * 3) % 16).float()[None, None]
+    codes = QuantizedKV.allocate(1, 1, 1, group, head_dim, "cpu", lower=True)
+    quantize(x, x, codes, first_groups(1, "cpu"))
+    u = x[0, 0].to(torch.uint8)
+    assert torch.equal(codes.key_upper[0, 0, 0], u[:, :32] + 16 * u[:, 32:])
+    assert torch.equal(codes.value_upper[0, 0, 0], (u[:16] + 16 * u[16:]).T)
+    assert codes.key_lower is not None and (codes.key_lower == 0x88).all()  # residual 0 is stored as 8
+    assert (codes.key_scale == 1).all() and (codes.value_min == 0).all()
+
+
+def test_pack_round_trip_of_every_byte() -> None:
+    nibbles = torch.cartesian_prod(torch.arange(16), torch.arange(16)).to(torch.uint8)
+    assert torch.equal(torch.stack(unpack(pack(nibbles)[:, 0], None), dim=1), nibbles.float())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    spread=st.floats(1e-3, 1e3),
+    offset=st.floats(-100, 100),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_error_bounds(seed: int, spread: float, offset: float, dtype: torch.dtype) -> None:
+    """|x - INT4| <= S/2, |x - INT8| <= S/16 (the residual clamps at 7/16), plus fp16 rounding of S and Z."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (1, 2, 64, 32)
+    x = (torch.randn(shape, generator=generator) * spread + offset).to(dtype)
+    codes = QuantizedKV.allocate(1, 2, 2, 32, 32, "cpu", lower=True)
+    quantize(x, x, codes, first_groups(1, "cpu"))
+    scales = (
+        codes.key_scale.float().repeat_interleave(32, dim=2).view(shape),
+        codes.value_scale.float().view(1, 2, 64, 1).expand(shape),
+    )
+    minima = (
+        codes.key_min.float().repeat_interleave(32, dim=2).view(shape),
+        codes.value_min.float().view(1, 2, 64, 1).expand(shape),
+    )
+    for lower, fraction in ((False, 1 / 2), (True, 1 / 16)):
+        for decoded, scale, minimum in zip(dequantize(codes, lower), scales, minima, strict=True):
+            # fp16 keeps 11 bits: half a unit of the minimum, and 15 times half a unit of the scale; below
+            # 2^-14 the unit no longer shrinks.
+            rounding = (minimum.abs() + 15 * scale) * 2**-11 + 16 * 2**-25
+            excess = (x.float() - decoded).abs() - (fraction * scale + rounding) * (1 + 1e-5)
+            assert excess.max() <= 0
+
+
+def test_lower_codes_refine_upper_codes() -> None:
+    keys, values = random_kv((1, 2, 128, 64), torch.float32, "cpu")
+    codes = QuantizedKV.allocate(1, 2, 1, 128, 64, "cpu", lower=True)
+    quantize(keys, values, codes, first_groups(1, "cpu"))
+    decoded = (dequantize(codes, False), dequantize(codes, True))
+    for x, coarse, fine in zip((keys, values), *decoded, strict=True):
+        assert (x - fine).norm() < (x - coarse).norm() / 12
+
+
+@pytest.mark.parametrize("constant", [0.0, 1.0, -2.5, 1e-8, 60000.0])
+def test_zero_range_decodes_to_the_minimum(constant: float) -> None:
+    x = torch.full((1, 1, 32, 32), constant)
+    codes = QuantizedKV.allocate(1, 1, 1, 32, 32, "cpu", lower=True)
+    quantize(x, x, codes, first_groups(1, "cpu"))
+    for lower in (False, True):
+        for decoded in dequantize(codes, lower):
+            assert torch.equal(decoded, x.half().float())
+
+
+def test_residual_uses_the_stored_scale() -> None:
+    """A range whose scale rounds badly in fp16 must still decode within S/16 where nothing clamps."""
+    x = torch.linspace(0, 15 * 1.0004, 64).view(64, 1)
+    upper, lower, scale, minimum = encode(x, dim=0)
+    assert scale.float().item() != pytest.approx(1.0004, abs=1e-6)
+    decoded = scale.float() * (upper + (lower.float() - 8) / 16) + minimum.float()
+    assert (x - decoded).abs().max() <= scale.float().item() / 16
+
+
+CASES = [
+    pytest.param(group, head_dim, dtype, lower, id=f"g{group}-d{head_dim}-{str(dtype)[6:]}-{planes}")
+    for group, head_dim, dtype, lower, planes in [
+        (128, 128, torch.bfloat16, True, "both"),
+        (128, 64, torch.float32, True, "both"),
+        (64, 64, torch.float16, False, "upper"),
+        (32, 128, torch.float32, False, "upper"),
+        (32, 32, torch.bfloat16, True, "both"),
+    ]
+]
+
+
+@pytest.mark.parametrize(("group", "head_dim", "dtype", "lower"), CASES)
+def test_kernel_equals_twin_bit_by_bit(
+    group: int, head_dim: int, dtype: torch.dtype, lower: bool, device: str
+) -> None:
+    """Ragged group indices, a masked row and strided inputs: the same bytes, nothing else touched."""
+    batch, kv_heads, groups = 3, 2, 4
+    buffer_keys, buffer_values = random_kv((batch, kv_heads, 3 * group + 5, head_dim), dtype, device)
+    buffer_keys[:, :, :, 3] = 1.5  # a constant channel
+    buffer_values[:, :, 7:9] = -2.0  # and constant tokens
+    keys, values = buffer_keys[:, :, 5 : 5 + 2 * group], buffer_values[:, :, 5 : 5 + 2 * group]
+    index = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
+    mask = torch.tensor([True, False, True], device=device)
+    made = {}
+    for backend in ("twin", "triton"):
+        codes = poisoned_codes(batch, kv_heads, groups, group, head_dim, device, lower)
+        quantize(keys, values, codes, index, mask, backend=backend)
+        made[backend] = tensors(codes)
+    for name, tensor in made["twin"].items():
+        assert torch.equal(tensor.nan_to_num(-7.0), made["triton"][name].nan_to_num(-7.0)), name
+        untouched = torch.stack([tensor[0, :, 0], tensor[0, :, 1], tensor[1, :, 0], tensor[2, :, 3]])
+        assert (untouched.isnan() if tensor.is_floating_point() else untouched == POISON).all(), name
+        assert not torch.isnan(tensor[2, :, 1:3]).any(), name
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("lower", [False, True], ids=["int4", "int8"])
+@pytest.mark.parametrize(("group", "head_dim"), [(128, 64), (32, 128), (32, 32)])
+def test_dequantize_kernel_equals_twin(group: int, head_dim: int, lower: bool, device: str) -> None:
+    keys, values = random_kv((2, 3, 2 * group, head_dim), torch.float32, device)
+    codes = poisoned_codes(2, 3, 2, group, head_dim, device)
+    quantize(keys, values, codes, first_groups(2, device), backend="twin")
+    made = dequantize(codes, lower, backend="triton")
+    for decoded, expected in zip(made, dequantize(codes, lower, backend="twin"), strict=True):
+        torch.testing.assert_close(decoded, expected, rtol=1e-5, atol=1e-5)
+    halved = dequantize(codes, lower, torch.bfloat16, backend="triton")
+    for decoded, full in zip(halved, made, strict=True):
+        # The interpreter truncates to bf16 where the GPU rounds: one unit in the last place.
+        torch.testing.assert_close(decoded.float(), full, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["twin", "triton"])
+def test_no_row_flushes(backend: str, device: str) -> None:
+    keys, values = random_kv((2, 1, 32, 32), torch.float32, device)
+    codes = poisoned_codes(2, 1, 1, 32, 32, device)
+    none = torch.zeros(2, dtype=torch.bool, device=device)
+    quantize(keys, values, codes, first_groups(2, device), none, backend=backend)
+    assert codes.key_scale.isnan().all() and (codes.value_upper == POISON).all()
+
+
+@pytest.mark.parametrize("backend", ["twin", "triton"])
+def test_token_major_buffers(backend: str, device: str) -> None:
+    """[B, tokens, Hkv, D] storage seen as [B, Hkv, tokens, D] quantizes like a contiguous copy."""
+    keys, values = random_kv((2, 64, 3, 32), torch.float32, device)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    strided, plain = (poisoned_codes(2, 3, 2, 32, 32, device) for _ in range(2))
+    quantize(keys, values, strided, first_groups(2, device), backend=backend)
+    quantize(keys.contiguous(), values.contiguous(), plain, first_groups(2, device), backend="twin")
+    for name, tensor in tensors(plain).items():
+        assert torch.equal(tensor, tensors(strided)[name]), name
+
+
+def test_kernel_ignores_groups_past_the_end(device: str) -> None:
+    """The index is only known on the device: writing past a row must not reach the next one."""
+    keys, values = random_kv((2, 1, 64, 32), torch.float32, device)
+    codes = poisoned_codes(2, 1, 2, 32, 32, device)
+    index = torch.tensor([1, 2], dtype=torch.int32, device=device)
+    quantize(keys, values, codes, index, backend="triton")
+    assert not codes.key_scale[0, :, 1].isnan().any()
+    assert codes.key_scale[0, :, 0].isnan().all() and codes.key_scale[1].isnan().all()
+
+
+def test_bytes_per_token() -> None:
+    """QuantSpec's layout at G = D = 128: one byte an element in two planes, plus 8 bytes of pairs a token."""
+    both = QuantizedKV.allocate(2, 3, 5, 128, 128, "cpu", lower=True)
+    upper = QuantizedKV.allocate(2, 3, 5, 128, 128, "cpu", lower=False)
+    tokens = 2 * 3 * 5 * 128
+    assert both.bytes == tokens * (2 * 128 + 4 + 4)
+    assert upper.bytes == tokens * (128 + 4 + 4)
+    assert (both.planes, upper.planes) == (2, 1)
+
+
+def test_errors_name_the_value() -> None:
+    codes = QuantizedKV.allocate(1, 1, 1, 32, 32, "cpu", lower=False)
+    x = torch.zeros(1, 1, 40, 32)
+    with pytest.raises(ValueError, match="40 tokens are not whole groups of 32"):
+        quantize(x, x, codes, first_groups(1, "cpu"))
+    with pytest.raises(ValueError, match="do not fit codes of batch 1, 1 KV heads"):
+        quantize(x.expand(1, 2, 40, 32), x.expand(1, 2, 40, 32), codes, first_groups(1, "cpu"))
+    with pytest.raises(ValueError, match="upper plane only"):
+        dequantize(codes, lower=True)
+    with pytest.raises(ValueError, match="none of: auto, triton, twin"):
+        quantize(x[:, :, :32], x[:, :, :32], codes, first_groups(1, "cpu"), backend="cuda")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="even"):
+        QuantizedKV.allocate(1, 1, 1, 33, 32, "cpu", lower=False)
+    with pytest.raises(ValueError, match="key_upper of a QuantizedKV must be contiguous"):
+        QuantizedKV(**{name: t.transpose(1, 2) for name, t in tensors(
+            QuantizedKV.allocate(1, 2, 2, 32, 32, "cpu", lower=True)).items()})
+
+
+def test_triton_on_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    codes = QuantizedKV.allocate(1, 1, 1, 32, 32, "cpu", lower=False)
+    x = torch.zeros(1, 1, 32, 32)
+    with pytest.raises(ValueError, match="needs a CUDA tensor or TRITON_INTERPRET=1"):
+        quantize(x, x, codes, first_groups(1, "cpu"), backend="triton")
+
+
+@pytest.mark.gpu
+def test_compiled_kernel_equals_cpu_twin_at_real_size() -> None:
+    keys, values = random_kv((2, 8, 4096, 128), torch.bfloat16, "cuda")
+    codes = poisoned_codes(2, 8, 32, 128, 128, "cuda")
+    quantize(keys, values, codes, first_groups(2, "cuda"))
+    expected = poisoned_codes(2, 8, 32, 128, 128, "cpu")
+    quantize(keys.cpu(), values.cpu(), expected, first_groups(2, "cpu"))
+    for name, tensor in tensors(expected).items():
+        assert torch.equal(tensor, tensors(codes)[name].cpu()), name
