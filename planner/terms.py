@@ -23,7 +23,9 @@ def strategy_of(plan: Plan, shape: ModelShape, machine: Machine, acceptance: flo
     """The plan's axes as plain numbers. Raises PlanError for tensor parallelism, which is not modelled yet."""
     require(plan.tensor_parallel == 1, f"tensor_parallel is {plan.tensor_parallel}; allowed: 1 for a prediction")
     workload, kv, speculation = plan.workload, plan.kv, plan.speculation
-    weights, element_bytes = plan.weights, machine.element_bytes
+    weights = plan.weights
+    # "16 bits" is what the checkpoint holds: some are published in 8 or 4 bits, and computed in full precision.
+    full_bytes = min(machine.element_bytes, shape.native_bits / 8)
     target_bits, draft_bits = target_code_bits(plan), draft_code_bits(plan)
     target_scores = SELECTION_COSTS[plan.attention.selection.value]
     draft_scores = SELECTION_COSTS[speculation.selection.value]
@@ -31,8 +33,8 @@ def strategy_of(plan: Plan, shape: ModelShape, machine: Machine, acceptance: flo
         batch=workload.batch,
         context=workload.context,
         new_tokens=workload.new_tokens,
-        target_weight_bytes=weight_bytes(weights.target_bits, weights.group, element_bytes),
-        draft_weight_bytes=weight_bytes(weights.draft_bits, weights.group, element_bytes),
+        target_weight_bytes=weight_bytes(weights.target_bits, weights.group, full_bytes),
+        draft_weight_bytes=weight_bytes(weights.draft_bits, weights.group, full_bytes),
         has_draft_weights=int(weights.draft_differs),
         target_linear=machine.rates[linear_kind(weights.target_bits)],
         draft_linear=machine.rates[linear_kind(weights.draft_bits)],

@@ -53,9 +53,9 @@ class PassTerms:
         return self.batch * self.queries
 
 
-def weight_bytes(bits: int, group: int, element_bytes: int) -> float:
-    """Bytes per parameter: full precision at 16 bits, else codes and an fp16 scale and minimum per group."""
-    return element_bytes if bits == 16 else bits / 8 + 2 * ops.METADATA_BYTES / group
+def weight_bytes(bits: int, group: int, full_bytes: float) -> float:
+    """Bytes per parameter: those of the checkpoint at 16 bits, else codes and an fp16 scale and minimum per group."""
+    return full_bytes if bits == 16 else bits / 8 + 2 * ops.METADATA_BYTES / group
 
 
 def decode_pass(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
