@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,6 @@ from ridgeplan.roofline.profile import SOURCES, Profile
 from ridgeplan.roofline.rounds import draft_rates, target_rates
 from ridgeplan.roofline.shapes import ModelShape
 from ridgeplan.roofline.strategy import Strategy
-
-PARTS = ("prefill", "draft", "target")
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,35 @@ class OpTime:
 
 
 @dataclass(frozen=True)
+class Part:
+    """One part of the work for every plan: its operations, their seconds, and the spread of its time [plans]."""
+
+    name: str
+    ops: tuple[Op, ...]
+    seconds: tuple[np.ndarray, ...]
+    spread: np.ndarray
+
+
+@dataclass(frozen=True)
+class Detail:
+    """Where the operations of one plan are found: its entry in the parts of all plans predicted together."""
+
+    plan: Plan
+    parts: tuple[Part, ...]
+    index: int
+
+    def op_times(self) -> Iterator[OpTime]:
+        """The operations of every part the plan has."""
+        for part in self.parts:
+            if part.name == "draft" and not self.plan.speculation.active:
+                continue
+            for op, seconds in zip(part.ops, part.seconds, strict=True):
+                total, kind = op.total, kernel_class(self.plan, part.name, op.kind)
+                flops, moved = _at(total.flops, self.index), _at(total.bytes, self.index)
+                yield OpTime(part.name, op.name, kind, int(op.launches), float(seconds[self.index]), flops, moved)
+
+
+@dataclass(frozen=True)
 class Prediction:
     """Predicted figures of a plan: best estimate, the band around it, and what they rest on.
 
@@ -71,8 +99,13 @@ class Prediction:
     prefill_peak_bytes: float
     decode_peak_bytes: float
     offloaded_layers: int
-    breakdown: tuple[OpTime, ...]
+    detail: Detail = field(repr=False, compare=False)
     speedup: float = 1.0
+
+    @cached_property
+    def breakdown(self) -> tuple[OpTime, ...]:
+        """Every operation of a prefill, a draft step and a target step."""
+        return tuple(self.detail.op_times())
 
     @property
     def round_ms(self) -> float:
@@ -85,9 +118,10 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: headline figures at the top, `low` and `high` of them beside, then the parts."""
-        parts = asdict(self)
-        best, _ = parts.pop("best"), parts.pop("breakdown")
-        return {**best, **parts, "round_ms": self.round_ms}
+        skipped = ("best", "low", "high", "acceptance", "detail")
+        plain = {name: value for name, value in vars(self).items() if name not in (*skipped, "breakdown")}
+        bands = {name: asdict(getattr(self, name)) for name in ("low", "high", "acceptance")}
+        return {**asdict(self.best), **bands, **plain, "round_ms": self.round_ms}
 
 
 def predict(plan: Plan, shape: ModelShape, profile: Profile) -> Prediction:
@@ -117,25 +151,14 @@ def predict_all(plans: Sequence[Plan], shape: ModelShape, profile: Profile) -> l
     ]
 
 
-@dataclass(frozen=True)
-class Part:
-    """One part of the work for every plan: its operations, their seconds, and the spread of its time [plans]."""
-
-    name: str
-    ops: tuple[Op, ...]
-    seconds: tuple[np.ndarray, ...]
-    spread: np.ndarray
-
-
-def _parts(shape: ModelShape, machine: Machine, strategy: Strategy, count: int) -> list[Part]:
-    own = dict(
-        zip(
-            PARTS,
-            ({"linear": machine.rates["prefill_linear"]}, draft_rates(strategy), target_rates(strategy)),
-            strict=True,
-        )
-    )
-    return [_part(name, ops, machine, own[name], count) for name, ops in pass_ops(shape, machine, strategy).items()]
+def _parts(shape: ModelShape, machine: Machine, strategy: Strategy, count: int) -> tuple[Part, ...]:
+    own = {
+        "prefill": {"linear": machine.rates["prefill_linear"]},
+        "draft": draft_rates(strategy),
+        "target": target_rates(strategy),
+    }
+    passes = pass_ops(shape, machine, strategy)
+    return tuple(_part(name, ops, machine, own[name], count) for name, ops in passes.items())
 
 
 def _part(name: str, ops: tuple[Op, ...], machine: Machine, own: dict[str, RateTerms], count: int) -> Part:
@@ -149,7 +172,7 @@ def _prediction(
     plan: Plan,
     acceptance: Acceptance,
     estimates: tuple[Estimate, Estimate, Estimate],
-    parts: list[Part],
+    parts: tuple[Part, ...],
     profile: Profile,
 ) -> Prediction:
     slow, best, fast = estimates
@@ -173,7 +196,7 @@ def _prediction(
         prefill_peak_bytes=_at(memory.prefill_peak, index),
         decode_peak_bytes=_at(memory.decode_peak, index),
         offloaded_layers=int(_at(best.offloaded_layers, index)),
-        breakdown=tuple(_op_times(plan, parts, index)),
+        detail=Detail(plan, parts, index),
     )
 
 
@@ -215,15 +238,6 @@ def _round_s(estimate: Estimate, index: int) -> dict[str, float]:
         "flush": one.flush_s,
     }
     return {name: _at(value, index) for name, value in parts.items()}
-
-
-def _op_times(plan: Plan, parts: list[Part], index: int) -> list[OpTime]:
-    return [
-        OpTime(part.name, op.name, kernel_class(plan, part.name, op.kind), int(op.launches), float(seconds[index]),
-               _at(op.total.flops, index), _at(op.total.bytes, index))
-        for part in parts if part.name != "draft" or plan.speculation.active
-        for op, seconds in zip(part.ops, part.seconds, strict=True)
-    ]  # fmt: skip
 
 
 def kernel_class(plan: Plan, part: str, kind: str) -> str:
