@@ -1,0 +1,169 @@
+"""The KV cache of all layers: a full-precision store, quantized groups, and the rule that moves tokens.
+
+A row of n tokens keeps quantized(n) = max(0, n // G - 1) * G of them as codes, so that G to 2G - 1 recent
+tokens stay full precision (QuantSpec sec. 4.3.2). The split is a function of the length alone (errata 4):
+however rounds fall, the target is one well-defined model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.layout import QuantizedKV
+from ridgeplan.kernels.quantize import quantize
+from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan
+from ridgeplan.runtime.config import DecoderConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """What one forward pass writes and sees; all tensors are on the device.
+
+    positions, slots: int64 [rows, queries], of the new tokens in the sequence and in the store.
+    begin, end: int32 [rows], full-precision slots that the first query sees. groups: int32 [rows], or None.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    begin: Tensor
+    end: Tensor
+    groups: Tensor | None
+    lower: bool
+
+
+class Cache:
+    """Preallocated storage for `plan.workload`: [layers, batch, kv_heads, slots, head_dim] and codes alike.
+
+    Formats int8 and int4x2 hold recent tokens in a buffer of `plan.buffer_tokens` slots, slot = position -
+    quantized(n). The others hold the whole context, slot = position; a shadow adds upper codes for drafts.
+    """
+
+    def __init__(self, config: DecoderConfig, plan: Plan, device: torch.device, dtype: torch.dtype) -> None:
+        self.group = plan.kv.group
+        self.gamma = plan.speculation.gamma
+        self.buffered = plan.kv.format in (KVFormat.INT8, KVFormat.HIERARCHICAL)
+        self.draft_codes = plan.speculation.codes
+        self.batch = self.rows = plan.workload.batch
+        self.layers = config.layers
+        last = plan.workload.final_context + self.gamma + 1
+        slots = plan.buffer_tokens if self.buffered else last
+        shape = (config.layers, self.batch, config.kv_heads, slots, config.head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.all_codes = QuantizedKV.allocate(
+            config.layers * self.batch, config.kv_heads, max(1, last // self.group - 1), self.group,
+            config.head_dim, device, lower=self.buffered,
+        ) if plan.kv.quantized else None
+        self.lengths = torch.zeros(self.batch, dtype=torch.int32, device=device)
+        self._row_index = torch.arange(self.batch, device=device)[:, None]
+
+    @property
+    def bytes(self) -> int:
+        """Storage of keys, values and codes."""
+        return self.keys.nbytes + self.values.nbytes + (self.all_codes.bytes if self.all_codes else 0)
+
+    def reset(self, rows: int) -> None:
+        """Empties the cache and uses its first `rows` rows."""
+        self.rows = rows
+        self.lengths.zero_()
+
+    def quantized(self, lengths: Tensor) -> Tensor:
+        """Tokens held as codes at these lengths."""
+        return (lengths // self.group - 1).clamp_min(0) * self.group
+
+    def room(self) -> Tensor:
+        """Tokens [rows] that a round may add: up to the next boundary, where a quantized target changes."""
+        lengths = self.lengths[: self.rows]
+        if not self.buffered:
+            return torch.full_like(lengths, self.gamma + 1)
+        return self.group - lengths % self.group
+
+    def full(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Full-precision keys and values [rows, kv_heads, slots, head_dim] of a layer."""
+        return self.keys[layer, : self.rows], self.values[layer, : self.rows]
+
+    def codes(self, layer: int) -> QuantizedKV:
+        """Quantized groups of a layer."""
+        return self._codes(layer * self.batch, self.rows)
+
+    def target_reader(self, queries: int) -> Reader:
+        """The target forwards `queries` tokens that follow the cached ones."""
+        return self._reader(queries, 0, coded=self.buffered, lower=True)
+
+    def draft_reader(self, ahead: int) -> Reader:
+        """A draft forwards one token, `ahead` positions after the cached ones."""
+        upper = self.draft_codes is DraftCodes.UPPER
+        return self._reader(1, ahead, coded=self.buffered or upper, lower=not upper)
+
+    def _reader(self, queries: int, ahead: int, coded: bool, lower: bool) -> Reader:
+        lengths = self.lengths[: self.rows]
+        quantized = self.quantized(lengths)
+        first = lengths + ahead
+        slot = first - quantized if self.buffered else first
+        offsets = torch.arange(queries, device=lengths.device)
+        return Reader(
+            positions=first[:, None] + offsets,
+            slots=slot[:, None] + offsets,
+            begin=quantized if coded and not self.buffered else torch.zeros_like(lengths),
+            end=slot + 1,
+            groups=quantized // self.group if coded else None,
+            lower=lower,
+        )
+
+    def write(self, layer: int, reader: Reader, keys: Tensor, values: Tensor) -> None:
+        """Stores new tokens' KV, [rows, queries, kv_heads, head_dim], in the reader's slots."""
+        at = (self._row_index[: self.rows], slice(None), reader.slots)
+        self.keys[layer][at] = keys
+        self.values[layer][at] = values
+
+    def store_prompt(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
+        """Takes a whole prompt's KV of one layer and row, [kv_heads, tokens, head_dim]."""
+        tokens = keys.shape[1]
+        whole = max(0, tokens // self.group - 1) * self.group
+        if self.all_codes is not None and whole:
+            codes = self._codes(layer * self.batch + row, 1)
+            first = torch.zeros(1, dtype=torch.int32, device=keys.device)
+            quantize(keys[None, :, :whole], values[None, :, :whole], codes, first)
+        start = whole if self.buffered else 0
+        self.keys[layer, row, :, : tokens - start] = keys[:, start:]
+        self.values[layer, row, :, : tokens - start] = values[:, start:]
+
+    def advance(self, tokens: Tensor) -> None:
+        """Keeps `tokens` (int32 [rows]) more of each row, and quantizes groups that are no longer recent."""
+        before = self.quantized(self.lengths)
+        self.lengths[: self.rows] += tokens
+        if self.all_codes is not None:
+            self._flush(before, self.quantized(self.lengths) > before)
+
+    def _flush(self, before: Tensor, crossed: Tensor) -> None:
+        if not crossed.is_cuda and not bool(crossed.any()):
+            return  # on the device a masked kernel is cheaper than asking the host
+        keys, values = (self._oldest(store, before).flatten(0, 1) for store in (self.keys, self.values))
+        index = (before // self.group).repeat(self.layers)
+        assert self.all_codes is not None
+        quantize(keys, values, self.all_codes, index, crossed.repeat(self.layers))
+        if self.buffered:
+            for store in (self.keys, self.values):
+                kept, moved = store[:, :, :, : -self.group], store[:, :, :, self.group :]
+                kept.copy_(torch.where(crossed[None, :, None, None, None], moved, kept))
+
+    def _oldest(self, store: Tensor, before: Tensor) -> Tensor:
+        """The oldest full-precision group of each row, [layers, batch, kv_heads, group, head_dim]."""
+        if self.buffered:
+            return store[:, :, :, : self.group]
+        slots = before.long()[:, None] + torch.arange(self.group, device=before.device)
+        # Rows far from a boundary may point past the end; their gather is masked, so any slot will do.
+        slots = slots.clamp_max(store.shape[3] - 1)[None, :, None, :, None]
+        return store.gather(3, slots.expand(*store.shape[:3], -1, store.shape[4]))
+
+    def _codes(self, first: int, count: int) -> QuantizedKV:
+        codes = self.all_codes
+        assert codes is not None, "this plan's KV format holds no codes"
+        planes: dict[str, Any] = {field.name: getattr(codes, field.name) for field in fields(codes)}
+        rows = slice(first, first + count)
+        part: dict[str, Any] = {name: plane if plane is None else plane[rows] for name, plane in planes.items()}
+        return QuantizedKV(**part)

@@ -1,0 +1,175 @@
+"""The engine: a plan bound to a model on a device, ready to generate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgeplan.planner.plan import Plan
+from ridgeplan.runtime.cache import Cache
+from ridgeplan.runtime.checkpoint import load_tokenizer
+from ridgeplan.runtime.config import DecoderConfig
+from ridgeplan.runtime.decoder import Decoder
+from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.memory import MemoryMeter
+from ridgeplan.runtime.prefill import prefill
+from ridgeplan.runtime.request import Growing, Prompts, Request
+from ridgeplan.runtime.sampling import Sampling
+from ridgeplan.runtime.speculative import Speculator
+from ridgeplan.runtime.statistics import Statistics, Tally
+from ridgeplan.runtime.stopwatch import Stopwatch
+from ridgeplan.runtime.weights import DecoderWeights
+
+
+@dataclass(frozen=True)
+class Generation:
+    """New tokens of each prompt, a stop token included, and what it took."""
+
+    tokens: list[list[int]]
+    statistics: Statistics
+
+
+class Engine:
+    """Executes one plan. Caches are allocated here, for `plan.workload`; one generation runs at a time."""
+
+    def __init__(
+        self, plan: Plan, source: str, config: DecoderConfig, weights: DecoderWeights, device: torch.device,
+        meter: MemoryMeter,
+    ) -> None:
+        self.plan, self.source, self.config, self.device = plan, source, config, device
+        self.weights = weights
+        quantized = plan.weights.draft_differs
+        self.draft_weights = weights.quantized(plan.weights.group) if quantized else weights
+        self.decoder = Decoder(config, device)
+        self.cache: Cache | None = Cache(config, plan, device, weights.embedding.dtype)
+        self._meter = meter
+        self._statistics: Statistics | None = None
+        self._running = False
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, loaded on first use. Raises ModelError."""
+        return load_tokenizer(self.source)
+
+    @property
+    def statistics(self) -> Statistics:
+        """Figures of the last generation. Raises WorkloadError before there is one."""
+        if self._statistics is None:
+            raise WorkloadError("no statistics yet; generate first")
+        return self._statistics
+
+    def generate(
+        self, prompts: Prompts, max_new_tokens: int, *, temperature: float = 0.0, top_k: int | None = None,
+        top_p: float | None = None, stop_tokens: Iterable[int] = (), seed: int = 0,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> Generation:
+        """Continues each prompt of token ids by up to `max_new_tokens`.
+
+        on_progress is called after prefill and after each round with the tokens delivered so far.
+        Raises WorkloadError for a request that the plan, the model or the vocabulary does not allow.
+        """
+        sampling = Sampling(temperature, top_k, top_p)
+        request = Request.build(prompts, max_new_tokens, sampling, stop_tokens, seed)
+        results: list[list[int]] = [[] for _ in request.prompts]
+        for step in self._run(request):
+            for result, tokens in zip(results, step, strict=True):
+                result.extend(tokens)
+            if on_progress is not None:
+                on_progress(sum(map(len, results)))
+        return Generation(results, self.statistics)
+
+    def stream(
+        self, prompt_ids: Prompts, max_new_tokens: int, *, temperature: float = 0.0, top_k: int | None = None,
+        top_p: float | None = None, stop_tokens: Iterable[int] = (), seed: int = 0,
+    ) -> Iterator[int]:
+        """Tokens of one prompt as rounds finish; otherwise as `generate`, whose tokens they equal."""
+        sampling = Sampling(temperature, top_k, top_p)
+        request = Request.build(prompt_ids, max_new_tokens, sampling, stop_tokens, seed)
+        if len(request.prompts) != 1:
+            raise WorkloadError(f"stream got {len(request.prompts)} prompts; allowed: 1")
+        for step in self._run(request):
+            yield from step[0]
+
+    def close(self) -> None:
+        """Releases the caches; the weights live as long as someone holds them."""
+        self.cache = None
+
+    def _run(self, request: Request) -> Iterator[list[list[int]]]:
+        """New tokens of every sequence, first from prefill, then from each round."""
+        request.check(self.plan.workload, self.config.vocab)
+        if self.cache is None:
+            raise WorkloadError("the engine is closed; load it again")
+        if self._running:
+            raise WorkloadError("a generation is still running on this engine; finish or close it first")
+        self._running = True
+        try:
+            yield from self._rounds(request, self.cache)
+        finally:
+            self._running = False
+
+    def _rounds(self, request: Request, cache: Cache) -> Iterator[list[list[int]]]:
+        self._meter.restart()
+        rows = [Growing(len(p), request.max_new_tokens, request.stop_tokens) for p in request.prompts]
+        tally, speculator = Tally(cache.gamma), self._speculator(request, cache)
+        try:
+            pending = self._prefill(request, speculator)
+            yield [row.extend([token]) for row, token in zip(rows, pending.tolist(), strict=True)]
+            while not all(row.done for row in rows):
+                pending, verdict = self._round(speculator, pending, rows)
+                tally.add(*(list(column) for column in zip(*(row[-3:] for row in verdict), strict=True)))
+                yield [self._grow(row, values) for row, values in zip(rows, verdict, strict=True)]
+        finally:
+            tally.flushes = sum(_flushes(row, cache.group) for row in rows) if self.plan.kv.quantized else 0
+            generated = sum(len(row.tokens) for row in rows)
+            self._statistics = tally.statistics(generated, speculator.stopwatch, self._meter.peak_bytes())
+
+    def _speculator(self, request: Request, cache: Cache) -> Speculator:
+        generator = torch.Generator(self.device).manual_seed(request.seed)
+        return Speculator(
+            self.decoder, self.weights, self.draft_weights, cache, request.sampling, generator,
+            Stopwatch(self.device),
+        )
+
+    @torch.inference_mode()
+    def _prefill(self, request: Request, speculator: Speculator) -> Tensor:
+        """Fills the cache; the first token of each sequence, int64 [rows]."""
+        speculator.cache.reset(len(request.prompts))
+        with speculator.stopwatch.measure("prefill"):
+            prompts = (torch.tensor(prompt, device=self.device) for prompt in request.prompts)
+            logits = torch.stack([
+                prefill(self.decoder, self.weights, speculator.cache, row, prompt)
+                for row, prompt in enumerate(prompts)
+            ])
+            return speculator.first(logits)
+
+    @torch.inference_mode()
+    def _round(
+        self, speculator: Speculator, pending: Tensor, rows: list[Growing]
+    ) -> tuple[Tensor, list[list[int]]]:
+        """The next pending tokens, and on the host per row: tokens, then advance, accepted, judged."""
+        active = torch.tensor([not row.done for row in rows], device=self.device)
+        with speculator.stopwatch.measure("round"):
+            verdict = speculator.round(pending, active)
+            last = (verdict.advance - 1).clamp_min(0)
+            pending = torch.where(active, verdict.tokens.gather(1, last[:, None])[:, 0], pending)
+            counts = torch.stack([verdict.advance, verdict.accepted, verdict.judged], dim=1)
+            values = torch.cat([verdict.tokens, counts], dim=1).tolist()
+        return pending, values
+
+    @staticmethod
+    def _grow(row: Growing, values: list[int]) -> list[int]:
+        advance = values[-3]
+        row.cached += advance
+        return row.extend(values[:advance])
+
+
+def _flushes(row: Growing, group: int) -> int:
+    """Groups that decoding quantized: the cache's rule, applied to the lengths before and after."""
+    lengths = row.prompt_tokens, row.prompt_tokens + row.cached
+    before, after = (max(0, tokens // group - 1) for tokens in lengths)
+    return after - before

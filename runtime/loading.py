@@ -1,0 +1,66 @@
+"""From a plan and a model's name to an engine."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from ridgeplan.planner.executable import missing_execution
+from ridgeplan.planner.plan import KVFormat, Plan
+from ridgeplan.runtime.checkpoint import load_config, load_weights, model_source
+from ridgeplan.runtime.config import DecoderConfig, decoder_config
+from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
+from ridgeplan.runtime.memory import MemoryMeter
+from ridgeplan.runtime.weights import DecoderWeights
+
+
+def load(
+    plan: Plan, model: str, *, device: str | None = None, dtype: torch.dtype | None = None,
+    weights: DecoderWeights | None = None,
+) -> Engine:
+    """An engine that executes `plan` with `model`: a safetensors folder, a GGUF file or a hub id.
+
+    device: "cuda" where there is one, else "cpu". dtype: bfloat16 on CUDA, else float32. weights: another
+    engine's `weights` of the same model, to share instead of reading them again.
+    Raises UnsupportedPlan, ModelError, or WorkloadError for a device that is not there or not the weights'.
+    """
+    missing = missing_execution(plan)
+    if missing:
+        raise UnsupportedPlan(f"this plan can be estimated but not executed: {'; '.join(missing)}")
+    place = _device(device)
+    if weights is not None and weights.embedding.device.type != place.type:
+        raise WorkloadError(f"the shared weights are on {weights.embedding.device}; allowed: on {place.type}")
+    dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+    meter = MemoryMeter(place, weights.bytes if weights else 0)
+    source = model_source(model)
+    config = decoder_config(load_config(source), plan.workload.yarn_factor)
+    _check_context(plan, config)
+    weights = weights or load_weights(source, config, place, dtype)
+    return Engine(plan, source, config, weights, place, meter)
+
+
+def _device(name: str | None) -> torch.device:
+    available = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    name = name or available[-1]
+    if name.partition(":")[0] not in available:
+        raise WorkloadError(f"device is {name!r}; allowed here: {', '.join(available)}")
+    return torch.device(name)
+
+
+def _check_context(plan: Plan, config: DecoderConfig) -> None:
+    """Raises UnsupportedPlan when a sliding window would cut what the plan's cache layout assumes whole."""
+    final = plan.workload.final_context
+    window = min((window for window in config.windows if window is not None), default=final)
+    plain = plan.kv.format is KVFormat.FULL and not plan.speculation.active
+    if final > window and not plain:
+        raise UnsupportedPlan(
+            f"the model's sliding window is {window} tokens and the plan's sequences reach {final}; "
+            f"allowed there: kv format {KVFormat.FULL.value!r} with gamma 0"
+        )
+    if final > config.max_context:
+        warnings.warn(
+            f"sequences of {final} tokens pass the model's limit of {config.max_context}; set yarn_factor",
+            stacklevel=3,
+        )

@@ -1,0 +1,105 @@
+"""A checked request, and the sequences that it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ridgeplan.planner.plan import Workload
+from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.sampling import Sampling
+
+Prompts = Sequence[Sequence[int]] | Sequence[int] | Tensor
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to generate. Raises WorkloadError for values out of range; `check` compares it with an engine."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    max_new_tokens: int
+    sampling: Sampling
+    stop_tokens: frozenset[int]
+    seed: int
+
+    @classmethod
+    def build(
+        cls, prompts: Prompts, max_new_tokens: int, sampling: Sampling, stop_tokens: Iterable[int], seed: int
+    ) -> Request:
+        """A request from one prompt or several, as lists or as a tensor."""
+        if not isinstance(stop_tokens, Iterable):
+            raise WorkloadError(f"stop_tokens is {stop_tokens!r}; allowed: several token ids")
+        return cls(_prompts(prompts), max_new_tokens, sampling, frozenset(stop_tokens), seed)
+
+    def __post_init__(self) -> None:
+        _require_whole("max_new_tokens", self.max_new_tokens, 1, None)
+        _require_whole("seed", self.seed, 0, MAX_SEED)
+        for token in self.stop_tokens:
+            _require_whole("a stop token", token, 0, None)
+        if not self.prompts:
+            raise WorkloadError("no prompt was given; allowed: one or more")
+        for index, prompt in enumerate(self.prompts):
+            if not prompt:
+                raise WorkloadError(f"prompt {index} is empty; allowed: one token or more")
+
+    def check(self, workload: Workload, vocab: int) -> None:
+        """Raises WorkloadError for what the plan's workload or the vocabulary does not allow."""
+        _require_most("the batch", len(self.prompts), workload.batch)
+        _require_most("max_new_tokens", self.max_new_tokens, workload.new_tokens)
+        for index, prompt in enumerate(self.prompts):
+            _require_most(f"the length of prompt {index}", len(prompt), workload.context)
+            for token in prompt:
+                _require_whole(f"a token of prompt {index}", token, 0, vocab - 1)
+
+
+@dataclass
+class Growing:
+    """One sequence while it is generated."""
+
+    prompt_tokens: int
+    limit: int
+    stop_tokens: frozenset[int]
+    tokens: list[int] = field(default_factory=list)
+    cached: int = 0  # tokens that rounds kept, with those past the end
+    done: bool = False
+
+    def extend(self, tokens: Iterable[int]) -> list[int]:
+        """Appends up to the limit or a stop token, which is kept; returns what was appended."""
+        start = len(self.tokens)
+        for token in tokens:
+            if self.done:
+                break
+            self.tokens.append(token)
+            self.done = token in self.stop_tokens or len(self.tokens) == self.limit
+        return self.tokens[start:]
+
+
+def _prompts(prompts: Prompts) -> tuple[tuple[int, ...], ...]:
+    if isinstance(prompts, Tensor):
+        if prompts.is_floating_point() or prompts.dim() not in (1, 2):
+            kind = f"{prompts.dtype} of {prompts.dim()} dimensions"
+            raise WorkloadError(f"prompts are {kind}; allowed: integers of 1 or 2 dimensions")
+        prompts = prompts.tolist()
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        raise WorkloadError(f"prompts are of type {type(prompts).__name__}; allowed: token ids, not text")
+    if not prompts:
+        return ()
+    several = isinstance(prompts[0], (Sequence, Tensor))
+    nested: Any = prompts if several else [prompts]
+    return tuple(tuple(prompt.tolist() if isinstance(prompt, Tensor) else prompt) for prompt in nested)
+
+
+def _require_whole(name: str, value: object, low: int, high: int | None) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < low or (high is not None and value > high):  # type: ignore[operator]
+        allowed = f"{low} or more" if high is None else f"from {low} to {high}"
+        raise WorkloadError(f"{name} is {value!r}; allowed: a whole number {allowed}")
+
+
+def _require_most(name: str, value: int, high: int) -> None:
+    if value > high:
+        raise WorkloadError(f"{name} is {value}; allowed by the plan: up to {high}")

@@ -1,0 +1,124 @@
+"""What a generation did: rounds, acceptance under both definitions, times and memory."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+from ridgeplan.runtime.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Figures of one generation; a figure without data is 0.0, an unknown memory peak is None.
+
+    rounds: forward passes of the target after prefill; sequence_rounds: the same, summed over the unfinished
+    sequences of each. generated: tokens delivered; decoded: tokens that rounds kept, some past a stop token.
+    judged_at[j], accepted_at[j]: how often draft j was compared with the target and accepted.
+    draft_s, verify_s: medians of one drafted token and of one verification; the other times are sums.
+    """
+
+    gamma: int
+    rounds: int
+    sequence_rounds: int
+    generated: int
+    decoded: int
+    judged_at: tuple[int, ...]
+    accepted_at: tuple[int, ...]
+    flushes: int
+    prefill_s: float
+    draft_s: float
+    verify_s: float
+    flush_s: float
+    decode_s: float
+    peak_memory_bytes: int | None
+
+    @property
+    def drafted(self) -> int:
+        return self.gamma * self.sequence_rounds
+
+    @property
+    def judged(self) -> int:
+        return sum(self.judged_at)
+
+    @property
+    def accepted(self) -> int:
+        return sum(self.accepted_at)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens that a sequence gains in a round, 1 to gamma + 1."""
+        return _ratio(self.decoded, self.sequence_rounds)
+
+    @property
+    def acceptance(self) -> float:
+        """Conditional on all earlier drafts of the round being accepted (Leviathan et al.; SpecAttn)."""
+        return _ratio(self.accepted, self.judged)
+
+    @property
+    def acceptance_at(self) -> tuple[float, ...]:
+        """The conditional acceptance of each position of a round."""
+        return tuple(_ratio(a, j) for a, j in zip(self.accepted_at, self.judged_at, strict=True))
+
+    @property
+    def accepted_share(self) -> float:
+        """Accepted over drafted tokens, QuantSpec's acceptance rate (errata 6)."""
+        return _ratio(self.accepted, self.drafted)
+
+    @property
+    def tpot_ms(self) -> float:
+        """Time per output token of a sequence: a round's time over the tokens it brings."""
+        return 1e3 * _ratio(_ratio(self.decode_s, self.rounds), self.tokens_per_round)
+
+    @property
+    def ttft_ms(self) -> float:
+        """Time until every sequence has its first token."""
+        return 1e3 * self.prefill_s
+
+
+@dataclass
+class Tally:
+    """Counts of a generation while it runs, on the host."""
+
+    gamma: int
+    rounds: int = 0
+    sequence_rounds: int = 0
+    decoded: int = 0
+    flushes: int = 0
+    judged_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.judged_at = [0] * self.gamma
+        self.accepted_at = [0] * self.gamma
+
+    def add(self, advance: list[int], accepted: list[int], judged: list[int]) -> None:
+        """One round's verdict; rows that did not advance were not active."""
+        self.rounds += 1
+        self.sequence_rounds += sum(tokens > 0 for tokens in advance)
+        self.decoded += sum(advance)
+        for position in range(self.gamma):
+            self.accepted_at[position] += sum(count > position for count in accepted)
+            self.judged_at[position] += sum(count > position for count in judged)
+
+    def statistics(self, generated: int, stopwatch: Stopwatch, peak_memory_bytes: int | None) -> Statistics:
+        """The finished figures."""
+        return Statistics(
+            gamma=self.gamma, rounds=self.rounds, sequence_rounds=self.sequence_rounds,
+            generated=generated, decoded=self.decoded,
+            judged_at=tuple(self.judged_at), accepted_at=tuple(self.accepted_at), flushes=self.flushes,
+            prefill_s=sum(stopwatch.seconds("prefill")),
+            draft_s=_median(stopwatch.seconds("draft")),
+            verify_s=_median(stopwatch.seconds("verify")),
+            flush_s=sum(stopwatch.seconds("flush")),
+            decode_s=sum(stopwatch.seconds("round")),
+            peak_memory_bytes=peak_memory_bytes,
+        )
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values) if values else 0.0

@@ -1,0 +1,40 @@
+"""Times of the phases of a generation, without waiting for the device."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+
+
+class Stopwatch:
+    """Collects durations by name. On CUDA it records events, which are read once at the end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._spans: defaultdict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
+        self._durations: defaultdict[str, list[float]] = defaultdict(list)
+
+    @contextlib.contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Times the body."""
+        if self._cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._spans[name].append((begin, end))
+        else:
+            start = time.perf_counter()
+            yield
+            self._durations[name].append(time.perf_counter() - start)
+
+    def seconds(self, name: str) -> list[float]:
+        """All durations of a phase, in order, in seconds; waits for the device."""
+        if self._cuda:
+            torch.cuda.synchronize()
+            return [begin.elapsed_time(end) / 1e3 for begin, end in self._spans[name]]
+        return list(self._durations[name])

@@ -1,0 +1,119 @@
+"""The decoder's weights as plain tensors, with the projections that share an input fused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ridgeplan.runtime.config import DecoderConfig
+from ridgeplan.runtime.linear import Dense, Int4, Linear
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWeights:
+    """One layer. qkv: queries, keys, values stacked; gate_up: gate, then up.
+
+    qk_norm: [q_heads + kv_heads, head_dim], for families that normalize queries and keys.
+    """
+
+    attention_norm: Tensor
+    qkv: Linear
+    qk_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+    def quantized(self, group: int) -> LayerWeights:
+        """The same layer with 4-bit projections."""
+        return dataclasses.replace(
+            self,
+            qkv=_quantized(self.qkv, group),
+            output=_quantized(self.output, group),
+            gate_up=_quantized(self.gate_up, group),
+            down=_quantized(self.down, group),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderWeights:
+    """All weights; `head` may share the embedding's storage."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    head: Linear
+
+    def quantized(self, group: int) -> DecoderWeights:
+        """4-bit projections and head for drafts; the embedding and the norms stay shared."""
+        layers = tuple(layer.quantized(group) for layer in self.layers)
+        return dataclasses.replace(self, layers=layers, head=_quantized(self.head, group))
+
+    @property
+    def bytes(self) -> int:
+        """Storage in bytes; tensors that share storage count once."""
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in self._tensors()}.values())
+
+    def _tensors(self) -> Iterator[Tensor]:
+        stack: list[object] = [self]
+        while stack:
+            item = stack.pop()
+            if isinstance(item, Tensor):
+                yield item
+            elif isinstance(item, tuple):
+                stack.extend(item)
+            elif dataclasses.is_dataclass(item):
+                stack.extend(vars(item).values())
+
+
+def decoder_weights(
+    config: DecoderConfig, state: dict[str, Tensor], tied: bool, device: torch.device
+) -> DecoderWeights:
+    """Fuses a transformers state dict, emptying it layer by layer so that it is not held twice."""
+    embedding = state.pop("model.embed_tokens.weight").to(device)
+    head = state.pop("lm_head.weight", None)
+    layers = tuple(_layer(config, state, f"model.layers.{index}.", device) for index in range(config.layers))
+    head_weight = embedding if tied or head is None else head.to(device)
+    return DecoderWeights(embedding, layers, state.pop("model.norm.weight").to(device), Dense(head_weight))
+
+
+def _quantized(linear: Linear, group: int) -> Int4:
+    return linear if isinstance(linear, Int4) else Int4.quantize(linear, group)
+
+
+def _layer(
+    config: DecoderConfig, state: dict[str, Tensor], prefix: str, device: torch.device
+) -> LayerWeights:
+    def fused(*names: str) -> Dense:
+        weight = torch.cat([state.pop(f"{prefix}{name}.weight") for name in names])
+        biases = [state.pop(f"{prefix}{name}.bias", None) for name in names]
+        present = [bias for bias in biases if bias is not None]
+        return Dense(weight.to(device), torch.cat(present).to(device) if present else None)
+
+    def norm(name: str) -> Tensor:
+        return state.pop(f"{prefix}{name}.weight").to(device)
+
+    return LayerWeights(
+        attention_norm=norm("input_layernorm"),
+        qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        qk_norm=_qk_norm(config, state, prefix, device),
+        output=fused("self_attn.o_proj"),
+        mlp_norm=norm("post_attention_layernorm"),
+        gate_up=fused("mlp.gate_proj", "mlp.up_proj"),
+        down=fused("mlp.down_proj"),
+    )
+
+
+def _qk_norm(
+    config: DecoderConfig, state: dict[str, Tensor], prefix: str, device: torch.device
+) -> Tensor | None:
+    """Qwen3's per-head norms, one row per query head and KV head, so that one product serves both."""
+    if f"{prefix}self_attn.q_norm.weight" not in state:
+        return None
+    q_norm, k_norm = (state.pop(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
+    rows = [q_norm.expand(config.q_heads, -1), k_norm.expand(config.kv_heads, -1)]
+    return torch.cat(rows).to(device)

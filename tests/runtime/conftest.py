@@ -1,0 +1,116 @@
+"""Tiny random models saved as transformers would, plans for them, and the embedded real model."""
+
+import pydoc_data.topics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from ridgeplan.planner.plan import (
+    DraftCodes,
+    KVCache,
+    KVFormat,
+    Plan,
+    Speculation,
+    Weights,
+    Workload,
+)
+from ridgeplan.runtime.checkpoint import embedded_model_path
+from ridgeplan.runtime.errors import ModelError
+
+TINY = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 128, "max_position_embeddings": 1024,
+    "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that share busy cores spin at every small operation: on a loaded machine tests take minutes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A random model: its folder, and transformers' own implementation as the reference."""
+
+    folder: str
+    reference: Any
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyModel]:
+    """Factory of tiny models: `agreeable` weakens attention, so that quantized drafts often agree."""
+    made: dict[str, TinyModel] = {}
+
+    def make(family: str = "llama", *, agreeable: bool = False, **changes: Any) -> TinyModel:
+        name = f"{family}-{agreeable}-{sorted(changes.items())}"
+        if name not in made:
+            torch.manual_seed(0)
+            config = transformers.AutoConfig.for_model(family, **(TINY | changes))
+            model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+            for parameter_name, parameter in model.named_parameters():
+                if parameter_name.endswith("bias"):
+                    torch.nn.init.normal_(parameter, std=0.2)
+                if agreeable and "o_proj" in parameter_name:
+                    parameter.data.mul_(0.2)
+            folder = str(tmp_path_factory.mktemp(family))
+            model.save_pretrained(folder)
+            made[name] = TinyModel(folder, model)
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_plan() -> Callable[..., Plan]:
+    """Factory of plans; drafts read the upper codes where the format stores them."""
+
+    def make(
+        kv: str = "bf16", gamma: int = 0, *, context: int = 128, new_tokens: int = 128, batch: int = 1,
+        group: int = 32, draft_bits: int = 16, weight_group: int = 32, codes: str | None = None,
+        yarn_factor: float = 1.0,
+    ) -> Plan:
+        stored = gamma > 0 and kv in ("int4x2", "bf16+int4")
+        return Plan(
+            Workload("tiny", "cpu", context, new_tokens, batch, yarn_factor),
+            weights=Weights(draft_bits=draft_bits, group=weight_group),
+            kv=KVCache(KVFormat(kv), group),
+            speculation=Speculation(gamma, DraftCodes(codes or ("upper" if stored else "full"))),
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prompts() -> Callable[..., list[list[int]]]:
+    """Factory of random prompts of the given lengths."""
+
+    def make(*lengths: int, vocab: int = 128, seed: int = 1) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The GGUF of SmolLM2-135M-Instruct; skips where its wheel is not installed."""
+    try:
+        return embedded_model_path()
+    except ModelError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def long_text() -> str:
+    """About 465 kB of English prose: the Python language reference's topics."""
+    return "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))

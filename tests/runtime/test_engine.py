@@ -1,0 +1,199 @@
+"""The engine's surface: stop tokens, seeds, streaming, statistics, and errors of one line."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from ridgeplan import runtime
+from ridgeplan.runtime.errors import ModelError, UnsupportedPlan, WorkloadError
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model, make_plan):
+    return runtime.load(make_plan("int4x2", 3, batch=3), tiny_model(agreeable=True).folder)
+
+
+def test_stop_tokens_end_a_sequence_and_are_kept(engine, prompts):
+    ids = prompts(50, 70)
+    whole = engine.generate(ids, 40).tokens
+    stop = whole[0][11]
+    stopped = engine.generate(ids, 40, stop_tokens=[stop]).tokens
+    for tokens, full in zip(stopped, whole, strict=True):
+        end = full.index(stop) + 1 if stop in full else len(full)
+        assert tokens == full[:end]
+    assert len(stopped[0]) <= 12
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 3, 4, 5, 17])
+def test_exactly_the_asked_tokens_are_delivered(engine, prompts, new_tokens):
+    ids = prompts(50, 70, 33)
+    result = engine.generate(ids, new_tokens)
+    assert [len(tokens) for tokens in result.tokens] == [new_tokens] * 3
+    assert result.tokens == [tokens[:new_tokens] for tokens in engine.generate(ids, 20).tokens]
+    assert result.statistics.generated == 3 * new_tokens
+
+
+def test_seeds_reproduce_and_differ(engine, prompts):
+    ids = prompts(50, 70)
+    first = engine.generate(ids, 30, temperature=1.0, seed=1).tokens
+    assert engine.generate(ids, 30, temperature=1.0, seed=1).tokens == first
+    assert engine.generate(ids, 30, temperature=1.0, seed=2).tokens != first
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.0, "top_k": 20, "seed": 3}], ids=["greedy", "sampled"]
+)
+def test_streaming_equals_generating(engine, prompts, options):
+    [ids] = prompts(50)
+    assert list(engine.stream(ids, 30, **options)) == engine.generate(ids, 30, **options).tokens[0]
+
+
+@pytest.mark.parametrize("convert", [list, torch.tensor, lambda ids: torch.tensor([ids]), lambda ids: [ids]])
+def test_prompts_come_as_lists_or_tensors(engine, prompts, convert):
+    [ids] = prompts(50)
+    assert engine.generate(convert(ids), 5).tokens == engine.generate([ids], 5).tokens
+
+
+def test_progress_counts_delivered_tokens(engine, prompts):
+    seen = []
+    engine.generate(prompts(50, 70), 20, on_progress=seen.append)
+    assert seen[0] == 2
+    assert seen == sorted(seen)
+    assert seen[-1] == 40
+    assert len(seen) == engine.statistics.rounds + 1
+
+
+def test_statistics_follow_their_definitions(engine, prompts):
+    statistics = engine.generate(prompts(50, 70), 60).statistics
+    assert statistics is engine.statistics
+    assert statistics.gamma == 3
+    assert statistics.rounds <= statistics.sequence_rounds <= 2 * statistics.rounds
+    assert statistics.drafted == 3 * statistics.sequence_rounds
+    assert statistics.decoded >= statistics.generated - 2  # prefill gives each sequence its first token
+    assert statistics.tokens_per_round == statistics.decoded / statistics.sequence_rounds
+    assert statistics.acceptance == statistics.accepted / statistics.judged
+    assert statistics.accepted_share == statistics.accepted / statistics.drafted
+    assert statistics.acceptance >= statistics.accepted_share
+    # A later draft is judged only where the one before it was accepted.
+    assert all(j <= a for j, a in zip(statistics.judged_at[1:], statistics.accepted_at, strict=False))
+    assert statistics.acceptance_at[0] == statistics.accepted_at[0] / statistics.judged_at[0]
+    assert statistics.ttft_ms == pytest.approx(1e3 * statistics.prefill_s)
+    round_ms = 1e3 * statistics.decode_s / statistics.rounds
+    assert statistics.tpot_ms == pytest.approx(round_ms / statistics.tokens_per_round)
+    assert statistics.decode_s >= statistics.rounds * statistics.verify_s * 0.5
+    assert 0 < statistics.draft_s < statistics.decode_s
+    assert statistics.flush_s < statistics.decode_s
+
+
+def test_a_perfect_draft_accepts_everything(tiny_model, make_plan, prompts):
+    plan = make_plan("bf16", 3, codes="full")
+    statistics = runtime.load(plan, tiny_model().folder).generate(prompts(50), 41).statistics
+    assert (statistics.rounds, statistics.tokens_per_round) == (10, 4.0)
+    assert statistics.acceptance_at == (1.0, 1.0, 1.0)
+    assert (statistics.judged, statistics.accepted_share, statistics.flushes) == (30, 1.0, 0)
+
+
+def test_plain_decoding_has_no_acceptance(tiny_model, make_plan, prompts):
+    statistics = runtime.load(make_plan("int8"), tiny_model().folder).generate(prompts(50), 41).statistics
+    assert (statistics.rounds, statistics.tokens_per_round) == (40, 1.0)
+    assert (statistics.acceptance, statistics.accepted_share, statistics.acceptance_at) == (0.0, 0.0, ())
+    assert statistics.draft_s == 0.0
+    assert statistics.flushes == 1  # 50 to 90 tokens cross 64 only
+
+
+def test_an_abandoned_stream_frees_the_engine(engine, prompts):
+    [ids] = prompts(50)
+    stream = engine.stream(ids, 30)
+    first = next(stream)
+    with pytest.raises(WorkloadError, match="a generation is still running"):
+        engine.generate(ids, 5)
+    stream.close()
+    assert engine.generate(ids, 5).tokens[0][0] == first
+
+
+def test_engines_share_weights(engine, tiny_model, make_plan, prompts):
+    folder = tiny_model(agreeable=True).folder
+    other = runtime.load(make_plan("int4x2", batch=3), folder, weights=engine.weights)
+    assert other.weights is engine.weights
+    ids = prompts(50, 70)
+    assert other.generate(ids, 20).tokens == engine.generate(ids, 20).tokens
+
+
+def test_weights_of_another_device_are_refused(tiny_model, make_plan, engine):
+    elsewhere = dataclasses.replace(engine.weights, embedding=engine.weights.embedding.to("meta"))
+    with pytest.raises(WorkloadError, match="the shared weights are on meta; allowed: on cpu"):
+        runtime.load(make_plan(), tiny_model().folder, device="cpu", weights=elsewhere)
+
+
+def test_draft_weights_take_a_quarter_of_the_bits(tiny_model, make_plan):
+    engine = runtime.load(make_plan("int4x2", 3, draft_bits=4, weight_group=64), tiny_model().folder)
+    linear_bytes = engine.weights.bytes - engine.weights.embedding.nbytes
+    assert engine.draft_weights.bytes - engine.weights.embedding.nbytes < linear_bytes / 4
+    assert engine.draft_weights.embedding is engine.weights.embedding
+
+
+def test_peak_memory_covers_weights_and_cache(make_plan, tiny_model, prompts):
+    model = tiny_model(vocab_size=50_000, hidden_size=512, tie_word_embeddings=True)
+    engine = runtime.load(make_plan("int4x2", 2), model.folder)
+    peak = engine.generate(prompts(60), 5).statistics.peak_memory_bytes
+    assert peak is None or 100e6 < peak < 1e9  # its weights are 103 MB
+
+
+def test_a_closed_engine_says_so(tiny_model, make_plan, prompts):
+    engine = runtime.load(make_plan(), tiny_model().folder)
+    with pytest.raises(WorkloadError, match="no statistics yet"):
+        _ = engine.statistics
+    engine.close()
+    with pytest.raises(WorkloadError, match="the engine is closed"):
+        engine.generate(prompts(5), 5)
+
+
+@pytest.mark.parametrize("ids, new_tokens, options, message", [
+    ([], 5, {}, "no prompt was given"),
+    ([[]], 5, {}, "prompt 0 is empty"),
+    ([[1], []], 5, {}, "prompt 1 is empty"),
+    ([1] * 129, 5, {}, "the length of prompt 0 is 129; allowed by the plan: up to 128"),
+    ([[1]] * 4, 5, {}, "the batch is 4; allowed by the plan: up to 3"),
+    ([1, 128], 5, {}, "a token of prompt 0 is 128; allowed: a whole number from 0 to 127"),
+    ([1, -1], 5, {}, "a token of prompt 0 is -1"),
+    ([1, 2.5], 5, {}, "a token of prompt 0 is 2.5"),
+    ([1], 129, {}, "max_new_tokens is 129; allowed by the plan: up to 128"),
+    ([1], 0, {}, "max_new_tokens is 0; allowed: a whole number 1 or more"),
+    ([1], True, {}, "max_new_tokens is True"),
+    ([1], 5, {"seed": -1}, "seed is -1"),
+    ([1], 5, {"stop_tokens": 2}, "stop_tokens is 2; allowed: several token ids"),
+    ([1], 5, {"stop_tokens": ["</s>"]}, "a stop token is '</s>'; allowed: a whole number 0 or more"),
+    ([1], 5, {"temperature": -0.5}, "temperature is -0.5"),
+    ([1], 5, {"temperature": float("nan")}, "temperature is nan"),
+    ([1], 5, {"top_p": 2.0}, "top_p is 2.0"),
+    ([1], 5, {"top_k": 0}, "top_k is 0"),
+    ("text", 5, {}, "prompts are of type str; allowed: token ids, not text"),
+    (torch.ones(3), 5, {}, "prompts are torch.float32 of 1 dimensions"),
+])
+def test_bad_requests_are_named_in_one_line(engine, ids, new_tokens, options, message):
+    with pytest.raises(WorkloadError, match=message) as caught:
+        engine.generate(ids, new_tokens, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_stream_takes_one_prompt(engine):
+    with pytest.raises(WorkloadError, match="stream got 2 prompts; allowed: 1"):
+        next(engine.stream([[1], [2]], 5))
+
+
+def test_plans_that_cannot_run_are_refused(tiny_model, make_plan, monkeypatch):
+    missing = ["eviction 'h2o'", "offloaded KV"]
+    monkeypatch.setattr("ridgeplan.runtime.loading.missing_execution", lambda plan: missing)
+    with pytest.raises(UnsupportedPlan, match="estimated but not executed: eviction 'h2o'; offloaded KV"):
+        runtime.load(make_plan(), tiny_model().folder)
+
+
+def test_an_unknown_device_is_refused(tiny_model, make_plan):
+    with pytest.raises(WorkloadError, match="device is 'tpu'; allowed here: cpu"):
+        runtime.load(make_plan(), tiny_model().folder, device="tpu")
+
+
+def test_a_tokenizer_that_is_not_there_is_a_model_error(engine):
+    with pytest.raises(ModelError, match="cannot load the model"):
+        _ = engine.tokenizer

@@ -1,0 +1,56 @@
+"""The runtime on a CUDA device: the Triton path generates what the twins generate."""
+
+import pytest
+import torch
+
+from ridgeplan import runtime
+from ridgeplan.runtime.linear import Dense, Int4
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("kv, gamma", [("int4x2", 0), ("int4x2", 4), ("bf16+int4", 3), ("bf16", 0)])
+def test_tiny_models_generate_the_same_tokens(kv, gamma, tiny_model, make_plan, prompts):
+    folder = tiny_model(agreeable=True).folder
+    ids = prompts(100, 37, 65)
+    plan = make_plan(kv, gamma, batch=3)
+    results = [
+        runtime.load(plan, folder, device=device, dtype=torch.float32).generate(ids, 100)
+        for device in ("cpu", "cuda")
+    ]
+    assert results[0].tokens == results[1].tokens
+    assert results[1].statistics.peak_memory_bytes > 0
+    assert results[1].statistics.decode_s > 0
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("gamma", [0, 4])
+def test_smollm2_generates_the_same_tokens(gamma, smollm2, make_plan, long_text):
+    plan = make_plan("int4x2", gamma, context=600, group=128)
+    engines = [runtime.load(plan, str(smollm2), device=d, dtype=torch.float32) for d in ("cpu", "cuda")]
+    prompt = engines[0].tokenizer(long_text[30_000:40_000])["input_ids"][:600]
+    expected, actual = (engine.generate(prompt, 80).tokens for engine in engines)
+    assert actual == expected
+
+
+@pytest.mark.parametrize("chunk_tokens", [64, 256])
+def test_bfloat16_prefill_chunks_agree(chunk_tokens, tiny_model, make_plan, prompts):
+    from ridgeplan.runtime.prefill import prefill
+
+    engine = runtime.load(make_plan(context=256), tiny_model().folder, device="cuda", dtype=torch.bfloat16)
+    prompt = torch.tensor(prompts(200)[0], device="cuda")
+    with torch.inference_mode():
+        engine.cache.reset(1)
+        whole = prefill(engine.decoder, engine.weights, engine.cache, 0, prompt)
+        chunked = prefill(engine.decoder, engine.weights, engine.cache, 0, prompt, chunk_tokens)
+    assert (whole - chunked).abs().max() < 0.05 * whole.std()
+
+
+@pytest.mark.parametrize("outputs, inputs, group", [(576, 576, 64), (4096, 4096, 128), (3072, 1536, 128)])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_int4_weights_equal_the_cpu(outputs, inputs, group, rows):
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(outputs, inputs, generator=generator), torch.randn(rows, inputs, generator=generator)
+    expected = Int4.quantize(Dense(weight), group)(x)
+    actual = Int4.quantize(Dense(weight.cuda()), group)(x.cuda()).cpu()
+    assert (actual - expected).abs().max() < 0.02 * expected.std() + 0.01 * expected.abs().max()

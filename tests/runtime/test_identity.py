@@ -1,0 +1,85 @@
+"""Greedy speculative output equals plain decoding with the same target, token by token, in float32."""
+
+import pytest
+
+from ridgeplan import runtime
+
+NEW = 110  # with groups of 32: three flushes
+LENGTHS = [100, 37, 65]
+
+
+def generate(plan, folder, prompts, new_tokens=NEW):
+    return runtime.load(plan, folder).generate(prompts, new_tokens)
+
+
+@pytest.mark.parametrize("agreeable", [False, True], ids=["contrary", "agreeable"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("gamma", [1, 2, 4, 7])
+def test_hierarchical_drafts_change_nothing(gamma, batch, agreeable, tiny_model, make_plan, prompts):
+    folder = tiny_model(agreeable=agreeable).folder
+    ids = prompts(*LENGTHS[:batch])
+    plain = generate(make_plan("int4x2", batch=3), folder, ids)
+    drafted = generate(make_plan("int4x2", gamma, batch=3), folder, ids)
+    assert drafted.tokens == plain.tokens
+    assert [len(tokens) for tokens in plain.tokens] == [NEW] * batch
+    assert plain.statistics.flushes >= 3 * batch
+    assert drafted.statistics.flushes >= 3 * batch
+    assert len({token for tokens in plain.tokens for token in tokens}) > 5
+    if agreeable:
+        assert drafted.statistics.acceptance > 0.8
+    else:
+        assert drafted.statistics.accepted < drafted.statistics.judged
+
+
+@pytest.mark.parametrize("kv, gamma, codes, draft_bits", [
+    ("bf16+int4", 4, "upper", 16),
+    ("bf16+int4", 3, "upper", 4),
+    ("bf16+int4", 2, "full", 16),
+    ("bf16", 4, "full", 4),
+    ("bf16", 1, "full", 16),
+])
+def test_exact_plans_equal_full_precision(kv, gamma, codes, draft_bits, tiny_model, make_plan, prompts):
+    folder = tiny_model(agreeable=True).folder
+    ids = prompts(*LENGTHS)
+    plain = generate(make_plan(batch=3), folder, ids)
+    plan = make_plan(kv, gamma, batch=3, codes=codes, draft_bits=draft_bits)
+    drafted = generate(plan, folder, ids)
+    assert drafted.tokens == plain.tokens
+    if codes == "full" and draft_bits == 16:
+        assert drafted.statistics.acceptance == 1.0
+        assert drafted.statistics.tokens_per_round == gamma + 1
+
+
+@pytest.mark.parametrize("kv, gamma, codes, draft_bits", [
+    ("int8", 3, "full", 4), ("int4x2", 3, "full", 4), ("int4x2", 5, "upper", 4), ("int8", 2, "full", 16),
+])
+def test_int8_targets_agree_across_formats(kv, gamma, codes, draft_bits, tiny_model, make_plan, prompts):
+    folder = tiny_model("qwen3", agreeable=True).folder
+    ids = prompts(*LENGTHS)
+    plain = generate(make_plan("int8", batch=3), folder, ids)
+    plan = make_plan(kv, gamma, batch=3, codes=codes, draft_bits=draft_bits)
+    assert generate(plan, folder, ids).tokens == plain.tokens
+
+
+def test_a_row_generates_what_it_would_alone(tiny_model, make_plan, prompts):
+    folder = tiny_model(agreeable=True).folder
+    ids = prompts(*LENGTHS)
+    plan = make_plan("int4x2", 4, batch=3)
+    together = generate(plan, folder, ids).tokens
+    assert together == [generate(plan, folder, [prompt]).tokens[0] for prompt in ids]
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 95, 96, 97])
+def test_prompts_around_the_boundaries(length, tiny_model, make_plan, prompts):
+    folder = tiny_model().folder
+    ids = prompts(length)
+    plain = generate(make_plan("int4x2"), folder, ids, 40)
+    assert generate(make_plan("int4x2", 5), folder, ids, 40).tokens == plain.tokens
+
+
+def test_int8_codes_change_the_target(tiny_model, make_plan, prompts):
+    """The identity above compares with the INT8 target, which is a model of its own."""
+    folder = tiny_model(initializer_range=0.4).folder
+    ids = prompts(*LENGTHS)
+    quantized, full = (generate(make_plan(kv, batch=3), folder, ids) for kv in ("int4x2", "bf16"))
+    assert quantized.tokens != full.tokens
