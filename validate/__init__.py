@@ -1,0 +1,18 @@
+"""Measures a machine, and predictions against what really happens."""
+
+from ridgeplan.validate.calibration import calibrate, save_profile
+from ridgeplan.validate.comparison import Comparison, Row
+from ridgeplan.validate.measure import Measured, compare, measure
+from ridgeplan.validate.validation import Validation, validate_plan
+
+__all__ = [
+    "Comparison",
+    "Measured",
+    "Row",
+    "Validation",
+    "calibrate",
+    "compare",
+    "measure",
+    "save_profile",
+    "validate_plan",
+]

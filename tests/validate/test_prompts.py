@@ -1,0 +1,61 @@
+"""Prompt texts and files."""
+
+from pathlib import Path
+
+import pytest
+from ridgeplan.validate.prompts import PromptError, prompt_tokens, read_prompt, sample_text
+
+
+class WordTokenizer:
+    """One token per word, so that texts have a known number of tokens."""
+
+    def encode(self, text: str) -> list[int]:
+        return [len(word) for word in text.split()]
+
+
+def test_the_sample_text_is_long_prose() -> None:
+    text = sample_text()
+    assert len(text) > 300_000
+    assert "expression" in text
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 5000])
+def test_a_prompt_has_exactly_the_tokens_asked_for(tokens: int) -> None:
+    expected = WordTokenizer().encode(sample_text())[:tokens]
+    assert prompt_tokens(WordTokenizer(), tokens) == expected
+
+
+def test_long_words_do_not_make_a_prompt_short() -> None:
+    text = "incomprehensibilities " * 50
+    assert prompt_tokens(WordTokenizer(), 50, text) == [21] * 50
+
+
+def test_a_text_that_is_too_short_names_both_lengths() -> None:
+    with pytest.raises(PromptError, match=r"has 3 tokens; needed: 4"):
+        prompt_tokens(WordTokenizer(), 4, "one two three")
+
+
+def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text("Grüße, 世界\n", encoding="utf-8")
+    assert read_prompt(path) == "Grüße, 世界\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot read prompt file"), (b"", "is empty"), (b" \n\t", "is empty"), (b"ab\xff", "byte 2 is wrong")],
+    ids=["missing", "empty", "blank", "not UTF-8"],
+)
+def test_bad_files_are_one_clear_line(tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "prompt.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(PromptError, match=message) as error:
+        read_prompt(path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_is_no_prompt_file(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match="cannot read prompt file"):
+        read_prompt(tmp_path)

@@ -1,0 +1,112 @@
+"""The bench that trials are timed on: a device, random data larger than its caches, and a clock."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ridgeplan.roofline.cost import Cost
+
+WARM_CALLS = 1
+LEAST_CALLS = 5
+MOST_CALLS = 200
+LEAD_FILLS = 8  # fills of the scratch that keep a CUDA device busy while the host issues a call
+EVICT_BYTES = 8 << 20  # more than the cores' own caches hold
+SCRATCH_BYTES = 256 << 20  # more than any device's cache
+RANDOM_PERIOD = 1 << 22  # elements of the pool that are drawn; the rest repeats them
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Something to time. `call(i)` runs it on variant i of `variants`; together these exceed the caches."""
+
+    kind: str
+    name: str
+    cost: Cost
+    call: Callable[[int], object]
+    variants: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Bench:
+    """Where trials run.
+
+    pool: flat random data that inputs are views of. rotate_bytes: more than the caches hold, what the variants of
+    a trial amount to. budget_s: what one trial may take.
+    """
+
+    device: torch.device
+    pool: Tensor
+    rotate_bytes: int
+    budget_s: float
+
+    @classmethod
+    def build(cls, device: torch.device, pool_bytes: int, rotate_bytes: int, budget_s: float) -> Bench:
+        """A bench in the type that models run in on `device`: bfloat16 on CUDA, else float32."""
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        elements = pool_bytes // dtype.itemsize
+        drawn = torch.randn(min(elements, RANDOM_PERIOD), device=device).to(dtype)
+        return cls(device, drawn.repeat(math.ceil(elements / len(drawn)))[:elements], rotate_bytes, budget_s)
+
+    @property
+    def element_bytes(self) -> int:
+        return self.pool.element_size()
+
+    def variants(self, nbytes: float) -> int:
+        """How many inputs of `nbytes` a trial rotates over, at most as many as calls are timed."""
+        fitting = int(self.pool.nbytes // nbytes)
+        return max(1, min(MOST_CALLS, fitting, math.ceil(self.rotate_bytes / nbytes)))
+
+    def random(self, *shape: int) -> Tensor:
+        """A view of the pool. Raises RuntimeError when the pool is smaller."""
+        return self.pool[: math.prod(shape)].view(shape)
+
+    def randoms(self, *shape: int) -> Tensor:
+        """Disjoint views of the pool, [variants, *shape]."""
+        count = self.variants(math.prod(shape) * self.element_bytes)
+        return self.random(count, *shape)
+
+    def seconds(self, trial: Trial) -> float:
+        """Seconds of a warm call on cold inputs: the lower quartile, as other work on the machine only adds."""
+        for index in range(WARM_CALLS):
+            trial.call(index % trial.variants)
+        clock = self._cuda_times if self.device.type == "cuda" else self._host_times
+        return statistics.quantiles(clock(trial), n=4, method="inclusive")[0]
+
+    def _host_times(self, trial: Trial) -> list[float]:
+        """A decode step streams a layer's weights between two calls of one operation: so does this, untimed.
+
+        It pushes the operation's code and small data, the interpreter's too, out of the cores' own caches; calls
+        in a tight loop look up to a third faster than the same calls in a step.
+        """
+        stream = self.pool[: EVICT_BYTES // self.element_bytes]
+        times: list[float] = []
+        deadline = time.perf_counter() + self.budget_s
+        while len(times) < LEAST_CALLS or (time.perf_counter() < deadline and len(times) < MOST_CALLS):
+            stream.sum()
+            start = time.perf_counter()
+            trial.call(len(times) % trial.variants)
+            times.append(time.perf_counter() - start)
+        return times
+
+    def _cuda_times(self, trial: Trial) -> list[float]:
+        """Device time alone: the fills before each call let the host run ahead, and clear the cache."""
+        scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self.device)
+        spans = []
+        deadline = time.perf_counter() + self.budget_s
+        while len(spans) < LEAST_CALLS or (time.perf_counter() < deadline and len(spans) < MOST_CALLS):
+            for _ in range(LEAD_FILLS):
+                scratch.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            trial.call(len(spans) % trial.variants)
+            end.record()
+            spans.append((begin, end))
+        torch.cuda.synchronize(self.device)
+        return [begin.elapsed_time(end) / 1e3 for begin, end in spans]

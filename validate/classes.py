@@ -1,0 +1,110 @@
+"""The classes of kernels that a calibration measures, and the profile that they make."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from importlib import metadata
+
+import torch
+
+from ridgeplan.roofline.hardware import Hardware
+from ridgeplan.roofline.profile import Profile, Rates
+from ridgeplan.validate import attention_trials, linear_trials, machine, step_trials
+from ridgeplan.validate.bench import Bench, Trial
+from ridgeplan.validate.calibration import Progress
+from ridgeplan.validate.dispatch import with_dispatch
+from ridgeplan.validate.fit import Ceilings, Sample, fit_rates
+from ridgeplan.validate.suite import Suite, suite_for
+
+GATHERED_BYTES = 256  # one token's key at head_dim 128 in 16 bits
+# On a CPU attention is not split, so nothing is merged: the class must cost nothing.
+NO_MERGE = Rates(bandwidth_utilization=4.0, compute_utilization=4.0, launch_s=0.0, spread=0.0)
+
+
+@torch.inference_mode()
+def measure_profile(quick: bool, device: str | None, on_progress: Progress, suite: Suite | None) -> Profile:
+    """See `ridgeplan.validate.calibration.calibrate`."""
+    place = _device(device)
+    suite = suite or suite_for(place.type, quick)
+    on_progress("ceilings", 0, 1)
+    bench = _bench(place, suite)
+    bandwidth, compute = machine.copy_bytes_per_s(bench), machine.matmul_flops(bench, suite.matmul_size)
+    cuda = place.type == "cuda"
+    hardware = machine.cuda_hardware(bench, bandwidth, compute) if cuda else machine.cpu_hardware(bandwidth, compute)
+    ceilings = Ceilings(hardware.bandwidth_bytes_per_s, hardware.compute_flops, compute / hardware.compute_flops)
+    profile = Profile(
+        hardware=hardware,
+        device=torch.cuda.get_device_name(place) if cuda else machine.cpu_model(),
+        software={name: metadata.version(name) for name in ("torch", "ridgeplan")},
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        classes=_classes(bench, suite, hardware, ceilings, on_progress),
+        asynchronous=cuda,
+        host_link_utilization=_host_link_utilization(bench, hardware) if cuda else 1.0,
+    )
+    return with_dispatch(bench, profile, suite.dispatch_shape, suite.dispatch_layers)
+
+
+def _device(name: str | None) -> torch.device:
+    available = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    name = name or available[-1]
+    if name.partition(":")[0] not in available:
+        raise ValueError(f"device is {name!r}; allowed here: {', '.join(available)}")
+    return torch.device(name)
+
+
+def _bench(place: torch.device, suite: Suite) -> Bench:
+    # On CUDA the bench itself clears the cache, so inputs need not rotate.
+    rotate_bytes = 1 if place.type == "cuda" else min(suite.pool_bytes, 2 * machine.last_cache_bytes())
+    return Bench.build(place, suite.pool_bytes, rotate_bytes, suite.trial_s)
+
+
+def _host_link_utilization(bench: Bench, hardware: Hardware) -> float:
+    return machine.host_link_bytes_per_s(bench) / hardware.host_link_bytes_per_s
+
+
+def _classes(
+    bench: Bench, suite: Suite, hardware: Hardware, ceilings: Ceilings, on_progress: Progress
+) -> dict[str, Rates]:
+    trials = class_trials(bench, suite, hardware.processors)
+    rates: dict[str, Rates] = {}
+    merges: dict[str, Sample] = {}
+    for done, (kind, items) in enumerate(trials.items()):
+        on_progress(kind, done, len(trials))
+        samples = {trial.name: Sample(trial.cost, bench.seconds(trial)) for trial in items}
+        if kind == "merge":
+            merges = samples
+        elif kind.startswith("attention"):
+            samples = {name: _without(sample, merges.get(name)) for name, sample in samples.items()}
+        rates[kind] = fit_rates(list(samples.values()), ceilings)
+    return rates if "merge" in rates else {**rates, "merge": NO_MERGE}
+
+
+def class_trials(bench: Bench, suite: Suite, processors: int) -> Mapping[str, Iterable[Trial]]:
+    """The trials of every class, made when they are asked for; the merge before the attention it is part of."""
+    linear, attention, step = linear_trials, attention_trials, step_trials
+    merge = (attention.merge_trial(bench, reading, processors) for reading in suite.readings(0))
+    return {
+        **({"merge": merge} if bench.device.type == "cuda" else {}),
+        "linear": linear.dense_trials(bench, "linear", suite.linear_shapes, suite.linear_rows),
+        "linear_full": linear.dense_trials(bench, "linear_full", suite.head_shapes, suite.head_rows),
+        "linear_int4": linear.int4_trials(bench, suite.linear_shapes, suite.int4_rows),
+        "attention": attention.decode_trials(bench, suite.readings(0), processors),
+        "attention_int4": attention.decode_trials(bench, suite.readings(4), processors),
+        "attention_int8": attention.decode_trials(bench, suite.readings(8), processors),
+        "elementwise": (
+            trial for shape in suite.elementwise
+            for trial in step.elementwise_trials(bench, shape, suite.elementwise_rows)
+        ),
+        "sampling": step.sampling_trials(bench, suite.vocabs, max(suite.queries)),
+        "quantize": attention.quantize_trials(bench, suite.heads, suite.quantize_tokens),
+        "gather": attention.gather_trials(bench, GATHERED_BYTES // bench.element_bytes, suite.gather_rows),
+        "prefill_linear": linear.dense_trials(bench, "prefill_linear", suite.prefill_shapes, suite.prefill_rows),
+        "prefill_attention": attention.prefill_trials(bench, suite.heads, suite.prefill_tokens),
+    }
+
+
+def _without(sample: Sample, merge: Sample | None) -> Sample:
+    """The attention kernel alone: the runtime's call merges its splits, which is a class of its own."""
+    return sample if merge is None else replace(sample, seconds=max(sample.seconds - merge.seconds, 1e-9))

@@ -1,0 +1,72 @@
+"""What a forward pass takes beside its kernels: the host's work to issue it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ridgeplan.roofline.cost import Cost
+from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.passes import PassTerms, decode_pass
+from ridgeplan.roofline.profile import Profile
+from ridgeplan.roofline.shapes import ModelShape
+from ridgeplan.validate.bench import Bench, Trial
+from ridgeplan.validate.toy import Toy
+
+CONTEXT = 64
+HOST_CALLS = 20
+
+
+def with_dispatch(bench: Bench, profile: Profile, shape: ModelShape, layer_counts: tuple[int, ...]) -> Profile:
+    """`profile` with the dispatch times that steps of decoders with layers of `shape` show.
+
+    A device that runs by itself hides its work behind the host's: a step of small layers takes the host's time.
+    On a CPU launches are in the kernels' rates already, and what they leave unexplained of a step is the rest of
+    the host's work. There the layers must be a real model's: between such, the host's own caches are cold.
+    """
+    kernels = Machine.of(replace(profile, pass_dispatch_s=0.0, layer_dispatch_s=0.0))
+    rest = []
+    for layers in layer_counts:
+        toy = Toy.build(bench, replace(shape, layers=layers), CONTEXT, 1)
+        rest.append(_host_seconds(toy) if profile.asynchronous else _unexplained_seconds(toy, kernels))
+    layer_s, pass_s = np.polyfit(layer_counts, rest, 1)
+    return replace(profile, pass_dispatch_s=max(0.0, float(pass_s)), layer_dispatch_s=max(0.0, float(layer_s)))
+
+
+def _unexplained_seconds(toy: Toy, kernels: Machine) -> float:
+    trial = _step_trial(toy)
+    return toy.bench.seconds(trial) - _kernel_seconds(toy, kernels)
+
+
+def _host_seconds(toy: Toy) -> float:
+    """Seconds per step of a run of steps, which the device keeps up with."""
+    trial = _step_trial(toy)
+    toy.bench.seconds(trial)
+    torch.cuda.synchronize(toy.bench.device)
+    start = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        trial.call(0)
+    torch.cuda.synchronize(toy.bench.device)
+    return (time.perf_counter() - start) / HOST_CALLS
+
+
+def _kernel_seconds(toy: Toy, kernels: Machine) -> float:
+    """What the kernels of the toy's step are predicted to take."""
+    terms = PassTerms(
+        batch=1, queries=1, quantized_tokens=0, full_tokens=CONTEXT, bits=0, group=1, splits=1,
+        weight_bytes=kernels.element_bytes, element_bytes=kernels.element_bytes,
+    )
+    return float(sum(kernels.op_seconds(op, {}) for op in decode_pass(toy.shape, terms)))
+
+
+def _step_trial(toy: Toy) -> Trial:
+    """One decode step at the end of the context."""
+    weights, tokens, cache = toy.weights(), toy.tokens(1), toy.cache
+    cache.lengths.fill_(CONTEXT - 1)
+    return Trial(
+        "dispatch", f"{toy.shape.layers} layers", Cost(),
+        lambda _: toy.decoder.step(weights, cache, tokens, cache.target_reader(1)),
+    )

@@ -1,0 +1,45 @@
+"""Trials of linear layers, through the runtime's own dense and 4-bit products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ridgeplan.roofline import ops
+from ridgeplan.roofline.passes import weight_bytes
+from ridgeplan.runtime.linear import Dense, Int4, Linear, fitting_group
+from ridgeplan.validate.bench import Bench, Trial
+
+WEIGHT_GROUP = 128
+MOST_PACKED = 16  # copies of a packed weight that a trial rotates over
+
+Shapes = Iterable[tuple[int, int]]  # outputs, inputs
+
+
+def dense_trials(bench: Bench, kind: str, shapes: Shapes, rows: Iterable[int]) -> Iterator[Trial]:
+    """Full-precision products of `rows` tokens."""
+    for outputs, inputs in shapes:
+        weights = [Dense(weight) for weight in bench.randoms(outputs, inputs)]
+        for count in rows:
+            yield _trial(bench, kind, weights, (count, inputs, outputs), bench.element_bytes)
+
+
+def int4_trials(bench: Bench, shapes: Shapes, rows: Iterable[int]) -> Iterator[Trial]:
+    """Products with 4-bit weights; packing takes long, so copies of one weight are rotated over."""
+    for outputs, inputs in shapes:
+        packed = Int4.quantize(Dense(bench.random(outputs, inputs)), WEIGHT_GROUP)
+        copies = min(MOST_PACKED, bench.variants(packed.bytes))
+        weights: list[Linear] = [
+            Int4(packed.packed.clone(), packed.scales.clone(), packed.group, packed.outputs) for _ in range(copies)
+        ]
+        per_parameter = weight_bytes(4, fitting_group(inputs, WEIGHT_GROUP), bench.element_bytes)
+        for count in rows:
+            yield _trial(bench, "linear_int4", weights, (count, inputs, outputs), per_parameter)
+
+
+def _trial(
+    bench: Bench, kind: str, weights: list[Dense] | list[Linear], sizes: tuple[int, int, int], per_parameter: float
+) -> Trial:
+    rows, inputs, outputs = sizes
+    x = bench.random(1, rows, inputs)
+    cost = ops.linear(rows, inputs, outputs, per_parameter, bench.element_bytes)
+    return Trial(kind, f"{rows} x {inputs} -> {outputs}", cost, lambda i: weights[i](x), len(weights))

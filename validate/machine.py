@@ -1,0 +1,116 @@
+"""The figures of this machine: measured where it is a CPU, from the catalog where it is a known GPU."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeplan.roofline.cost import Cost
+from ridgeplan.roofline.hardware import FIGURES, Hardware, detect_hardware, load_hardware
+from ridgeplan.validate.bench import Bench, Trial
+
+MEASURED = "measured by ridgeplan calibrate"
+REPORTED = "as the system reports it"
+UNKNOWN_CACHE_BYTES = 32 << 20  # where the system does not tell: larger than most
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_SIZE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def copy_bytes_per_s(bench: Bench) -> float:
+    """Bandwidth of a large copy, or of a large sum where reading alone is faster; bytes read and written."""
+    half = bench.pool.numel() // 2
+    source, target = bench.pool[:half], torch.empty_like(bench.pool[:half])
+    copied = bench.seconds(Trial("copy", "half the pool", Cost(), lambda _: target.copy_(source)))
+    summed = bench.seconds(Trial("sum", "the pool", Cost(), lambda _: bench.pool.sum()))
+    return max(2 * source.nbytes / copied, bench.pool.nbytes / summed)
+
+
+def matmul_flops(bench: Bench, size: int) -> float:
+    """FLOP/s of a square product of random matrices in the type that models run in."""
+    left, right = bench.random(2, size, size)
+    return 2 * size**3 / bench.seconds(Trial("matmul", str(size), Cost(), lambda _: left @ right))
+
+
+def host_link_bytes_per_s(bench: Bench) -> float:
+    """Bandwidth of a large copy from pinned host memory to a CUDA device."""
+    host = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device=bench.device)
+    copy = Trial("host link", "pinned", Cost(), lambda _: device.copy_(host, non_blocking=True))
+    return host.nbytes / bench.seconds(copy)
+
+
+def cpu_hardware(bandwidth_bytes_per_s: float, compute_flops: float) -> Hardware:
+    """This machine's CPU with its measured speeds."""
+    kept = "compute_flops: this package runs no integer products on a CPU"
+    return Hardware(
+        name=f"cpu-{_slug(cpu_model())}",
+        kind="cpu",
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+        compute_flops=compute_flops,
+        int8_flops=compute_flops,
+        l2_bytes=last_cache_bytes(),
+        processors=torch.get_num_threads(),
+        host_link_bytes_per_s=bandwidth_bytes_per_s,
+        element_bytes=4,
+        sources={
+            **dict.fromkeys(FIGURES, REPORTED),
+            "bandwidth_bytes_per_s": f"{MEASURED}: a large copy or sum",
+            "compute_flops": f"{MEASURED}: a large fp32 product",
+            "int8_flops": f"taken from {kept}",
+            "host_link_bytes_per_s": "taken from bandwidth_bytes_per_s: a CPU has its memory at hand",
+            "processors": "threads that torch computes with",
+        },
+    )
+
+
+def cuda_hardware(bench: Bench, bandwidth_bytes_per_s: float, compute_flops: float) -> Hardware:
+    """The catalog's entry of this GPU, else what was measured and what the driver reports."""
+    known = detect_hardware()
+    if known is not None:
+        return load_hardware(known)
+    properties: Any = torch.cuda.get_device_properties(bench.device)
+    measured = {
+        "bandwidth_bytes_per_s": bandwidth_bytes_per_s,
+        "compute_flops": compute_flops,
+        "int8_flops": compute_flops,
+        "host_link_bytes_per_s": host_link_bytes_per_s(bench),
+    }
+    return Hardware(
+        name=_slug(properties.name),
+        memory_bytes=properties.total_memory,
+        l2_bytes=properties.L2_cache_size,
+        processors=properties.multi_processor_count,
+        compute_capability=f"{properties.major}.{properties.minor}",
+        sources={
+            **dict.fromkeys(FIGURES, REPORTED),
+            **dict.fromkeys(measured, MEASURED),
+            "int8_flops": "taken from compute_flops: integer products were not measured",
+        },
+        **measured,
+    )
+
+
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name as Linux tells it, else the platform's word for it."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names and names[0] else platform.processor() or platform.machine() or "unknown"
+
+
+def last_cache_bytes(caches: Path = _CACHES) -> int:
+    """Size of the last-level cache, or a large guess where the system does not tell."""
+    sizes = [file.read_text().strip() for file in caches.glob("index*/size")]
+    known = [int(size[:-1]) * _SIZE_UNITS[size[-1]] for size in sizes if re.fullmatch(r"\d+[KMG]", size)]
+    return max(known, default=UNKNOWN_CACHE_BYTES)
+
+
+def _slug(name: str) -> str:
+    """Lower-case words joined by hyphens, without trademark signs."""
+    plain = re.sub(r"\((r|tm|c)\)", " ", name.casefold())
+    return "-".join(re.findall(r"[a-z0-9.]+", plain))

@@ -1,0 +1,140 @@
+"""What an engine measured, and the prediction for exactly that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ridgeplan.planner.inputs import this_machine
+from ridgeplan.planner.plan import Plan, Workload
+from ridgeplan.planner.prediction import Prediction, predict
+from ridgeplan.planner.presets import autoregressive, preset_name
+from ridgeplan.planner.terms import strategy_of
+from ridgeplan.roofline.evaluate import evaluate
+from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.models import load_shape
+from ridgeplan.roofline.profile import Profile
+from ridgeplan.roofline.shapes import ModelShape
+from ridgeplan.validate.comparison import Comparison, Row
+
+if TYPE_CHECKING:
+    from ridgeplan.runtime import Engine, Statistics
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One generation: its workload as it really was (averages over the batch), statistics, and new tokens if kept."""
+
+    context: int
+    new_tokens: int
+    batch: int
+    statistics: Statistics
+    tokens: tuple[tuple[int, ...], ...] = ()
+
+    def workload(self, planned: Workload) -> Workload:
+        """The planned workload with the lengths that were run."""
+        return replace(planned, context=self.context, new_tokens=self.new_tokens, batch=self.batch)
+
+
+def measure(
+    engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, temperature: float = 0.0,
+    top_k: int | None = None, top_p: float | None = None, seed: int = 0,
+    on_progress: Callable[[int], None] | None = None,
+) -> Measured:
+    """Generates without stop tokens, so that all sequences have the same length, and takes the figures."""
+    generation = engine.generate(
+        prompts, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, on_progress=on_progress
+    )
+    return replace(last_run(engine), tokens=tuple(map(tuple, generation.tokens)))
+
+
+def last_run(engine: Engine) -> Measured:
+    """The engine's last generation. Raises WorkloadError before there is one, ValueError on a closed engine."""
+    statistics, cache = engine.statistics, engine.cache
+    if cache is None:
+        raise ValueError("the engine is closed; compare before closing it")
+    # The cache holds the prompts and what rounds kept of the new tokens.
+    prompted = int(cache.lengths.sum()) - statistics.decoded
+    return Measured(
+        context=round(prompted / cache.rows),
+        new_tokens=max(1, round(statistics.generated / cache.rows)),
+        batch=cache.rows,
+        statistics=statistics,
+    )
+
+
+def compare(
+    plan: Plan, engine: Engine, plain: Statistics | None = None, profile: Profile | None = None
+) -> Comparison:
+    """The prediction of `plan` beside the engine's last generation.
+
+    The prediction is made for the lengths and batch that were run. It stands on what is known of acceptance; so
+    that an error of acceptance can be told from one of the cost model, TPOT is also predicted at the acceptance
+    that was measured. plain: statistics of plain decoding of the same prompts, for the measured speed-up.
+    profile: the machine's, by default the calibrated one of this machine.
+    Raises ProfileError where this machine is not calibrated, WorkloadError before a generation.
+    """
+    return comparison(plan, shape_of(plan, engine), profile or this_machine(), last_run(engine), plain)
+
+
+def comparison(
+    plan: Plan, shape: ModelShape, profile: Profile, measured: Measured, plain: Statistics | None = None
+) -> Comparison:
+    """`compare` of figures that are at hand."""
+    workload = measured.workload(plan.workload)
+    plan = replace(plan, workload=workload)
+    baseline = predict(autoregressive(workload), shape, profile)
+    predicted = predict(plan, shape, profile).against(baseline)
+    at_measured_ms = tpot_ms_at(plan, shape, profile, measured.statistics.acceptance)
+    rows = (
+        *_time_rows(predicted, measured.statistics),
+        *_token_rows(predicted, measured.statistics, at_measured_ms),
+        *_whole_rows(predicted, measured.statistics, plain),
+    )
+    return Comparison(preset_name(plan), workload.context, workload.new_tokens, workload.batch, predicted.source, rows)
+
+
+def tpot_ms_at(plan: Plan, shape: ModelShape, profile: Profile, acceptance: float) -> float:
+    """Predicted time per output token where drafts are accepted at this conditional rate."""
+    machine = Machine.of(profile)
+    return 1e3 * float(evaluate(shape, machine, strategy_of(plan, shape, machine, acceptance)).tpot_s)
+
+
+def shape_of(plan: Plan, engine: Engine) -> ModelShape:
+    """The shape of the engine's model, under the plan's name for it, by which acceptance is looked up."""
+    return replace(load_shape(str(engine.source)), name=plan.workload.model)
+
+
+def _time_rows(predicted: Prediction, statistics: Statistics) -> list[Row]:
+    prefill = Row("prefill", "ms", predicted.best.ttft_ms, statistics.ttft_ms)
+    # The engine times a verification with its verdict, which the model counts apart.
+    target_ms = predicted.verify_ms + 1e3 * predicted.round_s["acceptance"]
+    if not predicted.gamma:
+        return [prefill, Row("decode step", "ms", target_ms, 1e3 * statistics.verify_s)]
+    return [
+        prefill,
+        Row("draft step", "ms", predicted.draft_step_ms, 1e3 * statistics.draft_s),
+        Row("verification", "ms", target_ms, 1e3 * statistics.verify_s),
+    ]
+
+
+def _token_rows(predicted: Prediction, statistics: Statistics, at_measured_ms: float) -> list[Row]:
+    tpot = Row("tpot", "ms", predicted.best.tpot_ms, statistics.tpot_ms)
+    if not predicted.gamma:
+        return [tpot]
+    return [
+        Row("acceptance", "", predicted.acceptance.best, statistics.acceptance),
+        Row("tokens per round", "", predicted.tokens_per_round, statistics.tokens_per_round),
+        tpot,
+        Row("tpot at the measured acceptance", "ms", at_measured_ms, statistics.tpot_ms),
+    ]
+
+
+def _whole_rows(predicted: Prediction, statistics: Statistics, plain: Statistics | None) -> list[Row]:
+    peak = statistics.peak_memory_bytes
+    faster = plain.tpot_ms / statistics.tpot_ms if plain and statistics.tpot_ms else None
+    return [
+        Row("peak memory", "bytes", predicted.best.peak_memory_bytes, None if peak is None else float(peak)),
+        Row("speed-up over plain decoding", "x", predicted.speedup, faster),
+    ]

@@ -1,0 +1,48 @@
+"""Texts to run plans on: prose that every Python has, or a user's file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+LIKELY_CHARACTERS_PER_TOKEN = 6  # of English prose; more are taken where a tokenizer's pieces are longer
+
+
+class PromptError(ValueError):
+    """A prompt file that is missing, empty or not text, or a text that is too short."""
+
+
+def sample_text() -> str:
+    """About 465 kB of English prose: the topics of Python's own help."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(text for _, text in sorted(topics.items()))
+
+
+def prompt_tokens(tokenizer: Any, tokens: int, text: str | None = None) -> list[int]:
+    """Exactly `tokens` token ids from the start of `text`, by default the sample text.
+
+    Raises PromptError when the text is shorter than that.
+    """
+    whole = sample_text() if text is None else text
+    taken = tokens * LIKELY_CHARACTERS_PER_TOKEN
+    ids = list(tokenizer.encode(whole[:taken]))
+    while len(ids) <= tokens and taken < len(whole):  # the last token may be cut, so one more is wanted
+        taken *= 2
+        ids = list(tokenizer.encode(whole[:taken]))
+    if len(ids) < tokens:
+        raise PromptError(f"the text has {len(ids)} tokens; needed: {tokens}")
+    return ids[:tokens]
+
+
+def read_prompt(path: str | Path) -> str:
+    """The text of a UTF-8 file. Raises PromptError naming the file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise PromptError(f"cannot read prompt file {str(path)!r}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PromptError(f"prompt file {str(path)!r} is not UTF-8 text: byte {error.start} is wrong") from error
+    if not text.strip():
+        raise PromptError(f"prompt file {str(path)!r} is empty; allowed: text of one character or more")
+    return text
