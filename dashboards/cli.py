@@ -1,0 +1,31 @@
+"""The `ridgeplan` command. Each subcommand imports what it needs when it runs, so that answers come at once."""
+
+from __future__ import annotations
+
+import click
+
+from ridgeplan.dashboards import cli_catalog, cli_machine, cli_plan, cli_run, cli_validate, demo
+from ridgeplan.dashboards.cli_errors import OneLineGroup
+
+
+@click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="ridgeplan")
+def main() -> None:
+    """Predict, plan, run and validate long-context LLM inference.
+
+    Exit codes: 0 success, 2 bad input, 3 nothing fits.
+    """
+
+
+for command in (
+    cli_plan.recommend,
+    cli_plan.estimate,
+    cli_run.run,
+    cli_validate.validate,
+    cli_machine.calibrate,
+    cli_catalog.models,
+    cli_catalog.gpus,
+    cli_machine.dashboard,
+    demo.demo,
+):
+    main.add_command(command)

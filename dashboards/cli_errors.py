@@ -1,0 +1,50 @@
+"""What goes wrong for a user, as one line on stderr and an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from ridgeplan.planner import NothingFits
+
+BAD_INPUT, NOTHING_FITS, INTERRUPTED = 2, 3, 130
+
+
+class FileProblem(ValueError):
+    """A file named on the command line that cannot be read or written."""
+
+
+class OneLineGroup(click.Group):
+    """A group of commands whose errors are one line and whose exit code is 0, 2, 3 or 130."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """As click's, which would print errors over several lines by itself."""
+        run = super().main
+        raise SystemExit(exit_code(lambda: run(*args, **{**kwargs, "standalone_mode": False})))
+
+
+def exit_code(action: Callable[[], Any]) -> int:
+    """Run `action`: 0, 2 for bad input, 3 where nothing fits, 130 after Ctrl-C, or the code that it returns."""
+    try:
+        code = action()
+    except click.Abort:
+        return INTERRUPTED
+    except click.ClickException as error:
+        return _fail(error.format_message(), BAD_INPUT)
+    except ValueError as error:
+        if not about_input(error):
+            raise
+        return _fail(str(error), NOTHING_FITS if isinstance(error, NothingFits) else BAD_INPUT)
+    return code if isinstance(code, int) else 0
+
+
+def about_input(error: ValueError) -> bool:
+    """Whether the message is for the user: the package's own errors are, any other one is a defect and must show."""
+    return type(error).__module__.startswith("ridgeplan.")
+
+
+def _fail(message: str, code: int) -> int:
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    return code

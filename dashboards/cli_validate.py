@@ -1,0 +1,81 @@
+"""`ridgeplan validate`: a plan's prediction against what running it measures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ridgeplan.dashboards.cli_options import PlanFile, as_json, model_to_run, options, profile_file, prompt_file
+from ridgeplan.dashboards.cli_output import print_json, print_table, progress, warnings_as_notes
+from ridgeplan.dashboards.cli_run import DEFAULT_NEW_TOKENS, embedded_or
+from ridgeplan.planner import Plan
+from ridgeplan.roofline.profile import load_profile
+
+if TYPE_CHECKING:
+    from ridgeplan.validate import Comparison
+
+RUNS = {"plain": "plain decoding", "plan": "the plan"}  # as `validate_plan` names them
+
+
+@click.command()
+@click.argument("plan", type=PlanFile())
+@options(
+    model_to_run,
+    prompt_file,
+    click.option("--max-new-tokens", type=int, help=f"Tokens to generate.  [default: {DEFAULT_NEW_TOKENS}]"),
+    profile_file,
+    as_json,
+)
+def validate(
+    plan: Plan,
+    model: str | None,
+    prompt_file: str | None,
+    max_new_tokens: int | None,
+    profile: str | None,
+    as_json: bool,
+) -> None:
+    """Run plain decoding and the plan in file PLAN on one text, and compare both with their predictions.
+
+    The prompt is the start of the text, as long as the plan's context.
+    """
+    calibrated = load_profile(profile) if profile else None
+    limit = min(DEFAULT_NEW_TOKENS, plan.workload.new_tokens) if max_new_tokens is None else max_new_tokens
+    # Importing torch takes seconds, so it waits until the files are known to be good.
+    from ridgeplan.validate import validate_plan
+
+    with warnings_as_notes(), progress() as bars:
+        source = embedded_or(model)
+        prompts = [opening_tokens(source, prompt_file, plan.workload.context)] * plan.workload.batch
+        total = limit * len(prompts)
+        tasks = {name: bars.add_task(f"running {what}", total=total) for name, what in RUNS.items()}
+        validation = validate_plan(
+            plan, source, prompts, limit, profile=calibrated,
+            on_progress=lambda name, tokens: bars.update(tasks[name], completed=tokens),
+        )  # fmt: skip
+    if as_json:
+        print_json({"plan": plan.to_dict(), "validation": validation.to_dict()})
+        return
+    for what, run in ((RUNS["plain"], validation.plain), (RUNS["plan"], validation.planned)):
+        print_comparison(what, run.comparison)
+
+
+def opening_tokens(source: str, path: str | None, tokens: int) -> list[int]:
+    """The first `tokens` token ids of a file, all of a shorter one, or of the text that comes with Python."""
+    from ridgeplan.runtime.checkpoint import load_tokenizer, model_source
+    from ridgeplan.validate.prompts import prompt_tokens, read_prompt
+
+    text = read_prompt(path) if path is not None else None
+    tokenizer: Any = load_tokenizer(model_source(source))
+    return prompt_tokens(tokenizer, tokens) if text is None else list(tokenizer.encode(text))[:tokens]
+
+
+def print_comparison(title: str, comparison: Comparison) -> None:
+    """A table of predicted against measured."""
+    workload = f"context {comparison.context}, {comparison.new_tokens} new tokens, batch {comparison.batch}"
+    columns = ("", "predicted", "measured", "error")
+    print_table(
+        f"{title}: {comparison.preset}, {workload} [{comparison.source}]",
+        columns,
+        (row.texts() for row in comparison.rows),
+    )

@@ -1,0 +1,75 @@
+"""A calibrated machine without measuring one: the H200 of the catalog with round utilizations."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from ridgeplan import planner
+from ridgeplan.dashboards.cli import main
+from ridgeplan.planner import Recommendation
+from ridgeplan.roofline.hardware import load_hardware
+from ridgeplan.roofline.profile import Profile, Rates
+
+MODEL, CONTEXT = "meta-llama/Llama-3.1-8B", 120_000
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture(scope="session")
+def profile() -> Profile:
+    """Rates of the few classes that all others are related to."""
+    memory_bound, small = Rates(0.8, 0.6, 3e-6, 0.05), Rates(0.3, 0.6, 2e-6, 0.1)
+    classes = {"linear": memory_bound, "linear_int4": Rates(0.6, 0.5, 3e-6, 0.05), "elementwise": small}
+    return Profile(load_hardware("h200"), "a test's H200", {"torch": "none"}, "2026-11-21", classes)
+
+
+@pytest.fixture(scope="session")
+def recommendation(profile: Profile) -> Recommendation:
+    """Llama-3.1-8B on the H200 at a long context, where speculation wins."""
+    return planner.recommend(MODEL, "h200", CONTEXT, profile=profile)
+
+
+@pytest.fixture
+def only_profile(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> Profile:
+    """The test's profile as the only one that the package ships."""
+    monkeypatch.setattr("ridgeplan.planner.inputs.shipped_profiles", lambda: (profile,))
+    return profile
+
+
+@pytest.fixture
+def profile_path(profile: Profile, tmp_path: Path) -> Path:
+    """The test's profile as a file."""
+    path = tmp_path / "profile.json"
+    path.write_text(profile.to_json(), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def invoke(only_profile: Profile) -> Invoke:
+    """Runs the command in this process; stdout and stderr apart."""
+
+    def run(*arguments: object) -> Result:
+        result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+        # A defect shows as itself, not as a wrong exit code.
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return run
+
+
+@pytest.fixture
+def refuses(invoke: Invoke) -> Callable[..., str]:
+    """Runs a command that must fail; returns its one line on stderr."""
+
+    def run(*arguments: object, code: int = 2) -> str:
+        result = invoke(*arguments)
+        assert result.exit_code == code, result.output
+        assert result.stdout == ""
+        assert result.stderr.startswith("error: ")
+        assert result.stderr.count("\n") == 1
+        return click.unstyle(result.stderr)
+
+    return run

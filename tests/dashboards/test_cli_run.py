@@ -1,0 +1,85 @@
+"""`run` on the real embedded model, and the streaming of text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeplan.dashboards.cli_run import text_pieces
+from ridgeplan.planner import Workload, preset
+from ridgeplan.runtime import ModelError, embedded_model_path
+
+
+@pytest.fixture
+def plan_path(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    path.write_text(preset("quantspec", Workload("SmolLM2-135M", "here", 64, 8)).to_json())
+    return path
+
+
+@pytest.fixture
+def embedded() -> Path:
+    try:
+        return embedded_model_path()
+    except ModelError as error:
+        pytest.skip(str(error))
+
+
+def decode_utf8(tokens: list[int]) -> str:
+    return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def test_pieces_add_up_and_never_split_a_character() -> None:
+    text = "Zürich, 東京 🙂!"
+    pieces = list(text_pieces(text.encode(), decode_utf8))
+    assert "".join(pieces) == text
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert "東" in pieces
+
+
+def test_an_unfinished_character_shows_at_the_end() -> None:
+    assert "".join(text_pieces("ok🙂".encode()[:-1], decode_utf8)) == "ok\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--prompt", "a", "--prompt-file", "b"), "--prompt and --prompt-file were given; allowed: one of them"),
+        (("--prompt", "a", "--model", "missing.gguf"), "no model at missing.gguf"),
+        (("--prompt", "a", "--seed", "first"), "'first' is not a valid integer"),
+    ],
+)
+def test_bad_requests_are_refused(refuses: Any, plan_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    assert words in refuses("run", plan_path, *arguments)
+
+
+def test_a_plan_that_cannot_be_executed_says_why(refuses: Any, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(preset("specattn", Workload("m", "h", 64, 8)).to_json())
+    assert "can be estimated but not executed: draft selection 'specattn'" in refuses("run", path, "--prompt", "a")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 1000, 90_000_000])
+def test_truncated_models_are_refused(
+    refuses: Any, plan_path: Path, embedded: Path, tmp_path: Path, keep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(embedded.read_bytes()[:keep])
+    assert "broken.gguf" in refuses("run", plan_path, "--model", broken, "--prompt", "a")
+
+
+@pytest.mark.model
+def test_run_streams_what_its_json_holds(invoke: Any, refuses: Any, plan_path: Path, embedded: Path) -> None:
+    arguments = ("run", plan_path, "--prompt", "The capital of France is", "--max-new-tokens", 8)
+    streamed = invoke(*arguments)
+    assert streamed.exit_code == 0, streamed.stderr
+    answer = json.loads(invoke(*arguments, "--json").stdout)
+    assert streamed.stdout.startswith(answer["text"])
+    assert "Paris" in answer["text"]
+    assert "acceptance" in streamed.stdout
+    assert len(answer["tokens"]) == answer["statistics"]["generated"] <= 8
+    assert answer["statistics"]["tpot_ms"] > 0
+    assert "max_new_tokens is 9; allowed by the plan: up to 8" in refuses(*arguments[:-1], 9)
+    assert "temperature is nan" in refuses(*arguments, "--temperature", "nan")

@@ -1,0 +1,115 @@
+"""The installed command as its own process: exit codes, streams, speed and what it imports."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+RECOMMEND = ("recommend", "meta-llama/Llama-3.1-8B", "--gpu", "h200", "--ctx", "131072", "--json")
+HEAVY = ("torch", "transformers", "streamlit", "plotly", "sympy", "scipy")
+
+
+def ridgeplan(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("ridgeplan")), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
+
+
+def test_recommend_answers_at_once(profile_path: Path) -> None:
+    started = time.perf_counter()
+    result = ridgeplan(*RECOMMEND, "--profile", profile_path)
+    seconds = time.perf_counter() - started
+    assert result.returncode == 0
+    assert json.loads(result.stdout)["predicted"]["tpot_ms"] > 0
+    assert seconds < 1.5
+
+
+@pytest.mark.parametrize("arguments", [RECOMMEND, ("estimate", *RECOMMEND[1:], "--preset", "quantspec"), ("models",)])
+def test_answers_import_nothing_heavy(profile_path: Path, arguments: tuple[str, ...]) -> None:
+    own = () if arguments == ("models",) else ("--profile", str(profile_path))
+    code = (
+        "import sys; from ridgeplan.dashboards.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        f"finally: print(*(name for name in {HEAVY!r} if name in sys.modules), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code, *arguments, *own]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.split() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("recommend", "no-such-model", *RECOMMEND[2:]), 2),
+        ((*RECOMMEND, "--batch", "-1"), 2),
+        ((*RECOMMEND, "--memory-limit", "1GiB"), 3),
+        (("nonsense",), 2),
+        (("run", "/nowhere/plan.json"), 2),
+    ],
+)
+def test_errors_are_one_line(profile_path: Path, arguments: tuple[str, ...], code: int) -> None:
+    own = ("--profile", profile_path) if arguments[0] == "recommend" else ()
+    result = ridgeplan(*arguments, *own)
+    assert result.returncode == code
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_help_and_version() -> None:
+    listed = ridgeplan("--help")
+    assert listed.returncode == 0
+    for command in ("recommend", "estimate", "run", "calibrate", "validate", "models", "gpus", "dashboard", "demo"):
+        assert command in listed.stdout
+    assert ridgeplan("--version").stdout.startswith("ridgeplan, version ")
+
+
+def test_closed_pipe_is_quiet(profile_path: Path) -> None:
+    command = f"{Path(sys.executable).with_name('ridgeplan')} models | head -n 1"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert result.stdout.count("\n") == 1
+    assert result.stderr == ""
+
+
+def test_interrupt_is_quiet(tmp_path: Path) -> None:
+    pipe = tmp_path / "plan.json"
+    os.mkfifo(pipe)
+    command = [str(Path(sys.executable).with_name("ridgeplan")), "run", str(pipe)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    with pipe.open("w"):  # opens once the command reads, which then waits for an end that does not come
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert stderr.strip() == ""
+
+
+def test_dashboard_serves_this_machine_only() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [str(Path(sys.executable).with_name("ridgeplan")), "dashboard", "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        assert answers(f"http://127.0.0.1:{port}/_stcore/health")
+        with socket.socket() as other, pytest.raises(OSError, match="refused"):
+            other.connect(("127.0.0.2", port))
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(timeout=30)
+
+
+def answers(url: str, seconds: float = 30) -> bool:
+    """Whether `url` answers within `seconds`."""
+    for _ in range(int(5 * seconds)):
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as reply:
+            return bool(reply.status == 200)
+        time.sleep(0.2)
+    return False
