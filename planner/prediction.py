@@ -16,7 +16,7 @@ from ridgeplan.roofline.evaluate import Estimate, evaluate, pass_ops
 from ridgeplan.roofline.latency import Machine, RateTerms, attention_kind, linear_kind
 from ridgeplan.roofline.passes import Op
 from ridgeplan.roofline.profile import SOURCES, Profile
-from ridgeplan.roofline.rounds import draft_rates, target_rates
+from ridgeplan.roofline.rounds import draft_rates, prefill_rates, target_rates
 from ridgeplan.roofline.shapes import ModelShape
 from ridgeplan.roofline.strategy import Strategy
 
@@ -153,7 +153,7 @@ def predict_all(plans: Sequence[Plan], shape: ModelShape, profile: Profile) -> l
 
 def _parts(shape: ModelShape, machine: Machine, strategy: Strategy, count: int) -> tuple[Part, ...]:
     own = {
-        "prefill": {"linear": machine.rates["prefill_linear"]},
+        "prefill": prefill_rates(machine),
         "draft": draft_rates(strategy),
         "target": target_rates(strategy),
     }
@@ -242,9 +242,11 @@ def _round_s(estimate: Estimate, index: int) -> dict[str, float]:
 
 def kernel_class(plan: Plan, part: str, kind: str) -> str:
     """The calibrated class behind an operation's kind in a part of the work."""
+    drafting = part == "draft"
+    if kind == "head":
+        return linear_kind(4) if drafting and plan.weights.draft_differs else "head"
     if kind not in ("linear", "attention") or part == "prefill":
         return "prefill_linear" if kind == "linear" else kind
-    drafting = part == "draft"
     if kind == "linear":
         return linear_kind(plan.weights.draft_bits if drafting else plan.weights.target_bits)
     return attention_kind(draft_code_bits(plan) if drafting else target_code_bits(plan))

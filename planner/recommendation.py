@@ -7,6 +7,7 @@ from typing import Any
 
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.prediction import Prediction
+from ridgeplan.roofline.passes import category
 
 GIB = 2**30
 
@@ -94,4 +95,4 @@ class Recommendation:
 
     def _attention_share(self) -> float:
         target = [op for op in self.baseline.breakdown if op.part == "target"]
-        return sum(op.seconds for op in target if op.kind.startswith("attention")) / sum(op.seconds for op in target)
+        return sum(op.seconds for op in target if category(op.kind) == "attention") / sum(op.seconds for op in target)

@@ -27,6 +27,7 @@ def strategy_of(plan: Plan, shape: ModelShape, machine: Machine, acceptance: flo
     # "16 bits" is what the checkpoint holds: some are published in 8 or 4 bits, and computed in full precision.
     full_bytes = min(machine.element_bytes, shape.native_bits / 8)
     target_bits, draft_bits = target_code_bits(plan), draft_code_bits(plan)
+    head_bits = weights.draft_bits if weights.draft_differs else 16
     target_scores = SELECTION_COSTS[plan.attention.selection.value]
     draft_scores = SELECTION_COSTS[speculation.selection.value]
     return Strategy(
@@ -36,8 +37,10 @@ def strategy_of(plan: Plan, shape: ModelShape, machine: Machine, acceptance: flo
         target_weight_bytes=weight_bytes(weights.target_bits, weights.group, full_bytes),
         draft_weight_bytes=weight_bytes(weights.draft_bits, weights.group, full_bytes),
         has_draft_weights=int(weights.draft_differs),
+        draft_head_bytes=weight_bytes(head_bits, weights.group, machine.element_bytes),
         target_linear=machine.rates[linear_kind(weights.target_bits)],
         draft_linear=machine.rates[linear_kind(weights.draft_bits)],
+        draft_head=machine.rates[linear_kind(head_bits) if head_bits != 16 else "head"],
         keeps_full=int(target_bits == 0),
         code_planes=CODE_PLANES[kv.format],
         kv_group=kv.group,

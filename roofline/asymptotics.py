@@ -45,10 +45,10 @@ def categories(ops: Iterable[Op]) -> dict[str, Cost]:
     """Costs of the linear layers, of attention, and of both together, the output head left out."""
     linear, attention = Cost(), Cost()
     for op in ops:
-        if op.kind.startswith("linear") and op.name != "lm head":
-            linear += op.total
-        elif "attention" in op.kind or op.kind == "merge":
+        if op.category == "attention":
             attention += op.total
+        elif op.category == "linear" and op.kind != "head":
+            linear += op.total
     return {"linear": linear, "attention": attention, "aggregate": linear + attention}
 
 
@@ -90,7 +90,8 @@ def _decode() -> tuple[Op, ...]:
     element_bytes = symbol("element_bytes")
     terms = PassTerms(
         batch=symbol("batch"), queries=1, quantized_tokens=0, full_tokens=symbol("context"), bits=0,
-        group=symbol("kv_group"), splits=symbol("splits"), weight_bytes=element_bytes, element_bytes=element_bytes,
+        group=symbol("kv_group"), splits=symbol("splits"), weight_bytes=element_bytes,
+        head_bytes=element_bytes, element_bytes=element_bytes,
     )  # fmt: skip
     steps = symbol("new_tokens")
     passes = decode_pass(_multi_head_shape(), terms)  # type: ignore[arg-type]

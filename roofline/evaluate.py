@@ -13,6 +13,7 @@ from ridgeplan.roofline.placement import place
 from ridgeplan.roofline.rounds import (
     Round,
     draft_terms,
+    prefill_rates,
     quantize_cost,
     round_at,
     round_tokens,
@@ -62,7 +63,7 @@ def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy) -> Estimat
 def prefill_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
     """Time to the first token: all prompts one after another, their KV quantized as it is made."""
     ops = prefill_pass(shape, 1, strategy.context, machine.element_bytes)
-    one = machine.pass_seconds(ops, {"linear": machine.rates["prefill_linear"]}, shape.layers)
+    one = machine.pass_seconds(ops, prefill_rates(machine), shape.layers)
     cost = quantize_cost(shape, machine, strategy, 1, strategy.context)
     codes = smaller(strategy.code_planes, 1) * shape.layers * machine.seconds(cost, machine.rates["quantize"])
     return strategy.batch * (one + codes + sampling_seconds(shape, machine, 1))

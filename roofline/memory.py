@@ -58,8 +58,8 @@ def weight_memory(shape: ModelShape, weight_bytes: Term, element_bytes: Term) ->
 
 
 def draft_weight_memory(shape: ModelShape, weight_bytes: Term) -> Term:
-    """The drafts' second copy of the linear layers; embeddings, head and norms are shared with the target."""
-    return layer_parameters(shape) * weight_bytes
+    """The drafts' second copy of the linear layers and the head; the input table and norms are the target's."""
+    return (layer_parameters(shape) + shape.embedding_params) * weight_bytes
 
 
 def full_kv(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term) -> Term:

@@ -18,8 +18,8 @@ from ridgeplan.roofline.shapes import ModelShape
 class Op:
     """One kind of launch in a pass: its cost, how often it runs, and whose utilization it has.
 
-    `kind` names the kernel class; `linear` and `attention` become `linear_int4`, `attention_int8`, ... where the
-    pass reads quantized weights or codes.
+    `kind` names the kernel class; `linear`, `head` and `attention` stand for the class of the weights or codes that
+    the pass reads, such as `linear_int4` or `attention_int8`.
     """
 
     name: str
@@ -31,6 +31,18 @@ class Op:
     def total(self) -> Cost:
         """The cost of all launches of the pass."""
         return self.cost * self.launches
+
+    @property
+    def category(self) -> str:
+        """ "linear", "attention" or "other": QuantSpec's split of a transformer's operations (section 3.1)."""
+        return category(self.kind)
+
+
+def category(kind: str) -> str:
+    """What a kernel class belongs to: "linear", "attention" or "other"."""
+    if "attention" in kind or kind == "merge":
+        return "attention"
+    return "linear" if "linear" in kind or kind == "head" else "other"
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,7 @@ class PassTerms:
     group: Term
     splits: Term
     weight_bytes: Term  # per parameter of a linear layer, with scales and minima
+    head_bytes: Term  # per parameter of the output head
     element_bytes: Term
 
     @property
@@ -67,7 +80,7 @@ def decode_pass(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
         *_attention(shape, terms),
         *_mlps(shape, terms.rows, terms.weight_bytes, terms.element_bytes),
         _norms(shape, terms.rows, terms.element_bytes),
-        _head(shape, terms.rows, terms.element_bytes),
+        _head(shape, terms.rows, terms.head_bytes, terms.element_bytes),
     )
 
 
@@ -81,7 +94,7 @@ def prefill_pass(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Te
         *_prefill_attention(shape, batch, tokens, element_bytes),
         *_mlps(shape, rows, element_bytes, element_bytes),
         _norms(shape, rows, element_bytes),
-        _head(shape, batch, element_bytes),
+        _head(shape, batch, element_bytes, element_bytes),
     )
 
 
@@ -150,7 +163,7 @@ def _mlps(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term
     )
     return (
         *(dense if shape.dense_layers else ()),
-        Op("router", "linear_full", router, shape.moe_layers),
+        Op("router", "linear", router, shape.moe_layers),
         Op("routed experts", "linear", routed, shape.moe_layers),
         *shared,
     )
@@ -169,10 +182,10 @@ def _gated_mlp(
     )
 
 
-def _head(shape: ModelShape, rows: Term, element_bytes: Term) -> Op:
-    """The output head stays in full precision: drafts share it with the target."""
-    cost = ops.linear(rows, shape.hidden, shape.vocab, element_bytes, element_bytes)
-    return Op("lm head", "linear_full", cost, 1)
+def _head(shape: ModelShape, rows: Term, head_bytes: Term, element_bytes: Term) -> Op:
+    """The output head: full precision for the target, with the linear layers' bits for drafts that have their own."""
+    cost = ops.linear(rows, shape.hidden, shape.vocab, head_bytes, element_bytes)
+    return Op("lm head", "head", cost, 1)
 
 
 def _attention(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:

@@ -43,7 +43,7 @@ def decode_plane(
     context, batch = np.meshgrid(np.asarray(contexts, float), np.asarray(batches, float), indexing="ij")
     terms = PassTerms(
         batch=batch, queries=1, quantized_tokens=0, full_tokens=context + new_tokens / 2, bits=0, group=1, splits=1,
-        weight_bytes=hardware.element_bytes, element_bytes=hardware.element_bytes,
+        weight_bytes=hardware.element_bytes, head_bytes=hardware.element_bytes, element_bytes=hardware.element_bytes,
     )  # fmt: skip
     return _plane(decode_pass(shape, terms), hardware, context, batch)
 
@@ -57,8 +57,7 @@ def prefill_plane(shape: ModelShape, hardware: Hardware, contexts: Sequence[int]
 def _plane(ops: Sequence[Op], hardware: Hardware, context: np.ndarray, batch: np.ndarray) -> Plane:
     groups: dict[str, list[Op]] = {"linear": [], "attention": [], "other": []}
     for op in ops:
-        attends = "attention" in op.kind or op.kind == "merge"
-        groups["attention" if attends else "linear" if op.kind.startswith("linear") else "other"].append(op)
+        groups[op.category].append(op)
     seconds = {name: sum((_roofline_s(op, hardware) for op in members), 0.0) for name, members in groups.items()}
     total = sum(seconds.values())
     return Plane(

@@ -25,7 +25,7 @@ SOURCES = ("measured", "calibrated", "transferred", "published", "prior")  # fro
 RELATIVES = {
     "linear_int8": "linear_int4",
     "linear_int4": "linear",
-    "linear_full": "linear",
+    "head": "linear",
     "attention_int8": "attention_int4",
     "attention_int4": "attention",
     "attention": "linear",

@@ -70,23 +70,30 @@ def held_tokens(strategy: Strategy, context: Term) -> Term:
 def target_terms(machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
     """What the target's pass (a plain step, or verification of gamma + 1 queries) reads."""
     tokens = smaller(held_tokens(strategy, context), strategy.target_budget)
-    return _pass_terms(machine, strategy, strategy.queries, tokens, strategy.target_bits, strategy.target_weight_bytes)
+    weights = (strategy.target_weight_bytes, machine.element_bytes)
+    return _pass_terms(machine, strategy, strategy.queries, tokens, strategy.target_bits, weights)
 
 
 def draft_terms(machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
     """What one draft step reads."""
     tokens = strategy.draft_ratio * held_tokens(strategy, context)
-    return _pass_terms(machine, strategy, 1, tokens, strategy.draft_bits, strategy.draft_weight_bytes)
+    weights = (strategy.draft_weight_bytes, strategy.draft_head_bytes)
+    return _pass_terms(machine, strategy, 1, tokens, strategy.draft_bits, weights)
 
 
 def target_rates(strategy: Strategy) -> dict[str, RateTerms]:
-    """Rates of the target's linear layers and attention."""
+    """Rates of the target's linear layers and attention; its head is full precision, a class of its own."""
     return {"linear": strategy.target_linear, "attention": strategy.target_attention}
 
 
 def draft_rates(strategy: Strategy) -> dict[str, RateTerms]:
-    """Rates of the draft's linear layers and attention."""
-    return {"linear": strategy.draft_linear, "attention": strategy.draft_attention}
+    """Rates of the draft's linear layers, head and attention."""
+    return {"linear": strategy.draft_linear, "head": strategy.draft_head, "attention": strategy.draft_attention}
+
+
+def prefill_rates(machine: Machine) -> dict[str, RateTerms]:
+    """Rates of linear layers over many rows; the head takes one."""
+    return {"linear": machine.rates["prefill_linear"]}
 
 
 def sampling_seconds(shape: ModelShape, machine: Machine, rows: Term) -> Term:
@@ -108,8 +115,9 @@ def flush_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Te
 
 
 def _pass_terms(
-    machine: Machine, strategy: Strategy, queries: Term, tokens: Term, bits: Term, weight_bytes: Term
+    machine: Machine, strategy: Strategy, queries: Term, tokens: Term, bits: Term, weights: tuple[Term, Term]
 ) -> PassTerms:
+    """`weights` are the bytes per parameter of the linear layers and of the head."""
     codes = smaller(bits, 1) * quantized_tokens(tokens, strategy.kv_group)
     return PassTerms(
         batch=strategy.batch,
@@ -119,7 +127,8 @@ def _pass_terms(
         bits=bits,
         group=strategy.kv_group,
         splits=strategy.splits,
-        weight_bytes=weight_bytes,
+        weight_bytes=weights[0],
+        head_bytes=weights[1],
         element_bytes=machine.element_bytes,
     )
 

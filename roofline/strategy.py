@@ -24,8 +24,10 @@ class Strategy:
     target_weight_bytes: Term
     draft_weight_bytes: Term
     has_draft_weights: Term
+    draft_head_bytes: Term  # the target's head is full precision
     target_linear: RateTerms
     draft_linear: RateTerms
+    draft_head: RateTerms
     # KV cache
     keeps_full: Term  # the whole context is stored in full precision
     code_planes: Term  # 4-bit planes stored: 0, 1 or 2

@@ -18,6 +18,7 @@ def terms(**changes):
         "group": 128,
         "splits": 1,
         "weight_bytes": 2,
+        "head_bytes": 2,
         "element_bytes": 2,
     }
     return PassTerms(**{**plain, **changes})
@@ -72,7 +73,7 @@ def test_plain_decode_step_of_llama_3_1_8b_reads_what_the_facts_say():
 def test_decode_flops_are_two_per_active_parameter_plus_attention():
     shape = load_shape("Llama-3.1-8B")
     step = by_name(decode_pass(shape, terms(full_tokens=2048)))
-    linear = sum(op.total.flops for op in step.values() if op.kind.startswith("linear"))
+    linear = sum(op.total.flops for op in step.values() if op.category == "linear")
     vectors = shape.layers * shape.vector_params_per_layer + shape.hidden
     assert linear == 2 * (shape.active_parameters - vectors)
     assert step["attention"].total.flops == 4 * 32 * 4096 * 2048
