@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -27,7 +27,7 @@ def calibrate(quick: bool, output: Path | None, as_json: bool) -> None:
     """Measure this machine's bandwidth, compute and kernels, and save the profile that predictions use."""
     profile = calibrate_with_progress(quick, output)
     if as_json:
-        print_json({"path": str(output or user_profile_path()), **asdict(profile)})
+        print_json({"path": str(output or user_profile_path()), "profile": json.loads(profile.to_json())})
         return
     hardware = profile.hardware
     click.echo(

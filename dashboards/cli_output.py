@@ -34,16 +34,17 @@ def number(value: float) -> str:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table on stdout; the first and the last column hold words, those between hold figures."""
+    """A titled table on stdout; the first and the last column hold words, those between hold figures."""
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for index, column in enumerate(columns):
         words = index in (0, len(columns) - 1)
         table.add_column(column, justify="left" if words else "right", overflow="fold", no_wrap=not words)
     for row in rows:
         table.add_row(*map(escape, row))
+    click.echo(title)
     console().print(table)
 
 
@@ -56,10 +57,10 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def progress() -> Progress:
-    """Progress bars on stderr, so that stdout holds results only; they leave nothing behind."""
+    """Progress bars on stderr where that is a terminal; they leave nothing behind."""
     from rich.progress import Progress
 
-    return Progress(console=console(stderr=True), transient=True)
+    return Progress(console=console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
 @contextmanager

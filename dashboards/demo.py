@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ridgeplan.runtime import Statistics
     from ridgeplan.validate import Comparison
 
+COUNT = click.IntRange(min=1)  # refused before a calibration of a minute
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -43,8 +44,8 @@ class Run:
 
 @click.command()
 @options(
-    click.option("--context", type=int, default=1024, show_default=True, help="Tokens of the prompt."),
-    click.option("--new-tokens", type=int, default=64, show_default=True, help="Tokens to generate."),
+    click.option("--context", type=COUNT, default=1024, show_default=True, help="Tokens of the prompt."),
+    click.option("--new-tokens", type=COUNT, default=64, show_default=True, help="Tokens to generate."),
     as_json,
 )
 def demo(context: int, new_tokens: int, as_json: bool) -> None:

@@ -7,6 +7,7 @@ disagree with the target about as often as the two apart. Figures are conditiona
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -197,10 +198,10 @@ def _combined(parts: list[Acceptance]) -> Acceptance:
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether two names are of one model: the part behind the slash, without case and instruction suffixes."""
+    """Whether two names are of one model, whatever its case, instruction tuning or GGUF type (as in name.Q4_1)."""
 
     def core(name: str) -> str:
-        plain = name.rsplit("/", 1)[-1].casefold()
+        plain = re.sub(r"[.-](i?q\d\w*|b?f16|f32)$", "", name.rsplit("/", 1)[-1].casefold())
         for suffix in ("-instruct", "-coder"):
             plain = plain.replace(suffix, "")
         return plain

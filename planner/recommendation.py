@@ -65,9 +65,9 @@ class Recommendation:
         workload, best = self.plan.workload, self.predicted.best
         return [
             f"{workload.model} on {workload.hardware}, {workload.context} tokens of context, batch {workload.batch}:",
-            f"  {self.name}: {best.tpot_ms:.3g} ms per token "
-            f"({self.predicted.low.tpot_ms:.3g} to {self.predicted.high.tpot_ms:.3g}), "
-            f"{self.predicted.speedup:.2f}x plain decoding ({self.baseline.best.tpot_ms:.3g} ms) "
+            f"  {self.name}: {_ms(best.tpot_ms)} per token "
+            f"({_ms(self.predicted.low.tpot_ms)} to {_ms(self.predicted.high.tpot_ms)}), "
+            f"{self.predicted.speedup:.2f}x plain decoding ({_ms(self.baseline.best.tpot_ms)}) "
             f"[{self.predicted.source}]",
             f"  plain decoding spends {100 * self._attention_share():.0f}% of a step on attention: "
             + ("the KV cache is the bottleneck" if self._attention_share() > 0.5 else "the weights are the bottleneck"),
@@ -79,8 +79,8 @@ class Recommendation:
             return ["  no speculation: every step is the target's own"]
         acceptance = predicted.acceptance
         return [
-            f"  a round drafts {speculation.gamma} x {predicted.draft_step_ms:.3g} ms, verifies in "
-            f"{predicted.verify_ms:.3g} ms and yields {predicted.tokens_per_round:.2f} tokens",
+            f"  a round drafts {speculation.gamma} x {_ms(predicted.draft_step_ms)}, verifies in "
+            f"{_ms(predicted.verify_ms)} and yields {predicted.tokens_per_round:.2f} tokens",
             f"  acceptance {acceptance.best:.3f} ({acceptance.low:.3f} to {acceptance.high:.3f}), "
             f"{acceptance.source}: {acceptance.where}",
         ]
@@ -96,3 +96,8 @@ class Recommendation:
     def _attention_share(self) -> float:
         target = [op for op in self.baseline.breakdown if op.part == "target"]
         return sum(op.seconds for op in target if category(op.kind) == "attention") / sum(op.seconds for op in target)
+
+
+def _ms(value: float) -> str:
+    """Milliseconds with three significant digits, never in scientific notation."""
+    return f"{value:.3g} ms" if value < 1000 else f"{value:.0f} ms"

@@ -122,7 +122,7 @@ def recommend(
             for one, prediction in zip(others, rest, strict=True)
         ),
         losses=tuple(losses(chosen.plan)),
-        notes=tuple(_notes(question)),
+        notes=tuple(notes(shape, used, workload)),
         memory_limit_bytes=question.memory_limit_bytes,
     )
 
@@ -202,8 +202,8 @@ def _why_nothing_fits(candidates: list[Candidate], question: Question) -> str:
     )
 
 
-def _notes(question: Question) -> Iterator[str]:
-    shape, profile, workload = question.shape, question.profile, question.workload
+def notes(shape: ModelShape, profile: Profile, workload: Workload) -> Iterator[str]:
+    """What to know about any prediction for this model, machine and workload."""
     missing = missing_architecture(shape)
     if missing:
         yield missing

@@ -24,8 +24,8 @@ def strategy_of(plan: Plan, shape: ModelShape, machine: Machine, acceptance: flo
     require(plan.tensor_parallel == 1, f"tensor_parallel is {plan.tensor_parallel}; allowed: 1 for a prediction")
     workload, kv, speculation = plan.workload, plan.kv, plan.speculation
     weights = plan.weights
-    # "16 bits" is what the checkpoint holds: some are published in 8 or 4 bits, and computed in full precision.
-    full_bytes = min(machine.element_bytes, shape.native_bits / 8)
+    # "16 bits" is what the checkpoint holds: some are published in 8 or 4 bits and stay so.
+    full_bytes = shape.native_bits / 8 if shape.native_bits < 16 else machine.element_bytes
     target_bits, draft_bits = target_code_bits(plan), draft_code_bits(plan)
     head_bits = weights.draft_bits if weights.draft_differs else 16
     target_scores = SELECTION_COSTS[plan.attention.selection.value]

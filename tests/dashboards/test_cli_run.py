@@ -8,7 +8,6 @@ import pytest
 
 from ridgeplan.dashboards.cli_run import text_pieces
 from ridgeplan.planner import Workload, preset
-from ridgeplan.runtime import ModelError, embedded_model_path
 
 
 @pytest.fixture
@@ -16,14 +15,6 @@ def plan_path(tmp_path: Path) -> Path:
     path = tmp_path / "plan.json"
     path.write_text(preset("quantspec", Workload("SmolLM2-135M", "here", 64, 8)).to_json())
     return path
-
-
-@pytest.fixture
-def embedded() -> Path:
-    try:
-        return embedded_model_path()
-    except ModelError as error:
-        pytest.skip(str(error))
 
 
 def decode_utf8(tokens: list[int]) -> str:

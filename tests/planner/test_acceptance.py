@@ -87,6 +87,7 @@ def test_unpublished_policies_lie_between_their_bounds_and_are_priors():
 
 def test_names_of_one_model():
     assert same_model("SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert same_model("SmolLM2-135M", "SmolLM2-135M-Instruct.Q4_1")
     assert not same_model("Qwen2.5-0.5B", "Qwen2.5-7B")
 
 
