@@ -11,6 +11,7 @@ from plotly.subplots import make_subplots
 from ridgeplan.planner import Prediction, Recommendation
 from ridgeplan.planner.recommendation import GIB
 from ridgeplan.roofline.hardware import Hardware
+from ridgeplan.roofline.passes import category
 
 # One colour means one thing in all figures of a page.
 BLUE, ORANGE, GREEN, PURPLE, RED, GOLD, GREY = (
@@ -136,9 +137,7 @@ def alternatives(recommendation: Recommendation) -> go.Figure:
 
 def _operation(kind: str) -> str:
     """The entry of `OPERATION_COLORS` that a kernel class belongs to."""
-    if kind.startswith("linear"):
-        return "linear layers"
-    return "attention" if kind.startswith("attention") or kind == "merge" else "element-wise"
+    return {"linear": "linear layers", "attention": "attention", "other": "element-wise"}[category(kind)]
 
 
 def _below(bottom: float = -0.25) -> dict[str, object]:

@@ -14,7 +14,7 @@ from ridgeplan.dashboards.cli_output import GIB, number, print_json, print_table
 from ridgeplan.planner import Plan, Prediction, Recommendation
 from ridgeplan.planner.presets import preset_name
 from ridgeplan.planner.quality import Quality
-from ridgeplan.planner.search import Objective
+from ridgeplan.planner.search import Objective, notes
 from ridgeplan.roofline.profile import Profile
 from ridgeplan.roofline.shapes import ModelShape
 
@@ -116,6 +116,7 @@ def _report_estimate(plan: Plan, shape: ModelShape, profile: Profile, as_json: b
     predicted = planner.predict(plan, shape, profile).against(baseline)
     capacity = profile.hardware.memory_bytes
     fits = predicted.best.peak_memory_bytes <= capacity
+    known = list(notes(shape, profile, plan.workload))
     if as_json:
         operations = [{**asdict(op), "intensity": op.intensity} for op in predicted.breakdown]
         print_json({
@@ -124,11 +125,14 @@ def _report_estimate(plan: Plan, shape: ModelShape, profile: Profile, as_json: b
             "predicted": {**predicted.to_dict(), "breakdown": operations},
             "baseline": baseline.to_dict(),
             "fits": fits,
+            "notes": known,
         })  # fmt: skip
         return
     workload = plan.workload
     click.echo(f"{workload.model} on {workload.hardware}, {workload.context} tokens of context, batch {workload.batch} "
                f"[{predicted.source}]" + ("" if fits else f"; does not fit its {capacity / GIB:.1f} GiB"))  # fmt: skip
+    for note in known:
+        click.echo(f"  note: {note}")
     rows = [(preset_name(plan), *figures(predicted), f"gamma {predicted.gamma}"),
             ("autoregressive", *figures(baseline), "plain decoding")]  # fmt: skip
     print_table("Prediction", ("plan", *FIGURES, ""), rows)

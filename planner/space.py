@@ -16,7 +16,6 @@ from ridgeplan.planner.plan import (
     KVFormat,
     Placement,
     Plan,
-    PlanError,
     Speculation,
     Weights,
     Workload,
@@ -68,21 +67,27 @@ def families(workload: Workload, *, offload: bool) -> tuple[Family, ...]:
     return tuple(_family(name, plan) for name, plan in named.values())
 
 
+# Caches and the codes drafts read from them; one that stores upper codes is pointless unless drafts read them.
+DRAFT_READS = (
+    (KVFormat.FULL, DraftCodes.FULL),
+    (KVFormat.INT8, DraftCodes.FULL),
+    (KVFormat.SHADOW, DraftCodes.UPPER),
+    (KVFormat.HIERARCHICAL, DraftCodes.UPPER),
+)
+
+
 def _joint(workload: Workload, placements: tuple[bool, ...]) -> Iterator[Plan]:
-    draft_reads = [(DraftCodes.FULL, DraftSelection.ALL, 0)]
-    draft_reads += [(codes, selection, 1) for codes, selection in product(DraftCodes, DraftSelection)]
-    for kv, draft_bits, offload, (codes, selection, active) in product(KVFormat, (16, 4), placements, draft_reads):
-        ratio = 1.0 if selection is DraftSelection.ALL else RATIOS[2]
-        try:
-            yield Plan(
-                workload,
-                weights=Weights(draft_bits=draft_bits),
-                kv=KVCache(kv),
-                placement=Placement(offload, min(KV_BUDGET, workload.context) if offload else 0),
-                speculation=Speculation(active, codes, selection, ratio),
-            )
-        except PlanError:
-            continue  # the axes exclude each other, as upper codes and a cache that has none
+    for offload in placements:
+        placement = Placement(offload, min(KV_BUDGET, workload.context) if offload else 0)
+        for kv in (KVFormat.FULL, KVFormat.INT8):
+            yield Plan(workload, kv=KVCache(kv), placement=placement)
+        for (kv, codes), draft_bits, selection in product(DRAFT_READS, (16, 4), DraftSelection):
+            everything = selection is DraftSelection.ALL
+            if everything and codes is DraftCodes.FULL and draft_bits == 16:
+                continue  # the draft would be the target itself
+            speculation = Speculation(1, codes, selection, 1.0 if everything else RATIOS[2])
+            weights = Weights(draft_bits=draft_bits)
+            yield Plan(workload, weights, KVCache(kv), placement=placement, speculation=speculation)
 
 
 def _family(name: str, template: Plan) -> Family:

@@ -1,4 +1,4 @@
-"""Peak memory of an engine: on CUDA what torch allocated, on Linux the process's resident set."""
+"""Peak memory of a generation: on CUDA all that torch holds on the device, on Linux the process's growth."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 class MemoryMeter:
-    """Peak bytes since construction, or since the last `restart`, above what the process held before.
+    """Peak bytes since construction, or since the last `restart`.
 
-    `shared_bytes` of the present memory, weights that were loaded earlier, count as the engine's.
+    On CUDA this is everything on the device, as that is what must fit. On a CPU it is what the process holds above
+    what it held before: the interpreter and its libraries are not the engine's, `shared_bytes` of weights that were
+    loaded earlier are.
     """
 
     def __init__(self, device: torch.device, shared_bytes: int = 0) -> None:
         self._device = device
-        self._before_bytes = (self._present() or 0) - shared_bytes
+        self._before_bytes = max(0, (_status_bytes("VmRSS") or 0) - shared_bytes)
         self.restart()
 
     def restart(self) -> None:
@@ -34,14 +36,9 @@ class MemoryMeter:
     def peak_bytes(self) -> int | None:
         """None where the platform does not tell."""
         if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device) - self._before_bytes
+            return torch.cuda.max_memory_allocated(self._device)
         peak = _status_bytes("VmHWM")
         return None if peak is None else max(0, peak - self._before_bytes)
-
-    def _present(self) -> int | None:
-        if self._device.type == "cuda":
-            return torch.cuda.memory_allocated(self._device)
-        return _status_bytes("VmRSS")
 
 
 def _status_bytes(field: str) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,11 @@ class Reading:
         return max(1, (self.tokens - BUFFERED_TOKENS) // KV_GROUP) if self.bits else 0
 
     @property
+    def full_kv_elements(self) -> int:
+        """Keys and values of all tokens, if every one is held in full precision."""
+        return 2 * self.batch * self.heads.kv_heads * (self.tokens + self.queries) * self.heads.head_dim
+
+    @property
     def full_tokens(self) -> int:
         """Tokens read in full precision, new ones included."""
         return self.queries + (BUFFERED_TOKENS if self.bits else self.tokens)
@@ -81,10 +87,11 @@ def decode_trial(bench: Bench, reading: Reading, splits: int) -> Trial:
     )
 
     def call(i: int) -> Tensor:
+        keys, values = store[i]
         if planes is None:
-            return decode_attention(q, *store[i], begin, end)
+            return decode_attention(q, keys, values, begin, end)
         codes = _rows(planes, slice(i * batch, (i + 1) * batch))  # as the runtime's cache makes them, each time
-        return decode_attention(q, *store[i], begin, end, codes, groups, lower=reading.bits == 8)
+        return decode_attention(q, keys, values, begin, end, codes, groups, lower=reading.bits == 8)
 
     return Trial(attention_kind(reading.bits), reading.name, cost, call, len(store))
 
@@ -155,7 +162,7 @@ def _splits(reading: Reading, processors: int) -> int:
     return int(ops.choose_splits(reading.batch, reading.heads.kv_heads, reading.tokens, processors))
 
 
-def _random_planes(bench: Bench, reading: Reading, variants: int) -> dict[str, Tensor | None]:
+def _random_planes(bench: Bench, reading: Reading, variants: int) -> dict[str, Any]:
     """Random codes of all variants that decode to about -1..1.
 
     Larger keys would make attention weights so small that CPUs slow down on their denormal numbers.
@@ -175,5 +182,6 @@ def _random_planes(bench: Bench, reading: Reading, variants: int) -> dict[str, T
     return planes
 
 
-def _rows(planes: dict[str, Tensor | None], rows: slice) -> QuantizedKV:
-    return QuantizedKV(**{name: None if plane is None else plane[rows] for name, plane in planes.items()})
+def _rows(planes: dict[str, Any], rows: slice) -> QuantizedKV:
+    seen: dict[str, Any] = {name: None if plane is None else plane[rows] for name, plane in planes.items()}
+    return QuantizedKV(**seen)

@@ -98,7 +98,7 @@ class Bench:
     def _cuda_times(self, trial: Trial) -> list[float]:
         """Device time alone: the fills before each call let the host run ahead, and clear the cache."""
         scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self.device)
-        spans = []
+        spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         deadline = time.perf_counter() + self.budget_s
         while len(spans) < LEAST_CALLS or (time.perf_counter() < deadline and len(spans) < MOST_CALLS):
             for _ in range(LEAD_FILLS):

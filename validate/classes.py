@@ -27,7 +27,7 @@ NO_MERGE = Rates(bandwidth_utilization=4.0, compute_utilization=4.0, launch_s=0.
 def measure_profile(quick: bool, device: str | None, on_progress: Progress, suite: Suite | None) -> Profile:
     """See `ridgeplan.validate.calibration.calibrate`."""
     place = _device(device)
-    suite = suite or suite_for(place.type, quick)
+    suite = _fitting(suite or suite_for(place.type, quick), place)
     on_progress("ceilings", 0, 1)
     bench = _bench(place, suite)
     bandwidth, compute = machine.copy_bytes_per_s(bench), machine.matmul_flops(bench, suite.matmul_size)
@@ -52,6 +52,14 @@ def _device(name: str | None) -> torch.device:
     if name.partition(":")[0] not in available:
         raise ValueError(f"device is {name!r}; allowed here: {', '.join(available)}")
     return torch.device(name)
+
+
+def _fitting(suite: Suite, place: torch.device) -> Suite:
+    """`suite` with a pool of at most a quarter of a GPU's memory; longer readings than that holds are left out."""
+    if place.type != "cuda":
+        return suite
+    memory_bytes = torch.cuda.get_device_properties(place).total_memory
+    return replace(suite, pool_bytes=min(suite.pool_bytes, memory_bytes // 4))
 
 
 def _bench(place: torch.device, suite: Suite) -> Bench:
@@ -88,7 +96,7 @@ def class_trials(bench: Bench, suite: Suite, processors: int) -> Mapping[str, It
     return {
         **({"merge": merge} if bench.device.type == "cuda" else {}),
         "linear": linear.dense_trials(bench, "linear", suite.linear_shapes, suite.linear_rows),
-        "linear_full": linear.dense_trials(bench, "linear_full", suite.head_shapes, suite.head_rows),
+        "head": linear.dense_trials(bench, "head", suite.head_shapes, suite.head_rows),
         "linear_int4": linear.int4_trials(bench, suite.linear_shapes, suite.int4_rows),
         "attention": attention.decode_trials(bench, suite.readings(0), processors),
         "attention_int4": attention.decode_trials(bench, suite.readings(4), processors),

@@ -57,7 +57,7 @@ def _kernel_seconds(toy: Toy, kernels: Machine) -> float:
     """What the kernels of the toy's step are predicted to take."""
     terms = PassTerms(
         batch=1, queries=1, quantized_tokens=0, full_tokens=CONTEXT, bits=0, group=1, splits=1,
-        weight_bytes=kernels.element_bytes, element_bytes=kernels.element_bytes,
+        weight_bytes=kernels.element_bytes, head_bytes=kernels.element_bytes, element_bytes=kernels.element_bytes,
     )
     return float(sum(kernels.op_seconds(op, {}) for op in decode_pass(toy.shape, terms)))
 

@@ -14,7 +14,7 @@ from ridgeplan.roofline.profile import Rates
 SHORTEST_LAUNCH_S = 1e-9
 SLOWEST, FASTEST = 1e-6, 4.0  # utilizations that a profile admits
 WIDEST_SPREAD = 10.0
-OUTLIER = 0.1  # relative residual beyond which a sample's weight falls
+OUTLIER = 0.3  # log residual beyond which a sample counts linearly instead of squared
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _fit(times: _Times, fastest: tuple[float, float], free: tuple[int, ...]) -> 
         return times.residuals(logs)
 
     found = least_squares(
-        residuals, logs[chosen], bounds=(lowest[chosen], highest[chosen]), loss="cauchy", f_scale=OUTLIER
+        residuals, logs[chosen], bounds=(lowest[chosen], highest[chosen]), loss="soft_l1", f_scale=OUTLIER
     )
     logs[chosen] = found.x
     return _Fit(logs, float(found.cost))

@@ -75,24 +75,22 @@ def cuda_hardware(bench: Bench, bandwidth_bytes_per_s: float, compute_flops: flo
     if known is not None:
         return load_hardware(known)
     properties: Any = torch.cuda.get_device_properties(bench.device)
-    measured = {
-        "bandwidth_bytes_per_s": bandwidth_bytes_per_s,
-        "compute_flops": compute_flops,
-        "int8_flops": compute_flops,
-        "host_link_bytes_per_s": host_link_bytes_per_s(bench),
-    }
+    measured = ("bandwidth_bytes_per_s", "compute_flops", "host_link_bytes_per_s")
     return Hardware(
         name=_slug(properties.name),
         memory_bytes=properties.total_memory,
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+        compute_flops=compute_flops,
+        int8_flops=compute_flops,
         l2_bytes=properties.L2_cache_size,
         processors=properties.multi_processor_count,
+        host_link_bytes_per_s=host_link_bytes_per_s(bench),
         compute_capability=f"{properties.major}.{properties.minor}",
         sources={
             **dict.fromkeys(FIGURES, REPORTED),
             **dict.fromkeys(measured, MEASURED),
             "int8_flops": "taken from compute_flops: integer products were not measured",
         },
-        **measured,
     )
 
 

@@ -9,6 +9,7 @@ from ridgeplan.validate.attention_trials import Heads, Reading
 from ridgeplan.validate.toy import toy_shape
 
 Shapes = tuple[tuple[int, int], ...]
+MOST_ELEMENT_BYTES = 4  # of a full-precision element on any device
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,16 @@ class Suite:
         return tuple(outputs for outputs, _ in self.head_shapes)
 
     def readings(self, bits: int) -> list[Reading]:
-        """Decode attention over codes of `bits` bits at every length, batch and number of queries."""
-        return [
-            Reading(heads, batch, tokens, queries, bits)
-            for heads in self.heads for batch in self.batches for tokens in self.tokens for queries in self.queries
-        ]
+        """Decode attention over codes of `bits` bits at every length, batch and number of queries.
+
+        Only drafts read 4-bit codes, and a draft forwards one token.
+        """
+        queries = (1,) if bits == 4 else self.queries
+        readings = (
+            Reading(heads, batch, tokens, count, bits)
+            for heads in self.heads for batch in self.batches for tokens in self.tokens for count in queries
+        )
+        return [reading for reading in readings if reading.full_kv_elements * MOST_ELEMENT_BYTES <= self.pool_bytes]
 
 
 # SmolLM2-135M's layers, and those of a model with 1 to 2 billion parameters.
@@ -85,17 +91,17 @@ _CPU_FULL = replace(
 )
 # Layers of Llama-3.1-8B, of a model of about 1 billion parameters, and SmolLM2-135M's.
 _CUDA_QUICK = Suite(
-    pool_bytes=3 << 30,
+    pool_bytes=6 << 30,
     trial_s=0.05,
     matmul_size=8192,
     linear_shapes=((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (3072, 2048), (16384, 2048), (960, 576)),
-    linear_rows=(1, 2, 5, 8, 16),
-    int4_rows=(1, 4, 8),
+    linear_rows=(1, 5, 16),
+    int4_rows=(1, 4),
     head_shapes=((128256, 4096), (49152, 576)),
     head_rows=(1, 5),
-    heads=(Heads(32, 8, 128), Heads(32, 32, 128), Heads(9, 3, 64)),
+    heads=(Heads(32, 8, 128), Heads(9, 3, 64)),
     batches=(1, 4),
-    tokens=(1024, 8192, 32768, 131072),
+    tokens=(1024, 16384, 131072),
     queries=(1, 5),
     prefill_shapes=((6144, 4096), (28672, 4096), (4096, 14336), (3072, 2048)),
     prefill_rows=(256, 2048),
@@ -110,8 +116,9 @@ _CUDA_QUICK = Suite(
 _CUDA_FULL = replace(
     _CUDA_QUICK,
     trial_s=0.15,
+    heads=(Heads(32, 8, 128), Heads(32, 32, 128), Heads(9, 3, 64)),
     batches=(1, 4, 16),
-    tokens=(1024, 4096, 8192, 32768, 65536, 131072),
+    tokens=(1024, 4096, 8192, 16384, 32768, 65536, 131072),
     queries=(1, 2, 5, 8),
 )
 

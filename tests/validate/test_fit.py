@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate.fit import Ceilings, Sample, fit_rates
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from ridgeplan.validate.prompts import PromptError, prompt_tokens, read_prompt, sample_text
 
 

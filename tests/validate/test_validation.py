@@ -1,0 +1,62 @@
+"""Plain decoding and a plan on the real model, compared with predictions of a profile that is made up."""
+
+from pathlib import Path
+
+import pytest
+
+from ridgeplan import runtime
+from ridgeplan.planner.plan import Workload
+from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.profile import Profile, Rates
+from ridgeplan.runtime.errors import ModelError, WorkloadError
+from ridgeplan.validate import compare, validate_plan
+from ridgeplan.validate.machine import cpu_hardware
+from ridgeplan.validate.prompts import prompt_tokens
+
+PROFILE = Profile(
+    hardware=cpu_hardware(2e10, 1e11), device="cpu", software={}, date="2026-11-21", asynchronous=False,
+    classes={"linear": Rates(0.8, 0.5, 1e-5, 0.1), "elementwise": Rates(0.5, 0.5, 1e-5, 0.1)},
+)  # fmt: skip
+CONTEXT, NEW_TOKENS = 320, 12
+PLAN = preset("quantspec", Workload("SmolLM2-135M", PROFILE.hardware.name, CONTEXT, NEW_TOKENS, batch=2))
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    try:
+        return runtime.embedded_model_path()
+    except ModelError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.model
+def test_a_plan_is_validated_beside_plain_decoding(model: Path) -> None:
+    told: list[tuple[str, int]] = []
+    tokenizer = runtime.load(PLAN, str(model)).tokenizer
+    prompts = [prompt_tokens(tokenizer, CONTEXT), prompt_tokens(tokenizer, CONTEXT - 20)]
+    result = validate_plan(
+        PLAN, str(model), prompts, NEW_TOKENS, profile=PROFILE, on_progress=lambda *step: told.append(step)
+    )
+    assert (result.comparison.context, result.comparison.batch) == (CONTEXT - 10, 2)
+    assert result.comparison.new_tokens == NEW_TOKENS
+    assert result.comparison.row("acceptance").measured == result.planned.measured.statistics.acceptance
+    speedup = result.comparison.row("speed-up over plain decoding").measured
+    plain, planned = (run.measured.statistics.tpot_ms for run in (result.plain, result.planned))
+    assert speedup == pytest.approx(plain / planned)
+    assert [len(text) > NEW_TOKENS for text in result.planned.texts] == [True, True]
+    assert {name for name, _ in told} == {"plain", "plan"}
+    assert told[-1] == ("plan", 2 * NEW_TOKENS)
+    assert set(result.to_dict()) == {"plan", "plain"}
+
+
+@pytest.mark.model
+def test_comparing_needs_a_generation_and_an_open_engine(model: Path) -> None:
+    engine = runtime.load(PLAN, str(model))
+    with pytest.raises(WorkloadError, match="generate first"):
+        compare(PLAN, engine, profile=PROFILE)
+    engine.generate([[1, 2, 3]], 2)
+    compared = compare(PLAN, engine, profile=PROFILE)
+    assert (compared.context, compared.new_tokens, compared.batch) == (3, 2, 1)
+    engine.close()
+    with pytest.raises(ValueError, match="closed"):
+        compare(PLAN, engine, profile=PROFILE)
