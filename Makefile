@@ -12,7 +12,8 @@ demo: $(INSTALLED)
 	$(BIN)/ridgeplan demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	# One thread a process: OpenMP threads of several processes on the same cores wait for each other.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

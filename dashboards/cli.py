@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from ridgeplan.dashboards import cli_catalog, cli_machine, cli_plan, cli_run, cli_validate, demo
@@ -15,6 +17,9 @@ def main() -> None:
 
     Exit codes: 0 success, 2 bad input, 3 nothing fits.
     """
+    # OpenMP's threads wait for each other in a busy loop, which collapses when another process holds a core. Short
+    # loops cost nothing on quiet cores. It is read when torch loads, which no command has done yet.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 
 for command in (

@@ -27,9 +27,25 @@ def _key_scores(first, second, q_first, q_second, bias):
 
 @triton.jit
 def quantized_block(
-    top, total, acc, q_first, q_second, at, scale,
-    key_upper, key_lower, key_scale, key_min, value_upper, value_lower, value_scale, value_min,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr,
+    top,
+    total,
+    acc,
+    q_first,
+    q_second,
+    at,
+    scale,
+    key_upper,
+    key_lower,
+    key_scale,
+    key_min,
+    value_upper,
+    value_lower,
+    value_scale,
+    value_min,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    dtype: tl.constexpr,
 ):
     """Absorbs group `at` (flat over batch, head, group) into the online softmax; all of it is visible."""
     HALF_GROUP: tl.constexpr = GROUP // 2
@@ -72,7 +88,18 @@ def quantized_block(
 
 @triton.jit
 def full_block(
-    top, total, acc, q, limit, slots, last, scale, keys, values, key_stride, value_stride,
+    top,
+    total,
+    acc,
+    q,
+    limit,
+    slots,
+    last,
+    scale,
+    keys,
+    values,
+    key_stride,
+    value_stride,
     HEAD_DIM: tl.constexpr,
 ):
     """Absorbs the full-precision `slots` [BLOCK] below `last`; a row sees those below its own `limit`."""

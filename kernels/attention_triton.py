@@ -35,8 +35,12 @@ class Config:
 
 # By (head_dim, bits of the codes). Quantized groups are their own blocks; `block` is for the buffer.
 CONFIGS = {
-    (64, 0): Config(128, 4, 3), (64, 4): Config(64, 4, 3), (64, 8): Config(64, 4, 3),
-    (128, 0): Config(64, 4, 3), (128, 4): Config(64, 4, 3), (128, 8): Config(64, 4, 3),
+    (64, 0): Config(128, 4, 3),
+    (64, 4): Config(64, 4, 3),
+    (64, 8): Config(64, 4, 3),
+    (128, 0): Config(64, 4, 3),
+    (128, 4): Config(64, 4, 3),
+    (128, 8): Config(64, 4, 3),
 }
 DEFAULT_CONFIG = Config(32, 4, 1)  # also float32, whose wide tiles leave no shared memory to pipeline
 
@@ -49,12 +53,43 @@ def _share(blocks, split, SPLITS: tl.constexpr):
 
 @triton.jit(launch_metadata=attention_metadata)
 def _attention_kernel(
-    q, keys, values, begin, end, groups, partial, lse, scale, capacity, group_capacity,
-    q_batch_stride, q_query_stride, q_head_stride,
-    key_batch_stride, key_head_stride, key_stride, value_batch_stride, value_head_stride, value_stride,
-    key_upper, key_lower, key_scale, key_min, value_upper, value_lower, value_scale, value_min,
-    QUERIES: tl.constexpr, RATIO: tl.constexpr, KV_HEADS: tl.constexpr, SPLITS: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    q,
+    keys,
+    values,
+    begin,
+    end,
+    groups,
+    partial,
+    lse,
+    scale,
+    capacity,
+    group_capacity,
+    q_batch_stride,
+    q_query_stride,
+    q_head_stride,
+    key_batch_stride,
+    key_head_stride,
+    key_stride,
+    value_batch_stride,
+    value_head_stride,
+    value_stride,
+    key_upper,
+    key_lower,
+    key_scale,
+    key_min,
+    value_upper,
+    value_lower,
+    value_scale,
+    value_min,
+    QUERIES: tl.constexpr,
+    RATIO: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     flat = tl.program_id(0).to(tl.int64)
     batch = flat // KV_HEADS
@@ -88,9 +123,25 @@ def _attention_kernel(
         q_second = tl.load(q + at + HEAD_DIM // 2, mask=valid[:, None], other=0.0).to(tl.float32)
         for group in range(start, tl.minimum(stop, visible)):
             top, total, acc = quantized_block(
-                top, total, acc, q_first, q_second, flat * group_capacity + group, scale,
-                key_upper, key_lower, key_scale, key_min, value_upper, value_lower, value_scale, value_min,
-                GROUP, HEAD_DIM, BITS, q.dtype.element_ty,
+                top,
+                total,
+                acc,
+                q_first,
+                q_second,
+                flat * group_capacity + group,
+                scale,
+                key_upper,
+                key_lower,
+                key_scale,
+                key_min,
+                value_upper,
+                value_lower,
+                value_scale,
+                value_min,
+                GROUP,
+                HEAD_DIM,
+                BITS,
+                q.dtype.element_ty,
             )
     q_tile = tl.load(q + row[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=valid[:, None], other=0.0)
     keys += batch * key_batch_stride + kv_head * key_head_stride
@@ -98,7 +149,18 @@ def _attention_kernel(
     for block in range(tl.maximum(start, visible), stop):
         slots = first + (block - visible) * BLOCK + tl.arange(0, BLOCK)
         top, total, acc = full_block(
-            top, total, acc, q_tile, own + query, slots, last, scale, keys, values, key_stride, value_stride,
+            top,
+            total,
+            acc,
+            q_tile,
+            own + query,
+            slots,
+            last,
+            scale,
+            keys,
+            values,
+            key_stride,
+            value_stride,
             HEAD_DIM,
         )
 
@@ -115,8 +177,16 @@ def _processors(device: torch.device) -> int:
 
 
 def decode_attention_triton(
-    q: Tensor, keys: Tensor, values: Tensor, begin: Tensor, end: Tensor,
-    codes: QuantizedKV | None, groups: Tensor | None, lower: bool, scale: float, splits: int | None,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    codes: QuantizedKV | None,
+    groups: Tensor | None,
+    lower: bool,
+    scale: float,
+    splits: int | None,
 ) -> Tensor:
     """See `ridgeplan.kernels.attention.decode_attention`.
 
@@ -140,12 +210,32 @@ def decode_attention_triton(
     groups = groups.contiguous() if groups is not None else None
     grid = (batch * kv_heads, splits, triton.cdiv(queries * (q_heads // kv_heads), rows))
     _attention_kernel[grid](
-        q, keys, values, begin.contiguous(), end.contiguous(), groups, partial, lse,
-        scale * LOG2_E, capacity, group_capacity,
-        *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], **planes,
-        QUERIES=queries, RATIO=q_heads // kv_heads, KV_HEADS=kv_heads, SPLITS=splits,
-        GROUP=group, HEAD_DIM=head_dim, BITS=bits, ROWS=rows, BLOCK=config.block,
-        num_warps=config.warps * (2 if rows >= 64 else 1), num_stages=config.stages,
+        q,
+        keys,
+        values,
+        begin.contiguous(),
+        end.contiguous(),
+        groups,
+        partial,
+        lse,
+        scale * LOG2_E,
+        capacity,
+        group_capacity,
+        *q.stride()[:3],
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        **planes,
+        QUERIES=queries,
+        RATIO=q_heads // kv_heads,
+        KV_HEADS=kv_heads,
+        SPLITS=splits,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BITS=bits,
+        ROWS=rows,
+        BLOCK=config.block,
+        num_warps=config.warps * (2 if rows >= 64 else 1),
+        num_stages=config.stages,
     )
     return merge(partial, lse, q.dtype, backend="triton")
 

@@ -13,8 +13,15 @@ from ridgeplan.kernels.quantize_twin import affine, unpack
 
 
 def decode_attention_twin(
-    q: Tensor, keys: Tensor, values: Tensor, begin: Tensor, end: Tensor,
-    codes: QuantizedKV | None, groups: Tensor | None, lower: bool, scale: float,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    codes: QuantizedKV | None,
+    groups: Tensor | None,
+    lower: bool,
+    scale: float,
 ) -> Tensor:
     """See `ridgeplan.kernels.attention.decode_attention`; one batch row at a time, in float32."""
     batch, queries, q_heads, head_dim = q.shape

@@ -26,8 +26,13 @@ def group_bytes(codes: QuantizedKV, planes: int) -> int:
 
 
 def attention_cost(
-    q: Tensor, keys: Tensor, codes: QuantizedKV | None, lower: bool,
-    quantized_tokens: int, full_tokens: int, splits: int,
+    q: Tensor,
+    keys: Tensor,
+    codes: QuantizedKV | None,
+    lower: bool,
+    quantized_tokens: int,
+    full_tokens: int,
+    splits: int,
 ) -> Cost:
     """Decode attention where each row sees `quantized_tokens` (whole groups) and `full_tokens` slots.
 

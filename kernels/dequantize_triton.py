@@ -48,9 +48,19 @@ def _decode_values(
 
 @triton.jit(launch_metadata=dequantize_metadata)
 def _dequantize_kernel(
-    keys, values,
-    key_upper, key_lower, key_scale, key_min, value_upper, value_lower, value_scale, value_min,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr,
+    keys,
+    values,
+    key_upper,
+    key_lower,
+    key_scale,
+    key_min,
+    value_upper,
+    value_lower,
+    value_scale,
+    value_min,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64)
     _decode_keys(at, key_upper, key_lower, key_scale, key_min, keys, GROUP, HEAD_DIM, BITS)
@@ -62,7 +72,12 @@ def dequantize_triton(codes: QuantizedKV, lower: bool, dtype: torch.dtype) -> tu
     shape = (codes.batch, codes.kv_heads, codes.groups * codes.group, codes.head_dim)
     keys, values = (torch.empty(shape, dtype=dtype, device=codes.key_upper.device) for _ in range(2))
     _dequantize_kernel[(codes.batch * codes.kv_heads * codes.groups,)](
-        keys, values, **vars(codes),
-        GROUP=codes.group, HEAD_DIM=codes.head_dim, BITS=8 if lower else 4, num_warps=8,
+        keys,
+        values,
+        **vars(codes),
+        GROUP=codes.group,
+        HEAD_DIM=codes.head_dim,
+        BITS=8 if lower else 4,
+        num_warps=8,
     )
     return keys, values

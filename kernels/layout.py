@@ -45,8 +45,14 @@ class QuantizedKV:
 
     @classmethod
     def allocate(
-        cls, batch: int, kv_heads: int, groups: int, group: int, head_dim: int,
-        device: torch.device | str, lower: bool,
+        cls,
+        batch: int,
+        kv_heads: int,
+        groups: int,
+        group: int,
+        head_dim: int,
+        device: torch.device | str,
+        lower: bool,
     ) -> "QuantizedKV":
         """Zero-filled storage for `groups` groups of `group` tokens per row; `lower` adds the INT8 planes.
 

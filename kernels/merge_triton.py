@@ -39,7 +39,13 @@ def merge_triton(partial: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
     *rows, splits, head_dim = partial.shape
     out = torch.empty(*rows, head_dim, dtype=dtype, device=partial.device)
     _merge_kernel[(lse.numel() // splits,)](
-        partial, lse, out, SPLITS=splits, PADDED=triton.next_power_of_2(splits), HEAD_DIM=head_dim,
-        CHUNK=CHUNK, num_warps=2,
+        partial,
+        lse,
+        out,
+        SPLITS=splits,
+        PADDED=triton.next_power_of_2(splits),
+        HEAD_DIM=head_dim,
+        CHUNK=CHUNK,
+        num_warps=2,
     )
     return out

@@ -9,8 +9,13 @@ from ridgeplan.kernels.quantize_twin import dequantize_twin, quantize_twin
 
 
 def quantize(
-    keys: Tensor, values: Tensor, out: QuantizedKV, group_index: Tensor,
-    mask: Tensor | None = None, *, backend: Backend = "auto",
+    keys: Tensor,
+    values: Tensor,
+    out: QuantizedKV,
+    group_index: Tensor,
+    mask: Tensor | None = None,
+    *,
+    backend: Backend = "auto",
 ) -> None:
     """Writes whole groups of tokens as codes into `out` (QuantSpec sec. 4.2; format in quantize_twin.py).
 

@@ -57,9 +57,7 @@ def _quantize_keys(x, stride, at, upper, lower, scale, minimum, GROUP: tl.conste
 
 
 @triton.jit
-def _quantize_values(
-    x, stride, at, upper, lower, scale, minimum, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr
-):
+def _quantize_values(x, stride, at, upper, lower, scale, minimum, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
     """One group of values [GROUP, HEAD_DIM]: a pair per token, transposed, two halves of tokens in a byte."""
     HALF: tl.constexpr = GROUP // 2
     tokens = tl.arange(0, HALF)[:, None]
@@ -83,10 +81,28 @@ def _quantize_values(
 
 @triton.jit(launch_metadata=quantize_metadata)
 def _quantize_kernel(
-    keys, values, group_index, mask, group_capacity,
-    key_batch_stride, key_head_stride, key_stride, value_batch_stride, value_head_stride, value_stride,
-    key_upper, key_lower, key_scale, key_min, value_upper, value_lower, value_scale, value_min,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    keys,
+    values,
+    group_index,
+    mask,
+    group_capacity,
+    key_batch_stride,
+    key_head_stride,
+    key_stride,
+    value_batch_stride,
+    value_head_stride,
+    value_stride,
+    key_upper,
+    key_lower,
+    key_scale,
+    key_min,
+    value_upper,
+    value_lower,
+    value_scale,
+    value_min,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):
     flat = tl.program_id(0).to(tl.int64)
     batch = flat // KV_HEADS
@@ -102,18 +118,23 @@ def _quantize_kernel(
         keys += batch * key_batch_stride + kv_head * key_head_stride + block * GROUP * key_stride
         values += batch * value_batch_stride + kv_head * value_head_stride + block * GROUP * value_stride
         _quantize_keys(keys, key_stride, at, key_upper, key_lower, key_scale, key_min, GROUP, HEAD_DIM)
-        _quantize_values(
-            values, value_stride, at, value_upper, value_lower, value_scale, value_min, GROUP, HEAD_DIM
-        )
+        _quantize_values(values, value_stride, at, value_upper, value_lower, value_scale, value_min, GROUP, HEAD_DIM)
 
 
-def quantize_triton(
-    keys: Tensor, values: Tensor, out: QuantizedKV, group_index: Tensor, mask: Tensor | None
-) -> None:
+def quantize_triton(keys: Tensor, values: Tensor, out: QuantizedKV, group_index: Tensor, mask: Tensor | None) -> None:
     """See `ridgeplan.kernels.quantize.quantize`; group and head_dim must be powers of two."""
     batch, kv_heads, tokens, head_dim = keys.shape
     _quantize_kernel[(batch * kv_heads, tokens // out.group)](
-        keys, values, group_index.contiguous(), mask.contiguous() if mask is not None else None,
-        out.groups, *keys.stride()[:3], *values.stride()[:3], **vars(out),
-        KV_HEADS=kv_heads, GROUP=out.group, HEAD_DIM=head_dim, num_warps=8,
+        keys,
+        values,
+        group_index.contiguous(),
+        mask.contiguous() if mask is not None else None,
+        out.groups,
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        **vars(out),
+        KV_HEADS=kv_heads,
+        GROUP=out.group,
+        HEAD_DIM=head_dim,
+        num_warps=8,
     )

@@ -51,9 +51,7 @@ def affine(scale: Tensor, minimum: Tensor, lower: bool) -> tuple[Tensor, Tensor]
     return (scale / 16, minimum - scale / 2) if lower else (scale, minimum)
 
 
-def quantize_twin(
-    keys: Tensor, values: Tensor, out: QuantizedKV, group_index: Tensor, mask: Tensor | None
-) -> None:
+def quantize_twin(keys: Tensor, values: Tensor, out: QuantizedKV, group_index: Tensor, mask: Tensor | None) -> None:
     """See `ridgeplan.kernels.quantize.quantize`."""
     if mask is None:
         rows = torch.arange(keys.shape[0], device=keys.device)

@@ -77,7 +77,7 @@ class Machine:
 # Every class of kernels that a pass or a round launches.
 KINDS = (
     "linear", "linear_int8", "linear_int4", "head", "attention", "attention_int4", "attention_int8", "merge",
-    "elementwise", "quantize", "sampling", "gather", "prefill_attention", "prefill_linear",
+    "elementwise", "rope", "quantize", "sampling", "gather", "prefill_attention", "prefill_linear",
 )  # fmt: skip
 
 

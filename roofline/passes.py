@@ -116,7 +116,7 @@ def _norms(shape: ModelShape, rows: Term, element_bytes: Term) -> Op:
 def _rope_append(shape: ModelShape, rows: Term, element_bytes: Term) -> Op:
     """Rotary embedding of queries and keys, and the append of keys and values to the cache."""
     width = shape.q_width + shape.kv_elements_per_token_per_layer
-    return Op("rope + append", "elementwise", ops.elementwise(rows, width, width, element_bytes), shape.layers)
+    return Op("rope + append", "rope", ops.elementwise(rows, width, width, element_bytes), shape.layers)
 
 
 def _attention_linears(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term) -> tuple[Op, ...]:

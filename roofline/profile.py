@@ -30,6 +30,7 @@ RELATIVES = {
     "attention_int4": "attention",
     "attention": "linear",
     "merge": "elementwise",
+    "rope": "elementwise",
     "quantize": "elementwise",
     "sampling": "elementwise",
     "gather": "attention",

@@ -54,10 +54,19 @@ class Cache:
         shape = (config.layers, self.batch, config.kv_heads, slots, config.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.all_codes = QuantizedKV.allocate(
-            config.layers * self.batch, config.kv_heads, max(1, last // self.group - 1), self.group,
-            config.head_dim, device, lower=self.buffered,
-        ) if plan.kv.quantized else None
+        self.all_codes = (
+            QuantizedKV.allocate(
+                config.layers * self.batch,
+                config.kv_heads,
+                max(1, last // self.group - 1),
+                self.group,
+                config.head_dim,
+                device,
+                lower=self.buffered,
+            )
+            if plan.kv.quantized
+            else None
+        )
         self.lengths = torch.zeros(self.batch, dtype=torch.int32, device=device)
         self._row_index = torch.arange(self.batch, device=device)[:, None]
 

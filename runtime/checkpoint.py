@@ -54,9 +54,7 @@ def load_config(source: str) -> Any:
     return _read(lambda: transformers.AutoConfig.from_pretrained(source), source)
 
 
-def load_weights(
-    source: str, config: DecoderConfig, device: torch.device, dtype: torch.dtype
-) -> DecoderWeights:
+def load_weights(source: str, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
     """The decoder's weights in `dtype` on `device`. Raises ModelError when any is missing or misshapen."""
     load = transformers.AutoModelForCausalLM.from_pretrained
     model, info = _read(lambda: load(source, dtype=dtype, output_loading_info=True), source)

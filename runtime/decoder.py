@@ -64,9 +64,7 @@ class Decoder:
         window = self.config.windows[index]
         begin = reader.begin if window is None else torch.maximum(reader.begin, reader.end - window)
         codes = None if reader.groups is None else cache.codes(index)
-        return decode_attention(
-            q, keys, values, begin, reader.end, codes, reader.groups, lower=reader.lower
-        )
+        return decode_attention(q, keys, values, begin, reader.end, codes, reader.groups, lower=reader.lower)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -38,7 +38,12 @@ class Engine:
     """Executes one plan. Caches are allocated here, for `plan.workload`; one generation runs at a time."""
 
     def __init__(
-        self, plan: Plan, source: str, config: DecoderConfig, weights: DecoderWeights, device: torch.device,
+        self,
+        plan: Plan,
+        source: str,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        device: torch.device,
         meter: MemoryMeter,
     ) -> None:
         self.plan, self.source, self.config, self.device = plan, source, config, device
@@ -64,8 +69,15 @@ class Engine:
         return self._statistics
 
     def generate(
-        self, prompts: Prompts, max_new_tokens: int, *, temperature: float = 0.0, top_k: int | None = None,
-        top_p: float | None = None, stop_tokens: Iterable[int] = (), seed: int = 0,
+        self,
+        prompts: Prompts,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop_tokens: Iterable[int] = (),
+        seed: int = 0,
         on_progress: Callable[[int], None] | None = None,
     ) -> Generation:
         """Continues each prompt of token ids by up to `max_new_tokens`.
@@ -84,8 +96,15 @@ class Engine:
         return Generation(results, self.statistics)
 
     def stream(
-        self, prompt_ids: Prompts, max_new_tokens: int, *, temperature: float = 0.0, top_k: int | None = None,
-        top_p: float | None = None, stop_tokens: Iterable[int] = (), seed: int = 0,
+        self,
+        prompt_ids: Prompts,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop_tokens: Iterable[int] = (),
+        seed: int = 0,
     ) -> Iterator[int]:
         """Tokens of one prompt as rounds finish; otherwise as `generate`, whose tokens they equal."""
         sampling = Sampling(temperature, top_k, top_p)
@@ -115,7 +134,7 @@ class Engine:
     def _rounds(self, request: Request, cache: Cache) -> Iterator[list[list[int]]]:
         self._meter.restart()
         rows = [Growing(len(p), request.max_new_tokens, request.stop_tokens) for p in request.prompts]
-        tally, speculator = Tally(cache.gamma), self._speculator(request, cache)
+        tally, speculator = Tally(cache.gamma, tuple(map(len, request.prompts))), self._speculator(request, cache)
         try:
             pending = self._prefill(request, speculator)
             yield [row.extend([token]) for row, token in zip(rows, pending.tolist(), strict=True)]
@@ -131,7 +150,12 @@ class Engine:
     def _speculator(self, request: Request, cache: Cache) -> Speculator:
         generator = torch.Generator(self.device).manual_seed(request.seed)
         return Speculator(
-            self.decoder, self.weights, self.draft_weights, cache, request.sampling, generator,
+            self.decoder,
+            self.weights,
+            self.draft_weights,
+            cache,
+            request.sampling,
+            generator,
             Stopwatch(self.device),
         )
 
@@ -141,16 +165,16 @@ class Engine:
         speculator.cache.reset(len(request.prompts))
         with speculator.stopwatch.measure("prefill"):
             prompts = (torch.tensor(prompt, device=self.device) for prompt in request.prompts)
-            logits = torch.stack([
-                prefill(self.decoder, self.weights, speculator.cache, row, prompt)
-                for row, prompt in enumerate(prompts)
-            ])
+            logits = torch.stack(
+                [
+                    prefill(self.decoder, self.weights, speculator.cache, row, prompt)
+                    for row, prompt in enumerate(prompts)
+                ]
+            )
             return speculator.first(logits)
 
     @torch.inference_mode()
-    def _round(
-        self, speculator: Speculator, pending: Tensor, rows: list[Growing]
-    ) -> tuple[Tensor, list[list[int]]]:
+    def _round(self, speculator: Speculator, pending: Tensor, rows: list[Growing]) -> tuple[Tensor, list[list[int]]]:
         """The next pending tokens, and on the host per row: tokens, then advance, accepted, judged."""
         active = torch.tensor([not row.done for row in rows], device=self.device)
         with speculator.stopwatch.measure("round"):

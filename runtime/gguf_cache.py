@@ -21,7 +21,14 @@ from ridgeplan.runtime.quiet import no_progress_bars
 
 # The readers index and unpack whatever the file holds, so a corrupt one fails in any of these ways.
 _READ_ERRORS = (
-    ValueError, TypeError, LookupError, OSError, ArithmeticError, AttributeError, MemoryError, struct.error,
+    ValueError,
+    TypeError,
+    LookupError,
+    OSError,
+    ArithmeticError,
+    AttributeError,
+    MemoryError,
+    struct.error,
 )
 CONVERSION = "1"  # part of the folder's name: a change of what is written makes a new folder
 

@@ -17,7 +17,11 @@ from ridgeplan.runtime.weights import DecoderWeights
 
 
 def load(
-    plan: Plan, model: str, *, device: str | None = None, dtype: torch.dtype | None = None,
+    plan: Plan,
+    model: str,
+    *,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
     weights: DecoderWeights | None = None,
 ) -> Engine:
     """An engine that executes `plan` with `model`: a safetensors folder, a GGUF file or a hub id.

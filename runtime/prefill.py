@@ -20,7 +20,11 @@ CHUNK_TOKENS = 2048
 
 
 def prefill(
-    decoder: Decoder, weights: DecoderWeights, cache: Cache, row: int, prompt: Tensor,
+    decoder: Decoder,
+    weights: DecoderWeights,
+    cache: Cache,
+    row: int,
+    prompt: Tensor,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Tensor:
     """Fills `row` of the cache from prompt [tokens]; float32 logits [vocab] that follow its last token."""

@@ -12,13 +12,14 @@ from ridgeplan.runtime.stopwatch import Stopwatch
 class Statistics:
     """Figures of one generation; a figure without data is 0.0, an unknown memory peak is None.
 
-    rounds: forward passes of the target after prefill; sequence_rounds: the same, summed over the unfinished
-    sequences of each. generated: tokens delivered; decoded: tokens that rounds kept, some past a stop token.
-    judged_at[j], accepted_at[j]: how often draft j was compared with the target and accepted.
-    draft_s, verify_s: medians of one drafted token and of one verification; the other times are sums.
+    prompt_tokens: of each sequence. rounds: forward passes of the target after prefill; sequence_rounds: the same,
+    summed over the unfinished sequences of each. generated: tokens delivered; decoded: tokens that rounds kept, some
+    past a stop token. judged_at[j], accepted_at[j]: how often draft j was compared with the target and accepted.
+    draft_s, verify_s: medians of one drafted token and of one verification; flush_s, decode_s, prefill_s: sums.
     """
 
     gamma: int
+    prompt_tokens: tuple[int, ...]
     rounds: int
     sequence_rounds: int
     generated: int
@@ -81,6 +82,7 @@ class Tally:
     """Counts of a generation while it runs, on the host."""
 
     gamma: int
+    prompt_tokens: tuple[int, ...]
     rounds: int = 0
     sequence_rounds: int = 0
     decoded: int = 0
@@ -104,9 +106,15 @@ class Tally:
     def statistics(self, generated: int, stopwatch: Stopwatch, peak_memory_bytes: int | None) -> Statistics:
         """The finished figures."""
         return Statistics(
-            gamma=self.gamma, rounds=self.rounds, sequence_rounds=self.sequence_rounds,
-            generated=generated, decoded=self.decoded,
-            judged_at=tuple(self.judged_at), accepted_at=tuple(self.accepted_at), flushes=self.flushes,
+            gamma=self.gamma,
+            prompt_tokens=self.prompt_tokens,
+            rounds=self.rounds,
+            sequence_rounds=self.sequence_rounds,
+            generated=generated,
+            decoded=self.decoded,
+            judged_at=tuple(self.judged_at),
+            accepted_at=tuple(self.accepted_at),
+            flushes=self.flushes,
             prefill_s=sum(stopwatch.seconds("prefill")),
             draft_s=_median(stopwatch.seconds("draft")),
             verify_s=_median(stopwatch.seconds("verify")),

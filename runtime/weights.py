@@ -85,9 +85,7 @@ def _quantized(linear: Linear, group: int) -> Int4:
     return linear if isinstance(linear, Int4) else Int4.quantize(linear, group)
 
 
-def _layer(
-    config: DecoderConfig, state: dict[str, Tensor], prefix: str, device: torch.device
-) -> LayerWeights:
+def _layer(config: DecoderConfig, state: dict[str, Tensor], prefix: str, device: torch.device) -> LayerWeights:
     def fused(*names: str) -> Dense:
         weight = torch.cat([state.pop(f"{prefix}{name}.weight") for name in names])
         biases = [state.pop(f"{prefix}{name}.bias", None) for name in names]
@@ -108,9 +106,7 @@ def _layer(
     )
 
 
-def _qk_norm(
-    config: DecoderConfig, state: dict[str, Tensor], prefix: str, device: torch.device
-) -> Tensor | None:
+def _qk_norm(config: DecoderConfig, state: dict[str, Tensor], prefix: str, device: torch.device) -> Tensor | None:
     """Qwen3's per-head norms, one row per query head and KV head, so that one product serves both."""
     if f"{prefix}self_attn.q_norm.weight" not in state:
         return None

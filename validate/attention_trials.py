@@ -74,8 +74,17 @@ def decode_trial(bench: Bench, reading: Reading, splits: int) -> Trial:
     """The trial of one reading; its cost is that of the attention kernel, without the merge."""
     heads, batch = reading.heads, reading.batch
     cost = ops.attention(
-        batch, reading.queries, heads.q_heads, heads.kv_heads, heads.head_dim, reading.groups * KV_GROUP,
-        reading.full_tokens, reading.bits, bench.element_bytes, KV_GROUP, splits,
+        batch,
+        reading.queries,
+        heads.q_heads,
+        heads.kv_heads,
+        heads.head_dim,
+        reading.groups * KV_GROUP,
+        reading.full_tokens,
+        reading.bits,
+        bench.element_bytes,
+        KV_GROUP,
+        splits,
     )
     shape = (batch, heads.kv_heads, reading.full_tokens, heads.head_dim)
     store = bench.randoms(2, *shape)
@@ -99,9 +108,7 @@ def decode_trial(bench: Bench, reading: Reading, splits: int) -> Trial:
 def merge_trial(bench: Bench, reading: Reading, processors: int) -> Trial:
     """The merge that follows one reading's attention."""
     heads, splits = reading.heads, _splits(reading, processors)
-    cost = ops.merge(
-        reading.batch, reading.queries, heads.q_heads, heads.head_dim, splits, bench.element_bytes
-    )
+    cost = ops.merge(reading.batch, reading.queries, heads.q_heads, heads.head_dim, splits, bench.element_bytes)
     lines = (reading.batch, reading.queries, heads.q_heads, splits)
     partial = bench.random(*lines, heads.head_dim).float()
     lse = bench.random(*lines).float()
@@ -169,7 +176,12 @@ def _random_planes(bench: Bench, reading: Reading, variants: int) -> dict[str, A
     """
     heads = reading.heads
     whole = QuantizedKV.allocate(
-        variants * reading.batch, heads.kv_heads, reading.groups, KV_GROUP, heads.head_dim, bench.device,
+        variants * reading.batch,
+        heads.kv_heads,
+        reading.groups,
+        KV_GROUP,
+        heads.head_dim,
+        bench.device,
         lower=reading.bits == 8,
     )
     planes = {field.name: getattr(whole, field.name) for field in fields(whole)}

@@ -102,8 +102,12 @@ def class_trials(bench: Bench, suite: Suite, processors: int) -> Mapping[str, It
         "attention_int4": attention.decode_trials(bench, suite.readings(4), processors),
         "attention_int8": attention.decode_trials(bench, suite.readings(8), processors),
         "elementwise": (
-            trial for shape in suite.elementwise
+            trial
+            for shape in suite.elementwise
             for trial in step.elementwise_trials(bench, shape, suite.elementwise_rows)
+        ),
+        "rope": (
+            trial for shape in suite.elementwise for trial in step.rope_trials(bench, shape, suite.elementwise_rows)
         ),
         "sampling": step.sampling_trials(bench, suite.vocabs, max(suite.queries)),
         "quantize": attention.quantize_trials(bench, suite.heads, suite.quantize_tokens),

@@ -56,8 +56,16 @@ def _host_seconds(toy: Toy) -> float:
 def _kernel_seconds(toy: Toy, kernels: Machine) -> float:
     """What the kernels of the toy's step are predicted to take."""
     terms = PassTerms(
-        batch=1, queries=1, quantized_tokens=0, full_tokens=CONTEXT, bits=0, group=1, splits=1,
-        weight_bytes=kernels.element_bytes, head_bytes=kernels.element_bytes, element_bytes=kernels.element_bytes,
+        batch=1,
+        queries=1,
+        quantized_tokens=0,
+        full_tokens=CONTEXT,
+        bits=0,
+        group=1,
+        splits=1,
+        weight_bytes=kernels.element_bytes,
+        head_bytes=kernels.element_bytes,
+        element_bytes=kernels.element_bytes,
     )
     return float(sum(kernels.op_seconds(op, {}) for op in decode_pass(toy.shape, terms)))
 
@@ -67,6 +75,8 @@ def _step_trial(toy: Toy) -> Trial:
     weights, tokens, cache = toy.weights(), toy.tokens(1), toy.cache
     cache.lengths.fill_(CONTEXT - 1)
     return Trial(
-        "dispatch", f"{toy.shape.layers} layers", Cost(),
+        "dispatch",
+        f"{toy.shape.layers} layers",
+        Cost(),
         lambda _: toy.decoder.step(weights, cache, tokens, cache.target_reader(1)),
     )

@@ -38,8 +38,14 @@ class Measured:
 
 
 def measure(
-    engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, temperature: float = 0.0,
-    top_k: int | None = None, top_p: float | None = None, seed: int = 0,
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
     on_progress: Callable[[int], None] | None = None,
 ) -> Measured:
     """Generates without stop tokens, so that all sequences have the same length, and takes the figures."""
@@ -50,23 +56,18 @@ def measure(
 
 
 def last_run(engine: Engine) -> Measured:
-    """The engine's last generation. Raises WorkloadError before there is one, ValueError on a closed engine."""
-    statistics, cache = engine.statistics, engine.cache
-    if cache is None:
-        raise ValueError("the engine is closed; compare before closing it")
-    # The cache holds the prompts and what rounds kept of the new tokens.
-    prompted = int(cache.lengths.sum()) - statistics.decoded
+    """The engine's last generation. Raises WorkloadError before there is one."""
+    statistics = engine.statistics
+    batch = len(statistics.prompt_tokens)
     return Measured(
-        context=round(prompted / cache.rows),
-        new_tokens=max(1, round(statistics.generated / cache.rows)),
-        batch=cache.rows,
+        context=round(sum(statistics.prompt_tokens) / batch),
+        new_tokens=max(1, round(statistics.generated / batch)),
+        batch=batch,
         statistics=statistics,
     )
 
 
-def compare(
-    plan: Plan, engine: Engine, plain: Statistics | None = None, profile: Profile | None = None
-) -> Comparison:
+def compare(plan: Plan, engine: Engine, plain: Statistics | None = None, profile: Profile | None = None) -> Comparison:
     """The prediction of `plan` beside the engine's last generation.
 
     The prediction is made for the lengths and batch that were run. It stands on what is known of acceptance; so

@@ -17,12 +17,17 @@ from ridgeplan.validate.toy import Toy
 
 
 def elementwise_trials(bench: Bench, shape: ModelShape, rows: Iterable[int]) -> Iterator[Trial]:
-    """The elementwise work of one layer on `rows` tokens of one sequence."""
+    """Norm and activation of one layer on `rows` tokens of one sequence."""
     for count in rows:
         toy = Toy.build(bench, shape, count, 1)
         yield _norm_trial(toy, count)
-        yield _rope_trial(toy, count)
         yield _swiglu_trial(toy, count)
+
+
+def rope_trials(bench: Bench, shape: ModelShape, rows: Iterable[int]) -> Iterator[Trial]:
+    """Rotary embedding and cache append of one layer on `rows` tokens of one sequence."""
+    for count in rows:
+        yield _rope_trial(Toy.build(bench, shape, count, 1), count)
 
 
 def sampling_trials(bench: Bench, vocabs: Iterable[int], queries: int) -> Iterator[Trial]:
@@ -56,7 +61,7 @@ def _rope_trial(toy: Toy, rows: int) -> Trial:
         cache.write(0, reader, keys, values)
 
     width = shape.q_width + 2 * shape.kv_width
-    return Trial("elementwise", f"rope, {rows} rows", ops.elementwise(rows, width, width, bench.element_bytes), call)
+    return Trial("rope", f"rope, {rows} rows", ops.elementwise(rows, width, width, bench.element_bytes), call)
 
 
 def _swiglu_trial(toy: Toy, rows: int) -> Trial:

@@ -51,7 +51,10 @@ class Suite:
         queries = (1,) if bits == 4 else self.queries
         readings = (
             Reading(heads, batch, tokens, count, bits)
-            for heads in self.heads for batch in self.batches for tokens in self.tokens for count in queries
+            for heads in self.heads
+            for batch in self.batches
+            for tokens in self.tokens
+            for count in queries
         )
         return [reading for reading in readings if reading.full_kv_elements * MOST_ELEMENT_BYTES <= self.pool_bytes]
 

@@ -22,8 +22,17 @@ def toy_shape(
 ) -> ModelShape:
     """A Llama-like shape."""
     return ModelShape(
-        name="toy", architecture="llama", layers=layers, hidden=hidden, q_heads=q_heads, kv_heads=kv_heads,
-        head_dim=head_dim, intermediate=intermediate, vocab=vocab, max_context=4096, tied_embeddings=True,
+        name="toy",
+        architecture="llama",
+        layers=layers,
+        hidden=hidden,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=intermediate,
+        vocab=vocab,
+        max_context=4096,
+        tied_embeddings=True,
     )
 
 
@@ -40,9 +49,16 @@ class Toy:
     def build(cls, bench: Bench, shape: ModelShape, context: int, new_tokens: int, batch: int = 1) -> Toy:
         """A toy whose cache takes `context` + `new_tokens` tokens of `batch` sequences."""
         config = DecoderConfig(
-            family="llama", layers=shape.layers, hidden=shape.hidden, q_heads=shape.q_heads,
-            kv_heads=shape.kv_heads, head_dim=shape.head_dim, vocab=shape.vocab, norm_eps=1e-5,
-            max_context=shape.max_context, windows=(None,) * shape.layers,
+            family="llama",
+            layers=shape.layers,
+            hidden=shape.hidden,
+            q_heads=shape.q_heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            vocab=shape.vocab,
+            norm_eps=1e-5,
+            max_context=shape.max_context,
+            windows=(None,) * shape.layers,
             rotary_frequencies=tuple(1e-4 ** (i / shape.head_dim) for i in range(0, shape.head_dim, 2)),
             rotary_scale=1.0,
         )

@@ -49,9 +49,18 @@ class Validation:
 
 
 def validate_plan(
-    plan: Plan, model: str, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, temperature: float = 0.0,
-    top_k: int | None = None, top_p: float | None = None, seed: int = 0, device: str | None = None,
-    profile: Profile | None = None, on_progress: RunProgress | None = None,
+    plan: Plan,
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    device: str | None = None,
+    profile: Profile | None = None,
+    on_progress: RunProgress | None = None,
 ) -> Validation:
     """Runs plain decoding, then `plan`, each on an engine of its own, and compares both with their predictions.
 
@@ -69,7 +78,13 @@ def validate_plan(
         engine = runtime.load(item, model, device=device, weights=weights)
         weights = engine.weights
         measured = measure(
-            engine, prompts, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+            engine,
+            prompts,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
             on_progress=lambda tokens: progress(name, tokens),
         )
         texts = tuple(engine.tokenizer.batch_decode([list(tokens) for tokens in measured.tokens]))

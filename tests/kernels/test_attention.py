@@ -49,8 +49,16 @@ class Problem:
 
     def run(self, backend: str, splits: int | None = None) -> Tensor:
         return decode_attention(
-            self.q, self.keys, self.values, self.begin, self.end, self.codes, self.groups,
-            lower=self.lower, splits=splits, backend=backend,
+            self.q,
+            self.keys,
+            self.values,
+            self.begin,
+            self.end,
+            self.codes,
+            self.groups,
+            lower=self.lower,
+            splits=splits,
+            backend=backend,
         )
 
 
@@ -204,12 +212,14 @@ def test_errors_name_the_value(device: str) -> None:
         build(Case(2, 1, 48, 1, ((0, 0, 3),), 0), device).run("triton", 1)
 
 
-GPU_CASES = [
-    Case(32, 8, 128, queries, ((64, 0, 200), (37, 0, 131)), bits, torch.bfloat16, group=128)
-    for queries, bits in ((1, 4), (8, 4), (1, 8), (8, 8))
-] + [
-    Case(32, 8, 128, queries, ((0, 0, 8192), (0, 3, 5001)), 0, torch.bfloat16) for queries in (1, 8)
-] + [Case(14, 2, 64, 5, ((64, 0, 200),), 8, torch.bfloat16, group=128)]
+GPU_CASES = (
+    [
+        Case(32, 8, 128, queries, ((64, 0, 200), (37, 0, 131)), bits, torch.bfloat16, group=128)
+        for queries, bits in ((1, 4), (8, 4), (1, 8), (8, 8))
+    ]
+    + [Case(32, 8, 128, queries, ((0, 0, 8192), (0, 3, 5001)), 0, torch.bfloat16) for queries in (1, 8)]
+    + [Case(14, 2, 64, 5, ((64, 0, 200),), 8, torch.bfloat16, group=128)]
+)
 
 
 @pytest.mark.gpu

@@ -56,8 +56,16 @@ def attention(element: str, head_dim: int, bits: int, rows: int) -> dict[str, An
     types |= {"partial": "*fp32", "lse": "*fp32", "scale": "fp32"}
     absent = [] if bits == 8 else ["key_lower", "value_lower"] if bits == 4 else [*CODES, *PAIRS, "groups"]
     constants = {
-        "QUERIES": rows // 4, "RATIO": 4, "KV_HEADS": 8, "SPLITS": 7, "GROUP": 128, "HEAD_DIM": head_dim,
-        "BITS": bits, "ROWS": rows, "BLOCK": config.block, **dict.fromkeys(absent),
+        "QUERIES": rows // 4,
+        "RATIO": 4,
+        "KV_HEADS": 8,
+        "SPLITS": 7,
+        "GROUP": 128,
+        "HEAD_DIM": head_dim,
+        "BITS": bits,
+        "ROWS": rows,
+        "BLOCK": config.block,
+        **dict.fromkeys(absent),
     }
     options = {"num_warps": config.warps * (2 if rows >= 64 else 1), "num_stages": config.stages}
     return job("attention_triton", "_attention_kernel", types, constants, options)
@@ -93,11 +101,17 @@ def job(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's wheels are for Linux")
 def test_every_kernel_compiles_for_hopper() -> None:
-    jobs = {f"attention {e} d{d} {bits}bit {rows} rows": attention(e, d, bits, rows)
-            for e, d, bits, rows in [
-                ("bf16", 128, 0, 16), ("bf16", 128, 4, 16), ("bf16", 128, 8, 32), ("bf16", 64, 4, 64),
-                ("bf16", 128, 0, 128), ("fp32", 64, 8, 16),
-            ]}
+    jobs = {
+        f"attention {e} d{d} {bits}bit {rows} rows": attention(e, d, bits, rows)
+        for e, d, bits, rows in [
+            ("bf16", 128, 0, 16),
+            ("bf16", 128, 4, 16),
+            ("bf16", 128, 8, 32),
+            ("bf16", 64, 4, 64),
+            ("bf16", 128, 0, 128),
+            ("fp32", 64, 8, 16),
+        ]
+    }
     jobs |= {"quantize": quantization("bf16", True), "quantize upper": quantization("fp32", False)}
     jobs |= {"dequantize": dequantization(8), "merge": merging()}
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

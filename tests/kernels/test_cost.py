@@ -40,8 +40,17 @@ def test_attention(
     codes = QuantizedKV.allocate(batch, kv_heads, 4, group, head_dim, "cpu", bits == 8) if bits else None
     declared = attention_cost(q, keys, codes, bits == 8, quantized_tokens, full_tokens, splits)
     assert declared == ops.attention(
-        batch, queries, q_heads, kv_heads, head_dim, quantized_tokens, full_tokens, bits, dtype.itemsize,
-        group, splits,
+        batch,
+        queries,
+        q_heads,
+        kv_heads,
+        head_dim,
+        quantized_tokens,
+        full_tokens,
+        bits,
+        dtype.itemsize,
+        group,
+        splits,
     )
 
 
@@ -85,14 +94,18 @@ def test_launch_metadata_reads_the_kernels_own_arguments() -> None:
     args = {name: known.get(name) for name in _attention_kernel.arg_names}
     cost = attention_cost(q, keys, codes, True, 96, 10, 3)
     assert attention_metadata((1,), None, args) == {
-        "name": "decode_attention_8bit", "flops32": cost.flops, "bytes": cost.bytes,
+        "name": "decode_attention_8bit",
+        "flops32": cost.flops,
+        "bytes": cost.bytes,
     }
     tokens = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
     known = {**vars(codes), "keys": tokens, "values": tokens}
     args = {name: known.get(name) for name in _quantize_kernel.arg_names}
     cost = quantize_cost(tokens, tokens, codes)
     assert quantize_metadata((1,), None, args) == {
-        "name": "quantize", "flops16": cost.flops, "bytes": cost.bytes,
+        "name": "quantize",
+        "flops16": cost.flops,
+        "bytes": cost.bytes,
     }
     known = {"partial": torch.zeros(1, 2, 4, 3, 64), "lse": torch.zeros(1, 2, 4, 3), "out": q}
     args = {name: known.get(name) for name in _merge_kernel.arg_names}
@@ -102,5 +115,7 @@ def test_launch_metadata_reads_the_kernels_own_arguments() -> None:
     args = {name: known.get(name) for name in _dequantize_kernel.arg_names}
     cost = dequantize_cost(codes, False, 4)
     assert dequantize_metadata((1,), None, args) == {
-        "name": "dequantize", "flops32": cost.flops, "bytes": cost.bytes,
+        "name": "dequantize",
+        "flops32": cost.flops,
+        "bytes": cost.bytes,
     }

@@ -15,8 +15,9 @@ from ridgeplan.kernels.quantize_twin import encode, pack, unpack
 POISON = 171
 
 
-def poisoned_codes(batch: int, kv_heads: int, groups: int, group: int, head_dim: int, device: str,
-                   lower: bool = True) -> QuantizedKV:
+def poisoned_codes(
+    batch: int, kv_heads: int, groups: int, group: int, head_dim: int, device: str, lower: bool = True
+) -> QuantizedKV:
     codes = QuantizedKV.allocate(batch, kv_heads, groups, group, head_dim, device, lower)
     for tensor in tensors(codes).values():
         tensor.fill_(torch.nan if tensor.is_floating_point() else POISON)
@@ -130,9 +131,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("group", "head_dim", "dtype", "lower"), CASES)
-def test_kernel_equals_twin_bit_by_bit(
-    group: int, head_dim: int, dtype: torch.dtype, lower: bool, device: str
-) -> None:
+def test_kernel_equals_twin_bit_by_bit(group: int, head_dim: int, dtype: torch.dtype, lower: bool, device: str) -> None:
     """Ragged group indices, a masked row and strided inputs: the same bytes, nothing else touched."""
     batch, kv_heads, groups = 3, 2, 4
     buffer_keys, buffer_values = random_kv((batch, kv_heads, 3 * group + 5, head_dim), dtype, device)
@@ -224,8 +223,12 @@ def test_errors_name_the_value() -> None:
     with pytest.raises(ValueError, match="even"):
         QuantizedKV.allocate(1, 1, 1, 33, 32, "cpu", lower=False)
     with pytest.raises(ValueError, match="key_upper of a QuantizedKV must be contiguous"):
-        QuantizedKV(**{name: t.transpose(1, 2) for name, t in tensors(
-            QuantizedKV.allocate(1, 2, 2, 32, 32, "cpu", lower=True)).items()})
+        QuantizedKV(
+            **{
+                name: t.transpose(1, 2)
+                for name, t in tensors(QuantizedKV.allocate(1, 2, 2, 32, 32, "cpu", lower=True)).items()
+            }
+        )
 
 
 def test_triton_on_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

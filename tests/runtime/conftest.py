@@ -23,9 +23,18 @@ from ridgeplan.runtime.checkpoint import embedded_model_path
 from ridgeplan.runtime.errors import ModelError
 
 TINY = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 128, "max_position_embeddings": 1024,
-    "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 128,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
 }
 
 
@@ -75,8 +84,16 @@ def make_plan() -> Callable[..., Plan]:
     """Factory of plans; drafts read the upper codes where the format stores them."""
 
     def make(
-        kv: str = "bf16", gamma: int = 0, *, context: int = 128, new_tokens: int = 128, batch: int = 1,
-        group: int = 32, draft_bits: int = 16, weight_group: int = 32, codes: str | None = None,
+        kv: str = "bf16",
+        gamma: int = 0,
+        *,
+        context: int = 128,
+        new_tokens: int = 128,
+        batch: int = 1,
+        group: int = 32,
+        draft_bits: int = 16,
+        weight_group: int = 32,
+        codes: str | None = None,
         yarn_factor: float = 1.0,
     ) -> Plan:
         stored = gamma > 0 and kv in ("int4x2", "bf16+int4")

@@ -10,8 +10,18 @@ from ridgeplan.runtime.config import DecoderConfig
 
 GROUP = 32
 CONFIG = DecoderConfig(
-    family="llama", layers=2, hidden=32, q_heads=2, kv_heads=2, head_dim=16, vocab=8, norm_eps=1e-5,
-    max_context=512, windows=(None, None), rotary_frequencies=(1.0,) * 8, rotary_scale=1.0,
+    family="llama",
+    layers=2,
+    hidden=32,
+    q_heads=2,
+    kv_heads=2,
+    head_dim=16,
+    vocab=8,
+    norm_eps=1e-5,
+    max_context=512,
+    windows=(None, None),
+    rotary_frequencies=(1.0,) * 8,
+    rotary_scale=1.0,
 )
 
 
@@ -59,9 +69,21 @@ def contents(cache, layer, row):
     return torch.cat([codes, full], dim=1)
 
 
-@pytest.mark.parametrize("length, expected", [
-    (0, 0), (1, 0), (31, 0), (32, 0), (63, 0), (64, 32), (95, 32), (96, 64), (127, 64), (128, 96),
-])
+@pytest.mark.parametrize(
+    "length, expected",
+    [
+        (0, 0),
+        (1, 0),
+        (31, 0),
+        (32, 0),
+        (63, 0),
+        (64, 32),
+        (95, 32),
+        (96, 64),
+        (127, 64),
+        (128, 96),
+    ],
+)
 def test_quantized_tokens_of_a_length(length, expected, make_plan):
     assert int(build(make_plan, "int4x2").quantized(torch.tensor(length))) == expected
 

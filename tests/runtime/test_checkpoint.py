@@ -60,9 +60,16 @@ def test_sources_are_told_apart(tmp_path):
             model_source(absent)
 
 
-@pytest.mark.parametrize("content", [
-    b"", b"GGUF", b"not a model at all" * 50, b"GGUF\x03\x00\x00\x00" + b"\xff" * 64,
-], ids=["empty", "magic only", "text", "huge counts"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"GGUF",
+        b"not a model at all" * 50,
+        b"GGUF\x03\x00\x00\x00" + b"\xff" * 64,
+    ],
+    ids=["empty", "magic only", "text", "huge counts"],
+)
 def test_a_corrupt_gguf_is_one_clear_line_and_leaves_nothing(content, tmp_path, cache_home):
     path = tmp_path / "bad.gguf"
     path.write_bytes(content)
@@ -173,9 +180,15 @@ def test_a_checkpoints_own_code_is_never_run(broken_copy, make_plan):
         runtime.load(make_plan(), str(broken_copy))
 
 
-@pytest.mark.parametrize("family, changes", [
-    ("llama", {"tie_word_embeddings": True}), ("qwen3", {}), ("qwen2", {}),
-], ids=["llama-tied", "qwen3", "qwen2"])
+@pytest.mark.parametrize(
+    "family, changes",
+    [
+        ("llama", {"tie_word_embeddings": True}),
+        ("qwen3", {}),
+        ("qwen2", {}),
+    ],
+    ids=["llama-tied", "qwen3", "qwen2"],
+)
 def test_weights_are_held_once(family, changes, tiny_model):
     model = tiny_model(family, **changes)
     config = decoder_config(load_config(model.folder))

@@ -17,22 +17,34 @@ MODELS = {
     "mistral-window": ("mistral", {"sliding_window": 24}),
     "qwen2": ("qwen2", {"num_attention_heads": 6}),
     "qwen2-half-window": (
-        "qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
     ),
     "qwen3": ("qwen3", {}),
     "rope-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
     "rope-llama3": (
         "llama",
-        {"rope_parameters": {
-            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64, "rope_theta": 5e5,
-        }},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 5e5,
+            }
+        },
     ),
     "rope-yarn": (
         "llama",
-        {"rope_parameters": {
-            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4,
-        }},
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 1e4,
+            }
+        },
     ),
 }
 

@@ -44,11 +44,14 @@ def pooled_chi_square(counts, probabilities):
     return stats.chisquare(observed[kept].numpy(), expected[kept].numpy()).pvalue
 
 
-@pytest.mark.parametrize("kv, gamma, draft_bits, options", [
-    ("int4x2", 3, 4, {"temperature": 1.0}),
-    ("int4x2", 2, 16, {"temperature": 1.3, "top_k": 9}),
-    ("bf16+int4", 3, 4, {"temperature": 0.7, "top_p": 0.9}),
-])
+@pytest.mark.parametrize(
+    "kv, gamma, draft_bits, options",
+    [
+        ("int4x2", 3, 4, {"temperature": 1.0}),
+        ("int4x2", 2, 16, {"temperature": 1.3, "top_k": 9}),
+        ("bf16+int4", 3, 4, {"temperature": 0.7, "top_p": 0.9}),
+    ],
+)
 def test_sampled_triples_follow_the_target(kv, gamma, draft_bits, options, tiny_model, make_plan, prompts):
     folder = tiny_model(**SMALL).folder
     [prompt] = prompts(PROMPT, vocab=VOCAB)

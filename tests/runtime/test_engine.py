@@ -41,9 +41,7 @@ def test_seeds_reproduce_and_differ(engine, prompts):
     assert engine.generate(ids, 30, temperature=1.0, seed=2).tokens != first
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"temperature": 1.0, "top_k": 20, "seed": 3}], ids=["greedy", "sampled"]
-)
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_k": 20, "seed": 3}], ids=["greedy", "sampled"])
 def test_streaming_equals_generating(engine, prompts, options):
     [ids] = prompts(50)
     assert list(engine.stream(ids, 30, **options)) == engine.generate(ids, 30, **options).tokens[0]
@@ -149,28 +147,31 @@ def test_a_closed_engine_says_so(tiny_model, make_plan, prompts):
         engine.generate(prompts(5), 5)
 
 
-@pytest.mark.parametrize("ids, new_tokens, options, message", [
-    ([], 5, {}, "no prompt was given"),
-    ([[]], 5, {}, "prompt 0 is empty"),
-    ([[1], []], 5, {}, "prompt 1 is empty"),
-    ([1] * 129, 5, {}, "the length of prompt 0 is 129; allowed by the plan: up to 128"),
-    ([[1]] * 4, 5, {}, "the batch is 4; allowed by the plan: up to 3"),
-    ([1, 128], 5, {}, "a token of prompt 0 is 128; allowed: a whole number from 0 to 127"),
-    ([1, -1], 5, {}, "a token of prompt 0 is -1"),
-    ([1, 2.5], 5, {}, "a token of prompt 0 is 2.5"),
-    ([1], 129, {}, "max_new_tokens is 129; allowed by the plan: up to 128"),
-    ([1], 0, {}, "max_new_tokens is 0; allowed: a whole number 1 or more"),
-    ([1], True, {}, "max_new_tokens is True"),
-    ([1], 5, {"seed": -1}, "seed is -1"),
-    ([1], 5, {"stop_tokens": 2}, "stop_tokens is 2; allowed: several token ids"),
-    ([1], 5, {"stop_tokens": ["</s>"]}, "a stop token is '</s>'; allowed: a whole number 0 or more"),
-    ([1], 5, {"temperature": -0.5}, "temperature is -0.5"),
-    ([1], 5, {"temperature": float("nan")}, "temperature is nan"),
-    ([1], 5, {"top_p": 2.0}, "top_p is 2.0"),
-    ([1], 5, {"top_k": 0}, "top_k is 0"),
-    ("text", 5, {}, "prompts are of type str; allowed: token ids, not text"),
-    (torch.ones(3), 5, {}, "prompts are torch.float32 of 1 dimensions"),
-])
+@pytest.mark.parametrize(
+    "ids, new_tokens, options, message",
+    [
+        ([], 5, {}, "no prompt was given"),
+        ([[]], 5, {}, "prompt 0 is empty"),
+        ([[1], []], 5, {}, "prompt 1 is empty"),
+        ([1] * 129, 5, {}, "the length of prompt 0 is 129; allowed by the plan: up to 128"),
+        ([[1]] * 4, 5, {}, "the batch is 4; allowed by the plan: up to 3"),
+        ([1, 128], 5, {}, "a token of prompt 0 is 128; allowed: a whole number from 0 to 127"),
+        ([1, -1], 5, {}, "a token of prompt 0 is -1"),
+        ([1, 2.5], 5, {}, "a token of prompt 0 is 2.5"),
+        ([1], 129, {}, "max_new_tokens is 129; allowed by the plan: up to 128"),
+        ([1], 0, {}, "max_new_tokens is 0; allowed: a whole number 1 or more"),
+        ([1], True, {}, "max_new_tokens is True"),
+        ([1], 5, {"seed": -1}, "seed is -1"),
+        ([1], 5, {"stop_tokens": 2}, "stop_tokens is 2; allowed: several token ids"),
+        ([1], 5, {"stop_tokens": ["</s>"]}, "a stop token is '</s>'; allowed: a whole number 0 or more"),
+        ([1], 5, {"temperature": -0.5}, "temperature is -0.5"),
+        ([1], 5, {"temperature": float("nan")}, "temperature is nan"),
+        ([1], 5, {"top_p": 2.0}, "top_p is 2.0"),
+        ([1], 5, {"top_k": 0}, "top_k is 0"),
+        ("text", 5, {}, "prompts are of type str; allowed: token ids, not text"),
+        (torch.ones(3), 5, {}, "prompts are torch.float32 of 1 dimensions"),
+    ],
+)
 def test_bad_requests_are_named_in_one_line(engine, ids, new_tokens, options, message):
     with pytest.raises(WorkloadError, match=message) as caught:
         engine.generate(ids, new_tokens, **options)

@@ -15,8 +15,7 @@ def test_tiny_models_generate_the_same_tokens(kv, gamma, tiny_model, make_plan, 
     ids = prompts(100, 37, 65)
     plan = make_plan(kv, gamma, batch=3)
     results = [
-        runtime.load(plan, folder, device=device, dtype=torch.float32).generate(ids, 100)
-        for device in ("cpu", "cuda")
+        runtime.load(plan, folder, device=device, dtype=torch.float32).generate(ids, 100) for device in ("cpu", "cuda")
     ]
     assert results[0].tokens == results[1].tokens
     assert results[1].statistics.peak_memory_bytes > 0

@@ -31,13 +31,16 @@ def test_hierarchical_drafts_change_nothing(gamma, batch, agreeable, tiny_model,
         assert drafted.statistics.accepted < drafted.statistics.judged
 
 
-@pytest.mark.parametrize("kv, gamma, codes, draft_bits", [
-    ("bf16+int4", 4, "upper", 16),
-    ("bf16+int4", 3, "upper", 4),
-    ("bf16+int4", 2, "full", 16),
-    ("bf16", 4, "full", 4),
-    ("bf16", 1, "full", 16),
-])
+@pytest.mark.parametrize(
+    "kv, gamma, codes, draft_bits",
+    [
+        ("bf16+int4", 4, "upper", 16),
+        ("bf16+int4", 3, "upper", 4),
+        ("bf16+int4", 2, "full", 16),
+        ("bf16", 4, "full", 4),
+        ("bf16", 1, "full", 16),
+    ],
+)
 def test_exact_plans_equal_full_precision(kv, gamma, codes, draft_bits, tiny_model, make_plan, prompts):
     folder = tiny_model(agreeable=True).folder
     ids = prompts(*LENGTHS)
@@ -50,9 +53,15 @@ def test_exact_plans_equal_full_precision(kv, gamma, codes, draft_bits, tiny_mod
         assert drafted.statistics.tokens_per_round == gamma + 1
 
 
-@pytest.mark.parametrize("kv, gamma, codes, draft_bits", [
-    ("int8", 3, "full", 4), ("int4x2", 3, "full", 4), ("int4x2", 5, "upper", 4), ("int8", 2, "full", 16),
-])
+@pytest.mark.parametrize(
+    "kv, gamma, codes, draft_bits",
+    [
+        ("int8", 3, "full", 4),
+        ("int4x2", 3, "full", 4),
+        ("int4x2", 5, "upper", 4),
+        ("int8", 2, "full", 16),
+    ],
+)
 def test_int8_targets_agree_across_formats(kv, gamma, codes, draft_bits, tiny_model, make_plan, prompts):
     folder = tiny_model("qwen3", agreeable=True).folder
     ids = prompts(*LENGTHS)

@@ -20,9 +20,15 @@ def test_dense_equals_linear(shape, biased):
     assert torch.allclose(actual, torch.nn.functional.linear(x, weight, bias), atol=1e-4)
 
 
-@pytest.mark.parametrize("outputs, inputs, group", [
-    (48, 64, 32), (48, 128, 128), (16, 576, 64), (23, 96, 32),
-])
+@pytest.mark.parametrize(
+    "outputs, inputs, group",
+    [
+        (48, 64, 32),
+        (48, 128, 128),
+        (16, 576, 64),
+        (23, 96, 32),
+    ],
+)
 @pytest.mark.parametrize("rows", [1, 3, 20])
 def test_int4_equals_its_dequantized_weight(outputs, inputs, group, rows):
     weight, bias, x = random(outputs, inputs), random(outputs, seed=1), random(2, rows, inputs, seed=2)
@@ -45,9 +51,17 @@ def test_constant_groups_stay_finite():
     assert torch.allclose(Int4.quantize(Dense(weight), 64)(x), torch.full((1, 16), 16.0), rtol=0.01)
 
 
-@pytest.mark.parametrize("inputs, group, expected", [
-    (576, 128, 64), (1536, 128, 128), (4096, 128, 128), (96, 128, 32), (64, 32, 32), (512, 256, 256),
-])
+@pytest.mark.parametrize(
+    "inputs, group, expected",
+    [
+        (576, 128, 64),
+        (1536, 128, 128),
+        (4096, 128, 128),
+        (96, 128, 32),
+        (64, 32, 32),
+        (512, 256, 256),
+    ],
+)
 def test_group_falls_to_what_divides_the_inputs(inputs, group, expected):
     assert fitting_group(inputs, group) == expected
 

@@ -53,17 +53,20 @@ def test_top_p_keeps_the_smallest_set_of_that_mass(top_p, kept):
     assert probabilities.argmax() == 1
 
 
-@pytest.mark.parametrize("values, message", [
-    ({"temperature": -1.0}, "temperature is -1.0"),
-    ({"temperature": float("nan")}, "temperature is nan"),
-    ({"temperature": float("inf")}, "temperature is inf"),
-    ({"temperature": "hot"}, "temperature is 'hot'"),
-    ({"top_k": 0}, "top_k is 0"),
-    ({"top_k": 1.5}, "top_k is 1.5"),
-    ({"top_p": 0.0}, "top_p is 0.0"),
-    ({"top_p": 1.1}, "top_p is 1.1"),
-    ({"top_p": float("nan")}, "top_p is nan"),
-])
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_k": 1.5}, "top_k is 1.5"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.1}, "top_p is 1.1"),
+        ({"top_p": float("nan")}, "top_p is nan"),
+    ],
+)
 def test_sampling_refuses_what_it_cannot_mean(values, message):
     with pytest.raises(WorkloadError, match=message) as caught:
         Sampling(**values)
@@ -97,20 +100,23 @@ def greedy_verdict(target, drafted, room):
     return verdict.tokens[0, :kept].tolist(), int(verdict.accepted), int(verdict.judged)
 
 
-@pytest.mark.parametrize("target, drafted, room, expected", [
-    ([1, 2, 3, 4], [1, 2, 3], 9, ([1, 2, 3, 4], 3, 3)),  # all accepted: one more from the target
-    ([1, 2, 3, 4], [1, 2, 3], 4, ([1, 2, 3, 4], 3, 3)),  # which may just fit
-    ([1, 2, 3, 4], [1, 2, 3], 3, ([1, 2, 3], 3, 3)),  # or not: the round ends at the boundary
-    ([1, 2, 3, 4], [1, 2, 3], 2, ([1, 2], 2, 2)),
-    ([1, 2, 3, 4], [1, 2, 3], 1, ([1], 1, 1)),
-    ([1, 2, 3, 4], [1, 5, 3], 9, ([1, 2], 1, 2)),  # a rejected draft is replaced by the target's token
-    ([1, 2, 3, 4], [5, 2, 3], 9, ([1], 0, 1)),
-    ([1, 2, 3, 4], [1, 2, 5], 3, ([1, 2, 3], 2, 3)),
-    ([1, 2, 3, 4], [1, 2, 5], 2, ([1, 2], 2, 2)),  # a wrong draft beyond the boundary is never judged
-    ([1, 2, 3, 4], [5, 2, 3], 1, ([1], 0, 1)),
-    ([4], [], 1, ([4], 0, 0)),  # plain decoding
-    ([4], [], 9, ([4], 0, 0)),
-])
+@pytest.mark.parametrize(
+    "target, drafted, room, expected",
+    [
+        ([1, 2, 3, 4], [1, 2, 3], 9, ([1, 2, 3, 4], 3, 3)),  # all accepted: one more from the target
+        ([1, 2, 3, 4], [1, 2, 3], 4, ([1, 2, 3, 4], 3, 3)),  # which may just fit
+        ([1, 2, 3, 4], [1, 2, 3], 3, ([1, 2, 3], 3, 3)),  # or not: the round ends at the boundary
+        ([1, 2, 3, 4], [1, 2, 3], 2, ([1, 2], 2, 2)),
+        ([1, 2, 3, 4], [1, 2, 3], 1, ([1], 1, 1)),
+        ([1, 2, 3, 4], [1, 5, 3], 9, ([1, 2], 1, 2)),  # a rejected draft is replaced by the target's token
+        ([1, 2, 3, 4], [5, 2, 3], 9, ([1], 0, 1)),
+        ([1, 2, 3, 4], [1, 2, 5], 3, ([1, 2, 3], 2, 3)),
+        ([1, 2, 3, 4], [1, 2, 5], 2, ([1, 2], 2, 2)),  # a wrong draft beyond the boundary is never judged
+        ([1, 2, 3, 4], [5, 2, 3], 1, ([1], 0, 1)),
+        ([4], [], 1, ([4], 0, 0)),  # plain decoding
+        ([4], [], 9, ([4], 0, 0)),
+    ],
+)
 def test_greedy_verdicts(target, drafted, room, expected):
     assert greedy_verdict(target, drafted, room) == expected
 
@@ -133,8 +139,11 @@ def test_tokens_of_a_round_follow_the_target_whatever_the_draft(room):
     uniform = torch.rand(2, rows, gamma + 1, generator=generator, dtype=torch.float64)
     drafted = draw(draft.expand(rows, -1, -1), uniform[0, :, :gamma])
     verdict = judge(
-        target.expand(rows, -1, -1), draft.expand(rows, -1, -1), drafted,
-        torch.full((rows,), room, dtype=torch.int32), uniform[1],
+        target.expand(rows, -1, -1),
+        draft.expand(rows, -1, -1),
+        drafted,
+        torch.full((rows,), room, dtype=torch.int32),
+        uniform[1],
     )
     for position in range(min(room, gamma + 1)):
         # Every position follows its own target distribution, given that the round reached it.

@@ -20,8 +20,14 @@ def real(smollm2, make_plan, long_text):
 def generate(real, smollm2, make_plan):
     def run(kv, gamma, prompts, new_tokens, **options):
         plan = make_plan(
-            kv, gamma, context=max(map(len, prompts)), new_tokens=new_tokens, batch=len(prompts), group=128,
-            draft_bits=options.pop("draft_bits", 16), weight_group=64,
+            kv,
+            gamma,
+            context=max(map(len, prompts)),
+            new_tokens=new_tokens,
+            batch=len(prompts),
+            group=128,
+            draft_bits=options.pop("draft_bits", 16),
+            weight_group=64,
         )
         engine = runtime.load(plan, str(smollm2), device="cpu", dtype=torch.float32, weights=real[0].weights)
         return engine.generate(prompts, new_tokens, **options)

@@ -88,9 +88,7 @@ def test_saving_without_a_path_is_where_auto_looks(
     assert load_profile(user_profile_path()).device == profile.device
 
 
-def test_a_failed_save_keeps_the_old_profile(
-    profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_keeps_the_old_profile(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "machine.json"
     validate.save_profile(profile, path)
 

@@ -26,7 +26,8 @@ PLAN = preset("quantspec", Workload("SmolLM2-135M", "h200", 8192, 512, batch=4))
 def statistics() -> Statistics:
     """20 rounds of 4 drafts for 2 sequences: 144 of 160 drafts accepted, 64 of 80 at the last position."""
     return Statistics(
-        gamma=4, rounds=20, sequence_rounds=40, generated=182, decoded=180, judged_at=(40, 38, 36, 34),
+        gamma=4, prompt_tokens=(900, 1100), rounds=20, sequence_rounds=40,
+        generated=182, decoded=180, judged_at=(40, 38, 36, 34),
         accepted_at=(38, 36, 34, 32), flushes=2, prefill_s=0.5, draft_s=0.002, verify_s=0.006, flush_s=0.001,
         decode_s=0.3, peak_memory_bytes=2 << 30,
     )  # fmt: skip
