@@ -13,7 +13,7 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	# One thread a process: OpenMP threads of several processes on the same cores wait for each other.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

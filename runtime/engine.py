@@ -19,6 +19,7 @@ from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.memory import MemoryMeter
 from ridgeplan.runtime.prefill import prefill
 from ridgeplan.runtime.request import Growing, Prompts, Request
+from ridgeplan.runtime.rounds import EagerRounds, GraphRounds, Rounds
 from ridgeplan.runtime.sampling import Sampling
 from ridgeplan.runtime.speculative import Speculator
 from ridgeplan.runtime.statistics import Statistics, Tally
@@ -55,6 +56,8 @@ class Engine:
         self._meter = meter
         self._statistics: Statistics | None = None
         self._running = False
+        self._generator = torch.Generator(device)
+        self._graphs: dict[tuple[int, Sampling], GraphRounds] = {}
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -115,8 +118,9 @@ class Engine:
             yield from step[0]
 
     def close(self) -> None:
-        """Releases the caches; the weights live as long as someone holds them."""
+        """Releases the caches and captured graphs; the weights live as long as someone holds them."""
         self.cache = None
+        self._graphs.clear()
 
     def _run(self, request: Request) -> Iterator[list[list[int]]]:
         """New tokens of every sequence, first from prefill, then from each round."""
@@ -134,36 +138,46 @@ class Engine:
     def _rounds(self, request: Request, cache: Cache) -> Iterator[list[list[int]]]:
         self._meter.restart()
         rows = [Growing(len(p), request.max_new_tokens, request.stop_tokens) for p in request.prompts]
-        tally, speculator = Tally(cache.gamma, tuple(map(len, request.prompts))), self._speculator(request, cache)
+        tally, stopwatch = Tally(cache.gamma, tuple(map(len, request.prompts))), Stopwatch(self.device)
         try:
-            pending = self._prefill(request, speculator)
+            pending, rounds = self._start(request, cache, stopwatch)
             yield [row.extend([token]) for row, token in zip(rows, pending.tolist(), strict=True)]
             while not all(row.done for row in rows):
-                pending, verdict = self._round(speculator, pending, rows)
+                verdict = self._round(rounds, rows, stopwatch)
                 tally.add(*(list(column) for column in zip(*(row[-3:] for row in verdict), strict=True)))
                 yield [self._grow(row, values) for row, values in zip(rows, verdict, strict=True)]
         finally:
             tally.flushes = sum(_flushes(row, cache.group) for row in rows) if self.plan.kv.quantized else 0
             generated = sum(len(row.tokens) for row in rows)
-            self._statistics = tally.statistics(generated, speculator.stopwatch, self._meter.peak_bytes())
-
-    def _speculator(self, request: Request, cache: Cache) -> Speculator:
-        generator = torch.Generator(self.device).manual_seed(request.seed)
-        return Speculator(
-            self.decoder,
-            self.weights,
-            self.draft_weights,
-            cache,
-            request.sampling,
-            generator,
-            Stopwatch(self.device),
-        )
+            self._statistics = tally.statistics(generated, stopwatch, self._meter.peak_bytes())
 
     @torch.inference_mode()
-    def _prefill(self, request: Request, speculator: Speculator) -> Tensor:
+    def _start(self, request: Request, cache: Cache, stopwatch: Stopwatch) -> tuple[Tensor, Rounds]:
+        """Prefills; the first token of each sequence, and the rounds that continue them."""
+        cache.reset(len(request.prompts))
+        speculator = Speculator(
+            self.decoder, self.weights, self.draft_weights, cache, request.sampling, self._generator
+        )
+        self._generator.manual_seed(request.seed)
+        pending = self._prefill(request, speculator, stopwatch)
+        rounds = self._prepared(speculator, request.seed)
+        rounds.start(pending)
+        return pending, rounds
+
+    def _prepared(self, speculator: Speculator, seed: int) -> Rounds:
+        """Rounds for this number of rows and sampling; on CUDA their graphs are captured once."""
+        if self.device.type != "cuda":
+            return EagerRounds(speculator)
+        kind = speculator.cache.rows, speculator.sampling
+        if kind not in self._graphs:
+            self._graphs[kind] = GraphRounds(speculator)
+        # Capturing draws numbers; a generation must not depend on whether it was the first of its kind.
+        self._generator.manual_seed(seed + 1)
+        return self._graphs[kind]
+
+    def _prefill(self, request: Request, speculator: Speculator, stopwatch: Stopwatch) -> Tensor:
         """Fills the cache; the first token of each sequence, int64 [rows]."""
-        speculator.cache.reset(len(request.prompts))
-        with speculator.stopwatch.measure("prefill"):
+        with stopwatch.measure("prefill"):
             prompts = (torch.tensor(prompt, device=self.device) for prompt in request.prompts)
             logits = torch.stack(
                 [
@@ -174,16 +188,11 @@ class Engine:
             return speculator.first(logits)
 
     @torch.inference_mode()
-    def _round(self, speculator: Speculator, pending: Tensor, rows: list[Growing]) -> tuple[Tensor, list[list[int]]]:
-        """The next pending tokens, and on the host per row: tokens, then advance, accepted, judged."""
-        active = torch.tensor([not row.done for row in rows], device=self.device)
-        with speculator.stopwatch.measure("round"):
-            verdict = speculator.round(pending, active)
-            last = (verdict.advance - 1).clamp_min(0)
-            pending = torch.where(active, verdict.tokens.gather(1, last[:, None])[:, 0], pending)
-            counts = torch.stack([verdict.advance, verdict.accepted, verdict.judged], dim=1)
-            values = torch.cat([verdict.tokens, counts], dim=1).tolist()
-        return pending, values
+    def _round(self, rounds: Rounds, rows: list[Growing], stopwatch: Stopwatch) -> list[list[int]]:
+        """On the host per row: tokens, then how many of them are kept, accepted and judged."""
+        with stopwatch.measure_wall("round"):
+            figures: list[list[int]] = rounds.run([not row.done for row in rows], stopwatch).tolist()
+        return figures
 
     @staticmethod
     def _grow(row: Growing, values: list[int]) -> list[int]:

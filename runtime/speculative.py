@@ -1,4 +1,4 @@
-"""One round: draft gamma tokens, verify them in one forward pass of the target, keep what it agrees with.
+"""The parts of a round: draft gamma tokens, verify them in one pass of the target, keep what it agrees with.
 
 With gamma 0 a round is one step of plain decoding, on the same code path and with the same flush rule.
 """
@@ -13,63 +13,69 @@ from torch import Tensor
 from ridgeplan.runtime.cache import Cache
 from ridgeplan.runtime.decoder import Decoder
 from ridgeplan.runtime.sampling import Sampling, Verdict, draw, judge
-from ridgeplan.runtime.stopwatch import Stopwatch
 from ridgeplan.runtime.weights import DecoderWeights
 
 
 @dataclass(frozen=True, eq=False)
+class Drafts:
+    """Drafted tokens [rows, gamma] and the distributions [rows, gamma, vocab] they were drawn from."""
+
+    tokens: Tensor
+    distributions: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Speculator:
-    """The parts of a round. Nothing here asks the device for a value, so a round can be captured whole.
+    """What rounds are made of. Nothing here asks the device for a value, so each part can be captured whole.
 
     Between rounds `pending` [rows] is each row's last token, emitted but not yet in the cache.
     """
 
     decoder: Decoder
     target: DecoderWeights
-    draft: DecoderWeights
+    drafter: DecoderWeights
     cache: Cache
     sampling: Sampling
     generator: torch.Generator
-    stopwatch: Stopwatch
 
     def first(self, logits: Tensor) -> Tensor:
         """The tokens [rows] that follow the prompts, from logits [rows, vocab]."""
         return draw(self.sampling.probabilities(logits), self._uniform(len(logits)))
 
-    def round(self, pending: Tensor, active: Tensor) -> Verdict:
-        """Advances the active rows by one round; the others repeat theirs without effect."""
-        drafted, draft = self._draft(pending)
-        with self.stopwatch.measure("verify"):
-            verdict = self._verify(pending, drafted, draft)
-        kept = verdict.advance * active
-        with self.stopwatch.measure("flush"):
-            self.cache.advance(kept.int())
-        return Verdict(verdict.tokens, kept, verdict.accepted * active, verdict.judged * active)
-
-    def _draft(self, pending: Tensor) -> tuple[Tensor, Tensor]:
-        """Drafted tokens [rows, gamma] and their distributions [rows, gamma, vocab]."""
+    def draft(self, pending: Tensor) -> Drafts:
+        """gamma tokens, one forward pass of the draft each."""
         gamma = self.cache.gamma
         token, tokens, distributions = pending, [], []
         for ahead in range(gamma):
-            with self.stopwatch.measure("draft"):
-                reader = self.cache.draft_reader(ahead)
-                logits = self.decoder.step(self.draft, self.cache, token[:, None], reader)
-                distribution = self.sampling.probabilities(logits[:, 0])
-                token = draw(distribution, self._uniform(len(pending)))
-                tokens.append(token)
-                distributions.append(distribution)
+            reader = self.cache.draft_reader(ahead)
+            logits = self.decoder.step(self.drafter, self.cache, token[:, None], reader)
+            distribution = self.sampling.probabilities(logits[:, 0])
+            token = draw(distribution, self._uniform(len(pending)))
+            tokens.append(token)
+            distributions.append(distribution)
         if gamma == 0:
             vocab = self.decoder.config.vocab
-            return pending.new_zeros(len(pending), 0), pending.new_zeros(len(pending), 0, vocab).float()
-        return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1)
+            return Drafts(pending.new_zeros(len(pending), 0), pending.new_zeros(len(pending), 0, vocab).float())
+        return Drafts(torch.stack(tokens, dim=1), torch.stack(distributions, dim=1))
 
-    def _verify(self, pending: Tensor, drafted: Tensor, draft: Tensor) -> Verdict:
-        """The target's KV of all forwarded tokens replaces the drafts'."""
-        tokens = torch.cat([pending[:, None], drafted], dim=1)
+    def verify(self, pending: Tensor, drafts: Drafts) -> Verdict:
+        """One pass of the target, whose KV of all forwarded tokens replaces the drafts'."""
+        tokens = torch.cat([pending[:, None], drafts.tokens], dim=1)
         reader = self.cache.target_reader(tokens.shape[1])
         logits = self.decoder.step(self.target, self.cache, tokens, reader)
-        uniform = self._uniform(*tokens.shape)
-        return judge(self.sampling.probabilities(logits), draft, drafted, self.cache.room(), uniform)
+        probabilities, uniform = self.sampling.probabilities(logits), self._uniform(*tokens.shape)
+        return judge(probabilities, drafts.distributions, drafts.tokens, self.cache.room(), uniform)
+
+    def keep(self, pending: Tensor, verdict: Verdict, active: Tensor) -> tuple[Tensor, Tensor]:
+        """Advances the active rows; the others repeat their last round without effect.
+
+        The next pending tokens, and int64 [rows, gamma + 4]: tokens, then how many are kept, accepted, judged.
+        """
+        kept, accepted, judged = (count * active for count in (verdict.advance, verdict.accepted, verdict.judged))
+        self.cache.advance(kept.int())
+        last = verdict.tokens.gather(1, (kept - 1).clamp_min(0)[:, None])[:, 0]
+        figures = torch.cat([verdict.tokens, torch.stack([kept, accepted, judged], dim=1)], dim=1)
+        return torch.where(active, last, pending), figures
 
     def _uniform(self, *shape: int) -> Tensor:
         device = self.generator.device

@@ -116,7 +116,7 @@ class Tally:
             accepted_at=tuple(self.accepted_at),
             flushes=self.flushes,
             prefill_s=sum(stopwatch.seconds("prefill")),
-            draft_s=_median(stopwatch.seconds("draft")),
+            draft_s=_ratio(_median(stopwatch.seconds("draft")), self.gamma),
             verify_s=_median(stopwatch.seconds("verify")),
             flush_s=sum(stopwatch.seconds("flush")),
             decode_s=sum(stopwatch.seconds("round")),

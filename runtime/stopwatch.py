@@ -32,9 +32,16 @@ class Stopwatch:
             yield
             self._durations[name].append(time.perf_counter() - start)
 
+    @contextlib.contextmanager
+    def measure_wall(self, name: str) -> Iterator[None]:
+        """Times a body that waits for the device itself, host work included."""
+        start = time.perf_counter()
+        yield
+        self._durations[name].append(time.perf_counter() - start)
+
     def seconds(self, name: str) -> list[float]:
         """All durations of a phase, in order, in seconds; waits for the device."""
-        if self._cuda:
+        if name in self._spans:
             torch.cuda.synchronize()
             return [begin.elapsed_time(end) / 1e3 for begin, end in self._spans[name]]
         return list(self._durations[name])

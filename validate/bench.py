@@ -16,8 +16,9 @@ from ridgeplan.roofline.cost import Cost
 WARM_CALLS = 1
 LEAST_CALLS = 5
 MOST_CALLS = 200
-LEAD_FILLS = 8  # fills of the scratch that keep a CUDA device busy while the host issues a call
 EVICT_BYTES = 8 << 20  # more than the cores' own caches hold
+GRAPH_CALLS = 4  # timed together, in one CUDA graph
+SHORTEST_S = 1e-7  # of the calls of a graph, where the fills' noise is larger than they are
 SCRATCH_BYTES = 256 << 20  # more than any device's cache
 RANDOM_PERIOD = 1 << 22  # elements of the pool that are drawn; the rest repeats them
 
@@ -96,17 +97,37 @@ class Bench:
         return times
 
     def _cuda_times(self, trial: Trial) -> list[float]:
-        """Device time alone: the fills before each call let the host run ahead, and clear the cache."""
+        """As a captured round runs it: calls in one graph, with only the device's own gaps between kernels.
+
+        A fill before each call clears the cache; the fills alone are timed apart and taken off.
+        """
         scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self.device)
-        spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        fills_s = statistics.median(self._replays(lambda _: scratch.zero_()))
+
+        def call(index: int) -> None:
+            scratch.zero_()
+            trial.call(index % trial.variants)
+
+        return [max(seconds - fills_s, SHORTEST_S) / GRAPH_CALLS for seconds in self._replays(call)]
+
+    def _replays(self, call: Callable[[int], object]) -> list[float]:
+        """Seconds of replays of a graph that holds `GRAPH_CALLS` calls."""
+        graph = captured(lambda: [call(index) for index in range(GRAPH_CALLS)])
+        times: list[float] = []
         deadline = time.perf_counter() + self.budget_s
-        while len(spans) < LEAST_CALLS or (time.perf_counter() < deadline and len(spans) < MOST_CALLS):
-            for _ in range(LEAD_FILLS):
-                scratch.zero_()
+        while len(times) < LEAST_CALLS or (time.perf_counter() < deadline and len(times) < MOST_CALLS):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            trial.call(len(spans) % trial.variants)
+            graph.replay()
             end.record()
-            spans.append((begin, end))
-        torch.cuda.synchronize(self.device)
-        return [begin.elapsed_time(end) / 1e3 for begin, end in spans]
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        return times
+
+
+def captured(body: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of `body`, which must have run before, so that its kernels are compiled."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    return graph
