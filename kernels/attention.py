@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from ridgeplan.kernels.attention_cuda import decode_attention_cuda, fits
 from ridgeplan.kernels.attention_twin import decode_attention_twin
 from ridgeplan.kernels.backend import Backend, uses_triton
 from ridgeplan.kernels.layout import QuantizedKV
@@ -9,9 +10,18 @@ from ridgeplan.kernels.quantize import require_lower
 
 
 def decode_attention(
-    q: Tensor, keys: Tensor, values: Tensor, begin: Tensor, end: Tensor,
-    codes: QuantizedKV | None = None, groups: Tensor | None = None, *,
-    lower: bool = False, scale: float | None = None, splits: int | None = None, backend: Backend = "auto",
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    codes: QuantizedKV | None = None,
+    groups: Tensor | None = None,
+    *,
+    lower: bool = False,
+    scale: float | None = None,
+    splits: int | None = None,
+    backend: Backend = "auto",
 ) -> Tensor:
     """Attention of a few queries per row -> [B, T, Hq, D] in q's dtype; rows that see nothing give zeros.
 
@@ -30,6 +40,8 @@ def decode_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not uses_triton(backend, q):
         return decode_attention_twin(q, keys, values, begin, end, codes, groups, lower, scale)
+    if backend == "auto" and codes is not None and groups is not None and fits(q, keys, values, codes, lower, scale):
+        return decode_attention_cuda(q, keys, values, begin, end, codes, groups, lower, scale, splits)
     from ridgeplan.kernels.attention_triton import decode_attention_triton
 
     return decode_attention_triton(q, keys, values, begin, end, codes, groups, lower, scale, splits)

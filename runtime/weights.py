@@ -74,11 +74,16 @@ def decoder_weights(
     config: DecoderConfig, state: dict[str, Tensor], tied: bool, device: torch.device
 ) -> DecoderWeights:
     """Fuses a transformers state dict, emptying it layer by layer so that it is not held twice."""
-    embedding = state.pop("model.embed_tokens.weight").to(device)
+    embedding = _own(state.pop("model.embed_tokens.weight"), device)
     head = state.pop("lm_head.weight", None)
     layers = tuple(_layer(config, state, f"model.layers.{index}.", device) for index in range(config.layers))
-    head_weight = embedding if tied or head is None else head.to(device)
-    return DecoderWeights(embedding, layers, state.pop("model.norm.weight").to(device), Dense(head_weight))
+    head_weight = embedding if tied or head is None else _own(head, device)
+    return DecoderWeights(embedding, layers, _own(state.pop("model.norm.weight"), device), Dense(head_weight))
+
+
+def _own(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy: a single view would keep the whole mapped checkpoint in memory."""
+    return tensor.to(device, copy=True)
 
 
 def _quantized(linear: Linear, group: int) -> Int4:
@@ -93,7 +98,7 @@ def _layer(config: DecoderConfig, state: dict[str, Tensor], prefix: str, device:
         return Dense(weight.to(device), torch.cat(present).to(device) if present else None)
 
     def norm(name: str) -> Tensor:
-        return state.pop(f"{prefix}{name}.weight").to(device)
+        return _own(state.pop(f"{prefix}{name}.weight"), device)
 
     return LayerWeights(
         attention_norm=norm("input_layernorm"),

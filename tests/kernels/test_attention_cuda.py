@@ -1,0 +1,235 @@
+"""CUDA kernel of decode attention: its plan of registers and shared memory anywhere, its results on a GPU."""
+
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels import attention_cuda
+from ridgeplan.kernels.attention import decode_attention
+from ridgeplan.kernels.attention_cuda import RESERVED_BYTES, Variant, fits
+from ridgeplan.kernels.layout import QuantizedKV
+from ridgeplan.kernels.quantize import dequantize, quantize
+
+HOPPER_BYTES = 228 * 1024  # shared memory of a multiprocessor
+VARIANTS = [Variant(d, bits, bf16, rows) for d in (64, 128) for bits in (4, 8) for bf16 in (False, True)
+            for rows in (8, 16, 32, 64)]  # fmt: skip
+
+
+def hopper_items(variant: Variant) -> int:
+    return variant.items(HOPPER_BYTES // variant.blocks - RESERVED_BYTES)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_blocks_fit_a_multiprocessor(variant: Variant) -> None:
+    """Every variant keeps at least two items per warp in flight or in work, within Hopper's shared memory."""
+    items = hopper_items(variant)
+    assert items >= 2 * variant.team
+    assert variant.blocks * (variant.shared_bytes(items) + RESERVED_BYTES) <= HOPPER_BYTES
+    assert 8 * variant.tiles * variant.team >= variant.rows
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.bf16 and v.rows in (8, 32)], ids=str)
+def test_compiles_for_hopper_without_heavy_spills(variant: Variant, tmp_path: Path) -> None:
+    source = Path(attention_cuda.__file__).with_name("attention.cu")
+    for entry in ("attend", "merge"):
+        command = ["nvcc", "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path / "out"), str(source)]
+        done = subprocess.run(
+            command + variant.options(hopper_items(variant), entry), capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        spilled = [int(word.split()[0]) for word in done.stderr.split(", ") if word.endswith("bytes spill stores")]
+        assert spilled and max(spilled) <= (0 if variant.rows == 8 else 128)
+
+
+def test_cpu_calls_are_left_to_the_twin() -> None:
+    case = build(Case(2, 1, 64, 1, ((1, 0, 3),), 4), "cpu")
+    assert not case.fits()
+    assert torch.equal(case.run(), case.run(backend="twin"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sweep point; per row: visible groups, begin, end (one past the first query's own token)."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    queries: int
+    rows: tuple[tuple[int, int, int], ...]
+    bits: int
+    dtype: torch.dtype = torch.bfloat16
+    splits: int | None = None
+    magnitude: float = 1.0
+    bias: float = 3.0
+
+    def __str__(self) -> str:
+        name = f"h{self.q_heads}/{self.kv_heads}-d{self.head_dim}-t{self.queries}-{self.bits}bit-{str(self.dtype)[6:]}"
+        return f"{name}-b{len(self.rows)}-s{self.splits or 'auto'}-x{self.magnitude:g}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    begin: Tensor
+    end: Tensor
+    codes: QuantizedKV
+    groups: Tensor
+    lower: bool
+
+    def run(self, splits: int | None = None, backend: str = "auto") -> Tensor:
+        return decode_attention(
+            self.q, self.keys, self.values, self.begin, self.end, self.codes, self.groups,
+            lower=self.lower, splits=splits, backend=backend,
+        )  # fmt: skip
+
+    def fits(self) -> bool:
+        return fits(self.q, self.keys, self.values, self.codes, self.lower, 0.125)
+
+
+def build(case: Case, device: str) -> Problem:
+    """Random tensors of the case; what must not be read is NaN."""
+    generator = torch.Generator(device).manual_seed(case.q_heads + 10 * case.queries)
+    batch, capacity = len(case.rows), max(end for _, _, end in case.rows) + case.queries + 3
+    held = max(groups for groups, _, _ in case.rows) + 1
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(case.dtype)
+
+    q = random(batch, case.queries, case.q_heads, case.head_dim) / case.magnitude
+    keys, values = (case.magnitude * random(batch, case.kv_heads, capacity, case.head_dim) for _ in range(2))
+    groups, begin, end = torch.tensor(case.rows, dtype=torch.int32).to(device).unbind(1)
+    for b, (_, first, own) in enumerate(case.rows):
+        for buffer in (keys, values):
+            buffer[b, :, :first] = torch.nan
+            buffer[b, :, max(first, own + case.queries - 1) :] = torch.nan
+    codes = QuantizedKV.allocate(batch, case.kv_heads, held, 128, case.head_dim, device, case.bits == 8)
+    shape = (batch, case.kv_heads, held * 128, case.head_dim)
+    quantize(case.magnitude * (random(*shape) + case.bias), case.magnitude * random(*shape), codes,
+             torch.zeros_like(groups), backend="twin")  # fmt: skip
+    for b, (count, _, _) in enumerate(case.rows):
+        for pair in (codes.key_scale, codes.key_min, codes.value_scale, codes.value_min):
+            pair[b, :, count:] = torch.nan
+    return Problem(q, keys, values, begin.contiguous(), end.contiguous(), codes, groups.contiguous(), case.bits == 8)
+
+
+def naive(problem: Problem) -> Tensor:
+    """In float64, over concatenated dequantized and full-precision tokens."""
+    batch, queries, q_heads, head_dim = problem.q.shape
+    kv_heads = problem.keys.shape[1]
+    decoded = dequantize(problem.codes, problem.lower, backend="twin")
+    out = torch.zeros(problem.q.shape, dtype=torch.float64, device=problem.q.device)
+    for b in range(batch):
+        count = int(problem.groups[b]) * 128
+        for t in range(queries):
+            span = slice(int(problem.begin[b]), max(int(problem.begin[b]), int(problem.end[b]) + t))
+            keys, values = (
+                torch.cat([past[b, :, :count].double(), buffer[b, :, span].double()], dim=1)
+                for past, buffer in zip(decoded, (problem.keys, problem.values), strict=True)
+            )
+            if keys.shape[1]:
+                q = problem.q[b, t].double().view(kv_heads, -1, head_dim)
+                weights = (q @ keys.transpose(1, 2) * head_dim**-0.5).softmax(-1)
+                out[b, t] = (weights @ values).view(q_heads, head_dim)
+    return out
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    assert torch.isfinite(out).all()
+    return float((out.double() - expected).norm() / expected.norm())
+
+
+RAGGED = ((9, 0, 200), (0, 3, 17), (23, 0, 1), (2, 5, 130))
+TILES = ((2, 2, 1), (9, 3, 1), (32, 8, 1), (14, 2, 1), (8, 2, 3), (9, 3, 4), (8, 2, 8), (16, 2, 8))  # 1 to 64 rows
+SWEEP = [
+    *(Case(*heads, d, queries, RAGGED, bits) for *heads, queries in TILES for d in (64, 128) for bits in (4, 8)),
+    *(Case(8, 2, 128, 1, RAGGED, bits, splits=splits) for bits in (4, 8) for splits in (1, 2, 7, 40)),
+    *(Case(8, 2, d, 4, RAGGED, bits, torch.float16) for d in (64, 128) for bits in (4, 8)),
+    *(Case(8, 2, 128, 2, RAGGED, bits, torch.bfloat16, None, x, 0.0) for bits in (4, 8) for x in (1e3, 1e-3)),
+    *(Case(8, 2, 128, 2, RAGGED, bits, torch.float16, None, 1e3, 5.0) for bits in (4, 8)),
+    *(Case(4, 2, 64, 1, RAGGED * 40, bits) for bits in (4, 8)),  # 160 rows, more than a warp plans at once
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("case", SWEEP, ids=str)
+def test_against_naive(case: Case) -> None:
+    problem = build(case, "cuda")
+    assert problem.fits()
+    out = problem.run(case.splits)
+    assert out.dtype == case.dtype and out.shape == problem.q.shape
+    assert relative_error(out, naive(problem)) < 5e-3
+    assert relative_error(out, problem.run(backend="twin").double()) < 8e-3  # the twin multiplies in bf16
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_that_see_nothing_are_zero(bits: int) -> None:
+    problem = build(Case(8, 2, 128, 3, ((0, 4, 4), (1, 6, 4), (0, 0, 0)), bits), "cuda")
+    empty = replace(problem, end=problem.end - torch.tensor([3, 0, 0], device="cuda").int())
+    out = empty.run()
+    assert (out[0] == 0).all() and (out[2, 0] == 0).all() and (out[2, 1] != 0).all()
+    assert relative_error(out, naive(empty)) < 5e-3
+    nothing = replace(problem, groups=torch.zeros_like(problem.groups), end=torch.zeros_like(problem.end) - 4)
+    assert (nothing.run() == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_million_tokens(bits: int) -> None:
+    """Offsets beyond 2 ** 31 bytes of codes, and sums over a million tokens."""
+    codes = QuantizedKV.allocate(1, 64 if bits == 4 else 32, 8192, 128, 128, "cuda", bits == 8)
+    kv_heads = codes.kv_heads
+    for plane in (codes.key_upper, codes.key_lower, codes.value_upper, codes.value_lower):
+        if plane is not None:
+            plane.random_(0, 256)
+    # Values with a mean: a million random ones would cancel a thousandfold, and leave rounding.
+    for scale, low, mean in ((codes.key_scale, codes.key_min, -7.5), (codes.value_scale, codes.value_min, -6.0)):
+        scale.uniform_(0.02, 0.2)
+        low.copy_(mean * scale)
+    q = torch.randn(1, 1, kv_heads, 128, device="cuda", dtype=torch.bfloat16)
+    buffer = torch.randn(1, kv_heads, 8, 128, device="cuda", dtype=torch.bfloat16)
+    zero = torch.zeros(1, dtype=torch.int32, device="cuda")
+    problem = Problem(q, buffer, buffer, zero, zero + 3, codes, zero + 8192, bits == 8)
+    assert codes.key_upper.nbytes >= 2**31
+    out = problem.run()
+    head = slice(kv_heads - 1, kv_heads)  # the farthest offsets
+    planes = {name: None if plane is None else plane[:, head].contiguous() for name, plane in vars(codes).items()}
+    last = replace(problem, q=q[:, :, head], keys=buffer[:, head], values=buffer[:, head], codes=QuantizedKV(**planes))
+    assert relative_error(out[:, :, head], naive(last)) < 5e-3
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_growing_lengths() -> None:
+    """Captured once, replayed with other lengths in the same device tensors: no host synchronization."""
+    problem = build(Case(32, 8, 128, 2, ((60, 0, 200), (60, 0, 200)), 8), "cuda")
+    for tensor in (problem.keys, problem.values):
+        tensor.nan_to_num_()
+    problem.run()  # compiles outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = problem.run()
+    for groups, end in ((60, 200), (3, 17), (0, 1)):
+        problem.groups.fill_(groups)
+        problem.end.fill_(end)
+        graph.replay()
+        assert relative_error(out, naive(problem)) < 5e-3
+
+
+@pytest.mark.gpu
+def test_misaligned_buffers_are_left_to_triton() -> None:
+    problem = build(Case(8, 2, 128, 1, RAGGED, 4), "cuda")
+    shifted = torch.empty(problem.keys.numel() + 1, dtype=problem.keys.dtype, device="cuda")[1:].view_as(problem.keys)
+    shifted.copy_(problem.keys)
+    moved = replace(problem, keys=shifted)
+    assert problem.fits() and not moved.fits()
+    assert relative_error(moved.run(), naive(moved)) < 1e-2
