@@ -64,6 +64,7 @@ class Detail:
     """Where the operations of one plan are found: its entry in the parts of all plans predicted together."""
 
     plan: Plan
+    head_dim: int
     parts: tuple[Part, ...]
     index: int
 
@@ -73,7 +74,7 @@ class Detail:
             if part.name == "draft" and not self.plan.speculation.active:
                 continue
             for op, seconds in zip(part.ops, part.seconds, strict=True):
-                total, kind = op.total, kernel_class(self.plan, part.name, op.kind)
+                total, kind = op.total, kernel_class(self.plan, self.head_dim, part.name, op.kind)
                 flops, moved = _at(total.flops, self.index), _at(total.bytes, self.index)
                 yield OpTime(part.name, op.name, kind, int(op.launches), float(seconds[self.index]), flops, moved)
 
@@ -147,7 +148,8 @@ def predict_all(plans: Sequence[Plan], shape: ModelShape, profile: Profile) -> l
     )
     parts = _parts(shape, machine, strategy, len(plans))
     return [
-        _prediction(index, plan, known[index], (slow, best, fast), parts, profile) for index, plan in enumerate(plans)
+        _prediction(index, plan, shape.head_dim, known[index], (slow, best, fast), parts, profile)
+        for index, plan in enumerate(plans)
     ]
 
 
@@ -170,6 +172,7 @@ def _part(name: str, ops: tuple[Op, ...], machine: Machine, own: dict[str, RateT
 def _prediction(
     index: int,
     plan: Plan,
+    head_dim: int,
     acceptance: Acceptance,
     estimates: tuple[Estimate, Estimate, Estimate],
     parts: tuple[Part, ...],
@@ -185,7 +188,7 @@ def _prediction(
         best=_figures(best, index, plan.workload.batch, 0, 0, 1),
         low=_ordered(fast, slow, index, plan.workload.batch, -spread, -prefill_spread, 0.5),
         high=_ordered(slow, fast, index, plan.workload.batch, spread, prefill_spread, 1.5),
-        source=_source(plan, profile, acceptance),
+        source=_source(plan, head_dim, profile, acceptance),
         acceptance=acceptance,
         gamma=plan.speculation.gamma,
         tokens_per_round=_at(best.tokens_per_round, index),
@@ -196,7 +199,7 @@ def _prediction(
         prefill_peak_bytes=_at(memory.prefill_peak, index),
         decode_peak_bytes=_at(memory.decode_peak, index),
         offloaded_layers=int(_at(best.offloaded_layers, index)),
-        detail=Detail(plan, parts, index),
+        detail=Detail(plan, head_dim, parts, index),
     )
 
 
@@ -240,7 +243,7 @@ def _round_s(estimate: Estimate, index: int) -> dict[str, float]:
     return {name: _at(value, index) for name, value in parts.items()}
 
 
-def kernel_class(plan: Plan, part: str, kind: str) -> str:
+def kernel_class(plan: Plan, head_dim: int, part: str, kind: str) -> str:
     """The calibrated class behind an operation's kind in a part of the work."""
     drafting = part == "draft"
     if kind == "head":
@@ -249,13 +252,17 @@ def kernel_class(plan: Plan, part: str, kind: str) -> str:
         return "prefill_linear" if kind == "linear" else kind
     if kind == "linear":
         return linear_kind(plan.weights.draft_bits if drafting else plan.weights.target_bits)
-    return attention_kind(draft_code_bits(plan) if drafting else target_code_bits(plan))
+    return attention_kind(draft_code_bits(plan) if drafting else target_code_bits(plan), head_dim)
 
 
-def _source(plan: Plan, profile: Profile, acceptance: Acceptance) -> str:
+def _source(plan: Plan, head_dim: int, profile: Profile, acceptance: Acceptance) -> str:
     """The weakest source among the linear layers, attention and, where it counts, acceptance and selection."""
     parts = ("target", "draft") if plan.speculation.active else ("target",)
-    used = [profile.rates(kernel_class(plan, part, kind)).source for part in parts for kind in ("linear", "attention")]
+    used = [
+        profile.rates(kernel_class(plan, head_dim, part, kind)).source
+        for part in parts
+        for kind in ("linear", "attention")
+    ]
     if plan.speculation.active:
         used.append(acceptance.source)
     selecting = (

@@ -76,7 +76,8 @@ class Machine:
 
 # Every class of kernels that a pass or a round launches.
 KINDS = (
-    "linear", "linear_int8", "linear_int4", "head", "attention", "attention_int4", "attention_int8", "merge",
+    "linear", "linear_int8", "linear_int4", "head", "attention", "attention_int4", "attention_int8", "attention_d64",
+    "attention_int4_d64", "attention_int8_d64", "merge",
     "elementwise", "rope", "quantize", "sampling", "gather", "prefill_attention", "prefill_linear",
 )  # fmt: skip
 
@@ -86,9 +87,11 @@ def linear_kind(bits: int) -> str:
     return {16: "linear", 8: "linear_int8", 4: "linear_int4"}[bits]
 
 
-def attention_kind(bits: int) -> str:
-    """Kernel class of attention over codes of `bits` bits; 0 is full precision."""
-    return {0: "attention", 8: "attention_int8", 4: "attention_int4"}[bits]
+def attention_kind(bits: int, head_dim: int) -> str:
+    """Kernel class of attention over codes of `bits` bits; 0 is full precision. Narrow heads are classes of their own:
+    a kernel does as much work around each token of a head of 64 as of one of 128, for half the bytes."""
+    codes = {0: "attention", 8: "attention_int8", 4: "attention_int4"}[bits]
+    return codes if head_dim > 64 else f"{codes}_d64"
 
 
 def _rate_terms(profile: Profile, kind: str) -> RateTerms:

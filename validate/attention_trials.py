@@ -1,4 +1,4 @@
-"""Trials of attention: decode attention over every kind of cache, its merge, prefill attention, quantization."""
+"""Trials of attention: decode attention over every kind of cache, prefill attention, quantization."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.kernels.layout import QuantizedKV
-from ridgeplan.kernels.merge import merge
 from ridgeplan.kernels.quantize import quantize
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
@@ -48,6 +47,11 @@ class Reading:
         return max(1, (self.tokens - BUFFERED_TOKENS) // KV_GROUP) if self.bits else 0
 
     @property
+    def kind(self) -> str:
+        """The kernel class it belongs to."""
+        return attention_kind(self.bits, self.heads.head_dim)
+
+    @property
     def full_kv_elements(self) -> int:
         """Keys and values of all tokens, if every one is held in full precision."""
         return 2 * self.batch * self.heads.kv_heads * (self.tokens + self.queries) * self.heads.head_dim
@@ -71,7 +75,7 @@ def decode_trials(bench: Bench, readings: Iterable[Reading], processors: int) ->
 
 
 def decode_trial(bench: Bench, reading: Reading, splits: int) -> Trial:
-    """The trial of one reading; its cost is that of the attention kernel, without the merge."""
+    """The trial of one reading. Its cost is that of the attention kernel; its time holds the merge that ends it."""
     heads, batch = reading.heads, reading.batch
     cost = ops.attention(
         batch,
@@ -102,17 +106,7 @@ def decode_trial(bench: Bench, reading: Reading, splits: int) -> Trial:
         codes = _rows(planes, slice(i * batch, (i + 1) * batch))  # as the runtime's cache makes them, each time
         return decode_attention(q, keys, values, begin, end, codes, groups, lower=reading.bits == 8)
 
-    return Trial(attention_kind(reading.bits), reading.name, cost, call, len(store))
-
-
-def merge_trial(bench: Bench, reading: Reading, processors: int) -> Trial:
-    """The merge that follows one reading's attention."""
-    heads, splits = reading.heads, _splits(reading, processors)
-    cost = ops.merge(reading.batch, reading.queries, heads.q_heads, heads.head_dim, splits, bench.element_bytes)
-    lines = (reading.batch, reading.queries, heads.q_heads, splits)
-    partial = bench.random(*lines, heads.head_dim).float()
-    lse = bench.random(*lines).float()
-    return Trial("merge", reading.name, cost, lambda _: merge(partial, lse, bench.pool.dtype))
+    return Trial(reading.kind, reading.name, cost, call, len(store))
 
 
 def prefill_trials(bench: Bench, heads: Iterable[Heads], tokens: Iterable[int]) -> Iterator[Trial]:

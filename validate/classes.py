@@ -19,7 +19,7 @@ from ridgeplan.validate.fit import Ceilings, Sample, fit_rates
 from ridgeplan.validate.suite import Suite, suite_for
 
 GATHERED_BYTES = 256  # one token's key at head_dim 128 in 16 bits
-# On a CPU attention is not split, so nothing is merged: the class must cost nothing.
+# Attention is timed with the merge that ends it, on devices that split it at all: the class itself costs nothing.
 NO_MERGE = Rates(bandwidth_utilization=4.0, compute_utilization=4.0, launch_s=0.0, spread=0.0)
 
 
@@ -76,31 +76,22 @@ def _classes(
     bench: Bench, suite: Suite, hardware: Hardware, ceilings: Ceilings, on_progress: Progress
 ) -> dict[str, Rates]:
     trials = class_trials(bench, suite, hardware.processors)
-    rates: dict[str, Rates] = {}
-    merges: dict[str, Sample] = {}
+    rates = {"merge": NO_MERGE}
     for done, (kind, items) in enumerate(trials.items()):
         on_progress(kind, done, len(trials))
-        samples = {trial.name: Sample(trial.cost, bench.seconds(trial)) for trial in items}
-        if kind == "merge":
-            merges = samples
-        elif kind.startswith("attention"):
-            samples = {name: _without(sample, merges.get(name)) for name, sample in samples.items()}
-        rates[kind] = fit_rates(list(samples.values()), ceilings)
-    return rates if "merge" in rates else {**rates, "merge": NO_MERGE}
+        samples = [Sample(trial.cost, bench.seconds(trial)) for trial in items]
+        rates[kind] = fit_rates(samples, ceilings)
+    return rates
 
 
 def class_trials(bench: Bench, suite: Suite, processors: int) -> Mapping[str, Iterable[Trial]]:
-    """The trials of every class, made when they are asked for; the merge before the attention it is part of."""
+    """The trials of every class, made when they are asked for."""
     linear, attention, step = linear_trials, attention_trials, step_trials
-    merge = (attention.merge_trial(bench, reading, processors) for reading in suite.readings(0))
     return {
-        **({"merge": merge} if bench.device.type == "cuda" else {}),
         "linear": linear.dense_trials(bench, "linear", suite.linear_shapes, suite.linear_rows),
         "head": linear.dense_trials(bench, "head", suite.head_shapes, suite.head_rows),
         "linear_int4": linear.int4_trials(bench, suite.linear_shapes, suite.int4_rows),
-        "attention": attention.decode_trials(bench, suite.readings(0), processors),
-        "attention_int4": attention.decode_trials(bench, suite.readings(4), processors),
-        "attention_int8": attention.decode_trials(bench, suite.readings(8), processors),
+        **{kind: attention.decode_trials(bench, items, processors) for kind, items in suite.readings().items()},
         "elementwise": (
             trial
             for shape in suite.elementwise
@@ -115,8 +106,3 @@ def class_trials(bench: Bench, suite: Suite, processors: int) -> Mapping[str, It
         "prefill_linear": linear.dense_trials(bench, "prefill_linear", suite.prefill_shapes, suite.prefill_rows),
         "prefill_attention": attention.prefill_trials(bench, suite.heads, suite.prefill_tokens),
     }
-
-
-def _without(sample: Sample, merge: Sample | None) -> Sample:
-    """The attention kernel alone: the runtime's call merges its splits, which is a class of its own."""
-    return sample if merge is None else replace(sample, seconds=max(sample.seconds - merge.seconds, 1e-9))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 from ridgeplan.roofline.shapes import ModelShape
 from ridgeplan.validate.attention_trials import Heads, Reading
@@ -43,20 +44,18 @@ class Suite:
         """Vocabularies to sample from."""
         return tuple(outputs for outputs, _ in self.head_shapes)
 
-    def readings(self, bits: int) -> list[Reading]:
-        """Decode attention over codes of `bits` bits at every length, batch and number of queries.
+    def readings(self) -> dict[str, list[Reading]]:
+        """Decode attention at every length, batch and number of queries that the pool holds, by kernel class.
 
         Only drafts read 4-bit codes, and a draft forwards one token.
         """
-        queries = (1,) if bits == 4 else self.queries
-        readings = (
-            Reading(heads, batch, tokens, count, bits)
-            for heads in self.heads
-            for batch in self.batches
-            for tokens in self.tokens
-            for count in queries
-        )
-        return [reading for reading in readings if reading.full_kv_elements * MOST_ELEMENT_BYTES <= self.pool_bytes]
+        found: dict[str, list[Reading]] = {}
+        for bits, heads, batch, tokens in product((0, 4, 8), self.heads, self.batches, self.tokens):
+            for queries in (1,) if bits == 4 else self.queries:
+                reading = Reading(heads, batch, tokens, queries, bits)
+                if reading.full_kv_elements * MOST_ELEMENT_BYTES <= self.pool_bytes:
+                    found.setdefault(reading.kind, []).append(reading)
+        return found
 
 
 # SmolLM2-135M's layers, and those of a model with 1 to 2 billion parameters.
@@ -69,7 +68,7 @@ _CPU_QUICK = Suite(
     int4_rows=(1, 4),
     head_shapes=((49152, 576), (32000, 2048)),
     head_rows=(1, 5),
-    heads=(Heads(9, 3, 64), Heads(32, 8, 64)),
+    heads=(Heads(9, 3, 64), Heads(16, 4, 128)),
     batches=(1,),
     tokens=(256, 1024, 4096),
     queries=(1, 5),
