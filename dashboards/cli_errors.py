@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +13,8 @@ import click
 from ridgeplan.planner import NothingFits
 
 BAD_INPUT, NOTHING_FITS, INTERRUPTED = 2, 3, 130
+# What a full or failing disk answers where stdout is a file on it.
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class FileProblem(ValueError):
@@ -37,12 +42,24 @@ def exit_code(action: Callable[[], Any]) -> int:
         if not about_input(error):
             raise
         return _fail(str(error), NOTHING_FITS if isinstance(error, NothingFits) else BAD_INPUT)
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        _drop_output()
+        return _fail(f"cannot write the output: {error.strerror}", BAD_INPUT)
     return code if isinstance(code, int) else 0
 
 
 def about_input(error: ValueError) -> bool:
     """Whether the message is for the user: the package's own errors are, any other one is a defect and must show."""
     return type(error).__module__.startswith("ridgeplan.")
+
+
+def _drop_output() -> None:
+    """Sends what is still buffered for stdout nowhere; the interpreter would fail on it once more at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _fail(message: str, code: int) -> int:

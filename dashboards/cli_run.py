@@ -11,11 +11,13 @@ import click
 from ridgeplan.dashboards.cli_options import PlanFile, as_json, model_to_run, options, prompt_file
 from ridgeplan.dashboards.cli_output import GIB, print_json, warnings_as_notes
 from ridgeplan.planner import Plan
+from ridgeplan.planner.acceptance import same_model
 
 if TYPE_CHECKING:
     from ridgeplan.runtime import Engine, Statistics
 
 DEFAULT_NEW_TOKENS = 128
+EMBEDDED_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 STATISTICS = (
     "gamma", "rounds", "generated", "drafted", "judged", "accepted", "tokens_per_round", "acceptance", "accepted_share",
     "prefill_s", "decode_s", "draft_s", "verify_s", "flush_s", "flushes", "ttft_ms", "tpot_ms", "peak_memory_bytes",
@@ -48,6 +50,8 @@ def run(
 
     with warnings_as_notes():
         engine = runtime.load(plan, embedded_or(model))
+        if model is None:
+            note_substitute(plan)
         prompt_ids = prompt_tokens(engine, prompt, prompt_file)
         stop = engine.tokenizer.eos_token_id
         stream = engine.stream(prompt_ids, limit, stop_tokens=() if stop is None else (stop,), **sampling)
@@ -73,6 +77,13 @@ def embedded_or(model: str | None) -> str:
     from ridgeplan.runtime import embedded_model_path
 
     return model or str(embedded_model_path())
+
+
+def note_substitute(plan: Plan) -> None:
+    """Says on stderr that the embedded model runs in place of the one the plan is for, if that is another."""
+    named = plan.workload.model
+    if not same_model(named, EMBEDDED_MODEL):
+        click.echo(f"note: the plan is for {named}; {EMBEDDED_MODEL} runs, --model names another", err=True)
 
 
 def prompt_tokens(engine: Engine, text: str | None, path: str | None) -> list[int]:

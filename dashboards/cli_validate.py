@@ -8,7 +8,7 @@ import click
 
 from ridgeplan.dashboards.cli_options import PlanFile, as_json, model_to_run, options, profile_file, prompt_file
 from ridgeplan.dashboards.cli_output import print_json, print_table, progress, warnings_as_notes
-from ridgeplan.dashboards.cli_run import DEFAULT_NEW_TOKENS, embedded_or
+from ridgeplan.dashboards.cli_run import DEFAULT_NEW_TOKENS, embedded_or, note_substitute
 from ridgeplan.planner import Plan
 from ridgeplan.roofline.profile import load_profile
 
@@ -53,6 +53,8 @@ def validate(
             plan, source, prompts, limit, profile=calibrated,
             on_progress=lambda name, tokens: bars.update(tasks[name], completed=tokens),
         )  # fmt: skip
+    if model is None:
+        note_substitute(plan)
     if as_json:
         print_json({"plan": plan.to_dict(), "validation": validation.to_dict()})
         return

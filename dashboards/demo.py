@@ -12,7 +12,7 @@ from ridgeplan import planner
 from ridgeplan.dashboards.cli_machine import calibrate_with_progress
 from ridgeplan.dashboards.cli_options import as_json, options
 from ridgeplan.dashboards.cli_output import print_json, progress, warnings_as_notes
-from ridgeplan.dashboards.cli_run import embedded_or, prompt_tokens, statistics_dict, text_decoder
+from ridgeplan.dashboards.cli_run import EMBEDDED_MODEL, embedded_or, prompt_tokens, statistics_dict, text_decoder
 from ridgeplan.dashboards.cli_validate import print_comparison
 from ridgeplan.planner import Plan, Recommendation
 from ridgeplan.roofline.profile import Profile, load_profile, user_profile_path
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ridgeplan.validate import Comparison
 
 COUNT = click.IntRange(min=1)  # refused before a calibration of a minute
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
     """Recommend, run and check plans for the embedded SmolLM2-135M-Instruct on this machine."""
     source = embedded_or(None)
     profile = own_profile()
-    recommendation = planner.recommend(MODEL, "auto", context, new_tokens=new_tokens, profile=profile)
+    recommendation = planner.recommend(EMBEDDED_MODEL, "auto", context, new_tokens=new_tokens, profile=profile)
     if not as_json:
         click.echo(recommendation.explain() + "\n")
     with warnings_as_notes(), progress() as bars:

@@ -80,10 +80,12 @@ class QuantizedKV:
 
     @property
     def batch(self) -> int:
+        """Rows: sequences, of all layers where those are stored together."""
         return self.key_upper.shape[0]
 
     @property
     def kv_heads(self) -> int:
+        """Heads of keys and values."""
         return self.key_upper.shape[1]
 
     @property
@@ -98,6 +100,7 @@ class QuantizedKV:
 
     @property
     def head_dim(self) -> int:
+        """Channels of a head."""
         return self.key_scale.shape[3]
 
     @property

@@ -12,7 +12,7 @@ from ridgeplan.kernels.layout import QuantizedKV
 
 
 def round_half_up(x: Tensor) -> Tensor:
-    # floor(x + 1/2), not round-half-even: the same instructions exist in Triton, so codes agree bit by bit.
+    """floor(x + 1/2), not round-half-even: the same instructions exist in Triton, so codes agree bit by bit."""
     return torch.floor(x + 0.5)
 
 

@@ -8,8 +8,13 @@ from ridgeplan.roofline.shapes import ModelShape
 EXECUTABLE_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def missing_execution(plan: Plan) -> list[str]:
-    """The plan's values that the runtime cannot execute yet, one phrase each; empty if it can execute the plan."""
+def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
+    """The plan's values that the runtime cannot execute yet, one phrase each; empty if it can execute the plan.
+
+    With `shape`, also what it cannot execute for this model.
+    """
+    window = shape.window_tokens if shape else None
+    plain = not (plan.kv.quantized or plan.speculation.active)
     checks = {
         f"eviction {plan.eviction.policy.value!r}": plan.eviction.policy is not EvictionPolicy.NONE,
         "offloaded KV": plan.placement.offload,
@@ -17,6 +22,9 @@ def missing_execution(plan: Plan) -> list[str]:
         f"draft selection {plan.speculation.selection.value!r}": plan.speculation.selection is not DraftSelection.ALL,
         f"{plan.weights.target_bits}-bit target weights": plan.weights.target_bits != 16,
         f"tensor parallelism {plan.tensor_parallel}": plan.tensor_parallel != 1,
+        f"codes or drafts beyond a sliding window of {window} tokens": (
+            window is not None and plan.workload.final_context > window and not plain
+        ),
     }
     return [name for name, missing in checks.items() if missing]
 

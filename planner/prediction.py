@@ -130,13 +130,16 @@ def predict(plan: Plan, shape: ModelShape, profile: Profile) -> Prediction:
     return predict_all([plan], shape, profile)[0]
 
 
-def predict_all(plans: Sequence[Plan], shape: ModelShape, profile: Profile) -> list[Prediction]:
+def predict_all(
+    plans: Sequence[Plan], shape: ModelShape, profile: Profile, machine: Machine | None = None
+) -> list[Prediction]:
     """Predictions of several plans of one context, in one evaluation.
 
+    `machine` is the profile's unless given: one with less memory lets layers leave the device earlier.
     Bands come from the spread of the calibration's fit, weighted by the time each class takes, and from the band of
     the acceptance.
     """
-    machine = Machine.of(profile)
+    machine = machine or Machine.of(profile)
     knowledge = Knowledge.about(shape, plans[0].workload.context, profile.acceptance)
     known = [knowledge.of(plan) for plan in plans]
     strategies = [strategy_of(plan, shape, machine, item.best) for plan, item in zip(plans, known, strict=True)]

@@ -76,7 +76,7 @@ class Candidate:
             return f"does not fit: needs {needed:.1f} GiB of {limit:.1f} GiB"
         if not question.quality.allows(quality_of(self.plan)):
             return f"quality: {'; '.join(losses(self.plan))}"
-        missing = missing_execution(self.plan)
+        missing = missing_execution(self.plan, question.shape)
         return f"estimated only, the runtime cannot execute {', '.join(missing)} yet" if missing else None
 
 
@@ -110,7 +110,7 @@ def recommend(
         raise NothingFits(_why_nothing_fits(candidates, question))
     others = _others(candidates, chosen, question)
     plans = [autoregressive(workload), chosen.plan, *(one.plan for one in others)]
-    baseline, *predicted = predict_all(plans, shape, used)
+    baseline, *predicted = predict_all(plans, shape, used, question.machine)
     best, *rest = (prediction.against(baseline) for prediction in predicted)
     return Recommendation(
         plan=chosen.plan,
@@ -153,8 +153,12 @@ def fits_whole(question: Question) -> bool:
 def _best_of_each(
     spaces: tuple[Family, ...], grid: tuple[np.ndarray, ...], estimate: Estimate, question: Question
 ) -> Iterator[Candidate]:
-    """The grid point of lowest objective that fits; where none fits, the one that needs least memory."""
+    """The grid point of lowest objective that fits; where none fits, the one that needs least memory.
+
+    A member of the joint space that may offload but need not is the one that may not, and is left out.
+    """
     size = len(grid[0])
+    offloaded = np.broadcast_to(estimate.offloaded_layers, (size,))
     tpot, peak = (np.broadcast_to(array, (size,)) for array in (estimate.tpot_s, estimate.memory.peak))
     score = _score(estimate, question, size)
     fits = peak <= question.memory_limit_bytes
@@ -164,6 +168,8 @@ def _best_of_each(
         start += space.size
         ranked = np.where(fits[part], score[part], math.inf) if fits[part].any() else peak[part]
         best = part.start + int(np.argmin(ranked))
+        if space.template.placement.offload and space.name not in PRESETS and not offloaded[best]:
+            continue
         plan = space.plan(*(axis[best] for axis in grid))
         yield Candidate(space.name, plan, float(score[best]), float(tpot[best]), float(peak[best]))
 

@@ -14,6 +14,7 @@ import sympy
 
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.passes import Op, PassTerms, decode_pass, prefill_pass
+from ridgeplan.roofline.shapes import ModelShape
 from ridgeplan.roofline.symbols import symbol, symbolic_shape
 
 GROWING = ("batch", "context", "hidden", "new_tokens")
@@ -73,7 +74,7 @@ def _divides(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return all(small <= large for small, large in zip(one, other, strict=True))
 
 
-def _multi_head_shape() -> object:
+def _multi_head_shape() -> ModelShape:
     """Multi-head attention with heads that fill the hidden dimension, and an MLP of fixed ratio to it."""
     hidden, head_dim = symbol("hidden"), symbol("head_dim")
     heads = hidden / head_dim
@@ -82,7 +83,7 @@ def _multi_head_shape() -> object:
 
 
 def _prefill() -> tuple[Op, ...]:
-    return prefill_pass(_multi_head_shape(), symbol("batch"), symbol("context"), symbol("element_bytes"))  # type: ignore[arg-type]
+    return prefill_pass(_multi_head_shape(), symbol("batch"), symbol("context"), symbol("element_bytes"))
 
 
 def _decode() -> tuple[Op, ...]:
@@ -94,5 +95,5 @@ def _decode() -> tuple[Op, ...]:
         head_bytes=element_bytes, element_bytes=element_bytes,
     )  # fmt: skip
     steps = symbol("new_tokens")
-    passes = decode_pass(_multi_head_shape(), terms)  # type: ignore[arg-type]
+    passes = decode_pass(_multi_head_shape(), terms)
     return tuple(Op(op.name, op.kind, op.cost, op.launches * steps) for op in passes)

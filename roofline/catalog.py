@@ -28,6 +28,7 @@ class Catalog(Generic[Entry]):
     normalize: Callable[[str], str]
 
     def find(self, reference: str) -> Entry | None:
+        """The entry that a name or alias leads to, if any."""
         return self.by_name.get(self.normalize(reference))
 
     def suggestion(self, reference: str) -> str:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.memory import MemoryParts
-from ridgeplan.roofline.numbers import smaller
+from ridgeplan.roofline.memory import PREFILL_CHUNK_TOKENS, MemoryParts
+from ridgeplan.roofline.numbers import larger, smaller
 from ridgeplan.roofline.passes import Op, decode_pass, prefill_pass
 from ridgeplan.roofline.placement import place
 from ridgeplan.roofline.rounds import (
@@ -62,8 +62,9 @@ def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy) -> Estimat
 
 def prefill_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
     """Time to the first token: all prompts one after another, their KV quantized as it is made."""
-    ops = prefill_pass(shape, 1, strategy.context, machine.element_bytes)
-    one = machine.pass_seconds(ops, prefill_rates(machine), shape.layers)
+    ops = prefill_pass(shape, 1, strategy.context, machine.element_bytes, strategy.target_weight_bytes)
+    chunks = larger(strategy.context / PREFILL_CHUNK_TOKENS, 1)  # a layer is issued once for each
+    one = machine.pass_seconds(ops, prefill_rates(machine), shape.layers * chunks, machine.prefill_layer_dispatch_s)
     cost = quantize_cost(shape, machine, strategy, 1, strategy.context)
     codes = smaller(strategy.code_planes, 1) * shape.layers * machine.seconds(cost, machine.rates["quantize"])
     return strategy.batch * (one + codes + sampling_seconds(shape, machine, 1))
@@ -73,7 +74,7 @@ def pass_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> dict[st
     """The operations of one prompt's prefill, of a draft step and of a target step halfway through generation."""
     middle = strategy.context + strategy.new_tokens / 2
     return {
-        "prefill": prefill_pass(shape, 1, strategy.context, machine.element_bytes),
+        "prefill": prefill_pass(shape, 1, strategy.context, machine.element_bytes, strategy.target_weight_bytes),
         "draft": decode_pass(shape, draft_terms(machine, strategy, middle)),
         "target": decode_pass(shape, target_terms(machine, strategy, middle)),
     }

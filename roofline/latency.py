@@ -30,6 +30,7 @@ class Machine:
     rates: Mapping[str, RateTerms]
     pass_dispatch_s: Term
     layer_dispatch_s: Term
+    prefill_layer_dispatch_s: Term
     asynchronous: Term
     memory_bytes: Term
     host_link_bytes_per_s: Term
@@ -46,6 +47,7 @@ class Machine:
             rates={kind: _rate_terms(profile, kind) for kind in KINDS},
             pass_dispatch_s=profile.pass_dispatch_s,
             layer_dispatch_s=profile.layer_dispatch_s,
+            prefill_layer_dispatch_s=profile.prefill_layer_dispatch_s,
             asynchronous=int(profile.asynchronous),
             memory_bytes=hardware.memory_bytes,
             host_link_bytes_per_s=hardware.host_link_bytes_per_s * profile.host_link_utilization,
@@ -67,10 +69,16 @@ class Machine:
         """The pass's own rates where the operation's class has any, else the machine's."""
         return own[op.kind] if op.kind in own else self.rates[op.kind]
 
-    def pass_seconds(self, ops: Iterable[Op], own: Mapping[str, RateTerms], layers: Term) -> Term:
-        """One forward pass: the device's work, and the host's, which a device that runs by itself overlaps."""
+    def pass_seconds(
+        self, ops: Iterable[Op], own: Mapping[str, RateTerms], layers: Term, layer_dispatch_s: Term | None = None
+    ) -> Term:
+        """One forward pass: the device's work, and the host's, which a device that runs by itself overlaps.
+
+        `layer_dispatch_s` is a decode pass's unless given.
+        """
         device = sum(self.op_seconds(op, own) for op in ops)
-        host = self.pass_dispatch_s + layers * self.layer_dispatch_s
+        per_layer_s = self.layer_dispatch_s if layer_dispatch_s is None else layer_dispatch_s
+        host = self.pass_dispatch_s + layers * per_layer_s
         return where(self.asynchronous, larger(device, host), device + host)
 
 

@@ -63,18 +63,15 @@ def draft_weight_memory(shape: ModelShape, weight_bytes: Term) -> Term:
 
 
 def full_kv(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term) -> Term:
-    """Full-precision keys and values of `tokens` tokens in every layer (window layers hold their window only)."""
-    windowed = smaller(tokens, shape.window_tokens) if shape.window_tokens else 0
-    layer_tokens = (shape.layers - shape.window_layers) * tokens + shape.window_layers * windowed
-    return batch * shape.kv_elements_per_token_per_layer * layer_tokens * element_bytes
+    """Full-precision keys and values of `tokens` tokens in every layer. Layers with a sliding window keep all of them
+    too, as the runtime does; they only read less."""
+    return shape.layers * batch * shape.kv_elements_per_token_per_layer * tokens * element_bytes
 
 
 def code_memory(shape: ModelShape, batch: Term, tokens: Term, planes: Term, group: Term) -> Term:
-    """Codes of `planes` 4-bit planes for `tokens` tokens per layer, with their scales and minima if any plane."""
-    elements = shape.kv_elements_per_token_per_layer
-    codes = ops.code_bytes(batch, elements, tokens, 4 * planes)
-    metadata = ops.metadata_bytes(batch, shape.kv_heads, shape.head_dim, tokens, group) * smaller(planes, 1)
-    return shape.layers * (codes + metadata)
+    """Codes of `planes` 4-bit planes for `tokens` tokens in every layer, with their scales and minima if any plane."""
+    codes = ops.quantized_bytes(batch, shape.cached_heads, shape.head_dim, tokens, 4 * planes, group)
+    return shape.layers * smaller(planes, 1) * codes
 
 
 def prefill_workspace(shape: ModelShape, tokens: Term, element_bytes: Term) -> Term:

@@ -67,6 +67,12 @@ def metadata_bytes(batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, gr
     return batch * kv_heads * (keys + values)
 
 
+def quantized_bytes(batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, bits: Term, group: Term) -> Term:
+    """Codes of `tokens` tokens with their scales and minima."""
+    codes = code_bytes(batch, 2 * kv_heads * head_dim, tokens, bits)
+    return codes + metadata_bytes(batch, kv_heads, head_dim, tokens, group)
+
+
 def attention(
     batch: Term,
     queries: Term,
@@ -85,11 +91,8 @@ def attention(
     `bits` is 4 (upper codes), 8 (upper and lower) or 0 where nothing is quantized. Each KV head's cache is read
     once for all query heads of its group and all queries. Writes one fp32 partial and log-sum-exp per split.
     """
-    elements = 2 * kv_heads * head_dim
-    quantized = code_bytes(batch, elements, quantized_tokens, bits) + metadata_bytes(
-        batch, kv_heads, head_dim, quantized_tokens, group
-    )
-    full = batch * elements * full_tokens * element_bytes
+    quantized = quantized_bytes(batch, kv_heads, head_dim, quantized_tokens, bits, group)
+    full = batch * 2 * kv_heads * head_dim * full_tokens * element_bytes
     query = batch * queries * q_heads * head_dim * element_bytes
     return Cost(
         flops=4 * batch * queries * q_heads * head_dim * (quantized_tokens + full_tokens),
@@ -104,15 +107,24 @@ def latent_attention(
     q_heads: Term,
     latent: Term,
     rope_dim: Term,
-    tokens: Term,
+    head_dim: Term,
+    quantized_tokens: Term,
+    full_tokens: Term,
+    bits: Term,
     element_bytes: Term,
+    group: Term,
     splits: Term,
 ) -> Cost:
-    """Multi-head latent attention with absorbed projections: all heads read one latent row per token."""
+    """Multi-head latent attention with absorbed projections: all heads read one latent row per token.
+
+    Codes of a row have scales and minima as those of row / (2 x head_dim) heads of keys and values would.
+    """
     row = latent + rope_dim
+    quantized = quantized_bytes(batch, row / (2 * head_dim), head_dim, quantized_tokens, bits, group)
+    full = (batch * row * full_tokens + batch * queries * q_heads * row) * element_bytes
     return Cost(
-        flops=2 * batch * queries * q_heads * (row + latent) * tokens,
-        read_bytes=(batch * row * tokens + batch * queries * q_heads * row) * element_bytes,
+        flops=2 * batch * queries * q_heads * (row + latent) * (quantized_tokens + full_tokens),
+        read_bytes=quantized + full,
         write_bytes=partial_bytes(batch, queries, q_heads, latent, splits),
     )
 
@@ -180,8 +192,7 @@ def quantize(
     return Cost(
         flops=6 * batch * elements * tokens,
         read_bytes=batch * elements * tokens * element_bytes,
-        write_bytes=code_bytes(batch, elements, tokens, 4 * planes)
-        + metadata_bytes(batch, kv_heads, head_dim, tokens, group),
+        write_bytes=quantized_bytes(batch, kv_heads, head_dim, tokens, 4 * planes, group),
     )
 
 

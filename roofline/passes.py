@@ -84,15 +84,20 @@ def decode_pass(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
     )
 
 
-def prefill_pass(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term) -> tuple[Op, ...]:
-    """All operations of prefill: every token of the prompt, logits of the last one only."""
-    rows = batch * tokens
+def prefill_pass(
+    shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term, weight_bytes: Term | None = None
+) -> tuple[Op, ...]:
+    """All operations of prefill: every token of the prompt, logits of the last one only.
+
+    `weight_bytes` per parameter of a linear layer are `element_bytes` unless the weights are stored in fewer bits.
+    """
+    rows, weight_bytes = batch * tokens, element_bytes if weight_bytes is None else weight_bytes
     return (
         _embedding(shape, rows, element_bytes),
-        *_attention_linears(shape, rows, element_bytes, element_bytes),
+        *_attention_linears(shape, rows, weight_bytes, element_bytes),
         _rope_append(shape, rows, element_bytes),
         *_prefill_attention(shape, batch, tokens, element_bytes),
-        *_mlps(shape, rows, element_bytes, element_bytes),
+        *_mlps(shape, rows, weight_bytes, element_bytes),
         _norms(shape, rows, element_bytes),
         _head(shape, batch, element_bytes, element_bytes),
     )
@@ -200,15 +205,18 @@ def _attention(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
 def _attention_layers(shape: ModelShape, terms: PassTerms, suffix: str, share: Term, layers: Term) -> tuple[Op, ...]:
     width = shape.value_dim
     if shape.is_mla:
-        tokens = share * (terms.quantized_tokens + terms.full_tokens)
         cost = ops.latent_attention(
             terms.batch,
             terms.queries,
             shape.q_heads,
             shape.value_dim,
             shape.score_dim - shape.value_dim,
-            tokens,
+            shape.head_dim,
+            share * terms.quantized_tokens,
+            share * terms.full_tokens,
+            terms.bits,
             terms.element_bytes,
+            terms.group,
             terms.splits,
         )
     else:

@@ -37,7 +37,7 @@ def place(shape: ModelShape, machine: Machine, strategy: Strategy) -> Placed:
     return Placed(
         memory=replace(parts, kv=parts.kv - layers * saving),
         offloaded_layers=layers,
-        transfer_s=layers * _layer_transfer(shape, machine, strategy),
+        transfer_s=layers * _layer_transfer(shape, machine, strategy, parts),
     )
 
 
@@ -86,13 +86,16 @@ def _layer_saving(shape: ModelShape, strategy: Strategy, parts: MemoryParts) -> 
     return parts.kv / shape.layers * (1 - kept)
 
 
-def _layer_transfer(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
-    """Seconds to bring one offloaded layer's tokens: the changed part of its budget, or all where all are read."""
+def _layer_transfer(shape: ModelShape, machine: Machine, strategy: Strategy, parts: MemoryParts) -> Term:
+    """Seconds to bring one offloaded layer's tokens: the changed part of its budget, or all where all are read.
+
+    They travel in the format they are stored in.
+    """
     reads_all = smaller(strategy.target_budget / UNLIMITED_TOKENS, 1)  # 1 without a budget, about 0 with one
     budget = smaller(strategy.offload_budget, strategy.context)
     tokens = where(reads_all, strategy.context, budget * (1 - ELASTIC_OVERLAP))
-    elements = strategy.batch * shape.kv_elements_per_token_per_layer * tokens
-    return elements * machine.element_bytes / machine.host_link_bytes_per_s
+    token_bytes = parts.kv / shape.layers / (strategy.context + strategy.new_tokens)
+    return tokens * token_bytes / machine.host_link_bytes_per_s
 
 
 def _ceiling(value: Term) -> Term:

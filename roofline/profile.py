@@ -74,8 +74,9 @@ class Rates:
 class Profile:
     """Calibrated rates of one machine. `hardware` holds its figures, so a profile stands for a machine by itself.
 
-    `pass_dispatch_s` and `layer_dispatch_s` are what the host spends to issue one forward pass and one layer of
-    it; `asynchronous` says whether the device works meanwhile, so that the slower of both counts.
+    `pass_dispatch_s` and `layer_dispatch_s` are what the host spends to issue one decode pass and one layer of it,
+    `prefill_layer_dispatch_s` one layer of a prefill; `asynchronous` says whether the device works meanwhile, so that
+    the slower of both counts.
     """
 
     hardware: Hardware
@@ -85,6 +86,7 @@ class Profile:
     classes: Mapping[str, Rates]
     pass_dispatch_s: float = 0.0
     layer_dispatch_s: float = 0.0
+    prefill_layer_dispatch_s: float = 0.0
     asynchronous: bool = True
     host_link_utilization: float = 1.0
     source: str = "calibrated"
@@ -121,6 +123,7 @@ class Profile:
             "hardware": {**_plain(self.hardware), "sources": dict(self.hardware.sources)},
             "pass_dispatch_s": self.pass_dispatch_s,
             "layer_dispatch_s": self.layer_dispatch_s,
+            "prefill_layer_dispatch_s": self.prefill_layer_dispatch_s,
             "asynchronous": self.asynchronous,
             "host_link_utilization": self.host_link_utilization,
             "classes": {name: asdict(rates) for name, rates in self.classes.items()},
@@ -146,13 +149,15 @@ class Profile:
         try:
             return cls._from_fields(data)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ProfileError(f"profile lacks or garbles a field: {error}") from error
+            raise ProfileError(
+                f"lacks or garbles a field: {error}; make it again with `ridgeplan calibrate`"
+            ) from error
         except InvalidField as error:
             raise ProfileError(str(error)) from error
 
     @classmethod
     def _from_fields(cls, data: dict[str, Any]) -> Profile:
-        for name in ("pass_dispatch_s", "layer_dispatch_s", "host_link_utilization"):
+        for name in ("pass_dispatch_s", "layer_dispatch_s", "prefill_layer_dispatch_s", "host_link_utilization"):
             _require_number(name, data[name], 0, 10)
         _require(isinstance(data["asynchronous"], bool), "asynchronous must be true or false")
         hardware = dict(data["hardware"])
@@ -165,6 +170,7 @@ class Profile:
             classes={str(name): Rates(**rates) for name, rates in data["classes"].items()},
             pass_dispatch_s=data["pass_dispatch_s"],
             layer_dispatch_s=data["layer_dispatch_s"],
+            prefill_layer_dispatch_s=data["prefill_layer_dispatch_s"],
             asynchronous=data["asynchronous"],
             host_link_utilization=data["host_link_utilization"],
             acceptance=tuple(dict(row) for row in data.get("acceptance", ())),

@@ -103,9 +103,8 @@ def sampling_seconds(shape: ModelShape, machine: Machine, rows: Term) -> Term:
 
 def quantize_cost(shape: ModelShape, machine: Machine, strategy: Strategy, batch: Term, tokens: Term) -> Cost:
     """Quantizing `tokens` tokens of one layer into the planes the strategy stores."""
-    heads = shape.kv_elements_per_token_per_layer / (2 * shape.head_dim)  # MLA's latent, in heads
     group, planes = strategy.kv_group, strategy.code_planes
-    return ops.quantize(batch, heads, shape.head_dim, tokens, machine.element_bytes, group, planes)
+    return ops.quantize(batch, shape.cached_heads, shape.head_dim, tokens, machine.element_bytes, group, planes)
 
 
 def flush_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:

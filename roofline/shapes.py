@@ -114,10 +114,12 @@ class ModelShape:
 
     @property
     def is_moe(self) -> bool:
+        """Whether any layer has a mixture of experts."""
         return self.experts > 0
 
     @property
     def is_mla(self) -> bool:
+        """Whether attention caches a latent row in place of keys and values (multi-head latent attention)."""
         return self.latent_rank is not None
 
     # The widths of MLA as plain numbers, 0 where the model has none.
@@ -152,6 +154,11 @@ class ModelShape:
     def kv_elements_per_token_per_layer(self) -> int:
         """Cached numbers per token and layer: keys and values, or MLA's latent and its RoPE key."""
         return self._latent + self._rope if self.is_mla else 2 * self.kv_width
+
+    @property
+    def cached_heads(self) -> float:
+        """Heads of keys and values that hold as many numbers as are cached; a fraction for MLA's latent row."""
+        return self.kv_elements_per_token_per_layer / (2 * self.head_dim)
 
     @property
     def score_dim(self) -> int:

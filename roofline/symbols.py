@@ -93,6 +93,7 @@ def symbolic_machine() -> Machine:
         rates=dict.fromkeys(KINDS, ideal),
         pass_dispatch_s=0,
         layer_dispatch_s=0,
+        prefill_layer_dispatch_s=0,
         asynchronous=1,
         processors=1,
     )

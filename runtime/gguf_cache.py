@@ -37,12 +37,16 @@ def converted(path: Path) -> Path:
     """The safetensors folder of the GGUF file `path`, converted now if it is not cached yet.
 
     A folder appears under its name only when it is complete. Raises ModelError for a file that is
-    truncated, corrupt or of an architecture that transformers cannot read.
+    truncated, corrupt or of an architecture that transformers cannot read, and for a cache that cannot be written.
     """
     folder = cache_root() / "models" / _key(path)
     if not folder.is_dir():
-        with _staging(folder) as staging, no_progress_bars():
-            _convert(path, staging)
+        try:
+            with _staging(folder) as staging, no_progress_bars():
+                _convert(path, staging)
+        except OSError as error:
+            where = f"{folder.parent}, under $XDG_CACHE_HOME or ~/.cache"
+            raise ModelError(f"cannot write the converted model to {where}: {error.strerror or error}") from error
     return folder
 
 

@@ -30,6 +30,7 @@ class Dense:
 
     @property
     def bytes(self) -> int:
+        """Storage of the weight and its bias."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
@@ -66,6 +67,7 @@ class Int4:
 
     @property
     def bytes(self) -> int:
+        """Storage of codes, scales, zeros and the bias."""
         return self.packed.nbytes + self.scales.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 

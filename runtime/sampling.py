@@ -106,7 +106,12 @@ def judge(target: Tensor, draft: Tensor, drafted: Tensor, room: Tensor, uniform:
 
 
 def _residual(target: Tensor, draft: Tensor, accepted: Tensor) -> Tensor:
-    """(p - q)+ [rows, vocab] after `accepted` drafts; q is 0 after the last."""
+    """(p - q)+ [rows, vocab] after `accepted` drafts; q is 0 after the last.
+
+    Where rounding leaves nothing of it, p and q are the same distribution, and it is p.
+    """
     q = torch.cat([draft, torch.zeros_like(target[:, :1])], dim=1)
     at = accepted[:, None, None].expand(-1, 1, target.shape[2])
-    return (target.gather(1, at) - q.gather(1, at))[:, 0].clamp_min(0)
+    wanted = target.gather(1, at)[:, 0]
+    beyond = (wanted - q.gather(1, at)[:, 0]).clamp_min(0)
+    return torch.where((beyond > 0).any(-1, keepdim=True), beyond, wanted)

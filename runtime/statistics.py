@@ -36,14 +36,17 @@ class Statistics:
 
     @property
     def drafted(self) -> int:
+        """Drafted tokens of unfinished sequences."""
         return self.gamma * self.sequence_rounds
 
     @property
     def judged(self) -> int:
+        """Drafts that were compared with the target: those whose predecessors in the round were accepted."""
         return sum(self.judged_at)
 
     @property
     def accepted(self) -> int:
+        """Drafts that the target agreed with."""
         return sum(self.accepted_at)
 
     @property

@@ -63,6 +63,7 @@ class Reading:
 
     @property
     def name(self) -> str:
+        """What the trial reads, as a profile's samples show it."""
         heads = self.heads
         shape = f"{heads.q_heads}/{heads.kv_heads} x {heads.head_dim}"
         return f"{shape}, batch {self.batch}, {self.tokens} tokens, {self.queries} queries"

@@ -57,6 +57,7 @@ class Bench:
 
     @property
     def element_bytes(self) -> int:
+        """Bytes of an element of the machine's full precision."""
         return self.pool.element_size()
 
     def variants(self, nbytes: float) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +15,7 @@ from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.passes import PassTerms, decode_pass
 from ridgeplan.roofline.profile import Profile
 from ridgeplan.roofline.shapes import ModelShape
+from ridgeplan.runtime.prefill import prefill
 from ridgeplan.validate.bench import Bench, Trial, captured
 from ridgeplan.validate.toy import Toy
 
@@ -23,17 +26,38 @@ HOST_CALLS = 20
 def with_dispatch(bench: Bench, profile: Profile, shape: ModelShape, layer_counts: tuple[int, ...]) -> Profile:
     """`profile` with the dispatch times that steps of decoders with layers of `shape` show.
 
-    A device that runs by itself hides its work behind the host's: a step of small layers takes the host's time.
-    On a CPU launches are in the kernels' rates already, and what they leave unexplained of a step is the rest of
-    the host's work. There the layers must be a real model's: between such, the host's own caches are cold.
+    A device that runs by itself hides its work behind the host's: a captured step is one launch, but prefill is
+    issued kernel by kernel, and a short prompt takes the host's time. On a CPU launches are in the kernels' rates
+    already, and what they leave unexplained of a step is the rest of the host's work, in prefill as in decoding.
+    There the layers must be a real model's: between such, the host's own caches are cold.
     """
-    kernels = Machine.of(replace(profile, pass_dispatch_s=0.0, layer_dispatch_s=0.0))
-    rest = []
-    for layers in layer_counts:
-        toy = Toy.build(bench, replace(shape, layers=layers), CONTEXT, 1)
-        rest.append(_host_seconds(toy) if profile.asynchronous else _unexplained_seconds(toy, kernels))
-    layer_s, pass_s = np.polyfit(layer_counts, rest, 1)
-    return replace(profile, pass_dispatch_s=max(0.0, float(pass_s)), layer_dispatch_s=max(0.0, float(layer_s)))
+    toys = [Toy.build(bench, replace(shape, layers=layers), CONTEXT, 1) for layers in layer_counts]
+    if profile.asynchronous:
+        pass_s, layer_s = _line(layer_counts, [_host_seconds(toy) for toy in toys])
+        _, prefill_layer_s = _line(layer_counts, [_prefill_seconds(toy) for toy in toys])
+    else:
+        kernels = Machine.of(replace(profile, pass_dispatch_s=0.0, layer_dispatch_s=0.0))
+        pass_s, layer_s = _line(layer_counts, [_unexplained_seconds(toy, kernels) for toy in toys])
+        prefill_layer_s = layer_s
+    return replace(profile, pass_dispatch_s=pass_s, layer_dispatch_s=layer_s, prefill_layer_dispatch_s=prefill_layer_s)
+
+
+def _line(layer_counts: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Seconds of a pass and of each layer, neither below 0."""
+    layer_s, pass_s = np.polyfit(layer_counts, seconds, 1)
+    return max(0.0, float(pass_s)), max(0.0, float(layer_s))
+
+
+def _prefill_seconds(toy: Toy) -> float:
+    """Seconds of a prompt so short that issuing its kernels is all it takes."""
+    weights, prompt = toy.weights(), toy.tokens(CONTEXT)[0]
+    times = []
+    for _ in range(HOST_CALLS):
+        start = time.perf_counter()
+        prefill(toy.decoder, weights, toy.cache, 0, prompt)
+        torch.cuda.synchronize(toy.bench.device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def _unexplained_seconds(toy: Toy, kernels: Machine) -> float:

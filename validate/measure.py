@@ -49,6 +49,9 @@ def measure(
     on_progress: Callable[[int], None] | None = None,
 ) -> Measured:
     """Generates without stop tokens, so that all sequences have the same length, and takes the figures."""
+    if engine.device.type == "cuda":
+        # Kernels are compiled and graphs captured at first use, which is no part of any figure.
+        engine.generate(prompts, min(2, max_new_tokens), temperature=temperature, top_k=top_k, top_p=top_p)
     generation = engine.generate(
         prompts, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, on_progress=on_progress
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ridgeplan.dashboards.cli_run import text_pieces
+from ridgeplan.dashboards.cli_run import note_substitute, text_pieces
 from ridgeplan.planner import Workload, preset
 
 
@@ -49,6 +49,13 @@ def test_a_plan_that_cannot_be_executed_says_why(refuses: Any, tmp_path: Path) -
     path = tmp_path / "plan.json"
     path.write_text(preset("specattn", Workload("m", "h", 64, 8)).to_json())
     assert "can be estimated but not executed: draft selection 'specattn'" in refuses("run", path, "--prompt", "a")
+
+
+@pytest.mark.parametrize(("model", "noted"), [("HuggingFaceTB/SmolLM2-135M", False), ("meta-llama/Llama-3.1-8B", True)])
+def test_the_embedded_model_in_place_of_the_plans_is_noted(capsys: Any, model: str, noted: bool) -> None:
+    note_substitute(preset("quantspec", Workload(model, "here", 64, 8)))
+    stderr = capsys.readouterr().err
+    assert (f"note: the plan is for {model}" in stderr) == noted
 
 
 @pytest.mark.parametrize("keep", [0, 4, 1000, 90_000_000])

@@ -79,6 +79,16 @@ def test_closed_pipe_is_quiet(profile_path: Path) -> None:
     assert result.stderr == ""
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("option", [(), ("--json",)])
+def test_a_full_disk_is_one_line(option: tuple[str, ...]) -> None:
+    command = [str(Path(sys.executable).with_name("ridgeplan")), "models", *option]
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr == "error: cannot write the output: No space left on device\n"
+
+
 def test_interrupt_is_quiet(tmp_path: Path) -> None:
     pipe = tmp_path / "plan.json"
     os.mkfifo(pipe)

@@ -89,6 +89,23 @@ def test_less_memory_changes_the_plan_and_then_nothing_fits(h200_profile):
         ask(h200_profile, memory_limit=5e9)
 
 
+def test_predictions_keep_to_the_memory_limit_as_the_search_does(h200_profile):
+    answer = ask(h200_profile, memory_limit=29e9)
+    offloading = next(other for other in answer.alternatives if other.preset == "specontext")
+    assert offloading.predicted.offloaded_layers > 0
+    assert offloading.predicted.best.peak_memory_bytes <= 29e9
+    may_leave = [other for other in answer.alternatives if "offload" in other.preset]
+    assert all(other.predicted.offloaded_layers for other in may_leave)
+
+
+@pytest.mark.parametrize(("context", "plain"), [(2048, False), (30000, True)])
+def test_beyond_a_sliding_window_only_plain_decoding_is_recommended(h200_profile, context, plain):
+    shape = load_shape("mistralai/Mistral-7B-v0.1")
+    answer = ask(h200_profile, context, model=shape, batch=64)
+    assert (answer.name == "autoregressive") == plain
+    assert not missing_execution(answer.plan, shape)
+
+
 def test_objectives_minimize_what_they_say(h200_profile):
     answers = {name: ask(h200_profile, objective=name, quality="lossy").predicted for name in Objective}
     memory, latency = answers[Objective.MEMORY].best, answers[Objective.LATENCY].best

@@ -29,6 +29,12 @@ def test_int8_codes_take_little_more_than_half_of_bf16_and_the_lower_plane_half_
     assert memory.code_memory(shape, 1, 65536, 0, 128) == 0
 
 
-def test_window_layers_hold_their_window_only():
+def test_window_layers_keep_the_whole_context_as_the_runtime_does():
     shape = load_shape("openai/gpt-oss-20b")
-    assert memory.full_kv(shape, 1, 10000, 2) == 12 * (10000 + 128) * 2 * 8 * 64 * 2
+    assert memory.full_kv(shape, 1, 10000, 2) == 24 * 10000 * 2 * 8 * 64 * 2
+    assert memory.code_memory(shape, 1, 10000, 2, 128) == 24 * 10000 * 8 * (2 * 64 + 64 * 4 / 128 + 4)
+
+
+def test_int8_codes_take_less_than_bf16_in_every_kind_of_model(name):
+    shape = load_shape(name)
+    assert memory.code_memory(shape, 1, 65536, 2, 128) < 0.55 * memory.full_kv(shape, 1, 65536, 2)

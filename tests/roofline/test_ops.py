@@ -88,6 +88,23 @@ def test_mla_caches_one_latent_row_per_token():
     assert attention.cost.flops == 2 * 128 * (576 + 512) * 4096
 
 
+def test_codes_of_a_latent_row_are_fewer_bytes_than_the_row():
+    shape = load_shape("DeepSeek-V3")
+    codes = by_name(decode_pass(shape, terms(quantized_tokens=4096, full_tokens=0, bits=8)))["attention"].cost
+    full = by_name(decode_pass(shape, terms(full_tokens=4096)))["attention"].cost
+    queries = 128 * (512 + 64) * 2
+    # one byte an element, and 1.5 "heads" of 192: 192 x 4 bytes per 128 tokens for keys, 4 bytes a token for values
+    assert codes.read_bytes - queries == 4096 * (576 + 1.5 * (192 * 4 / 128 + 4))
+    assert codes.flops == full.flops
+
+
+def test_prefill_reads_weights_in_the_bits_they_are_stored_in():
+    shape = load_shape("Llama-2-7B")
+    full, stored = (total(prefill_pass(shape, 1, 1, 2, *given)) for given in ((), (0.5,)))
+    assert full.read_bytes - stored.read_bytes == 1.5 * 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    assert full.flops == stored.flops
+
+
 def test_sliding_window_layers_read_at_most_their_window():
     shape = load_shape("openai/gpt-oss-20b")
     step = by_name(decode_pass(shape, terms(full_tokens=8192)))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ridgeplan.planner.plan import Placement, Plan, Workload
+from ridgeplan.planner.plan import KVCache, KVFormat, Placement, Plan, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.planner.sweeps import thresholds
 from ridgeplan.planner.terms import strategy_of
@@ -55,6 +55,13 @@ def test_without_a_selection_a_whole_layer_travels_and_with_one_the_changed_budg
     link = small.hardware.host_link_bytes_per_s
     assert per_layer[0] == pytest.approx(65536 * 4096 / link, rel=1e-3)
     assert per_layer[1] == pytest.approx(0.1 * 2048 * 4096 / link, rel=1e-3)
+
+
+def test_offloaded_codes_travel_as_codes(shape, small):
+    whole = placed(offloading(131072), shape, small)
+    codes = placed(replace(offloading(131072), kv=KVCache(KVFormat.INT8)), shape, small)
+    per_layer = [one.transfer_s / one.offloaded_layers for one in (whole, codes)]
+    assert per_layer[1] / per_layer[0] == pytest.approx(1.03125 / 2, rel=1e-3)
 
 
 def test_thresholds_agree_with_the_placement_at_every_length(shape, small):

@@ -126,6 +126,15 @@ def test_a_failed_conversion_is_not_cached(tmp_path, cache_home, monkeypatch):
     assert list((cache_home / "ridgeplan" / "models").iterdir()) == []
 
 
+def test_a_cache_that_cannot_be_written_is_a_model_error(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"one")
+    with pytest.raises(ModelError, match=r"cannot write the converted model to .*Not a directory"):
+        model_source(str(path))
+
+
 def test_a_conversion_that_another_process_finished_first_is_used(tmp_path, cache_home, monkeypatch):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"one")

@@ -151,3 +151,13 @@ def test_tokens_of_a_round_follow_the_target_whatever_the_draft(room):
         assert chi_square(tokens.bincount(minlength=VOCAB), target[position]) > 1e-3
     overlap = torch.minimum(target[0], draft[0]).sum()
     assert (verdict.accepted > 0).float().mean() == pytest.approx(float(overlap), abs=0.01)
+
+
+def test_a_rejection_by_rounding_alone_draws_from_the_target():
+    # Draft and target are one distribution but for the last bit, so (p - q)+ has no mass to draw from.
+    draft = one_hot([2])[:, None]
+    target = torch.cat([draft * (1 - 2**-24), one_hot([4])[:, None]], dim=1)
+    uniform = torch.tensor([[1 - 2**-26, 0.5]], dtype=torch.float64)
+    verdict = judge(target, draft, torch.tensor([[2]]), torch.tensor([9]), uniform)
+    assert (verdict.advance.item(), verdict.accepted.item()) == (1, 0)
+    assert verdict.tokens[0, 0] == 2
