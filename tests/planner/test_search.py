@@ -101,7 +101,7 @@ def test_predictions_keep_to_the_memory_limit_as_the_search_does(h200_profile):
 @pytest.mark.parametrize(("context", "plain"), [(2048, False), (30000, True)])
 def test_beyond_a_sliding_window_only_plain_decoding_is_recommended(h200_profile, context, plain):
     shape = load_shape("mistralai/Mistral-7B-v0.1")
-    answer = ask(h200_profile, context, model=shape, batch=64)
+    answer = ask(h200_profile, context, model=shape, batch=16)
     assert (answer.name == "autoregressive") == plain
     assert not missing_execution(answer.plan, shape)
 

@@ -35,6 +35,9 @@ def test_window_layers_keep_the_whole_context_as_the_runtime_does():
     assert memory.code_memory(shape, 1, 10000, 2, 128) == 24 * 10000 * 8 * (2 * 64 + 64 * 4 / 128 + 4)
 
 
+@pytest.mark.parametrize(
+    "name", ["Llama-3.1-8B", "deepseek-ai/DeepSeek-V3", "openai/gpt-oss-20b", "mistralai/Mistral-7B-v0.1"]
+)
 def test_int8_codes_take_less_than_bf16_in_every_kind_of_model(name):
     shape = load_shape(name)
     assert memory.code_memory(shape, 1, 65536, 2, 128) < 0.55 * memory.full_kv(shape, 1, 65536, 2)
