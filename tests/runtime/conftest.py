@@ -3,7 +3,6 @@
 import pydoc_data.topics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +18,6 @@ from ridgeplan.planner.plan import (
     Weights,
     Workload,
 )
-from ridgeplan.runtime.checkpoint import embedded_model_path
-from ridgeplan.runtime.errors import ModelError
 
 TINY = {
     "hidden_size": 64,
@@ -116,15 +113,6 @@ def prompts() -> Callable[..., list[list[int]]]:
         return [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]
 
     return make
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """The GGUF of SmolLM2-135M-Instruct; skips where its wheel is not installed."""
-    try:
-        return embedded_model_path()
-    except ModelError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from ridgeplan import runtime
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.profile import Profile, Rates
-from ridgeplan.runtime.errors import ModelError, WorkloadError
+from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.validate import compare, validate_plan
 from ridgeplan.validate.machine import cpu_hardware
 from ridgeplan.validate.prompts import prompt_tokens
@@ -21,21 +21,13 @@ CONTEXT, NEW_TOKENS = 320, 12
 PLAN = preset("quantspec", Workload("SmolLM2-135M", PROFILE.hardware.name, CONTEXT, NEW_TOKENS, batch=2))
 
 
-@pytest.fixture(scope="module")
-def model() -> Path:
-    try:
-        return runtime.embedded_model_path()
-    except ModelError as error:
-        pytest.skip(str(error))
-
-
 @pytest.mark.model
-def test_a_plan_is_validated_beside_plain_decoding(model: Path) -> None:
+def test_a_plan_is_validated_beside_plain_decoding(smollm2: Path) -> None:
     told: list[tuple[str, int]] = []
-    tokenizer = runtime.load(PLAN, str(model)).tokenizer
+    tokenizer = runtime.load(PLAN, str(smollm2)).tokenizer
     prompts = [prompt_tokens(tokenizer, CONTEXT), prompt_tokens(tokenizer, CONTEXT - 20)]
     result = validate_plan(
-        PLAN, str(model), prompts, NEW_TOKENS, profile=PROFILE, on_progress=lambda *step: told.append(step)
+        PLAN, str(smollm2), prompts, NEW_TOKENS, profile=PROFILE, on_progress=lambda *step: told.append(step)
     )
     assert (result.comparison.context, result.comparison.batch) == (CONTEXT - 10, 2)
     assert result.comparison.new_tokens == NEW_TOKENS
@@ -50,8 +42,8 @@ def test_a_plan_is_validated_beside_plain_decoding(model: Path) -> None:
 
 
 @pytest.mark.model
-def test_comparing_needs_a_generation_and_outlives_the_engines_caches(model: Path) -> None:
-    engine = runtime.load(PLAN, str(model))
+def test_comparing_needs_a_generation_and_outlives_the_engines_caches(smollm2: Path) -> None:
+    engine = runtime.load(PLAN, str(smollm2))
     with pytest.raises(WorkloadError, match="generate first"):
         compare(PLAN, engine, profile=PROFILE)
     engine.generate([[1, 2, 3]], 2)
