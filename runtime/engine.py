@@ -141,18 +141,20 @@ class Engine:
         tally, stopwatch = Tally(cache.gamma, tuple(map(len, request.prompts))), Stopwatch(self.device)
         try:
             pending, rounds = self._start(request, cache, stopwatch)
-            yield [row.extend([token]) for row, token in zip(rows, pending.tolist(), strict=True)]
+            yield _extend(rows, [[token] for token in pending], cache)
             while not all(row.done for row in rows):
-                verdict = self._round(rounds, rows, stopwatch)
-                tally.add(*(list(column) for column in zip(*(row[-3:] for row in verdict), strict=True)))
-                yield [self._grow(row, values) for row, values in zip(rows, verdict, strict=True)]
+                figures = self._round(rounds, rows, stopwatch)
+                tally.add(*(list(column) for column in zip(*(row[-3:] for row in figures), strict=True)))
+                for row, values in zip(rows, figures, strict=True):
+                    row.cached += values[-3]
+                yield _extend(rows, [values[: values[-3]] for values in figures], cache)
         finally:
             tally.flushes = sum(_flushes(row, cache.group) for row in rows) if self.plan.kv.quantized else 0
             generated = sum(len(row.tokens) for row in rows)
             self._statistics = tally.statistics(generated, stopwatch, self._meter.peak_bytes())
 
     @torch.inference_mode()
-    def _start(self, request: Request, cache: Cache, stopwatch: Stopwatch) -> tuple[Tensor, Rounds]:
+    def _start(self, request: Request, cache: Cache, stopwatch: Stopwatch) -> tuple[list[int], Rounds]:
         """Prefills; the first token of each sequence, and the rounds that continue them."""
         cache.reset(len(request.prompts))
         speculator = Speculator(
@@ -160,17 +162,20 @@ class Engine:
         )
         self._generator.manual_seed(request.seed)
         pending = self._prefill(request, speculator, stopwatch)
-        rounds = self._prepared(speculator, request.seed)
+        # The first token is drawn already, and the last one never enters the cache.
+        cache.ends[: cache.rows] = cache.lengths[: cache.rows] + request.max_new_tokens - 1
+        rounds = self._prepared(speculator, request.seed, stopwatch)
         rounds.start(pending)
-        return pending, rounds
+        return pending.tolist(), rounds
 
-    def _prepared(self, speculator: Speculator, seed: int) -> Rounds:
-        """Rounds for this number of rows and sampling; on CUDA their graphs are captured once."""
+    def _prepared(self, speculator: Speculator, seed: int, stopwatch: Stopwatch) -> Rounds:
+        """Rounds for this number of rows and sampling; on CUDA their graph is captured once."""
         if self.device.type != "cuda":
             return EagerRounds(speculator)
         kind = speculator.cache.rows, speculator.sampling
         if kind not in self._graphs:
-            self._graphs[kind] = GraphRounds(speculator)
+            with stopwatch.measure_wall("capture"):
+                self._graphs[kind] = GraphRounds(speculator)
         # Capturing draws numbers; a generation must not depend on whether it was the first of its kind.
         self._generator.manual_seed(seed + 1)
         return self._graphs[kind]
@@ -189,16 +194,28 @@ class Engine:
 
     @torch.inference_mode()
     def _round(self, rounds: Rounds, rows: list[Growing], stopwatch: Stopwatch) -> list[list[int]]:
-        """On the host per row: tokens, then how many of them are kept, accepted and judged."""
-        with stopwatch.measure_wall("round"):
-            figures: list[list[int]] = rounds.run([not row.done for row in rows], stopwatch).tolist()
-        return figures
+        """Launches what rounds the device can have ahead, and waits for the oldest.
 
-    @staticmethod
-    def _grow(row: Growing, values: list[int]) -> list[int]:
-        advance = values[-3]
-        row.cached += advance
-        return row.extend(values[:advance])
+        Per row: tokens, then how many of them are kept, accepted and judged; nothing of rows that are done.
+        """
+        with stopwatch.measure_wall("round"):
+            # A round brings each row a token at least, so that many rounds may be needed.
+            while rounds.in_flight < rounds.depth and any(row.left > rounds.in_flight for row in rows):
+                rounds.launch()
+            result = rounds.collect()
+        stopwatch.add(result.seconds)
+        return [[0] * len(values) if row.done else values for row, values in zip(rows, result.rows, strict=True)]
+
+
+def _extend(rows: list[Growing], tokens: list[list[int]], cache: Cache) -> list[list[int]]:
+    """What each sequence gains; one that met a stop token ends in the cache too."""
+    gained = []
+    for index, (row, more) in enumerate(zip(rows, tokens, strict=True)):
+        running = not row.done
+        gained.append(row.extend(more))
+        if running and row.stopped:
+            cache.ends[index] = 0
+    return gained
 
 
 def _flushes(row: Growing, group: int) -> int:

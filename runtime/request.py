@@ -65,7 +65,17 @@ class Growing:
     stop_tokens: frozenset[int]
     tokens: list[int] = field(default_factory=list)
     cached: int = 0  # tokens that rounds kept, with those past the end
-    done: bool = False
+    stopped: bool = False
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still follow."""
+        return 0 if self.stopped else self.limit - len(self.tokens)
+
+    @property
+    def done(self) -> bool:
+        """Whether it reached its limit or a stop token."""
+        return self.left == 0
 
     def extend(self, tokens: Iterable[int]) -> list[int]:
         """Appends up to the limit or a stop token, which is kept; returns what was appended."""
@@ -74,7 +84,7 @@ class Growing:
             if self.done:
                 break
             self.tokens.append(token)
-            self.done = token in self.stop_tokens or len(self.tokens) == self.limit
+            self.stopped = token in self.stop_tokens
         return self.tokens[start:]
 
 

@@ -1,109 +1,172 @@
-"""Rounds of a generation: run operation by operation, or on CUDA as replays of captured graphs."""
+"""Rounds of a generation: run operation by operation, or on CUDA as replays of one captured graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Protocol, TypeVar
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.clock import stamp
 from ridgeplan.runtime.sampling import Verdict
 from ridgeplan.runtime.speculative import Speculator
-from ridgeplan.runtime.stopwatch import Stopwatch
 
 WARM_ROUNDS = 2  # before a capture: compiles kernels and lets libraries allocate their workspaces
-Out = TypeVar("Out")
+PHASES = ("draft", "verify", "flush")
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """One round on the host. rows: per row gamma + 1 tokens, then how many of them are kept, accepted, judged.
+
+    seconds: of drafting, verification with its verdict, and keeping, by the device's clock.
+    """
+
+    rows: list[list[int]]
+    seconds: dict[str, float]
 
 
 class Rounds(Protocol):
     """A generation's rounds; both ways of running them leave the same cache and return the same figures."""
 
+    depth: int  # rounds that may be launched before the first of them is collected
+
     def start(self, pending: Tensor) -> None:
         """Begins after prefill, whose next tokens are `pending` [rows]."""
 
-    def run(self, active: list[bool], stopwatch: Stopwatch) -> Tensor:
-        """One round; on the device per row: gamma + 1 tokens, then how many of them are kept, accepted, judged."""
+    def launch(self) -> None:
+        """One round of the rows that have not reached their ends in the cache."""
+
+    def collect(self) -> RoundResult:
+        """The oldest round that was launched and not collected; waits for it."""
+
+    @property
+    def in_flight(self) -> int:
+        """Rounds launched and not collected."""
 
 
 class EagerRounds:
-    """Every operation is launched from the host."""
+    """Every operation is launched from the host, which has the result when `launch` returns."""
+
+    depth = 1
 
     def __init__(self, speculator: Speculator) -> None:
         self._speculator = speculator
         self._pending = torch.empty(0)
+        self._results: deque[RoundResult] = deque()
 
     def start(self, pending: Tensor) -> None:
         """See `Rounds`."""
         self._pending = pending
+        self._results.clear()
 
-    def run(self, active: list[bool], stopwatch: Stopwatch) -> Tensor:
+    def launch(self) -> None:
         """See `Rounds`."""
-        speculator, pending = self._speculator, self._pending
-        with stopwatch.measure("draft"):
-            drafts = speculator.draft(pending)
-        with stopwatch.measure("verify"):
-            verdict = speculator.verify(pending, drafts)
-        with stopwatch.measure("flush"):
-            self._pending, figures = speculator.keep(pending, verdict, torch.tensor(active, device=pending.device))
-        return figures
+        speculator, times = self._speculator, [time.perf_counter()]
+        drafts = speculator.draft(self._pending)
+        times.append(time.perf_counter())
+        verdict = speculator.verify(self._pending, drafts)
+        times.append(time.perf_counter())
+        self._pending, figures = speculator.keep(self._pending, verdict, speculator.cache.active())
+        times.append(time.perf_counter())
+        self._results.append(RoundResult(figures.tolist(), _phases(times)))
+
+    def collect(self) -> RoundResult:
+        """See `Rounds`."""
+        return self._results.popleft()
+
+    @property
+    def in_flight(self) -> int:
+        """See `Rounds`."""
+        return len(self._results)
 
 
 class GraphRounds:
-    """Drafting, verification and keeping are one CUDA graph each: three replays a round, and no other host work.
+    """A round is one replay of one CUDA graph, and the host reads it a round late: it never holds the device up.
 
-    Graphs read and write fixed tensors. They depend on the number of rows and on the sampling, whose numbers are
-    baked in, but not on lengths, which live on the device. Captured at the first generation of their kind.
+    The graph reads and writes fixed tensors. It depends on the number of rows and on the sampling, whose numbers
+    are baked in, but not on lengths, which live on the device. It is captured at the first generation of its kind,
+    in `capture_s` seconds.
     """
 
+    depth = 2
+
     def __init__(self, speculator: Speculator) -> None:
-        device = speculator.cache.lengths.device
-        self._generator, self._pool = speculator.generator, torch.cuda.graph_pool_handle()
-        self._pending = torch.zeros(speculator.cache.rows, dtype=torch.int64, device=device)
-        self._active = torch.zeros(speculator.cache.rows, dtype=torch.bool, device=device)
-        self._sent: list[bool] = []
-        self._warm(speculator)
-        self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
-        # Without drafts there is nothing to launch, and an empty graph is no graph.
-        draft = partial(speculator.draft, self._pending)
-        drafting = speculator.cache.gamma > 0
-        drafts = self._capture("draft", draft) if drafting else draft()
-        verdict = self._capture("verify", lambda: speculator.verify(self._pending, drafts))
-        self._figures = self._capture("flush", lambda: self._kept(speculator, verdict))
+        start = time.perf_counter()
+        rows, device = speculator.cache.rows, speculator.cache.lengths.device
+        self._pending = torch.zeros(rows, dtype=torch.int64, device=device)
+        # Figures of all rows, then the device's clock before and after each phase.
+        figures = torch.zeros(rows * (speculator.cache.gamma + 4) + len(PHASES) + 1, dtype=torch.int64, device=device)
+        self._figures, self._stamps = figures[: -len(PHASES) - 1].view(rows, -1), figures[-len(PHASES) - 1 :]
+        self._out = figures
+        self._landing = [(torch.empty_like(figures, device="cpu", pin_memory=True), torch.cuda.Event()) for _ in "ab"]
+        self._launched = self._collected = 0
+        self._graph = self._capture(speculator)
+        self.capture_s = time.perf_counter() - start
 
     def start(self, pending: Tensor) -> None:
-        """See `Rounds`."""
+        """See `Rounds`. Rounds of an abandoned generation are forgotten; the device finishes them first."""
         self._pending.copy_(pending)
+        self._collected = self._launched
 
-    def run(self, active: list[bool], stopwatch: Stopwatch) -> Tensor:
+    def launch(self) -> None:
         """See `Rounds`."""
-        if active != self._sent:
-            self._active.copy_(torch.tensor(active))
-            self._sent = list(active)
-        for name, graph in self._graphs.items():
-            with stopwatch.measure(name):
-                graph.replay()
-        return self._figures
+        self._graph.replay()
+        landing, arrived = self._landing[self._launched % self.depth]
+        landing.copy_(self._out, non_blocking=True)
+        arrived.record()
+        self._launched += 1
 
-    def _kept(self, speculator: Speculator, verdict: Verdict) -> Tensor:
-        pending, figures = speculator.keep(self._pending, verdict, self._active)
+    def collect(self) -> RoundResult:
+        """See `Rounds`."""
+        landing, arrived = self._landing[self._collected % self.depth]
+        arrived.synchronize()
+        self._collected += 1
+        values = landing.tolist()
+        width = self._figures.shape[1]
+        rows = [values[at : at + width] for at in range(0, self._figures.numel(), width)]
+        return RoundResult(rows, _phases([stamp * 1e-9 for stamp in values[self._figures.numel() :]]))
+
+    @property
+    def in_flight(self) -> int:
+        """See `Rounds`."""
+        return self._launched - self._collected
+
+    def _round(self, speculator: Speculator) -> None:
+        stamp(self._stamps, 0)
+        drafts = speculator.draft(self._pending)
+        stamp(self._stamps, 1)
+        verdict: Verdict = speculator.verify(self._pending, drafts)
+        stamp(self._stamps, 2)
+        pending, figures = speculator.keep(self._pending, verdict, speculator.cache.active())
         self._pending.copy_(pending)
-        return figures
+        self._figures.copy_(figures)
+        stamp(self._stamps, 3)
+
+    def _capture(self, speculator: Speculator) -> torch.cuda.CUDAGraph:
+        self._warm(speculator)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(speculator.generator)
+        with torch.cuda.graph(graph):
+            self._round(speculator)
+        return graph
 
     def _warm(self, speculator: Speculator) -> None:
         """Rounds in which no row is active: they write only to slots that the next round overwrites."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
+        ends = speculator.cache.ends.clone()
         with torch.cuda.stream(stream):
+            speculator.cache.ends.zero_()
             for _ in range(WARM_ROUNDS):
-                self._kept(speculator, speculator.verify(self._pending, speculator.draft(self._pending)))
+                self._round(speculator)
+            speculator.cache.ends.copy_(ends)
         torch.cuda.current_stream().wait_stream(stream)
 
-    def _capture(self, name: str, body: Callable[[], Out]) -> Out:
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self._generator)
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = body()
-        self._graphs[name] = graph
-        return result
+
+def _phases(times: list[float]) -> dict[str, float]:
+    """Seconds of each phase between the times before and after it."""
+    return {name: after - before for name, before, after in zip(PHASES, times[:-1], times[1:], strict=True)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -38,6 +38,11 @@ class Stopwatch:
         start = time.perf_counter()
         yield
         self._durations[name].append(time.perf_counter() - start)
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Takes durations that were measured elsewhere."""
+        for name, duration in seconds.items():
+            self._durations[name].append(duration)
 
     def seconds(self, name: str) -> list[float]:
         """All durations of a phase, in order, in seconds; waits for the device."""

@@ -22,6 +22,26 @@ def test_tiny_models_generate_the_same_tokens(kv, gamma, tiny_model, make_plan, 
     assert results[1].statistics.decode_s > 0
 
 
+@pytest.mark.parametrize("gamma", [0, 4])
+def test_rounds_read_late_end_where_they_should(gamma, tiny_model, make_plan, prompts):
+    """Stop tokens, limits and abandoned streams, while the device is a round ahead of the host."""
+    folder, ids = tiny_model(agreeable=True).folder, prompts(100, 37, 65)
+    engine = runtime.load(make_plan("int4x2", gamma, batch=3), folder, device="cuda", dtype=torch.float32)
+    whole = engine.generate(ids, 100).tokens
+    stop = whole[0][40]
+    stopped = engine.generate(ids, 100, stop_tokens=[stop]).tokens
+    assert stopped == [row[: row.index(stop) + 1] if stop in row else row for row in whole]
+    assert engine.generate(ids, 7).tokens == [row[:7] for row in whole]
+    alone = engine.generate(ids[:1], 100).tokens[0]
+    stream = engine.stream(ids[0], 100)
+    assert [next(stream) for _ in range(10)] == alone[:10]
+    stream.close()
+    assert list(engine.stream(ids[0], 100)) == alone
+    statistics = engine.statistics
+    assert statistics.decoded == 99
+    assert 0 < statistics.verify_s < statistics.decode_s
+
+
 @pytest.mark.model
 @pytest.mark.parametrize("gamma", [0, 4])
 def test_smollm2_generates_the_same_tokens(gamma, smollm2, make_plan, long_text):
