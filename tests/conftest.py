@@ -1,6 +1,7 @@
 """Shared test setup: Triton's interpreter where no CUDA device is there, and skips that say why."""
 
 import os
+import pydoc_data.topics
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,12 @@ def smollm2() -> Path:
     except ModelError as error:
         absent = pytest.fail if os.environ.get("CI") else pytest.skip
         absent(str(error))
+
+
+@pytest.fixture(scope="session")
+def long_text() -> str:
+    """About 465 kB of English prose: the Python language reference's topics."""
+    return "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
 
 
 @pytest.fixture

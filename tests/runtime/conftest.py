@@ -1,6 +1,5 @@
 """Tiny random models saved as transformers would, plans for them, and the embedded real model."""
 
-import pydoc_data.topics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -113,9 +112,3 @@ def prompts() -> Callable[..., list[list[int]]]:
         return [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]
 
     return make
-
-
-@pytest.fixture(scope="session")
-def long_text() -> str:
-    """About 465 kB of English prose: the Python language reference's topics."""
-    return "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
