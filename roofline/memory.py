@@ -9,7 +9,7 @@ from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.numbers import larger, smaller
 from ridgeplan.roofline.shapes import ModelShape
 
-PREFILL_CHUNK_TOKENS = 2048  # rows of one chunk of the layer-major prefill
+PREFILL_CHUNK_TOKENS = 4096  # rows of one chunk of the layer-major prefill
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,13 @@ def code_memory(shape: ModelShape, batch: Term, tokens: Term, planes: Term, grou
 
 
 def prefill_workspace(shape: ModelShape, tokens: Term, element_bytes: Term) -> Term:
-    """Layer-major prefill, one sequence at a time: hidden states of the prompt, one layer's keys and values, and
-    one chunk's queries, attention output and MLP activations."""
+    """Layer-major prefill, one sequence at a time: hidden states of the prompt, one layer's queries, KV and attention
+    output, and of one chunk either the projections or the MLP's activations."""
     chunk = smaller(tokens, PREFILL_CHUNK_TOKENS)
-    width = larger(3 * shape.intermediate, 3 * shape.q_width + 2 * shape.hidden)
-    per_token = shape.hidden + shape.kv_elements_per_token_per_layer
+    kv_width = shape.kv_elements_per_token_per_layer
+    projected = shape.hidden + 2 * shape.q_width + kv_width
+    width = larger(3 * shape.hidden + 3 * shape.intermediate, projected)
+    per_token = shape.hidden + kv_width + 2 * shape.q_width
     return (tokens * per_token + chunk * width) * element_bytes
 
 

@@ -76,10 +76,10 @@ def decode_pass(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
     return (
         _embedding(shape, terms.rows, terms.element_bytes),
         *_attention_linears(shape, terms.rows, terms.weight_bytes, terms.element_bytes),
-        _rope_append(shape, terms.rows, terms.element_bytes),
+        *_rope(shape, terms.rows, terms.element_bytes),
         *_attention(shape, terms),
         *_mlps(shape, terms.rows, terms.weight_bytes, terms.element_bytes),
-        _norms(shape, terms.rows, terms.element_bytes),
+        *_norms(shape, terms.rows, terms.element_bytes),
         _head(shape, terms.rows, terms.head_bytes, terms.element_bytes),
     )
 
@@ -95,10 +95,10 @@ def prefill_pass(
     return (
         _embedding(shape, rows, element_bytes),
         *_attention_linears(shape, rows, weight_bytes, element_bytes),
-        _rope_append(shape, rows, element_bytes),
+        *_rope(shape, rows, element_bytes),
         *_prefill_attention(shape, batch, tokens, element_bytes),
         *_mlps(shape, rows, weight_bytes, element_bytes),
-        _norms(shape, rows, element_bytes),
+        *_norms(shape, rows, element_bytes),
         _head(shape, batch, element_bytes, element_bytes),
     )
 
@@ -112,16 +112,26 @@ def _embedding(shape: ModelShape, rows: Term, element_bytes: Term) -> Op:
     return Op("embedding", "elementwise", ops.elementwise(rows, shape.hidden, shape.hidden, element_bytes), 1)
 
 
-def _norms(shape: ModelShape, rows: Term, element_bytes: Term) -> Op:
-    """Residual addition and RMSNorm, fused: reads the residual and the update, writes both results."""
-    cost = ops.elementwise(rows, 2 * shape.hidden, 2 * shape.hidden, element_bytes)
-    return Op("residual + norm", "elementwise", cost, 2 * shape.layers + 1)
+def _norms(shape: ModelShape, rows: Term, element_bytes: Term) -> tuple[Op, ...]:
+    """RMSNorm before every block and before the head; all but the first add the block before them."""
+    first = ops.add_rms_norm(rows, shape.hidden, element_bytes, streams=1)
+    others = ops.add_rms_norm(rows, shape.hidden, element_bytes)
+    return (
+        Op("first norm", "elementwise", first, 1),
+        Op("residual + norm", "elementwise", others, 2 * shape.layers),
+    )
 
 
-def _rope_append(shape: ModelShape, rows: Term, element_bytes: Term) -> Op:
-    """Rotary embedding of queries and keys, and the append of keys and values to the cache."""
+def _rope(shape: ModelShape, rows: Term, element_bytes: Term) -> tuple[Op, ...]:
+    """Rotary tables of the pass; rotation of queries and keys with the append to the cache in every layer."""
+    rotary_dim = shape.rope_head_dim or shape.head_dim
     width = shape.q_width + shape.kv_elements_per_token_per_layer
-    return Op("rope + append", "rope", ops.elementwise(rows, width, width, element_bytes), shape.layers)
+    normed_width = shape.q_width + shape.kv_width if shape.qk_norm else 0
+    append = ops.rope_append(rows, width, rotary_dim, normed_width, element_bytes)
+    return (
+        Op("rotary tables", "elementwise", ops.rotary_tables(rows, rotary_dim), 1),
+        Op("rope + append", "rope", append, shape.layers),
+    )
 
 
 def _attention_linears(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term) -> tuple[Op, ...]:
@@ -179,7 +189,7 @@ def _gated_mlp(
 ) -> tuple[Op, ...]:
     gate_up = ops.linear(rows, hidden, 2 * width, weight_bytes, element_bytes)
     down = ops.linear(rows, width, hidden, weight_bytes, element_bytes)
-    swiglu = ops.elementwise(rows, 2 * width, width, element_bytes)
+    swiglu = ops.swiglu(rows, width, element_bytes)
     return (
         Op(f"{name} gate + up", "linear", gate_up, layers),
         Op(f"{name} swiglu", "elementwise", swiglu, layers),

@@ -40,6 +40,7 @@ class Cache:
 
     Formats int8 and int4x2 hold recent tokens in a buffer of `plan.buffer_tokens` slots, slot = position -
     quantized(n). The others hold the whole context, slot = position; a shadow adds upper codes for drafts.
+    lengths, ends: int32 [batch], cached tokens of each row and where its generation stops.
     """
 
     def __init__(self, config: DecoderConfig, plan: Plan, device: torch.device, dtype: torch.dtype) -> None:
@@ -68,7 +69,8 @@ class Cache:
             else None
         )
         self.lengths = torch.zeros(self.batch, dtype=torch.int32, device=device)
-        self._row_index = torch.arange(self.batch, device=device)[:, None]
+        self._capacity = plan.workload.final_context
+        self.ends = torch.full_like(self.lengths, self._capacity)
 
     @property
     def bytes(self) -> int:
@@ -76,20 +78,28 @@ class Cache:
         return self.keys.nbytes + self.values.nbytes + (self.all_codes.bytes if self.all_codes else 0)
 
     def reset(self, rows: int) -> None:
-        """Empties the cache and uses its first `rows` rows."""
+        """Empties the cache and uses its first `rows` rows, each up to the plan's final context."""
         self.rows = rows
         self.lengths.zero_()
+        self.ends.zero_()
+        self.ends[:rows] = self._capacity
 
     def quantized(self, lengths: Tensor) -> Tensor:
         """Tokens held as codes at these lengths."""
         return (lengths // self.group - 1).clamp_min(0) * self.group
 
+    def active(self) -> Tensor:
+        """Rows, bool [rows], that have not reached their ends."""
+        return self.lengths[: self.rows] < self.ends[: self.rows]
+
     def room(self) -> Tensor:
-        """Tokens [rows] that a round may add: up to the next boundary, where a quantized target changes."""
+        """Tokens [rows], 1 or more, that a round may add to an active row.
+
+        Up to the row's end, and to the next boundary, where a quantized target changes.
+        """
         lengths = self.lengths[: self.rows]
-        if not self.buffered:
-            return torch.full_like(lengths, self.gamma + 1)
-        return self.group - lengths % self.group
+        room = (self.ends[: self.rows] - lengths).clamp_min(1)
+        return torch.minimum(room, self.group - lengths % self.group) if self.buffered else room
 
     def full(self, layer: int) -> tuple[Tensor, Tensor]:
         """Full-precision keys and values [rows, kv_heads, slots, head_dim] of a layer."""
@@ -122,12 +132,6 @@ class Cache:
             groups=quantized // self.group if coded else None,
             lower=lower,
         )
-
-    def write(self, layer: int, reader: Reader, keys: Tensor, values: Tensor) -> None:
-        """Stores new tokens' KV, [rows, queries, kv_heads, head_dim], in the reader's slots."""
-        at = (self._row_index[: self.rows], slice(None), reader.slots)
-        self.keys[layer][at] = keys
-        self.values[layer][at] = values
 
     def store_prompt(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
         """Takes a whole prompt's KV of one layer and row, [kv_heads, tokens, head_dim]."""

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from ridgeplan.kernels.norm import add_rms_norm_cost
+from ridgeplan.kernels.rope import rope_append, rope_append_cost
+from ridgeplan.kernels.swiglu import swiglu, swiglu_cost
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.shapes import ModelShape
-from ridgeplan.runtime.decoder import rotate
 from ridgeplan.runtime.sampling import Sampling, draw, judge
 from ridgeplan.validate.bench import Bench, Trial
 from ridgeplan.validate.toy import Toy
@@ -44,36 +45,24 @@ def _norm_trial(toy: Toy, rows: int) -> Trial:
     bench, hidden = toy.bench, toy.shape.hidden
     stream, update = bench.random(2, 1, rows, hidden)
     weight = bench.random(hidden)
-    cost = ops.elementwise(rows, 2 * hidden, 2 * hidden, bench.element_bytes)
-    return Trial("elementwise", f"norm, {rows} rows", cost, lambda _: toy.decoder.norm(stream + update, weight))
+    cost = add_rms_norm_cost(stream, update, weight)
+    return Trial("elementwise", f"norm, {rows} rows", cost, lambda _: toy.decoder.norm(stream, update, weight))
 
 
 def _rope_trial(toy: Toy, rows: int) -> Trial:
     shape, cache, bench = toy.shape, toy.cache, toy.bench
-    turned_heads = shape.q_heads + shape.kv_heads
-    heads = bench.random(1, rows, turned_heads + shape.kv_heads, shape.head_dim)
-    reader = cache.target_reader(rows)
-    rotary = toy.decoder.rotary(reader.positions, bench.pool.dtype)
-
-    def call(_: int) -> None:
-        turned, values = heads.split((turned_heads, shape.kv_heads), dim=-2)
-        _, keys = rotate(turned, *rotary).split((shape.q_heads, shape.kv_heads), dim=-2)
-        cache.write(0, reader, keys, values)
-
-    width = shape.q_width + 2 * shape.kv_width
-    return Trial("rope", f"rope, {rows} rows", ops.elementwise(rows, width, width, bench.element_bytes), call)
+    qkv = bench.random(1, rows, shape.q_width + 2 * shape.kv_width)
+    slots = cache.target_reader(rows).slots
+    tables = toy.decoder.rotary(slots)
+    cost = rope_append_cost(qkv, tables, slots, None)
+    return Trial(
+        "rope", f"rope, {rows} rows", cost, lambda _: rope_append(qkv, tables, *cache.full(0), slots, shape.q_heads)
+    )
 
 
 def _swiglu_trial(toy: Toy, rows: int) -> Trial:
-    width = toy.shape.intermediate
-    both = toy.bench.random(1, rows, 2 * width)
-
-    def call(_: int) -> Tensor:
-        gate, up = both.chunk(2, dim=-1)
-        return functional.silu(gate) * up
-
-    cost = ops.elementwise(rows, 2 * width, width, toy.bench.element_bytes)
-    return Trial("elementwise", f"swiglu, {rows} rows", cost, call)
+    both = toy.bench.random(1, rows, 2 * toy.shape.intermediate)
+    return Trial("elementwise", f"swiglu, {rows} rows", swiglu_cost(both), lambda _: swiglu(both))
 
 
 def _drawing(logits: Tensor, uniform: Tensor) -> Callable[[int], Tensor]:

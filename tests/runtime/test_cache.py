@@ -1,5 +1,7 @@
 """The split between codes and full precision follows the length alone; flushes move the right tokens."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -50,9 +52,9 @@ def decode(cache, kv, tokens):
     queries = max(tokens)
     reader = cache.target_reader(queries)
     at = reader.positions.clamp_max(299)
-    for layer in range(2):
-        new = (torch.stack([store[layer, row, :, at[row]] for row in range(2)]) for store in kv)
-        cache.write(layer, reader, *(tensor.transpose(1, 2) for tensor in new))
+    for layer, row in product(range(2), range(2)):
+        for store, new in zip(cache.full(layer), kv, strict=True):
+            store[row, :, reader.slots[row]] = new[layer, row, :, at[row]]
     cache.advance(torch.tensor(tokens, dtype=torch.int32))
 
 
@@ -124,12 +126,24 @@ def test_a_shadow_holds_the_upper_codes_of_old_tokens(make_plan, kv):
     assert cache.target_reader(1).groups is None
 
 
-def test_room_ends_at_the_next_boundary_of_a_quantized_target(make_plan):
-    rooms = {"int4x2": [1, 32], "int8": [1, 32], "bf16": [1, 1], "bf16+int4": [1, 1]}
+def test_room_ends_at_the_row_and_at_the_next_boundary_of_a_quantized_target(make_plan):
+    rooms = {"int4x2": [1, 32, 8], "int8": [1, 32, 8], "bf16": [237, 236, 8], "bf16+int4": [237, 236, 8]}
     for kv_format, expected in rooms.items():
         cache = build(make_plan, kv_format)
-        cache.lengths.copy_(torch.tensor([63, 64]))
-        assert cache.room().tolist() == expected
+        found = []
+        for lengths in ([63, 64], [292, 64]):
+            cache.lengths.copy_(torch.tensor(lengths))
+            found += cache.room().tolist()
+        assert found[:3] == expected
+
+
+def test_rows_are_active_until_their_ends(make_plan):
+    cache = build(make_plan, "int4x2")
+    cache.lengths.copy_(torch.tensor([63, 64]))
+    assert cache.active().tolist() == [True, True]
+    cache.ends.copy_(torch.tensor([64, 64]))
+    assert cache.active().tolist() == [True, False]
+    assert cache.room().tolist() == [1, 1]
 
 
 def test_the_buffer_never_overflows(make_plan):
