@@ -16,7 +16,7 @@ from ridgeplan.runtime.checkpoint import load_tokenizer
 from ridgeplan.runtime.config import DecoderConfig
 from ridgeplan.runtime.decoder import Decoder
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.memory import MemoryMeter
+from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.prefill import prefill
 from ridgeplan.runtime.request import Growing, Prompts, Request
 from ridgeplan.runtime.rounds import EagerRounds, GraphRounds, Rounds
@@ -131,9 +131,18 @@ class Engine:
             raise WorkloadError("a generation is still running on this engine; finish or close it first")
         self._running = True
         try:
-            yield from self._rounds(request, self.cache)
+            with readable_out_of_memory(self.device):
+                yield from self._rounds(request, self.cache)
+        except WorkloadError:
+            self._release()
+            raise
         finally:
             self._running = False
+
+    def _release(self) -> None:
+        """Frees what a generation that ran out of memory left: the next one, if smaller, starts afresh."""
+        self._graphs.clear()
+        torch.cuda.empty_cache()
 
     def _rounds(self, request: Request, cache: Cache) -> Iterator[list[list[int]]]:
         self._meter.restart()

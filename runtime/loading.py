@@ -6,13 +6,14 @@ import warnings
 
 import torch
 
+from ridgeplan.planner.capacity import Room, missing_memory
 from ridgeplan.planner.executable import missing_execution
 from ridgeplan.planner.plan import KVFormat, Plan
 from ridgeplan.runtime.checkpoint import load_config, load_weights, model_source
 from ridgeplan.runtime.config import DecoderConfig, decoder_config
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
-from ridgeplan.runtime.memory import MemoryMeter
+from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.weights import DecoderWeights
 
 
@@ -28,7 +29,8 @@ def load(
 
     device: "cuda" where there is one, else "cpu". dtype: bfloat16 on CUDA, else float32. weights: another
     engine's `weights` of the same model, to share instead of reading them again.
-    Raises UnsupportedPlan, ModelError, or WorkloadError for a device that is not there or not the weights'.
+    Raises UnsupportedPlan, ModelError, or WorkloadError for a device that is not there, not the weights' or, on
+    CUDA, too small: before anything is allocated, naming the largest context and batch that would fit.
     """
     missing = missing_execution(plan)
     if missing:
@@ -41,8 +43,10 @@ def load(
     source = model_source(model)
     config = decoder_config(load_config(source), plan.workload.yarn_factor)
     _check_context(plan, config)
-    weights = weights or load_weights(source, config, place, dtype)
-    return Engine(plan, source, config, weights, place, meter)
+    _check_memory(plan, source, place, dtype, weights.bytes if weights else 0)
+    with readable_out_of_memory(place):
+        weights = weights or load_weights(source, config, place, dtype)
+        return Engine(plan, source, config, weights, place, meter)
 
 
 def _device(name: str | None) -> torch.device:
@@ -51,6 +55,17 @@ def _device(name: str | None) -> torch.device:
     if name.partition(":")[0] not in available:
         raise WorkloadError(f"device is {name!r}; allowed here: {', '.join(available)}")
     return torch.device(name)
+
+
+def _check_memory(plan: Plan, source: str, place: torch.device, dtype: torch.dtype, shared_bytes: int) -> None:
+    """Raises WorkloadError before anything is allocated; `shared_bytes` of weights are on the device already."""
+    if place.type != "cuda":
+        return
+    processors = torch.cuda.get_device_properties(place).multi_processor_count
+    room = Room(torch.cuda.mem_get_info(place)[0] + shared_bytes, dtype.itemsize, processors)
+    missing = missing_memory(plan, source, room)
+    if missing:
+        raise WorkloadError(missing)
 
 
 def _check_context(plan: Plan, config: DecoderConfig) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+from ridgeplan.runtime.errors import WorkloadError
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -39,6 +43,19 @@ class MemoryMeter:
             return torch.cuda.max_memory_allocated(self._device)
         peak = _status_bytes("VmHWM")
         return None if peak is None else max(0, peak - self._before_bytes)
+
+
+@contextlib.contextmanager
+def readable_out_of_memory(device: torch.device) -> Iterator[None]:
+    """Turns an allocation that fails on a GPU into a WorkloadError of one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise WorkloadError(
+            f"out of memory: {free / 1e9:.1f} of {total / 1e9:.1f} GB are free on {device}; "
+            "allowed: a shorter context, a smaller batch or another KV format"
+        ) from error
 
 
 def _status_bytes(field: str) -> int | None:

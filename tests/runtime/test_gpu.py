@@ -42,6 +42,29 @@ def test_rounds_read_late_end_where_they_should(gamma, tiny_model, make_plan, pr
     assert 0 < statistics.verify_s < statistics.decode_s
 
 
+def test_plans_that_do_not_fit_are_refused_before_anything_is_allocated(tiny_model, make_plan):
+    folder = tiny_model().folder
+    plan = make_plan(context=2**24 - 128, batch=4096)
+    held = torch.cuda.memory_allocated()
+    with pytest.raises(runtime.WorkloadError, match=r"the plan needs .* GB are free; allowed: context up to \d+"):
+        runtime.load(plan, folder, device="cuda")
+    assert torch.cuda.memory_allocated() == held
+
+
+def test_an_engine_that_ran_out_of_memory_goes_on(tiny_model, make_plan, prompts, monkeypatch):
+    engine = runtime.load(make_plan("int4x2", 2), tiny_model().folder, device="cuda", dtype=torch.float32)
+    expected = engine.generate(prompts(60), 20).tokens
+
+    def exhausted(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ridgeplan.runtime.engine.prefill", exhausted)
+        with pytest.raises(runtime.WorkloadError, match=r"out of memory: .* GB are free"):
+            engine.generate(prompts(60), 20)
+    assert engine.generate(prompts(60), 20).tokens == expected
+
+
 @pytest.mark.model
 @pytest.mark.parametrize("gamma", [0, 4])
 def test_smollm2_generates_the_same_tokens(gamma, smollm2, make_plan, long_text):

@@ -1,0 +1,70 @@
+"""Whether a plan fits into the memory that is free, and the largest workload that would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ridgeplan.planner.plan import Plan, Workload
+from ridgeplan.planner.terms import strategy_of
+from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.models import load_shape
+from ridgeplan.roofline.placement import MAX_LENGTH, resident_memory
+from ridgeplan.roofline.profile import shipped_profiles
+from ridgeplan.roofline.shapes import ModelShape
+
+MAX_BATCH = 4096  # the largest a plan may have
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a device offers: bytes that are free, of a full-precision element, and its processors."""
+
+    free_bytes: int
+    element_bytes: int
+    processors: int
+
+
+def missing_memory(plan: Plan, model: str | ModelShape, room: Room) -> str | None:
+    """Why the plan's workload does not fit into `room`, with the largest that would; None if it fits.
+
+    Raises UnknownModel or BadModelFile (ValueErrors) for a model that cannot be read.
+    """
+    shape = model if isinstance(model, ModelShape) else load_shape(model)
+    workload = plan.workload
+
+    def needed(**changes: int) -> float:
+        return peak_bytes(replace(plan, workload=replace(workload, **changes)), shape, room)
+
+    if needed() <= room.free_bytes:
+        return None
+    context = _largest(lambda tokens: needed(context=tokens) <= room.free_bytes, MAX_LENGTH - workload.new_tokens)
+    batch = _largest(lambda rows: needed(batch=rows) <= room.free_bytes, MAX_BATCH)
+    sizes = f"the plan needs {needed() / GB:.1f} GB and {room.free_bytes / GB:.1f} GB are free"
+    return f"{sizes}; {_allowed(workload, context, batch)}"
+
+
+def peak_bytes(plan: Plan, shape: ModelShape, room: Room) -> float:
+    """Predicted peak of weights, caches, buffers and workspaces, everything on the device."""
+    # Rates do not matter to memory, so any profile's will do.
+    machine = replace(Machine.of(shipped_profiles()[0]), element_bytes=room.element_bytes, processors=room.processors)
+    return float(resident_memory(shape, machine, strategy_of(plan, shape, machine, 1.0)).peak)
+
+
+def _allowed(workload: Workload, context: int, batch: int) -> str:
+    options = []
+    if context:
+        options.append(f"context up to {context} with batch {workload.batch}")
+    if batch:
+        options.append(f"batch up to {batch} with context {workload.context}")
+    return f"allowed: {', or '.join(options)}" if options else "no context fits with these formats"
+
+
+def _largest(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest value up to `limit` that fits, by bisection; 0 if none does."""
+    low, high = 0, limit + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,49 @@
+"""What fits is what the memory model says, to the token."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from ridgeplan.planner.capacity import Room, missing_memory, peak_bytes
+from ridgeplan.planner.plan import Workload
+from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.models import load_shape
+
+SHAPE = load_shape("meta-llama/Llama-3.1-8B")
+ROOM = Room(free_bytes=24 * 10**9, element_bytes=2, processors=132)
+
+
+def plan(name="autoregressive", context=131072, batch=2):
+    return preset(name, Workload(SHAPE.name, "h200", context, 256, batch))
+
+
+def resized(plan, **changes):
+    return replace(plan, workload=replace(plan.workload, **changes))
+
+
+def test_a_plan_that_fits_misses_nothing():
+    assert missing_memory(plan(context=4096), SHAPE, ROOM) is None
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "quantspec", "int8"])
+def test_the_largest_context_and_batch_are_named(name):
+    wanted = plan(name)
+    message = missing_memory(wanted, SHAPE, ROOM)
+    assert re.match(r"the plan needs \d+\.\d GB and 24\.0 GB are free; allowed: ", message)
+    context = int(re.search(r"context up to (\d+) with batch 2", message).group(1))
+    assert peak_bytes(resized(wanted, context=context), SHAPE, ROOM) <= ROOM.free_bytes
+    assert peak_bytes(resized(wanted, context=context + 1), SHAPE, ROOM) > ROOM.free_bytes
+    batch = re.search(r"batch up to (\d+) with context 131072", message)
+    alone = resized(wanted, batch=1)
+    assert (batch is None) == (peak_bytes(alone, SHAPE, ROOM) > ROOM.free_bytes)
+    assert batch is None or batch.group(1) == "1"
+
+
+def test_weights_alone_can_be_too_much():
+    message = missing_memory(plan(), SHAPE, replace(ROOM, free_bytes=10**9))
+    assert message.endswith("no context fits with these formats")
+
+
+def test_models_are_looked_up_by_name():
+    assert missing_memory(plan(), "meta-llama/Llama-3.1-8B", ROOM) == missing_memory(plan(), SHAPE, ROOM)
