@@ -46,11 +46,13 @@ class Engine:
         weights: DecoderWeights,
         device: torch.device,
         meter: MemoryMeter,
+        draft_weights: DecoderWeights | None = None,
     ) -> None:
+        """draft_weights: what the plan's drafts run on, made from `weights` unless given."""
         self.plan, self.source, self.config, self.device = plan, source, config, device
         self.weights = weights
         quantized = plan.weights.draft_differs
-        self.draft_weights = weights.quantized(plan.weights.group) if quantized else weights
+        self.draft_weights = (draft_weights or weights.quantized(plan.weights.group)) if quantized else weights
         self.decoder = Decoder(config, device)
         self.cache: Cache | None = Cache(config, plan, device, weights.embedding.dtype)
         self._meter = meter

@@ -32,19 +32,10 @@ def inflated_shape(config: DecoderConfig, shape: ModelShape) -> ModelShape:
     return replace(shape, vocab=max(config.vocab, shape.vocab), tied_embeddings=False)
 
 
-def inflate(
-    config: DecoderConfig, weights: DecoderWeights, shape: ModelShape, seed: int = 0
-) -> tuple[DecoderConfig, DecoderWeights]:
-    """The decoder of `inflated_shape(config, shape)` that computes `weights`' function, on their device.
-
-    Raises InflationError naming what of the small model does not fit.
-    """
+def inflated_config(config: DecoderConfig, shape: ModelShape) -> DecoderConfig:
+    """The decoder of `inflated_shape(config, shape)` that `inflated_weights` are for."""
     shape = inflated_shape(config, shape)
-    mold = Mold.build(config, _dense(weights.layers[0].down).weight.shape[1], shape)
-    inflater = _Inflater(mold, torch.Generator(weights.embedding.device).manual_seed(seed))
-    used = [inflater.layer(layer) for layer in weights.layers]
-    idle = [inflater.idle(weights.layers[0]) for _ in range(shape.layers - config.layers)]
-    large = replace(
+    return replace(
         config,
         layers=shape.layers,
         hidden=shape.hidden,
@@ -54,9 +45,24 @@ def inflate(
         vocab=shape.vocab,
         norm_eps=config.norm_eps * config.hidden / shape.hidden,
         windows=(None,) * shape.layers,
-        rotary_frequencies=mold.frequencies,
+        rotary_frequencies=Mold(config, shape).frequencies,
     )
-    return large, DecoderWeights(
+
+
+def inflated_weights(
+    config: DecoderConfig, weights: DecoderWeights, shape: ModelShape, seed: int = 0
+) -> DecoderWeights:
+    """Weights that compute the function of `weights` in `inflated_config(config, shape)`, on their device.
+
+    They do not depend on how positions are stretched. Raises InflationError naming what does not fit.
+    """
+    shape = inflated_shape(config, shape)
+    mold = Mold(config, shape)
+    mold.check(_dense(weights.layers[0].down).weight.shape[1])
+    inflater = _Inflater(mold, torch.Generator(weights.embedding.device).manual_seed(seed))
+    used = [inflater.layer(layer) for layer in weights.layers]
+    idle = [inflater.idle(weights.layers[0]) for _ in range(shape.layers - config.layers)]
+    return DecoderWeights(
         embedding=inflater.embedding(weights.embedding),
         layers=(*used, *idle),
         norm=inflater.norm(weights.norm, LIFT),

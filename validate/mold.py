@@ -23,13 +23,9 @@ class Mold:
     config: DecoderConfig
     shape: ModelShape
 
-    @classmethod
-    def build(cls, config: DecoderConfig, intermediate: int, shape: ModelShape) -> Mold:
-        """A mold for a decoder whose MLPs are `intermediate` wide.
-
-        Raises InflationError naming the first size that does not fit, or a kind of layer with no counterpart.
-        """
-        mold = cls(config, shape)
+    def check(self, intermediate: int) -> None:
+        """Raises InflationError naming what of a decoder with MLPs of width `intermediate` has no place."""
+        config, shape = self.config, self.shape
         if shape.is_moe or shape.is_mla or shape.window_layers or shape.qk_norm:
             raise InflationError(f"model {shape.name!r} is not a plain dense decoder; allowed: shapes like Llama's")
         if any(window is not None for window in config.windows):
@@ -39,12 +35,11 @@ class Mold:
             ("hidden channels and a constant", config.hidden + 1, shape.hidden),
             ("head_dim", config.head_dim, shape.head_dim),
             ("MLP channels", intermediate, shape.intermediate),
-            ("KV heads, as copies for its query heads", len(mold.kv_heads), shape.kv_heads),
+            ("KV heads, as copies for its query heads", len(self.kv_heads), shape.kv_heads),
         )
         for name, small, large in sizes:
             if small > large:
                 raise InflationError(f"the small model needs {small} {name}; allowed by {shape.name!r}: up to {large}")
-        return mold
 
     @property
     def q_width(self) -> int:

@@ -16,7 +16,7 @@ from ridgeplan.runtime.linear import Dense
 from ridgeplan.runtime.memory import MemoryMeter
 from ridgeplan.runtime.prefill import prefill
 from ridgeplan.validate.bench import Bench
-from ridgeplan.validate.inflation import inflate, inflated_shape
+from ridgeplan.validate.inflation import inflated_config, inflated_shape, inflated_weights
 from ridgeplan.validate.mold import InflationError
 from ridgeplan.validate.toy import Toy, toy_shape
 
@@ -51,7 +51,7 @@ def logits(config, weights, prompt=PROMPT):
 def test_logits_are_the_small_models(q_heads, kv_heads, biased):
     config, weights = small(q_heads, kv_heads, biased)
     shape = toy_shape(3, 160, 200, 8, 4, 32, vocab=300)
-    large_config, large = inflate(config, weights, shape)
+    large_config, large = inflated_config(config, shape), inflated_weights(config, weights, shape)
     expected, actual = logits(config, weights), logits(large_config, large)
     assert (actual[:128] - expected).abs().max() < 1e-4 * expected.std()
     assert actual[128:].max() < expected.min()
@@ -63,7 +63,7 @@ def test_the_vocabulary_grows_to_hold_the_small_models():
     config, weights = small()
     shape = inflated_shape(config, toy_shape(2, 160, 200, 8, 4, 32, vocab=64))
     assert (shape.vocab, shape.tied_embeddings) == (128, False)
-    assert inflate(config, weights, shape)[1].head.weight.shape == (128, 160)
+    assert inflated_weights(config, weights, shape).head.weight.shape == (128, 160)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_the_vocabulary_grows_to_hold_the_small_models():
 )
 def test_a_model_that_does_not_fit_is_refused(shape, message):
     with pytest.raises(InflationError, match=message):
-        inflate(*small(), shape)
+        inflated_weights(*small(), shape)
 
 
 @pytest.mark.model
@@ -88,7 +88,8 @@ def test_smollm2_generates_the_same_tokens(smollm2, long_text):
     workload = Workload("smollm2", "cpu", 400, 40, 1)
     source = load(quantspec_kv(workload), str(smollm2))
     shape = toy_shape(32, 1024, 2048, 16, 4, 128, vocab=50_000)
-    config, weights = inflate(source.config, source.weights, shape)
+    config = inflated_config(source.config, shape)
+    weights = inflated_weights(source.config, source.weights, shape)
     engine = Engine(quantspec_kv(workload), str(smollm2), config, weights, CPU, MemoryMeter(CPU))
     prompt = source.tokenizer(long_text[30_000:40_000])["input_ids"][:400]
     plain, inflated = source.generate(prompt, 40), engine.generate(prompt, 40)
