@@ -15,6 +15,7 @@ from ridgeplan.roofline.shapes import ModelShape
 
 MAX_BATCH = 4096  # the largest a plan may have
 GB = 1e9
+ModelReference = str | ModelShape
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Room:
     processors: int
 
 
-def missing_memory(plan: Plan, model: str | ModelShape, room: Room) -> str | None:
+def missing_memory(plan: Plan, model: ModelReference, room: Room) -> str | None:
     """Why the plan's workload does not fit into `room`, with the largest that would; None if it fits.
 
     Raises UnknownModel or BadModelFile (ValueErrors) for a model that cannot be read.

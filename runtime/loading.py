@@ -6,14 +6,13 @@ import warnings
 
 import torch
 
-from ridgeplan.planner.capacity import Room, missing_memory
 from ridgeplan.planner.executable import missing_execution
 from ridgeplan.planner.plan import KVFormat, Plan
 from ridgeplan.runtime.checkpoint import load_config, load_weights, model_source
 from ridgeplan.runtime.config import DecoderConfig, decoder_config
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
-from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
+from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory
 from ridgeplan.runtime.weights import DecoderWeights
 
 
@@ -43,7 +42,7 @@ def load(
     source = model_source(model)
     config = decoder_config(load_config(source), plan.workload.yarn_factor)
     _check_context(plan, config)
-    _check_memory(plan, source, place, dtype, weights.bytes if weights else 0)
+    require_memory(plan, source, place, dtype, weights.bytes if weights else 0)
     with readable_out_of_memory(place):
         weights = weights or load_weights(source, config, place, dtype)
         return Engine(plan, source, config, weights, place, meter)
@@ -55,17 +54,6 @@ def _device(name: str | None) -> torch.device:
     if name.partition(":")[0] not in available:
         raise WorkloadError(f"device is {name!r}; allowed here: {', '.join(available)}")
     return torch.device(name)
-
-
-def _check_memory(plan: Plan, source: str, place: torch.device, dtype: torch.dtype, shared_bytes: int) -> None:
-    """Raises WorkloadError before anything is allocated; `shared_bytes` of weights are on the device already."""
-    if place.type != "cuda":
-        return
-    processors = torch.cuda.get_device_properties(place).multi_processor_count
-    room = Room(torch.cuda.mem_get_info(place)[0] + shared_bytes, dtype.itemsize, processors)
-    missing = missing_memory(plan, source, room)
-    if missing:
-        raise WorkloadError(missing)
 
 
 def _check_context(plan: Plan, config: DecoderConfig) -> None:

@@ -1,4 +1,7 @@
-"""Peak memory of a generation: on CUDA all that torch holds on the device, on Linux the process's growth."""
+"""Memory: whether a plan fits, and the peak of a generation.
+
+On CUDA the peak is all that torch holds on the device, on Linux the process's growth.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from ridgeplan.planner.capacity import ModelReference, Room, missing_memory
+from ridgeplan.planner.plan import Plan
 from ridgeplan.runtime.errors import WorkloadError
 
 _STATUS = Path("/proc/self/status")
@@ -43,6 +48,22 @@ class MemoryMeter:
             return torch.cuda.max_memory_allocated(self._device)
         peak = _status_bytes("VmHWM")
         return None if peak is None else max(0, peak - self._before_bytes)
+
+
+def require_memory(
+    plan: Plan, model: ModelReference, device: torch.device, dtype: torch.dtype, shared_bytes: int
+) -> None:
+    """Raises WorkloadError where the plan's prediction exceeds what a GPU has free, before anything is allocated.
+
+    shared_bytes: of weights that are on the device already. On a CPU the system decides.
+    """
+    if device.type != "cuda":
+        return
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    room = Room(torch.cuda.mem_get_info(device)[0] + shared_bytes, dtype.itemsize, processors)
+    missing = missing_memory(plan, model, room)
+    if missing:
+        raise WorkloadError(missing)
 
 
 @contextlib.contextmanager

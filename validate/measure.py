@@ -21,6 +21,8 @@ from ridgeplan.validate.comparison import Comparison, Row
 if TYPE_CHECKING:
     from ridgeplan.runtime import Engine, Statistics
 
+WARM_TOKENS = 512
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -50,8 +52,10 @@ def measure(
 ) -> Measured:
     """Generates without stop tokens, so that all sequences have the same length, and takes the figures."""
     if engine.device.type == "cuda":
-        # Kernels are compiled and graphs captured at first use, which is no part of any figure.
-        engine.generate(prompts, min(2, max_new_tokens), temperature=temperature, top_k=top_k, top_p=top_p)
+        # Kernels are compiled and graphs captured at first use, which is no part of any figure. Neither depends on
+        # how long prompts are.
+        short = [prompt[:WARM_TOKENS] for prompt in prompts]
+        engine.generate(short, min(2, max_new_tokens), temperature=temperature, top_k=top_k, top_p=top_p)
     generation = engine.generate(
         prompts, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, on_progress=on_progress
     )

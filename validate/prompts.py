@@ -35,6 +35,19 @@ def prompt_tokens(tokenizer: Any, tokens: int, text: str | None = None) -> list[
     return ids[:tokens]
 
 
+def prompt_batch(tokenizer: Any, tokens: int, batch: int, text: str | None = None) -> list[list[int]]:
+    """`batch` prompts of `tokens` token ids, from places spread over `text`, by default the sample text.
+
+    Raises PromptError when the text is too short for that many different ones.
+    """
+    ids = list(tokenizer.encode(sample_text() if text is None else text))
+    last = len(ids) - tokens
+    if last < batch - 1:
+        raise PromptError(f"the text has {len(ids)} tokens; needed: {tokens + batch - 1}, for {batch} of {tokens}")
+    starts = [last * index // max(batch - 1, 1) for index in range(batch)]
+    return [ids[start : start + tokens] for start in starts]
+
+
 def read_prompt(path: str | Path) -> str:
     """The text of a UTF-8 file. Raises PromptError naming the file."""
     try:

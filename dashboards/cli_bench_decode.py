@@ -1,0 +1,157 @@
+"""`ridgeplan bench decode` and `suite`: decoding end to end at a large model's size, with real acceptance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ridgeplan.dashboards.cli_options import OutputFile, as_json, options, profile_file, prompt_file
+from ridgeplan.dashboards.cli_output import print_json, print_table, progress, warnings_as_notes, write_atomically
+from ridgeplan.dashboards.cli_run import embedded_or
+from ridgeplan.planner.inputs import this_machine
+from ridgeplan.planner.presets import PRESETS
+from ridgeplan.roofline.models import load_shape
+from ridgeplan.roofline.profile import load_profile
+
+if TYPE_CHECKING:
+    from ridgeplan.validate.decode_bench import DecodeCase, DecodeReport
+
+SUITE_WORKLOADS = ("4096x1", "32768x1", "32768x8", "131072x1", "131072x4")
+SUITE_GAMMAS = (2, 4, 6)
+
+
+class Workloads(click.ParamType):
+    """Context and batch."""
+
+    name = "CONTEXTxBATCH"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        """`32768x8` as (32768, 8)."""
+        if isinstance(value, tuple):
+            return value
+        context, _, batch = str(value).partition("x")
+        if context.isdecimal() and batch.isdecimal() and int(context) and int(batch):
+            return int(context), int(batch)
+        return self.fail(f"{value!r} is not a workload; allowed: context and batch, such as 32768x8", param, ctx)
+
+
+shared = options(
+    click.option("--model-shape", required=True, help="Catalog name whose size is run."),
+    click.option("--model", help="Small model whose function is run.  [default: the embedded SmolLM2-135M-Instruct]"),
+    prompt_file,
+    click.option("--new-tokens", type=click.IntRange(1), default=256, show_default=True, help="Tokens to generate."),
+    click.option("--temperature", type=click.FloatRange(0), default=1.0, show_default=True),
+    profile_file,
+    click.option("--output", type=OutputFile(), help="Where to save the results as JSON."),
+    as_json,
+)
+
+
+@click.command()
+@options(
+    click.option("--ctx", "context", type=click.IntRange(1), required=True, help="Tokens of a prompt."),
+    click.option("--batch", type=click.IntRange(1), default=1, show_default=True),
+    click.option("--preset", type=click.Choice(list(PRESETS)), default="quantspec", show_default=True),
+    click.option("--gamma", type=click.IntRange(1), help="Drafted tokens a round.  [default: the preset's]"),
+    shared,
+)
+def decode(context: int, batch: int, preset: str, gamma: int | None, **rest: Any) -> None:
+    """Run plain decoding and one preset, with a small real model inflated to a large shape."""
+    from ridgeplan.validate.decode_bench import PLAIN, DecodeCase
+
+    cases = [DecodeCase(name, context, batch, gamma) for name in dict.fromkeys((PLAIN, preset))]
+    report(cases, **rest)
+
+
+@click.command()
+@options(
+    click.option(
+        "--workload", "workloads", type=Workloads(), multiple=True, default=SUITE_WORKLOADS, show_default=True,
+        help="Context and batch; repeat for several.",
+    ),
+    click.option(
+        "--gamma", "gammas", type=click.IntRange(1), multiple=True, default=SUITE_GAMMAS, show_default=True,
+        help="Drafted tokens a round; repeat for several.",
+    ),
+    shared,
+)  # fmt: skip
+def suite(workloads: Sequence[tuple[int, int]], gammas: Sequence[int], **rest: Any) -> None:
+    """Run plain decoding, an INT8 cache, and QuantSpec with each of its parts alone and both (its Fig 4)."""
+    from ridgeplan.validate.decode_bench import suite_cases
+
+    report(suite_cases(sorted(workloads), gammas), **rest)
+
+
+def report(
+    cases: Sequence[DecodeCase],
+    model_shape: str,
+    model: str | None,
+    prompt_file: str | None,
+    new_tokens: int,
+    temperature: float,
+    profile: str | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Runs the cases, saves the report, and prints it."""
+    shape = load_shape(model_shape)
+    calibrated = load_profile(profile) if profile else this_machine()
+    # Importing torch takes seconds, so it waits until the options are known to be good.
+    from ridgeplan.validate.decode_bench import bench_decode
+    from ridgeplan.validate.inflated import InflatedModel
+    from ridgeplan.validate.prompts import read_prompt
+
+    text = read_prompt(prompt_file) if prompt_file is not None else None
+    with warnings_as_notes(), progress() as bars:
+        bar = bars.add_task("inflating the model", total=len(cases))
+        inflated = InflatedModel.load(embedded_or(model), shape, device())
+        found = bench_decode(
+            inflated, cases, calibrated, new_tokens, text=text, temperature=temperature,
+            on_progress=lambda what, done, total: bars.update(bar, description=what, completed=done, total=total),
+        )  # fmt: skip
+    if output is not None:
+        write_atomically(output, json.dumps(found.to_dict(), indent=2, allow_nan=False) + "\n")
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        print_report(found)
+
+
+def device() -> str:
+    """Where models run on this machine."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def print_report(found: DecodeReport) -> None:
+    """A table with a line for each case."""
+    columns = ("context", "batch", "gamma", "TPOT ms", "predicted", "speed-up", "tokens/round", "acceptance", "TTFT ms",
+               "memory GiB", "plan")  # fmt: skip
+    rows = []
+    for row in found.rows:
+        figures, compared = row.measured.statistics, row.comparison
+        peak = figures.peak_memory_bytes
+        drafting = row.gamma > 0
+        at_measured = compared.row("tpot at the measured acceptance" if drafting else "tpot").predicted
+        faster = compared.row("speed-up over plain decoding").measured
+        rows.append(
+            (
+                str(row.case.context),
+                str(row.case.batch),
+                str(row.gamma),
+                f"{figures.tpot_ms:.2f}",
+                f"{at_measured:.2f}",
+                "" if faster is None else f"{faster:.2f}x",
+                f"{figures.tokens_per_round:.2f}" if drafting else "",
+                f"{figures.acceptance:.3f}" if drafting else "",
+                f"{figures.ttft_ms:.0f}",
+                "" if peak is None else f"{peak / 2**30:.1f}",
+                row.case.preset,
+            )
+        )
+    print_table(f"{found.shape} on {found.device}, temperature {found.temperature}, {found.date}", columns, rows)

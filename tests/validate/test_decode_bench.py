@@ -1,0 +1,54 @@
+"""Decoding benchmarks run real plans on inflated models and compare like with like."""
+
+import json
+
+import pytest
+
+from ridgeplan.validate.decode_bench import DecodeCase, bench_decode, suite_cases
+from ridgeplan.validate.prompts import PromptError, prompt_batch
+from ridgeplan.validate.toy import toy_shape
+
+
+class Letters:
+    """A tokenizer with one token a character."""
+
+    def encode(self, text):
+        return list(map(ord, text))
+
+
+def test_prompts_of_a_batch_differ_and_have_their_length():
+    prompts = prompt_batch(Letters(), 5, 3, "abcdefghij")
+    assert ["".join(map(chr, prompt)) for prompt in prompts] == ["abcde", "cdefg", "fghij"]
+    assert len(prompt_batch(Letters(), 10, 1, "abcdefghij")[0]) == 10
+    with pytest.raises(PromptError, match="the text has 10 tokens; needed: 11, for 2 of 10"):
+        prompt_batch(Letters(), 10, 2, "abcdefghij")
+
+
+def test_a_suite_holds_every_part_of_the_ablation():
+    cases = suite_cases([(4096, 1), (32768, 8)], [2, 4])
+    assert len(cases) == 2 * (2 + 3 * 2)
+    assert cases[0] == DecodeCase("autoregressive", 4096, 1)
+    assert DecodeCase("quantspec-kv", 32768, 8, 4) in cases
+
+
+@pytest.mark.model
+def test_plain_and_speculative_decoding_are_measured_beside_their_predictions(smollm2, h200_profile):
+    from ridgeplan.validate.inflated import InflatedModel
+
+    model = InflatedModel.load(str(smollm2), toy_shape(30, 640, 1600, 9, 3, 64, vocab=49_200), "cpu")
+    cases = [DecodeCase("autoregressive", 64, 2), DecodeCase("quantspec-kv", 64, 2, 2)]
+    seen = []
+    report = bench_decode(
+        model, cases, h200_profile, 6, temperature=1.0, on_progress=lambda *progress: seen.append(progress[1:])
+    )
+    assert seen == [(1, 2), (2, 2)]
+    plain, drafted = report.rows
+    assert (plain.gamma, drafted.gamma) == (0, 2)
+    assert plain.measured.tokens[0] != plain.measured.tokens[1]
+    assert drafted.measured.statistics.generated == 12
+    assert plain.comparison.row("speed-up over plain decoding").measured == 1.0
+    faster = drafted.comparison.row("speed-up over plain decoding").measured
+    assert faster == pytest.approx(plain.measured.statistics.tpot_ms / drafted.measured.statistics.tpot_ms)
+    saved = json.loads(json.dumps(report.to_dict()))
+    assert saved["rows"][1]["measured"]["tokens_per_round"] == drafted.measured.statistics.tokens_per_round
+    assert saved["temperature"] == 1.0

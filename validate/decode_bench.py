@@ -1,0 +1,157 @@
+"""Decoding end to end on a model of a large shape with real acceptance: several plans, each beside its prediction."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from ridgeplan.planner.inputs import workload_for
+from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.profile import Profile
+from ridgeplan.validate.comparison import Comparison
+from ridgeplan.validate.measure import Measured, comparison, measure
+from ridgeplan.validate.prompts import prompt_batch
+
+if TYPE_CHECKING:
+    from ridgeplan.runtime.weights import DecoderWeights
+    from ridgeplan.validate.inflated import InflatedModel
+
+PLAIN = "autoregressive"
+# Plain decoding, a quantized target, and QuantSpec with each of its parts alone (QuantSpec, Fig 4).
+ABLATION = ("int8", "quantspec-weights", "quantspec-kv", "quantspec")
+ReportProgress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """One plan at one workload; gamma None is the preset's own."""
+
+    preset: str
+    context: int
+    batch: int
+    gamma: int | None = None
+
+    def plan(self, model: InflatedModel, profile: Profile, new_tokens: int) -> Plan:
+        """The plan, with positions stretched where the small model needs it. Raises PlanError."""
+        workload = workload_for(model.shape, profile, self.context, new_tokens, self.batch, yarn=True)
+        plan = preset(self.preset, workload)
+        if self.gamma is None or not plan.speculation.active:
+            return plan
+        return replace(plan, speculation=replace(plan.speculation, gamma=self.gamma))
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """One case: what the engine measured, beside the prediction for exactly that."""
+
+    case: DecodeCase
+    gamma: int
+    measured: Measured
+    comparison: Comparison
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        statistics = self.measured.statistics
+        derived = ("tpot_ms", "ttft_ms", "tokens_per_round", "acceptance", "acceptance_at", "accepted_share")
+        figures = {**asdict(statistics), **{name: getattr(statistics, name) for name in derived}}
+        del figures["prompt_tokens"]
+        return {
+            **asdict(self.case),
+            "gamma": self.gamma,
+            "measured": figures,
+            "comparison": self.comparison.to_dict()["rows"],
+        }
+
+
+@dataclass(frozen=True)
+class DecodeReport:
+    """All cases on one device."""
+
+    device: str
+    model: str
+    shape: str
+    software: dict[str, str]
+    date: str
+    temperature: float
+    rows: tuple[DecodeRow, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        head = {name: value for name, value in vars(self).items() if name != "rows"}
+        return {**head, "rows": [row.to_dict() for row in self.rows]}
+
+
+def suite_cases(workloads: Sequence[tuple[int, int]], gammas: Sequence[int]) -> list[DecodeCase]:
+    """Every plan of the ablation at every (context, batch), those that speculate with every gamma."""
+    cases = []
+    for context, batch in workloads:
+        cases.append(DecodeCase(PLAIN, context, batch))
+        for name in ABLATION:
+            tried: Sequence[int | None] = gammas if name.startswith("quantspec") else (None,)
+            cases += [DecodeCase(name, context, batch, gamma) for gamma in tried]
+    return cases
+
+
+def bench_decode(
+    model: InflatedModel,
+    cases: Sequence[DecodeCase],
+    profile: Profile,
+    new_tokens: int,
+    *,
+    text: str | None = None,
+    temperature: float = 0.0,
+    on_progress: ReportProgress | None = None,
+) -> DecodeReport:
+    """Runs `cases`; those of one context and batch run on the same prompts, and are compared with the first of them.
+
+    Raises PlanError, WorkloadError or PromptError for a case that does not fit.
+    """
+    rows: list[DecodeRow] = []
+    for (context, batch), same in groupby(cases, lambda case: (case.context, case.batch)):
+        prompts = prompt_batch(model.tokenizer, context, batch, text)
+        for row in _rows(model, list(same), profile, new_tokens, prompts, temperature):
+            rows.append(row)
+            if on_progress is not None:
+                on_progress(f"{row.case.preset}, context {context}, batch {batch}", len(rows), len(cases))
+    return DecodeReport(
+        device=_device_name(model),
+        model=model.hub.model_type,
+        shape=model.shape.name,
+        software={name: metadata.version(name) for name in ("torch", "ridgeplan")},
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        temperature=temperature,
+        rows=tuple(rows),
+    )
+
+
+def _rows(
+    model: InflatedModel,
+    cases: list[DecodeCase],
+    profile: Profile,
+    new_tokens: int,
+    prompts: list[list[int]],
+    temperature: float,
+) -> Iterator[DecodeRow]:
+    plain: Measured | None = None
+    drafts: dict[int, DecoderWeights] = {}  # by group; quantizing a large shape takes most of a minute
+    for case in cases:
+        plan = case.plan(model, profile, new_tokens)
+        engine = model.engine(plan, drafts.get(plan.weights.group) if plan.weights.draft_differs else None)
+        if plan.weights.draft_differs:
+            drafts[plan.weights.group] = engine.draft_weights
+        measured = measure(engine, prompts, new_tokens, temperature=temperature)
+        engine.close()
+        plain = plain or measured
+        found = comparison(plan, model.shape, profile, measured, plain.statistics)
+        yield DecodeRow(case, plan.speculation.gamma, measured, found)
+
+
+def _device_name(model: InflatedModel) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu"
