@@ -20,7 +20,7 @@ DEFAULT_NEW_TOKENS = 128
 EMBEDDED_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 STATISTICS = (
     "gamma", "rounds", "generated", "drafted", "judged", "accepted", "tokens_per_round", "acceptance", "accepted_share",
-    "prefill_s", "decode_s", "draft_s", "verify_s", "flush_s", "capture_s", "flushes",
+    "prefill_s", "decode_s", "draft_s", "verify_s", "flush_s", "idle_s", "capture_s", "flushes",
     "ttft_ms", "tpot_ms", "peak_memory_bytes",
 )  # fmt: skip
 

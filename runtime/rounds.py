@@ -22,7 +22,8 @@ PHASES = ("draft", "verify", "flush")
 class RoundResult:
     """One round on the host. rows: per row gamma + 1 tokens, then how many of them are kept, accepted, judged.
 
-    seconds: of drafting, verification with its verdict, and keeping, by the device's clock.
+    seconds: of drafting, verification with its verdict, and keeping, by the device's clock; "idle" is the device's
+    wait since the round before.
     """
 
     rows: list[list[int]]
@@ -65,14 +66,14 @@ class EagerRounds:
 
     def launch(self) -> None:
         """See `Rounds`."""
-        speculator, times = self._speculator, [time.perf_counter()]
+        speculator, times_ns = self._speculator, [time.perf_counter_ns()]
         drafts = speculator.draft(self._pending)
-        times.append(time.perf_counter())
+        times_ns.append(time.perf_counter_ns())
         verdict = speculator.verify(self._pending, drafts)
-        times.append(time.perf_counter())
+        times_ns.append(time.perf_counter_ns())
         self._pending, figures = speculator.keep(self._pending, verdict, speculator.cache.active())
-        times.append(time.perf_counter())
-        self._results.append(RoundResult(figures.tolist(), _phases(times)))
+        times_ns.append(time.perf_counter_ns())
+        self._results.append(RoundResult(figures.tolist(), _phases(times_ns)))
 
     def collect(self) -> RoundResult:
         """See `Rounds`."""
@@ -104,6 +105,7 @@ class GraphRounds:
         self._out = figures
         self._landing = [(torch.empty_like(figures, device="cpu", pin_memory=True), torch.cuda.Event()) for _ in "ab"]
         self._launched = self._collected = 0
+        self._ended_ns: int | None = None
         self._graph = self._capture(speculator)
         self.capture_s = time.perf_counter() - start
 
@@ -111,6 +113,7 @@ class GraphRounds:
         """See `Rounds`. Rounds of an abandoned generation are forgotten; the device finishes them first."""
         self._pending.copy_(pending)
         self._collected = self._launched
+        self._ended_ns = None
 
     def launch(self) -> None:
         """See `Rounds`."""
@@ -128,7 +131,10 @@ class GraphRounds:
         values = landing.tolist()
         width = self._figures.shape[1]
         rows = [values[at : at + width] for at in range(0, self._figures.numel(), width)]
-        return RoundResult(rows, _phases([stamp * 1e-9 for stamp in values[self._figures.numel() :]]))
+        times_ns = values[self._figures.numel() :]
+        idle = {} if self._ended_ns is None else {"idle": (times_ns[0] - self._ended_ns) * 1e-9}
+        self._ended_ns = times_ns[-1]
+        return RoundResult(rows, _phases(times_ns) | idle)
 
     @property
     def in_flight(self) -> int:
@@ -167,6 +173,7 @@ class GraphRounds:
         torch.cuda.current_stream().wait_stream(stream)
 
 
-def _phases(times: list[float]) -> dict[str, float]:
+def _phases(times_ns: list[int]) -> dict[str, float]:
     """Seconds of each phase between the times before and after it."""
-    return {name: after - before for name, before, after in zip(PHASES, times[:-1], times[1:], strict=True)}
+    spans = zip(PHASES, times_ns[:-1], times_ns[1:], strict=True)
+    return {name: (after - before) * 1e-9 for name, before, after in spans}

@@ -16,6 +16,7 @@ class Statistics:
     summed over the unfinished sequences of each. generated: tokens delivered; decoded: tokens that rounds kept, some
     past a stop token. judged_at[j], accepted_at[j]: how often draft j was compared with the target and accepted.
     draft_s, verify_s: medians of one drafted token and of one verification; flush_s, decode_s, prefill_s: sums.
+    idle_s: sum of the device's waits between rounds, 0 where the host itself computes.
     capture_s: spent on CUDA graphs, 0 where those of an earlier generation fit.
     """
 
@@ -33,6 +34,7 @@ class Statistics:
     verify_s: float
     flush_s: float
     decode_s: float
+    idle_s: float
     capture_s: float
     peak_memory_bytes: int | None
 
@@ -125,6 +127,7 @@ class Tally:
             verify_s=_median(stopwatch.seconds("verify")),
             flush_s=sum(stopwatch.seconds("flush")),
             decode_s=sum(stopwatch.seconds("round")),
+            idle_s=sum(stopwatch.seconds("idle")),
             capture_s=sum(stopwatch.seconds("capture")),
             peak_memory_bytes=peak_memory_bytes,
         )

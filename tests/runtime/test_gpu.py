@@ -40,6 +40,7 @@ def test_rounds_read_late_end_where_they_should(gamma, tiny_model, make_plan, pr
     statistics = engine.statistics
     assert statistics.decoded == 99
     assert 0 < statistics.verify_s < statistics.decode_s
+    assert 0 < statistics.idle_s < statistics.decode_s
 
 
 def test_plans_that_do_not_fit_are_refused_before_anything_is_allocated(tiny_model, make_plan):

@@ -29,7 +29,7 @@ def statistics() -> Statistics:
         gamma=4, prompt_tokens=(900, 1100), rounds=20, sequence_rounds=40,
         generated=182, decoded=180, judged_at=(40, 38, 36, 34),
         accepted_at=(38, 36, 34, 32), flushes=2, prefill_s=0.5, draft_s=0.002, verify_s=0.006, flush_s=0.001,
-        decode_s=0.3, capture_s=0.0, peak_memory_bytes=2 << 30,
+        decode_s=0.3, idle_s=0.0, capture_s=0.0, peak_memory_bytes=2 << 30,
     )  # fmt: skip
 
 
