@@ -89,14 +89,12 @@ class GraphRounds:
     """A round is one replay of one CUDA graph, and the host reads it a round late: it never holds the device up.
 
     The graph reads and writes fixed tensors. It depends on the number of rows and on the sampling, whose numbers
-    are baked in, but not on lengths, which live on the device. It is captured at the first generation of its kind,
-    in `capture_s` seconds.
+    are baked in, but not on lengths, which live on the device. It is captured at the first generation of its kind.
     """
 
     depth = 2
 
     def __init__(self, speculator: Speculator) -> None:
-        start = time.perf_counter()
         rows, device = speculator.cache.rows, speculator.cache.lengths.device
         self._pending = torch.zeros(rows, dtype=torch.int64, device=device)
         # Figures of all rows, then the device's clock before and after each phase.
@@ -107,7 +105,6 @@ class GraphRounds:
         self._launched = self._collected = 0
         self._ended_ns: int | None = None
         self._graph = self._capture(speculator)
-        self.capture_s = time.perf_counter() - start
 
     def start(self, pending: Tensor) -> None:
         """See `Rounds`. Rounds of an abandoned generation are forgotten; the device finishes them first."""

@@ -1,0 +1,71 @@
+"""Greedy tokens of an engine against its twin in float32: where they differ, was it a close call?
+
+Both decoders see the same tokens, so that one difference does not make all that follow differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.prefill import prefill
+
+NOISE_DEVIATIONS = 5  # how far rounding alone moves a logit, in standard deviations of all its moves
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How often the likeliest tokens differ, and by how much the twin prefers its own.
+
+    tokens: compared. gaps: of the differing ones, the twin's logit of its token less that of the engine's.
+    noise: the standard deviation of the engine's logits around the twin's, each centred.
+    """
+
+    tokens: int
+    gaps: tuple[float, ...]
+    noise: float
+
+    @property
+    def rate(self) -> float:
+        """Share of tokens that differ."""
+        return len(self.gaps) / self.tokens
+
+    @property
+    def beyond_noise(self) -> int:
+        """Differing tokens whose gap rounding does not explain; two logits move, so their moves add up."""
+        return sum(gap > NOISE_DEVIATIONS * 2**0.5 * self.noise for gap in self.gaps)
+
+
+def agreement(engine: Engine, twin: Engine, prompt: Sequence[int], new_tokens: int) -> Agreement:
+    """Compares after each of `new_tokens` tokens that `engine` generates greedily.
+
+    twin: an engine of the same plan and model in float32. Raises what `Engine.generate` raises.
+    """
+    tokens = engine.generate(prompt, new_tokens).tokens[0]
+    ours, exact = (forced_logits(each, prompt, tokens[:-1]).float().cpu() for each in (engine, twin))
+    chosen, wanted = ours.argmax(-1), exact.argmax(-1)
+    differing = (chosen != wanted).nonzero()[:, 0]
+    gaps = exact[differing, wanted[differing]] - exact[differing, chosen[differing]]
+    moves = (ours - ours.mean(-1, keepdim=True)) - (exact - exact.mean(-1, keepdim=True))
+    return Agreement(len(tokens), tuple(gaps.tolist()), float(moves.std()))
+
+
+@torch.inference_mode()
+def forced_logits(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """The target's logits [len(tokens) + 1, vocab] after the prompt and after each of `tokens`.
+
+    One step a token, with the engine's own cache, formats and kernels.
+    """
+    cache, decoder, weights = engine.cache, engine.decoder, engine.weights
+    assert cache is not None, "the engine is closed"
+    cache.reset(1)
+    ids = torch.tensor([*prompt, *tokens], device=engine.device)
+    logits = [prefill(decoder, weights, cache, 0, ids[: len(prompt)])]
+    for token in ids[len(prompt) :]:
+        logits.append(decoder.step(weights, cache, token.view(1, 1), cache.target_reader(1))[0, 0])
+        cache.advance(cache.active().int())
+    return torch.stack(logits)
