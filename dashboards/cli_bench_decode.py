@@ -130,7 +130,7 @@ def device() -> str:
 
 def print_report(found: DecodeReport) -> None:
     """A table with a line for each case."""
-    columns = ("context", "batch", "gamma", "TPOT ms", "predicted", "speed-up", "tokens/round", "acceptance", "TTFT ms",
+    columns = ("context", "batch", "gamma", "TPOT ms", "predicted", "speed-up", "over vLLM", "tokens/round", "acceptance", "TTFT ms",
                "memory GiB", "plan")  # fmt: skip
     rows = []
     for row in found.rows:
@@ -147,6 +147,7 @@ def print_report(found: DecodeReport) -> None:
                 f"{figures.tpot_ms:.2f}",
                 f"{at_measured:.2f}",
                 "" if faster is None else f"{faster:.2f}x",
+                "" if row.over_vllm is None else f"{row.over_vllm:.2f}x",
                 f"{figures.tokens_per_round:.2f}" if drafting else "",
                 f"{figures.acceptance:.3f}" if drafting else "",
                 f"{figures.ttft_ms:.0f}",

@@ -15,6 +15,7 @@ from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.profile import Profile
 from ridgeplan.validate.comparison import Comparison
 from ridgeplan.validate.measure import Measured, comparison, measure
+from ridgeplan.validate.peers import vllm_tpot_ms
 from ridgeplan.validate.prompts import prompt_batch
 
 if TYPE_CHECKING:
@@ -53,6 +54,12 @@ class DecodeRow:
     gamma: int
     measured: Measured
     comparison: Comparison
+    vllm_tpot_ms: float | None  # vLLM's plain decoding of this shape, context and batch on this device, if known
+
+    @property
+    def over_vllm(self) -> float | None:
+        """Speed-up in time per output token over vLLM's plain decoding."""
+        return None if self.vllm_tpot_ms is None else self.vllm_tpot_ms / self.measured.statistics.tpot_ms
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -65,6 +72,8 @@ class DecodeRow:
             "gamma": self.gamma,
             "measured": figures,
             "comparison": self.comparison.to_dict()["rows"],
+            "vllm_tpot_ms": self.vllm_tpot_ms,
+            "over_vllm": self.over_vllm,
         }
 
 
@@ -148,7 +157,8 @@ def _rows(
         engine.close()
         plain = plain or measured
         found = comparison(plan, model.shape, profile, measured, plain.statistics)
-        yield DecodeRow(case, plan.speculation.gamma, measured, found)
+        vllm = vllm_tpot_ms(_device_name(model), model.shape.name, case.context, case.batch)
+        yield DecodeRow(case, plan.speculation.gamma, measured, found, vllm)
 
 
 def _device_name(model: InflatedModel) -> str:

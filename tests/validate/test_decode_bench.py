@@ -5,6 +5,7 @@ import json
 import pytest
 
 from ridgeplan.validate.decode_bench import DecodeCase, bench_decode, suite_cases
+from ridgeplan.validate.peers import vllm_tpot_ms
 from ridgeplan.validate.prompts import PromptError, prompt_batch
 from ridgeplan.validate.toy import toy_shape
 
@@ -31,6 +32,12 @@ def test_a_suite_holds_every_part_of_the_ablation():
     assert DecodeCase("quantspec-kv", 32768, 8, 4) in cases
 
 
+def test_peers_are_looked_up_by_device_model_and_workload():
+    assert vllm_tpot_ms("NVIDIA H200", "meta-llama/Llama-3.1-8B", 131072, 4) == 20.93
+    assert vllm_tpot_ms("NVIDIA H200", "meta-llama/Llama-3.1-8B", 131072, 2) is None
+    assert vllm_tpot_ms("cpu", "meta-llama/Llama-3.1-8B", 4096, 1) is None
+
+
 @pytest.mark.model
 def test_plain_and_speculative_decoding_are_measured_beside_their_predictions(smollm2, h200_profile):
     from ridgeplan.validate.inflated import InflatedModel
@@ -49,6 +56,7 @@ def test_plain_and_speculative_decoding_are_measured_beside_their_predictions(sm
     assert plain.comparison.row("speed-up over plain decoding").measured == 1.0
     faster = drafted.comparison.row("speed-up over plain decoding").measured
     assert faster == pytest.approx(plain.measured.statistics.tpot_ms / drafted.measured.statistics.tpot_ms)
+    assert plain.over_vllm is None
     saved = json.loads(json.dumps(report.to_dict()))
     assert saved["rows"][1]["measured"]["tokens_per_round"] == drafted.measured.statistics.tokens_per_round
     assert saved["temperature"] == 1.0
