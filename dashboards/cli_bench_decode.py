@@ -18,7 +18,7 @@ from ridgeplan.roofline.models import load_shape
 from ridgeplan.roofline.profile import load_profile
 
 if TYPE_CHECKING:
-    from ridgeplan.validate.decode_bench import DecodeCase, DecodeReport
+    from ridgeplan.validate.decode_bench import DecodeCase, DecodeReport, DecodeRow
 
 SUITE_WORKLOADS = ("4096x1", "32768x1", "32768x8", "131072x1", "131072x4")
 SUITE_GAMMAS = (2, 4, 6)
@@ -130,29 +130,31 @@ def device() -> str:
 
 def print_report(found: DecodeReport) -> None:
     """A table with a line for each case."""
-    columns = ("context", "batch", "gamma", "TPOT ms", "predicted", "speed-up", "over vLLM", "tokens/round", "acceptance", "TTFT ms",
-               "memory GiB", "plan")  # fmt: skip
-    rows = []
-    for row in found.rows:
-        figures, compared = row.measured.statistics, row.comparison
-        peak = figures.peak_memory_bytes
-        drafting = row.gamma > 0
-        at_measured = compared.row("tpot at the measured acceptance" if drafting else "tpot").predicted
-        faster = compared.row("speed-up over plain decoding").measured
-        rows.append(
-            (
-                str(row.case.context),
-                str(row.case.batch),
-                str(row.gamma),
-                f"{figures.tpot_ms:.2f}",
-                f"{at_measured:.2f}",
-                "" if faster is None else f"{faster:.2f}x",
-                "" if row.over_vllm is None else f"{row.over_vllm:.2f}x",
-                f"{figures.tokens_per_round:.2f}" if drafting else "",
-                f"{figures.acceptance:.3f}" if drafting else "",
-                f"{figures.ttft_ms:.0f}",
-                "" if peak is None else f"{peak / 2**30:.1f}",
-                row.case.preset,
-            )
-        )
-    print_table(f"{found.shape} on {found.device}, temperature {found.temperature}, {found.date}", columns, rows)
+    columns = (
+        "context", "batch", "gamma", "TPOT ms", "predicted", "speed-up", "over vLLM", "tokens/round", "acceptance",
+        "TTFT ms", "GiB", "plan",
+    )  # fmt: skip
+    title = f"{found.shape} on {found.device}, temperature {found.temperature}, {found.date}"
+    print_table(title, columns, map(row_texts, found.rows))
+
+
+def row_texts(row: DecodeRow) -> tuple[str, ...]:
+    """The cells of one case; the prediction is the one at the measured acceptance."""
+    figures, drafting = row.measured.statistics, row.gamma > 0
+    predicted = row.comparison.row("tpot at the measured acceptance" if drafting else "tpot").predicted
+    faster = row.comparison.row("speed-up over plain decoding").measured
+    peak = figures.peak_memory_bytes
+    return (
+        str(row.case.context),
+        str(row.case.batch),
+        str(row.gamma),
+        f"{figures.tpot_ms:.2f}",
+        f"{predicted:.2f}",
+        "" if faster is None else f"{faster:.2f}x",
+        "" if row.over_vllm is None else f"{row.over_vllm:.2f}x",
+        f"{figures.tokens_per_round:.2f}" if drafting else "",
+        f"{figures.acceptance:.3f}" if drafting else "",
+        f"{figures.ttft_ms:.0f}",
+        "" if peak is None else f"{peak / 2**30:.1f}",
+        row.case.preset,
+    )
