@@ -35,14 +35,17 @@ def missing_memory(plan: Plan, model: ModelReference, room: Room) -> str | None:
     shape = model if isinstance(model, ModelShape) else load_shape(model)
     workload = plan.workload
 
-    def needed(**changes: int) -> float:
-        return peak_bytes(replace(plan, workload=replace(workload, **changes)), shape, room)
+    def needed(sized: Workload) -> float:
+        return peak_bytes(replace(plan, workload=sized), shape, room)
 
-    if needed() <= room.free_bytes:
+    def fits(sized: Workload) -> bool:
+        return needed(sized) <= room.free_bytes
+
+    if fits(workload):
         return None
-    context = _largest(lambda tokens: needed(context=tokens) <= room.free_bytes, MAX_LENGTH - workload.new_tokens)
-    batch = _largest(lambda rows: needed(batch=rows) <= room.free_bytes, MAX_BATCH)
-    sizes = f"the plan needs {needed() / GB:.1f} GB and {room.free_bytes / GB:.1f} GB are free"
+    context = _largest(lambda tokens: fits(replace(workload, context=tokens)), MAX_LENGTH - workload.new_tokens)
+    batch = _largest(lambda rows: fits(replace(workload, batch=rows)), MAX_BATCH)
+    sizes = f"the plan needs {needed(workload) / GB:.1f} GB and {room.free_bytes / GB:.1f} GB are free"
     return f"{sizes}; {_allowed(workload, context, batch)}"
 
 

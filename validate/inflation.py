@@ -162,7 +162,7 @@ class _Inflater:
         weight = small.weight.new_zeros(self.mold.shape.hidden, width)
         weight[:outputs, columns] = small.weight
         bias = None if small.bias is None else small.bias.new_zeros(self.mold.shape.hidden)
-        if bias is not None:
+        if bias is not None and small.bias is not None:
             bias[:outputs] = small.bias
         return Dense(weight, bias)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 
 from ridgeplan.roofline import ops
@@ -28,9 +29,7 @@ def int4_trials(bench: Bench, shapes: Shapes, rows: Iterable[int]) -> Iterator[T
     for outputs, inputs in shapes:
         packed = Int4.quantize(Dense(bench.random(outputs, inputs)), WEIGHT_GROUP)
         copies = min(MOST_PACKED, bench.variants(packed.bytes))
-        weights: list[Linear] = [
-            Int4(packed.packed.clone(), packed.scales.clone(), packed.group, packed.outputs) for _ in range(copies)
-        ]
+        weights: list[Linear] = [copy.deepcopy(packed) for _ in range(copies)]
         per_parameter = weight_bytes(4, fitting_group(inputs, WEIGHT_GROUP), bench.element_bytes)
         for count in rows:
             yield _trial(bench, "linear_int4", weights, (count, inputs, outputs), per_parameter)
