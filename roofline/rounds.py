@@ -56,7 +56,7 @@ def round_at(shape: ModelShape, machine: Machine, strategy: Strategy, context: T
         gamma=strategy.gamma,
         draft_s=drafting * draft_s,
         verify_s=larger(scored_s, transfer_s),
-        accept_s=sampling_seconds(shape, machine, strategy.batch * strategy.queries),
+        accept_s=verdict_seconds(shape, machine, strategy),
         select_s=_scoring_seconds(machine, strategy.batch * tokens * strategy.round_score_bytes),
         flush_s=flush_seconds(shape, machine, strategy) * round_tokens(strategy) / strategy.kv_group,
     )
@@ -97,8 +97,17 @@ def prefill_rates(machine: Machine) -> dict[str, RateTerms]:
 
 
 def sampling_seconds(shape: ModelShape, machine: Machine, rows: Term) -> Term:
-    """Probabilities and a draw for `rows` rows of logits."""
-    return machine.seconds(ops.sampling(rows, shape.vocab), machine.rates["sampling"])
+    """A token for each of `rows` rows of logits, at a temperature: greedy choice takes less."""
+    sizes = rows, shape.vocab, machine.element_bytes
+    return machine.seconds(ops.filter_logits(*sizes) + ops.draw(*sizes), machine.rates["sampling"])
+
+
+def verdict_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
+    """Filtering of all queries' logits, then one token per sequence, drawn from what the drafts left of p."""
+    read = ops.filter_logits(strategy.batch * strategy.queries, shape.vocab, machine.element_bytes)
+    distributions = 1 + smaller(strategy.gamma, 1)
+    drawn = ops.draw(strategy.batch, shape.vocab, machine.element_bytes, distributions)
+    return machine.seconds(read + drawn, machine.rates["sampling"])
 
 
 def quantize_cost(shape: ModelShape, machine: Machine, strategy: Strategy, batch: Term, tokens: Term) -> Cost:
@@ -108,9 +117,16 @@ def quantize_cost(shape: ModelShape, machine: Machine, strategy: Strategy, batch
 
 
 def flush_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
-    """Quantizing one group of tokens of every sequence in every layer; 0 where no codes are stored."""
-    cost = quantize_cost(shape, machine, strategy, strategy.batch, strategy.kv_group)
-    return smaller(strategy.code_planes, 1) * shape.layers * machine.seconds(cost, machine.rates["quantize"])
+    """Quantizing one group of tokens of every sequence in every layer, all at once; 0 where no codes are stored.
+
+    Where the target reads codes, the recent tokens' buffer moves up by a group.
+    """
+    rows, group = shape.layers * strategy.batch, strategy.kv_group
+    encoded = quantize_cost(shape, machine, strategy, rows, group)
+    kept = group + strategy.queries
+    moved = ops.shift_slots(rows, shape.cached_heads, shape.head_dim, kept, machine.element_bytes)
+    shift_s = (1 - strategy.keeps_full) * machine.seconds(moved, machine.rates["elementwise"])
+    return smaller(strategy.code_planes, 1) * (machine.seconds(encoded, machine.rates["quantize"]) + shift_s)
 
 
 def _pass_terms(

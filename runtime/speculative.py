@@ -5,23 +5,26 @@ With gamma 0 a round is one step of plain decoding, on the same code path and wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.distribution import Choice, Verdict
+from ridgeplan.kernels.sampling import draw, judge
 from ridgeplan.runtime.cache import Cache
 from ridgeplan.runtime.decoder import Decoder
-from ridgeplan.runtime.sampling import Sampling, Verdict, draw, judge
+from ridgeplan.runtime.sampling import Sampling
 from ridgeplan.runtime.weights import DecoderWeights
 
 
 @dataclass(frozen=True, eq=False)
 class Drafts:
-    """Drafted tokens [rows, gamma] and the distributions [rows, gamma, vocab] they were drawn from."""
+    """Drafted tokens int64 [rows, gamma] and what each of the gamma was drawn from, of [rows]."""
 
     tokens: Tensor
-    distributions: Tensor
+    choices: Sequence[Choice]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,31 +43,29 @@ class Speculator:
 
     def first(self, logits: Tensor) -> Tensor:
         """The tokens [rows] that follow the prompts, from logits [rows, vocab]."""
-        return draw(self.sampling.probabilities(logits), self._uniform(len(logits)))
+        return draw(self.sampling.choice(logits), self._uniform(len(logits)))
 
     def draft(self, pending: Tensor) -> Drafts:
         """gamma tokens, one forward pass of the draft each."""
         gamma = self.cache.gamma
-        token, tokens, distributions = pending, [], []
+        token, tokens, choices = pending, [], []
+        uniform = self._uniform(gamma, len(pending))
         for ahead in range(gamma):
             reader = self.cache.draft_reader(ahead)
             logits = self.decoder.step(self.drafter, self.cache, token[:, None], reader)
-            distribution = self.sampling.probabilities(logits[:, 0])
-            token = draw(distribution, self._uniform(len(pending)))
+            choices.append(self.sampling.choice(logits[:, 0]))
+            token = draw(choices[-1], uniform[ahead])
             tokens.append(token)
-            distributions.append(distribution)
-        if gamma == 0:
-            vocab = self.decoder.config.vocab
-            return Drafts(pending.new_zeros(len(pending), 0), pending.new_zeros(len(pending), 0, vocab).float())
-        return Drafts(torch.stack(tokens, dim=1), torch.stack(distributions, dim=1))
+        drafted = torch.stack(tokens, dim=1) if tokens else pending.new_zeros(len(pending), 0)
+        return Drafts(drafted, choices)
 
     def verify(self, pending: Tensor, drafts: Drafts) -> Verdict:
         """One pass of the target, whose KV of all forwarded tokens replaces the drafts'."""
         tokens = torch.cat([pending[:, None], drafts.tokens], dim=1)
         reader = self.cache.target_reader(tokens.shape[1])
         logits = self.decoder.step(self.target, self.cache, tokens, reader)
-        probabilities, uniform = self.sampling.probabilities(logits), self._uniform(*tokens.shape)
-        return judge(probabilities, drafts.distributions, drafts.tokens, self.cache.room(), uniform)
+        uniform = self._uniform(*tokens.shape)
+        return judge(self.sampling.choice(logits), drafts.choices, drafts.tokens, self.cache.room(), uniform)
 
     def keep(self, pending: Tensor, verdict: Verdict, active: Tensor) -> tuple[Tensor, Tensor]:
         """Advances the active rows; the others repeat their last round without effect.

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ridgeplan.kernels.norm import add_rms_norm_cost
 from ridgeplan.kernels.rope import rope_append, rope_append_cost
+from ridgeplan.kernels.sampling import draw, judge, softmax
+from ridgeplan.kernels.sampling_cost import draw_cost, filter_cost
 from ridgeplan.kernels.swiglu import swiglu, swiglu_cost
-from ridgeplan.roofline import ops
 from ridgeplan.roofline.shapes import ModelShape
-from ridgeplan.runtime.sampling import Sampling, draw, judge
 from ridgeplan.validate.bench import Bench, Trial
 from ridgeplan.validate.toy import Toy
 
@@ -34,11 +34,12 @@ def rope_trials(bench: Bench, shape: ModelShape, rows: Iterable[int]) -> Iterato
 def sampling_trials(bench: Bench, vocabs: Iterable[int], queries: int) -> Iterator[Trial]:
     """One draw from logits as a draft step makes it, and the verdict on `queries` rows of a verification."""
     for vocab in vocabs:
-        logits = bench.random(1, queries, vocab).float()
+        logits = bench.random(1, queries, vocab)
         uniform = torch.rand(1, queries, dtype=torch.float64, device=bench.device)
-        yield Trial("sampling", f"a draw from {vocab}", ops.sampling(1, vocab), _drawing(logits[:, 0], uniform[:, 0]))
-        judging = _judging(logits, uniform)
-        yield Trial("sampling", f"a verdict on {queries} x {vocab}", ops.sampling(queries, vocab), judging)
+        drawing = filter_cost(logits[:, 0]) + draw_cost(logits[:, 0])
+        yield Trial("sampling", f"a draw from {vocab}", drawing, _drawing(logits[:, 0], uniform[:, 0]))
+        judging = filter_cost(logits) + draw_cost(logits[:, 0], logits[:, 0])
+        yield Trial("sampling", f"a verdict on {queries} x {vocab}", judging, _judging(logits, uniform))
 
 
 def _norm_trial(toy: Toy, rows: int) -> Trial:
@@ -66,13 +67,13 @@ def _swiglu_trial(toy: Toy, rows: int) -> Trial:
 
 
 def _drawing(logits: Tensor, uniform: Tensor) -> Callable[[int], Tensor]:
-    return lambda _: draw(Sampling().probabilities(logits), uniform)
+    return lambda _: draw(softmax(logits, 1.0), uniform)
 
 
 def _judging(logits: Tensor, uniform: Tensor) -> Callable[[int], object]:
-    """All drafts agree with the target, so nothing ends the verdict early."""
+    """Drafts are the target's own likeliest tokens, so most are accepted."""
     queries = logits.shape[1]
-    drafts = Sampling().probabilities(logits[:, :-1])
-    drafted = drafts.argmax(-1)
+    drafts = [softmax(row.contiguous(), 1.0) for row in logits[:, :-1].unbind(1)]
+    drafted = logits[:, :-1].argmax(-1)
     room = torch.full((1,), queries, dtype=torch.int32, device=logits.device)
-    return lambda _: judge(Sampling().probabilities(logits), drafts, drafted, room, uniform)
+    return lambda _: judge(softmax(logits, 1.0), drafts, drafted, room, uniform)

@@ -21,12 +21,12 @@ def exact_joint(engine, prompt, sampling):
     cache, rows = engine.cache, VOCAB * VOCAB
     cache.reset(rows)
     logits = [prefill(engine.decoder, engine.weights, cache, row, prompt) for row in range(rows)]
-    joint = sampling.probabilities(logits[0])[first]
+    joint = sampling.choice(logits[0]).probabilities()[first]
 
     def after(tokens):
         logits = engine.decoder.step(engine.weights, cache, tokens[:, None], cache.target_reader(1))
         cache.advance(torch.ones(rows, dtype=torch.int32))
-        return sampling.probabilities(logits[:, 0])
+        return sampling.choice(logits[:, 0]).probabilities()
 
     joint = joint * after(first).gather(1, second[:, None])[:, 0]
     return (joint[:, None] * after(second)).view(VOCAB, VOCAB, VOCAB).double()

@@ -1,0 +1,39 @@
+"""What the sampling kernels declare that they cost, counted from the tensors they read.
+
+Beside logits they move a few figures per row and chunk of some thousand tokens, under a percent, left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ridgeplan.roofline.cost import Cost
+
+LOGIT_FLOPS = 5  # of each logit read: difference, scaling, exponential, comparison and sum
+
+
+def filter_cost(logits: Tensor) -> Cost:
+    """`filter_logits` of [..., vocab], greedy or at a temperature, with or without top-k and top-p: one reading."""
+    return Cost(LOGIT_FLOPS * logits.numel(), logits.nbytes)
+
+
+def draw_cost(*logits: Tensor) -> Cost:
+    """One token of each row [rows, vocab] of a distribution, or of the excess of the first over the second."""
+    return Cost(LOGIT_FLOPS * sum(x.numel() for x in logits), sum(x.nbytes for x in logits))
+
+
+def filter_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Launch metadata of a kernel that reads all of `logits` once."""
+    cost = filter_cost(args["logits"])
+    return {"name": "filter_logits", "flops32": cost.flops, "bytes": cost.bytes}
+
+
+def draw_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Launch metadata of the kernel that weighs tokens: of all drafts it reads one."""
+    whole, drafts = args["target"][0], args["draft"][0]
+    logits = whole.view(-1, args["GAMMA"] + 1, whole.shape[-1])[:, 0]
+    cost = draw_cost(logits, *drafts[:1])
+    return {"name": "draw", "flops32": cost.flops, "bytes": cost.bytes}
