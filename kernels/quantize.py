@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.backend import Backend, uses_triton
 from ridgeplan.kernels.layout import QuantizedKV
+from ridgeplan.kernels.quantize_cuda import fits, quantize_cuda
 from ridgeplan.kernels.quantize_twin import dequantize_twin, quantize_twin
 
 
@@ -15,24 +16,29 @@ def quantize(
     group_index: Tensor,
     mask: Tensor | None = None,
     *,
+    first_slot: Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
     """Writes whole groups of tokens as codes into `out` (QuantSpec sec. 4.2; format in quantize_twin.py).
 
     keys, values: [B, Hkv, n * G, D], any strides with contiguous channels. group_index: int32 [B], on the
     device: the first group of each row to write, n groups follow. mask: bool [B] or None; rows that are False
-    stay as they are, which is how a captured CUDA graph flushes conditionally. Keys get one (scale, minimum)
-    per channel and group, values one per token.
+    stay as they are, which is how a captured CUDA graph flushes conditionally. first_slot: int32 [B] or None, on the
+    device; with it keys and values are a store of any length, and of each row one group is written, which begins at
+    that slot. Keys get one (scale, minimum) per channel and group, values one per token.
 
     Raises ValueError when the tokens are not whole groups or the shapes disagree with `out`.
     """
-    _check(keys, values, out)
+    _check(keys, values, out, whole_groups=first_slot is None)
     if not uses_triton(backend, keys):
-        quantize_twin(keys, values, out, group_index, mask)
+        quantize_twin(keys, values, out, group_index, mask, first_slot)
+        return
+    if backend == "auto" and fits(keys, values, out):
+        quantize_cuda(keys, values, out, group_index, mask, first_slot)
         return
     from ridgeplan.kernels.quantize_triton import quantize_triton
 
-    quantize_triton(keys, values, out, group_index, mask)
+    quantize_triton(keys, values, out, group_index, mask, first_slot)
 
 
 def dequantize(
@@ -56,7 +62,7 @@ def require_lower(codes: QuantizedKV, lower: bool) -> None:
         raise ValueError("lower=True needs lower codes, this QuantizedKV holds the upper plane only")
 
 
-def _check(keys: Tensor, values: Tensor, out: QuantizedKV) -> None:
+def _check(keys: Tensor, values: Tensor, out: QuantizedKV, whole_groups: bool) -> None:
     batch, kv_heads, tokens, head_dim = keys.shape
     if values.shape != keys.shape:
         raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} must have one shape")
@@ -65,7 +71,7 @@ def _check(keys: Tensor, values: Tensor, out: QuantizedKV) -> None:
             f"keys {list(keys.shape)} do not fit codes of batch {out.batch}, {out.kv_heads} KV heads "
             f"and head_dim {out.head_dim}"
         )
-    if tokens % out.group:
+    if whole_groups and tokens % out.group:
         raise ValueError(f"{tokens} tokens are not whole groups of {out.group}")
     if keys.stride(-1) != 1 or values.stride(-1) != 1:
         raise ValueError("keys and values need contiguous channels (stride 1 in the last dimension)")

@@ -11,21 +11,19 @@ from torch import Tensor
 from ridgeplan.kernels.layout import QuantizedKV
 
 
-def round_half_up(x: Tensor) -> Tensor:
-    """floor(x + 1/2), not round-half-even: the same instructions exist in Triton, so codes agree bit by bit."""
-    return torch.floor(x + 0.5)
-
-
 def encode(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes of `x` with one pair along `dim`: upper, lower (uint8, as x), scale, minimum (float16)."""
+    """Codes of `x` with one pair along `dim`: upper, lower (uint8, as x), scale, minimum (float16).
+
+    Products with the reciprocal of the scale, rounded to the nearest integer, ties to even: what a GPU does fast.
+    """
     x = x.float()
     low, high = x.aminmax(dim=dim, keepdim=True)
     scale, minimum = ((high - low) * (1 / 15)).half(), low.half()
     # A constant group has scale 0 and decodes to its minimum; 1 only keeps the division finite.
     step = torch.where(scale == 0, 1.0, scale.float())
-    position = (x - minimum.float()) / step
-    upper = round_half_up(position).clamp(0, 15)
-    lower = round_half_up(16 * (position - upper)).clamp(-8, 7) + 8
+    position = (x - minimum.float()) * (1 / step)
+    upper = position.round().clamp(0, 15)
+    lower = (16 * (position - upper)).round().clamp(-8, 7) + 8
     return upper.byte(), lower.byte(), scale.squeeze(dim), minimum.squeeze(dim)
 
 
@@ -51,13 +49,24 @@ def affine(scale: Tensor, minimum: Tensor, lower: bool) -> tuple[Tensor, Tensor]
     return (scale / 16, minimum - scale / 2) if lower else (scale, minimum)
 
 
-def quantize_twin(keys: Tensor, values: Tensor, out: QuantizedKV, group_index: Tensor, mask: Tensor | None) -> None:
+def quantize_twin(
+    keys: Tensor,
+    values: Tensor,
+    out: QuantizedKV,
+    group_index: Tensor,
+    mask: Tensor | None,
+    first_slot: Tensor | None,
+) -> None:
     """See `ridgeplan.kernels.quantize.quantize`."""
     if mask is None:
         rows = torch.arange(keys.shape[0], device=keys.device)
     else:
         rows = mask.nonzero().squeeze(1)
         keys, values = keys[rows], values[rows]  # most rounds flush few rows: encode only those
+    if first_slot is not None:
+        slots = first_slot.long()[rows, None] + torch.arange(out.group, device=keys.device)
+        slots = slots[:, None, :, None].expand(-1, out.kv_heads, -1, out.head_dim)
+        keys, values = keys.gather(2, slots), values.gather(2, slots)
     blocks = (-1, out.group)
     written = group_index.long()[rows, None] + torch.arange(keys.shape[2] // out.group, device=keys.device)
 

@@ -10,6 +10,7 @@ from ridgeplan.roofline.numbers import larger, smaller
 from ridgeplan.roofline.shapes import ModelShape
 
 PREFILL_CHUNK_TOKENS = 4096  # rows of one chunk of the layer-major prefill
+PREFILL_ATTENDED_TOKENS = 1 << 16  # times KV heads that attend at once
 
 
 @dataclass(frozen=True)
@@ -75,19 +76,22 @@ def code_memory(shape: ModelShape, batch: Term, tokens: Term, planes: Term, grou
 
 
 def prefill_workspace(shape: ModelShape, tokens: Term, element_bytes: Term) -> Term:
-    """Layer-major prefill, one sequence at a time: hidden states of the prompt, one layer's queries, KV and attention
-    output, and of one chunk either the projections or the MLP's activations."""
+    """Layer-major prefill, one sequence at a time: hidden states of the prompt, one layer's queries and KV, and either
+    the attention output of a few heads or one chunk's activations."""
     chunk = smaller(tokens, PREFILL_CHUNK_TOKENS)
     kv_width = shape.kv_elements_per_token_per_layer
-    projected = shape.hidden + 2 * shape.q_width + kv_width
-    width = larger(3 * shape.hidden + 3 * shape.intermediate, projected)
-    per_token = shape.hidden + kv_width + 2 * shape.q_width
-    return (tokens * per_token + chunk * width) * element_bytes
+    projected = chunk * (shape.hidden + 2 * shape.q_width + kv_width)
+    activated = chunk * (3 * shape.hidden + 3 * shape.intermediate)
+    # Whole heads attend at once, one at least.
+    heads_tokens = smaller(larger(tokens, PREFILL_ATTENDED_TOKENS), tokens * shape.kv_heads)
+    attended = heads_tokens * shape.q_width / shape.kv_heads
+    per_token = shape.hidden + kv_width + shape.q_width
+    return (tokens * per_token + larger(larger(projected, activated), attended)) * element_bytes
 
 
 def decode_workspace(shape: ModelShape, batch: Term, queries: Term, splits: Term, element_bytes: Term) -> Term:
     """Logits and distributions of one round, split-KV partials and activations of the widest layer."""
     rows = batch * queries
-    logits = 5 * rows * shape.vocab * ops.LOGIT_BYTES
+    logits = 5 * rows * shape.vocab * element_bytes
     partials = ops.partial_bytes(batch, queries, shape.q_heads, shape.value_dim, splits)
     return logits + partials + 4 * rows * larger(shape.intermediate, shape.hidden) * element_bytes

@@ -12,7 +12,9 @@ from ridgeplan.roofline.numbers import larger, smaller
 
 METADATA_BYTES = 2  # one fp16 scale or minimum
 PARTIAL_BYTES = 4  # split-KV partial outputs and their log-sum-exp are fp32
-LOGIT_BYTES = 4  # probabilities are compared in fp32
+LOGIT_FLOPS = 5  # of each logit that sampling reads: difference, scaling, exponential, comparison and sum
+TABLE_BYTES = 4  # a cosine or sine is fp32
+INDEX_BYTES = 8  # positions and slots are int64
 
 
 def linear(rows: Term, inputs: Term, outputs: Term, weight_bytes: Term, element_bytes: Term) -> Cost:
@@ -196,11 +198,56 @@ def quantize(
     )
 
 
+def shift_slots(batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, element_bytes: Term) -> Cost:
+    """Keys and values of `tokens` recent tokens move to the front of the buffer."""
+    moved_bytes = batch * 2 * kv_heads * head_dim * tokens * element_bytes
+    return Cost(read_bytes=moved_bytes, write_bytes=moved_bytes)
+
+
 def elementwise(rows: Term, read_width: Term, write_width: Term, element_bytes: Term) -> Cost:
-    """Norms, rotary embedding, cache append, activation: a few operations on each element read."""
+    """A few operations on each element read: look-ups, activations, the moving part of norms and rotation."""
     return Cost(4 * rows * read_width, rows * read_width * element_bytes, rows * write_width * element_bytes)
 
 
-def sampling(rows: Term, vocab: Term) -> Cost:
-    """Softmax over the logits and one draw per row: logits and probabilities each read and written once."""
-    return Cost(5 * rows * vocab, 2 * rows * vocab * LOGIT_BYTES, rows * vocab * LOGIT_BYTES)
+def add_rms_norm(rows: Term, width: Term, element_bytes: Term, streams: Term = 2) -> Cost:
+    """Residual addition and RMSNorm, fused: both streams are read, the sum and the normed rows written.
+
+    With `streams` 1 nothing is added, and only the normed rows are written.
+    """
+    moved = elementwise(rows, streams * width, streams * width, element_bytes)
+    return moved + Cost(read_bytes=width * element_bytes)
+
+
+def swiglu(rows: Term, width: Term, element_bytes: Term) -> Cost:
+    """Gated activation: gate and up, each `width` wide, to their product."""
+    return elementwise(rows, 2 * width, width, element_bytes)
+
+
+def rotary_tables(rows: Term, head_dim: Term) -> Cost:
+    """Cosines and sines of `rows` positions, in fp32."""
+    angles = rows * head_dim / 2
+    return Cost(
+        flops=4 * angles,
+        read_bytes=rows * INDEX_BYTES + head_dim / 2 * TABLE_BYTES,
+        write_bytes=2 * angles * TABLE_BYTES,
+    )
+
+
+def rope_append(rows: Term, width: Term, rotary_dim: Term, normed_width: Term, element_bytes: Term) -> Cost:
+    """Rotation of queries and keys, and the append of keys and values: `width` is that of all three together.
+
+    Reads a row of both tables and a slot per token, and the weights of `normed_width` queries and keys, if any.
+    """
+    beside = rows * (rotary_dim * TABLE_BYTES + INDEX_BYTES) + normed_width * element_bytes
+    return elementwise(rows, width, width, element_bytes) + Cost(read_bytes=beside)
+
+
+def filter_logits(rows: Term, vocab: Term, element_bytes: Term) -> Cost:
+    """What rows of logits are drawn from: the likeliest token, or peak, cutoff and mass under top-k and top-p."""
+    return Cost(LOGIT_FLOPS * rows * vocab, rows * vocab * element_bytes)
+
+
+def draw(rows: Term, vocab: Term, element_bytes: Term, distributions: Term = 1) -> Cost:
+    """One token per row: of a distribution, or of what the target's exceeds the draft's by (2 distributions)."""
+    logits = distributions * rows * vocab
+    return Cost(LOGIT_FLOPS * logits, logits * element_bytes)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.layout import QuantizedKV
 from ridgeplan.kernels.quantize import quantize
+from ridgeplan.kernels.shift import shift_slots
 from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan
 from ridgeplan.runtime.config import DecoderConfig
 
@@ -155,23 +156,14 @@ class Cache:
     def _flush(self, before: Tensor, crossed: Tensor) -> None:
         if not crossed.is_cuda and not bool(crossed.any()):
             return  # on the device a masked kernel is cheaper than asking the host
-        keys, values = (self._oldest(store, before).flatten(0, 1) for store in (self.keys, self.values))
-        index = (before // self.group).repeat(self.layers)
         assert self.all_codes is not None
-        quantize(keys, values, self.all_codes, index, crossed.repeat(self.layers))
+        mask = crossed.repeat(self.layers)
+        keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
+        first_slot = torch.zeros_like(before) if self.buffered else before
+        index = (before // self.group).repeat(self.layers)
+        quantize(keys, values, self.all_codes, index, mask, first_slot=first_slot.repeat(self.layers))
         if self.buffered:
-            for store in (self.keys, self.values):
-                kept, moved = store[:, :, :, : -self.group], store[:, :, :, self.group :]
-                kept.copy_(torch.where(crossed[None, :, None, None, None], moved, kept))
-
-    def _oldest(self, store: Tensor, before: Tensor) -> Tensor:
-        """The oldest full-precision group of each row, [layers, batch, kv_heads, group, head_dim]."""
-        if self.buffered:
-            return store[:, :, :, : self.group]
-        slots = before.long()[:, None] + torch.arange(self.group, device=before.device)
-        # Rows far from a boundary may point past the end; their gather is masked, so any slot will do.
-        slots = slots.clamp_max(store.shape[3] - 1)[None, :, None, :, None]
-        return store.gather(3, slots.expand(*store.shape[:3], -1, store.shape[4]))
+            shift_slots(keys, values, self.group, mask)
 
     def _codes(self, first: int, count: int) -> QuantizedKV:
         codes = self.all_codes

@@ -1,8 +1,8 @@
 """Prefill of one prompt, layer by layer.
 
 A layer runs over the whole prompt with exact attention, hands its KV to the cache and drops it. So the workspace is
-the prompt's hidden states, one layer's queries, KV and attention output, and one chunk of the MLP; a full-precision
-copy of all layers' KV never exists.
+the prompt's hidden states, one layer's queries and KV, and one chunk of the MLP; a full-precision copy of all layers'
+KV never exists.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ridgeplan.runtime.decoder import Decoder
 from ridgeplan.runtime.weights import DecoderWeights, LayerWeights
 
 CHUNK_TOKENS = 4096  # of the projections and the MLP: enough rows for full speed, few enough for a small workspace
+ATTENDED_TOKENS = 1 << 16  # times KV heads that attend at once: enough to fill a GPU
 # On an H200 cuDNN reaches 580 to 690 TFLOP/s on prompts of 8k to 128k tokens, FlashAttention-2 310 to 340.
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -37,14 +38,14 @@ def prefill(
     """Fills `row` of the cache from prompt [tokens]; logits [vocab] that follow its last token."""
     hidden = functional.embedding(prompt, weights.embedding)
     for index, layer in enumerate(weights.layers):
-        keys, values = _layer(decoder, layer, hidden, decoder.config.windows[index], chunk_tokens)
+        keys, values = prefill_layer(decoder, layer, hidden, decoder.config.windows[index], chunk_tokens)
         cache.store_prompt(index, row, keys, values)
     cache.lengths[row] = len(prompt)
     return weights.head(decoder.norm(hidden[-1:], None, weights.norm)[1])[0]
 
 
-def _layer(
-    decoder: Decoder, layer: LayerWeights, hidden: Tensor, window: int | None, chunk_tokens: int
+def prefill_layer(
+    decoder: Decoder, layer: LayerWeights, hidden: Tensor, window: int | None, chunk_tokens: int = CHUNK_TOKENS
 ) -> tuple[Tensor, Tensor]:
     """Updates hidden [tokens, hidden] in place; keys and values [kv_heads, tokens, head_dim]."""
     config, tokens = decoder.config, len(hidden)
@@ -55,11 +56,24 @@ def _layer(
         positions = torch.arange(chunk.start, chunk.stop, device=hidden.device)[None]
         normed = decoder.norm(hidden[chunk], None, layer.attention_norm)[1][None]
         queries[chunk] = decoder.project(layer, normed, decoder.rotary(positions), keys, values, positions)[0]
-    attended = causal_attention(queries.transpose(0, 1), keys[0], values[0], window).transpose(0, 1)
+    attend_in_place(queries, keys[0], values[0], window)
     for chunk in chunks:
-        residual, normed = decoder.norm(hidden[chunk], layer.output(attended[chunk].flatten(1)), layer.mlp_norm)
+        residual, normed = decoder.norm(hidden[chunk], layer.output(queries[chunk].flatten(1)), layer.mlp_norm)
         torch.add(residual, decoder.mlp(layer, normed), out=hidden[chunk])
     return keys[0], values[0]
+
+
+def attend_in_place(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> None:
+    """`causal_attention` of queries [tokens, q_heads, head_dim], whose place the output takes.
+
+    Of long prompts few heads at a time, so that the output beside the queries stays small.
+    """
+    kv_heads, tokens = keys.shape[:2]
+    ratio, together = queries.shape[1] // kv_heads, max(1, ATTENDED_TOKENS // tokens)
+    for first in range(0, kv_heads, together):
+        heads = slice(first, first + together)
+        part = queries[:, first * ratio : (first + together) * ratio].transpose(0, 1)
+        part.copy_(causal_attention(part, keys[heads], values[heads], window))
 
 
 def causal_attention(q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:

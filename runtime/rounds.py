@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.clock import stamp
-from ridgeplan.runtime.sampling import Verdict
+from ridgeplan.kernels.distribution import Verdict
 from ridgeplan.runtime.speculative import Speculator
 
 WARM_ROUNDS = 2  # before a capture: compiles kernels and lets libraries allocate their workspaces

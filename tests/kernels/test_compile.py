@@ -50,7 +50,7 @@ def attention(element: str, head_dim: int, bits: int, rows: int) -> dict[str, An
     from ridgeplan.kernels.attention_triton import CONFIGS, DEFAULT_CONFIG
 
     config = DEFAULT_CONFIG if element == "fp32" else CONFIGS[head_dim, bits]
-    integers = [*STRIDES, "q_batch_stride", "q_query_stride", "q_head_stride", "capacity", "group_capacity"]
+    integers = [*STRIDES, "q_batch_stride", "q_query_stride", "q_head_stride", "capacity", "group_capacity", "splits"]
     types = dict.fromkeys(("q", "keys", "values"), "*" + element) | dict.fromkeys(integers, "i32")
     types |= dict.fromkeys(("begin", "end", "groups"), "*i32") | CODES | PAIRS
     types |= {"partial": "*fp32", "lse": "*fp32", "scale": "fp32"}
@@ -59,7 +59,6 @@ def attention(element: str, head_dim: int, bits: int, rows: int) -> dict[str, An
         "QUERIES": rows // 4,
         "RATIO": 4,
         "KV_HEADS": 8,
-        "SPLITS": 7,
         "GROUP": 128,
         "HEAD_DIM": head_dim,
         "BITS": bits,
@@ -73,10 +72,42 @@ def attention(element: str, head_dim: int, bits: int, rows: int) -> dict[str, An
 
 def quantization(element: str, masked: bool) -> dict[str, Any]:
     types = {"keys": "*" + element, "values": "*" + element, "group_index": "*i32", "group_capacity": "i32"}
-    types |= {"mask": "*i1"} | dict.fromkeys(STRIDES, "i32") | CODES | PAIRS
-    absent = [] if masked else ["mask", "key_lower", "value_lower"]
+    types |= {"mask": "*i1", "first_slot": "*i32"} | dict.fromkeys(STRIDES, "i32") | CODES | PAIRS
+    absent = [] if masked else ["mask", "first_slot", "key_lower", "value_lower"]
     constants = {"KV_HEADS": 8, "GROUP": 128, "HEAD_DIM": 128, **dict.fromkeys(absent)}
-    return job("quantize_triton", "_quantize_kernel", types, constants, {"num_warps": 8})
+    return job("quantize_triton", "_quantize_kernel", types, constants, {"num_warps": 4, "enable_fp_fusion": False})
+
+
+def shift() -> dict[str, Any]:
+    types = {"keys": "*bf16", "values": "*bf16", "mask": "*i1", "capacity": "i32"} | dict.fromkeys(STRIDES, "i32")
+    constants = {"KV_HEADS": 8, "GROUP": 128, "BLOCK": 64, "HEAD_DIM": 128, "PADDED": 128}
+    return job("shift_triton", "_shift_kernel", types, constants, {"num_warps": 4})
+
+
+def norm(updated: bool) -> dict[str, Any]:
+    types = dict.fromkeys(("hidden", "update", "weight", "total", "normed"), "*bf16") | {"eps": "fp32"}
+    constants: dict[str, Any] = {"HIDDEN": 5120, "BLOCK": 8192, "PARTS": 8 if updated else 0}
+    constants |= {} if updated else {"update": None}
+    return job("norm_triton", "_add_rms_norm_kernel", types, constants, {"num_warps": 16})
+
+
+def swiglu() -> dict[str, Any]:
+    types = dict.fromkeys(("gate_up", "out"), "*bf16")
+    return job("swiglu_triton", "_swiglu_kernel", types, {"WIDTH": 14336, "BLOCK": 1024}, {"num_warps": 4})
+
+
+def rope(head_dim: int, normed: bool) -> dict[str, Any]:
+    types = dict.fromkeys(("qkv", "weight", "queries", "keys", "values"), "*bf16") | dict.fromkeys(STRIDES, "i64")
+    types |= {"cos": "*fp32", "sin": "*fp32", "slots": "*i64", "eps": "fp32", "tokens": "i32", "capacity": "i32"}
+    constants = {"Q_HEADS": 14, "KV_HEADS": 2, "HEAD_DIM": head_dim, "HEADS": 8, "HALF_PADDED": 64}
+    constants |= {} if normed else {"weight": None}
+    return job("rope_triton", "_rope_append_kernel", types, constants, {"num_warps": 4})
+
+
+def tables() -> dict[str, Any]:
+    types = dict.fromkeys(("frequencies", "cos", "sin"), "*fp32")
+    types |= {"positions": "*i64", "scale": "fp32", "angles": "i32"}
+    return job("rope_triton", "_tables_kernel", types, {"HALF": 64, "BLOCK": 128}, {"num_warps": 4})
 
 
 def dequantization(bits: int) -> dict[str, Any]:
@@ -87,8 +118,8 @@ def dequantization(bits: int) -> dict[str, Any]:
 
 
 def merging() -> dict[str, Any]:
-    types = {"partial": "*fp32", "lse": "*fp32", "out": "*bf16"}
-    constants = {"SPLITS": 33, "PADDED": 64, "HEAD_DIM": 128, "CHUNK": 16}
+    types = {"partial": "*fp32", "lse": "*fp32", "out": "*bf16", "splits": "i32"}
+    constants = {"HEAD_DIM": 128, "CHUNK": 16}
     return job("merge_triton", "_merge_kernel", types, constants, {"num_warps": 2})
 
 
@@ -113,7 +144,9 @@ def test_every_kernel_compiles_for_hopper() -> None:
         ]
     }
     jobs |= {"quantize": quantization("bf16", True), "quantize upper": quantization("fp32", False)}
-    jobs |= {"dequantize": dequantization(8), "merge": merging()}
+    jobs |= {"dequantize": dequantization(8), "merge": merging(), "shift": shift(), "swiglu": swiglu()}
+    jobs |= {"norm": norm(False), "add norm": norm(True), "tables": tables()}
+    jobs |= {"rope": rope(128, False), "rope with norms": rope(96, True)}
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE]
     done = subprocess.run(command, input=json.dumps(jobs), env=environment, capture_output=True, text=True)

@@ -26,7 +26,9 @@ def reference(total: Tensor, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("rows", "hidden"), [((1, 1), 576), ((2, 3), 896), ((5,), 1), ((), 64), ((2,), 4100)], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "hidden"), [((1, 1), 576), ((2, 3), 896), ((5,), 1), ((), 64), ((2,), 4100), ((33,), 70)], ids=str
+)
 @pytest.mark.parametrize("backend", ["twin", "triton"])
 def test_sum_and_norm(backend: str, rows: tuple[int, ...], hidden: int, dtype: torch.dtype, device: str) -> None:
     stream, update, weight = inputs(rows, hidden, dtype, device)

@@ -107,6 +107,30 @@ def test_rotates_and_appends(
     assert keys.isnan().all() and values.isnan().all()  # nothing else was written
 
 
+@pytest.mark.parametrize("heads", [(9, 3, 64), (4, 4, 96)], ids=str)
+def test_large_programs(heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Those that long prompts run in, here with heads of several tokens."""
+    monkeypatch.setattr("ridgeplan.kernels.rope_triton.FEW_ELEMENTS", 0)
+    case = Case(heads, torch.float32, device)
+    made = []
+    for backend in ("twin", "triton"):
+        keys, values = (store.nan_to_num() for store in case.cache())
+        queries = rope_append(
+            case.qkv,
+            case.tables,
+            keys[0],
+            values[0],
+            case.slots,
+            heads[0],
+            qk_norm=case.qk_norm,
+            eps=EPS,
+            backend=backend,
+        )
+        made.append((queries, keys, values))
+    for twin, triton in zip(*made, strict=True):
+        torch.testing.assert_close(triton, twin, atol=4e-6, rtol=4e-6)
+
+
 @BACKENDS
 def test_a_view_of_tokens_first_storage(backend: str, device: str) -> None:
     """[slots, kv_heads, head_dim] storage as prefill may keep it, and strided tables of one sequence."""
