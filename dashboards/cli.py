@@ -6,7 +6,16 @@ import os
 
 import click
 
-from ridgeplan.dashboards import cli_catalog, cli_machine, cli_plan, cli_run, cli_validate, demo
+from ridgeplan.dashboards import (
+    cli_bench,
+    cli_bench_decode,
+    cli_catalog,
+    cli_machine,
+    cli_plan,
+    cli_run,
+    cli_validate,
+    demo,
+)
 from ridgeplan.dashboards.cli_errors import OneLineGroup
 
 
@@ -28,9 +37,13 @@ for command in (
     cli_run.run,
     cli_validate.validate,
     cli_machine.calibrate,
+    cli_bench.bench,
     cli_catalog.models,
     cli_catalog.gpus,
     cli_machine.dashboard,
     demo.demo,
 ):
     main.add_command(command)
+
+for benchmark in (cli_bench_decode.decode, cli_bench_decode.suite):
+    cli_bench.bench.add_command(benchmark)

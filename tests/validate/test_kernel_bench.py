@@ -1,0 +1,204 @@
+"""The kernel bench on a CPU: its cases at tiny sizes with the twins, and the arithmetic of its rows."""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ridgeplan.roofline.cost import Cost
+from ridgeplan.validate import (
+    kernel_attention,
+    kernel_bench,
+    kernel_fused,
+    kernel_linear,
+    kernel_quantize,
+    kernel_sampling,
+)
+from ridgeplan.validate.bench import Bench, Trial
+from ridgeplan.validate.kernel_bench import FAMILIES, MOST_ERROR, Roof, bench_kernels, cases_of, measured, row_of
+from ridgeplan.validate.kernel_case import Case, RoofShare, SpeedUp, Target, Within, relative_error, usable
+from ridgeplan.validate.kernel_sizes import FULL, KERNELS, TINY
+
+ROOF = Roof(bytes_per_s=1e12, flops=1e15)
+pytestmark = pytest.mark.filterwarnings("ignore:SDPA cuDNN does not run here")
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench.build(torch.device("cpu"), 1 << 20, 1, 0.002)
+
+
+def case(target: Target, peers: tuple[str, ...] = (), over: str | None = None, error: float = 0.0) -> Case:
+    """A kernel whose roof is a microsecond."""
+    return Case("k", "s", Cost(read_bytes=1e6), lambda: None, dict.fromkeys(peers, print), lambda: error, target, over)
+
+
+def test_every_kernel_has_a_family_and_sizes() -> None:
+    assert tuple(FAMILIES) == KERNELS
+    assert all(getattr(sizes, name) for sizes in (FULL, TINY) for name in KERNELS)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_cases_run_and_agree_with_their_references(bench: Bench, name: str) -> None:
+    found = list(cases_of(bench, TINY, [name]))
+    assert len({one.shape for one in found}) == len(found) >= 2
+    for one in found:
+        assert one.kernel == name
+        assert one.cost.bytes > 0 or one.shape.endswith("not taken")
+        assert one.error() < 1e-5, one.shape
+        one.call()
+        assert usable(one.peers) or not one.peers
+
+
+def scaled(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel`, 1% off unless the twin is asked for."""
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        result = kernel(*args, **kwargs)
+        if kwargs.get("backend") == "twin":
+            return result
+        return tuple(1.01 * part for part in result) if isinstance(result, tuple) else 1.01 * result
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "function"),
+    [
+        ("attention", kernel_attention, "decode_attention"),
+        ("verification", kernel_attention, "decode_attention"),
+        ("linear_int4", kernel_linear, "linear_int4"),
+        ("quantize", kernel_quantize, "dequantize"),
+        ("norm", kernel_fused, "add_rms_norm"),
+        ("rope", kernel_fused, "rope_append"),
+        ("swiglu", kernel_fused, "swiglu"),
+    ],
+)
+def test_a_wrong_kernel_shows(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str, module: Any, function: str
+) -> None:
+    monkeypatch.setattr(module, function, scaled(getattr(module, function)))
+    for one in cases_of(bench, TINY, [name]):
+        assert one.error() == pytest.approx(0.01, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["draw", "judge"])
+def test_wrong_tokens_show(bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    right = getattr(kernel_sampling, name)
+
+    def wrong(*args: Any, **backend: str) -> Any:
+        """The last sequence's tokens are from the other half of the vocabulary, unless the twin is asked for."""
+        result = right(*args, **backend)
+        if not backend:
+            tokens = result if name == "draw" else result.tokens
+            tokens[-1] = (tokens[-1] + 500) % 1003
+        return result
+
+    torch.manual_seed(0)
+    cases = list(cases_of(bench, TINY, [name]))
+    monkeypatch.setattr(kernel_sampling, name, wrong)
+    for one in cases:
+        assert one.error() > 0.05
+
+
+def test_a_flush_that_writes_no_codes_shows(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ridgeplan.runtime.cache.quantize", lambda *_, **__: None)
+    errors = {one.shape.partition(", ")[2]: one.error() for one in cases_of(bench, TINY, ["flush"])}
+    assert errors == {"taken": pytest.approx(1.0, rel=1e-5), "not taken": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("target", "limit_us"),
+    [(SpeedUp(2.5), 4.0), (SpeedUp(1 / 1.2), 12.0), (RoofShare(0.5), 2.0), (Within(3e-6), 3.0)],
+    ids=str,
+)
+def test_a_target_is_a_longest_time(target: Target, limit_us: float) -> None:
+    times = {"slow": 2e-5, "fast": 1e-5}
+    row = row_of(case(target, tuple(times)), 1e-6 * limit_us, times, ROOF)
+    assert row.target_s == pytest.approx(1e-6 * limit_us)
+    assert row.met
+    assert not row_of(case(target, tuple(times)), 1.01e-6 * limit_us, times, ROOF).met
+
+
+def test_the_peer_that_counts_is_the_fastest_unless_one_is_named() -> None:
+    times = {"slow": 2e-5, "fast": 1e-5}
+    fastest = row_of(case(SpeedUp(2), tuple(times)), 4e-6, times, ROOF)
+    named = row_of(case(SpeedUp(2), tuple(times), over="slow"), 4e-6, times, ROOF)
+    assert (fastest.peer, fastest.ratio) == ("fast", pytest.approx(2.5))
+    assert (named.peer, named.ratio) == ("slow", pytest.approx(5.0))
+    assert row_of(case(Within(1.0)), 4e-6, {}, ROOF).ratio is None
+
+
+@pytest.mark.parametrize("error", [2 * MOST_ERROR, math.nan])
+def test_a_fast_kernel_that_is_wrong_meets_nothing(error: float) -> None:
+    row = row_of(case(Within(1.0), error=error), 1e-6, {}, ROOF)
+    assert not row.met
+    assert json.loads(json.dumps(row.to_dict(), allow_nan=False))["met"] is False
+
+
+def test_the_roof_is_bandwidth_or_arithmetic() -> None:
+    assert ROOF.seconds(Cost(1e9, 3e6, 1e6)) == pytest.approx(4e-6)
+    assert ROOF.seconds(Cost(1e10, 3e6, 1e6)) == pytest.approx(1e-5)
+    assert row_of(case(RoofShare(0.5)), 4e-6, {}, ROOF).roof == pytest.approx(0.25)
+
+
+def test_rows_hold_what_json_shows(bench: Bench) -> None:
+    rows = [row.to_dict() for row in measured(bench, ROOF, cases_of(bench, TINY, ["swiglu", "quantize"]))]
+    assert [row["kernel"] for row in rows] == ["quantize", "quantize", "swiglu", "swiglu"]
+    for row in rows:
+        assert row["ours_us"] > 0
+        assert row["target_us"] > 0
+        assert (row["peer"] is None) == (row["peer_us"] is None) == (row["ratio"] is None) == (not row["peers_us"])
+        if row["peer"]:
+            assert row["ratio"] == pytest.approx(row["peer_us"] / row["ours_us"], rel=0.01)
+
+
+def test_shared_peers_are_timed_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[Any] = []
+    monkeypatch.setattr(kernel_bench, "_median_s", lambda _, call: float(timed.append(call) or 1e-6))
+    rows = list(measured(bench, ROOF, cases_of(bench, TINY, ["attention"])))
+    sizes, formats = len(TINY.attention), 3
+    assert len(rows) == sizes * formats
+    assert len(timed) == sizes * (formats + len(rows[0].peers_s))
+
+
+def test_progress_names_the_chosen_kernels(bench: Bench) -> None:
+    told: list[tuple[str, int, int]] = []
+    list(cases_of(bench, TINY, ["swiglu", "norm"], lambda *step: told.append(step)))
+    assert told == [("norm", 0, 2), ("swiglu", 1, 2)]
+
+
+def test_a_peer_that_does_not_run_is_left_out() -> None:
+    def broken() -> None:
+        raise RuntimeError("no such device\nand more")
+
+    with pytest.warns(UserWarning, match=r"^broken does not run here and is left out: no such device$"):
+        assert list(usable({"broken": broken, "fine": list})) == ["fine"]
+
+
+def test_relative_error() -> None:
+    reference = torch.tensor([3.0, 4.0])
+    assert relative_error(reference, reference) == 0
+    assert relative_error(torch.tensor([3.0, 4.5]), reference) == pytest.approx(0.1)
+    assert math.isnan(relative_error(torch.tensor([3.0, math.nan]), reference))
+
+
+def test_the_median_is_above_the_quartile(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bench, "_host_times", lambda *_: [1.0, 2.0, 3.0, 4.0, 50.0])
+    trial = Trial("test", "any", Cost(), lambda _: None)
+    assert (bench.seconds(trial), bench.median_s(trial)) == (2.0, 3.0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_nothing_is_measured() -> None:
+    with pytest.raises(kernel_bench.NoCudaDevice, match="needs a CUDA device"):
+        bench_kernels()
+
+
+@pytest.mark.gpu
+def test_every_kernel_runs_once_on_the_gpu() -> None:
+    for kernel, shape, error in kernel_bench.run_kernels_once():
+        assert error < MOST_ERROR, (kernel, shape)

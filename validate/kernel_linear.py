@@ -1,0 +1,50 @@
+"""Cases of products with 4-bit weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ridgeplan.kernels.int4_weight import Int4Weight
+from ridgeplan.kernels.linear_int4 import linear_int4, linear_int4_cost
+from ridgeplan.validate.bench import Bench
+from ridgeplan.validate.kernel_case import Case, SpeedUp, fresh, relative_error
+from ridgeplan.validate.kernel_peers import tinygemm
+from ridgeplan.validate.kernel_sizes import LinearSize
+
+GROUP = 128
+DENSE = "cuBLAS bf16"
+STEP = 0.01  # of a code, so that weights are about as large as a model's
+
+
+def linear_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[Case]:
+    """Few rows against 16-bit weights in cuBLAS, and against torch's own 4-bit product."""
+    for size in sizes:
+        codes = torch.randint(16, (size.outputs, size.inputs), dtype=torch.int32, device=bench.device)
+        scale, zero = STEP * fresh(bench, 2, size.outputs, size.inputs // GROUP)
+        weight = Int4Weight.pack(codes, scale, zero)
+        dense = weight.dequantize(bench.pool.dtype)
+        products: dict[str, Callable[[Tensor], Tensor]] = {DENSE: partial(functional.linear, weight=dense)}
+        if bench.device.type == "cuda":
+            products["torch tinygemm"] = tinygemm(codes, scale, zero)
+        for rows, least in size.speedups:
+            x = fresh(bench, rows, size.inputs)
+            yield Case(
+                "linear_int4",
+                f"{rows} x {size.inputs} -> {size.outputs}",
+                linear_int4_cost(x, weight),
+                partial(linear_int4, x, weight),
+                {name: partial(product, x) for name, product in products.items()},
+                partial(_error, x, weight),
+                SpeedUp(least),
+                DENSE,
+            )
+
+
+def _error(x: Tensor, weight: Int4Weight) -> float:
+    reference = x.float() @ weight.dequantize(torch.float32).t()
+    return relative_error(linear_int4(x, weight), reference)

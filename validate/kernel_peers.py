@@ -1,0 +1,78 @@
+"""Other people's kernels that ours are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from ridgeplan.validate.kernel_case import Call
+
+PAGE_TOKENS = 64
+WORKSPACE_BYTES = 128 << 20
+BACKENDS = {"SDPA cuDNN": SDPBackend.CUDNN_ATTENTION, "SDPA flash": SDPBackend.FLASH_ATTENTION}
+
+
+def attention_peers(q: Tensor, keys: Tensor, values: Tensor) -> dict[str, Call]:
+    """Attention in full precision: torch's kernels, and FlashInfer for one query where it is installed.
+
+    q: [B, T, Hq, D]; keys, values: [B, Hkv, N, D], all of which every query sees.
+    """
+    queries = q.transpose(1, 2)
+    peers: dict[str, Call] = {name: partial(_sdpa, kind, queries, keys, values) for name, kind in BACKENDS.items()}
+    if q.is_cuda and q.shape[1] == 1 and find_spec("flashinfer"):
+        peers["FlashInfer"] = FlashInfer(q[:, 0].contiguous(), keys, values)
+    return peers
+
+
+def _sdpa(backend: SDPBackend, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    with sdpa_kernel(backend):
+        return scaled_dot_product_attention(q, keys, values, enable_gqa=q.shape[1] != keys.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class FlashInfer:
+    """FlashInfer's paged decode attention: q [B, Hq, D] over keys, values [B, Hkv, N, D], N whole pages."""
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def __call__(self) -> Tensor:
+        return self._wrapper.run(self.q, self._pages)
+
+    @cached_property
+    def _pages(self) -> Tensor:
+        batch, kv_heads, tokens, head_dim = self.keys.shape
+        shape = (batch * tokens // PAGE_TOKENS, PAGE_TOKENS, kv_heads, head_dim)
+        return torch.stack([store.transpose(1, 2).reshape(shape) for store in (self.keys, self.values)], dim=1)
+
+    @cached_property
+    def _wrapper(self) -> Any:
+        """Compiled and planned at the first call. The variant on tensor cores would compile for minutes."""
+        (batch, kv_heads, tokens, head_dim), q_heads = self.keys.shape, self.q.shape[1]
+        pages, numbers = tokens // PAGE_TOKENS, partial(torch.arange, dtype=torch.int32, device=self.q.device)
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.q.device)
+        wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+        last = torch.full((batch,), PAGE_TOKENS, dtype=torch.int32, device=self.q.device)
+        sizes = (q_heads, kv_heads, head_dim, PAGE_TOKENS)
+        types = {"q_data_type": self.q.dtype, "kv_data_type": self.q.dtype}
+        wrapper.plan(numbers(batch + 1) * pages, numbers(batch * pages), last, *sizes, **types)
+        return wrapper
+
+
+def tinygemm(codes: Tensor, scale: Tensor, zero: Tensor) -> Callable[[Tensor], Tensor]:
+    """torch's own product with 4-bit weights: codes [outputs, inputs], scale and zero [outputs, inputs / group]."""
+    ops = torch.ops.aten
+    group = codes.shape[1] // scale.shape[1]
+    packed = ops._convert_weight_to_int4pack((codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8), 8)
+    pairs = torch.stack([scale.t(), zero.t()], dim=2).bfloat16().contiguous()
+    return lambda x: ops._weight_int4pack_mm(x.bfloat16(), packed, group, pairs)

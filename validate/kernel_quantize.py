@@ -1,0 +1,141 @@
+"""Cases of quantization: a prompt's keys and values, and what a round moves once its tokens are accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.cost import quantize_cost
+from ridgeplan.kernels.layout import QuantizedKV
+from ridgeplan.kernels.quantize import dequantize, quantize
+from ridgeplan.kernels.shift import shift_slots_cost
+from ridgeplan.planner.plan import Workload
+from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.cost import Cost
+from ridgeplan.runtime.cache import Cache
+from ridgeplan.validate.bench import Bench
+from ridgeplan.validate.kernel_case import H200_BYTES_PER_S, Case, RoofShare, Within, fresh, relative_error
+from ridgeplan.validate.kernel_sizes import FlushSize, QuantizeSize
+from ridgeplan.validate.toy import Toy, toy_shape
+
+GROUP = 128
+LEAST_SHARE = 0.5  # of the copy bandwidth
+MOST_OF_A_ROUND = 0.03
+
+
+def quantize_cases(bench: Bench, sizes: Iterable[QuantizeSize]) -> Iterator[Case]:
+    """Keys and values of whole prompts, one layer, into both planes."""
+    for size in sizes:
+        keys, values = fresh(bench, 2, 1, size.kv_heads, size.tokens, size.head_dim)
+        codes = _empty_codes(keys)
+        first = torch.zeros(1, dtype=torch.int32, device=bench.device)
+        yield Case(
+            "quantize",
+            f"{size.kv_heads} x {size.head_dim}, {size.tokens} tokens, 2 planes",
+            quantize_cost(keys, values, codes),
+            partial(quantize, keys, values, codes, first),
+            {},
+            partial(_quantize_error, keys, values, codes),
+            RoofShare(LEAST_SHARE),
+        )
+
+
+def _empty_codes(keys: Tensor) -> QuantizedKV:
+    batch, kv_heads, tokens, head_dim = keys.shape
+    return QuantizedKV.allocate(batch, kv_heads, tokens // GROUP, GROUP, head_dim, keys.device, lower=True)
+
+
+def _quantize_error(keys: Tensor, values: Tensor, codes: QuantizedKV) -> float:
+    """Of what the codes stand for, against the twin's."""
+    first = torch.zeros(len(keys), dtype=torch.int32, device=keys.device)
+    quantize(keys, values, codes, first)
+    reference = _empty_codes(keys)
+    quantize(keys, values, reference, first, backend="twin")
+    pairs = zip(dequantize(codes, True), dequantize(reference, True, backend="twin"), strict=True)
+    return max(relative_error(ours, theirs) for ours, theirs in pairs)
+
+
+def flush_cases(bench: Bench, sizes: Iterable[FlushSize]) -> Iterator[Case]:
+    """The end of a round in the cache of all layers: a group leaves the buffer, or none is complete.
+
+    The target is a share of the least that a round takes, which is to read all weights once in 16 bits.
+    """
+    for size in sizes:
+        least_round_s = 2 * size.params / H200_BYTES_PER_S
+        for flush in (Flush.build(bench, size, size.context - 1), Flush.build(bench, size, size.context)):
+            yield Case(
+                "flush",
+                f"{size.layers} layers of {size.kv_heads} x {size.head_dim}, {'taken' if flush.taken else 'not taken'}",
+                flush.cost,
+                flush,
+                {},
+                flush.error,
+                Within(MOST_OF_A_ROUND * least_round_s),
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Flush:
+    """Adds one token to a cache of `length` tokens, again and again."""
+
+    cache: Cache
+    length: int
+
+    @classmethod
+    def build(cls, bench: Bench, size: FlushSize, length: int) -> Flush:
+        """A cache of hierarchical codes whose buffer holds random numbers."""
+        shape = toy_shape(size.layers, size.kv_heads, size.kv_heads, size.q_heads, size.kv_heads, size.head_dim)
+        config = Toy.build(bench, shape, 1, 1).decoder.config
+        plan = preset("quantspec-kv", Workload(shape.name, bench.device.type, size.context, 2))
+        cache = Cache(config, plan, bench.device, bench.pool.dtype)
+        cache.keys.copy_(fresh(bench, *cache.keys.shape))
+        cache.values.copy_(fresh(bench, *cache.values.shape))
+        return cls(cache, length)
+
+    @property
+    def taken(self) -> bool:
+        """Whether the token completes a group."""
+        return (self.length + 1) % self.cache.group == 0
+
+    def __call__(self) -> None:
+        self.cache.lengths.fill_(self.length)
+        self.cache.advance(torch.ones_like(self.cache.lengths))
+
+    @property
+    def cost(self) -> Cost:
+        """The oldest group of all layers becomes codes and what follows takes its place, or nothing moves."""
+        if not self.taken:
+            return Cost()
+        keys, values, group = self.cache.keys, self.cache.values, self.cache.group
+        oldest = self._oldest(keys)
+        coded = quantize_cost(oldest, self._oldest(values), _empty_codes(oldest))
+        return coded + shift_slots_cost(keys.flatten(0, 1), values.flatten(0, 1), group)
+
+    def error(self) -> float:
+        """Of the buffer and of what the new codes stand for, against the twin's."""
+        group, moved = self.cache.group, self.cache.group if self.taken else 0
+        before = self.cache.keys.clone(), self.cache.values.clone()
+        self()
+        after = self.cache.keys, self.cache.values
+        buffers = (
+            relative_error(now[..., :group, :], then[..., moved : moved + group, :])
+            for now, then in zip(after, before, strict=True)
+        )
+        return max(*buffers, self._code_error(*map(self._oldest, before)) if self.taken else 0.0)
+
+    def _oldest(self, store: Tensor) -> Tensor:
+        """The oldest group in full precision, [layers, Hkv, G, D]."""
+        return store[:, 0, :, : self.cache.group]
+
+    def _code_error(self, keys: Tensor, values: Tensor) -> float:
+        reference = _empty_codes(keys)
+        first = torch.zeros(len(keys), dtype=torch.int32, device=keys.device)
+        quantize(keys, values, reference, first, backend="twin")
+        expected = torch.stack(dequantize(reference, True, backend="twin"))
+        written = slice(self.length + 1 - 2 * self.cache.group, self.length + 1 - self.cache.group)
+        layers = (torch.stack(dequantize(self.cache.codes(layer), True)) for layer in range(self.cache.layers))
+        return max(relative_error(now[:, 0, :, written], expected[:, i]) for i, now in enumerate(layers))

@@ -1,0 +1,164 @@
+"""What the kernel bench measures: sizes and targets, by kernel. Targets are for an H200."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from itertools import product
+
+BF16_SPEEDUP = 1 / 1.05  # over the best peer in the same precision
+NARROW = ((0, BF16_SPEEDUP), (4, 2.2), (8, 1.5))  # head_dim 64
+GROUPED = ((0, BF16_SPEEDUP), (4, 2.6), (8, 1.6))
+MULTI_HEAD = ((0, BF16_SPEEDUP), (4, 3.0), (8, 1.7))
+
+
+@dataclass(frozen=True)
+class AttentionSize:
+    """Decode attention of one query. speedups: (bits of the codes or 0 for bf16, over the best bf16 peer)."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int
+    tokens: int
+    speedups: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class VerificationSize:
+    """Decode attention of several queries against that of one, in the formats `bits` (0 is bf16)."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int
+    tokens: int
+    queries: int
+    bits: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LinearSize:
+    """Product with 4-bit weights. speedups: (rows, over cuBLAS with 16-bit weights)."""
+
+    outputs: int
+    inputs: int
+    speedups: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class QuantizeSize:
+    """Quantization of one layer of a prompt into both planes."""
+
+    kv_heads: int
+    head_dim: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class FlushSize:
+    """What a round does to the cache of a whole model of `params` parameters once its tokens are accepted."""
+
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    params: float
+    context: int
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """What stands between the matrix products of a layer, on `rows` tokens."""
+
+    hidden: int
+    intermediate: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class SamplingSize:
+    """Sampling for `batch` sequences; temperature 0 is greedy."""
+
+    vocab: int
+    gamma: int
+    batch: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """All sizes; a field is named as `ridgeplan bench kernels --only` names its kernel."""
+
+    attention: tuple[AttentionSize, ...]
+    verification: tuple[VerificationSize, ...]
+    linear_int4: tuple[LinearSize, ...]
+    quantize: tuple[QuantizeSize, ...]
+    flush: tuple[FlushSize, ...]
+    norm: tuple[LayerSize, ...]
+    rope: tuple[LayerSize, ...]
+    swiglu: tuple[LayerSize, ...]
+    judge: tuple[SamplingSize, ...]
+    draw: tuple[SamplingSize, ...]
+
+
+KERNELS = tuple(field.name for field in fields(Sizes))
+
+
+def _layers(rows: tuple[int, ...], *layers: tuple[int, int, int, int, int]) -> tuple[LayerSize, ...]:
+    return tuple(LayerSize(*layer, rows=count) for layer, count in product(layers, rows))
+
+
+def _samplings(vocab: int, gamma: int, batches: tuple[int, ...], top_k: int) -> tuple[SamplingSize, ...]:
+    ways = ((0.0, None, None), (1.0, None, None), (1.0, top_k, 0.9))
+    return tuple(SamplingSize(vocab, gamma, batch, *way) for batch, way in product(batches, ways))
+
+
+_LINEAR_SPEEDUPS = ((1, 2.8), (4, 2.6), (8, 2.3), (16, 1.8))
+# An 8-billion-parameter model (Llama-3.1-8B, whose layers have these sizes) and Qwen2.5-0.5B.
+_LAYERS = _layers((1, 9, 64, 2048), (4096, 14336, 32, 8, 128), (896, 4864, 14, 2, 64))
+_SAMPLINGS = _samplings(128256, 8, (1, 32), 50)
+
+FULL = Sizes(
+    attention=(
+        AttentionSize(32, 32, 128, 1, 65536, MULTI_HEAD),
+        AttentionSize(32, 32, 128, 1, 262144, MULTI_HEAD),
+        AttentionSize(32, 8, 128, 1, 131072, GROUPED),
+        AttentionSize(32, 8, 128, 8, 32768, GROUPED),
+        AttentionSize(32, 8, 128, 32, 4096, GROUPED),
+        *(
+            AttentionSize(*heads, 64, batch, tokens, NARROW)
+            for heads, batch, tokens in product(((9, 3), (14, 2)), (16, 64), (4096, 32768))
+        ),
+    ),
+    verification=(VerificationSize(32, 8, 128, 1, 131072, 8, (0, 8)),),
+    linear_int4=tuple(
+        LinearSize(*shape, _LINEAR_SPEEDUPS)
+        for shape in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
+    ),
+    quantize=(QuantizeSize(8, 128, 2048), QuantizeSize(8, 128, 32768)),
+    flush=(FlushSize(32, 32, 8, 128, 8.03e9, 32768),),
+    norm=_LAYERS,
+    rope=_LAYERS,
+    swiglu=_LAYERS,
+    judge=_SAMPLINGS,
+    draw=_SAMPLINGS,
+)
+# Every kernel and every path through it, small enough for checkers that slow it down a hundred times.
+_TINY_LAYERS = _layers((1, 5), (256, 192, 4, 2, 64))
+TINY = Sizes(
+    attention=(AttentionSize(4, 2, 128, 2, 256, GROUPED), AttentionSize(6, 2, 64, 1, 384, NARROW)),
+    verification=(VerificationSize(8, 2, 128, 1, 256, 3, (0, 8)),),
+    linear_int4=(LinearSize(96, 256, ((1, 1.0), (5, 1.0), (70, 1.0))),),
+    quantize=(QuantizeSize(2, 64, 256), QuantizeSize(1, 128, 128)),
+    flush=(FlushSize(2, 4, 2, 64, 1e6, 512),),
+    norm=_TINY_LAYERS,
+    rope=_TINY_LAYERS,
+    swiglu=_TINY_LAYERS,
+    judge=_samplings(1003, 2, (3,), 50),
+    draw=_samplings(1003, 2, (3,), 50),
+)
