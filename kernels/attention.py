@@ -40,7 +40,7 @@ def decode_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not uses_triton(backend, q):
         return decode_attention_twin(q, keys, values, begin, end, codes, groups, lower, scale)
-    if backend == "auto" and codes is not None and groups is not None and fits(q, keys, values, codes, lower, scale):
+    if backend == "auto" and fits(q, keys, values, codes, lower, scale):
         return decode_attention_cuda(q, keys, values, begin, end, codes, groups, lower, scale, splits)
     from ridgeplan.kernels.attention_triton import decode_attention_triton
 

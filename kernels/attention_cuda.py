@@ -1,35 +1,48 @@
-"""CUDA C++ kernel of decode attention over hierarchical codes (source: attention.cu), compiled at first use.
+"""CUDA C++ kernel of decode attention over hierarchical codes and full precision, compiled at first use.
 
-How it works. All (batch row, KV head) pairs' quantized groups and blocks of full-precision slots form one list,
-which the resident blocks of the GPU share equally; a block meets a row as one segment, and a second kernel merges
-segments by their log-sum-exp. Lengths are read on the device, so a captured graph stays valid. A warp (a team of
-two or four where the query rows need it) streams groups through its own ring of bulk copies, with no barrier
-beyond its team, and does everything in registers: codes become fp16 by OR-ing them into a mantissa and feed
-mma.m16n8k16 as its 16-row operand (S^T = K Q^T, O^T = V^T P^T); the order of tokens inside a group is chosen so
-that each lane's scores are of the tokens whose value codes it holds.
+How it works (source: attention_*.cu in the order of SOURCES, then attention.cu). All (batch row, KV head)
+pairs' quantized groups and blocks of full-precision slots form one list, which the resident blocks of the GPU share
+equally; a block meets a row as one segment. A row's few segments are merged by the block that finishes last; where
+they are many, a second kernel merges them. Lengths are read on the device, so a captured graph stays valid.
+
+The four warps of a block work on one group at a time, out of a ring of bulk copies. Codes become fp16 by OR-ing them
+into a mantissa and feed mma.m16n8k16 as its 16-row operand (S^T = K Q^T, O^T = V^T P^T), query rows being columns. A
+warp computes the scores of a quarter of the tokens; weights are exchanged through shared memory; a warp adds up a
+quarter of the channels. So each code is unpacked once, whatever the number of queries. The order of tokens inside a
+group is chosen so that transposed stores of scores are the operands of the values as their codes are packed. A warp
+stages weights before it knows whether a score outgrew the running reference: one barrier carries that vote, and the
+rare group that needs it is done again.
 
 Numerics. Queries are brought to [-1, 1] by a power of two per row before they meet a group's key scales (fp16
 scales are at most 65504, so nothing overflows), weights carry 2 ** 5, value scales are divided by a running power
-of two; the codes' offsets cancel against products of the same rounded operands, in fp32.
+of two; the codes' offsets cancel against products of the same rounded operands, in fp32 (INT8 values are centred
+exactly instead). Sums of weights, and of weights times centres, are ordinary fp32 additions.
 
-Log on one H200 (INT4 / INT8, one query, 32/8 heads of 128, 128k tokens and a buffer of 200, calls in a graph;
-cuDNN in bf16 without the buffer takes 0.127 ms, the codes' bytes alone 0.033 / 0.064 ms at 4.3 TB/s):
-- first version: INT4 predicted 0.040, measured 0.058 / 0.092. About half of a group's instructions were
-  conversions, as masks compiled to two instructions; the merge took 10 us, a chain of loads one after another.
-- one lop3 per mask, offsets cancelled in the accumulators instead of subtracted from every pair: predicted 1.6
-  times fewer instructions, so bound by memory; measured 0.049 / 0.082, where loading without computing takes
-  0.048 / 0.080.
-- merge with its partials in flight together, even shares of rows, copy sources in shared memory: predicted
-  0.041 / 0.074, measured 0.048 / 0.077. From 64k to 256k tokens (32/32 heads) time grows at over 4.2 TB/s, so a
-  fixed cost is left: at 4k tokens the kernel takes 10 us and the merge 4, which is why short contexts gain less.
-  Not yet known what the 10 us are; an instruction cache that is cold at each launch is one suspect.
-- 4 KiB items and three blocks of a multiprocessor for INT4: predicted 0.075 for 32/32 heads at 64k, measured 0.088
-  before and after; 0.013 instead of 0.014 at 4k.
-- 8 queries (32 rows), INT8: the goal was 1.2 times one query, measured 1.75 (0.135). Both warps of a team unpack
-  every code, and a scheduler issues 0.4 instructions a clock from its two warps. To try: split keys by token and
-  values by channel between the warps, so that each code is unpacked once.
-- the sum of weights and centres is added per group by ordinary additions: in a test of a million tokens a bias of
-  about 2e-4 of the mean value showed, put down to tensor cores truncating long sums.
+Calls of one variant on one device must not overlap (on several streams, say): they share the counters of arrivals.
+
+Log on one H200 (one query, 32/8 heads of 128, 128k tokens and a buffer of 200 unless said, calls in a graph with a
+cache-clearing fill between; cuDNN in bf16 without the buffer takes 0.134 ms):
+- a first design gave each warp, or a team of two for 17 to 32 rows, groups of its own. INT4 0.048, INT8 0.077; for
+  32 rows both warps of a team unpacked every code: 8 queries predicted 1.2 times one query, measured 1.75 (0.135).
+- tokens and channels split over the warps of a block as above: predicted 8 queries 0.100, measured 0.114, as the
+  kernel executed 1310 instructions of a warp per group, where 780 were counted by hand: addresses computed anew in
+  each group, copies prepared by one warp while three waited.
+- addresses kept from the compiler's rematerialization, every warp copying a part of its own, two resident blocks
+  without spills instead of three for 32 rows, one packed maximum of half weights instead of one of scores: 1050
+  instructions; predicted 0.100, measured 0.106 to 0.112 (one query 0.081), where copies alone take 0.083. Loading
+  codes into registers before the barriers: slower (0.113). The merge of 66 segments of 32 rows takes 0.006.
+- more resident blocks for one query and INT4: predicted faster by a tenth with five or six, measured the same or
+  slower (0.053, 0.055). Without any arithmetic the copies take 0.048: from 128k to 512k tokens time grows at
+  4.24 TB/s, and of what is fixed a call of 128 tokens takes 8.5 us, 4.5 of them between the first and the last
+  instruction, mostly latencies of cold memory and cold instructions. cuDNN's call has about 14 us beyond its bytes.
+- the merge by the last block: at 32 rows of the batch of 4k tokens 66 us became 57, then 55 with the segments
+  counted while the first copies are under way. For 66 segments it is slower than a second kernel (0.057 for 0.054).
+- INT4's values cancelled by one product instead of centred pair by pair: predicted a twelfth fewer instructions and
+  0.050, measured no difference (0.054), so what INT4 still lacks is no matter of instructions.
+- full precision through the same ring: predicted equal to cuDNN, measured 1.08 with tokens copied 16 bytes a thread,
+  which stalls the copying warps when memory is busy, then 1.06 (0.1415; 0.137 against 0.1325 for 32 rows of 4k) with a
+  bulk copy per token. Four blocks a multiprocessor are slower than three. At head_dim 64, where a token is 128 bytes,
+  bulk copies per token are the slower way (9/3 heads, 64 rows of 4k, INT8: 0.044 against 0.041): still to be split.
 """
 
 import warnings
@@ -47,14 +60,20 @@ GROUP = 128
 HEAD_DIMS = (64, 128)
 MAX_ROWS = 64  # query rows (query heads of a KV head times queries) of one block
 WARPS = 4
+MERGE_WARPS = 16
+BLOCKS = {8: 3, 16: 3, 32: 2, 64: 2}  # resident per multiprocessor, by rows
 MAX_BLOCKS = 65535  # so that the kernel cuts its work in 32-bit arithmetic
-RESERVED_BYTES = 1024 + 128  # of a block's shared memory: the driver's and the kernel's static variables
+RESERVED_BYTES = 1024  # of a block's shared memory, for the driver
+MAX_ITEMS = 12  # of a ring: more hide no more latency
 ALIGNMENT = 8  # elements of 16 bytes: the least that bulk copies move
+FOLDED_ROWS = 128  # partial rows of a KV head that its last block merges; more are left to a kernel of their own
+FOLDED_HEADS = 4096  # counters of arrived blocks: (batch row, KV head) pairs whose merge may be folded in
+SOURCES = ("instructions", "work", "softmax", "codes", "slots", "results")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What a compiled kernel is specialized for."""
+    """What a compiled kernel is specialized for. bits: 0 without codes; rows: of queries, 8, 16, 32 or 64."""
 
     head_dim: int
     bits: int
@@ -62,47 +81,34 @@ class Variant:
     rows: int
 
     @property
-    def tiles(self) -> int:
-        """8-row tiles of query rows that one warp computes."""
-        return 1 if self.rows <= 8 else 2
-
-    @property
-    def team(self) -> int:
-        """Warps that share a stream of codes because the query rows need them all."""
-        return 1 if self.rows <= 16 else 2 if self.rows <= 32 else 4
-
-    @property
     def blocks(self) -> int:
-        """Resident blocks per multiprocessor: three where their registers suffice (INT4 is bound by issue)."""
-        return 3 if self.tiles == 1 and self.bits == 4 else 2
+        """Resident blocks per multiprocessor; four hide the latencies of INT4, whose units are short."""
+        return 4 if self.bits == 4 and self.rows == 8 else BLOCKS[self.rows]
 
     @property
     def item_bytes(self) -> int:
-        """One item of the ring: half of a group's codes of keys or values (all of it at 4 KiB), and metadata."""
-        code_bytes = GROUP * self.head_dim * self.bits // 8
-        return max(4096, code_bytes // 2) + 512
-
-    @property
-    def extra_bytes(self) -> int:
-        """Shared memory beside the rings: staged queries and their factors."""
-        return 8 * self.tiles * self.team * (2 * self.head_dim + 4)
+        """One item of the ring: a group's keys or values with metadata, or as much of full-precision tokens."""
+        return (32 if self.bits == 4 else 64) * (2 * self.head_dim + 16)
 
     def items(self, block_bytes: int) -> int:
-        """Depth of a team's ring in a block that may use `block_bytes` of shared memory."""
-        teams = WARPS // self.team
-        return min(32, (block_bytes - self.extra_bytes) // (teams * (self.item_bytes + 16)))
+        """Depth of the ring in a block that may use `block_bytes` of shared memory."""
+        return min(MAX_ITEMS, (block_bytes - self.shared_bytes(0) - self.static_bytes(MAX_ITEMS)) // self.item_bytes)
 
     def shared_bytes(self, items: int) -> int:
-        return WARPS // self.team * items * (self.item_bytes + 16) + self.extra_bytes
+        """Dynamic shared memory of a block: the ring, staged queries and weights."""
+        return items * self.item_bytes + self.rows * (2 * self.head_dim + 2 * GROUP)
+
+    def static_bytes(self, items: int) -> int:
+        """At most the static shared memory: barriers, what rows are copied from, what warps tell each other."""
+        return 8 * items + 256 + 64 * self.rows
 
     def options(self, items: int, entry: str) -> list[str]:
+        """Compiler options that specialize one of the kernels, "attend" or "merge"."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "BITS": self.bits,
             "BF16": int(self.bf16),
-            "TILES": self.tiles,
-            "TEAM": self.team,
-            "WARPS": WARPS,
+            "TILES": self.rows // 8,
             "BLOCKS": self.blocks,
             "ITEMS": items,
         }
@@ -118,6 +124,14 @@ class Kernels:
     shared_bytes: int
     processors: int
     resident: int  # blocks that the device holds at once
+    arrived: Tensor  # a zero per (batch row, KV head), which calls leave zero
+
+
+def source() -> str:
+    """CUDA C++ of both kernels."""
+    folder = Path(__file__).parent
+    parts = [*(f"attention_{part}.cu" for part in SOURCES), "attention.cu"]
+    return "\n".join((folder / part).read_text(encoding="utf-8") for part in parts)
 
 
 @cache
@@ -125,24 +139,25 @@ def _kernels(variant: Variant, device: torch.device) -> Kernels | None:
     """Compiles a variant, or None (with a warning, once) where that fails."""
     properties = torch.cuda.get_device_properties(device)
     items = variant.items(properties.shared_memory_per_multiprocessor // variant.blocks - RESERVED_BYTES)
-    source = Path(__file__).with_name("attention.cu").read_text(encoding="utf-8")
     try:
         with torch.cuda.device(device):
             attend, merge = (
-                torch.cuda._compile_kernel(source, name, nvcc_options=variant.options(items, name))
+                torch.cuda._compile_kernel(source(), name, nvcc_options=variant.options(items, name))
                 for name in ("attend", "merge")
             )
             attend.set_shared_memory_config(variant.shared_bytes(items))
     except (RuntimeError, OSError, AttributeError) as error:
         warnings.warn(f"the CUDA attention kernel does not compile, Triton's runs instead: {error}", stacklevel=2)
         return None
+    arrived = torch.zeros(FOLDED_HEADS, dtype=torch.int32, device=device)
     processors = properties.multi_processor_count
-    return Kernels(attend, merge, variant.shared_bytes(items), processors, variant.blocks * processors)
+    return Kernels(attend, merge, variant.shared_bytes(items), processors, variant.blocks * processors, arrived)
 
 
-def _variant(q: Tensor, keys: Tensor, codes: QuantizedKV, lower: bool) -> Variant:
+def _variant(q: Tensor, keys: Tensor, codes: QuantizedKV | None, lower: bool) -> Variant:
     rows = q.shape[1] * q.shape[2] // keys.shape[1]
-    return Variant(q.shape[3], 8 if lower else 4, q.dtype == torch.bfloat16, rows)
+    bits = 0 if codes is None else 8 if lower else 4
+    return Variant(q.shape[3], bits, q.dtype == torch.bfloat16, next(size for size in BLOCKS if size >= rows))
 
 
 def fits(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV | None, lower: bool, scale: float) -> bool:
@@ -151,9 +166,9 @@ def fits(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV | None, low
     It needs Hopper or newer, codes in groups of 128, head_dim 64 or 128, at most 64 query rows per KV head,
     one 16-bit dtype, rows of the buffers that 16-byte copies can move, and a positive scale.
     """
-    if codes is None or not q.is_cuda or torch.version.cuda is None or scale <= 0:
+    if not q.is_cuda or torch.version.cuda is None or scale <= 0 or (codes is not None and codes.group != GROUP):
         return False
-    if codes.group != GROUP or q.shape[3] not in HEAD_DIMS or q.shape[1] * q.shape[2] > MAX_ROWS * keys.shape[1]:
+    if q.shape[3] not in HEAD_DIMS or q.shape[1] * q.shape[2] > MAX_ROWS * keys.shape[1]:
         return False
     if q.dtype not in (torch.bfloat16, torch.float16) or keys.dtype != q.dtype or values.dtype != q.dtype:
         return False
@@ -175,28 +190,10 @@ def _blocks(kernels: Kernels, kv_rows: int) -> int:
     return even if filled >= 0.9 else kernels.resident
 
 
-def decode_attention_cuda(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    codes: QuantizedKV,
-    groups: Tensor,
-    lower: bool,
-    scale: float,
-    splits: int | None,
-) -> Tensor:
-    """See `ridgeplan.kernels.attention.decode_attention`; only for calls that `fits`."""
-    kernels = _kernels(_variant(q, keys, codes, lower), q.device)
-    assert kernels is not None
-    batch, queries, q_heads, head_dim = q.shape
-    kv_heads, capacity = keys.shape[1:3]
-    ratio = q_heads // kv_heads
-    blocks = _blocks(kernels, batch * kv_heads) if splits is None else splits * batch * kv_heads
-    lengths = [begin.contiguous(), end.contiguous(), groups.contiguous()]
-    shape = [batch, kv_heads, ratio, queries, capacity, codes.groups]
-    planes = [
+def _planes(codes: QuantizedKV | None, absent: Tensor) -> list[Tensor]:
+    if codes is None:
+        return [absent] * 8
+    return [
         codes.key_upper,
         codes.key_upper if codes.key_lower is None else codes.key_lower,
         codes.key_scale,
@@ -206,20 +203,44 @@ def decode_attention_cuda(
         codes.value_scale,
         codes.value_min,
     ]
+
+
+def decode_attention_cuda(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    codes: QuantizedKV | None,
+    groups: Tensor | None,
+    lower: bool,
+    scale: float,
+    splits: int | None,
+) -> Tensor:
+    """See `ridgeplan.kernels.attention.decode_attention`; only for calls that `fits`."""
+    kernels = _kernels(_variant(q, keys, codes, lower), q.device)
+    assert kernels is not None
+    batch, queries, q_heads, head_dim = q.shape
+    kv_heads, capacity = keys.shape[1:3]
+    kv_rows, rows = batch * kv_heads, q_heads // kv_heads * queries
+    blocks = min(MAX_BLOCKS, _blocks(kernels, kv_rows) if splits is None else splits * kv_rows)
+    segments = blocks + kv_rows  # a block's share meets a new row at most once per row
+    folds = kv_rows <= FOLDED_HEADS and -(-blocks // kv_rows) * rows <= FOLDED_ROWS
+    lengths = [begin.contiguous(), end.contiguous(), begin if groups is None else groups.contiguous()]
+    shape = [batch, kv_heads, q_heads // kv_heads, queries, capacity, 0 if codes is None else codes.groups]
     strides = [s // ALIGNMENT for tensor in (q, keys, values) for s in tensor.stride()[:3]]
-    blocks = min(blocks, MAX_BLOCKS)
-    segments = blocks + batch * kv_heads  # a block's share meets a new row at most once per row
-    partial = torch.empty(segments, ratio * queries, head_dim, dtype=torch.float32, device=q.device)
-    sums = torch.empty(segments, ratio * queries, dtype=torch.float32, device=q.device)
+    partial = torch.empty(segments, rows, head_dim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(segments, rows, dtype=torch.float32, device=q.device)
+    shares = torch.empty(kv_rows, 2, dtype=torch.int32, device=q.device)  # the first and last that a row's units are in
     out = torch.empty(batch, queries, q_heads, head_dim, dtype=q.dtype, device=q.device)
+    written = [partial, sums, shares, out, kernels.arrived]
     with torch.cuda.device(q.device):
         kernels.attend(
             (blocks, 1, 1),
             (32 * WARPS, 1, 1),
-            [q, keys, values, *lengths, partial, sums, *planes, *shape, *strides, float(scale)],
+            [q, keys, values, *lengths, *written, *_planes(codes, q), *shape, *strides, int(folds), float(scale)],
             kernels.shared_bytes,
         )
-        kernels.merge(
-            (ratio * queries, batch * kv_heads, 1), (128, 1, 1), [partial, sums, *lengths, out, *shape, blocks]
-        )
+        if not folds:
+            kernels.merge((rows, kv_rows, 1), (32 * MERGE_WARPS, 1, 1), [partial, sums, shares, *lengths, out, *shape])
     return out

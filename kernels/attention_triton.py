@@ -46,12 +46,13 @@ DEFAULT_CONFIG = Config(32, 4, 1)  # also float32, whose wide tiles leave no sha
 
 
 @triton.jit
-def _share(blocks, split, SPLITS: tl.constexpr):
+def _share(blocks, split, splits):
     """Half-open range of the blocks of one split, equal to within one block by the row's own length."""
-    return blocks * split // SPLITS, blocks * (split + 1) // SPLITS
+    return blocks * split // splits, blocks * (split + 1) // splits
 
 
-@triton.jit(launch_metadata=attention_metadata)
+# What changes within a generation (cache sizes, splits) must not ask for another compilation.
+@triton.jit(launch_metadata=attention_metadata, do_not_specialize=["scale", "capacity", "group_capacity", "splits"])
 def _attention_kernel(
     q,
     keys,
@@ -64,6 +65,7 @@ def _attention_kernel(
     scale,
     capacity,
     group_capacity,
+    splits,
     q_batch_stride,
     q_query_stride,
     q_head_stride,
@@ -84,7 +86,6 @@ def _attention_kernel(
     QUERIES: tl.constexpr,
     RATIO: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    SPLITS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BITS: tl.constexpr,
@@ -99,7 +100,7 @@ def _attention_kernel(
     query = rows % QUERIES
     head = kv_head * RATIO + rows // QUERIES
     valid = rows < RATIO * QUERIES
-    result = ((batch * QUERIES + query) * (KV_HEADS * RATIO) + head) * SPLITS + split
+    result = ((batch * QUERIES + query) * (KV_HEADS * RATIO) + head) * splits + split
 
     first = tl.load(begin + batch)
     own = tl.load(end + batch)
@@ -107,7 +108,7 @@ def _attention_kernel(
     visible = 0
     if BITS > 0:
         visible = tl.minimum(tl.load(groups + batch), group_capacity)
-    start, stop = _share(visible + tl.cdiv(tl.maximum(last - first, 0), BLOCK), split, SPLITS)
+    start, stop = _share(visible + tl.cdiv(tl.maximum(last - first, 0), BLOCK), split, splits)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     if start >= stop:
         tl.store(lse + result, top, mask=valid)
@@ -219,6 +220,7 @@ def decode_attention_triton(
         scale * LOG2_E,
         capacity,
         group_capacity,
+        splits,
         *q.stride()[:3],
         *keys.stride()[:3],
         *values.stride()[:3],
@@ -226,7 +228,6 @@ def decode_attention_triton(
         QUERIES=queries,
         RATIO=q_heads // kv_heads,
         KV_HEADS=kv_heads,
-        SPLITS=splits,
         GROUP=group,
         HEAD_DIM=head_dim,
         BITS=bits,

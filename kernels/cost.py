@@ -84,7 +84,7 @@ def attention_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, 
     codes = _codes(args) if args["BITS"] else None
     quantized_tokens = codes.groups * codes.group if codes is not None else 0
     cost = attention_cost(
-        args["q"], args["keys"], codes, args["BITS"] == 8, quantized_tokens, args["capacity"], args["SPLITS"]
+        args["q"], args["keys"], codes, args["BITS"] == 8, quantized_tokens, args["capacity"], args["splits"]
     )
     return _launch(f"decode_attention_{args['BITS']}bit", cost, args["q"])
 

@@ -10,25 +10,25 @@ from ridgeplan.kernels.cost import merge_metadata
 CHUNK = 16  # splits whose partials are in flight together
 
 
-@triton.jit(launch_metadata=merge_metadata)
-def _merge_kernel(
-    partial, lse, out, SPLITS: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr
-):
+@triton.jit(launch_metadata=merge_metadata, do_not_specialize=["splits"])
+def _merge_kernel(partial, lse, out, splits, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     channels = tl.arange(0, HEAD_DIM)
-    every = tl.arange(0, PADDED)
-    all_sums = tl.load(lse + row * SPLITS + every, mask=every < SPLITS, other=float("-inf"))
-    top = tl.max(all_sums, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp(all_sums - top), 0)
+    top = -3.0e38  # finite, so that differences of two stay numbers where all splits are empty
+    total = 0.0
     acc = tl.zeros([HEAD_DIM], tl.float32)
-    for start in range(0, SPLITS, CHUNK):
-        splits = start + tl.arange(0, CHUNK)
-        sums = tl.load(lse + row * SPLITS + splits, mask=splits < SPLITS, other=float("-inf"))
-        at = (row * SPLITS + splits)[:, None] * HEAD_DIM + channels[None, :]
+    for start in range(0, splits, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        sums = tl.load(lse + row * splits + at, mask=at < splits, other=float("-inf"))
+        new_top = tl.maximum(top, tl.max(sums, 0))
+        fade = tl.exp(top - new_top)
+        weights = tl.exp(sums - new_top)
         # Programs of empty splits never wrote their partial, so it must not be read.
-        part = tl.load(partial + at, mask=(sums > float("-inf"))[:, None], other=0.0)
-        acc += tl.sum(tl.exp(sums - top)[:, None] * part, 0)
+        part = (row * splits + at)[:, None] * HEAD_DIM + channels[None, :]
+        part = tl.load(partial + part, mask=(sums > float("-inf"))[:, None], other=0.0)
+        acc = acc * fade + tl.sum(weights[:, None] * part, 0)
+        total = total * fade + tl.sum(weights, 0)
+        top = new_top
     acc /= tl.where(total > 0, total, 1.0)
     tl.store(out + row * HEAD_DIM + channels, acc.to(out.dtype.element_ty))
 
@@ -42,8 +42,7 @@ def merge_triton(partial: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
         partial,
         lse,
         out,
-        SPLITS=splits,
-        PADDED=triton.next_power_of_2(splits),
+        splits,
         HEAD_DIM=head_dim,
         CHUNK=CHUNK,
         num_warps=2,

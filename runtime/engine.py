@@ -24,6 +24,7 @@ from ridgeplan.runtime.sampling import Sampling
 from ridgeplan.runtime.speculative import Speculator
 from ridgeplan.runtime.statistics import Statistics, Tally
 from ridgeplan.runtime.stopwatch import Stopwatch
+from ridgeplan.runtime.weight_quantizer_calibration import quantized_draft
 from ridgeplan.runtime.weights import DecoderWeights
 
 
@@ -51,9 +52,10 @@ class Engine:
         """draft_weights: what the plan's drafts run on, made from `weights` unless given."""
         self.plan, self.source, self.config, self.device = plan, source, config, device
         self.weights = weights
-        quantized = plan.weights.draft_differs
-        self.draft_weights = (draft_weights or weights.quantized(plan.weights.group)) if quantized else weights
         self.decoder = Decoder(config, device)
+        self.draft_weights = weights
+        if plan.weights.draft_differs:
+            self.draft_weights = draft_weights or quantized_draft(self.decoder, weights, plan.weights.group)
         self.cache: Cache | None = Cache(config, plan, device, weights.embedding.dtype)
         self._meter = meter
         self._statistics: Statistics | None = None

@@ -1,4 +1,4 @@
-"""Linear layers: dense, and 4-bit weights on torch's own int4 kernels."""
+"""Linear layers: dense, and 4-bit weights on the package's CUDA kernels or torch's CPU kernel."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ridgeplan.kernels.int4_weight import Int4Weight
+from ridgeplan.kernels.linear_int4 import linear_int4
 from ridgeplan.runtime.errors import ModelError
+from ridgeplan.runtime.weight_quantizer import quantize_weight
 
 THIN_ROWS = 64  # below, a CPU's float32 product is bound by reading the weight
-ROW_MULTIPLE = 16  # torch's int4 kernels take output widths in such steps
+ROW_MULTIPLE = 16  # torch's int4 kernel takes output widths in such steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,40 +38,65 @@ class Dense:
 
 
 @dataclass(frozen=True, eq=False)
-class Int4:
-    """4-bit weights for drafts: w = (code - 8) * scale + zero per `group` inputs.
+class LibraryInt4Weight:
+    """A 4-bit weight as torch's CPU kernel takes it; w = (code - 8) * scale + zero as in `Int4Weight`.
 
     packed: torch's own layout; scales: bfloat16 [inputs / group, padded outputs, (scale, zero)].
-    Activations pass as bfloat16: that is the kernels' only fast path, and a draft need not be exact.
     """
 
     packed: Tensor
     scales: Tensor
     group: int
     outputs: int
-    bias: Tensor | None = None
 
     @classmethod
-    def quantize(cls, dense: Dense, group: int) -> Int4:
-        """Rounds dense weights to nearest; a `group` that does not divide the inputs falls to 64 or 32."""
-        outputs, inputs = dense.weight.shape
-        group = fitting_group(inputs, group)
-        weight = functional.pad(dense.weight.float(), (0, 0, 0, -outputs % ROW_MULTIPLE))
-        codes, scales = quantize_weight(weight, group)
-        return cls(_pack(codes), scales, group, outputs, dense.bias)
+    def pack(cls, codes: Tensor, scale: Tensor, zero: Tensor) -> LibraryInt4Weight:
+        """Arguments as of `Int4Weight.pack`, on the CPU."""
+        outputs, inputs = codes.shape
+        padded = (0, 0, 0, -outputs % ROW_MULTIPLE)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(functional.pad(codes.int(), padded), 1)
+        pairs = torch.stack([functional.pad(pair, padded) for pair in (scale, zero)], dim=2)
+        return cls(packed, pairs.transpose(0, 1).bfloat16().contiguous(), inputs // scale.shape[1], outputs)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).bfloat16()
-        ops = torch.ops.aten
-        multiply = ops._weight_int4pack_mm if x.is_cuda else ops._weight_int4pack_mm_for_cpu
-        out = multiply(rows, self.packed, self.group, self.scales)[:, : self.outputs]
-        out = out.to(x.dtype).view(*x.shape[:-1], self.outputs)
+        out = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, self.group, self.scales)
+        return out[:, : self.outputs].to(x.dtype).view(*x.shape[:-1], self.outputs)
+
+    @property
+    def bytes(self) -> int:
+        """Storage of codes, scales and zeros."""
+        return self.packed.nbytes + self.scales.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class Int4:
+    """4-bit weights. float32 activations pass as bfloat16, the kernels' fast path: a draft need not be exact."""
+
+    weight: Int4Weight | LibraryInt4Weight
+    bias: Tensor | None = None
+
+    @classmethod
+    def quantize(cls, dense: Dense, group: int, moment: Tensor | None = None) -> Int4:
+        """Quantizes dense weights; a `group` that does not divide the inputs falls to 64 or 32.
+
+        moment: of the inputs, as `quantize_weight` takes it.
+        """
+        packing = Int4Weight if dense.weight.is_cuda else LibraryInt4Weight
+        group = fitting_group(dense.weight.shape[1], group)
+        return cls(packing.pack(*quantize_weight(dense.weight, group, moment)), dense.bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if isinstance(self.weight, Int4Weight):
+            narrow = x.bfloat16() if x.dtype == torch.float32 else x
+            return linear_int4(narrow, self.weight, self.bias).to(x.dtype)
+        out = self.weight(x)
         return out if self.bias is None else out + self.bias
 
     @property
     def bytes(self) -> int:
         """Storage of codes, scales, zeros and the bias."""
-        return self.packed.nbytes + self.scales.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return self.weight.bytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 Linear = Dense | Int4
@@ -90,24 +118,3 @@ def fitting_group(inputs: int, group: int) -> int:
         if candidate <= group and inputs % candidate == 0:
             return candidate
     raise ModelError(f"a linear layer has {inputs} inputs; allowed for 4-bit weights: multiples of 32")
-
-
-def quantize_weight(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Asymmetric round-to-nearest: codes int32 [outputs, inputs] in 0..15, and scales as in `Int4`."""
-    grouped = weight.unflatten(1, (-1, group))
-    low, high = grouped.aminmax(dim=2, keepdim=True)
-    scale = ((high - low) / 15).bfloat16().float()
-    zero = (low + 8 * scale).bfloat16().float()
-    # Codes are chosen for the stored, rounded pair; a constant group has scale 0 and decodes to its zero.
-    step = torch.where(scale == 0, 1.0, scale)
-    codes = ((grouped - zero) / step + 8).round().clamp(0, 15).int().flatten(1)
-    return codes, torch.cat([scale, zero], dim=2).transpose(0, 1).bfloat16().contiguous()
-
-
-def _pack(codes: Tensor) -> Tensor:
-    if not codes.is_cuda:
-        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-    # The tile count along the inputs must divide them: 16 inputs a tile, 8 tiles where possible.
-    tiles = next(count for count in (8, 4, 2) if codes.shape[1] % (16 * count) == 0)
-    pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
-    return torch.ops.aten._convert_weight_to_int4pack(pairs, tiles)

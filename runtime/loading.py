@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 
@@ -10,9 +11,11 @@ from ridgeplan.planner.executable import missing_execution
 from ridgeplan.planner.plan import KVFormat, Plan
 from ridgeplan.runtime.checkpoint import load_config, load_weights, model_source
 from ridgeplan.runtime.config import DecoderConfig, decoder_config
+from ridgeplan.runtime.decoder import Decoder
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory
+from ridgeplan.runtime.weight_quantizer_calibration import quantized_draft
 from ridgeplan.runtime.weights import DecoderWeights
 
 
@@ -23,11 +26,13 @@ def load(
     device: str | None = None,
     dtype: torch.dtype | None = None,
     weights: DecoderWeights | None = None,
+    calibration: Sequence[int] | None = None,
 ) -> Engine:
     """An engine that executes `plan` with `model`: a safetensors folder, a GGUF file or a hub id.
 
     device: "cuda" where there is one, else "cpu". dtype: bfloat16 on CUDA, else float32. weights: another
-    engine's `weights` of the same model, to share instead of reading them again.
+    engine's `weights` of the same model, to share instead of reading them again. calibration: token ids of a text like
+    what will be decoded, 1000 or more; drafts with 4-bit weights are quantized for it (see `quantized_draft`).
     Raises UnsupportedPlan, ModelError, or WorkloadError for a device that is not there, not the weights' or, on
     CUDA, too small: before anything is allocated, naming the largest context and batch that would fit.
     """
@@ -45,7 +50,10 @@ def load(
     require_memory(plan, source, place, dtype, weights.bytes if weights else 0)
     with readable_out_of_memory(place):
         weights = weights or load_weights(source, config, place, dtype)
-        return Engine(plan, source, config, weights, place, meter)
+        drafts = None
+        if calibration is not None and plan.weights.draft_differs:
+            drafts = quantized_draft(Decoder(config, place), weights, plan.weights.group, calibration)
+        return Engine(plan, source, config, weights, place, meter, drafts)
 
 
 def _device(name: str | None) -> torch.device:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ridgeplan.runtime.config import DecoderConfig
-from ridgeplan.runtime.linear import Dense, Int4, Linear
+from ridgeplan.runtime.linear import Dense, Linear
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,14 +28,14 @@ class LayerWeights:
     gate_up: Linear
     down: Linear
 
-    def quantized(self, group: int) -> LayerWeights:
-        """The same layer with 4-bit projections."""
+    def with_projections(self, change: Callable[[Linear], Linear]) -> LayerWeights:
+        """The same layer with each projection as `change` makes it."""
         return dataclasses.replace(
             self,
-            qkv=_quantized(self.qkv, group),
-            output=_quantized(self.output, group),
-            gate_up=_quantized(self.gate_up, group),
-            down=_quantized(self.down, group),
+            qkv=change(self.qkv),
+            output=change(self.output),
+            gate_up=change(self.gate_up),
+            down=change(self.down),
         )
 
 
@@ -47,11 +47,6 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Linear
-
-    def quantized(self, group: int) -> DecoderWeights:
-        """4-bit projections and head for drafts; the embedding and the norms stay shared."""
-        layers = tuple(layer.quantized(group) for layer in self.layers)
-        return dataclasses.replace(self, layers=layers, head=_quantized(self.head, group))
 
     @property
     def bytes(self) -> int:
@@ -84,10 +79,6 @@ def decoder_weights(
 def _own(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy: a single view would keep the whole mapped checkpoint in memory."""
     return tensor.to(device, copy=True)
-
-
-def _quantized(linear: Linear, group: int) -> Int4:
-    return linear if isinstance(linear, Int4) else Int4.quantize(linear, group)
 
 
 def _layer(config: DecoderConfig, state: dict[str, Tensor], prefix: str, device: torch.device) -> LayerWeights:

@@ -123,6 +123,19 @@ def merging() -> dict[str, Any]:
     return job("merge_triton", "_merge_kernel", types, constants, {"num_warps": 2})
 
 
+def int4_product() -> dict[str, Any]:
+    types = dict.fromkeys(("x", "bias", "out"), "*bf16") | {"units": "*i32"}
+    types |= dict.fromkeys(("rows", "inputs", "outputs", "row_tiles"), "i32")
+    constants = {"GROUP": 128, "CHUNK": 64, "TILES": 2, "ROWS": 64}
+    return job("linear_int4_triton", "_product_kernel", types, constants, {"num_warps": 4, "num_stages": 3})
+
+
+def int4_copy() -> dict[str, Any]:
+    types = {"units": "*i32", "out": "*bf16"} | dict.fromkeys(("first_tile", "inputs", "outputs", "row_tiles"), "i32")
+    constants = {"GROUP": 128, "CHUNK": 64, "TILES": 4}
+    return job("linear_int4_triton", "_copy_kernel", types, constants, {"num_warps": 4})
+
+
 def job(
     module: str, kernel: str, types: dict[str, str], constants: dict[str, Any], options: dict[str, int]
 ) -> dict[str, Any]:
@@ -147,6 +160,7 @@ def test_every_kernel_compiles_for_hopper() -> None:
     jobs |= {"dequantize": dequantization(8), "merge": merging(), "shift": shift(), "swiglu": swiglu()}
     jobs |= {"norm": norm(False), "add norm": norm(True), "tables": tables()}
     jobs |= {"rope": rope(128, False), "rope with norms": rope(96, True)}
+    jobs |= {"int4 linear": int4_product(), "int4 weight copy": int4_copy()}
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE]
     done = subprocess.run(command, input=json.dumps(jobs), env=environment, capture_output=True, text=True)

@@ -90,7 +90,7 @@ def test_launch_metadata_reads_the_kernels_own_arguments() -> None:
     """Built from the kernels' argument names, so a renamed argument fails here."""
     codes = QuantizedKV.allocate(1, 2, 3, 32, 64, "cpu", lower=True)
     q, keys = torch.zeros(1, 2, 4, 64), torch.zeros(1, 2, 10, 64)
-    known = {**vars(codes), "q": q, "keys": keys, "values": keys, "BITS": 8, "capacity": 10, "SPLITS": 3}
+    known = {**vars(codes), "q": q, "keys": keys, "values": keys, "BITS": 8, "capacity": 10, "splits": 3}
     args = {name: known.get(name) for name in _attention_kernel.arg_names}
     cost = attention_cost(q, keys, codes, True, 96, 10, 3)
     assert attention_metadata((1,), None, args) == {

@@ -22,6 +22,14 @@ def test_a_measured_model_at_a_measured_context_says_so():
     assert found.low < found.best < found.high
 
 
+@pytest.mark.parametrize("model, context, acceptance", [("SmolLM2-135M", 4096, 0.82), ("Qwen2.5-0.5B", 4096, 0.83)])
+def test_drafts_with_4_bit_weights_have_the_quantizers_own_figures(model, context, acceptance):
+    found = known(model, "quantspec", context)
+    assert found.source == "measured"
+    assert "float32" in found.where
+    assert found.best == pytest.approx(acceptance, abs=0.01)
+
+
 def test_an_unknown_model_borrows_from_the_nearest_in_size():
     small, large = known("Llama-3.2-1B", "quantspec"), known("Llama-3.1-8B", "quantspec")
     assert small.source == large.source == "transferred"

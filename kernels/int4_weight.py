@@ -1,0 +1,103 @@
+"""A linear layer's 4-bit weight in the order in which the tensor cores take it.
+
+Rows (outputs) come in tiles of 16, padded with zeros where the outputs are no multiple, and each tile in units of
+one group of inputs. A unit is what one mma.m16n8k16 operand after another needs, then the group's scales:
+
+    codes  [chunk, g 8, c 4, piece, step 2, half 2, slot 2] bytes   row g in the low nibble, row g + 8 in the high one
+    pairs  [g 8, row half 2] of (scale, zero) in bfloat16
+
+A chunk is 64 inputs (32 in groups of 32), in the order [piece, c 4, step 2, slot 2, half 2]. So lane 4 g + c reads 16
+contiguous bytes of codes, each 32-bit word of which gives one step's four operand registers by shifts of 0, 4, 8 and
+12 bits under one mask, and of x it reads the 16 bytes of 8 adjacent inputs a piece.
+
+Pairs are bfloat16: they never overflow, and what rounding them costs is below 1/30 of a step where codes are chosen
+for the rounded pair, against the 0.29 steps of rounding the codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+ROWS = 16  # of a tile
+CHUNK = 64  # inputs that a warp takes at once
+PAIR_BYTES = 4 * ROWS  # scale and zero of each row of a unit
+GROUPS = (256, 128, 64, 32)
+
+
+@dataclass(frozen=True, eq=False)
+class Int4Weight:
+    """w = (code - 8) * scale + zero, one bfloat16 scale and zero per row and `group` inputs.
+
+    packed: uint8 [row tiles, inputs / group, 8 * group + 64]; its order is this module's. Storage is
+    0.5 + 4 / group bytes per parameter, of `outputs` rounded up to a multiple of 16.
+    """
+
+    packed: Tensor
+    group: int
+    inputs: int
+    outputs: int
+
+    @classmethod
+    def pack(cls, codes: Tensor, scale: Tensor, zero: Tensor) -> Int4Weight:
+        """codes: [outputs, inputs] integers of 0..15; scale, zero: [outputs, inputs / group], rounded to bfloat16.
+
+        Raises ValueError for groups that are not of 256, 128, 64 or 32 inputs, and for shapes that disagree.
+        """
+        outputs, inputs = codes.shape
+        if scale.shape != zero.shape or scale.shape[0] != outputs:
+            raise ValueError(f"scale {list(scale.shape)}, zero {list(zero.shape)} do not fit codes {[outputs, inputs]}")
+        group = inputs // max(1, scale.shape[1])
+        if group not in GROUPS or group * scale.shape[1] != inputs:
+            allowed = ", ".join(map(str, GROUPS))
+            raise ValueError(f"{inputs} inputs with {scale.shape[1]} scales a row; allowed are groups of {allowed}")
+        units = torch.cat([_code_bytes(codes, group), _pair_bytes(scale, zero)], dim=2)
+        return cls(units, group, inputs, outputs)
+
+    def unpack(self) -> Tensor:
+        """Codes, uint8 [outputs, inputs]."""
+        chunk = min(self.group, CHUNK)
+        groups = self.inputs // self.group
+        lanes = self.packed[:, :, :-PAIR_BYTES].reshape(-1, groups, self.group // chunk, 8, 4, chunk // 32, 2, 2, 2)
+        nibbles = torch.stack([lanes & 15, lanes >> 4], dim=1)
+        # [tile, row half, group, chunk, g, c, piece, step, half, slot] to the order of rows and inputs
+        ordered = nibbles.permute(0, 1, 4, 2, 3, 6, 5, 7, 9, 8)
+        return ordered.reshape(-1, self.inputs)[: self.outputs]
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Scale and zero, bfloat16 [outputs, inputs / group]."""
+        values = self.packed[:, :, -PAIR_BYTES:].contiguous().view(torch.bfloat16)
+        ordered = values.unflatten(2, (8, 2, 2)).permute(4, 0, 3, 2, 1)
+        scale, zero = ordered.reshape(2, -1, self.inputs // self.group)[:, : self.outputs]
+        return scale, zero
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight [outputs, inputs], computed in float32."""
+        scale, zero = (pair.float().unsqueeze(2) for pair in self.pairs())
+        codes = self.unpack().unflatten(1, (-1, self.group))
+        return ((codes.float() - 8) * scale + zero).flatten(1).to(dtype)
+
+    @property
+    def bytes(self) -> int:
+        """Storage of codes, scales and zeros."""
+        return self.packed.nbytes
+
+
+def _code_bytes(codes: Tensor, group: int) -> Tensor:
+    """[outputs, inputs] to [row tiles, groups, 8 * group] bytes."""
+    chunk = min(group, CHUNK)
+    narrow = functional.pad(codes.to(torch.uint8), (0, 0, 0, -codes.shape[0] % ROWS))
+    tiles = narrow.view(-1, 2, 8, codes.shape[1] // chunk, chunk // 32, 4, 2, 2, 2)
+    # [tile, g, chunk, piece, c, step, slot, half] to the order of the module's docstring
+    both = (tiles[:, 0] | tiles[:, 1] << 4).permute(0, 2, 1, 4, 3, 5, 7, 6)
+    return both.reshape(len(tiles), -1, 8 * group)
+
+
+def _pair_bytes(scale: Tensor, zero: Tensor) -> Tensor:
+    """Two [outputs, groups] to [row tiles, groups, 64] bytes."""
+    pairs = torch.stack([scale, zero], dim=2).bfloat16()
+    tiles = functional.pad(pairs, (0, 0, 0, 0, 0, -len(pairs) % ROWS)).unflatten(0, (-1, 2, 8))
+    return tiles.permute(0, 3, 2, 1, 4).flatten(2).contiguous().view(torch.uint8)
