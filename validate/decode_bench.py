@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PLAIN = "autoregressive"
 # Plain decoding, a quantized target, and QuantSpec with each of its parts alone (QuantSpec, Fig 4).
-ABLATION = ("int8", "quantspec-weights", "quantspec-kv", "quantspec")
+ABLATION = ("int8", "quantspec-kv", "quantspec-weights", "quantspec")
 ReportProgress = Callable[[str, int, int], None]
 
 
@@ -150,7 +150,9 @@ def _rows(
     drafts: dict[int, DecoderWeights] = {}  # by group; quantizing a large shape takes most of a minute
     for case in cases:
         plan = case.plan(model, profile, new_tokens)
-        engine = model.engine(plan, drafts.get(plan.weights.group) if plan.weights.draft_differs else None)
+        if not plan.weights.draft_differs:
+            drafts.clear()  # what a plan does not need is not in its peak
+        engine = model.engine(plan, drafts.get(plan.weights.group))
         if plan.weights.draft_differs:
             drafts[plan.weights.group] = engine.draft_weights
         measured = measure(engine, prompts, new_tokens, temperature=temperature)
