@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def kernels(only: tuple[str, ...], once: bool, output: Path | None, as_json: boo
     if as_json:
         print_json(report)
     elif once:
-        rows = ((row["kernel"], f"{row['error']:.1e}", row["shape"]) for row in report["rows"])
+        rows = ((row["kernel"], error_text(row["error"]), row["shape"]) for row in report["rows"])
         print_table("Every kernel once", ("kernel", "error", "shape"), rows)
     else:
         print_report(report)
@@ -67,11 +68,17 @@ def measure(chosen: Sequence[str]) -> dict[str, Any]:
 
 
 def run_once(chosen: Sequence[str]) -> dict[str, Any]:
-    """The errors of kernels run once."""
+    """The errors of kernels run once; null for one that is not finite, as in reports."""
     from ridgeplan.validate.kernel_bench import run_kernels_once
 
     with warnings_as_notes():
-        return {"rows": [dict(zip(("kernel", "shape", "error"), row, strict=True)) for row in run_kernels_once(chosen)]}
+        found = run_kernels_once(chosen)
+    return {
+        "rows": [
+            {"kernel": kernel, "shape": shape, "error": error if math.isfinite(error) else None}
+            for kernel, shape, error in found
+        ]
+    }
 
 
 def print_report(report: Mapping[str, Any]) -> None:
@@ -83,6 +90,11 @@ def print_report(report: Mapping[str, Any]) -> None:
     click.echo(f"{sum(row['met'] for row in rows)} of {len(rows)} meet the targets for an H200")
 
 
+def error_text(error: float | None) -> str:
+    """An error as the tables show it."""
+    return "not finite" if error is None else f"{error:.1e}"
+
+
 def row_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
     """The cells of one row; what was not measured is empty."""
     peer_us, ratio, error, target_us = (row[name] for name in ("peer_us", "ratio", "error", "target_us"))
@@ -92,7 +104,7 @@ def row_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
         "" if peer_us is None else number(peer_us),
         "" if ratio is None else f"{ratio:.2f}x",
         f"{row['roof']:.0%}",
-        "not finite" if error is None else f"{error:.1e}",
+        error_text(error),
         "" if target_us is None else number(target_us),
         "met" if row["met"] else "missed",
         row["peer"] or "",

@@ -105,15 +105,16 @@ def text_decoder(engine: Engine) -> Callable[[list[int]], str]:
 
 def text_pieces(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
     """The text of tokens as they come, held back while it ends inside a character."""
-    seen: list[int] = []
-    shown = 0
+    # The tokens of the last piece, with which some tokenizers join the next, then those that are held back.
+    window: list[int] = []
+    last = 0
     for token in tokens:
-        seen.append(token)
-        text = decode(seen)
+        window.append(token)
+        text = decode(window)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            yield text[shown:]
-            shown = len(text)
-    yield decode(seen)[shown:]
+            yield text[len(decode(window[:last])) :]
+            window, last = window[last:], len(window) - last
+    yield decode(window)[len(decode(window[:last])) :]
 
 
 def statistics_dict(statistics: Statistics) -> dict[str, Any]:

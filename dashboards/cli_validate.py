@@ -25,6 +25,7 @@ RUNS = {"plain": "plain decoding", "plan": "the plan"}  # as `validate_plan` nam
     prompt_file,
     click.option("--max-new-tokens", type=int, help=f"Tokens to generate.  [default: {DEFAULT_NEW_TOKENS}]"),
     profile_file,
+    click.option("--agreement", is_flag=True, help="Also count the greedy tokens that differ from float32's."),
     as_json,
 )
 def validate(
@@ -33,6 +34,7 @@ def validate(
     prompt_file: str | None,
     max_new_tokens: int | None,
     profile: str | None,
+    agreement: bool,
     as_json: bool,
 ) -> None:
     """Run plain decoding and the plan in file PLAN on one text, and compare both with their predictions.
@@ -43,6 +45,7 @@ def validate(
     limit = min(DEFAULT_NEW_TOKENS, plan.workload.new_tokens) if max_new_tokens is None else max_new_tokens
     # Importing torch takes seconds, so it waits until the files are known to be good.
     from ridgeplan.validate import validate_plan
+    from ridgeplan.validate.agreement import plan_agreement
 
     with warnings_as_notes(), progress() as bars:
         source = embedded_or(model)
@@ -53,13 +56,20 @@ def validate(
             plan, source, prompts, limit, profile=calibrated,
             on_progress=lambda name, tokens: bars.update(tasks[name], completed=tokens),
         )  # fmt: skip
+        agreed = plan_agreement(plan, source, prompts[0], limit) if agreement else None
     if model is None:
         note_substitute(plan)
     if as_json:
-        print_json({"plan": plan.to_dict(), "validation": validation.to_dict()})
+        more = {"agreement": agreed.to_dict()} if agreed else {}
+        print_json({"plan": plan.to_dict(), "validation": validation.to_dict()} | more)
         return
     for what, run in ((RUNS["plain"], validation.plain), (RUNS["plan"], validation.planned)):
         print_comparison(what, run.comparison)
+    if agreed:
+        click.echo(
+            f"{len(agreed.gaps)} of {agreed.tokens} greedy tokens ({agreed.rate:.1%}) differ from float32's, "
+            f"{agreed.beyond_noise} by more than rounding explains"
+        )
 
 
 def opening_tokens(source: str, path: str | None, tokens: int) -> list[int]:

@@ -10,7 +10,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,12 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.plan import DraftCodes, DraftSelection, KVFormat, Plan, require, require_int
+from ridgeplan.roofline.profile import SOURCES
 from ridgeplan.roofline.shapes import ModelShape
 
 REFERENCE_RATIO = 0.25
+# How a draft differs from the target: in the bits that it reads, or in the tokens.
+DRAFTS = ("kv8", "kv4", "w4", "w4kv4", *(kind.value for kind in DraftSelection if kind is not DraftSelection.ALL))
 # Policies nobody has published a figure for: SpecAttn reports them between these two (its section 5.3, Fig 10a).
 UNPUBLISHED = ("quest", "specextend", "retrieval-head")
 BOUNDS = ("streamingllm", "specattn")
@@ -28,18 +31,37 @@ BOUNDS = ("streamingllm", "specattn")
 
 @dataclass(frozen=True)
 class Row:
-    """One known acceptance."""
+    """One known acceptance. Raises PlanError for values out of range."""
 
     draft: str
     model: str
     parameters: float  # billions
     context: int
-    ratio: float
     acceptance: float
     source: str
     where: str
+    ratio: float = 1.0
+
+    @classmethod
+    def read(cls, row: Mapping[str, Any]) -> Row:
+        """From a profile. Raises PlanError, also for fields that are missing or unknown."""
+        allowed = {field.name for field in fields(cls)}
+        missing = allowed - {"ratio"} - set(row)
+        require(not missing, f"acceptance row {dict(row)} has no {', '.join(sorted(missing))}")
+        unknown = set(row) - allowed
+        require(
+            not unknown,
+            f"acceptance row has {', '.join(sorted(unknown))}; allowed: {', '.join(sorted(allowed))}",
+        )
+        return cls(**row)
 
     def __post_init__(self) -> None:
+        for name, allowed in (("draft", DRAFTS), ("source", SOURCES)):
+            value = getattr(self, name)
+            require(value in allowed, f"acceptance row {name} is {value!r}; allowed: {', '.join(allowed)}")
+        for name in ("model", "where"):
+            value = getattr(self, name)
+            require(isinstance(value, str), f"acceptance row {name} is {value!r}; allowed: text")
         require_int("acceptance row context", self.context, 1, 1 << 24)
         for name, high in (("parameters", 1e5), ("ratio", 1), ("acceptance", 1)):
             value = getattr(self, name)
@@ -87,7 +109,7 @@ class Knowledge:
     @classmethod
     def about(cls, shape: ModelShape, context: int, own_rows: Iterable[Mapping[str, Any]] = ()) -> Knowledge:
         """Knowledge from the shipped rows and `own_rows`, a profile's, measured on the user's machine."""
-        rows = (*shipped_rows(), *(Row(**row) for row in own_rows))
+        rows = (*shipped_rows(), *map(Row.read, own_rows))
         known = {
             kind: _look_up([row for row in rows if row.draft == kind], shape, context)
             for kind in dict.fromkeys(row.draft for row in rows)
@@ -186,8 +208,7 @@ def _scaled(found: Acceptance, factor: float) -> Acceptance:
 
 def _combined(parts: list[Acceptance]) -> Acceptance:
     """Independent disagreements: acceptances multiply. The weakest source speaks for the whole."""
-    order = ("measured", "calibrated", "published", "transferred", "prior")
-    weakest = max(parts, key=lambda part: order.index(part.source))
+    weakest = max(parts, key=lambda part: SOURCES.index(part.source))
     return Acceptance(
         math.prod(part.low for part in parts),
         math.prod(part.best for part in parts),
@@ -198,7 +219,7 @@ def _combined(parts: list[Acceptance]) -> Acceptance:
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether two names are of one model, whatever its case, instruction tuning or GGUF type (as in name.Q4_1)."""
+    """Whether two names are of one model, whatever its case, tuning (-Instruct, -Coder) or GGUF type (.Q4_1)."""
 
     def core(name: str) -> str:
         plain = re.sub(r"[.-](i?q\d\w*|b?f16|f32)$", "", name.rsplit("/", 1)[-1].casefold())

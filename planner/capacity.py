@@ -43,10 +43,15 @@ def missing_memory(plan: Plan, model: ModelReference, room: Room) -> str | None:
 
     if fits(workload):
         return None
-    context = _largest(lambda tokens: fits(replace(workload, context=tokens)), MAX_LENGTH - workload.new_tokens)
-    batch = _largest(lambda rows: fits(replace(workload, batch=rows)), MAX_BATCH)
+
+    def context_with(batch: int) -> int:
+        longest = MAX_LENGTH - workload.new_tokens
+        return _largest(lambda tokens: fits(replace(workload, context=tokens, batch=batch)), longest)
+
+    options = _options(workload, context_with, _largest(lambda rows: fits(replace(workload, batch=rows)), MAX_BATCH))
+    allowed = f"allowed: {', or '.join(options)}" if options else "no context fits with these formats"
     sizes = f"the plan needs {needed(workload) / GB:.1f} GB and {room.free_bytes / GB:.1f} GB are free"
-    return f"{sizes}; {_allowed(workload, context, batch)}"
+    return f"{sizes}; {allowed}"
 
 
 def peak_bytes(plan: Plan, shape: ModelShape, room: Room) -> float:
@@ -56,13 +61,16 @@ def peak_bytes(plan: Plan, shape: ModelShape, room: Room) -> float:
     return float(resident_memory(shape, machine, strategy_of(plan, shape, machine, 1.0)).peak)
 
 
-def _allowed(workload: Workload, context: int, batch: int) -> str:
+def _options(workload: Workload, context_with: Callable[[int], int], batch: int) -> list[str]:
+    """The largest workloads that differ in one size; where none fits, in both."""
     options = []
-    if context:
+    if context := context_with(workload.batch):
         options.append(f"context up to {context} with batch {workload.batch}")
     if batch:
         options.append(f"batch up to {batch} with context {workload.context}")
-    return f"allowed: {', or '.join(options)}" if options else "no context fits with these formats"
+    if not options and (context := context_with(1)):
+        options.append(f"context up to {context} with batch 1")
+    return options
 
 
 def _largest(fits: Callable[[int], bool], limit: int) -> int:

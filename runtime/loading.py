@@ -30,15 +30,14 @@ def load(
 ) -> Engine:
     """An engine that executes `plan` with `model`: a safetensors folder, a GGUF file or a hub id.
 
-    device: "cuda" where there is one, else "cpu". dtype: bfloat16 on CUDA, else float32. weights: another
-    engine's `weights` of the same model, to share instead of reading them again. calibration: token ids of a text like
-    what will be decoded, 1000 or more; drafts with 4-bit weights are quantized for it (see `quantized_draft`).
+    device: "cuda" where there is one (of several, CUDA_VISIBLE_DEVICES chooses), else "cpu". dtype: bfloat16 on CUDA,
+    else float32. weights: another engine's `weights` of the same model, to share instead of reading them again.
+    calibration: token ids of a text like what will be decoded, 1000 or more; drafts with 4-bit weights are quantized
+    for it (see `quantized_draft`).
     Raises UnsupportedPlan, ModelError, or WorkloadError for a device that is not there, not the weights' or, on
     CUDA, too small: before anything is allocated, naming the largest context and batch that would fit.
     """
-    missing = missing_execution(plan)
-    if missing:
-        raise UnsupportedPlan(f"this plan can be estimated but not executed: {'; '.join(missing)}")
+    require_executable(plan)
     place = _device(device)
     if weights is not None and weights.embedding.device.type != place.type:
         raise WorkloadError(f"the shared weights are on {weights.embedding.device}; allowed: on {place.type}")
@@ -56,10 +55,17 @@ def load(
         return Engine(plan, source, config, weights, place, meter, drafts)
 
 
+def require_executable(plan: Plan) -> None:
+    """Raises UnsupportedPlan naming what of the plan can only be estimated."""
+    missing = missing_execution(plan)
+    if missing:
+        raise UnsupportedPlan(f"this plan can be estimated but not executed: {'; '.join(missing)}")
+
+
 def _device(name: str | None) -> torch.device:
     available = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     name = name or available[-1]
-    if name.partition(":")[0] not in available:
+    if name not in available:
         raise WorkloadError(f"device is {name!r}; allowed here: {', '.join(available)}")
     return torch.device(name)
 

@@ -6,6 +6,7 @@ On CUDA the peak is all that torch holds on the device, on Linux the process's g
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def require_memory(
     """
     if device.type != "cuda":
         return
+    torch.cuda.empty_cache()  # what closed engines left with torch's allocator is free too
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     room = Room(torch.cuda.mem_get_info(device)[0] + shared_bytes, dtype.itemsize, processors)
     missing = missing_memory(plan, model, room)
@@ -68,10 +70,13 @@ def require_memory(
 
 @contextlib.contextmanager
 def readable_out_of_memory(device: torch.device) -> Iterator[None]:
-    """Turns an allocation that fails on a GPU into a WorkloadError of one line."""
+    """Turns an allocation that fails on a GPU into a WorkloadError of one line, and frees what its body had made."""
     try:
         yield
     except torch.OutOfMemoryError as error:
+        # The error's frames hold their tensors for as long as someone holds the error.
+        traceback.clear_frames(error.__traceback__)
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         raise WorkloadError(
             f"out of memory: {free / 1e9:.1f} of {total / 1e9:.1f} GB are free on {device}; "

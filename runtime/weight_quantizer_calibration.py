@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -98,8 +99,8 @@ def _sampled(decoder: Decoder, weights: DecoderWeights) -> Tensor:
 def _check(calibration: Sequence[int] | None, vocab: int) -> None:
     if calibration is None:
         return
-    if not calibration:
+    if len(calibration) == 0:
         raise WorkloadError("calibration has no tokens; allowed: 1 or more token ids, or None")
-    strange = next((token for token in calibration if not 0 <= token < vocab), None)
+    strange = next((token for token in calibration if not isinstance(token, Integral) or not 0 <= token < vocab), None)
     if strange is not None:
-        raise WorkloadError(f"calibration holds the token {strange}; allowed: 0 to {vocab - 1}")
+        raise WorkloadError(f"calibration holds the token {strange!r}; allowed: whole numbers from 0 to {vocab - 1}")

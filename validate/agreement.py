@@ -6,11 +6,14 @@ Both decoders see the same tokens, so that one difference does not make all that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ridgeplan.planner.plan import Plan
+from ridgeplan.runtime import WorkloadError, load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.prefill import prefill
 
@@ -39,6 +42,18 @@ class Agreement:
         """Differing tokens whose gap rounding does not explain; two logits move, so their moves add up."""
         return sum(gap > NOISE_DEVIATIONS * 2**0.5 * self.noise for gap in self.gaps)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "rate": self.rate, "beyond_noise": self.beyond_noise}
+
+
+def plan_agreement(plan: Plan, model: str, prompt: Sequence[int], new_tokens: int) -> Agreement:
+    """`agreement` of an engine of `plan` with its twin, both loaded here as `ridgeplan.runtime.load` does.
+
+    Where engines run in float32 by themselves, as on a CPU, nothing can differ.
+    """
+    return agreement(load(plan, model), load(plan, model, dtype=torch.float32), prompt, new_tokens)
+
 
 def agreement(engine: Engine, twin: Engine, prompt: Sequence[int], new_tokens: int) -> Agreement:
     """Compares after each of `new_tokens` tokens that `engine` generates greedily.
@@ -58,10 +73,11 @@ def agreement(engine: Engine, twin: Engine, prompt: Sequence[int], new_tokens: i
 def forced_logits(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
     """The target's logits [len(tokens) + 1, vocab] after the prompt and after each of `tokens`.
 
-    One step a token, with the engine's own cache, formats and kernels.
+    One step a token, with the engine's own cache, formats and kernels. Raises WorkloadError for a closed engine.
     """
     cache, decoder, weights = engine.cache, engine.decoder, engine.weights
-    assert cache is not None, "the engine is closed"
+    if cache is None:
+        raise WorkloadError("the engine is closed; load it again")
     cache.reset(1)
     ids = torch.tensor([*prompt, *tokens], device=engine.device)
     logits = [prefill(decoder, weights, cache, 0, ids[: len(prompt)])]

@@ -58,8 +58,9 @@ class DecodeRow:
 
     @property
     def over_vllm(self) -> float | None:
-        """Speed-up in time per output token over vLLM's plain decoding."""
-        return None if self.vllm_tpot_ms is None else self.vllm_tpot_ms / self.measured.statistics.tpot_ms
+        """Speed-up in time per output token over vLLM's plain decoding; None where either is not known."""
+        tpot_ms = self.measured.statistics.tpot_ms
+        return None if self.vllm_tpot_ms is None or not tpot_ms else self.vllm_tpot_ms / tpot_ms
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -118,12 +119,20 @@ def bench_decode(
 ) -> DecodeReport:
     """Runs `cases`; those of one context and batch run on the same prompts, and are compared with the first of them.
 
-    Raises PlanError, WorkloadError or PromptError for a case that does not fit.
+    Raises PlanError, UnsupportedPlan or PromptError before anything runs, and WorkloadError for a case that does not
+    fit into memory.
     """
+    from ridgeplan.runtime.loading import require_executable
+
+    plans = {case: case.plan(model, profile, new_tokens) for case in cases}
+    for plan in plans.values():
+        require_executable(plan)
+    sizes = dict.fromkeys((case.context, case.batch) for case in cases)
+    prompts = {size: prompt_batch(model.tokenizer, *size, text) for size in sizes}
     rows: list[DecodeRow] = []
     for (context, batch), same in groupby(cases, lambda case: (case.context, case.batch)):
-        prompts = prompt_batch(model.tokenizer, context, batch, text)
-        for row in _rows(model, list(same), profile, new_tokens, prompts, temperature):
+        planned = [(case, plans[case]) for case in same]
+        for row in _rows(model, planned, profile, prompts[context, batch], temperature):
             rows.append(row)
             if on_progress is not None:
                 on_progress(f"{row.case.preset}, context {context}, batch {batch}", len(rows), len(cases))
@@ -140,27 +149,37 @@ def bench_decode(
 
 def _rows(
     model: InflatedModel,
-    cases: list[DecodeCase],
+    planned: list[tuple[DecodeCase, Plan]],
     profile: Profile,
-    new_tokens: int,
     prompts: list[list[int]],
     temperature: float,
 ) -> Iterator[DecodeRow]:
     plain: Measured | None = None
     drafts: dict[int, DecoderWeights] = {}  # by group; quantizing a large shape takes most of a minute
-    for case in cases:
-        plan = case.plan(model, profile, new_tokens)
+    for case, plan in planned:
         if not plan.weights.draft_differs:
             drafts.clear()  # what a plan does not need is not in its peak
-        engine = model.engine(plan, drafts.get(plan.weights.group))
-        if plan.weights.draft_differs:
-            drafts[plan.weights.group] = engine.draft_weights
-        measured = measure(engine, prompts, new_tokens, temperature=temperature)
-        engine.close()
+        measured = _measured(model, plan, drafts, prompts, temperature)
         plain = plain or measured
         found = comparison(plan, model.shape, profile, measured, plain.statistics)
         vllm = vllm_tpot_ms(_device_name(model), model.shape.name, case.context, case.batch)
         yield DecodeRow(case, plan.speculation.gamma, measured, found, vllm)
+
+
+def _measured(
+    model: InflatedModel,
+    plan: Plan,
+    drafts: dict[int, DecoderWeights],
+    prompts: list[list[int]],
+    temperature: float,
+) -> Measured:
+    """Runs a plan with the draft weights of `drafts`, or adds its own; nothing else of its engine outlives this."""
+    engine = model.engine(plan, drafts.get(plan.weights.group))
+    if plan.weights.draft_differs:
+        drafts[plan.weights.group] = engine.draft_weights
+    measured = measure(engine, prompts, plan.workload.new_tokens, temperature=temperature)
+    engine.close()
+    return measured
 
 
 def _device_name(model: InflatedModel) -> str:

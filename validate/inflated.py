@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ridgeplan.planner.plan import Plan
+from ridgeplan.roofline.memory import weight_memory
 from ridgeplan.roofline.shapes import ModelShape
 from ridgeplan.runtime.checkpoint import load_config, load_tokenizer, load_weights, model_source
 from ridgeplan.runtime.config import DecoderConfig, decoder_config
 from ridgeplan.runtime.engine import Engine
-from ridgeplan.runtime.memory import MemoryMeter, require_memory
+from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory
 from ridgeplan.runtime.weights import DecoderWeights
 from ridgeplan.validate.inflation import inflated_config, inflated_shape, inflated_weights
+from ridgeplan.validate.mold import InflationError
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,16 +38,17 @@ class InflatedModel:
     def load(cls, model: str, shape: ModelShape, device: str = "cuda") -> InflatedModel:
         """`model`, as `runtime.load` takes it, inside `shape`; bfloat16 on CUDA, else float32.
 
-        Raises ModelError, or InflationError where it does not fit.
+        Raises ModelError, or InflationError where it does not fit into the shape, or the shape into memory.
         """
         place = torch.device(device)
         dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
         source = model_source(model)
         hub = load_config(source)
         config = decoder_config(hub)
-        small = load_weights(source, config, place, dtype)
-        weights = inflated_weights(config, small, shape)
         limited = replace(inflated_shape(config, shape), max_context=config.max_context)
+        _require_weight_memory(limited, place, dtype)
+        with readable_out_of_memory(place):
+            weights = inflated_weights(config, load_weights(source, config, place, dtype), shape)
         return cls(source, hub, load_tokenizer(source), limited, weights, place)
 
     def config(self, yarn_factor: float) -> DecoderConfig:
@@ -60,4 +64,18 @@ class InflatedModel:
         require_memory(plan, self.shape, self.device, self.weights.embedding.dtype, held)
         meter = MemoryMeter(self.device, self.weights.bytes)
         config = self.config(plan.workload.yarn_factor)
-        return Engine(plan, self.source, config, self.weights, self.device, meter, draft_weights)
+        with readable_out_of_memory(self.device):
+            return Engine(plan, self.source, config, self.weights, self.device, meter, draft_weights)
+
+
+def _require_weight_memory(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises InflationError for a shape whose weights alone are more than a GPU has free, or a machine has at all."""
+    if device.type == "cuda":
+        memory_bytes = torch.cuda.mem_get_info(device)[0]
+    else:
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed_bytes = weight_memory(shape, dtype.itemsize, dtype.itemsize)
+    if needed_bytes > memory_bytes:
+        raise InflationError(
+            f"weights of {shape.name!r} take {needed_bytes / 1e9:.1f} GB; allowed here: {memory_bytes / 1e9:.1f} GB"
+        )

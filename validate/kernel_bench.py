@@ -5,9 +5,9 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
-from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
 
@@ -46,7 +46,7 @@ class NoCudaDevice(ValueError):
 
 @dataclass(frozen=True)
 class Roof:
-    """What the machine reaches on a large copy, read and written, and on a large matrix product."""
+    """What the machine reaches on a large copy or sum, whichever is faster, and on a large matrix product."""
 
     bytes_per_s: float
     flops: float
@@ -138,7 +138,7 @@ def bench_kernels(kernels: Iterable[str] = KERNELS, on_progress: Progress | None
     roof = Roof.measure(bench, MATMUL_SIZE)
     return KernelReport(
         device=torch.cuda.get_device_name(bench.device),
-        software={name: metadata.version(name) for name in PACKAGES if find_spec(name.partition("-")[0])},
+        software=versions(PACKAGES),
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         roof=roof,
         rows=tuple(measured(bench, roof, cases_of(bench, FULL, kernels, on_progress))),
@@ -191,6 +191,15 @@ def row_of(case: Case, ours_s: float, peers_s: Mapping[str, float], roof: Roof) 
         error=case.error(),
         target_s=case.target.limit_s(math.nan if peer is None else peers_s[peer], roof_s),
     )
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Those of `packages` that are installed, with their versions."""
+    found = {}
+    for name in packages:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _median_s(bench: Bench, call: Call) -> float:

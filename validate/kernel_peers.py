@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -70,9 +70,20 @@ class FlashInfer:
 
 
 def tinygemm(codes: Tensor, scale: Tensor, zero: Tensor) -> Callable[[Tensor], Tensor]:
-    """torch's own product with 4-bit weights: codes [outputs, inputs], scale and zero [outputs, inputs / group]."""
+    """torch's own product with 4-bit weights: codes [outputs, inputs], scale and zero [outputs, inputs / group].
+
+    It packs at the first call, so that a GPU for which torch has no such kernel shows there, as with other peers.
+    """
     ops = torch.ops.aten
     group = codes.shape[1] // scale.shape[1]
-    packed = ops._convert_weight_to_int4pack((codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8), 8)
-    pairs = torch.stack([scale.t(), zero.t()], dim=2).bfloat16().contiguous()
-    return lambda x: ops._weight_int4pack_mm(x.bfloat16(), packed, group, pairs)
+
+    @cache
+    def packed() -> tuple[Tensor, Tensor]:
+        pairs = torch.stack([scale.t(), zero.t()], dim=2).bfloat16().contiguous()
+        return ops._convert_weight_to_int4pack((codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8), 8), pairs
+
+    def product(x: Tensor) -> Tensor:
+        weight, pairs = packed()
+        return ops._weight_int4pack_mm(x.bfloat16(), weight, group, pairs)
+
+    return product

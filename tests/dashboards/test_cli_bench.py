@@ -1,6 +1,7 @@
 """`ridgeplan bench kernels`: what it prints and writes for a given report, and what it refuses."""
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -73,6 +74,18 @@ def test_once_lists_the_errors(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) 
     assert "1.0e-03" in result.stdout
     result = invoke("bench", "kernels", "--once", "--only", "norm", "--json")
     assert json.loads(result.stdout) == {"rows": [{"kernel": "norm", "shape": "tiny", "error": 1e-3}]}
+
+
+def test_an_error_that_is_not_finite_is_shown_and_saved(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kernel_bench, "run_kernels_once", lambda kernels: [("norm", "tiny", math.nan)])
+    path = tmp_path / "once.json"
+    result = invoke("bench", "kernels", "--once", "--output", path)
+    assert result.exit_code == 0
+    assert "not finite" in result.stdout
+    (row,) = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    assert row == {"kernel": "norm", "shape": "tiny", "error": None}
 
 
 def test_an_unknown_kernel_names_the_allowed(refuses: Callable[..., str]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ridgeplan.dashboards.cli_bench_decode import SUITE_WORKLOADS
 from ridgeplan.roofline.shapes import ModelShape
 from ridgeplan.validate.toy import toy_shape
 
@@ -34,6 +35,26 @@ def test_decode_runs_plain_decoding_and_the_preset(
     table = invoke(*arguments).stdout
     assert "tokens/round" in table
     assert "quantspec-kv" in table
+
+
+@pytest.mark.model
+def test_the_text_that_comes_with_python_holds_the_default_suite(smollm2: Path) -> None:
+    from ridgeplan.runtime.checkpoint import load_tokenizer, model_source
+    from ridgeplan.validate.prompts import sample_text
+
+    tokens = len(load_tokenizer(model_source(str(smollm2))).encode(sample_text()))
+    sizes = [map(int, workload.split("x")) for workload in SUITE_WORKLOADS]
+    assert max(context + batch - 1 for context, batch in sizes) <= tokens
+
+
+@pytest.mark.model
+def test_a_shape_too_small_for_the_model_is_one_line(
+    refuses: Any, profile_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2: Path
+) -> None:
+    shape = toy_shape(30, 512, 1600, 9, 3, 64, vocab=49_200)
+    monkeypatch.setattr("ridgeplan.dashboards.cli_bench_decode.load_shape", lambda name: shape)
+    arguments = ("bench", "decode", "--model-shape", "toy", "--ctx", 64, "--profile", profile_path)
+    assert "needs 577 hidden channels and a constant" in refuses(*arguments)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,17 @@ def test_pieces_add_up_and_never_split_a_character() -> None:
     assert "東" in pieces
 
 
+def test_a_token_costs_the_same_however_long_the_text() -> None:
+    decoded: list[int] = []
+
+    def decode(tokens: list[int]) -> str:
+        decoded.append(len(tokens))
+        return decode_utf8(tokens)
+
+    assert "".join(text_pieces(b"a word " * 100, decode)) == "a word " * 100
+    assert max(decoded) <= 2
+
+
 def test_an_unfinished_character_shows_at_the_end() -> None:
     assert "".join(text_pieces("ok🙂".encode()[:-1], decode_utf8)) == "ok\N{REPLACEMENT CHARACTER}"
 

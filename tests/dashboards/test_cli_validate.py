@@ -61,6 +61,16 @@ def test_validate_compares_both_runs(
 
 
 @pytest.mark.model
+def test_validate_counts_tokens_that_differ_from_float32(
+    invoke: Any, plan_path: Path, profile_path: Path, smollm2: Path
+) -> None:
+    arguments = ("validate", plan_path, "--profile", profile_path, "--max-new-tokens", 3, "--agreement")
+    agreement = json.loads(invoke(*arguments, "--json").stdout)["agreement"]
+    assert (agreement["tokens"], agreement["beyond_noise"]) == (3, 0)
+    assert f"{len(agreement['gaps'])} of 3 greedy tokens" in invoke(*arguments).stdout
+
+
+@pytest.mark.model
 @pytest.mark.parametrize(
     ("content", "words"),
     [(None, "cannot read prompt file"), (b"", "is empty"), (b"\xff\xfe", "is not UTF-8 text")],

@@ -99,17 +99,36 @@ def test_names_of_one_model():
     assert not same_model("Qwen2.5-0.5B", "Qwen2.5-7B")
 
 
-@pytest.mark.parametrize("change", [{"acceptance": 1.2}, {"acceptance": float("nan")}, {"context": 0}, {"ratio": 0}])
-def test_rows_from_a_profile_are_validated(change):
-    row = {
-        "draft": "kv4",
-        "model": "m",
-        "parameters": 1.0,
-        "context": 10,
-        "ratio": 1.0,
-        "acceptance": 0.9,
-        "source": "measured",
-        "where": "x",
-    }
-    with pytest.raises(PlanError, match="acceptance row"):
-        Row(**{**row, **change})
+ROW = {
+    "draft": "kv4",
+    "model": "m",
+    "parameters": 1.0,
+    "context": 10,
+    "acceptance": 0.9,
+    "source": "measured",
+    "where": "x",
+}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"acceptance": 1.2}, "acceptance is 1.2"),
+        ({"acceptance": float("nan")}, "acceptance is nan"),
+        ({"context": 0}, "context"),
+        ({"ratio": 0}, "ratio is 0"),
+        ({"draft": "kv3"}, "draft is 'kv3'; allowed: kv8, kv4"),
+        ({"source": "guessed"}, "source is 'guessed'; allowed: measured"),
+        ({"model": 7}, "model is 7; allowed: text"),
+        ({"batch": 1}, "has batch; allowed: acceptance, context"),
+    ],
+)
+def test_rows_from_a_profile_are_validated(change, message):
+    assert Row.read(ROW).ratio == 1
+    with pytest.raises(PlanError, match=f"acceptance row {message}"):
+        Row.read({**ROW, **change})
+
+
+def test_rows_from_a_profile_name_what_is_missing():
+    with pytest.raises(PlanError, match="has no source, where"):
+        Row.read({name: value for name, value in ROW.items() if name not in ("source", "where")})

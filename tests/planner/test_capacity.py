@@ -45,5 +45,13 @@ def test_weights_alone_can_be_too_much():
     assert message.endswith("no context fits with these formats")
 
 
+def test_a_smaller_context_and_batch_together_are_named():
+    wanted = plan(context=2**23, batch=4096)
+    message = missing_memory(wanted, SHAPE, ROOM)
+    context = int(re.search(r"; allowed: context up to (\d+) with batch 1$", message).group(1))
+    assert peak_bytes(resized(wanted, context=context, batch=1), SHAPE, ROOM) <= ROOM.free_bytes
+    assert peak_bytes(resized(wanted, context=context + 1, batch=1), SHAPE, ROOM) > ROOM.free_bytes
+
+
 def test_models_are_looked_up_by_name():
     assert missing_memory(plan(), "meta-llama/Llama-3.1-8B", ROOM) == missing_memory(plan(), SHAPE, ROOM)

@@ -198,9 +198,20 @@ def test_plans_that_cannot_run_are_refused(tiny_model, make_plan, monkeypatch):
         runtime.load(make_plan(), tiny_model().folder)
 
 
-def test_an_unknown_device_is_refused(tiny_model, make_plan):
-    with pytest.raises(WorkloadError, match="device is 'tpu'; allowed here: cpu"):
-        runtime.load(make_plan(), tiny_model().folder, device="tpu")
+@pytest.mark.parametrize("device", ["tpu", "cpu:x", "cuda:x", "cuda:1"])
+def test_an_unknown_device_is_refused(device, tiny_model, make_plan):
+    with pytest.raises(WorkloadError, match=f"device is '{device}'; allowed here: cpu"):
+        runtime.load(make_plan(), tiny_model().folder, device=device)
+
+
+@pytest.mark.parametrize("kv, gamma", [("bf16", 0), ("bf16", 3), ("bf16+int4", 3), ("int8", 0), ("int4x2", 3)])
+def test_prompts_may_fill_the_plan_exactly_in_any_row(kv, gamma, tiny_model, make_plan, prompts):
+    folder, ids = tiny_model(agreeable=True).folder, prompts(128, 3, 128)
+    tight = runtime.load(make_plan(kv, gamma, context=128, new_tokens=40, batch=3), folder)
+    roomy = runtime.load(make_plan(kv, gamma, context=256, new_tokens=99, batch=4), folder)
+    assert tight.generate(ids, 40).tokens == roomy.generate(ids, 40).tokens
+    # Fewer rows than the plan's after more of them: what those left behind has no effect.
+    assert tight.generate(ids[:1], 40).tokens == roomy.generate(ids, 40).tokens[:1]
 
 
 def test_a_tokenizer_that_is_not_there_is_a_model_error(engine):

@@ -142,7 +142,15 @@ def test_calibration_changes_the_draft_and_nothing_else(tiny_model, make_plan, p
     assert plain.generate(prompt, 30).tokens == calibrated.generate(prompt, 30).tokens
 
 
-@pytest.mark.parametrize("calibration, message", [([], "no tokens; allowed: 1 or more"), ([5, 128], "the token 128")])
+@pytest.mark.parametrize(
+    "calibration, message",
+    [
+        ([], "no tokens; allowed: 1 or more"),
+        ([5, 128], "the token 128; allowed: whole numbers from 0 to 127"),
+        ("a text", "the token 'a'"),
+        ([1.5], "the token 1.5"),
+    ],
+)
 def test_calibration_that_is_no_text_of_the_model_is_refused(tiny_model, make_plan, calibration, message):
     plan = make_plan("int4x2", 3, draft_bits=4)
     with pytest.raises(WorkloadError, match=message):

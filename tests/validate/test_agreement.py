@@ -5,7 +5,7 @@ import torch
 
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
-from ridgeplan.runtime import load
+from ridgeplan.runtime import WorkloadError, load
 from ridgeplan.validate.agreement import Agreement, agreement, forced_logits
 
 
@@ -26,6 +26,14 @@ def test_a_bfloat16_engine_differs_only_in_close_calls(smollm2, long_text):
     assert found.beyond_noise == 0
     exact = agreement(twin, twin, prompt, 16)
     assert (exact.gaps, exact.noise) == ((), 0.0)
+
+
+@pytest.mark.model
+def test_a_closed_twin_says_so(smollm2):
+    engine = load(preset("int8", Workload("smollm2", "cpu", 64, 8)), str(smollm2), device="cpu")
+    engine.close()
+    with pytest.raises(WorkloadError, match="the engine is closed"):
+        forced_logits(engine, [1, 2, 3], [4])
 
 
 @pytest.mark.model

@@ -1,10 +1,15 @@
 """Decoding benchmarks run real plans on inflated models and compare like with like."""
 
+import dataclasses
 import json
+import weakref
 
 import pytest
 
-from ridgeplan.validate.decode_bench import DecodeCase, bench_decode, suite_cases
+from ridgeplan.planner import PlanError
+from ridgeplan.runtime.errors import UnsupportedPlan
+from ridgeplan.validate.decode_bench import PLAIN, DecodeCase, bench_decode, suite_cases
+from ridgeplan.validate.mold import InflationError
 from ridgeplan.validate.peers import vllm_tpot_ms
 from ridgeplan.validate.prompts import PromptError, prompt_batch
 from ridgeplan.validate.toy import toy_shape
@@ -38,11 +43,71 @@ def test_peers_are_looked_up_by_device_model_and_workload():
     assert vllm_tpot_ms("cpu", "meta-llama/Llama-3.1-8B", 4096, 1) is None
 
 
-@pytest.mark.model
-def test_plain_and_speculative_decoding_are_measured_beside_their_predictions(smollm2, h200_profile):
+def small_model(smollm2):
     from ridgeplan.validate.inflated import InflatedModel
 
-    model = InflatedModel.load(str(smollm2), toy_shape(30, 640, 1600, 9, 3, 64, vocab=49_200), "cpu")
+    return InflatedModel.load(str(smollm2), toy_shape(30, 640, 1600, 9, 3, 64, vocab=49_200), "cpu")
+
+
+@pytest.mark.model
+def test_mistakes_in_a_later_case_are_found_before_the_first_runs(smollm2, h200_profile):
+    model, seen = small_model(smollm2), []
+    for case, error in (
+        (DecodeCase("quantspec", 64, 1, 10**6), PlanError),
+        (DecodeCase(PLAIN, 10**6, 1), PlanError),
+        (DecodeCase("specattn", 64, 1), UnsupportedPlan),  # its engine would read everything, unlike its prediction
+    ):
+        with pytest.raises(error):
+            bench_decode(model, [DecodeCase(PLAIN, 64, 1), case], h200_profile, 2, on_progress=seen.append)
+    long = [DecodeCase(PLAIN, 64, 1), DecodeCase(PLAIN, 300, 1)]
+    with pytest.raises(PromptError, match="needed: 300"):
+        bench_decode(model, long, h200_profile, 2, text="one two three " * 50, on_progress=seen.append)
+    assert seen == []
+
+
+@pytest.mark.model
+def test_one_new_token_has_no_speed(smollm2, h200_profile, monkeypatch):
+    monkeypatch.setattr("ridgeplan.validate.decode_bench.vllm_tpot_ms", lambda *_: 5.0)
+    cases = [DecodeCase(PLAIN, 64, 1), DecodeCase("quantspec-kv", 64, 1, 2)]
+    report = bench_decode(small_model(smollm2), cases, h200_profile, 1)
+    assert [row.over_vllm for row in report.rows] == [None, None]
+    assert json.dumps(report.to_dict(), allow_nan=False)
+
+
+@pytest.mark.model
+def test_draft_weights_serve_the_next_plan_and_end_with_the_last_that_needs_them(smollm2, h200_profile, monkeypatch):
+    model, quantized, held = small_model(smollm2), [], []
+
+    def quantizing(decoder, weights, group):
+        made = dataclasses.replace(weights)
+        quantized.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr("ridgeplan.runtime.engine.quantized_draft", quantizing)
+    cases = [DecodeCase("quantspec", 64, 1, 1), DecodeCase("quantspec", 64, 1, 2), DecodeCase(PLAIN, 64, 1)]
+    own = model.engine
+
+    def engine(plan, drafts=None):
+        held.append(quantized[-1]() is not None if quantized else None)
+        return own(plan, drafts)
+
+    object.__setattr__(model, "engine", engine)
+    bench_decode(model, cases, h200_profile, 2)
+    assert len(quantized) == 1
+    assert held == [None, True, False]
+
+
+@pytest.mark.model
+def test_shapes_that_cannot_be_held_are_refused_before_anything_is_loaded(smollm2):
+    from ridgeplan.validate.inflated import InflatedModel
+
+    with pytest.raises(InflationError, match=r"weights of .* take \d+\.\d GB; allowed here: \d+\.\d GB"):
+        InflatedModel.load(str(smollm2), toy_shape(10_000, 8192, 32768, 64, 8, 128), "cpu")
+
+
+@pytest.mark.model
+def test_plain_and_speculative_decoding_are_measured_beside_their_predictions(smollm2, h200_profile):
+    model = small_model(smollm2)
     cases = [DecodeCase("autoregressive", 64, 2), DecodeCase("quantspec-kv", 64, 2, 2)]
     seen = []
     report = bench_decode(

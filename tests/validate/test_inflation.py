@@ -81,6 +81,13 @@ def test_a_model_that_does_not_fit_is_refused(shape, message):
         inflated_weights(*small(), shape)
 
 
+def test_a_model_with_norms_of_queries_and_keys_is_refused():
+    config, weights = small()
+    layers = tuple(replace(layer, qk_norm=torch.ones(8, 16)) for layer in weights.layers)
+    with pytest.raises(InflationError, match="normalizes queries and keys; allowed: families without such norms"):
+        inflated_weights(config, replace(weights, layers=layers), toy_shape(3, 160, 200, 8, 4, 32))
+
+
 @pytest.mark.model
 @pytest.mark.slow
 def test_smollm2_generates_the_same_tokens(smollm2, long_text):

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -14,11 +15,21 @@ from ridgeplan.validate import (
     kernel_bench,
     kernel_fused,
     kernel_linear,
+    kernel_peers,
     kernel_quantize,
     kernel_sampling,
 )
 from ridgeplan.validate.bench import Bench, Trial
-from ridgeplan.validate.kernel_bench import FAMILIES, MOST_ERROR, Roof, bench_kernels, cases_of, measured, row_of
+from ridgeplan.validate.kernel_bench import (
+    FAMILIES,
+    MOST_ERROR,
+    Roof,
+    bench_kernels,
+    cases_of,
+    measured,
+    row_of,
+    versions,
+)
 from ridgeplan.validate.kernel_case import Case, RoofShare, SpeedUp, Target, Within, relative_error, usable
 from ridgeplan.validate.kernel_sizes import FULL, KERNELS, TINY
 
@@ -177,6 +188,21 @@ def test_a_peer_that_does_not_run_is_left_out() -> None:
 
     with pytest.warns(UserWarning, match=r"^broken does not run here and is left out: no such device$"):
         assert list(usable({"broken": broken, "fine": list})) == ["fine"]
+
+
+def test_torchs_own_int4_product_is_left_out_where_it_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> None:
+        raise RuntimeError("_convert_weight_to_int4pack is only for newer devices")
+
+    monkeypatch.setattr(torch.ops.aten, "_convert_weight_to_int4pack", missing)
+    pairs = torch.zeros(16, 1)
+    product = kernel_peers.tinygemm(torch.zeros(16, 32, dtype=torch.int32), pairs, pairs)
+    with pytest.warns(UserWarning, match="^torch tinygemm does not run here"):
+        assert usable({"torch tinygemm": lambda: product(torch.zeros(1, 32))}) == {}
+
+
+def test_versions_are_of_what_is_installed() -> None:
+    assert versions(["torch", "no-such-package-is-installed"]) == {"torch": metadata.version("torch")}
 
 
 def test_relative_error() -> None:
