@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeplan.dashboards.cli_options import PlanFile, as_json, model_to_run, options, prompt_file
+from ridgeplan.dashboards.cli_options import PlanFile, as_json, calibration_file, model_to_run, options, prompt_file
 from ridgeplan.dashboards.cli_output import GIB, print_json, warnings_as_notes
 from ridgeplan.planner import Plan
 from ridgeplan.planner.acceptance import same_model
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ridgeplan.runtime import Engine, Statistics
 
 DEFAULT_NEW_TOKENS = 128
+CALIBRATION_TOKENS = 2048  # more changes little
 EMBEDDED_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 STATISTICS = (
     "gamma", "rounds", "generated", "drafted", "judged", "accepted", "tokens_per_round", "acceptance", "accepted_share",
@@ -36,11 +37,12 @@ STATISTICS = (
     click.option("--top-k", type=int, help="Draw among the k likeliest tokens."),
     click.option("--top-p", type=float, help="Draw among the likeliest tokens that make up this probability."),
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draws."),
+    calibration_file,
     as_json,
 )
 def run(
     plan: Plan, model: str | None, prompt: str | None, prompt_file: str | None, max_new_tokens: int | None,
-    as_json: bool, **sampling: Any,
+    calibration: str | None, as_json: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Execute the plan in file PLAN, stream the text, and print what it took."""
     if prompt is not None and prompt_file is not None:
@@ -50,7 +52,8 @@ def run(
     from ridgeplan import runtime
 
     with warnings_as_notes():
-        engine = runtime.load(plan, embedded_or(model))
+        source = embedded_or(model)
+        engine = runtime.load(plan, source, calibration=calibration_tokens(source, calibration))
         if model is None:
             note_substitute(plan)
         prompt_ids = prompt_tokens(engine, prompt, prompt_file)
@@ -96,6 +99,21 @@ def prompt_tokens(engine: Engine, text: str | None, path: str | None) -> list[in
     if path is not None:
         return list(engine.tokenizer.encode(prompts.read_prompt(path)))
     return prompts.prompt_tokens(engine.tokenizer, engine.plan.workload.context)
+
+
+def opening_tokens(source: str, path: str | None, tokens: int) -> list[int]:
+    """The first `tokens` token ids of a file, all of a shorter one, or of the text that comes with Python."""
+    from ridgeplan.runtime.checkpoint import load_tokenizer, model_source
+    from ridgeplan.validate import prompts
+
+    text = prompts.read_prompt(path) if path is not None else None
+    tokenizer: Any = load_tokenizer(model_source(source))
+    return prompts.prompt_tokens(tokenizer, tokens) if text is None else list(tokenizer.encode(text))[:tokens]
+
+
+def calibration_tokens(source: str, path: str | None) -> list[int] | None:
+    """Token ids of a file to calibrate drafts with; None without a file."""
+    return None if path is None else opening_tokens(source, path, CALIBRATION_TOKENS)
 
 
 def text_decoder(engine: Engine) -> Callable[[list[int]], str]:

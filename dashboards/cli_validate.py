@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from ridgeplan.dashboards.cli_options import PlanFile, as_json, model_to_run, options, profile_file, prompt_file
+from ridgeplan.dashboards.cli_options import (
+    PlanFile,
+    as_json,
+    calibration_file,
+    model_to_run,
+    options,
+    profile_file,
+    prompt_file,
+)
 from ridgeplan.dashboards.cli_output import print_json, print_table, progress, warnings_as_notes
-from ridgeplan.dashboards.cli_run import DEFAULT_NEW_TOKENS, embedded_or, note_substitute
+from ridgeplan.dashboards.cli_run import (
+    DEFAULT_NEW_TOKENS,
+    calibration_tokens,
+    embedded_or,
+    note_substitute,
+    opening_tokens,
+)
 from ridgeplan.planner import Plan
 from ridgeplan.roofline.profile import load_profile
 
@@ -25,6 +39,7 @@ RUNS = {"plain": "plain decoding", "plan": "the plan"}  # as `validate_plan` nam
     prompt_file,
     click.option("--max-new-tokens", type=int, help=f"Tokens to generate.  [default: {DEFAULT_NEW_TOKENS}]"),
     profile_file,
+    calibration_file,
     click.option("--agreement", is_flag=True, help="Also count the greedy tokens that differ from float32's."),
     as_json,
 )
@@ -34,6 +49,7 @@ def validate(
     prompt_file: str | None,
     max_new_tokens: int | None,
     profile: str | None,
+    calibration: str | None,
     agreement: bool,
     as_json: bool,
 ) -> None:
@@ -53,7 +69,7 @@ def validate(
         total = limit * len(prompts)
         tasks = {name: bars.add_task(f"running {what}", total=total) for name, what in RUNS.items()}
         validation = validate_plan(
-            plan, source, prompts, limit, profile=calibrated,
+            plan, source, prompts, limit, profile=calibrated, calibration=calibration_tokens(source, calibration),
             on_progress=lambda name, tokens: bars.update(tasks[name], completed=tokens),
         )  # fmt: skip
         agreed = plan_agreement(plan, source, prompts[0], limit) if agreement else None
@@ -70,16 +86,6 @@ def validate(
             f"{len(agreed.gaps)} of {agreed.tokens} greedy tokens ({agreed.rate:.1%}) differ from float32's, "
             f"{agreed.beyond_noise} by more than rounding explains"
         )
-
-
-def opening_tokens(source: str, path: str | None, tokens: int) -> list[int]:
-    """The first `tokens` token ids of a file, all of a shorter one, or of the text that comes with Python."""
-    from ridgeplan.runtime.checkpoint import load_tokenizer, model_source
-    from ridgeplan.validate.prompts import prompt_tokens, read_prompt
-
-    text = read_prompt(path) if path is not None else None
-    tokenizer: Any = load_tokenizer(model_source(source))
-    return prompt_tokens(tokenizer, tokens) if text is None else list(tokenizer.encode(text))[:tokens]
 
 
 def print_comparison(title: str, comparison: Comparison) -> None:

@@ -38,6 +38,8 @@ def load(
     CUDA, too small: before anything is allocated, naming the largest context and batch that would fit.
     """
     require_executable(plan)
+    if calibration is not None and not plan.weights.draft_differs:
+        warnings.warn("calibration changes nothing: the plan has no 4-bit draft weights", stacklevel=2)
     place = _device(device)
     if weights is not None and weights.embedding.device.type != place.type:
         raise WorkloadError(f"the shared weights are on {weights.embedding.device}; allowed: on {place.type}")

@@ -60,11 +60,13 @@ def validate_plan(
     seed: int = 0,
     device: str | None = None,
     profile: Profile | None = None,
+    calibration: Sequence[int] | None = None,
     on_progress: RunProgress | None = None,
 ) -> Validation:
     """Runs plain decoding, then `plan`, each on an engine of its own, and compares both with their predictions.
 
-    prompts: token ids. profile: the machine's, by default the calibrated one of this machine.
+    prompts: token ids. profile: the machine's, by default the calibrated one of this machine. calibration: token ids
+    that 4-bit draft weights are fitted to, as `runtime.load` takes them.
     Raises what `runtime.load` and `Engine.generate` raise, and ProfileError where this machine is not calibrated.
     """
     from ridgeplan import runtime  # imports torch, which takes seconds
@@ -75,7 +77,8 @@ def validate_plan(
 
     def run(name: str, item: Plan, plain: Statistics | None) -> Run:
         nonlocal weights
-        engine = runtime.load(item, model, device=device, weights=weights)
+        fitted = calibration if item.weights.draft_differs else None
+        engine = runtime.load(item, model, device=device, weights=weights, calibration=fitted)
         weights = engine.weights
         measured = measure(
             engine,

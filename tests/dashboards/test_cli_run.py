@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from ridgeplan.dashboards.cli_run import note_substitute, text_pieces
+from ridgeplan.dashboards.cli_run import CALIBRATION_TOKENS, note_substitute, text_pieces
 from ridgeplan.planner import Workload, preset
+from ridgeplan.runtime.weight_quantizer_calibration import quantized_draft
 
 
 @pytest.fixture
@@ -92,3 +93,24 @@ def test_run_streams_what_its_json_holds(invoke: Any, refuses: Any, plan_path: P
     assert answer["statistics"]["tpot_ms"] > 0
     assert "max_new_tokens is 9; allowed by the plan: up to 8" in refuses(*arguments[:-1], 9)
     assert "temperature is nan" in refuses(*arguments, "--temperature", "nan")
+
+
+@pytest.mark.model
+def test_drafts_are_fitted_to_the_calibration_file(
+    invoke: Any, plan_path: Path, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def quantized(decoder: Any, weights: Any, group: int, calibration: list[int]) -> Any:
+        seen.append(len(calibration))
+        return quantized_draft(decoder, weights, group)  # the fit itself has tests of its own, and takes longer
+
+    monkeypatch.setattr("ridgeplan.runtime.loading.quantized_draft", quantized)
+    text = tmp_path / "text.txt"
+    text.write_text("A text like the one to come. " * 1000, encoding="utf-8")
+    result = invoke("run", plan_path, "--prompt", "A text", "--calibration", text, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert seen == [CALIBRATION_TOKENS]
+    plain = tmp_path / "plain.json"
+    plain.write_text(preset("autoregressive", Workload("SmolLM2-135M", "here", 64, 8)).to_json())
+    assert "calibration changes nothing" in invoke("run", plain, "--prompt", "A", "--calibration", text).stderr
