@@ -45,16 +45,15 @@ cache-clearing fill between; cuDNN in bf16 without the buffer takes 0.134 ms):
   bulk copies per token are the slower way (9/3 heads, 64 rows of 4k, INT8: 0.044 against 0.041): still to be split.
 """
 
-import warnings
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ridgeplan.kernels.layout import QuantizedKV
+from ridgeplan.kernels.nvrtc import compiled, joined
 
 GROUP = 128
 HEAD_DIMS = (64, 128)
@@ -129,9 +128,7 @@ class Kernels:
 
 def source() -> str:
     """CUDA C++ of both kernels."""
-    folder = Path(__file__).parent
-    parts = [*(f"attention_{part}.cu" for part in SOURCES), "attention.cu"]
-    return "\n".join((folder / part).read_text(encoding="utf-8") for part in parts)
+    return joined(*(f"attention_{part}.cu" for part in SOURCES), "attention.cu")
 
 
 @cache
@@ -139,15 +136,12 @@ def _kernels(variant: Variant, device: torch.device) -> Kernels | None:
     """Compiles a variant, or None (with a warning, once) where that fails."""
     properties = torch.cuda.get_device_properties(device)
     items = variant.items(properties.shared_memory_per_multiprocessor // variant.blocks - RESERVED_BYTES)
-    try:
-        with torch.cuda.device(device):
-            attend, merge = (
-                torch.cuda._compile_kernel(source(), name, nvcc_options=variant.options(items, name))
-                for name in ("attend", "merge")
-            )
-            attend.set_shared_memory_config(variant.shared_bytes(items))
-    except (RuntimeError, OSError, AttributeError) as error:
-        warnings.warn(f"the CUDA attention kernel does not compile, Triton's runs instead: {error}", stacklevel=2)
+    failing = "the CUDA attention kernel does not compile, Triton's runs instead"
+    attend, merge = (
+        compiled(source(), name, variant.options(items, name), device, shared_bytes=shared_bytes, failing=failing)
+        for name, shared_bytes in (("attend", variant.shared_bytes(items)), ("merge", 0))
+    )
+    if attend is None or merge is None:
         return None
     arrived = torch.zeros(FOLDED_HEADS, dtype=torch.int32, device=device)
     processors = properties.multi_processor_count

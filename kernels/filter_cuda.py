@@ -25,11 +25,9 @@ Log on one H200 (288 rows of 128256 bf16 logits, std 3; top-k 50 / top-p 0.9 / b
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -37,6 +35,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.distribution import Distribution
+from ridgeplan.kernels.nvrtc import compiled, joined
 
 THREADS = 512
 CLUSTERS = (4, 8)  # blocks that share a row; 8 is the most that every such GPU allows
@@ -86,22 +85,15 @@ def fits(logits: Tensor) -> bool:
 
 def source() -> str:
     """All of the CUDA C++."""
-    parts = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("filter_steps.cu", "filter.cu"))
-    return "\n".join(parts)
+    return joined("filter_steps.cu", "filter.cu")
 
 
 @cache
 def _kernel(variant: Variant, device: torch.device) -> Any | None:
     """Compiles a variant, or None (with a warning, once) where that fails."""
-    try:
-        with torch.cuda.device(device):
-            kernel = torch.cuda._compile_kernel(source(), "filter", nvcc_options=variant.options)
-            kernel.set_shared_memory_config(MOST_LOADS * THREADS * PACK_BYTES)
-            return kernel
-    except (RuntimeError, OSError, AttributeError) as error:
-        message = f"top-k and top-p run in plain torch, as their CUDA kernel does not compile: {error}"
-        warnings.warn(message, stacklevel=2)
-        return None
+    failing = "top-k and top-p run in plain torch, as their CUDA kernel does not compile"
+    shared_bytes = MOST_LOADS * THREADS * PACK_BYTES
+    return compiled(source(), "filter", variant.options, device, shared_bytes=shared_bytes, failing=failing)
 
 
 def filter_cuda(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Distribution:

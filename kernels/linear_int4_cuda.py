@@ -30,9 +30,7 @@ for 4096 x 4096 and 56 for 28672 x 4096; a kernel that only reads the codes 4.3 
 """
 
 import ctypes
-import warnings
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +47,7 @@ from ridgeplan.kernels.linear_int4_plan import (
     Variant,
     make_plan,
 )
+from ridgeplan.kernels.nvrtc import compiled, joined
 
 
 class LaunchShape(ctypes.Structure):
@@ -65,21 +64,15 @@ class LaunchShape(ctypes.Structure):
 @cache
 def _compiled(source: str, name: str, options: tuple[str, ...], device: torch.device) -> Any:
     """A kernel that may use all of a block's shared memory; None, with one warning, where it does not compile."""
-    try:
-        with torch.cuda.device(device):
-            kernel = torch.cuda._compile_kernel(source, name, nvcc_options=list(options))
-            kernel.set_shared_memory_config(_shared_bytes(device) - RESERVED_BYTES)
-    except (RuntimeError, OSError, AttributeError) as error:
-        warnings.warn(f"the CUDA int4 linear kernel does not compile, Triton's runs instead: {error}", stacklevel=2)
-        return None
-    return kernel
+    failing = "the CUDA int4 linear kernel does not compile, Triton's runs instead"
+    shared_bytes = _shared_bytes(device) - RESERVED_BYTES
+    return compiled(source, name, options, device, shared_bytes=shared_bytes, failing=failing)
 
 
 @cache
 def source() -> str:
     """The kernel's source, whole."""
-    names = ("linear_int4_instructions.cu", "linear_int4.cu")
-    return "\n".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in names)
+    return joined("linear_int4_instructions.cu", "linear_int4.cu")
 
 
 def _kernel(variant: Variant, device: torch.device) -> Any:

@@ -15,15 +15,14 @@ bytes takes 3.0 / 48 / 192):
 - the group's index awaited after the elements: predicted 0.6 less, measured 6.8 / 55 / 201. Warm, 2048 tokens take 5.0.
 """
 
-import warnings
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ridgeplan.kernels.layout import QuantizedKV
+from ridgeplan.kernels.nvrtc import compiled, joined
 
 GROUP = 128
 HEAD_DIMS = (64, 128)
@@ -35,14 +34,9 @@ MOST_GROUPS = 65535  # blocks of the grid's second axis
 @cache
 def _kernel(head_dim: int, planes: int, bf16: bool, device: torch.device) -> Any | None:
     """Compiles a variant, or None (with a warning, once) where that fails."""
-    source = Path(__file__).with_name("quantize.cu").read_text(encoding="utf-8")
     options = [f"-DHEAD_DIM={head_dim}", f"-DPLANES={planes}", *(["-DBF16"] if bf16 else [])]
-    try:
-        with torch.cuda.device(device):
-            return torch.cuda._compile_kernel(source, "quantize", nvcc_options=options)
-    except (RuntimeError, OSError, AttributeError) as error:
-        warnings.warn(f"the CUDA quantization kernel does not compile, Triton's runs instead: {error}", stacklevel=2)
-        return None
+    failing = "the CUDA quantization kernel does not compile, Triton's runs instead"
+    return compiled(joined("quantize.cu"), "quantize", options, device, failing=failing)
 
 
 def fits(keys: Tensor, values: Tensor, out: QuantizedKV) -> bool:
