@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from ridgeplan.planner.plan import Workload, require
@@ -51,15 +52,13 @@ def this_machine() -> Profile:
 def workload_for(
     shape: ModelShape, profile: Profile, context: int, new_tokens: int, batch: int, *, yarn: bool
 ) -> Workload:
-    """A validated workload; with `yarn`, rotary embeddings stretched by a power of 2 to reach it. Raises PlanError."""
+    """A validated workload; with `yarn`, rotary embeddings stretched in halves to reach it. Raises PlanError."""
     workload = Workload(shape.name, profile.hardware.name, context, new_tokens, batch)
     if not yarn or workload.final_context <= shape.max_context:
         return workload
-    factor = 2
-    while factor * shape.max_context < workload.final_context:
-        factor *= 2
+    factor = math.ceil(2 * workload.final_context / shape.max_context) / 2
     require(
         factor <= MAX_YARN_FACTOR,
-        f"context {context} is {factor}x the model's {shape.max_context}; allowed: up to {MAX_YARN_FACTOR}x with YaRN",
+        f"context {context} is {factor:g}x the model's {shape.max_context}; allowed: up to {MAX_YARN_FACTOR}x with YaRN",
     )
-    return Workload(shape.name, profile.hardware.name, context, new_tokens, batch, float(factor))
+    return Workload(shape.name, profile.hardware.name, context, new_tokens, batch, factor)

@@ -156,6 +156,8 @@ def test_beyond_the_models_context_it_warns_and_yarn_stretches(h200_profile):
     assert any("beyond the model's limit of 32768" in note for note in asked.notes)
     stretched = ask(h200_profile, context=120_000, model="Qwen2.5-0.5B", yarn=True)
     assert stretched.plan.workload.yarn_factor == 4
+    slightly_more = ask(h200_profile, context=131_072, model="Qwen2.5-0.5B", yarn=True)
+    assert slightly_more.plan.workload.yarn_factor == 4.5
     with pytest.raises(PlanError, match="allowed: up to 64x with YaRN"):
         ask(h200_profile, context=8_000_000, model="Qwen2.5-0.5B", yarn=True)
 
