@@ -15,6 +15,7 @@ Rules for every kernel launched this way, and for Triton's with `launch_pdl=True
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import Any
 
 import torch
@@ -67,6 +68,16 @@ def launch_early(
     status = driver().cuLaunchKernelEx(ctypes.byref(configuration), kernel.func, pointers, None)
     if status:
         raise RuntimeError(f"the CUDA driver refused a launch of grid {grid}, block {block}: error {status}")
+
+
+def starts_early(tensor: Tensor) -> bool:
+    """Whether kernels on the device of `tensor` can be launched early: on Hopper and newer."""
+    return tensor.is_cuda and torch.version.cuda is not None and _capability(tensor.device) >= (9, 0)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def driver() -> ctypes.CDLL:

@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ridgeplan.kernels.launch import starts_early
+
 FEW_ROWS = 16  # up to which a row is cut into parts
 PART = 1024  # channels that a program then writes
 
@@ -38,8 +40,19 @@ def _stream(hidden, update, at, inside, ORDERED: tl.constexpr):
 
 @triton.jit
 def _add_rms_norm_kernel(
-    hidden, update, weight, total, normed, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr
+    hidden,
+    update,
+    weight,
+    total,
+    normed,
+    eps,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     # Volatile loads keep their order. Few rows are a matter of latency, and left to itself the compiler asks for the
     # weight only when the row has come; many rows share the weight in a cache that volatile loads pass by.
     ORDERED: tl.constexpr = PARTS > 0
@@ -50,6 +63,8 @@ def _add_rms_norm_kernel(
         own += tl.program_id(1) * WIDTH
     written = own < HIDDEN
     scale = tl.load(weight + own, mask=written, other=0.0, volatile=ORDERED).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     x = _stream(hidden, update, row + own, written, ORDERED)
     whole = x
     if WIDTH < BLOCK:
@@ -69,6 +84,7 @@ def add_rms_norm_triton(hidden: Tensor, update: Tensor | None, weight: Tensor, e
     total = hidden if update is None else torch.empty_like(hidden)
     width = len(weight)
     rows, block = hidden.numel() // width, triton.next_power_of_2(width)
+    early = starts_early(hidden)
     parts = max(1, block // PART) if rows <= FEW_ROWS else 0
     _add_rms_norm_kernel[(rows, max(1, parts))](
         hidden,
@@ -80,6 +96,8 @@ def add_rms_norm_triton(hidden: Tensor, update: Tensor | None, weight: Tensor, e
         HIDDEN=width,
         BLOCK=block,
         PARTS=parts,
+        EARLY=early,
+        launch_pdl=early,
         num_warps=max(4 if parts else 1, min(16, block // 512)),
     )
     return total, normed

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ridgeplan.kernels.launch import starts_early
+
 TABLE_BLOCK = 128  # angles of a program
 FEW_ELEMENTS = 300_000  # of all queries, keys and values: up to here small programs, which are many, end sooner
 
@@ -87,7 +89,11 @@ def _rope_append_kernel(
     HEAD_DIM: tl.constexpr,
     HEADS: tl.constexpr,
     HALF_PADDED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     TURNED: tl.constexpr = Q_HEADS + KV_HEADS
     ALL: tl.constexpr = TURNED + KV_HEADS
     batch = tl.program_id(1).to(tl.int64)
@@ -146,6 +152,7 @@ def rope_append_triton(
     padded = triton.next_power_of_2(head_dim)
     elements, warps = (256, 1) if qkv.numel() <= FEW_ELEMENTS else (2048, 4)
     heads = max(1, elements // padded)
+    early = starts_early(qkv)
     queries = torch.empty(batch, tokens, q_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     _rope_append_kernel[(triton.cdiv(tokens * (q_heads + 2 * kv_heads), heads), batch)](
         qkv.contiguous(),
@@ -165,6 +172,8 @@ def rope_append_triton(
         HEAD_DIM=head_dim,
         HEADS=heads,
         HALF_PADDED=padded // 2,
+        EARLY=early,
         num_warps=warps,
+        launch_pdl=early,
     )
     return queries

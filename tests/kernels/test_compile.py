@@ -86,20 +86,20 @@ def shift() -> dict[str, Any]:
 
 def norm(updated: bool) -> dict[str, Any]:
     types = dict.fromkeys(("hidden", "update", "weight", "total", "normed"), "*bf16") | {"eps": "fp32"}
-    constants: dict[str, Any] = {"HIDDEN": 5120, "BLOCK": 8192, "PARTS": 8 if updated else 0}
+    constants: dict[str, Any] = {"HIDDEN": 5120, "BLOCK": 8192, "PARTS": 8 if updated else 0, "EARLY": True}
     constants |= {} if updated else {"update": None}
     return job("norm_triton", "_add_rms_norm_kernel", types, constants, {"num_warps": 16})
 
 
 def swiglu() -> dict[str, Any]:
     types = dict.fromkeys(("gate_up", "out"), "*bf16")
-    return job("swiglu_triton", "_swiglu_kernel", types, {"WIDTH": 14336, "BLOCK": 1024}, {"num_warps": 4})
+    return job("swiglu_triton", "_swiglu_kernel", types, {"WIDTH": 14336, "BLOCK": 1024, "EARLY": True}, {"num_warps": 4})
 
 
 def rope(head_dim: int, normed: bool) -> dict[str, Any]:
     types = dict.fromkeys(("qkv", "weight", "queries", "keys", "values"), "*bf16") | dict.fromkeys(STRIDES, "i64")
     types |= {"cos": "*fp32", "sin": "*fp32", "slots": "*i64", "eps": "fp32", "tokens": "i32", "capacity": "i32"}
-    constants = {"Q_HEADS": 14, "KV_HEADS": 2, "HEAD_DIM": head_dim, "HEADS": 8, "HALF_PADDED": 64}
+    constants = {"Q_HEADS": 14, "KV_HEADS": 2, "HEAD_DIM": head_dim, "HEADS": 8, "HALF_PADDED": 64, "EARLY": True}
     constants |= {} if normed else {"weight": None}
     return job("rope_triton", "_rope_append_kernel", types, constants, {"num_warps": 4})
 
