@@ -59,6 +59,7 @@ def workload_for(
     factor = math.ceil(2 * workload.final_context / shape.max_context) / 2
     require(
         factor <= MAX_YARN_FACTOR,
-        f"context {context} is {factor:g}x the model's {shape.max_context}; allowed: up to {MAX_YARN_FACTOR}x with YaRN",
+        f"context {context} is {factor:g}x the model's {shape.max_context}; "
+        f"allowed: up to {MAX_YARN_FACTOR}x with YaRN",
     )
     return Workload(shape.name, profile.hardware.name, context, new_tokens, batch, factor)

@@ -93,7 +93,9 @@ def norm(updated: bool) -> dict[str, Any]:
 
 def swiglu() -> dict[str, Any]:
     types = dict.fromkeys(("gate_up", "out"), "*bf16")
-    return job("swiglu_triton", "_swiglu_kernel", types, {"WIDTH": 14336, "BLOCK": 1024, "EARLY": True}, {"num_warps": 4})
+    return job(
+        "swiglu_triton", "_swiglu_kernel", types, {"WIDTH": 14336, "BLOCK": 1024, "EARLY": True}, {"num_warps": 4}
+    )
 
 
 def rope(head_dim: int, normed: bool) -> dict[str, Any]:
