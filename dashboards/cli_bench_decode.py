@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeplan.dashboards.cli_options import OutputFile, as_json, options, profile_file, prompt_file
+from ridgeplan.dashboards.cli_options import OutputFile, as_json, calibration_file, options, profile_file, prompt_file
 from ridgeplan.dashboards.cli_output import print_json, print_table, progress, warnings_as_notes, write_atomically
-from ridgeplan.dashboards.cli_run import embedded_or
+from ridgeplan.dashboards.cli_run import calibration_tokens, embedded_or
 from ridgeplan.planner.inputs import this_machine
 from ridgeplan.planner.presets import PRESETS
 from ridgeplan.roofline.models import load_shape
@@ -45,6 +45,7 @@ shared = options(
     prompt_file,
     click.option("--new-tokens", type=click.IntRange(1), default=256, show_default=True, help="Tokens to generate."),
     click.option("--temperature", type=click.FloatRange(0), default=1.0, show_default=True),
+    calibration_file,
     profile_file,
     click.option("--output", type=OutputFile(), help="Where to save the results as JSON."),
     as_json,
@@ -93,6 +94,7 @@ def report(
     prompt_file: str | None,
     new_tokens: int,
     temperature: float,
+    calibration: str | None,
     profile: str | None,
     output: Path | None,
     as_json: bool,
@@ -105,12 +107,14 @@ def report(
     from ridgeplan.validate.inflated import InflatedModel
     from ridgeplan.validate.prompts import read_prompt
 
+    small = embedded_or(model)
     text = read_prompt(prompt_file) if prompt_file is not None else None
+    fitted = calibration_tokens(small, calibration) or ()
     with warnings_as_notes(), progress() as bars:
         bar = bars.add_task("inflating the model", total=len(cases))
-        inflated = InflatedModel.load(embedded_or(model), shape, device())
+        inflated = InflatedModel.load(small, shape, device())
         found = bench_decode(
-            inflated, cases, calibrated, new_tokens, text=text, temperature=temperature,
+            inflated, cases, calibrated, new_tokens, text=text, temperature=temperature, calibration=fitted,
             on_progress=lambda what, done, total: bars.update(bar, description=what, completed=done, total=total),
         )  # fmt: skip
     if output is not None:

@@ -88,6 +88,7 @@ class DecodeReport:
     software: dict[str, str]
     date: str
     temperature: float
+    calibration_tokens: int  # of a text that 4-bit draft weights were fitted to; 0: of none
     rows: tuple[DecodeRow, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,10 +116,12 @@ def bench_decode(
     *,
     text: str | None = None,
     temperature: float = 0.0,
+    calibration: Sequence[int] = (),
     on_progress: ReportProgress | None = None,
 ) -> DecodeReport:
     """Runs `cases`; those of one context and batch run on the same prompts, and are compared with the first of them.
 
+    calibration: tokens of a text that 4-bit draft weights are fitted to, as in `ridgeplan.runtime.load`.
     Raises PlanError, UnsupportedPlan or PromptError before anything runs, and WorkloadError for a case that does not
     fit into memory.
     """
@@ -132,7 +135,7 @@ def bench_decode(
     rows: list[DecodeRow] = []
     for (context, batch), same in groupby(cases, lambda case: (case.context, case.batch)):
         planned = [(case, plans[case]) for case in same]
-        for row in _rows(model, planned, profile, prompts[context, batch], temperature):
+        for row in _rows(model, planned, profile, prompts[context, batch], temperature, calibration):
             rows.append(row)
             if on_progress is not None:
                 on_progress(f"{row.case.preset}, context {context}, batch {batch}", len(rows), len(cases))
@@ -143,6 +146,7 @@ def bench_decode(
         software={name: metadata.version(name) for name in ("torch", "ridgeplan")},
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         temperature=temperature,
+        calibration_tokens=len(calibration),
         rows=tuple(rows),
     )
 
@@ -153,12 +157,15 @@ def _rows(
     profile: Profile,
     prompts: list[list[int]],
     temperature: float,
+    calibration: Sequence[int],
 ) -> Iterator[DecodeRow]:
     plain: Measured | None = None
     drafts: dict[int, DecoderWeights] = {}  # by group; quantizing a large shape takes most of a minute
     for case, plan in planned:
         if not plan.weights.draft_differs:
             drafts.clear()  # what a plan does not need is not in its peak
+        elif calibration and plan.weights.group not in drafts:
+            drafts[plan.weights.group] = model.draft_weights(plan, calibration)
         measured = _measured(model, plan, drafts, prompts, temperature)
         plain = plain or measured
         found = comparison(plan, model.shape, profile, measured, plain.statistics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +14,10 @@ from ridgeplan.roofline.memory import weight_memory
 from ridgeplan.roofline.shapes import ModelShape
 from ridgeplan.runtime.checkpoint import load_config, load_tokenizer, load_weights, model_source
 from ridgeplan.runtime.config import DecoderConfig, decoder_config
+from ridgeplan.runtime.decoder import Decoder
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory
+from ridgeplan.runtime.weight_quantizer_calibration import quantized_draft
 from ridgeplan.runtime.weights import DecoderWeights
 from ridgeplan.validate.inflation import inflated_config, inflated_shape, inflated_weights
 from ridgeplan.validate.mold import InflationError
@@ -54,6 +57,11 @@ class InflatedModel:
     def config(self, yarn_factor: float) -> DecoderConfig:
         """The decoder, its positions stretched by YaRN."""
         return inflated_config(decoder_config(self.hub, yarn_factor), self.shape)
+
+    def draft_weights(self, plan: Plan, calibration: Sequence[int]) -> DecoderWeights:
+        """4-bit weights for drafts of `plan`, fitted to a text's tokens (`quantized_draft`)."""
+        decoder = Decoder(self.config(plan.workload.yarn_factor), self.device)
+        return quantized_draft(decoder, self.weights, plan.weights.group, calibration)
 
     def engine(self, plan: Plan, draft_weights: DecoderWeights | None = None) -> Engine:
         """An engine of `plan`. draft_weights: another engine's, if its drafts have the same format.

@@ -98,6 +98,22 @@ def test_draft_weights_serve_the_next_plan_and_end_with_the_last_that_needs_them
 
 
 @pytest.mark.model
+def test_a_calibration_text_is_what_draft_weights_are_fitted_to(smollm2, h200_profile, monkeypatch):
+    seen = []
+
+    def quantizing(decoder, weights, group, calibration):
+        seen.append((group, calibration))
+        return dataclasses.replace(weights)
+
+    monkeypatch.setattr("ridgeplan.validate.inflated.quantized_draft", quantizing)
+    monkeypatch.setattr("ridgeplan.runtime.engine.quantized_draft", None)  # which knows of no text
+    cases = [DecodeCase("quantspec-kv", 64, 1, 1), DecodeCase("quantspec", 64, 1, 1), DecodeCase("quantspec", 64, 1, 2)]
+    report = bench_decode(small_model(smollm2), cases, h200_profile, 2, calibration=[5, 6, 7])
+    assert seen == [(128, [5, 6, 7])]
+    assert report.to_dict()["calibration_tokens"] == 3
+
+
+@pytest.mark.model
 def test_shapes_that_cannot_be_held_are_refused_before_anything_is_loaded(smollm2):
     from ridgeplan.validate.inflated import InflatedModel
 
