@@ -16,9 +16,10 @@ from ridgeplan.planner.inputs import this_machine
 from ridgeplan.planner.presets import PRESETS
 from ridgeplan.roofline.models import load_shape
 from ridgeplan.roofline.profile import load_profile
+from ridgeplan.validate.decode_bench import ABLATION, PLAIN, DecodeCase, suite_cases
 
 if TYPE_CHECKING:
-    from ridgeplan.validate.decode_bench import DecodeCase, DecodeReport, DecodeRow
+    from ridgeplan.validate.decode_bench import DecodeReport, DecodeRow
 
 SUITE_WORKLOADS = ("4096x1", "32768x1", "32768x8", "98304x1", "98304x4")  # the text that comes with Python holds them
 SUITE_GAMMAS = (2, 4, 6)
@@ -62,8 +63,6 @@ shared = options(
 )
 def decode(context: int, batch: int, preset: str, gamma: int | None, **rest: Any) -> None:
     """Run plain decoding and one preset, with a small real model inflated to a large shape."""
-    from ridgeplan.validate.decode_bench import PLAIN, DecodeCase
-
     cases = [DecodeCase(name, context, batch, gamma) for name in dict.fromkeys((PLAIN, preset))]
     report(cases, **rest)
 
@@ -78,13 +77,15 @@ def decode(context: int, batch: int, preset: str, gamma: int | None, **rest: Any
         "--gamma", "gammas", type=click.IntRange(1), multiple=True, default=SUITE_GAMMAS, show_default=True,
         help="Drafted tokens a round; repeat for several.",
     ),
+    click.option(
+        "--preset", "presets", type=click.Choice(ABLATION), multiple=True, default=ABLATION, show_default=True,
+        help="What is run beside plain decoding; repeat for several.",
+    ),
     shared,
 )  # fmt: skip
-def suite(workloads: Sequence[tuple[int, int]], gammas: Sequence[int], **rest: Any) -> None:
+def suite(workloads: Sequence[tuple[int, int]], gammas: Sequence[int], presets: Sequence[str], **rest: Any) -> None:
     """Run plain decoding, an INT8 cache, and QuantSpec with each of its parts alone and both (its Fig 4)."""
-    from ridgeplan.validate.decode_bench import suite_cases
-
-    report(suite_cases(sorted(workloads), gammas), **rest)
+    report(suite_cases(sorted(workloads), gammas, presets), **rest)
 
 
 def report(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ridgeplan.planner.inputs import workload_for
@@ -97,12 +96,14 @@ class DecodeReport:
         return {**head, "rows": [row.to_dict() for row in self.rows]}
 
 
-def suite_cases(workloads: Sequence[tuple[int, int]], gammas: Sequence[int]) -> list[DecodeCase]:
-    """Every plan of the ablation at every (context, batch), those that speculate with every gamma."""
+def suite_cases(
+    workloads: Sequence[tuple[int, int]], gammas: Sequence[int], presets: Sequence[str] = ABLATION
+) -> list[DecodeCase]:
+    """Plain decoding and `presets` at every (context, batch), those that speculate with every gamma."""
     cases = []
     for context, batch in workloads:
         cases.append(DecodeCase(PLAIN, context, batch))
-        for name in ABLATION:
+        for name in presets:
             tried: Sequence[int | None] = gammas if name.startswith("quantspec") else (None,)
             cases += [DecodeCase(name, context, batch, gamma) for gamma in tried]
     return cases
@@ -119,26 +120,27 @@ def bench_decode(
     calibration: Sequence[int] = (),
     on_progress: ReportProgress | None = None,
 ) -> DecodeReport:
-    """Runs `cases`; those of one context and batch run on the same prompts, and are compared with the first of them.
+    """Runs `cases`; those of one context and batch run on the same prompts, and are compared with plain decoding.
 
-    calibration: tokens of a text that 4-bit draft weights are fitted to, as in `ridgeplan.runtime.load`.
+    Those with 4-bit drafts come last, so that the copy is in no other's memory and is made once: quantizing a large
+    shape takes most of a minute. calibration: tokens of a text that it is fitted to, as in `ridgeplan.runtime.load`.
     Raises PlanError, UnsupportedPlan or PromptError before anything runs, and WorkloadError for a case that does not
     fit into memory.
     """
     from ridgeplan.runtime.loading import require_executable
 
-    plans = {case: case.plan(model, profile, new_tokens) for case in cases}
-    for plan in plans.values():
+    plans = [case.plan(model, profile, new_tokens) for case in cases]
+    for plan in plans:
         require_executable(plan)
     sizes = dict.fromkeys((case.context, case.batch) for case in cases)
     prompts = {size: prompt_batch(model.tokenizer, *size, text) for size in sizes}
-    rows: list[DecodeRow] = []
-    for (context, batch), same in groupby(cases, lambda case: (case.context, case.batch)):
-        planned = [(case, plans[case]) for case in same]
-        for row in _rows(model, planned, profile, prompts[context, batch], temperature, calibration):
-            rows.append(row)
-            if on_progress is not None:
-                on_progress(f"{row.case.preset}, context {context}, batch {batch}", len(rows), len(cases))
+    bench = _Run(model, profile, temperature, calibration)
+    rows: dict[int, DecodeRow] = {}
+    for index in sorted(range(len(cases)), key=lambda index: plans[index].weights.draft_differs):
+        case = cases[index]
+        rows[index] = bench.row(case, plans[index], prompts[case.context, case.batch])
+        if on_progress is not None:
+            on_progress(f"{case.preset}, context {case.context}, batch {case.batch}", len(rows), len(cases))
     return DecodeReport(
         device=_device_name(model),
         model=model.hub.model_type,
@@ -147,46 +149,40 @@ def bench_decode(
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         temperature=temperature,
         calibration_tokens=len(calibration),
-        rows=tuple(rows),
+        rows=tuple(rows[index] for index in range(len(cases))),
     )
 
 
-def _rows(
-    model: InflatedModel,
-    planned: list[tuple[DecodeCase, Plan]],
-    profile: Profile,
-    prompts: list[list[int]],
-    temperature: float,
-    calibration: Sequence[int],
-) -> Iterator[DecodeRow]:
-    plain: Measured | None = None
-    drafts: dict[int, DecoderWeights] = {}  # by group; quantizing a large shape takes most of a minute
-    for case, plan in planned:
-        if not plan.weights.draft_differs:
-            drafts.clear()  # what a plan does not need is not in its peak
-        elif calibration and plan.weights.group not in drafts:
-            drafts[plan.weights.group] = model.draft_weights(plan, calibration)
-        measured = _measured(model, plan, drafts, prompts, temperature)
-        plain = plain or measured
-        found = comparison(plan, model.shape, profile, measured, plain.statistics)
-        vllm = vllm_tpot_ms(_device_name(model), model.shape.name, case.context, case.batch)
-        yield DecodeRow(case, plan.speculation.gamma, measured, found, vllm)
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """What cases of one report share. plain: by context and batch; drafts: 4-bit weights by group."""
 
+    model: InflatedModel
+    profile: Profile
+    temperature: float
+    calibration: Sequence[int]
+    plain: dict[tuple[int, int], Measured] = field(default_factory=dict)
+    drafts: dict[int, DecoderWeights] = field(default_factory=dict)
 
-def _measured(
-    model: InflatedModel,
-    plan: Plan,
-    drafts: dict[int, DecoderWeights],
-    prompts: list[list[int]],
-    temperature: float,
-) -> Measured:
-    """Runs a plan with the draft weights of `drafts`, or adds its own; nothing else of its engine outlives this."""
-    engine = model.engine(plan, drafts.get(plan.weights.group))
-    if plan.weights.draft_differs:
-        drafts[plan.weights.group] = engine.draft_weights
-    measured = measure(engine, prompts, plan.workload.new_tokens, temperature=temperature)
-    engine.close()
-    return measured
+    def row(self, case: DecodeCase, plan: Plan, prompts: list[list[int]]) -> DecodeRow:
+        """Runs one case."""
+        measured = self._measured(plan, prompts)
+        plain = self.plain.setdefault((case.context, case.batch), measured)
+        found = comparison(plan, self.model.shape, self.profile, measured, plain.statistics)
+        vllm = vllm_tpot_ms(_device_name(self.model), self.model.shape.name, case.context, case.batch)
+        return DecodeRow(case, plan.speculation.gamma, measured, found, vllm)
+
+    def _measured(self, plan: Plan, prompts: list[list[int]]) -> Measured:
+        """Of the plan's engine only the draft weights outlive this."""
+        group, drafting = plan.weights.group, plan.weights.draft_differs
+        if drafting and self.calibration and group not in self.drafts:
+            self.drafts[group] = self.model.draft_weights(plan, self.calibration)
+        engine = self.model.engine(plan, self.drafts.get(group) if drafting else None)
+        if drafting:
+            self.drafts[group] = engine.draft_weights
+        measured = measure(engine, prompts, plan.workload.new_tokens, temperature=self.temperature)
+        engine.close()
+        return measured
 
 
 def _device_name(model: InflatedModel) -> str:

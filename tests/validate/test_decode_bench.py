@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import weakref
 
 import pytest
 
@@ -75,26 +74,26 @@ def test_one_new_token_has_no_speed(smollm2, h200_profile, monkeypatch):
 
 
 @pytest.mark.model
-def test_draft_weights_serve_the_next_plan_and_end_with_the_last_that_needs_them(smollm2, h200_profile, monkeypatch):
-    model, quantized, held = small_model(smollm2), [], []
+def test_draft_weights_are_made_once_and_not_before_other_plans_ran(smollm2, h200_profile, monkeypatch):
+    model, events = small_model(smollm2), []
 
     def quantizing(decoder, weights, group):
-        made = dataclasses.replace(weights)
-        quantized.append(weakref.ref(made))
-        return made
+        events.append("quantized")
+        return dataclasses.replace(weights)
 
     monkeypatch.setattr("ridgeplan.runtime.engine.quantized_draft", quantizing)
-    cases = [DecodeCase("quantspec", 64, 1, 1), DecodeCase("quantspec", 64, 1, 2), DecodeCase(PLAIN, 64, 1)]
+    cases = [DecodeCase("quantspec", 64, 1, 1), DecodeCase("quantspec", 64, 2, 2), DecodeCase(PLAIN, 64, 1)]
     own = model.engine
 
     def engine(plan, drafts=None):
-        held.append(quantized[-1]() is not None if quantized else None)
+        events.append(("engine", plan.workload.batch, drafts is not None))
         return own(plan, drafts)
 
     object.__setattr__(model, "engine", engine)
-    bench_decode(model, cases, h200_profile, 2)
-    assert len(quantized) == 1
-    assert held == [None, True, False]
+    report = bench_decode(model, cases, h200_profile, 2)
+    assert events == [("engine", 1, False), ("engine", 1, False), "quantized", ("engine", 2, True)]
+    assert [row.case for row in report.rows] == cases
+    assert report.rows[0].comparison.row("speed-up over plain decoding").measured != 1
 
 
 @pytest.mark.model
