@@ -251,3 +251,13 @@ def draw(rows: Term, vocab: Term, element_bytes: Term, distributions: Term = 1) 
     """One token per row: of a distribution, or of what the target's exceeds the draft's by (2 distributions)."""
     logits = distributions * rows * vocab
     return Cost(LOGIT_FLOPS * logits, logits * element_bytes)
+
+
+def round_with_feedback(outputs: Term, group: Term) -> Cost:
+    """Codes and errors of a group's weights in float32, rounded one input after another: loading, not a pass."""
+    elements = outputs * group
+    return Cost(
+        flops=elements * (group - 1) + 3 * elements,
+        read_bytes=4 * (elements + group * group),
+        write_bytes=2 * 4 * elements,
+    )

@@ -38,8 +38,10 @@ def prefill(
     """Fills `row` of the cache from prompt [tokens]; logits [vocab] that follow its last token."""
     hidden = functional.embedding(prompt, weights.embedding)
     for index, layer in enumerate(weights.layers):
-        keys, values = prefill_layer(decoder, layer, hidden, decoder.config.windows[index], chunk_tokens)
-        cache.store_prompt(index, row, keys, values)
+        # Not named: a layer's KV must be gone before the next one's is there.
+        cache.store_prompt(
+            index, row, *prefill_layer(decoder, layer, hidden, decoder.config.windows[index], chunk_tokens)
+        )
     cache.lengths[row] = len(prompt)
     return weights.head(decoder.norm(hidden[-1:], None, weights.norm)[1])[0]
 

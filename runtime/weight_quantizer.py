@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.feedback_rounding import round_with_feedback
+
 SHRINKS = (1.0, 0.92, 0.84, 0.76, 0.68)  # candidate ranges, as shares of the group's own
 REFITS = 2  # rounds of codes, then grid, after the best range
 FLOOR = 1e-4  # least importance of an input, as a share of its group's mean
@@ -58,23 +60,12 @@ def _in_turn(weight: Tensor, importance: Tensor, feedback: Tensor) -> tuple[Tens
     for index, start in enumerate(range(0, weight.shape[1], group)):
         inside, after = slice(start, start + group), slice(start + group, None)
         scale, zero = (pair[:, 0] for pair in _grid(rest[:, None, inside], importance[None, index]))
-        rounded, errors = _round_group(_steps(rest[:, inside], scale, zero), feedback[inside, inside])
+        rounded, errors = round_with_feedback(_steps(rest[:, inside], scale, zero), feedback[inside, inside])
         rest[:, after].addmm_(errors.mul_(scale), feedback[inside, after], alpha=-1)
         codes[:, inside] = rounded
         pairs.append((scale, zero))
     scale, zero = (torch.cat(column, dim=1) for column in zip(*pairs, strict=True))
     return codes, scale, zero
-
-
-def _round_group(steps: Tensor, feedback: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and errors of one group's inputs, [outputs, group], in steps of the grid."""
-    columns = steps.t().contiguous()  # an input's weights of all rows side by side
-    codes, errors = torch.empty_like(columns), torch.empty_like(columns)
-    for index, column in enumerate(columns):
-        torch.round(column, out=codes[index]).clamp_(0, 15)
-        torch.sub(column, codes[index], out=errors[index])
-        columns[index + 1 :].addr_(feedback[index, index + 1 :], errors[index], alpha=-1)
-    return codes.t(), errors.t()
 
 
 def _feedback(moment: Tensor) -> Tensor:

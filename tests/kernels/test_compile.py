@@ -138,6 +138,12 @@ def int4_copy() -> dict[str, Any]:
     return job("linear_int4_triton", "_copy_kernel", types, constants, {"num_warps": 4})
 
 
+def feedback_rounding() -> dict[str, Any]:
+    types = dict.fromkeys(("steps", "feedback", "codes", "errors"), "*fp32") | {"outputs": "i32"}
+    constants = {"GROUP": 128, "PADDED": 128, "OUTPUTS": 16}
+    return job("feedback_rounding_triton", "_round_kernel", types, constants, {"num_warps": 4})
+
+
 def job(
     module: str, kernel: str, types: dict[str, str], constants: dict[str, Any], options: dict[str, int]
 ) -> dict[str, Any]:
@@ -163,6 +169,7 @@ def test_every_kernel_compiles_for_hopper() -> None:
     jobs |= {"norm": norm(False), "add norm": norm(True), "tables": tables()}
     jobs |= {"rope": rope(128, False), "rope with norms": rope(96, True)}
     jobs |= {"int4 linear": int4_product(), "int4 weight copy": int4_copy()}
+    jobs |= {"rounding with feedback": feedback_rounding()}
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE]
     done = subprocess.run(command, input=json.dumps(jobs), env=environment, capture_output=True, text=True)
