@@ -81,6 +81,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     filter(const char* logits, float* peaks, float* cutoffs, float* masses, int vocab, int loads, double scale_,
            int top_k, double top_p) {
     __shared__ Shared shared;
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
     const int row = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
     const float scale = float(scale_);
     load(logits + i64(row) * vocab * ELEMENT_BYTES, vocab, rank, loads);

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.distribution import Distribution
+from ridgeplan.kernels.launch import launch_early
 from ridgeplan.kernels.nvrtc import compiled, joined
 
 THREADS = 512
@@ -107,7 +108,8 @@ def filter_cuda(logits: Tensor, temperature: float, top_k: int | None, top_p: fl
     k = 0 if top_k is None or top_k >= vocab else top_k
     p = 1.0 if top_p is None else float(top_p)
     with torch.cuda.device(logits.device):
-        kernel(
+        launch_early(
+            kernel,
             (variant.cluster * peak.numel(), 1, 1),
             (THREADS, 1, 1),
             [logits, peak, cutoff, mass, vocab, loads, LOG2_E / temperature, k, p],

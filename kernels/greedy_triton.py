@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeplan.kernels.distribution import Greedy, Verdict
+from ridgeplan.kernels.early_triton import follow
+from ridgeplan.kernels.launch import early_launch
 from ridgeplan.kernels.sampling_cost import filter_metadata
 from ridgeplan.kernels.sampling_triton import _store_counts
 
@@ -15,8 +17,9 @@ CHUNK = 8192  # tokens of a row that one program reads
 
 
 @triton.jit(launch_metadata=filter_metadata)
-def _best_kernel(logits, peaks, places, vocab, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+def _best_kernel(logits, peaks, places, vocab, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr):
     """Of each chunk the largest logit and the first token that has it."""
+    follow(EARLY)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     values = tl.load(logits + row * vocab + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
@@ -26,7 +29,8 @@ def _best_kernel(logits, peaks, places, vocab, CHUNKS: tl.constexpr, CHUNK: tl.c
 
 
 @triton.jit
-def _join_best_kernel(peaks, places, best, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
+def _join_best_kernel(peaks, places, best, CHUNKS: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, PADDED)
     tops = tl.load(peaks + row * CHUNKS + every, mask=every < CHUNKS, other=float("-inf"))
@@ -35,7 +39,8 @@ def _join_best_kernel(peaks, places, best, CHUNKS: tl.constexpr, PADDED: tl.cons
 
 
 @triton.jit
-def _agree_kernel(best, drafted, rooms, counts, GAMMA: tl.constexpr, PADDED: tl.constexpr):
+def _agree_kernel(best, drafted, rooms, counts, GAMMA: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, PADDED)
     wanted = tl.load(best + row * (GAMMA + 1) + index, mask=index < GAMMA, other=-1)
@@ -48,12 +53,15 @@ def greedy_triton(logits: Tensor) -> Greedy:
     """See `ridgeplan.kernels.sampling.filter_logits`."""
     logits = logits.contiguous()
     lead, vocab = logits.shape[:-1], logits.shape[-1]
+    early = early_launch(logits)
     rows, chunks = lead.numel(), triton.cdiv(vocab, CHUNK)
     peaks = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
     places = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     best = torch.empty(lead, dtype=torch.int64, device=logits.device)
-    _best_kernel[(rows, chunks)](logits, peaks, places, vocab, CHUNKS=chunks, CHUNK=CHUNK, num_warps=8)
-    _join_best_kernel[(rows,)](peaks, places, best, CHUNKS=chunks, PADDED=triton.next_power_of_2(chunks), num_warps=1)
+    _best_kernel[(rows, chunks)](logits, peaks, places, vocab, CHUNKS=chunks, CHUNK=CHUNK, num_warps=8, **early)
+    _join_best_kernel[(rows,)](
+        peaks, places, best, CHUNKS=chunks, PADDED=triton.next_power_of_2(chunks), num_warps=1, **early
+    )
     return Greedy(best)
 
 
@@ -63,6 +71,6 @@ def agree_triton(target: Greedy, drafted: Tensor, room: Tensor) -> Verdict:
     counts = drafted.new_empty(rows, 3)
     _agree_kernel[(rows,)](
         target.best, drafted.contiguous(), room, counts,
-        GAMMA=gamma, PADDED=triton.next_power_of_2(gamma + 1), num_warps=1,
+        GAMMA=gamma, PADDED=triton.next_power_of_2(gamma + 1), num_warps=1, **early_launch(drafted),
     )  # fmt: skip
     return Verdict(target.best, *counts.unbind(1))

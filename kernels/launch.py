@@ -70,9 +70,10 @@ def launch_early(
         raise RuntimeError(f"the CUDA driver refused a launch of grid {grid}, block {block}: error {status}")
 
 
-def starts_early(tensor: Tensor) -> bool:
-    """Whether kernels on the device of `tensor` can be launched early: on Hopper and newer."""
-    return tensor.is_cuda and torch.version.cuda is not None and _capability(tensor.device) >= (9, 0)
+def early_launch(tensor: Tensor) -> dict[str, bool]:
+    """What a Triton kernel that begins with `follow` is launched with: early on Hopper and newer."""
+    early = tensor.is_cuda and torch.version.cuda is not None and _capability(tensor.device) >= (9, 0)
+    return {"EARLY": early, "launch_pdl": early}
 
 
 @cache

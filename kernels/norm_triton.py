@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ridgeplan.kernels.launch import starts_early
+from ridgeplan.kernels.launch import early_launch
 
 FEW_ROWS = 16  # up to which a row is cut into parts
 PART = 1024  # channels that a program then writes
@@ -84,7 +84,6 @@ def add_rms_norm_triton(hidden: Tensor, update: Tensor | None, weight: Tensor, e
     total = hidden if update is None else torch.empty_like(hidden)
     width = len(weight)
     rows, block = hidden.numel() // width, triton.next_power_of_2(width)
-    early = starts_early(hidden)
     parts = max(1, block // PART) if rows <= FEW_ROWS else 0
     _add_rms_norm_kernel[(rows, max(1, parts))](
         hidden,
@@ -96,8 +95,7 @@ def add_rms_norm_triton(hidden: Tensor, update: Tensor | None, weight: Tensor, e
         HIDDEN=width,
         BLOCK=block,
         PARTS=parts,
-        EARLY=early,
-        launch_pdl=early,
+        **early_launch(hidden),
         num_warps=max(4 if parts else 1, min(16, block // 512)),
     )
     return total, normed

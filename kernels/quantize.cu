@@ -300,6 +300,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 768 / THREADS) quantize(
     u8* value_upper, u8* value_lower, u16* value_scale, u16* value_min,
     int kv_heads, int group_capacity, int key_batch_stride, int key_head_stride, int key_stride,
     int value_batch_stride, int value_head_stride, int value_stride) {
+    // Launched early, but it lets no other start early, as attention reads codes before it waits (launch.py).
+    asm volatile("griddepcontrol.wait;" ::: "memory");
     const int batch = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads;
     const i64 slot = placed ? first_slot[batch] : i64(blockIdx.y) * GROUP;
     if (masked && !mask[batch]) return;

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.launch import launch_early
 from ridgeplan.kernels.layout import QuantizedKV
 from ridgeplan.kernels.nvrtc import compiled, joined
 
@@ -91,7 +92,8 @@ def quantize_cuda(
     ]
     strides = [stride // ALIGNMENT for tensor in (keys, values) for stride in tensor.stride()[:3]]
     with torch.cuda.device(keys.device):
-        kernel(
+        launch_early(
+            kernel,
             (batch * kv_heads, groups, 2),
             (STREAMS * out.head_dim // 8, 1, 1),
             [keys, values, group_index, *masking, *placing, *planes, kv_heads, out.groups, *strides],

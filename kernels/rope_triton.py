@@ -19,14 +19,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ridgeplan.kernels.launch import starts_early
+from ridgeplan.kernels.early_triton import follow
+from ridgeplan.kernels.launch import early_launch
 
 TABLE_BLOCK = 128  # angles of a program
 FEW_ELEMENTS = 300_000  # of all queries, keys and values: up to here small programs, which are many, end sooner
 
 
 @triton.jit(do_not_specialize=["angles"])
-def _tables_kernel(positions, frequencies, cos, sin, scale, angles, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def _tables_kernel(
+    positions, frequencies, cos, sin, scale, angles, HALF: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    follow(EARLY)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < angles
     position = tl.load(positions + at // HALF, mask=inside, other=0).to(tl.float32)
@@ -91,9 +95,7 @@ def _rope_append_kernel(
     HALF_PADDED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    follow(EARLY)
     TURNED: tl.constexpr = Q_HEADS + KV_HEADS
     ALL: tl.constexpr = TURNED + KV_HEADS
     batch = tl.program_id(1).to(tl.int64)
@@ -131,7 +133,15 @@ def rotary_tables_triton(positions: Tensor, frequencies: Tensor, scale: float) -
     cos, sin = (torch.empty(*positions.shape, half, dtype=torch.float32, device=positions.device) for _ in range(2))
     grid = (triton.cdiv(cos.numel(), TABLE_BLOCK),)
     _tables_kernel[grid](
-        positions.contiguous(), frequencies, cos, sin, float(scale), cos.numel(), HALF=half, BLOCK=TABLE_BLOCK
+        positions.contiguous(),
+        frequencies,
+        cos,
+        sin,
+        float(scale),
+        cos.numel(),
+        HALF=half,
+        BLOCK=TABLE_BLOCK,
+        **early_launch(cos),
     )
     return cos, sin
 
@@ -152,7 +162,6 @@ def rope_append_triton(
     padded = triton.next_power_of_2(head_dim)
     elements, warps = (256, 1) if qkv.numel() <= FEW_ELEMENTS else (2048, 4)
     heads = max(1, elements // padded)
-    early = starts_early(qkv)
     queries = torch.empty(batch, tokens, q_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     _rope_append_kernel[(triton.cdiv(tokens * (q_heads + 2 * kv_heads), heads), batch)](
         qkv.contiguous(),
@@ -172,8 +181,7 @@ def rope_append_triton(
         HEAD_DIM=head_dim,
         HEADS=heads,
         HALF_PADDED=padded // 2,
-        EARLY=early,
         num_warps=warps,
-        launch_pdl=early,
+        **early_launch(qkv),
     )
     return queries

@@ -20,6 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeplan.kernels.distribution import Distribution, Verdict
+from ridgeplan.kernels.early_triton import follow
+from ridgeplan.kernels.launch import early_launch
 from ridgeplan.kernels.sampling_cost import draw_metadata, filter_metadata
 
 CHUNK = 4096  # tokens of a row that one program reads
@@ -28,9 +30,19 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit(launch_metadata=filter_metadata)
 def _softmax_kernel(
-    logits, cutoffs, peaks, masses, vocab, scale, FILTERED: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr
+    logits,
+    cutoffs,
+    peaks,
+    masses,
+    vocab,
+    scale,
+    FILTERED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Of each chunk the largest logit, and relative to it the mass of those that count."""
+    follow(EARLY)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     values = tl.load(logits + row * vocab + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
@@ -44,9 +56,19 @@ def _softmax_kernel(
 
 @triton.jit
 def _join_kernel(
-    peaks, masses, peak, cutoff, mass, scale, FILTERED: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr
+    peaks,
+    masses,
+    peak,
+    cutoff,
+    mass,
+    scale,
+    FILTERED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PADDED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Joins the chunks of a row; without a filter nothing is cut off."""
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, PADDED)
     tops = tl.load(peaks + row * CHUNKS + every, mask=every < CHUNKS, other=float("-inf"))
@@ -77,8 +99,11 @@ def _store_counts(counts, row, accepted, room, GAMMA: tl.constexpr):
 
 
 @triton.jit
-def _accept_kernel(target, draft, drafted, rooms, uniform, counts, vocab, scale, draft_scale, GAMMA: tl.constexpr):
+def _accept_kernel(
+    target, draft, drafted, rooms, uniform, counts, vocab, scale, draft_scale, GAMMA: tl.constexpr, EARLY: tl.constexpr
+):
     """Counts the drafts of a row up to the first rejected one, or to what it has room for."""
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     room = tl.load(rooms + row)
     accepted = room * 0
@@ -109,9 +134,10 @@ def _weights(target, draft, accepted, row, tokens, vocab, scale, draft_scale, GA
 @triton.jit(launch_metadata=draw_metadata)
 def _weigh_kernel(
     target, draft, counts, sums, vocab, scale, draft_scale,
-    GAMMA: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    GAMMA: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sums of each chunk's weights, [rows, 2, chunks]."""
+    follow(EARLY)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     accepted = tl.load(counts + row * 3 + 1) if GAMMA > 0 else 0
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -123,9 +149,10 @@ def _weigh_kernel(
 @triton.jit
 def _pick_kernel(
     target, draft, counts, sums, drafted, uniform, out, vocab, scale, draft_scale,
-    GAMMA: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,
+    GAMMA: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Finds the chunk of a row that its uniform number falls in, then the token, which follows the accepted drafts."""
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     accepted = tl.load(counts + row * 3 + 1) if GAMMA > 0 else 0
     every = tl.arange(0, PADDED)
@@ -159,11 +186,31 @@ def softmax_triton(logits: Tensor, temperature: float, cutoff: Tensor | None) ->
     filtered, scale = cutoff is not None, LOG2_E / temperature
     cutoff = whole if cutoff is None else cutoff
     _softmax_kernel[(rows, chunks)](
-        logits, cutoff, peaks, masses, vocab, scale, FILTERED=filtered, CHUNKS=chunks, CHUNK=CHUNK, num_warps=8
+        logits,
+        cutoff,
+        peaks,
+        masses,
+        vocab,
+        scale,
+        FILTERED=filtered,
+        CHUNKS=chunks,
+        CHUNK=CHUNK,
+        num_warps=8,
+        **early_launch(logits),
     )
     padded = triton.next_power_of_2(chunks)
     _join_kernel[(rows,)](
-        peaks, masses, peak, cutoff, mass, scale, FILTERED=filtered, CHUNKS=chunks, PADDED=padded, num_warps=1
+        peaks,
+        masses,
+        peak,
+        cutoff,
+        mass,
+        scale,
+        FILTERED=filtered,
+        CHUNKS=chunks,
+        PADDED=padded,
+        num_warps=1,
+        **early_launch(logits),
     )
     return Distribution(logits, temperature, peak, cutoff, mass)
 
@@ -182,7 +229,15 @@ def judge_triton(
     round_, drafted, uniform = _Round(target, drafts), drafted.contiguous(), uniform.contiguous()
     tokens, counts = torch.empty_like(uniform, dtype=torch.int64), drafted.new_empty(len(drafted), 3)
     _accept_kernel[(len(drafted),)](
-        *round_.figures, drafted, room, uniform, counts, *round_.sizes, GAMMA=round_.gamma, num_warps=1
+        *round_.figures,
+        drafted,
+        room,
+        uniform,
+        counts,
+        *round_.sizes,
+        GAMMA=round_.gamma,
+        num_warps=1,
+        **early_launch(drafted),
     )
     _replace(round_, counts, drafted, uniform, tokens)
     return Verdict(tokens, *counts.unbind(1))
@@ -204,7 +259,7 @@ def _replace(round_: _Round, counts: Tensor | None, drafted: Tensor | None, unif
     gamma, vocab = round_.gamma, round_.sizes[0]
     rows, chunks = uniform.numel() // (gamma + 1), triton.cdiv(vocab, CHUNK)
     sums = torch.empty(rows, 2, chunks, dtype=torch.int64, device=uniform.device)
-    sizes = {"GAMMA": gamma, "CHUNKS": chunks, "CHUNK": CHUNK, "num_warps": 8}
+    sizes = {"GAMMA": gamma, "CHUNKS": chunks, "CHUNK": CHUNK, "num_warps": 8, **early_launch(uniform)}
     _weigh_kernel[(rows, chunks)](*round_.figures, counts, sums, *round_.sizes, **sizes)
     _pick_kernel[(rows,)](
         *round_.figures, counts, sums, drafted, uniform, tokens, *round_.sizes,

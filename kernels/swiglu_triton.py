@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ridgeplan.kernels.launch import starts_early
+from ridgeplan.kernels.early_triton import follow
+from ridgeplan.kernels.launch import early_launch
 
 BLOCK = 1024  # channels of a program
 WARPS = 4
@@ -18,9 +19,7 @@ WARPS = 4
 
 @triton.jit
 def _swiglu_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < WIDTH
@@ -38,7 +37,6 @@ def swiglu_triton(gate_up: Tensor) -> Tensor:
     *rows, both = gate_up.shape
     width = both // 2
     out = torch.empty(*rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    early = starts_early(gate_up)
     grid = (gate_up.numel() // both, triton.cdiv(width, BLOCK))
-    _swiglu_kernel[grid](gate_up, out, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS, EARLY=early, launch_pdl=early)
+    _swiglu_kernel[grid](gate_up, out, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS, **early_launch(gate_up))
     return out

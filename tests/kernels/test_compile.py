@@ -109,7 +109,7 @@ def rope(head_dim: int, normed: bool) -> dict[str, Any]:
 def tables() -> dict[str, Any]:
     types = dict.fromkeys(("frequencies", "cos", "sin"), "*fp32")
     types |= {"positions": "*i64", "scale": "fp32", "angles": "i32"}
-    return job("rope_triton", "_tables_kernel", types, {"HALF": 64, "BLOCK": 128}, {"num_warps": 4})
+    return job("rope_triton", "_tables_kernel", types, {"HALF": 64, "BLOCK": 128, "EARLY": True}, {"num_warps": 4})
 
 
 def dequantization(bits: int) -> dict[str, Any]:

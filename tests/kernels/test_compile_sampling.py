@@ -29,7 +29,7 @@ for name, job in json.loads(sys.stdin.read()).items():
 """
 
 FIGURES = ["*fp32", "*fp32", "*fp32"]  # peak, cutoff and mass
-SIZES = {"CHUNKS": 32, "PADDED": 32, "CHUNK": 4096, "FILTERED": True}
+SIZES = {"CHUNKS": 32, "PADDED": 32, "CHUNK": 4096, "FILTERED": True, "EARLY": True}
 ROW = {"vocab": "i32", "scale": "fp32", "draft_scale": "fp32"}
 FILTERING = dict.fromkeys(("cutoffs", "peaks", "masses", "peak", "cutoff", "mass"), "*fp32") | ROW
 
