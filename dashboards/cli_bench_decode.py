@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ridgeplan.dashboards.cli_options import OutputFile, as_json, calibration_file, options, profile_file, prompt_file
-from ridgeplan.dashboards.cli_output import print_json, print_table, progress, warnings_as_notes, write_atomically
+from ridgeplan.dashboards.cli_output import (
+    number,
+    print_json,
+    print_table,
+    progress,
+    warnings_as_notes,
+    write_atomically,
+)
 from ridgeplan.dashboards.cli_run import calibration_tokens, embedded_or
 from ridgeplan.planner.inputs import this_machine
 from ridgeplan.planner.presets import PRESETS
@@ -19,6 +27,7 @@ from ridgeplan.roofline.profile import load_profile
 from ridgeplan.validate.decode_bench import ABLATION, PLAIN, DecodeCase, suite_cases
 
 if TYPE_CHECKING:
+    from ridgeplan.validate.breakdown import Breakdown, ClassTime
     from ridgeplan.validate.decode_bench import DecodeReport, DecodeRow
 
 SUITE_WORKLOADS = ("4096x1", "32768x1", "32768x8", "98304x1", "98304x4")  # the text that comes with Python holds them
@@ -48,6 +57,7 @@ shared = options(
     click.option("--temperature", type=click.FloatRange(0), default=1.0, show_default=True),
     calibration_file,
     profile_file,
+    click.option("--breakdown", is_flag=True, help="Show what each kernel takes of a round, beside its prediction."),
     click.option("--output", type=OutputFile(), help="Where to save the results as JSON."),
     as_json,
 )
@@ -97,17 +107,21 @@ def report(
     temperature: float,
     calibration: str | None,
     profile: str | None,
+    breakdown: bool,
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Runs the cases, saves the report, and prints it."""
+    """Runs the cases, saves the report, and prints it. Raises NoBreakdown where one is asked of a CPU."""
     shape = load_shape(model_shape)
     calibrated = load_profile(profile) if profile else this_machine()
     # Importing torch takes seconds, so it waits until the options are known to be good.
+    from ridgeplan.validate.breakdown import breakdowns, require_cuda
     from ridgeplan.validate.decode_bench import bench_decode
     from ridgeplan.validate.inflated import InflatedModel
     from ridgeplan.validate.prompts import read_prompt
 
+    if breakdown:
+        require_cuda(device())
     small = embedded_or(model)
     text = read_prompt(prompt_file) if prompt_file is not None else None
     fitted = calibration_tokens(small, calibration) or ()
@@ -118,12 +132,25 @@ def report(
             inflated, cases, calibrated, new_tokens, text=text, temperature=temperature, calibration=fitted,
             on_progress=lambda what, done, total: bars.update(bar, description=what, completed=done, total=total),
         )  # fmt: skip
-    if output is not None:
-        write_atomically(output, json.dumps(found.to_dict(), indent=2, allow_nan=False) + "\n")
-    if as_json:
-        print_json(found.to_dict())
-    else:
+    data = found.to_dict()
+    save(output, data)
+    if not as_json:
         print_report(found)
+    if breakdown:
+        with warnings_as_notes():
+            rounds = breakdowns(inflated, found.rows, calibrated, new_tokens, text=text, temperature=temperature)
+        data["rows"] = [{**row, "breakdown": one.to_dict()} for row, one in zip(data["rows"], rounds, strict=True)]
+        save(output, data)
+        if not as_json:
+            print_breakdowns(found, rounds)
+    if as_json:
+        print_json(data)
+
+
+def save(output: Path | None, data: dict[str, Any]) -> None:
+    """Writes a report where one is wanted. Raises FileProblem."""
+    if output is not None:
+        write_atomically(output, json.dumps(data, indent=2, allow_nan=False) + "\n")
 
 
 def device() -> str:
@@ -141,6 +168,46 @@ def print_report(found: DecodeReport) -> None:
     )  # fmt: skip
     title = f"{found.shape} on {found.device}, temperature {found.temperature}, {found.date}"
     print_table(title, columns, map(row_texts, found.rows))
+
+
+def print_breakdowns(found: DecodeReport, rounds: Sequence[Breakdown]) -> None:
+    """A table of each case's round."""
+    for row, one in zip(found.rows, rounds, strict=True):
+        print_breakdown(row, one)
+
+
+def print_breakdown(row: DecodeRow, found: Breakdown) -> None:
+    """A table of a round's classes of operations; of those that are of no class, the kernels' names."""
+    case = row.case
+    title = f"\n{case.preset}, context {case.context}, batch {case.batch}, gamma {row.gamma}: one round"
+    columns = ("operation", "launches", "measured us", "predicted us", "other kernels")
+    print_table(title, columns, map(breakdown_texts, found.rows))
+    click.echo(
+        f"kernels {number(found.kernels_us)} us, of which {number(found.overlap_us)} us beside others; a round takes "
+        f"{number(found.round_us)} us ({number(found.traced_round_us)} us while traced), "
+        f"predicted {number(found.predicted_us)} us"
+    )
+
+
+def breakdown_texts(row: ClassTime) -> tuple[str, ...]:
+    """The cells of one class."""
+    longest = sorted(row.kernels, key=lambda name: -row.kernels[name])
+    names = ", ".join(f"{short_name(name)} {number(row.kernels[name])}" for name in longest)
+    return (
+        f"{row.part} {row.operation}",
+        f"{row.launches:.4g}",
+        number(row.measured_us),
+        number(row.predicted_us),
+        names if row.operation == "other" else "",
+    )
+
+
+def short_name(kernel: str) -> str:
+    """A kernel's name without namespaces, and of its template's arguments only a functor."""
+    plain = kernel.replace("(anonymous namespace)::", "")
+    functor = re.search(r"\w+[Ff]unctor", plain)
+    name = re.split(r"[<(]", plain)[0].split("::")[-1].removeprefix("void ")
+    return f"{name} of {functor[0]}" if functor else name
 
 
 def row_texts(row: DecodeRow) -> tuple[str, ...]:

@@ -91,9 +91,9 @@ def decode_trial(bench: Bench, reading: Reading, splits: int) -> Trial:
         KV_GROUP,
         splits,
     )
-    shape = (batch, heads.kv_heads, reading.full_tokens, heads.head_dim)
-    store = bench.randoms(2, *shape)
-    planes = _random_planes(bench, reading, len(store)) if reading.bits else None
+    variants = bench.variants(cost.read_bytes)
+    store = bench.random(variants, 2, batch, heads.kv_heads, reading.full_tokens, heads.head_dim)
+    planes = _random_codes(bench, reading, variants) if reading.bits else None
     q = bench.random(batch, reading.queries, heads.q_heads, heads.head_dim)
     begin, end, groups = (
         torch.full((batch,), value, dtype=torch.int32, device=bench.device)
@@ -104,10 +104,10 @@ def decode_trial(bench: Bench, reading: Reading, splits: int) -> Trial:
         keys, values = store[i]
         if planes is None:
             return decode_attention(q, keys, values, begin, end)
-        codes = _rows(planes, slice(i * batch, (i + 1) * batch))  # as the runtime's cache makes them, each time
+        codes = rows_of(planes, slice(i * batch, (i + 1) * batch))  # as the runtime's cache makes them, each time
         return decode_attention(q, keys, values, begin, end, codes, groups, lower=reading.bits == 8)
 
-    return Trial(reading.kind, reading.name, cost, call, len(store))
+    return Trial(reading.kind, reading.name, cost, call, variants)
 
 
 def prefill_trials(bench: Bench, heads: Iterable[Heads], tokens: Iterable[int]) -> Iterator[Trial]:
@@ -130,7 +130,7 @@ def quantize_trials(bench: Bench, heads: Iterable[Heads], tokens: Iterable[int])
         for count in tokens:
             stores = bench.randoms(2, 1, one.kv_heads, count, one.head_dim)
             codes = QuantizedKV.allocate(
-                1, one.kv_heads, count // KV_GROUP, KV_GROUP, one.head_dim, bench.device, lower=True
+                len(stores), one.kv_heads, count // KV_GROUP, KV_GROUP, one.head_dim, bench.device, lower=True
             )
             cost = ops.quantize(1, one.kv_heads, one.head_dim, count, bench.element_bytes, KV_GROUP, 2)
             name = f"{one.kv_heads} x {one.head_dim}, {count} tokens"
@@ -141,8 +141,8 @@ def gather_trials(bench: Bench, row_elements: int, rows: Iterable[int]) -> Itera
     """Scattered rows of a large table, as a sparse draft reads single tokens' keys."""
     table = bench.random(bench.pool.numel() // row_elements, row_elements)
     for count in rows:
-        index = torch.randint(len(table), (8, count), device=bench.device)
         nbytes = count * row_elements * bench.element_bytes
+        index = torch.randint(len(table), (bench.variants(nbytes), count), device=bench.device)
         cost = Cost(read_bytes=nbytes, write_bytes=nbytes)
         yield Trial("gather", f"{count} rows", cost, _gathering(table, index), len(index))
 
@@ -153,7 +153,7 @@ def _causal(q: Tensor, keys: Tensor, values: Tensor) -> Callable[[int], object]:
 
 def _quantizing(stores: Tensor, codes: QuantizedKV) -> Callable[[int], object]:
     first = torch.zeros(1, dtype=torch.int32, device=stores.device)
-    return lambda i: quantize(stores[i, 0], stores[i, 1], codes, first)
+    return lambda i: quantize(stores[i, 0], stores[i, 1], rows_of(codes, slice(i, i + 1)), first)
 
 
 def _gathering(table: Tensor, index: Tensor) -> Callable[[int], object]:
@@ -164,31 +164,28 @@ def _splits(reading: Reading, processors: int) -> int:
     return int(ops.choose_splits(reading.batch, reading.heads.kv_heads, reading.tokens, processors))
 
 
-def _random_planes(bench: Bench, reading: Reading, variants: int) -> dict[str, Any]:
+def _random_codes(bench: Bench, reading: Reading, variants: int) -> QuantizedKV:
     """Random codes of all variants that decode to about -1..1.
 
     Larger keys would make attention weights so small that CPUs slow down on their denormal numbers.
     """
-    heads = reading.heads
-    whole = QuantizedKV.allocate(
-        variants * reading.batch,
-        heads.kv_heads,
-        reading.groups,
-        KV_GROUP,
-        heads.head_dim,
-        bench.device,
-        lower=reading.bits == 8,
+    heads, lower = reading.heads, reading.bits == 8
+    rows = variants * reading.batch
+    codes = QuantizedKV.allocate(
+        rows, heads.kv_heads, reading.groups, KV_GROUP, heads.head_dim, bench.device, lower=lower
     )
-    planes = {field.name: getattr(whole, field.name) for field in fields(whole)}
     noise = bench.pool.view(torch.uint8)
-    for name, plane in planes.items():
+    for field in fields(codes):
+        plane = getattr(codes, field.name)
         if plane is not None and plane.dtype == torch.uint8:
             plane.copy_(noise[: plane.numel()].view(plane.shape))
         elif plane is not None:
-            plane.fill_(-1.0 if name.endswith("min") else 2 / 15)
-    return planes
+            plane.fill_(-1.0 if field.name.endswith("min") else 2 / 15)
+    return codes
 
 
-def _rows(planes: dict[str, Any], rows: slice) -> QuantizedKV:
-    seen: dict[str, Any] = {name: None if plane is None else plane[rows] for name, plane in planes.items()}
-    return QuantizedKV(**seen)
+def rows_of(codes: QuantizedKV, rows: slice) -> QuantizedKV:
+    """The codes of some rows of a batch; no copy."""
+    planes = {field.name: getattr(codes, field.name) for field in fields(codes)}
+    part: dict[str, Any] = {name: None if plane is None else plane[rows] for name, plane in planes.items()}
+    return QuantizedKV(**part)

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -17,21 +18,34 @@ WARM_CALLS = 1
 LEAST_CALLS = 5
 MOST_CALLS = 200
 EVICT_BYTES = 8 << 20  # more than the cores' own caches hold
-GRAPH_CALLS = 4  # timed together, in one CUDA graph
-SHORTEST_S = 1e-7  # of the calls of a graph, where the noise of clearing the cache is larger than they are
-SCRATCH_SHAPE = (1 << 16, 1 << 10)  # of float32: 256 MiB, more than any device's cache
+CUDA_ROTATE_BYTES = 600_000_000  # several times what any device's cache holds
+LEAST_CHAIN = 20  # calls of a CUDA graph
+CHAIN_BYTES = 2 << 30  # that the calls of a graph move, if at most MOST_CALLS do: half a millisecond at 4 TB/s
 RANDOM_PERIOD = 1 << 22  # elements of the pool that are drawn; the rest repeats them
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Something to time. `call(i)` runs it on variant i of `variants`; together these exceed the caches."""
+    """Something to time. `call(i)` runs it on variant i of `variants`.
+
+    What a decode step reads from memory (weights, caches) differs between variants, which together exceed the caches;
+    what it finds in the cache (activations, just written) is the same in all.
+    """
 
     kind: str
     name: str
     cost: Cost
     call: Callable[[int], object]
     variants: int = 1
+
+    @property
+    def chain(self) -> int:
+        """Calls that one CUDA graph holds: whole turns over the variants, so that each call's inputs are cold.
+
+        So many that a replay's launch is little beside them: at least LEAST_CHAIN, up to MOST_CALLS of short ones.
+        """
+        calls = min(MOST_CALLS, int(CHAIN_BYTES / max(self.cost.bytes, 1)))
+        return self.variants * max(math.ceil(LEAST_CHAIN / self.variants), calls // self.variants)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +97,6 @@ class Bench:
         return statistics.median(self._times(trial))
 
     def _times(self, trial: Trial) -> list[float]:
-        for index in range(WARM_CALLS):
-            trial.call(index % trial.variants)
         return self._cuda_times(trial) if self.device.type == "cuda" else self._host_times(trial)
 
     def _host_times(self, trial: Trial) -> list[float]:
@@ -93,6 +105,8 @@ class Bench:
         It pushes the operation's code and small data, the interpreter's too, out of the cores' own caches; calls
         in a tight loop look up to a third faster than the same calls in a step.
         """
+        for index in range(WARM_CALLS):
+            trial.call(index % trial.variants)
         stream = self.pool[: EVICT_BYTES // self.element_bytes]
         times: list[float] = []
         deadline = time.perf_counter() + self.budget_s
@@ -104,35 +118,35 @@ class Bench:
         return times
 
     def _cuda_times(self, trial: Trial) -> list[float]:
-        """As a captured round runs it: calls in one graph, with only the device's own gaps between kernels.
+        """Seconds of a call, of each replay of one CUDA graph: a chain of calls that turns over the variants.
 
-        Reading much else before each call clears the cache, as a step's stream of weights does; that alone is timed
-        apart and taken off. After a fill, calls would also wait for its lines to be written back: on an H200 that
-        adds a quarter to a product with 50 MB of weights.
+        So a decode step runs: nothing stands between its kernels, and each may start while the one before ends
+        (`ridgeplan.kernels.launch`). The host is one replay ahead, so that the device never waits for it.
         """
-        scratch = torch.zeros(SCRATCH_SHAPE, device=self.device)
-        scratch.sum(1)  # loads its kernel, which a capture must not
-        clearing_s = statistics.median(self._replays(lambda _: scratch.sum(1)))
-
-        def call(index: int) -> None:
-            scratch.sum(1)
-            trial.call(index % trial.variants)
-
-        return [max(seconds - clearing_s, SHORTEST_S) / GRAPH_CALLS for seconds in self._replays(call)]
-
-    def _replays(self, call: Callable[[int], object]) -> list[float]:
-        """Seconds of replays of a graph that holds `GRAPH_CALLS` calls."""
-        graph = captured(lambda: [call(index) for index in range(GRAPH_CALLS)])
-        times: list[float] = []
+        for index in range(trial.variants):
+            trial.call(index)
+        graph, marks = captured(lambda: _run(trial)), [_mark()]
         deadline = time.perf_counter() + self.budget_s
-        while len(times) < LEAST_CALLS or (time.perf_counter() < deadline and len(times) < MOST_CALLS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
+        while len(marks) < LEAST_CALLS + 2 or (time.perf_counter() < deadline and len(marks) < MOST_CALLS):
             graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3)
-        return times
+            marks.append(_mark())
+            marks[-2].synchronize()
+        marks[-1].synchronize()
+        # The first replay waited for its launch.
+        return [begin.elapsed_time(end) / 1e3 / trial.chain for begin, end in pairwise(marks[1:])]
+
+
+def _run(trial: Trial) -> None:
+    """The calls of a chain; none's results are kept, so each writes where the one before it wrote, as in a step."""
+    for index in range(trial.chain):
+        trial.call(index % trial.variants)
+
+
+def _mark() -> torch.cuda.Event:
+    """The device's time when it has done what was asked for so far."""
+    mark = torch.cuda.Event(enable_timing=True)
+    mark.record()
+    return mark
 
 
 def captured(body: Callable[[], object]) -> torch.cuda.CUDAGraph:

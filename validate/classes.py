@@ -12,7 +12,7 @@ import torch
 from ridgeplan.roofline.hardware import Hardware
 from ridgeplan.roofline.profile import Profile, Rates
 from ridgeplan.validate import attention_trials, linear_trials, machine, step_trials
-from ridgeplan.validate.bench import Bench, Trial
+from ridgeplan.validate.bench import CUDA_ROTATE_BYTES, Bench, Trial
 from ridgeplan.validate.calibration import Progress
 from ridgeplan.validate.dispatch import with_dispatch
 from ridgeplan.validate.fit import Ceilings, Sample, fit_rates
@@ -63,9 +63,8 @@ def _fitting(suite: Suite, place: torch.device) -> Suite:
 
 
 def _bench(place: torch.device, suite: Suite) -> Bench:
-    # On CUDA the bench itself clears the cache, so inputs need not rotate.
-    rotate_bytes = 1 if place.type == "cuda" else min(suite.pool_bytes, 2 * machine.last_cache_bytes())
-    return Bench.build(place, suite.pool_bytes, rotate_bytes, suite.trial_s)
+    cold_bytes = CUDA_ROTATE_BYTES if place.type == "cuda" else 2 * machine.last_cache_bytes()
+    return Bench.build(place, suite.pool_bytes, min(suite.pool_bytes, cold_bytes), suite.trial_s)
 
 
 def _host_link_utilization(bench: Bench, hardware: Hardware) -> float:

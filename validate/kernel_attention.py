@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ from ridgeplan.kernels.layout import QuantizedKV
 from ridgeplan.kernels.quantize import quantize
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
+from ridgeplan.validate.attention_trials import rows_of
 from ridgeplan.validate.bench import Bench
 from ridgeplan.validate.kernel_case import Case, Peers, SpeedUp, Target, fresh, relative_error
 from ridgeplan.validate.kernel_peers import attention_peers
@@ -23,6 +25,7 @@ from ridgeplan.validate.kernel_sizes import AttentionSize, VerificationSize
 
 GROUP = 128
 BUFFER_SLOTS = 200  # in full precision besides the quantized tokens, as the double buffer holds on average
+FULL_BITS = 16  # of an element in full precision
 FORMATS = {0: "full", 4: "INT4", 8: "INT8"}
 MOST_SLOWDOWN = 1.2  # of several queries against one
 ONE_QUERY = "ours, 1 query"
@@ -30,32 +33,43 @@ ONE_QUERY = "ours, 1 query"
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Queries [B, T, Hq, D] over keys and values [B, Hkv, N, D]; quantized formats hold the same N tokens as codes."""
+    """Variants of keys and values [variants, B, Hkv, N, D], and queries [B, T, Hq, D] that read each of them.
+
+    Quantized formats hold the same N tokens as codes.
+    """
 
     q: Tensor
     keys: Tensor
     values: Tensor
 
     @classmethod
-    def draw(cls, bench: Bench, size: AttentionSize | VerificationSize, queries: int) -> Inputs:
-        """Random ones of this size."""
-        store = (size.batch, size.kv_heads, size.tokens, size.head_dim)
+    def draw(cls, bench: Bench, size: AttentionSize | VerificationSize, queries: int, bits: Iterable[int]) -> Inputs:
+        """Random ones of this size, so many that in the narrowest format of `bits` they exceed the caches."""
+        shape = (size.batch, size.kv_heads, size.tokens, size.head_dim)
+        least_bits = min(width or FULL_BITS for width in bits)
+        store = (bench.variants(2 * math.prod(shape) * least_bits / 8), *shape)
         q = fresh(bench, size.batch, queries, size.q_heads, size.head_dim)
         return cls(q, fresh(bench, *store), fresh(bench, *store))
+
+    @property
+    def variants(self) -> int:
+        """Of the cache."""
+        return len(self.keys)
 
     @property
     def shape(self) -> str:
         """As the tables show it."""
         batch, queries, q_heads, head_dim = self.q.shape
         several = f", {queries} queries" if queries > 1 else ""
-        return f"{q_heads}/{self.keys.shape[1]} x {head_dim}, B{batch}, {self.keys.shape[2]} tokens{several}"
+        return f"{q_heads}/{self.keys.shape[2]} x {head_dim}, B{batch}, {self.keys.shape[3]} tokens{several}"
 
     @cached_property
     def codes(self) -> QuantizedKV:
-        """All tokens as upper and lower codes; INT4 reads the upper ones only."""
-        batch, kv_heads, tokens, head_dim = self.keys.shape
-        whole = QuantizedKV.allocate(batch, kv_heads, tokens // GROUP, GROUP, head_dim, self.keys.device, lower=True)
-        quantize(self.keys, self.values, whole, self.integers(0))
+        """All tokens of all variants, [variants * B] rows, as upper and lower codes; INT4 reads the upper ones only."""
+        keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
+        rows, kv_heads, tokens, head_dim = keys.shape
+        whole = QuantizedKV.allocate(rows, kv_heads, tokens // GROUP, GROUP, head_dim, keys.device, lower=True)
+        quantize(keys, values, whole, torch.zeros(rows, dtype=torch.int32, device=keys.device))
         return whole
 
     def integers(self, value: int) -> Tensor:
@@ -80,8 +94,8 @@ class Reading:
     @classmethod
     def of(cls, inputs: Inputs, bits: int) -> Reading:
         """`inputs` read with `bits` bits, 0 for full precision."""
-        slots = BUFFER_SLOTS if bits else inputs.keys.shape[2]
-        keys, values = (store[:, :, :slots].contiguous() for store in (inputs.keys, inputs.values))
+        slots = BUFFER_SLOTS if bits else inputs.keys.shape[3]
+        keys, values = (store[..., :slots, :].contiguous() for store in (inputs.keys, inputs.values))
         return cls(inputs, bits, keys, values, inputs.codes if bits else None)
 
     @property
@@ -93,27 +107,31 @@ class Reading:
     def visible(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """begin, end and groups of `decode_attention`."""
         whole = self.inputs.integers
-        end = self.keys.shape[2] - self.inputs.q.shape[1] + 1
+        end = self.keys.shape[3] - self.inputs.q.shape[1] + 1
         return whole(0), whole(end), whole(self.codes.groups) if self.codes else None
 
-    def __call__(self) -> Tensor:
-        return self._attend(self.keys.dtype, "auto")
+    def __call__(self, variant: int) -> Tensor:
+        return self._attend(variant, self.keys.dtype, "auto")
 
     def error(self) -> float:
         """Against the twin in float32, which reads the same codes."""
-        return relative_error(self(), self._attend(torch.float32, "twin"))
+        return relative_error(self(0), self._attend(0, torch.float32, "twin"))
 
-    def _attend(self, dtype: torch.dtype, backend: Backend) -> Tensor:
-        q, keys, values = (tensor.to(dtype) for tensor in (self.inputs.q, self.keys, self.values))
+    def _attend(self, variant: int, dtype: torch.dtype, backend: Backend) -> Tensor:
+        q, keys, values = (tensor.to(dtype) for tensor in (self.inputs.q, self.keys[variant], self.values[variant]))
         begin, end, groups = self.visible
-        lower = self.bits == 8
-        return decode_attention(q, keys, values, begin, end, self.codes, groups, lower=lower, backend=backend)
+        lower, codes = self.bits == 8, self._codes(variant)
+        return decode_attention(q, keys, values, begin, end, codes, groups, lower=lower, backend=backend)
+
+    def _codes(self, variant: int) -> QuantizedKV | None:
+        batch = len(self.inputs.q)
+        return self.codes and rows_of(self.codes, slice(variant * batch, (variant + 1) * batch))
 
     def cost(self, processors: int) -> Cost:
         """Of the attention kernel and the merge that ends it."""
-        q, keys, codes = self.inputs.q, self.keys, self.codes
+        q, keys, codes = self.inputs.q, self.keys[0], self._codes(0)
         batch, queries, q_heads, head_dim = q.shape
-        tokens = self.inputs.keys.shape[2]
+        tokens = self.inputs.keys.shape[3]
         splits = int(ops.choose_splits(batch, keys.shape[1], tokens, processors))
         quantized = codes.groups * GROUP if codes else 0
         attention = attention_cost(q, keys, codes, self.bits == 8, quantized, keys.shape[2], splits)
@@ -123,7 +141,7 @@ class Reading:
 def attention_cases(bench: Bench, sizes: Iterable[AttentionSize]) -> Iterator[Case]:
     """One query in all formats against the best attention in full precision."""
     for size in sizes:
-        inputs = Inputs.draw(bench, size, 1)
+        inputs = Inputs.draw(bench, size, 1, (bits for bits, _ in size.speedups))
         peers = attention_peers(inputs.q, inputs.keys, inputs.values)
         for bits, least in size.speedups:
             yield _case("attention", Reading.of(inputs, bits), peers, SpeedUp(least))
@@ -135,7 +153,7 @@ def verification_cases(bench: Bench, sizes: Iterable[VerificationSize]) -> Itera
     The peers in full precision mask nothing among the queries, which costs them no less.
     """
     for size in sizes:
-        inputs = Inputs.draw(bench, size, size.queries)
+        inputs = Inputs.draw(bench, size, size.queries, size.bits)
         peers = attention_peers(inputs.q, inputs.keys, inputs.values)
         one = inputs.first(1)
         for bits in size.bits:
@@ -147,4 +165,5 @@ def _case(kernel: str, reading: Reading, peers: Peers, target: Target, over: str
     device = reading.inputs.q.device
     cuda = device.type == "cuda"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else torch.get_num_threads()
-    return Case(kernel, reading.name, reading.cost(processors), reading, peers, reading.error, target, over)
+    cost, variants = reading.cost(processors), reading.inputs.variants
+    return Case(kernel, reading.name, cost, reading, peers, reading.error, target, over, variants)

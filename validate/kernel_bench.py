@@ -8,16 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
-from itertools import groupby
 from typing import Any
 
 import torch
 
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate import kernel_attention, kernel_fused, kernel_linear, kernel_quantize, kernel_sampling, machine
-from ridgeplan.validate.bench import Bench, Trial
+from ridgeplan.validate.bench import CUDA_ROTATE_BYTES, Bench
 from ridgeplan.validate.calibration import Progress
-from ridgeplan.validate.kernel_case import Call, Case, usable
+from ridgeplan.validate.kernel_case import Case, Peers, usable
 from ridgeplan.validate.kernel_sizes import FULL, KERNELS, TINY, Sizes
 
 POOL_BYTES = 2 << 30  # what the bandwidth is measured on
@@ -133,8 +132,11 @@ class KernelReport:
 
 @torch.inference_mode()
 def bench_kernels(kernels: Iterable[str] = KERNELS, on_progress: Progress | None = None) -> KernelReport:
-    """Times `kernels` at all their sizes on this machine's GPU. Raises NoCudaDevice."""
-    bench = Bench.build(_cuda_device(), POOL_BYTES, 1, TRIAL_S)
+    """Times `kernels` at all their sizes on this machine's GPU, as `Bench` does: calls chained in CUDA graphs.
+
+    Raises NoCudaDevice.
+    """
+    bench = Bench.build(_cuda_device(), POOL_BYTES, CUDA_ROTATE_BYTES, TRIAL_S)
     roof = Roof.measure(bench, MATMUL_SIZE)
     return KernelReport(
         device=torch.cuda.get_device_name(bench.device),
@@ -171,10 +173,13 @@ def cases_of(bench: Bench, sizes: Sizes, kernels: Iterable[str], on_progress: Pr
 
 def measured(bench: Bench, roof: Roof, cases: Iterable[Case]) -> Iterator[Row]:
     """A row of each case; peers that neighbouring cases share are timed once, those that do not run are left out."""
-    for peers, group in groupby(cases, key=lambda case: case.peers):
-        peers_s = {name: _median_s(bench, call) for name, call in usable(peers).items()}
-        for case in group:
-            yield row_of(case, _median_s(bench, case.call), peers_s, roof)
+    shared: Peers | None = None
+    peers_s: dict[str, float] = {}
+    for case in cases:
+        if case.peers is not shared:
+            shared = case.peers
+            peers_s = {name: bench.median_s(case.trial(call)) for name, call in usable(shared).items()}
+        yield row_of(case, bench.median_s(case.trial(case.call)), peers_s, roof)
 
 
 def row_of(case: Case, ours_s: float, peers_s: Mapping[str, float], roof: Roof) -> Row:
@@ -200,10 +205,6 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
-
-
-def _median_s(bench: Bench, call: Call) -> float:
-    return bench.median_s(Trial("bench", "a case", Cost(), lambda _: call()))
 
 
 def _cuda_device() -> torch.device:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ridgeplan.roofline.cost import Cost
-from ridgeplan.validate.bench import Bench
+from ridgeplan.validate.bench import Bench, Trial
 
 H200_BYTES_PER_S = 4.3e12  # a device copy, read and written: what targets in time are derived from
-Call = Callable[[], object]
+Call = Callable[[int], object]
 Peers = Mapping[str, Call]
 
 
@@ -57,8 +57,9 @@ Target = SpeedUp | RoofShare | Within
 class Case:
     """One kernel at one size.
 
-    cost: what all launches of `call` declare. peers: other implementations on the same inputs; cases that follow
-    each other may share them. error: runs `call` and compares with a float32 reference (`relative_error`).
+    call: `call(i)` runs it on variant i of `variants` of its inputs, see `ridgeplan.validate.bench.Trial`; so do peers.
+    cost: what all launches of a call declare. peers: other implementations on the same inputs; cases that follow
+    each other may share them. error: runs one call and compares with a float32 reference (`relative_error`).
     over: the peer that counts, by default the fastest.
     """
 
@@ -70,6 +71,11 @@ class Case:
     error: Callable[[], float]
     target: Target
     over: str | None = None
+    variants: int = 1
+
+    def trial(self, call: Call) -> Trial:
+        """What times `call`: this case's, or one of its peers'."""
+        return Trial(self.kernel, self.shape, self.cost, call, self.variants)
 
 
 def fresh(bench: Bench, *shape: int) -> Tensor:
@@ -88,7 +94,7 @@ def usable(peers: Peers) -> dict[str, Call]:
     found = {}
     for name, call in peers.items():
         try:
-            call()
+            call(0)
         except (RuntimeError, OSError, ImportError) as error:
             reason = str(error).strip().partition("\n")[0]
             warnings.warn(f"{name} does not run here and is left out: {reason}", stacklevel=2)

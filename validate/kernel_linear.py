@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import copy
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -12,8 +13,8 @@ from torch.nn import functional
 from ridgeplan.kernels.int4_weight import Int4Weight
 from ridgeplan.kernels.linear_int4 import linear_int4, linear_int4_cost
 from ridgeplan.validate.bench import Bench
-from ridgeplan.validate.kernel_case import Case, SpeedUp, fresh, relative_error
-from ridgeplan.validate.kernel_peers import tinygemm
+from ridgeplan.validate.kernel_case import Call, Case, SpeedUp, fresh, relative_error
+from ridgeplan.validate.kernel_peers import Product, tinygemm
 from ridgeplan.validate.kernel_sizes import LinearSize
 
 GROUP = 128
@@ -22,27 +23,41 @@ STEP = 0.01  # of a code, so that weights are about as large as a model's
 
 
 def linear_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[Case]:
-    """Few rows against 16-bit weights in cuBLAS, and against torch's own 4-bit product."""
+    """Few rows against 16-bit weights in cuBLAS, and against torch's own 4-bit product.
+
+    As packing takes long, variants are copies of one weight, each in memory of its own; x is the same.
+    """
     for size in sizes:
         codes = torch.randint(16, (size.outputs, size.inputs), dtype=torch.int32, device=bench.device)
         scale, zero = STEP * fresh(bench, 2, size.outputs, size.inputs // GROUP)
         weight = Int4Weight.pack(codes, scale, zero)
-        dense = weight.dequantize(bench.pool.dtype)
-        products: dict[str, Callable[[Tensor], Tensor]] = {DENSE: partial(functional.linear, weight=dense)}
+        variants = bench.variants(weight.bytes)
+        weights = [copy.deepcopy(weight) for _ in range(variants)]
+        products: dict[str, Product] = {DENSE: _dense(weight.dequantize(bench.pool.dtype), variants)}
         if bench.device.type == "cuda":
-            products["torch tinygemm"] = tinygemm(codes, scale, zero)
+            products["torch tinygemm"] = tinygemm(codes, scale, zero, variants)
         for rows, least in size.speedups:
             x = fresh(bench, rows, size.inputs)
             yield Case(
                 "linear_int4",
                 f"{rows} x {size.inputs} -> {size.outputs}",
                 linear_int4_cost(x, weight),
-                partial(linear_int4, x, weight),
+                _int4(x, weights),
                 {name: partial(product, x) for name, product in products.items()},
                 partial(_error, x, weight),
                 SpeedUp(least),
                 DENSE,
+                variants,
             )
+
+
+def _int4(x: Tensor, weights: Sequence[Int4Weight]) -> Call:
+    return lambda i: linear_int4(x, weights[i])
+
+
+def _dense(weight: Tensor, variants: int) -> Product:
+    weights = weight.repeat(variants, 1, 1)
+    return lambda x, i: functional.linear(x, weights[i])
 
 
 def _error(x: Tensor, weight: Int4Weight) -> float:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.runtime.cache import Cache
+from ridgeplan.validate.attention_trials import rows_of
 from ridgeplan.validate.bench import Bench
-from ridgeplan.validate.kernel_case import H200_BYTES_PER_S, Case, RoofShare, Within, fresh, relative_error
+from ridgeplan.validate.kernel_case import H200_BYTES_PER_S, Call, Case, RoofShare, Within, fresh, relative_error
 from ridgeplan.validate.kernel_sizes import FlushSize, QuantizeSize
 from ridgeplan.validate.toy import Toy, toy_shape
 
@@ -30,33 +31,61 @@ MOST_OF_A_ROUND = 0.03
 def quantize_cases(bench: Bench, sizes: Iterable[QuantizeSize]) -> Iterator[Case]:
     """Keys and values of whole prompts, one layer, into both planes."""
     for size in sizes:
-        keys, values = fresh(bench, 2, 1, size.kv_heads, size.tokens, size.head_dim)
-        codes = _empty_codes(keys)
-        first = torch.zeros(1, dtype=torch.int32, device=bench.device)
+        prompts = Prompts.draw(bench, size)
         yield Case(
             "quantize",
             f"{size.kv_heads} x {size.head_dim}, {size.tokens} tokens, 2 planes",
-            quantize_cost(keys, values, codes),
-            partial(quantize, keys, values, codes, first),
+            prompts.cost,
+            prompts,
             {},
-            partial(_quantize_error, keys, values, codes),
+            prompts.error,
             RoofShare(LEAST_SHARE),
+            variants=len(prompts.keys),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """Keys and values of prompts, [variants, Hkv, N, D], whose codes are rows of one batch."""
+
+    keys: Tensor
+    values: Tensor
+    codes: QuantizedKV
+    first: Tensor
+
+    @classmethod
+    def draw(cls, bench: Bench, size: QuantizeSize) -> Prompts:
+        """Random ones."""
+        shape = (size.kv_heads, size.tokens, size.head_dim)
+        variants = bench.variants(2 * math.prod(shape) * bench.element_bytes)
+        keys, values = fresh(bench, 2, variants, *shape)
+        return cls(keys, values, _empty_codes(keys), torch.zeros(1, dtype=torch.int32, device=bench.device))
+
+    def __call__(self, variant: int) -> None:
+        quantize(*self._one(variant), self.first)
+
+    @property
+    def cost(self) -> Cost:
+        """Of one prompt."""
+        return quantize_cost(*self._one(0))
+
+    def error(self) -> float:
+        """Of what the codes stand for, against the twin's."""
+        self(0)
+        keys, values, codes = self._one(0)
+        reference = _empty_codes(keys)
+        quantize(keys, values, reference, self.first, backend="twin")
+        pairs = zip(dequantize(codes, True), dequantize(reference, True, backend="twin"), strict=True)
+        return max(relative_error(ours, theirs) for ours, theirs in pairs)
+
+    def _one(self, variant: int) -> tuple[Tensor, Tensor, QuantizedKV]:
+        rows = slice(variant, variant + 1)
+        return self.keys[rows], self.values[rows], rows_of(self.codes, rows)
 
 
 def _empty_codes(keys: Tensor) -> QuantizedKV:
     batch, kv_heads, tokens, head_dim = keys.shape
     return QuantizedKV.allocate(batch, kv_heads, tokens // GROUP, GROUP, head_dim, keys.device, lower=True)
-
-
-def _quantize_error(keys: Tensor, values: Tensor, codes: QuantizedKV) -> float:
-    """Of what the codes stand for, against the twin's."""
-    first = torch.zeros(len(keys), dtype=torch.int32, device=keys.device)
-    quantize(keys, values, codes, first)
-    reference = _empty_codes(keys)
-    quantize(keys, values, reference, first, backend="twin")
-    pairs = zip(dequantize(codes, True), dequantize(reference, True, backend="twin"), strict=True)
-    return max(relative_error(ours, theirs) for ours, theirs in pairs)
 
 
 def flush_cases(bench: Bench, sizes: Iterable[FlushSize]) -> Iterator[Case]:
@@ -66,16 +95,23 @@ def flush_cases(bench: Bench, sizes: Iterable[FlushSize]) -> Iterator[Case]:
     """
     for size in sizes:
         least_round_s = 2 * size.params / H200_BYTES_PER_S
-        for flush in (Flush.build(bench, size, size.context - 1), Flush.build(bench, size, size.context)):
+        for length in (size.context - 1, size.context):
+            flushes = Flush.several(bench, size, length)
+            first = flushes[0]
             yield Case(
                 "flush",
-                f"{size.layers} layers of {size.kv_heads} x {size.head_dim}, {'taken' if flush.taken else 'not taken'}",
-                flush.cost,
-                flush,
+                f"{size.layers} layers of {size.kv_heads} x {size.head_dim}, {'taken' if first.taken else 'not taken'}",
+                first.cost,
+                _flushing(flushes),
                 {},
-                flush.error,
+                first.error,
                 Within(MOST_OF_A_ROUND * least_round_s),
+                variants=len(flushes),
             )
+
+
+def _flushing(flushes: Sequence[Flush]) -> Call:
+    return lambda i: flushes[i]()
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +131,13 @@ class Flush:
         cache.keys.copy_(fresh(bench, *cache.keys.shape))
         cache.values.copy_(fresh(bench, *cache.values.shape))
         return cls(cache, length)
+
+    @classmethod
+    def several(cls, bench: Bench, size: FlushSize, length: int) -> list[Flush]:
+        """As many as have buffers that exceed the caches."""
+        first = cls.build(bench, size, length)
+        count = bench.variants(first.cache.keys.nbytes + first.cache.values.nbytes)
+        return [first, *(cls.build(bench, size, length) for _ in range(count - 1))]
 
     @property
     def taken(self) -> bool:

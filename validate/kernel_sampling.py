@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,16 +26,25 @@ VERDICT_S, DRAW_S = 150e-6, 25e-6  # targets
 def draw_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[Case]:
     """The next token of every sequence from a draft's logits, filtering included."""
     for size in sizes:
-        drawing = Drawing(size, SPREAD * fresh(bench, size.batch, size.vocab), _uniform(bench, size.batch))
-        yield Case("draw", shape_of(size), drawing.cost, drawing, {}, drawing.error, Within(DRAW_S))
+        variants = bench.variants(size.batch * size.vocab * bench.element_bytes)
+        logits = SPREAD * fresh(bench, variants, size.batch, size.vocab)
+        drawings = [Drawing(size, row, _uniform(bench, size.batch)) for row in logits]
+        yield _case("draw", shape_of(size), drawings, DRAW_S)
 
 
 def judge_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[Case]:
     """The verdict on `gamma` drafts of every sequence from the target's logits, whose filtering it includes."""
     for size in sizes:
-        judging = Judging.build(bench, size)
-        shape = f"{shape_of(size)}, gamma {size.gamma}"
-        yield Case("judge", shape, judging.cost, judging, {}, judging.error, Within(VERDICT_S))
+        variants = bench.variants((2 * size.gamma + 1) * size.batch * size.vocab * bench.element_bytes)
+        judgings = [Judging.build(bench, size) for _ in range(variants)]
+        yield _case("judge", f"{shape_of(size)}, gamma {size.gamma}", judgings, VERDICT_S)
+
+
+def _case(kernel: str, shape: str, variants: Sequence[Drawing] | Sequence[Judging], most_s: float) -> Case:
+    first = variants[0]
+    return Case(
+        kernel, shape, first.cost, lambda i: variants[i](), {}, first.error, Within(most_s), variants=len(variants)
+    )
 
 
 def shape_of(size: SamplingSize) -> str:

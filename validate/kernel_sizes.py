@@ -141,7 +141,7 @@ FULL = Sizes(
         for shape in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
     ),
     quantize=(QuantizeSize(8, 128, 2048), QuantizeSize(8, 128, 32768)),
-    flush=(FlushSize(32, 32, 8, 128, 8.03e9, 32768),),
+    flush=(FlushSize(32, 32, 8, 128, 8.03e9, 4096),),
     norm=_LAYERS,
     rope=_LAYERS,
     swiglu=_LAYERS,

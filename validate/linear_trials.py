@@ -11,7 +11,6 @@ from ridgeplan.runtime.linear import Dense, Int4, Linear, fitting_group
 from ridgeplan.validate.bench import Bench, Trial
 
 WEIGHT_GROUP = 128
-MOST_PACKED = 16  # copies of a packed weight that a trial rotates over
 
 Shapes = Iterable[tuple[int, int]]  # outputs, inputs
 
@@ -28,8 +27,7 @@ def int4_trials(bench: Bench, shapes: Shapes, rows: Iterable[int]) -> Iterator[T
     """Products with 4-bit weights; packing takes long, so copies of one weight are rotated over."""
     for outputs, inputs in shapes:
         packed = Int4.quantize(Dense(bench.random(outputs, inputs)), WEIGHT_GROUP)
-        copies = min(MOST_PACKED, bench.variants(packed.bytes))
-        weights: list[Linear] = [copy.deepcopy(packed) for _ in range(copies)]
+        weights: list[Linear] = [copy.deepcopy(packed) for _ in range(bench.variants(packed.bytes))]
         per_parameter = weight_bytes(4, fitting_group(inputs, WEIGHT_GROUP), bench.element_bytes)
         for count in rows:
             yield _trial(bench, "linear_int4", weights, (count, inputs, outputs), per_parameter)

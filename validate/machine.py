@@ -25,23 +25,25 @@ def copy_bytes_per_s(bench: Bench) -> float:
     """Bandwidth of a large copy, or of a large sum where reading alone is faster; bytes read and written."""
     half = bench.pool.numel() // 2
     source, target = bench.pool[:half], torch.empty_like(bench.pool[:half])
-    copied = bench.seconds(Trial("copy", "half the pool", Cost(), lambda _: target.copy_(source)))
-    summed = bench.seconds(Trial("sum", "the pool", Cost(), lambda _: bench.pool.sum()))
-    return max(2 * source.nbytes / copied, bench.pool.nbytes / summed)
+    copy, read = Cost(read_bytes=source.nbytes, write_bytes=target.nbytes), Cost(read_bytes=bench.pool.nbytes)
+    copied = bench.seconds(Trial("copy", "half the pool", copy, lambda _: target.copy_(source)))
+    summed = bench.seconds(Trial("sum", "the pool", read, lambda _: bench.pool.sum()))
+    return max(copy.bytes / copied, read.bytes / summed)
 
 
 def matmul_flops(bench: Bench, size: int) -> float:
     """FLOP/s of a square product of random matrices in the type that models run in."""
     left, right = bench.random(2, size, size)
-    return 2 * size**3 / bench.seconds(Trial("matmul", str(size), Cost(), lambda _: left @ right))
+    cost = Cost(2 * size**3, left.nbytes + right.nbytes, left.nbytes)
+    return float(cost.flops / bench.seconds(Trial("matmul", str(size), cost, lambda _: left @ right)))
 
 
 def host_link_bytes_per_s(bench: Bench) -> float:
     """Bandwidth of a large copy from pinned host memory to a CUDA device."""
     host = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(host, device=bench.device)
-    copy = Trial("host link", "pinned", Cost(), lambda _: device.copy_(host, non_blocking=True))
-    return host.nbytes / bench.seconds(copy)
+    cost = Cost(write_bytes=host.nbytes)
+    return host.nbytes / bench.seconds(Trial("host link", "pinned", cost, lambda _: device.copy_(host, True)))
 
 
 def cpu_hardware(bandwidth_bytes_per_s: float, compute_flops: float) -> Hardware:

@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ridgeplan.dashboards.cli_bench_decode import SUITE_WORKLOADS
 from ridgeplan.roofline.shapes import ModelShape
 from ridgeplan.validate.toy import toy_shape
+
+CASES = (("autoregressive", 0), ("quantspec-kv", 2))
 
 
 @pytest.fixture
@@ -30,11 +33,46 @@ def test_decode_runs_plain_decoding_and_the_preset(
     assert result.exit_code == 0, result.stderr
     rows = json.loads(result.stdout)["rows"]
     assert json.loads(saved.read_text()) == json.loads(result.stdout)
-    assert [(row["preset"], row["gamma"]) for row in rows] == [("autoregressive", 0), ("quantspec-kv", 2)]
+    assert [(row["preset"], row["gamma"]) for row in rows] == list(CASES)
     assert rows[1]["measured"]["generated"] == 6
     table = invoke(*arguments).stdout
     assert "tokens/round" in table
     assert "quantspec-kv" in table
+
+
+@pytest.mark.model
+def test_a_breakdown_shows_each_class_beside_its_prediction(
+    invoke: Any, profile_path: Path, small_shape: ModelShape, smollm2: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    from ridgeplan.validate import breakdown
+
+    names = (breakdown.STAMP, breakdown.STAMP, "linear", "void at::native::fill<4, at::native::FillFunctor<int>>(int)")
+    names = (*names, "filter", breakdown.STAMP, breakdown.STAMP)
+    launches = tuple(breakdown.Launch(name, 4.0 * index, 4.0 * index + 5) for index, name in enumerate(names))
+    monkeypatch.setattr(breakdown, "require_cuda", lambda device: None)
+    monkeypatch.setattr(breakdown, "attach", lambda: None)
+    monkeypatch.setattr(breakdown, "traced", lambda *_: launches)
+    saved = tmp_path / "bench.json"
+    arguments = ["bench", "decode", "--model-shape", "toy", "--ctx", 64, "--preset", "quantspec-kv", "--gamma", 2]
+    arguments += ["--new-tokens", 4, "--profile", profile_path, "--output", saved, "--breakdown"]
+    shown = invoke(*arguments).stdout
+    titles = [f"{name}, context 64, batch 1, gamma {gamma}: one round" for name, gamma in CASES]
+    assert all(title in shown for title in titles)
+    (other,) = [line for line in shown.partition(titles[1])[2].splitlines() if "verify other" in line]
+    cells = [cell.strip() for cell in other.strip("│").split("│")]
+    assert cells[1:3] == ["2", "10"]
+    assert cells[4] == "_stamp_kernel 5, fill of FillFunctor 5"
+    assert "kernels 30 us, of which 5 us beside others; a round takes" in shown
+    rows = json.loads(saved.read_text())["rows"]
+    assert [row["breakdown"]["rounds"] for row in rows] == [1, 1]
+    heads = [part for part in rows[1]["breakdown"]["rows"] if part["operation"] == "head" and part["launches"]]
+    assert [(part["part"], part["measured_us"]) for part in heads] == [("verify", 5)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_breakdown_without_a_gpu_is_refused_before_anything_is_loaded(refuses: Any, profile_path: Path) -> None:
+    arguments = ("bench", "decode", "--model-shape", "SmolLM2-135M", "--ctx", 64, "--profile", profile_path)
+    assert "needs a CUDA device" in refuses(*arguments, "--breakdown")
 
 
 @pytest.mark.model

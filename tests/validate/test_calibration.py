@@ -18,6 +18,7 @@ from ridgeplan.roofline.profile import Profile, load_profile, user_profile_path
 from ridgeplan.validate.attention_trials import Heads, Reading, decode_trial
 from ridgeplan.validate.bench import Bench, Trial
 from ridgeplan.validate.classes import class_trials
+from ridgeplan.validate.linear_trials import int4_trials
 from ridgeplan.validate.suite import Suite, suite_for
 from ridgeplan.validate.toy import toy_shape
 
@@ -133,6 +134,19 @@ def test_variants_of_a_trial_are_different_memory(bench: Bench) -> None:
     stores = bench.randoms(64, 64)
     assert len(stores) == (1 << 20) // (64 * 64 * 4)
     assert len({store.data_ptr() for store in stores}) == len(stores)
+
+
+@pytest.mark.parametrize("bits", [0, 4, 8])
+def test_caches_that_a_trial_rotates_over_amount_to_what_is_asked(bench: Bench, bits: int) -> None:
+    trial = decode_trial(bench, Reading(Heads(3, 1, 32), 2, 2048, 1, bits), 1)
+    assert (trial.variants - 1) * trial.cost.read_bytes < bench.rotate_bytes <= trial.variants * trial.cost.read_bytes
+    results = [trial.call(variant) for variant in range(trial.variants)]
+    assert all(isinstance(result, torch.Tensor) and result.isfinite().all() for result in results)
+
+
+def test_packed_weights_rotate(bench: Bench) -> None:
+    (trial,) = int4_trials(bench, [(128, 128)], [1])
+    assert trial.variants > 100
 
 
 def test_the_clock_takes_the_undisturbed_calls(bench: Bench) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from ridgeplan.roofline.cost import Cost
+from ridgeplan.validate import bench as bench_module
 from ridgeplan.validate import (
     kernel_attention,
     kernel_bench,
@@ -19,7 +21,7 @@ from ridgeplan.validate import (
     kernel_quantize,
     kernel_sampling,
 )
-from ridgeplan.validate.bench import Bench, Trial
+from ridgeplan.validate.bench import CUDA_ROTATE_BYTES, LEAST_CALLS, LEAST_CHAIN, MOST_CALLS, Bench, Trial
 from ridgeplan.validate.kernel_bench import (
     FAMILIES,
     MOST_ERROR,
@@ -31,7 +33,7 @@ from ridgeplan.validate.kernel_bench import (
     versions,
 )
 from ridgeplan.validate.kernel_case import Case, RoofShare, SpeedUp, Target, Within, relative_error, usable
-from ridgeplan.validate.kernel_sizes import FULL, KERNELS, TINY
+from ridgeplan.validate.kernel_sizes import FULL, KERNELS, TINY, LayerSize
 
 ROOF = Roof(bytes_per_s=1e12, flops=1e15)
 pytestmark = pytest.mark.filterwarnings("ignore:SDPA cuDNN does not run here")
@@ -42,9 +44,16 @@ def bench() -> Bench:
     return Bench.build(torch.device("cpu"), 1 << 20, 1, 0.002)
 
 
+@pytest.fixture(scope="module")
+def cold() -> Bench:
+    """Asks for variants, of small caches."""
+    return Bench.build(torch.device("cpu"), 2 << 20, 1 << 20, 0.002)
+
+
 def case(target: Target, peers: tuple[str, ...] = (), over: str | None = None, error: float = 0.0) -> Case:
     """A kernel whose roof is a microsecond."""
-    return Case("k", "s", Cost(read_bytes=1e6), lambda: None, dict.fromkeys(peers, print), lambda: error, target, over)
+    cost = Cost(read_bytes=1e6)
+    return Case("k", "s", cost, lambda i: None, dict.fromkeys(peers, print), lambda: error, target, over)
 
 
 def test_every_kernel_has_a_family_and_sizes() -> None:
@@ -60,8 +69,41 @@ def test_cases_run_and_agree_with_their_references(bench: Bench, name: str) -> N
         assert one.kernel == name
         assert one.cost.bytes > 0 or one.shape.endswith("not taken")
         assert one.error() < 1e-5, one.shape
-        one.call()
+        one.call(one.variants - 1)
         assert usable(one.peers) or not one.peers
+
+
+ROTATED = {"attention", "verification", "linear_int4", "quantize", "flush", "judge", "draw"}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_weights_caches_and_logits_rotate_and_a_few_rows_of_activations_do_not(cold: Bench, name: str) -> None:
+    for one in cases_of(cold, TINY, [name]):
+        assert (one.variants > 1) == (name in ROTATED), one.shape
+        for call in (one.call, *usable(one.peers).values()):
+            call(one.variants - 1)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 512])
+@pytest.mark.parametrize("name", ["norm", "rope", "swiglu"])
+def test_activations_of_a_prompt_rotate(cold: Bench, name: str, rows: int) -> None:
+    sizes = replace(TINY, **{name: (LayerSize(64, 64, 1, 1, 64, rows),)})
+    for one in cases_of(cold, sizes, [name]):
+        assert (one.variants > 1) == (rows == 512)
+        one.call(one.variants - 1)
+        assert one.error() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["attention", "quantize"])
+def test_variants_have_data_of_their_own(cold: Bench, name: str) -> None:
+    found = next(cases_of(cold, TINY, [name]))
+    if name == "quantize":
+        for variant in range(found.variants):
+            found.call(variant)
+        results = list(found.call.codes.key_upper)
+    else:
+        results = [found.call(variant) for variant in range(found.variants)]
+    assert not any(torch.equal(results[0], other) for other in results[1:])
 
 
 def scaled(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,12 +210,13 @@ def test_rows_hold_what_json_shows(bench: Bench) -> None:
 
 
 def test_shared_peers_are_timed_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed: list[Any] = []
-    monkeypatch.setattr(kernel_bench, "_median_s", lambda _, call: float(timed.append(call) or 1e-6))
+    timed: list[Trial] = []
+    monkeypatch.setattr(Bench, "median_s", lambda _, trial: float(timed.append(trial) or 1e-6))
     rows = list(measured(bench, ROOF, cases_of(bench, TINY, ["attention"])))
     sizes, formats = len(TINY.attention), 3
     assert len(rows) == sizes * formats
     assert len(timed) == sizes * (formats + len(rows[0].peers_s))
+    assert all(trial.cost.bytes for trial in timed)
 
 
 def test_progress_names_the_chosen_kernels(bench: Bench) -> None:
@@ -183,11 +226,11 @@ def test_progress_names_the_chosen_kernels(bench: Bench) -> None:
 
 
 def test_a_peer_that_does_not_run_is_left_out() -> None:
-    def broken() -> None:
+    def broken(variant: int) -> None:
         raise RuntimeError("no such device\nand more")
 
     with pytest.warns(UserWarning, match=r"^broken does not run here and is left out: no such device$"):
-        assert list(usable({"broken": broken, "fine": list})) == ["fine"]
+        assert list(usable({"broken": broken, "fine": range})) == ["fine"]
 
 
 def test_torchs_own_int4_product_is_left_out_where_it_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +241,7 @@ def test_torchs_own_int4_product_is_left_out_where_it_has_no_kernel(monkeypatch:
     pairs = torch.zeros(16, 1)
     product = kernel_peers.tinygemm(torch.zeros(16, 32, dtype=torch.int32), pairs, pairs)
     with pytest.warns(UserWarning, match="^torch tinygemm does not run here"):
-        assert usable({"torch tinygemm": lambda: product(torch.zeros(1, 32))}) == {}
+        assert usable({"torch tinygemm": lambda i: product(torch.zeros(1, 32), i)}) == {}
 
 
 def test_versions_are_of_what_is_installed() -> None:
@@ -222,6 +265,89 @@ def test_the_median_is_above_the_quartile(bench: Bench, monkeypatch: pytest.Monk
 def test_without_a_gpu_nothing_is_measured() -> None:
     with pytest.raises(kernel_bench.NoCudaDevice, match="needs a CUDA device"):
         bench_kernels()
+
+
+@pytest.mark.parametrize(
+    ("variants", "nbytes", "calls"),
+    [
+        (1, 0, MOST_CALLS), (1, 1e5, MOST_CALLS), (1, 1e10, LEAST_CHAIN), (3, 1e10, 21), (19, 1e10, 38),
+        (68, 9e6, 136), (120, 5e6, 120), (MOST_CALLS, 1e5, MOST_CALLS),
+    ],
+)  # fmt: skip
+def test_a_chain_turns_over_all_variants_and_is_long_where_calls_are_short(
+    variants: int, nbytes: float, calls: int
+) -> None:
+    assert Trial("test", "any", Cost(read_bytes=nbytes), lambda _: None, variants).chain == calls
+
+
+@dataclass
+class FakeDevice:
+    """Runs a replay in `replay_ms`, the first one `launch_ms` after it was asked for; `log` holds what the host did."""
+
+    replay_ms: float
+    launch_ms: float
+    log: list[str] = field(default_factory=list)
+    replays: int = 0
+
+    def replay(self) -> None:
+        self.log.append("replay")
+        self.replays += 1
+
+    def mark(self) -> "FakeMark":
+        late = self.launch_ms if self.replays else 0.0
+        return FakeMark(self, self.replays, late + self.replay_ms * self.replays)
+
+
+@dataclass
+class FakeMark:
+    device: FakeDevice
+    replays: int
+    at_ms: float
+
+    def synchronize(self) -> None:
+        self.device.log.append(f"wait for {self.replays}")
+
+    def elapsed_time(self, end: "FakeMark") -> float:
+        return end.at_ms - self.at_ms
+
+
+def test_replays_queue_up_and_the_first_that_waited_for_its_launch_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, called = FakeDevice(replay_ms=4.0, launch_ms=50.0), []
+
+    def captured(body: Callable[[], object]) -> FakeDevice:
+        called.append("capture")
+        body()
+        return device
+
+    monkeypatch.setattr(bench_module, "captured", captured)
+    monkeypatch.setattr(bench_module, "_mark", device.mark)
+    there = Bench(torch.device("cuda"), torch.empty(0), 0, 0.0)
+    trial = Trial("test", "any", Cost(read_bytes=1e10), called.append, variants=3)
+    assert there.median_s(trial) == pytest.approx(4e-3 / 21)
+    assert called == [0, 1, 2, "capture", *(7 * [0, 1, 2])]
+    assert device.log[:5] == ["replay", "wait for 0", "replay", "wait for 1", "replay"]
+    assert device.replays == LEAST_CALLS + 1
+
+
+@pytest.mark.gpu
+def test_a_chain_on_cuda_reads_cold_weights() -> None:
+    """32 MB fit into an H200's cache: read again and again they take much less than in turns with others."""
+    bench = Bench.build(torch.device("cuda"), 1 << 30, CUDA_ROTATE_BYTES, 0.05)
+    weights, calls = bench.randoms(4096, 4096), []
+    x, cost = bench.random(1, 4096), Cost(read_bytes=weights[0].nbytes)
+    assert len(weights) == 18
+
+    def call(index: int) -> None:
+        calls.append(index)
+        torch.nn.functional.linear(x, weights[index])
+
+    cold = Trial("test", "cold", cost, call, len(weights))
+    cold_s = bench.median_s(cold)
+    assert calls == [*range(18), *(index % 18 for index in range(cold.chain))]
+    assert cold_s > weights[0].nbytes / 6e12
+    assert bench.median_s(Trial("test", "warm", cost, call)) < 0.9 * cold_s
 
 
 @pytest.mark.gpu
