@@ -15,6 +15,7 @@ Rules for every kernel launched this way, and for Triton's with `launch_pdl=True
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -47,7 +48,7 @@ def launch_early(
     kernel: Any,
     grid: tuple[int, int, int],
     block: tuple[int, int, int],
-    args: list[Tensor | int | float],
+    args: Sequence[Tensor | int | float],
     shared_bytes: int = 0,
 ) -> None:
     """Launches a kernel of `torch.cuda._compile_kernel` on the current stream, early if the one before permits.

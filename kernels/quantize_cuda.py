@@ -78,8 +78,8 @@ def quantize_cuda(
     groups = tokens // GROUP if first_slot is None else 1
     group_index = group_index.contiguous()
     # Where there is no mask or no slot, any pointer will do.
-    masking = [group_index, 0] if mask is None else [mask.contiguous(), 1]
-    placing = [group_index, 0] if first_slot is None else [first_slot.contiguous(), 1]
+    masking: list[Tensor | int] = [group_index, 0] if mask is None else [mask.contiguous(), 1]
+    placing: list[Tensor | int] = [group_index, 0] if first_slot is None else [first_slot.contiguous(), 1]
     planes = [
         out.key_upper,
         out.key_upper if out.key_lower is None else out.key_lower,
