@@ -5,8 +5,10 @@
 // Rows of the batch that see nothing have no units, so no block meets them.
 __device__ __forceinline__ void clear_empty_rows(const Lengths& lengths, u16* out, int row_elements) {
     for (int b = blockIdx.x; b < lengths.batch; b += gridDim.x)
-        for (int i = threadIdx.x; i < row_elements && lengths.units(b) == 0; i += THREADS)
-            out[i64(b) * row_elements + i] = 0;
+        if (lengths.units(b) == 0) {
+            wait_for_previous();
+            for (int i = threadIdx.x; i < row_elements; i += THREADS) out[i64(b) * row_elements + i] = 0;
+        }
 }
 
 // What a warp copies of each group: a half of its codes (INT8: a plane), its scales or its minima.
@@ -31,14 +33,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
     __shared__ Source source;  // here for want of registers
     __shared__ int2 segments;  // the row's first and last share
     __shared__ i64 barriers[ITEMS];
-    const u32 beside = shared_address(space) + ITEMS * ITEM_BYTES;
-    const Lane me(beside, beside + QUERY_BYTES);
+    let_next_start();
+    const Lane me(shared_address(space) + ITEMS * ITEM_BYTES);
 
     const Lengths lengths{begin, end, groups, batch, kv_heads, queries, capacity, group_capacity};
     const Work work(lengths, gridDim.x, me.lane);
     if (folds) clear_empty_rows(lengths, out, queries * kv_heads * ratio * HEAD_DIM);
-    if (blockIdx.x >= work.shares) return;
-    Ring ring{shared_address(space), shared_address(barriers), me.warp, me.lane, 0, 0, 0, 0, 0, {}};
+    if (blockIdx.x >= work.shares) return wait_for_previous();  // no kernel ends before those that came before it
+    const u32 items = Lane::opaque(shared_address(space)), full = Lane::opaque(shared_address(barriers));
+    Ring ring{items, full, me.warp, me.lane, 0, 0, 0, 0, 0, {}};
     ring.init();
 
     int unit = work.first_unit(blockIdx.x), start;
@@ -47,8 +50,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
     while (unit < stop) {
         const int row_units = lengths.units(b), kv_head = (unit - start) / row_units;
         const int row_start = start + kv_head * row_units, to = min(row_units, stop - row_start);
-        const i64 flat = i64(b) * kv_heads + kv_head, first_group = flat * group_capacity;
-        const int visible = lengths.visible_groups(b), first_slot = begin[b], rows_used = ratio * queries;
+        const int flat = b * kv_heads + kv_head;
+        const i64 first_group = i64(flat) * group_capacity;
+        const int visible = lengths.visible_groups(b), first_slot = lengths.first_slot(b), rows_used = ratio * queries;
         if (threadIdx.x == 0)
             source = Source{{keys + (i64(b) * key_batch_stride + i64(kv_head) * key_head_stride) * 8,
                              values + (i64(b) * value_batch_stride + i64(kv_head) * value_head_stride) * 8},
@@ -58,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
             rows.query[row] = query * q_query_stride + head * q_head_stride;
             rows.out[row] = (query * kv_heads * ratio + head) * HEAD_DIM;
             rows.top[row] = 0;
-            rows.limit[row] = min(end[b] + query, capacity);
+            rows.limit[row] = min(lengths.own_slot(b) + query, capacity);
         }
         __syncthreads();
         const int at = unit - row_start;
@@ -68,6 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
                    value_part + first_group * Ring::part_step(me.warp, true), visible, at, to);
         if (threadIdx.x == 0 && folds)  // while the first copies are under way
             segments = make_int2(work.share_of(row_start), work.share_of(row_start + row_units - 1));
+        wait_for_previous();
         const u16* own_q = q + (i64(b) * q_batch_stride + i64(kv_head) * ratio * q_head_stride) * 8;
         State state;
         state.clear();
@@ -82,15 +87,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
         const Results results{partial, sums, out + (i64(b) * queries * kv_heads + kv_head) * ratio * HEAD_DIM,
                               rows_used};
         const int count = folds ? segments.y - segments.x + 1 : 0;
-        store_segment(state, rows, results, count == 1 ? -1 : blockIdx.x + flat, me);
+        store_segment(state, rows, results, count == 1 ? -1 : int(blockIdx.x) + flat, me);
         if (!folds && threadIdx.x == 0) {
             if (unit == row_start) shares[flat].x = blockIdx.x;
             if (to == row_units) shares[flat].y = blockIdx.x;
         }
         if (count > 1 && arrives_last(arrived + flat, count))
-            for (int row = me.warp; row < rows_used; row += WARPS)
-                Merged(results, segments.x + flat, row, 0, 1, count, me.lane)
-                    .store(results.out + rows.out[row], me.lane);
+            for (int i = threadIdx.x; i < rows_used * ROW_LANES; i += THREADS)
+                Merged(results, segments.x + flat, i / ROW_LANES, 0, 1, count, i % ROW_LANES)
+                    .store(results.out + rows.out[i / ROW_LANES], i % ROW_LANES);
         __syncthreads();
         unit = row_start + to;
         if (unit < stop && unit - start == row_units * kv_heads) {
@@ -103,28 +108,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
 #endif
 
 #ifdef ENTRY_MERGE
-constexpr int MERGE_WARPS = 16;
+constexpr int MERGE_PARTS = 16;
 
-// One block per query row and KV head, whose warps take every sixteenth segment.
+// One block per query row and KV head, parts of which take every sixteenth segment.
 // out: [batch, queries, heads, HEAD_DIM].
-extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS) merge(
+extern "C" __global__ void __launch_bounds__(MERGE_PARTS * ROW_LANES) merge(
     float* partial, float* sums, const int2* shares, const int* begin, const int* end, const int* groups, u16* out,
     int batch, int kv_heads, int ratio, int queries, int capacity, int group_capacity
 ) {
-    __shared__ Merged merged[MERGE_WARPS][32];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = blockIdx.x;
+    __shared__ Merged merged[MERGE_PARTS][ROW_LANES];
+    const int lane = threadIdx.x % ROW_LANES, part = threadIdx.x / ROW_LANES, row = blockIdx.x;
     const int flat = blockIdx.y, b = flat / kv_heads, kv_head = flat % kv_heads;
+    let_next_start();
+    wait_for_previous();
     const Lengths lengths{begin, end, groups, batch, kv_heads, queries, capacity, group_capacity};
     const int2 met = shares[flat];  // unwritten where the row sees nothing
     const int count = lengths.units(b) ? met.y - met.x + 1 : 0, first = count ? met.x : 0;
     const Results results{partial, sums, out, ratio * queries};
-    Merged own(results, first + flat, row, warp, MERGE_WARPS, count, lane);
-    merged[warp][lane] = own;
+    Merged own(results, first + flat, row, part, MERGE_PARTS, count, lane);
+    merged[part][lane] = own;
     __syncthreads();
-    if (warp > 0) return;
+    if (part > 0) return;
 #pragma unroll
-    for (int w = 1; w < MERGE_WARPS; w++) {
-        const Merged& other = merged[w][lane];
+    for (int i = 1; i < MERGE_PARTS; i++) {
+        const Merged& other = merged[i][lane];
         own.rescale(fmaxf(own.best, other.best));
         own.add(exp2_of(other.best - own.best), other.total, other.acc);
     }

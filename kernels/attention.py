@@ -31,7 +31,10 @@ def decode_attention(
     first groups[b] quantized groups, as INT8 when `lower`, else as INT4. scale: of the scores, by default
     D ** -0.5. splits: parts a row's tokens are cut into on CUDA, by default filled to the machine.
 
-    Query heads of one KV head and all T queries share a tile, so KV is read once. Raises ValueError when the
+    Query heads of one KV head and all T queries share a tile, so KV is read once. On CUDA the call may begin before
+    earlier kernels of the stream have ended, where those permit it (see `ridgeplan.kernels.launch`): q, keys and values
+    are read only after that, but begin, end, groups and codes at once. So what writes these must not let the next
+    kernel start early, and at least one more kernel should stand between. Raises ValueError when the
     heads do not divide, shapes disagree, or `lower` is asked of upper-only codes.
     """
     _check(q, keys, values, codes, groups)

@@ -150,32 +150,29 @@ __device__ __forceinline__ void refer_codes(float (&x)[2][TILES][4], const Rows&
 __device__ __forceinline__ void add_values(State& state, u32 item, const Lane& me) {
     Codes<OUT_TILES, 4> codes;
     codes.load(item + me.value_codes, 8 * GROUP / 2, 16 * GROUP / 2);
-    float offsets[TILES][2][4] = {};
+    // Where a warp has one tile, its products are two chains, as each waits for the one before.
+    constexpr bool CHAINS = OUT_TILES * TILES == 1;
+    float other[OUT_TILES][TILES][4] = {};
 #pragma unroll
     for (int w = 0; w < 4; w++) {
         u32 a[OUT_TILES][2][4];
         codes.unpack_word(a, w);
 #pragma unroll
-        for (int i = 0; i < 2 * OUT_TILES && BITS == 8; i++) centre(a[i / 2][i % 2]);
+        for (int i = 0; i < 2 * OUT_TILES; i++) centre(a[i / 2][i % 2]);
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
             u32 b[4];
-            load_matrices(b, me.weights + (t * WARPS + w) * 512);
+            load_matrices(b, me.weights() + t * WEIGHT_BYTES + w * 512);
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const u32 offset = h ? HIGH_OFFSET : LOW_OFFSET;
-                if (BITS == 4) mma_half(offsets[t][h], offset, offset, offset, offset, b[2 * h], b[2 * h + 1]);
+            for (int h = 0; h < 2; h++)
 #pragma unroll
                 for (int m = 0; m < OUT_TILES; m++)
-                    mma_half(state.out[m][t], a[m][0][2 * h], a[m][1][2 * h], a[m][0][2 * h + 1], a[m][1][2 * h + 1],
-                             b[2 * h], b[2 * h + 1]);
-            }
+                    mma_half(CHAINS && h ? other[m][t] : state.out[m][t], a[m][0][2 * h], a[m][1][2 * h],
+                             a[m][0][2 * h + 1], a[m][1][2 * h + 1], b[2 * h], b[2 * h + 1]);
         }
     }
 #pragma unroll
-    for (int i = 0; i < 4 * TILES * OUT_TILES && BITS == 4; i++)
-        state.out[i / 4 % OUT_TILES][i / (4 * OUT_TILES)][i % 4] +=
-            offsets[i / (4 * OUT_TILES)][0][i % 4] + offsets[i / (4 * OUT_TILES)][1][i % 4];
+    for (int i = 0; i < 4 && CHAINS; i++) state.out[0][0][i] += other[0][0][i];
 }
 
 // Attends to groups `at` to `stop` of a row, whose queries are the `count` from `q` on.

@@ -14,35 +14,41 @@ stages weights before it knows whether a score outgrew the running reference: on
 rare group that needs it is done again.
 
 Numerics. Queries are brought to [-1, 1] by a power of two per row before they meet a group's key scales (fp16
-scales are at most 65504, so nothing overflows), weights carry 2 ** 5, value scales are divided by a running power
-of two; the codes' offsets cancel against products of the same rounded operands, in fp32 (INT8 values are centred
-exactly instead). Sums of weights, and of weights times centres, are ordinary fp32 additions.
+scales are at most 65504, so nothing overflows), weights carry 2 ** 5, value scales are divided by a running power of
+two. Codes of values are centred exactly before they are multiplied; what codes of keys hold too much cancels within a
+group, against products of the same rounded operands, in fp32. Sums of weights, and of weights times centres, are
+ordinary fp32 additions.
+
+Launches are early ones (see launch.py): before earlier kernels have ended a block reads lengths and fills its ring with
+codes, so that memory is busy while those end. Everything else waits.
 
 Calls of one variant on one device must not overlap (on several streams, say): they share the counters of arrivals.
 
-Log on one H200 (one query, 32/8 heads of 128, 128k tokens and a buffer of 200 unless said, calls in a graph with a
-cache-clearing fill between; cuDNN in bf16 without the buffer takes 0.134 ms):
-- a first design gave each warp, or a team of two for 17 to 32 rows, groups of its own. INT4 0.048, INT8 0.077; for
-  32 rows both warps of a team unpacked every code: 8 queries predicted 1.2 times one query, measured 1.75 (0.135).
-- tokens and channels split over the warps of a block as above: predicted 8 queries 0.100, measured 0.114, as the
-  kernel executed 1310 instructions of a warp per group, where 780 were counted by hand: addresses computed anew in
-  each group, copies prepared by one warp while three waited.
-- addresses kept from the compiler's rematerialization, every warp copying a part of its own, two resident blocks
-  without spills instead of three for 32 rows, one packed maximum of half weights instead of one of scores: 1050
-  instructions; predicted 0.100, measured 0.106 to 0.112 (one query 0.081), where copies alone take 0.083. Loading
-  codes into registers before the barriers: slower (0.113). The merge of 66 segments of 32 rows takes 0.006.
-- more resident blocks for one query and INT4: predicted faster by a tenth with five or six, measured the same or
-  slower (0.053, 0.055). Without any arithmetic the copies take 0.048: from 128k to 512k tokens time grows at
-  4.24 TB/s, and of what is fixed a call of 128 tokens takes 8.5 us, 4.5 of them between the first and the last
-  instruction, mostly latencies of cold memory and cold instructions. cuDNN's call has about 14 us beyond its bytes.
-- the merge by the last block: at 32 rows of the batch of 4k tokens 66 us became 57, then 55 with the segments
-  counted while the first copies are under way. For 66 segments it is slower than a second kernel (0.057 for 0.054).
-- INT4's values cancelled by one product instead of centred pair by pair: predicted a twelfth fewer instructions and
-  0.050, measured no difference (0.054), so what INT4 still lacks is no matter of instructions.
-- full precision through the same ring: predicted equal to cuDNN, measured 1.08 with tokens copied 16 bytes a thread,
-  which stalls the copying warps when memory is busy, then 1.06 (0.1415; 0.137 against 0.1325 for 32 rows of 4k) with a
-  bulk copy per token. Four blocks a multiprocessor are slower than three. At head_dim 64, where a token is 128 bytes,
-  bulk copies per token are the slower way (9/3 heads, 64 rows of 4k, INT8: 0.044 against 0.041): still to be split.
+Log on one H200 (one query, 32/8 heads of 128, 128k tokens and a buffer of 200 unless said; us). First, with a fill that
+clears the cache between calls (cuDNN in bf16 without the buffer takes 134):
+- groups of its own for each warp, or a team of two for 17 to 32 rows, both of which unpacked every code: INT4 48, INT8
+  77; 8 queries predicted 1.2 times one query, measured 1.75 (135).
+- tokens and channels split over the warps of a block as above: 8 queries predicted 100, measured 114. Addresses kept
+  from the compiler's rematerialization, every warp copying a part of its own, two blocks without spills: 106 to 112.
+- codes loaded into registers before the barriers: slower. Five or six blocks for INT4: no faster.
+- the merge by the last block: 32 rows of 4k tokens 66, then 55. For 66 segments a second kernel is faster (54, 57).
+- full precision through the same ring: 1.08 of cuDNN with 16 bytes copied by a thread, 1.06 with a bulk copy per token.
+Then in a chain of calls over rotating inputs of 700 MB in one graph (cuDNN 127; 32/32 heads, 256k: 944):
+- INT4's values cancelled by one product of the weights, as before, were wrong by 0.9 to 1.5% from 64k tokens on, since
+  tensor cores truncate large sums. Centred pair by pair: 0.18%, and no slower.
+- early launches: predicted 5 to 6 less, measured 43 for 48 (INT4), 47 for 53 (32 rows of 4k), 10 for 13 (14/2 heads of
+  64, 16 rows of 4k). But blocks that start as others end crowd on the processors that empty first: grids of two thirds
+  of the resident blocks, chosen to divide rows evenly, became slower by up to a fifth. So grids are nearly full.
+- full precision in bulk copies of eight tokens: predicted cuDNN's time, measured 1.07 as before (1018 at 256k), as
+  copies whose lines in shared memory and in memory do not match move more. Padded by 64 bytes, though ldmatrix then has
+  conflicts: 991; keys read without it: 985; two blocks instead of three: 980, and 129 at 128k. Not padded: 1367. Hints
+  to evict first: nothing.
+- 8 queries and INT8 (103; one query 70): eight warps a block, predicted 85, measured 117 (more instructions by two
+  fifths, more issued by a sixth); three blocks, 110; scaling the next group's queries among the products of values,
+  102, but one query slower by 2%. One mma takes 6 to 7 cycles of a scheduler and 24 to finish, so a third of the time;
+  a warp issues every 5 cycles, of which 1.3 are fixed latencies, 0.6 shared memory, 0.6 copies, 0.4 tensor cores.
+- head_dim 64: five to eight blocks for INT4, units of 64 full-precision tokens: no faster. A call has 6 to 9 beyond
+  what grows with tokens: the wait for the last kernel's end, queries, one unit, partials, their merge.
 """
 
 from dataclasses import dataclass
@@ -52,20 +58,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.launch import launch_early
 from ridgeplan.kernels.layout import QuantizedKV
 from ridgeplan.kernels.nvrtc import compiled, joined
 
 GROUP = 128
 HEAD_DIMS = (64, 128)
 MAX_ROWS = 64  # query rows (query heads of a KV head times queries) of one block
-WARPS = 4
-MERGE_WARPS = 16
+THREADS = 128
+MERGE_PARTS = 16
 BLOCKS = {8: 3, 16: 3, 32: 2, 64: 2}  # resident per multiprocessor, by rows
+FILLED = 0.9  # of the resident blocks, at least
 MAX_BLOCKS = 65535  # so that the kernel cuts its work in 32-bit arithmetic
 RESERVED_BYTES = 1024  # of a block's shared memory, for the driver
 MAX_ITEMS = 12  # of a ring: more hide no more latency
 ALIGNMENT = 8  # elements of 16 bytes: the least that bulk copies move
-FOLDED_ROWS = 128  # partial rows of a KV head that its last block merges; more are left to a kernel of their own
+FOLDED = 16384  # elements of partials of a KV head that its last block merges; more are left to a kernel of their own
 FOLDED_HEADS = 4096  # counters of arrived blocks: (batch row, KV head) pairs whose merge may be folded in
 SOURCES = ("instructions", "work", "softmax", "codes", "slots", "results")
 
@@ -81,13 +89,23 @@ class Variant:
 
     @property
     def blocks(self) -> int:
-        """Resident blocks per multiprocessor; four hide the latencies of INT4, whose units are short."""
-        return 4 if self.bits == 4 and self.rows == 8 else BLOCKS[self.rows]
+        """Resident blocks per multiprocessor.
+
+        Four hide the latencies of INT4, whose units are short; full precision, all copies, takes few and deep rings.
+        """
+        if self.bits == 0:
+            return 2 if self.head_dim == 128 or self.rows == 64 else 3
+        return 4 if self.rows == 8 and (self.bits == 4 or self.head_dim == 128) else BLOCKS[self.rows]
+
+    @property
+    def slots(self) -> int:
+        """Full-precision tokens of a unit: about the bytes of a group."""
+        return 32 if self.bits == 4 else 64
 
     @property
     def item_bytes(self) -> int:
         """One item of the ring: a group's keys or values with metadata, or as much of full-precision tokens."""
-        return (32 if self.bits == 4 else 64) * (2 * self.head_dim + 16)
+        return self.slots * 2 * self.head_dim + 512
 
     def items(self, block_bytes: int) -> int:
         """Depth of the ring in a block that may use `block_bytes` of shared memory."""
@@ -110,6 +128,7 @@ class Variant:
             "TILES": self.rows // 8,
             "BLOCKS": self.blocks,
             "ITEMS": items,
+            "SLOTS": self.slots,
         }
         return [f"-D{name}={value}" for name, value in macros.items()] + [f"-DENTRY_{entry.upper()}"]
 
@@ -121,7 +140,6 @@ class Kernels:
     attend: Any
     merge: Any
     shared_bytes: int
-    processors: int
     resident: int  # blocks that the device holds at once
     arrived: Tensor  # a zero per (batch row, KV head), which calls leave zero
 
@@ -144,8 +162,8 @@ def _kernels(variant: Variant, device: torch.device) -> Kernels | None:
     if attend is None or merge is None:
         return None
     arrived = torch.zeros(FOLDED_HEADS, dtype=torch.int32, device=device)
-    processors = properties.multi_processor_count
-    return Kernels(attend, merge, variant.shared_bytes(items), processors, variant.blocks * processors, arrived)
+    resident = variant.blocks * properties.multi_processor_count
+    return Kernels(attend, merge, variant.shared_bytes(items), resident, arrived)
 
 
 def _variant(q: Tensor, keys: Tensor, codes: QuantizedKV | None, lower: bool) -> Variant:
@@ -176,12 +194,13 @@ def _aligned(tensor: Tensor) -> bool:
     return strides[-1] == 1 and tensor.data_ptr() % 16 == 0 and not any(s % ALIGNMENT for s in strides[:-1])
 
 
-def _blocks(kernels: Kernels, kv_rows: int) -> int:
-    """As many as the device holds; fewer where rows of one length then divide evenly and processors stay full."""
-    processors = kernels.processors
-    even = kernels.resident // kv_rows * kv_rows
-    filled = even / (-(-even // processors) * processors) if even > processors else 0
-    return even if filled >= 0.9 else kernels.resident
+def _blocks(resident: int, kv_rows: int) -> int:
+    """As many as the device holds, or a few less where rows of one length then divide evenly.
+
+    Not many less: blocks that start early, as those before them end, would crowd on some processors.
+    """
+    even = resident // kv_rows * kv_rows
+    return even if even >= FILLED * resident else resident
 
 
 def _planes(codes: QuantizedKV | None, absent: Tensor) -> list[Tensor]:
@@ -217,9 +236,9 @@ def decode_attention_cuda(
     batch, queries, q_heads, head_dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
     kv_rows, rows = batch * kv_heads, q_heads // kv_heads * queries
-    blocks = min(MAX_BLOCKS, _blocks(kernels, kv_rows) if splits is None else splits * kv_rows)
+    blocks = min(MAX_BLOCKS, _blocks(kernels.resident, kv_rows) if splits is None else splits * kv_rows)
     segments = blocks + kv_rows  # a block's share meets a new row at most once per row
-    folds = kv_rows <= FOLDED_HEADS and -(-blocks // kv_rows) * rows <= FOLDED_ROWS
+    folds = kv_rows <= FOLDED_HEADS and -(-blocks // kv_rows) * rows * head_dim <= FOLDED
     lengths = [begin.contiguous(), end.contiguous(), begin if groups is None else groups.contiguous()]
     shape = [batch, kv_heads, q_heads // kv_heads, queries, capacity, 0 if codes is None else codes.groups]
     strides = [s // ALIGNMENT for tensor in (q, keys, values) for s in tensor.stride()[:3]]
@@ -229,12 +248,14 @@ def decode_attention_cuda(
     out = torch.empty(batch, queries, q_heads, head_dim, dtype=q.dtype, device=q.device)
     written = [partial, sums, shares, out, kernels.arrived]
     with torch.cuda.device(q.device):
-        kernels.attend(
+        launch_early(
+            kernels.attend,
             (blocks, 1, 1),
-            (32 * WARPS, 1, 1),
+            (THREADS, 1, 1),
             [q, keys, values, *lengths, *written, *_planes(codes, q), *shape, *strides, int(folds), float(scale)],
             kernels.shared_bytes,
         )
         if not folds:
-            kernels.merge((rows, kv_rows, 1), (32 * MERGE_WARPS, 1, 1), [partial, sums, shares, *lengths, out, *shape])
+            merged: list[Tensor | int] = [partial, sums, shares, *lengths, out, *shape]
+            launch_early(kernels.merge, (rows, kv_rows, 1), (MERGE_PARTS * head_dim // 4, 1, 1), merged)
     return out

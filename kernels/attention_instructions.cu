@@ -2,7 +2,7 @@
 //
 // Compiled with -D: HEAD_DIM (64, 128), BITS (0 no codes, 4 upper codes, 8 upper and lower), BF16 (dtype of q, keys,
 // values and out: 1 bfloat16, 0 float16), TILES (8-row tiles of query rows), BLOCKS (resident per multiprocessor),
-// ITEMS (depth of the ring).
+// ITEMS (depth of the ring), SLOTS (full-precision tokens of a unit, 32 or 64).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -18,9 +18,13 @@ constexpr int STEPS = HEAD_DIM / 16;      // products that contract all channels
 constexpr int OUT_TILES = HEAD_DIM / 64;  // 16-channel tiles of the output that a warp owns
 constexpr int PLANE_BYTES = GROUP * HEAD_DIM / 2;
 constexpr int CODE_BYTES = PLANE_BYTES * (BITS / 4);
-constexpr int SLOTS = BITS == 4 ? 32 : 64;     // full-precision tokens of a unit: about the bytes of a group
-constexpr int SLOT_PITCH = 2 * HEAD_DIM + 16;  // padded: ldmatrix then meets every bank once
-constexpr int ITEM_BYTES = SLOTS * SLOT_PITCH;
+constexpr int SLOT_BYTES = 2 * HEAD_DIM;
+// A unit's tokens lie in eight pieces, each of which one bulk copy may fill. What is read together is of one place in
+// several pieces, so these are padded: half a line of banks is enough for 16-byte reads of keys to meet no bank twice,
+// ldmatrix of values needs 16 bytes. But copies across lines are slow: where copies are all, it has to bear conflicts.
+constexpr int PIECE = SLOTS / 8;
+constexpr int KEY_PITCH = PIECE * SLOT_BYTES + 64, VALUE_PITCH = PIECE * SLOT_BYTES + (BITS ? 16 : 64);
+constexpr int ITEM_BYTES = SLOTS * SLOT_BYTES + 512;
 constexpr int QUERY_BYTES = ROWS * HEAD_DIM * 2;
 constexpr u32 ALL = 0xFFFFFFFFu;
 #define MASKED __int_as_float(0xFF800000)  // minus infinity
@@ -29,16 +33,17 @@ constexpr float LIFT = 5.0f;  // weights are stored times 2^5, so that fp16 reso
 // A reference may be outgrown by 2^8 before sums are rescaled: to 2^13, as a half and as a bfloat16.
 constexpr u32 HEADROOM_HALF = 0x7000, HEADROOM_BF16 = 0x4600;
 
-static_assert(CODE_BYTES + 512 <= ITEM_BYTES || BITS == 0, "codes and metadata fit an item");
+static_assert(BITS == 0 || CODE_BYTES + 512 <= ITEM_BYTES, "codes and metadata fit an item");
+static_assert(8 * KEY_PITCH <= ITEM_BYTES, "full-precision tokens fit an item");
 
 __device__ __forceinline__ u32 hmul2(u32 a, u32 b) {
     u32 d;
     asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
-__device__ __forceinline__ u32 hfma2(u32 a, u32 b, u32 c) {
+__device__ __forceinline__ u32 hadd2(u32 a, u32 b) {
     u32 d;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    asm("add.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
 __device__ __forceinline__ u32 half2_of(float low, float high) {
@@ -74,13 +79,13 @@ __device__ __forceinline__ void mma_half(float (&d)[4], u32 a0, u32 a1, u32 a2, 
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ void mma_element(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+__device__ __forceinline__ void mma_element(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #if BF16
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 #else
-    mma_half(d, a[0], a[1], a[2], a[3], b0, b1);
+    mma_half(d, a0, a1, a2, a3, b0, b1);
 #endif
 }
 
@@ -141,6 +146,10 @@ __device__ __forceinline__ void bulk_copy(u32 to, const void* from, int bytes, u
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier) : "memory");
 }
+// Programmatic dependent launch (see launch.py): the next kernel's blocks may move in as soon as there is room; kernels
+// before this one have ended, and what they wrote is seen.
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Ordinary accesses of shared memory before this are ordered before bulk copies after it.
 __device__ __forceinline__ void fence_for_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -167,15 +176,16 @@ __device__ __forceinline__ void unpack(u32 (&pairs)[4], u32 upper, u32 lower) {
         pairs[3] = masked_or(upper >> 8, 0x00F000F0u);
     }
 }
-// The centred codes of unpacked INT8 values, exactly: 16 (U - 8) + L.
+// The centred codes of unpacked values, exactly: INT8 16 (U - 8) + L; INT4 U - 8, from [2] on times 16. Offsets left in
+// would have to cancel in sums over all tokens, which tensor cores truncate.
 __device__ __forceinline__ void centre(u32 (&pairs)[4]) {
+    constexpr u32 LOW = BITS == 8 ? 0xE488E488u : 0xE408E408u;  // - 1160, - 1032
+    constexpr u32 HIGH = BITS == 8 ? LOW : 0xE480E480u;         // - 1160, - 1152
 #pragma unroll
-    for (int i = 0; i < 4; i++) pairs[i] = hfma2(pairs[i], 0x3C003C00u, 0xE488E488u);  // - 1160
+    for (int i = 0; i < 4; i++) pairs[i] = hadd2(pairs[i], i < 2 ? LOW : HIGH);
 }
-// INT4 values are not centred pair by pair, as instructions are what INT4 is short of: a product of the same weights
-// with these (- 1032, - 1152) cancels what the codes hold too much, in fp32.
-constexpr u32 LOW_OFFSET = 0xE408E408u, HIGH_OFFSET = 0xE480E480u;
-// The same for keys and queries.
+// What codes of keys hold too much is cancelled within a group, in sums over the channels: by a product of the same
+// scaled queries with this.
 constexpr u32 KEY_OFFSET = BITS == 8 ? 0xD408D408u : 0xE400E400u;  // - 1032 / 16 (16 U + L remains), - 1024
 // From two words of adjacent halves (0,1) (2,3) to the order in which `unpack` leaves the codes.
 __device__ __forceinline__ u32 pair_first(u32 x0, u32 x1) { return __byte_perm(x0, x1, 0x5410); }

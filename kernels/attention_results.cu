@@ -48,9 +48,9 @@ __device__ __forceinline__ void store_segment(
     }
 }
 
-// A warp's merge of some of a row's segments; a lane holds OWN adjacent channels.
+// The merge of some of a row's segments by ROW_LANES threads; a lane of them holds OWN adjacent channels.
 struct Merged {
-    static constexpr int OWN = HEAD_DIM / 32;
+    static constexpr int OWN = 4;
     static constexpr int BATCHED = 8;  // partials in flight together: merging is all latency
     float best, total, acc[OWN];
 
@@ -77,13 +77,8 @@ struct Merged {
         }
     }
     __device__ __forceinline__ static void load(float (&x)[OWN], const float* from) {  // from L2: others wrote it
-        if constexpr (OWN == 4) {
-            const float4 y = __ldcg(reinterpret_cast<const float4*>(from));
-            x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
-        } else {
-            const float2 y = __ldcg(reinterpret_cast<const float2*>(from));
-            x[0] = y.x, x[1] = y.y;
-        }
+        const float4 y = __ldcg(reinterpret_cast<const float4*>(from));
+        x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
     }
     __device__ __forceinline__ void rescale(float next) {
         const float fade = exp2_of(best - next);
@@ -99,11 +94,11 @@ struct Merged {
     }
     __device__ __forceinline__ void store(u16* out, int lane) const {
         const float norm = total > 0 ? 1 / total : 0;
-#pragma unroll
-        for (int i = 0; i < OWN; i += 2)
-            reinterpret_cast<u32*>(out + OWN * lane)[i / 2] = element2_of(acc[i] * norm, acc[i + 1] * norm);
+        *reinterpret_cast<uint2*>(out + OWN * lane) =
+            make_uint2(element2_of(acc[0] * norm, acc[1] * norm), element2_of(acc[2] * norm, acc[3] * norm));
     }
 };
+constexpr int ROW_LANES = HEAD_DIM / Merged::OWN;
 
 // True in the block that arrives last of `count`, which then sees what the others wrote. The counter wraps to zero.
 __device__ __forceinline__ bool arrives_last(u32* arrived, int count) {

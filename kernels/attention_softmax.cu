@@ -6,6 +6,7 @@
 constexpr int PARTS = TILES >= 4 ? 1 : 4 / TILES < WORDS ? 4 / TILES : WORDS;  // warps that share a tile's scaling
 constexpr int OWN_TILES = TILES > 4 ? TILES / 4 : 1;                           // tiles of queries that a warp scales
 constexpr int OWN_WORDS = WORDS / PARTS;
+constexpr int WEIGHT_BYTES = 8 * 2 * GROUP;  // of a tile's staged weights
 
 // What the warps of a block tell each other of the query rows.
 struct Rows {
@@ -27,23 +28,19 @@ struct Lane {
     u32 key_codes;      // of a keys' item: codes of its first token
     u32 value_pairs;    // of a values' item: scale of its first token
     u32 value_codes;    // of a values' item: codes of its first channel
-    u32 slot_keys;      // of an item of full-precision keys, for ldmatrix
-    u32 slot_values;    // of an item of full-precision values, for ldmatrix
     u32 queries;        // staged queries: its part of the first fragment
-    u32 weights;        // staged weights: its part of the first fragment
 
-    __device__ __forceinline__ Lane(u32 staged_queries, u32 staged_weights)
+    __device__ __forceinline__ explicit Lane(u32 staged)
         : warp(__shfl_sync(ALL, int(threadIdx.x) / 32, 0)), lane(threadIdx.x % 32) {
         const int g = lane / 4, c = lane % 4;
         scales = opaque(CODE_BYTES + 8 * (WORDS * c + warp % PARTS * OWN_WORDS));
         key_codes = opaque(first_token() * (HEAD_DIM / 2) + 4 * WORDS * c);
         value_pairs = opaque(CODE_BYTES + 2 * first_token());
         value_codes = opaque((16 * OUT_TILES * warp + g) * (GROUP / 2) + 16 * c);
-        slot_keys = opaque((16 * warp + lane % 16) * SLOT_PITCH + (lane / 16) * 16);
-        slot_values = opaque((lane % 8 + lane / 16 * 8) * SLOT_PITCH + lane / 8 % 2 * 16 + 32 * OUT_TILES * warp);
-        queries = opaque(staged_queries + 16 * lane);
-        weights = opaque(staged_weights + 16 * lane);
+        queries = opaque(staged + 16 * lane);
     }
+    // Staged weights: its part of the first fragment.
+    __device__ __forceinline__ u32 weights() const { return queries + QUERY_BYTES; }
     // Row g + 8r of a warp's score tile h is token first_token + r + 64h of the group: the tokens whose
     // value codes column c = g / 2 of the lanes holds as 16 consecutive bytes, in the order `unpack` leaves them.
     __device__ __forceinline__ int first_token() const {
@@ -175,7 +172,7 @@ __device__ __forceinline__ void exchange_weights(
                     weights[i] = hmul2(weights[i], hmul2(tokens->scale[i / 2][i % 2], units[i / 2]));
                 }
             }
-            store_matrices_transposed(me.weights + (t * WARPS + me.warp) * 512, weights);
+            store_matrices_transposed(me.weights() + t * WEIGHT_BYTES + me.warp * 512, weights);
             // Summed up here, or the compiler carries all weights across the barrier and spills.
             asm volatile("" : "+f"(total[t][0]), "+f"(total[t][1]), "+f"(tail[t][0]), "+f"(tail[t][1]));
         }

@@ -4,10 +4,13 @@ struct Lengths {
     const int *begin, *end, *groups;
     int batch, kv_heads, queries, capacity, group_capacity;
 
-    __device__ int visible_groups(int b) const { return BITS ? min(groups[b], group_capacity) : 0; }
-    __device__ int last_slot(int b) const { return min(end[b] + queries - 1, capacity); }
+    // Read around the caches of a multiprocessor, which may be older than the kernels that let this one start early.
+    __device__ int first_slot(int b) const { return __ldcg(begin + b); }
+    __device__ int own_slot(int b) const { return __ldcg(end + b); }  // one past the first query's own token
+    __device__ int visible_groups(int b) const { return BITS ? min(__ldcg(groups + b), group_capacity) : 0; }
+    __device__ int last_slot(int b) const { return min(own_slot(b) + queries - 1, capacity); }
     __device__ int units(int b) const {  // of one KV head: quantized groups, then SLOTS full-precision tokens each
-        const int slots = max(last_slot(b) - begin[b], 0);
+        const int slots = max(last_slot(b) - first_slot(b), 0);
         return visible_groups(b) + (slots + SLOTS - 1) / SLOTS;
     }
 };
@@ -82,15 +85,18 @@ struct Ring {
         return warp < 2 ? PLANE_BYTES : 2 * (value ? GROUP : HEAD_DIM);
     }
     // Starts on units `first` to `last` of a row with all but one of the items in flight; `keys`, `values`: this warp's
-    // parts of its groups.
+    // parts of its groups. Codes are copied before earlier kernels have ended, tokens of full precision after.
     __device__ __forceinline__ void start(
         const Source& source, const u8* keys, const u8* values, int visible, int first, int last
     ) {
         unit = first, stop = last, groups = visible;
         from[0] = keys + i64(first) * part_step(warp, false), from[1] = values + i64(first) * part_step(warp, true);
 #pragma unroll 1
-        for (int i = 0; i < (ITEMS - 1) / 2; i++) copy_next<false>(source), copy_next<true>(source);
-        if (ITEMS % 2 == 0) copy_next<false>(source);
+        for (int i = 0; i < ITEMS / 2; i++) {
+            if (unit >= groups) wait_for_previous();
+            copy_next<false>(source);
+            if (2 * i + 2 < ITEMS) copy_next<true>(source);
+        }
     }
     // In a unit, what to copy after the barrier that follows reading the last values, then after that of the keys.
     __device__ __forceinline__ void copy_over_values(const Source& source) { copy_next<ITEMS % 2 == 0>(source); }
@@ -116,15 +122,17 @@ struct Ring {
         }
         from[VALUE] += part_step(warp, VALUE);
     }
-    // Slots past the last repeat it: their weight is zero, and what is multiplied by it must be a number.
+    // Adjacent tokens are copied a piece at a time, as bulk copies take long to issue. Slots past the last repeat it:
+    // their weight is zero, and what is multiplied by it must be a number.
     template <bool VALUE> __device__ __forceinline__ void copy_slots(u32 to, u32 barrier, const Source& source) const {
         constexpr int OWN = SLOTS / WARPS;
-        const int row = warp * OWN + lane;
-        const int slot = min(source.first + (unit - groups) * SLOTS + row, source.last - 1);
-        if (lane == 0) barrier_expect(barrier, OWN * 2 * HEAD_DIM);
+        const int first = source.first + (unit - groups) * SLOTS + warp * OWN;
+        const int step = source.stride[VALUE] == HEAD_DIM && first + OWN <= source.last ? PIECE : 1, row = lane * step;
+        if (lane == 0) barrier_expect(barrier, OWN * SLOT_BYTES);
         __syncwarp();
-        if (lane < OWN)
-            bulk_copy(to + row * SLOT_PITCH, source.slots[VALUE] + i64(slot) * source.stride[VALUE], 2 * HEAD_DIM,
-                      barrier);
+        if (row >= OWN) return;
+        const int slot = min(first + row, source.last - 1), piece = warp * OWN / PIECE + row / PIECE;
+        bulk_copy(to + piece * (VALUE ? VALUE_PITCH : KEY_PITCH) + row % PIECE * SLOT_BYTES,
+                  source.slots[VALUE] + i64(slot) * source.stride[VALUE], step * SLOT_BYTES, barrier);
     }
 };

@@ -159,8 +159,8 @@ def predict_all(
 def _parts(shape: ModelShape, machine: Machine, strategy: Strategy, count: int) -> tuple[Part, ...]:
     own = {
         "prefill": prefill_rates(machine),
-        "draft": draft_rates(strategy),
-        "target": target_rates(strategy),
+        "draft": draft_rates(machine, strategy),
+        "target": target_rates(machine, strategy),
     }
     passes = pass_ops(shape, machine, strategy)
     return tuple(_part(name, ops, machine, own[name], count) for name, ops in passes.items())

@@ -37,6 +37,8 @@ def strategy_of(plan: Plan, shape: ModelShape, machine: Machine, acceptance: flo
         target_weight_bytes=weight_bytes(weights.target_bits, weights.group, full_bytes),
         draft_weight_bytes=weight_bytes(weights.draft_bits, weights.group, full_bytes),
         has_draft_weights=int(weights.draft_differs),
+        target_dense=int(weights.target_bits == 16),
+        draft_dense=int(weights.draft_bits == 16),
         draft_head_bytes=weight_bytes(head_bits, weights.group, machine.element_bytes),
         target_linear=machine.rates[linear_kind(weights.target_bits)],
         draft_linear=machine.rates[linear_kind(weights.draft_bits)],

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.numbers import larger, where
 from ridgeplan.roofline.passes import Op
 from ridgeplan.roofline.profile import Profile
+
+# Rows up to which the runtime's dense products have kernels of their own, on a device and on a host.
+DEVICE_FEW_ROWS, HOST_FEW_ROWS = 16, 64
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Machine:
     host_link_bytes_per_s: Term
     element_bytes: Term
     processors: Term
+    few_rows: Term  # of a dense product: more are the library's, as in prefill
 
     @classmethod
     def of(cls, profile: Profile) -> Machine:
@@ -53,6 +57,7 @@ class Machine:
             host_link_bytes_per_s=hardware.host_link_bytes_per_s * profile.host_link_utilization,
             element_bytes=hardware.element_bytes,
             processors=hardware.processors,
+            few_rows=DEVICE_FEW_ROWS if profile.asynchronous else HOST_FEW_ROWS,
         )
 
     def seconds(self, cost: Cost, rates: RateTerms) -> Term:
@@ -80,6 +85,11 @@ class Machine:
         per_layer_s = self.layer_dispatch_s if layer_dispatch_s is None else layer_dispatch_s
         host = self.pass_dispatch_s + layers * per_layer_s
         return where(self.asynchronous, larger(device, host), device + host)
+
+
+def either(condition: Term, yes: RateTerms, no: RateTerms) -> RateTerms:
+    """`yes` where the 0-or-1 term `condition` is 1, else `no`."""
+    return RateTerms(*(where(condition, getattr(yes, f.name), getattr(no, f.name)) for f in fields(RateTerms)))
 
 
 # Every class of kernels that a pass or a round launches.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost, Term
-from ridgeplan.roofline.latency import Machine, RateTerms
+from ridgeplan.roofline.latency import Machine, RateTerms, either
 from ridgeplan.roofline.numbers import larger, smaller
 from ridgeplan.roofline.passes import PassTerms, decode_pass, quantized_tokens
 from ridgeplan.roofline.shapes import ModelShape
@@ -46,11 +46,11 @@ def round_at(shape: ModelShape, machine: Machine, strategy: Strategy, context: T
     target = decode_pass(shape, target_terms(machine, strategy, context))
     key_bytes = strategy.batch * tokens * shape.kv_elements_per_token_per_layer / 2 * machine.element_bytes
     draft_s = (
-        machine.pass_seconds(draft, draft_rates(strategy), shape.layers)
+        machine.pass_seconds(draft, draft_rates(machine, strategy), shape.layers)
         + _scoring_seconds(machine, key_bytes * strategy.draft_step_keys)
         + sampling_seconds(shape, machine, strategy.batch)
     )
-    target_s = machine.pass_seconds(target, target_rates(strategy), shape.layers)
+    target_s = machine.pass_seconds(target, target_rates(machine, strategy), shape.layers)
     scored_s = target_s + _scoring_seconds(machine, key_bytes * strategy.target_step_keys)
     return Round(
         gamma=strategy.gamma,
@@ -81,14 +81,30 @@ def draft_terms(machine: Machine, strategy: Strategy, context: Term) -> PassTerm
     return _pass_terms(machine, strategy, 1, tokens, strategy.draft_bits, weights)
 
 
-def target_rates(strategy: Strategy) -> dict[str, RateTerms]:
-    """Rates of the target's linear layers and attention; its head is full precision, a class of its own."""
-    return {"linear": strategy.target_linear, "attention": strategy.target_attention}
+def target_rates(machine: Machine, strategy: Strategy) -> dict[str, RateTerms]:
+    """Rates of the target's linear layers, head (which is full precision) and attention."""
+    rows = strategy.batch * strategy.queries
+    return {
+        "linear": _product_rates(machine, rows, strategy.target_dense, strategy.target_linear),
+        "head": _product_rates(machine, rows, 1, machine.rates["head"]),
+        "attention": strategy.target_attention,
+    }
 
 
-def draft_rates(strategy: Strategy) -> dict[str, RateTerms]:
+def draft_rates(machine: Machine, strategy: Strategy) -> dict[str, RateTerms]:
     """Rates of the draft's linear layers, head and attention."""
-    return {"linear": strategy.draft_linear, "head": strategy.draft_head, "attention": strategy.draft_attention}
+    rows, dense = strategy.batch, strategy.draft_dense
+    return {
+        "linear": _product_rates(machine, rows, dense, strategy.draft_linear),
+        "head": _product_rates(machine, rows, dense, strategy.draft_head),
+        "attention": strategy.draft_attention,
+    }
+
+
+def _product_rates(machine: Machine, rows: Term, dense: Term, few: RateTerms) -> RateTerms:
+    """Rates of a product: those calibrated with `few` rows, or where a dense one has more, those of prefill."""
+    beyond = dense * smaller(larger(rows - machine.few_rows, 0), 1)
+    return either(beyond, machine.rates["prefill_linear"], few)
 
 
 def prefill_rates(machine: Machine) -> dict[str, RateTerms]:

@@ -24,6 +24,8 @@ class Strategy:
     target_weight_bytes: Term
     draft_weight_bytes: Term
     has_draft_weights: Term
+    target_dense: Term  # weights of 16 bits; so those of drafts, head included
+    draft_dense: Term
     draft_head_bytes: Term  # the target's head is full precision
     target_linear: RateTerms
     draft_linear: RateTerms

@@ -1,4 +1,4 @@
-"""Linear layers: dense, and 4-bit weights on the package's CUDA kernels or torch's CPU kernel."""
+"""Linear layers: dense and 4-bit weights, on the package's CUDA kernels or torch's CPU kernels."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.kernels.int4_weight import Int4Weight
+from ridgeplan.kernels.linear_dense import linear_dense
 from ridgeplan.kernels.linear_int4 import linear_int4
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.weight_quantizer import quantize_weight
@@ -27,7 +28,7 @@ class Dense:
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.numel() // x.shape[-1]
         if rows > THIN_ROWS or x.is_cuda or x.dtype != torch.float32:
-            return functional.linear(x, self.weight, self.bias)
+            return linear_dense(x, self.weight, self.bias)
         out = _thin_product(x.reshape(rows, -1), self.weight).view(*x.shape[:-1], -1)
         return out if self.bias is None else out + self.bias
 

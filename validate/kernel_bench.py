@@ -28,7 +28,8 @@ PACKAGES = ("ridgeplan", "torch", "triton", "flashinfer-python")
 FAMILIES: Mapping[str, Callable[[Bench, Any], Iterator[Case]]] = {
     "attention": kernel_attention.attention_cases,
     "verification": kernel_attention.verification_cases,
-    "linear_int4": kernel_linear.linear_cases,
+    "linear_int4": kernel_linear.int4_cases,
+    "linear_dense": kernel_linear.dense_cases,
     "quantize": kernel_quantize.quantize_cases,
     "flush": kernel_quantize.flush_cases,
     "norm": kernel_fused.norm_cases,

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from ridgeplan.kernels.int4_weight import Int4Weight
 from ridgeplan.kernels.linear_int4 import linear_int4, linear_int4_cost
-from ridgeplan.kernels.linear_int4_cuda import fits, source
-from ridgeplan.kernels.linear_int4_plan import LEAST_ITEMS, MAX_ROWS, RESERVED_BYTES, SPLITS, Machine, make_plan
+from ridgeplan.kernels.linear_int4_cuda import fits
+from ridgeplan.kernels.linear_int4_plan import MAX_ROWS, make_plan
+from ridgeplan.kernels.linear_launch import source
+from ridgeplan.kernels.linear_plan import BESIDE_BYTES, RESERVED_BYTES, SIZES, Machine
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.passes import weight_bytes
 
-H200 = Machine(shared_bytes=228 * 1024, clusters=(132, 66, 30))
+H200 = Machine(shared_bytes=228 * 1024, clusters=(132, 66, 30, 15))
 SHAPES = [(16, 256, 256), (23, 384, 128), (40, 192, 64), (1, 96, 32)]  # outputs, inputs, group
 
 
@@ -110,11 +112,15 @@ def test_blocks_fit_a_multiprocessor(rows: int, outputs: int, inputs: int) -> No
     group = next(group for group in (128, 64, 32) if inputs % group == 0)
     plan = make_plan(rows, outputs, inputs, group, True, H200)
     assert plan is not None
-    assert plan.items >= LEAST_ITEMS
-    assert plan.chunk_rows <= min(rows, 8 * plan.variant.tiles)
-    cut = plan.variant.cut
-    assert cut.blocks * (plan.shared_bytes + RESERVED_BYTES) <= H200.shared_bytes
-    assert plan.clusters * plan.chunks <= cut.blocks * H200.clusters[SPLITS.index(cut.splits)]  # all resident at once
+    assert plan.items >= plan.cut.least_items >= 2
+    assert 1 <= plan.calm <= plan.items
+    assert 1 <= plan.flight <= plan.items
+    assert plan.chunk_rows <= min(rows, 8 * plan.tiles)
+    assert plan.shared_bytes + RESERVED_BYTES + BESIDE_BYTES <= H200.shared_bytes
+    size = plan.cut.splits * plan.shares
+    assert plan.groups % plan.shares == 0
+    assert plan.groups * plan.cut.splits * plan.chunks <= size * H200.clusters[SIZES.index(size)]  # resident at once
+    assert plan.groups * plan.own_tiles * 16 >= outputs
 
 
 def test_inputs_beyond_shared_memory_have_no_plan() -> None:
@@ -127,9 +133,9 @@ def test_compiles_for_hopper_without_spills(group: int, rows: int, inputs: int, 
     plan = make_plan(rows, 4096, inputs, group, rows > 1, H200)
     assert plan is not None
     whole = tmp_path / "linear.cu"
-    whole.write_text(source(), encoding="utf-8")
+    whole.write_text(source(plan.weights.source), encoding="utf-8")
     target = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v", "-cubin"]
-    command = ["nvcc", *target, *plan.variant.options, str(whole), "-o", str(tmp_path / "linear.cubin")]
+    command = ["nvcc", *target, *plan.options, str(whole), "-o", str(tmp_path / "linear.cubin")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
@@ -181,3 +187,34 @@ def test_a_captured_product_follows_its_inputs() -> None:
         x.normal_()
         graph.replay()
         assert torch.equal(out, linear_int4(x, weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, 16, 40])
+def test_dependent_products_wait_for_each_other(rows: int) -> None:
+    """x -> y -> x -> ... through weights of several shapes, back to back in one graph, against one at a time."""
+    sizes = [4096, 6144, 4096, 4096, 14336, 4096, 1024] * 6
+    weights = []
+    for inputs, outputs in zip(sizes, sizes[1:] + sizes[:1], strict=True):
+        codes = torch.randint(16, (outputs, inputs), device="cuda")
+        scale = torch.full((outputs, inputs // 128), 0.2 / inputs**0.5, device="cuda")
+        weights.append(Int4Weight.pack(codes, scale, scale / 2))
+    first = torch.randn(rows, sizes[0], device="cuda", dtype=torch.bfloat16)
+
+    def chain(synchronize: bool) -> list[Tensor]:
+        found = [first]
+        for weight in weights:
+            found.append(linear_int4(found[-1], weight))
+            if synchronize:
+                torch.cuda.synchronize()
+        return found
+
+    chain(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = chain(False)
+    for _ in range(20):
+        first.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(results, chain(True), strict=True))

@@ -1,4 +1,11 @@
-// The instructions of linear_int4.cu, which follows this in one source and explains the macros.
+// Part 1 of 4 of the CUDA linear kernels (see linear_launch.py): instructions that C++ has no word for.
+//
+// Compiled with -D: BF16 (dtype of x, bias and y: 1 bfloat16, 0 float16), TILES (8-row tiles of x per block), SPLITS
+// (blocks of a cluster, which cut the inputs between them: 1, 2, 4, 8), SHARES (blocks of a cluster, which fetch x
+// together), X_PARTS (in which x arrives), WARPS (that multiply, per block), ITEM_INPUTS (of 16 outputs, in one slot of
+// the ring), MOST_ITEMS (slots), and for 4-bit weights GROUP (256, 128, 64, 32 inputs per scale).
+
+#define CLUSTER (SPLITS * SHARES)
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -6,6 +13,12 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+// True in one lane of a whole warp; the compiler then needs no loop over lanes around instructions of uniform operands.
+__device__ __forceinline__ bool elected() {
+    u32 one;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p; }" : "=r"(one));
+    return one;
+}
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 template <int N> __device__ __forceinline__ void load_words(u32 (&x)[N], const u8* from) {
     if constexpr (N == 4) {
@@ -42,8 +55,8 @@ __device__ __forceinline__ u16 element_of(float x) {
     else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(e) : "f"(x));
     return e;
 }
-__device__ __forceinline__ void barrier_init(u64* barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void barrier_init(u64* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 // Before bulk copies may count on the barriers.
 __device__ __forceinline__ void fence_barrier_init() {
@@ -53,6 +66,9 @@ __device__ __forceinline__ void barrier_expect(u64* barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
 __device__ __forceinline__ void barrier_wait(u64* barrier, u32 phase) {
     u32 done;
     do {
@@ -60,17 +76,39 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, u32 phase) {
                      : "=r"(done) : "r"(shared_address(barrier)), "r"(phase) : "memory");
     } while (!done);
 }
-__device__ __forceinline__ void bulk_copy(u8* to, const u8* from, int bytes, u64* barrier) {
+__device__ __forceinline__ bool barrier_passed(u64* barrier, u32 phase) {
+    u32 done;
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(shared_address(barrier)), "r"(phase) : "memory");
+    return done;
+}
+__device__ __forceinline__ void bulk_copy(u32 to, const u8* from, int bytes, u64* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes),
+                 ::"r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes),
                  "r"(shared_address(barrier)) : "memory");
 }
+// To the same place in the first `blocks` blocks of a cluster, each of which counts on its own barrier there.
+__device__ __forceinline__ void bulk_copy_shared(u32 to, const u8* from, int bytes, u64* barrier, int blocks) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1], %2, [%3], %4;"
+                 ::"r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(barrier)),
+                 "h"(u16((1 << blocks) - 1)) : "memory");
+}
+// The block's start: the warp that has set up the barriers goes on, all others wait for it.
+__device__ __forceinline__ void start_announce() {
+    asm volatile("bar.arrive 2, %0;" ::"n"(32 * (WARPS + 2)) : "memory");
+}
+__device__ __forceinline__ void start_wait() { asm volatile("bar.sync 2, %0;" ::"n"(32 * (WARPS + 2)) : "memory"); }
+__device__ __forceinline__ void multipliers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory"); }
+// Programmatic dependent launch: what came before has written all it will; what comes next may take free room.
+__device__ __forceinline__ void previous_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void next_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 // A barrier of a cluster, in halves: before it is complete its blocks may not have started, or may have ended.
 __device__ __forceinline__ void cluster_arrive() {
-    if (SPLITS > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() {
-    if (SPLITS > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 // Stores where `to` is, but in the shared memory of the cluster's block `rank`.
 __device__ __forceinline__ void store_remote(float* to, int rank, float x) {

@@ -1,0 +1,220 @@
+// Part 3 of 4 of the CUDA linear kernels: who does what in a block.
+//
+// WARPS warps multiply, one copies weights, one fetches x, adds up and stores. They meet at barriers in shared memory
+// only, so that a warp may run ahead by as many items as the ring holds and by BUFFERS row tiles. One lane arrives for
+// its warp, after __syncwarp (a chain that compute-sanitizer's racecheck does not follow).
+
+constexpr int TILE_FLOATS = 16 * COLUMNS;  // sums of a row tile
+constexpr int BUFFERS = 2;                 // of row tiles' sums
+constexpr int COPIER = WARPS, ADDER = WARPS + 1, THREADS = 32 * (WARPS + 2);
+
+// What a block takes of the product: row tiles first, first + stride, ... of W, `units` units of the inputs from
+// `begin` on, and `rows` rows of x.
+struct Part {
+    int first, stride, tiles, begin, units, rows;
+
+    __device__ __forceinline__ int own_tiles() const { return first < tiles ? (tiles - first - 1) / stride + 1 : 0; }
+    __device__ __forceinline__ int items_per_tile() const { return (units + ITEM_UNITS - 1) / ITEM_UNITS; }
+    // Of each part in which x arrives; whole items.
+    __device__ __forceinline__ int units_per_x_part() const {
+        return X_PARTS == 1 ? units : (items_per_tile() + X_PARTS - 1) / X_PARTS * ITEM_UNITS;
+    }
+};
+
+struct Barriers {
+    u64 full[MOST_ITEMS], empty[MOST_ITEMS];  // slots of the ring
+    u64 summed[BUFFERS], spent[BUFFERS];      // buffers of sums
+    u64 x[X_PARTS];
+
+    // For one warp.
+    __device__ __forceinline__ void init(int items, int lane) {
+        if (lane < items) barrier_init(full + lane, 1), barrier_init(empty + lane, WARPS);
+        if (lane < BUFFERS) barrier_init(summed + lane, WARPS), barrier_init(spent + lane, 1);
+        if (lane < X_PARTS) barrier_init(x + lane, 1);
+        fence_barrier_init();
+        __syncwarp();
+    }
+};
+
+// A place in a ring and the parity of its barrier's phase.
+struct Turn {
+    int at;
+    u32 phase;
+
+    __device__ __forceinline__ void next(int count) {
+        if (++at == count) at = 0, phase ^= 1;
+    }
+};
+
+// An item of a block's part: `unit` counts from the part's begin.
+struct Cursor {
+    int tile, unit;
+
+    __device__ __forceinline__ int count(const Part& part) const { return min(ITEM_UNITS, part.units - unit); }
+    __device__ __forceinline__ void next(const Part& part) {
+        if ((unit += ITEM_UNITS) >= part.units) unit = 0, tile += part.stride;
+    }
+};
+
+// ---------------------------------------------------------------- the copier
+
+// For one lane: every item of the part, as slots become free. Weights are constant, so it does not wait for earlier
+// kernels. As long as x is awaited only `calm` items are under way at once, then `flight`: a flood of copies would
+// delay x and all that happens before it.
+__device__ __forceinline__ void copy_items(
+    const Weights& weights, const Part& part, Barriers& barriers, u8* slots, int items, int lead, int calm, int flight
+) {
+    Turn turn = {0, 1};     // the phase before the first counts as complete
+    Turn arrived = {0, 0};
+    Cursor item = {part.first, 0};
+    const int count = part.own_tiles() * part.items_per_tile();
+    int limit = calm, under_way = 0;
+    if (count <= lead) next_launch();
+#pragma unroll 1
+    for (int i = count - 1; i >= 0; i--) {
+        while (under_way >= limit) {
+            barrier_wait(barriers.full + arrived.at, arrived.phase);
+            arrived.next(items);
+            under_way--;
+            if (limit != flight && barrier_passed(barriers.x, 0)) limit = flight;
+        }
+        barrier_wait(barriers.empty + turn.at, turn.phase);
+        weights.copy(slots + turn.at * ITEM_BYTES, item.tile, part.begin + item.unit, item.count(part),
+                     barriers.full + turn.at);
+        under_way++;
+        item.next(part);
+        turn.next(items);
+        if (i == lead) next_launch();
+    }
+}
+
+// ---------------------------------------------------------------- the multipliers
+
+// A warp's sums of a row tile as they lie in its registers: [TILES, row half, lane] pairs.
+__device__ __forceinline__ void put_sums(const float (&acc)[TILES][4], float* partials, int lane) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            *reinterpret_cast<float2*>(partials + ((2 * t + half) * 32 + lane) * 2) =
+                make_float2(acc[t][2 * half], acc[t][2 * half + 1]);
+}
+
+__device__ __forceinline__ void multiply(
+    const Part& part, Barriers& barriers, const u8* slots, int items, const u8* x, u32 pitch, float* sums,
+    float* partials, int lane
+) {
+    const int warp = threadIdx.x / 32;
+    const u8* lane_x[TILES];  // a lane loads of row 8 t + g; past the last row it repeats that, for nobody reads those
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+        lane_x[t] = x + min(8 * t + lane / 4, part.rows - 1) * pitch + lane % 4 * 16;
+    Turn turn = {0, 0}, buffer = {0, 1};
+    const int x_part = part.units_per_x_part();
+    u64* x_full = barriers.x;
+    int x_units = 0;  // that have arrived
+    int own = warp;   // goes round over a tile's last, shorter items
+#pragma unroll 1
+    for (int tile = part.first; tile < part.tiles; tile += part.stride) {
+        float acc[TILES][4] = {};
+#pragma unroll 1
+        for (int unit = 0; unit < part.units; unit += ITEM_UNITS) {
+            const int count = min(ITEM_UNITS, part.units - unit);
+            if (unit == x_units && tile == part.first) {
+                barrier_wait(x_full++, 0);
+                sum_units(lane_x, sums, unit, min(x_part, part.units - unit), lane);
+                x_units += x_part;
+            }
+            barrier_wait(barriers.full + turn.at, turn.phase);
+            add_item(acc, slots + turn.at * ITEM_BYTES, lane_x, sums, unit, count, own, lane);
+            own = (own + WARPS * ITEM_UNITS - count) % WARPS;
+            __syncwarp();
+            if (lane == 0) barrier_arrive(barriers.empty + turn.at);
+            turn.next(items);
+        }
+        barrier_wait(barriers.spent + buffer.at, buffer.phase);
+        put_sums(acc, partials + (buffer.at * WARPS + warp) * TILE_FLOATS, lane);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(barriers.summed + buffer.at);
+        buffer.next(BUFFERS);
+    }
+}
+
+// ---------------------------------------------------------------- the adder
+
+// For one lane. Rows of x start an odd number of 64 bytes apart, so that the 16-byte loads of a warp (64 bytes of each
+// of 8 rows) meet every bank equally. Blocks of a cluster that need the same rows send them to each other.
+__device__ __forceinline__ void copy_x(
+    u8* to, u32 pitch, const u8* x, i64 row_bytes, const Part& part, Barriers& barriers
+) {
+    const int first = blockIdx.x % SHARES, most = part.units_per_x_part();
+    u64* full = barriers.x;
+#pragma unroll 1
+    for (int unit = 0; unit < part.units; unit += most, full++) {
+        const int bytes = min(most, part.units - unit) * UNIT_INPUTS * 2, skip = unit * UNIT_INPUTS * 2;
+        u32 own = shared_address(to) + first * pitch + skip;
+        const u8* from = x + first * row_bytes + skip;
+        barrier_expect(full, part.rows * bytes);
+#pragma unroll 4
+        for (int row = first; row < part.rows; row += SHARES, own += SHARES * pitch, from += SHARES * row_bytes) {
+            if (SHARES == 1) bulk_copy(own, from, bytes, full);
+            else bulk_copy_shared(own, from, bytes, full, SHARES);
+        }
+    }
+}
+
+template <int COUNT> __device__ __forceinline__ float add_up(const float* sums) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) sum += sums[i * TILE_FLOATS];
+    return sum;
+}
+
+struct Output {
+    u16* y;
+    const u16* bias;  // or null
+    int outputs, rows;
+
+    // Sum `i` of a tile, counted with outputs innermost, in the order of `put_sums`.
+    __device__ static __forceinline__ int place(int i) {
+        return i / 128 * 128 + i / 8 % 2 * 64 + i % 8 * 8 + i / 16 % 8;
+    }
+    __device__ __forceinline__ void store(int tile, int i, float sum) const {
+        const int output = 16 * tile + i % 16;
+        if (output >= outputs) return;
+        if (bias) sum += float_of(bias[output]);
+        y[i64(i / 16) * outputs + output] = element_of(sum);
+    }
+};
+
+// Adds up the sums of this block's warps, row tile by row tile. In clusters they are sent to one block of the cluster,
+// which keeps in `met` [own row tile, block of the cluster, sum].
+__device__ __forceinline__ void add_tiles(
+    const Part& part, Barriers& barriers, const Output& output, const float* partials, float* met, int rank, int lane
+) {
+    Turn turn = {0, 0};
+    int own_tile = 0;
+#pragma unroll 1
+    for (int tile = part.first; tile < part.tiles; tile += part.stride, own_tile++) {
+        barrier_wait(barriers.summed + turn.at, turn.phase);
+        const float* const sums = partials + turn.at * WARPS * TILE_FLOATS;
+        const int owner = own_tile % SPLITS;
+        for (int i = lane; i < 16 * part.rows; i += 32) {
+            const int place = Output::place(i);
+            const float sum = add_up<WARPS>(sums + place);
+            if (SPLITS == 1) output.store(tile, i, sum);
+            else store_remote(met + (own_tile - owner + rank) * TILE_FLOATS + place, owner, sum);
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(barriers.spent + turn.at);
+        turn.next(BUFFERS);
+    }
+}
+
+// What blocks of a cluster have sent to this one, by all its threads.
+__device__ __forceinline__ void add_met(const Part& part, const Output& output, const float* met, int rank) {
+    for (int own_tile = rank; own_tile < part.own_tiles(); own_tile += SPLITS)
+        for (int i = threadIdx.x; i < 16 * part.rows; i += THREADS)
+            output.store(part.first + own_tile * part.stride, i,
+                         add_up<SPLITS>(met + own_tile / SPLITS * SPLITS * TILE_FLOATS + Output::place(i)));
+}

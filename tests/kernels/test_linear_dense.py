@@ -1,0 +1,177 @@
+"""Dense products of few rows: the definition, declared cost, CUDA's plans and kernel, chains that overlap."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ridgeplan.kernels.linear_dense import linear_dense, linear_dense_cost
+from ridgeplan.kernels.linear_dense_cuda import fits
+from ridgeplan.kernels.linear_dense_plan import MAX_ROWS, make_plan
+from ridgeplan.kernels.linear_launch import source
+from ridgeplan.kernels.linear_plan import BESIDE_BYTES, RESERVED_BYTES, SIZES, Machine
+from ridgeplan.roofline import ops
+
+H200 = Machine(shared_bytes=228 * 1024, clusters=(132, 66, 30, 15))
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+def case(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """x, weight and bias whose products neither cancel nor leave fp16's range."""
+    generator = torch.Generator(device).manual_seed(rows + outputs + inputs)
+    x, weight = (torch.randn(count, inputs, generator=generator, device=device).to(dtype) for count in (rows, outputs))
+    return x / 8 + 0.01, weight / 8 + 0.01, torch.linspace(-2, 2, outputs, device=device).to(dtype)
+
+
+def definition(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In float32 where float64 would not fit; its error is far below a rounding to 16 bits."""
+    wide = torch.float64 if weight.numel() < 1 << 26 else torch.float32
+    return functional.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).double()
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 9)], ids=str)
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+def test_product_equals_the_definition(shape: tuple[int, ...], biased: bool, device: str) -> None:
+    x, weight, bias = (tensor.float() for tensor in case(1, 48, 96, torch.float32, device))
+    x = x[0].expand(*shape, 96)
+    actual = linear_dense(x, weight, bias if biased else None)
+    assert actual.shape == (*shape, 48)
+    assert relative_error(actual, definition(x, weight, bias if biased else None)) < 1e-5
+
+
+def test_disagreeing_shapes_and_unknown_backends_are_refused() -> None:
+    weight = torch.zeros(16, 128)
+    with pytest.raises(ValueError, match=r"x \[2, 64\] does not fit a weight of 128 inputs"):
+        linear_dense(torch.zeros(2, 64), weight)
+    with pytest.raises(ValueError, match=r"bias \[8\] does not fit a weight of 16 outputs"):
+        linear_dense(torch.zeros(2, 128), weight, torch.zeros(8))
+    with pytest.raises(ValueError, match="backend 'cublas' is none of"):
+        linear_dense(torch.zeros(2, 128), weight, backend="cublas")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_declared_cost_is_the_models(rows: int) -> None:
+    x, weight = torch.zeros(rows, 576, dtype=torch.bfloat16), torch.zeros(1000, 576, dtype=torch.bfloat16)
+    assert linear_dense_cost(x, weight) == ops.linear(rows, 576, 1000, 2, 2)
+
+
+@pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
+@pytest.mark.parametrize("inputs", [32, 576, 4096, 8192, 14336, 28672])
+@pytest.mark.parametrize("outputs", [1, 4096, 262144])
+def test_blocks_fit_a_multiprocessor(rows: int, outputs: int, inputs: int) -> None:
+    plan = make_plan(rows, outputs, inputs, True, H200)
+    if plan is None:  # the library's product is as fast, or sums of a cluster's many row tiles need their room
+        assert rows > 2
+        assert max(inputs, outputs) > 8192
+        return
+    assert plan.items >= plan.cut.least_items >= 2
+    assert 1 <= plan.calm <= plan.items
+    assert 1 <= plan.flight <= plan.items
+    assert plan.chunk_rows <= min(rows, 8 * plan.tiles)
+    assert plan.shared_bytes + RESERVED_BYTES + BESIDE_BYTES <= H200.shared_bytes
+    size = plan.cut.splits * plan.shares
+    assert plan.groups % plan.shares == 0
+    assert plan.groups * plan.cut.splits * plan.chunks <= size * H200.clusters[SIZES.index(size)]  # resident at once
+    assert plan.groups * plan.own_tiles * 16 >= outputs
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize(("rows", "inputs"), [(1, 4096), (8, 4096), (16, 4096), (8, 14336)])
+def test_compiles_for_hopper_without_spills(rows: int, inputs: int, tmp_path: Path) -> None:
+    plan = make_plan(rows, 4096, inputs, rows > 1, H200)
+    assert plan is not None
+    whole = tmp_path / "linear.cu"
+    whole.write_text(source(plan.weights.source), encoding="utf-8")
+    target = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v", "-cubin"]
+    command = ["nvcc", *target, *plan.options, str(whole), "-o", str(tmp_path / "linear.cubin")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
+
+
+CUDA_CASES = [  # outputs, inputs: tiny models, odd sizes, all cuts
+    (576, 576), (192, 576), (1536, 576), (576, 1536), (49152, 576), (896, 896), (4864, 896), (896, 4864),
+    (151936, 896), (23, 32), (1, 64), (4100, 4096), (6144, 4096), (4096, 14336), (40, 28672), (128256, 4096),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), CUDA_CASES)
+@pytest.mark.usefixtures("poisoned_empty")
+def test_cuda_equals_the_definition(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    x, weight, bias = case(MAX_ROWS + 1, outputs, inputs, dtype, "cuda")
+    expected = definition(x, weight, bias)
+    taken = [rows for rows in range(1, MAX_ROWS + 1) if fits(x[:rows], weight)]
+    assert taken or outputs * inputs < 1 << 20
+    for rows in taken:
+        actual = linear_dense(x[:rows], weight, bias)
+        assert relative_error(actual, expected[:rows]) < torch.finfo(dtype).eps, rows
+        assert torch.equal(actual, linear_dense(x[:rows], weight, bias)), rows
+    assert not fits(x, weight)
+
+
+@pytest.mark.gpu
+def test_shapes_and_strides_of_x() -> None:
+    x, weight, _ = case(8, 4096, 4096, torch.bfloat16, "cuda")
+    expected = linear_dense(x, weight)
+    assert torch.equal(linear_dense(x.view(2, 4, 4096), weight), expected.view(2, 4, 4096))
+    strided = torch.stack([x, x], dim=1)[:, 0]
+    assert not fits(strided, weight)
+    assert relative_error(linear_dense(strided, weight), expected.double()) < 1e-2
+    odd = torch.empty(8 * 4096 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(8, 4096).copy_(x)
+    assert not fits(odd, weight)
+    assert not fits(x, weight.t())
+    assert not fits(x, weight.half())
+    assert linear_dense(x[:0], weight).shape == (0, 4096)
+
+
+@pytest.mark.gpu
+def test_a_captured_product_follows_its_inputs() -> None:
+    """No state between calls and no host synchronization: replays equal fresh calls."""
+    x, weight, bias = case(8, 4096, 14336, torch.bfloat16, "cuda")
+    linear_dense(x, weight, bias)  # compiles outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = linear_dense(x, weight, bias)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, linear_dense(x, weight, bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_dependent_products_wait_for_each_other(rows: int) -> None:
+    """x -> y -> x -> ... through weights of several shapes, back to back in one graph, against one at a time."""
+    sizes = [4096, 6144, 4096, 4096, 14336, 4096, 1024] * 6
+    weights = [
+        torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) / inputs**0.5
+        for inputs, outputs in zip(sizes, sizes[1:] + sizes[:1], strict=True)
+    ]
+    first = torch.randn(rows, sizes[0], device="cuda", dtype=torch.bfloat16)
+
+    def chain(synchronize: bool) -> list[Tensor]:
+        found = [first]
+        for weight in weights:
+            found.append(linear_dense(found[-1], weight))
+            if synchronize:
+                torch.cuda.synchronize()
+        return found
+
+    chain(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = chain(False)
+    for _ in range(20):
+        first.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(results, chain(True), strict=True))
