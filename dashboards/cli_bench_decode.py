@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from ridgeplan.dashboards.cli_breakdown import print_breakdowns
 from ridgeplan.dashboards.cli_options import OutputFile, as_json, calibration_file, options, profile_file, prompt_file
-from ridgeplan.dashboards.cli_output import (
-    number,
-    print_json,
-    print_table,
-    progress,
-    warnings_as_notes,
-    write_atomically,
-)
+from ridgeplan.dashboards.cli_output import print_json, print_table, progress, warnings_as_notes, write_atomically
 from ridgeplan.dashboards.cli_run import calibration_tokens, embedded_or
+from ridgeplan.planner import Workload
+from ridgeplan.planner.executable import missing_execution
 from ridgeplan.planner.inputs import this_machine
-from ridgeplan.planner.presets import PRESETS
+from ridgeplan.planner.presets import PRESETS, preset
 from ridgeplan.roofline.models import load_shape
 from ridgeplan.roofline.profile import load_profile
+from ridgeplan.roofline.speculation import MAX_GAMMA
 from ridgeplan.validate.decode_bench import ABLATION, PLAIN, DecodeCase, suite_cases
-
-if TYPE_CHECKING:
-    from ridgeplan.validate.breakdown import Breakdown, ClassTime
-    from ridgeplan.validate.decode_bench import DecodeReport, DecodeRow
 
 SUITE_WORKLOADS = ("4096x1", "32768x1", "32768x8", "98304x1", "98304x4")  # the text that comes with Python holds them
 SUITE_GAMMAS = (2, 4, 6)
+COLUMNS = (
+    "workload", "TPOT ms", "over plain", "over vLLM", "tokens/round", "acceptance", "TTFT s", "peak GB", "plan",
+)  # fmt: skip
 
 
 class Workloads(click.ParamType):
@@ -49,8 +44,16 @@ class Workloads(click.ParamType):
         return self.fail(f"{value!r} is not a workload; allowed: context and batch, such as 32768x8", param, ctx)
 
 
+def executable_presets() -> list[str]:
+    """Presets that the runtime executes; all others can only be estimated."""
+    any_workload = Workload("any", "any", 2**17)
+    return [name for name in PRESETS if not missing_execution(preset(name, any_workload))]
+
+
 shared = options(
-    click.option("--model-shape", required=True, help="Catalog name whose size is run."),
+    click.option(
+        "--model-shape", required=True, help="Catalog name, or a folder with a config.json, whose size is run."
+    ),
     click.option("--model", help="Small model whose function is run.  [default: the embedded SmolLM2-135M-Instruct]"),
     prompt_file,
     click.option("--new-tokens", type=click.IntRange(1), default=256, show_default=True, help="Tokens to generate."),
@@ -67,13 +70,13 @@ shared = options(
 @options(
     click.option("--ctx", "context", type=click.IntRange(1), required=True, help="Tokens of a prompt."),
     click.option("--batch", type=click.IntRange(1), default=1, show_default=True),
-    click.option("--preset", type=click.Choice(list(PRESETS)), default="quantspec", show_default=True),
-    click.option("--gamma", type=click.IntRange(1), help="Drafted tokens a round.  [default: the preset's]"),
+    click.option("--preset", "chosen", type=click.Choice(executable_presets()), default="quantspec", show_default=True),
+    click.option("--gamma", type=click.IntRange(1, MAX_GAMMA), help="Drafted tokens a round.  [default: the preset's]"),
     shared,
 )
-def decode(context: int, batch: int, preset: str, gamma: int | None, **rest: Any) -> None:
+def decode(context: int, batch: int, chosen: str, gamma: int | None, **rest: Any) -> None:
     """Run plain decoding and one preset, with a small real model inflated to a large shape."""
-    cases = [DecodeCase(name, context, batch, gamma) for name in dict.fromkeys((PLAIN, preset))]
+    cases = [DecodeCase(name, context, batch, gamma) for name in dict.fromkeys((PLAIN, chosen))]
     report(cases, **rest)
 
 
@@ -84,7 +87,7 @@ def decode(context: int, batch: int, preset: str, gamma: int | None, **rest: Any
         help="Context and batch; repeat for several.",
     ),
     click.option(
-        "--gamma", "gammas", type=click.IntRange(1), multiple=True, default=SUITE_GAMMAS, show_default=True,
+        "--gamma", "gammas", type=click.IntRange(1, MAX_GAMMA), multiple=True, default=SUITE_GAMMAS, show_default=True,
         help="Drafted tokens a round; repeat for several.",
     ),
     click.option(
@@ -95,7 +98,7 @@ def decode(context: int, batch: int, preset: str, gamma: int | None, **rest: Any
 )  # fmt: skip
 def suite(workloads: Sequence[tuple[int, int]], gammas: Sequence[int], presets: Sequence[str], **rest: Any) -> None:
     """Run plain decoding, an INT8 cache, and QuantSpec with each of its parts alone and both (its Fig 4)."""
-    report(suite_cases(sorted(workloads), gammas, presets), **rest)
+    report(suite_cases(sorted(set(workloads)), sorted(set(gammas)), list(dict.fromkeys(presets))), **rest)
 
 
 def report(
@@ -135,14 +138,14 @@ def report(
     data = found.to_dict()
     save(output, data)
     if not as_json:
-        print_report(found)
+        print_report(data)
     if breakdown:
         with warnings_as_notes():
             rounds = breakdowns(inflated, found.rows, calibrated, new_tokens, text=text, temperature=temperature)
         data["rows"] = [{**row, "breakdown": one.to_dict()} for row, one in zip(data["rows"], rounds, strict=True)]
         save(output, data)
         if not as_json:
-            print_breakdowns(found, rounds)
+            print_breakdowns(found.rows, rounds)
     if as_json:
         print_json(data)
 
@@ -160,73 +163,27 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def print_report(found: DecodeReport) -> None:
-    """A table with a line for each case."""
-    columns = (
-        "context", "batch", "gamma", "TPOT ms", "predicted", "speed-up", "over vLLM", "tokens/round", "acceptance",
-        "TTFT ms", "GiB", "plan",
-    )  # fmt: skip
-    title = f"{found.shape} on {found.device}, temperature {found.temperature}, {found.date}"
-    print_table(title, columns, map(row_texts, found.rows))
+def print_report(found: Mapping[str, Any]) -> None:
+    """A table with a line for each case of a report's JSON."""
+    title = f"{found['shape']} on {found['device']}, temperature {found['temperature']}, {found['date']}"
+    print_table(f"{title}; in brackets: predicted", COLUMNS, map(row_texts, found["rows"]))
 
 
-def print_breakdowns(found: DecodeReport, rounds: Sequence[Breakdown]) -> None:
-    """A table of each case's round."""
-    for row, one in zip(found.rows, rounds, strict=True):
-        print_breakdown(row, one)
-
-
-def print_breakdown(row: DecodeRow, found: Breakdown) -> None:
-    """A table of a round's classes of operations; of those that are of no class, the kernels' names."""
-    case = row.case
-    title = f"\n{case.preset}, context {case.context}, batch {case.batch}, gamma {row.gamma}: one round"
-    columns = ("operation", "launches", "measured us", "predicted us", "other kernels")
-    print_table(title, columns, map(breakdown_texts, found.rows))
-    click.echo(
-        f"kernels {number(found.kernels_us)} us, of which {number(found.overlap_us)} us beside others; a round takes "
-        f"{number(found.round_us)} us ({number(found.traced_round_us)} us while traced), "
-        f"predicted {number(found.predicted_us)} us"
-    )
-
-
-def breakdown_texts(row: ClassTime) -> tuple[str, ...]:
-    """The cells of one class."""
-    longest = sorted(row.kernels, key=lambda name: -row.kernels[name])
-    names = ", ".join(f"{short_name(name)} {number(row.kernels[name])}" for name in longest)
+def row_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The cells of one case under `COLUMNS`; the prediction of TPOT is the one at the measured acceptance."""
+    figures, drafting = row["measured"], row["gamma"] > 0
+    predicted = {one["name"]: one["predicted"] for one in row["comparison"]}
+    faster = {one["name"]: one["measured"] for one in row["comparison"]}["speed-up over plain decoding"]
+    tpot_ms = predicted["tpot at the measured acceptance" if drafting else "tpot"]
+    peak = figures["peak_memory_bytes"]
     return (
-        f"{row.part} {row.operation}",
-        f"{row.launches:.4g}",
-        number(row.measured_us),
-        number(row.predicted_us),
-        names if row.operation == "other" else "",
-    )
-
-
-def short_name(kernel: str) -> str:
-    """A kernel's name without namespaces, and of its template's arguments only a functor."""
-    plain = kernel.replace("(anonymous namespace)::", "")
-    functor = re.search(r"\w+[Ff]unctor", plain)
-    name = re.split(r"[<(]", plain)[0].split("::")[-1].removeprefix("void ")
-    return f"{name} of {functor[0]}" if functor else name
-
-
-def row_texts(row: DecodeRow) -> tuple[str, ...]:
-    """The cells of one case; the prediction is the one at the measured acceptance."""
-    figures, drafting = row.measured.statistics, row.gamma > 0
-    predicted = row.comparison.row("tpot at the measured acceptance" if drafting else "tpot").predicted
-    faster = row.comparison.row("speed-up over plain decoding").measured
-    peak = figures.peak_memory_bytes
-    return (
-        str(row.case.context),
-        str(row.case.batch),
-        str(row.gamma),
-        f"{figures.tpot_ms:.2f}",
-        f"{predicted:.2f}",
+        f"{row['context']}x{row['batch']}",
+        f"{figures['tpot_ms']:.2f} ({tpot_ms:.2f})",
         "" if faster is None else f"{faster:.2f}x",
-        "" if row.over_vllm is None else f"{row.over_vllm:.2f}x",
-        f"{figures.tokens_per_round:.2f}" if drafting else "",
-        f"{figures.acceptance:.3f}" if drafting else "",
-        f"{figures.ttft_ms:.0f}",
-        "" if peak is None else f"{peak / 2**30:.1f}",
-        row.case.preset,
+        "" if row["over_vllm"] is None else f"{row['over_vllm']:.2f}x",
+        f"{figures['tokens_per_round']:.2f} ({predicted['tokens per round']:.2f})" if drafting else "",
+        f"{figures['acceptance']:.3f} ({predicted['acceptance']:.3f})" if drafting else "",
+        f"{figures['ttft_ms'] / 1e3:.2f} ({predicted['prefill'] / 1e3:.2f})",
+        "" if peak is None else f"{peak / 1e9:.1f} ({predicted['peak memory'] / 1e9:.1f})",
+        f"{row['preset']}, gamma {row['gamma']}" if drafting else row["preset"],
     )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 DEFAULT_NEW_TOKENS = 128
 CALIBRATION_TOKENS = 2048  # more changes little
+FEW_CALIBRATION_TOKENS = 1000  # fewer fit weights to themselves
 EMBEDDED_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 STATISTICS = (
     "gamma", "rounds", "generated", "drafted", "judged", "accepted", "tokens_per_round", "acceptance", "accepted_share",
@@ -47,6 +48,8 @@ def run(
     """Execute the plan in file PLAN, stream the text, and print what it took."""
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("--prompt and --prompt-file were given; allowed: one of them")
+    if prompt == "":
+        raise click.UsageError("--prompt is empty; allowed: text of one character or more")
     limit = min(DEFAULT_NEW_TOKENS, plan.workload.new_tokens) if max_new_tokens is None else max_new_tokens
     # Importing torch takes seconds, so it waits until the plan's file is known to be good.
     from ridgeplan import runtime
@@ -112,8 +115,13 @@ def opening_tokens(source: str, path: str | None, tokens: int) -> list[int]:
 
 
 def calibration_tokens(source: str, path: str | None) -> list[int] | None:
-    """Token ids of a file to calibrate drafts with; None without a file."""
-    return None if path is None else opening_tokens(source, path, CALIBRATION_TOKENS)
+    """Token ids of a file to calibrate drafts with, of a short one with a note; None without a file."""
+    if path is None:
+        return None
+    tokens = opening_tokens(source, path, CALIBRATION_TOKENS)
+    if len(tokens) < FEW_CALIBRATION_TOKENS:
+        click.echo(f"note: {path} has {len(tokens)} tokens; {FEW_CALIBRATION_TOKENS} or more calibrate well", err=True)
+    return tokens
 
 
 def text_decoder(engine: Engine) -> Callable[[list[int]], str]:
@@ -154,6 +162,10 @@ def summary(statistics: Statistics) -> str:
             f"({1e3 * one.verify_s:.3g} ms), {one.tokens_per_round:.2f} tokens a round, {one.flushes} flushes",
             f"acceptance {one.acceptance:.3f} (conditional), {one.accepted_share:.3f} of all drafts",
         ]
+    if one.capture_s:
+        lines.append(f"before the first round {one.capture_s:.3g} s to capture its graph")
+    if one.idle_s:
+        lines.append(f"between rounds the device waits {1e6 * one.idle_s / one.rounds:.3g} us for the host")
     return "\n".join(lines)
 
 

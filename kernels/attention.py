@@ -1,12 +1,13 @@
 """Decode attention over quantized groups and a full-precision buffer, for one to sixteen queries."""
 
+import torch
 from torch import Tensor
 
 from ridgeplan.kernels.attention_cuda import decode_attention_cuda, fits
 from ridgeplan.kernels.attention_twin import decode_attention_twin
 from ridgeplan.kernels.backend import Backend, uses_triton
 from ridgeplan.kernels.layout import QuantizedKV
-from ridgeplan.kernels.quantize import require_lower
+from ridgeplan.kernels.quantize import require_lower, require_rows
 
 
 def decode_attention(
@@ -34,10 +35,13 @@ def decode_attention(
     Query heads of one KV head and all T queries share a tile, so KV is read once. On CUDA the call may begin before
     earlier kernels of the stream have ended, where those permit it (see `ridgeplan.kernels.launch`): q, keys and values
     are read only after that, but begin, end, groups and codes at once. So what writes these must not let the next
-    kernel start early, and at least one more kernel should stand between. Raises ValueError when the
-    heads do not divide, shapes disagree, or `lower` is asked of upper-only codes.
+    kernel start early, and at least one more kernel should stand between.
+
+    Raises ValueError when the heads do not divide, shapes disagree, lengths are not int32 [B], or `lower` is asked of
+    upper-only codes.
     """
     _check(q, keys, values, codes, groups)
+    require_rows(len(q), torch.int32, begin=begin, end=end, groups=groups)
     if codes is not None:
         require_lower(codes, lower)
     scale = q.shape[-1] ** -0.5 if scale is None else scale

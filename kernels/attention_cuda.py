@@ -239,7 +239,8 @@ def decode_attention_cuda(
     blocks = min(MAX_BLOCKS, _blocks(kernels.resident, kv_rows) if splits is None else splits * kv_rows)
     segments = blocks + kv_rows  # a block's share meets a new row at most once per row
     folds = kv_rows <= FOLDED_HEADS and -(-blocks // kv_rows) * rows * head_dim <= FOLDED
-    lengths = [begin.contiguous(), end.contiguous(), begin if groups is None else groups.contiguous()]
+    given = [begin, end, begin if groups is None else groups]
+    lengths = [length.contiguous() for length in given]
     shape = [batch, kv_heads, q_heads // kv_heads, queries, capacity, 0 if codes is None else codes.groups]
     strides = [s // ALIGNMENT for tensor in (q, keys, values) for s in tensor.stride()[:3]]
     partial = torch.empty(segments, rows, head_dim, dtype=torch.float32, device=q.device)
@@ -254,6 +255,7 @@ def decode_attention_cuda(
             (THREADS, 1, 1),
             [q, keys, values, *lengths, *written, *_planes(codes, q), *shape, *strides, int(folds), float(scale)],
             kernels.shared_bytes,
+            early=all(length.is_contiguous() for length in given),  # copies are too new to be read before the wait
         )
         if not folds:
             merged: list[Tensor | int] = [partial, sums, shares, *lengths, out, *shape]

@@ -1,4 +1,4 @@
-// Peak, cutoff and mass of rows of logits under top-k and top-p, for Hopper and newer; see filter_cuda.py for the story.
+// Peak, cutoff and mass of rows of logits under top-k and top-p, for Hopper and newer; filter_cuda.py has the story.
 // Compiled after filter_steps.cu, which says with which macros.
 
 struct Cut {

@@ -21,6 +21,8 @@ Log on one H200 (288 rows of 128256 bf16 logits, std 3; top-k 50 / top-p 0.9 / b
   logit where few are kept, measured 81 / 134 / 114. A level still takes 2.6 us of a single row's 18.
 - bins that cover only the keys from the floor to the peak, so that one level mostly suffices: predicted 85 for both,
   measured 66 / 96 / 84; for 32 rows 15 / 23 / 18. Flat rows (std 1) pay for their atomics: 139 for top-p.
+- started early, in a chain of one graph (validate/kernels_h200.json; std 4): both filters and a verdict on 288 rows 93,
+  and a draw from 32 rows 25.
 """
 
 from __future__ import annotations

@@ -124,7 +124,8 @@ __device__ __forceinline__ void load(const char* row, int vocab, int rank, int l
     }
     constexpr int HALVES = ELEMENT_BYTES / 2;  // 16-bit words of a logit; the second of float32 is the upper one
     for (int i = threadIdx.x; !WIDE && i < loads * THREADS * 8; i += THREADS)
-        halves[i] = begin + i / HALVES < vocab ? from[begin * HALVES + i] : u16(i % HALVES || HALVES == 1 ? PADDING >> 16 : 0);
+        halves[i] = begin + i / HALVES < vocab ? from[begin * HALVES + i]
+                                               : u16(i % HALVES || HALVES == 1 ? PADDING >> 16 : 0);
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 

@@ -9,7 +9,8 @@ Rules for every kernel launched this way, and for Triton's with `launch_pdl=True
 - All its threads that read what another kernel wrote, or write anything, wait first. A chain of such kernels is then
   ordered as usual, since a kernel ends only after the ones before it.
 - Before the wait it reads only what is constant during a round: weights, and codes of the cache. Kernels that write
-  those never let the next one start early.
+  those never let the next one start early, and another kernel stands between: that all blocks of a kernel have ended
+  lets the next one start, but what they wrote is only sure to be seen after its wait.
 """
 
 from __future__ import annotations
@@ -50,14 +51,17 @@ def launch_early(
     block: tuple[int, int, int],
     args: Sequence[Tensor | int | float],
     shared_bytes: int = 0,
+    *,
+    early: bool = True,
 ) -> None:
     """Launches a kernel of `torch.cuda._compile_kernel` on the current stream, early if the one before permits.
 
-    Tensors go as pointers, integers as int, floats as double. Raises RuntimeError when the driver refuses.
+    Not `early` where what it reads before it waits was written only now. Tensors go as pointers, integers as int,
+    floats as double. Raises ValueError for an integer beyond 32 bits, RuntimeError when the driver refuses.
     """
     values = [_argument(arg) for arg in args]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+    attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=int(early))
     configuration = Configuration(
         (ctypes.c_uint * 3)(*grid),
         (ctypes.c_uint * 3)(*block),
@@ -91,4 +95,8 @@ def driver() -> ctypes.CDLL:
 def _argument(arg: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_double:
     if isinstance(arg, Tensor):
         return ctypes.c_void_p(arg.data_ptr())
-    return ctypes.c_int(arg) if isinstance(arg, int) else ctypes.c_double(arg)
+    if isinstance(arg, float):
+        return ctypes.c_double(arg)
+    if not -(1 << 31) <= arg < 1 << 31:  # ctypes would pass its lower half
+        raise ValueError(f"{arg} does not fit a kernel's 32-bit argument; allowed: {-(1 << 31)} to {(1 << 31) - 1}")
+    return ctypes.c_int(arg)

@@ -24,7 +24,7 @@ def linear_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backe
     uses_triton(backend, x)  # refuses what is no backend
     rows = x.reshape(-1, inputs)
     if backend == "auto" and fits(rows, weight):
-        narrow = None if bias is None else bias.to(x.dtype)
+        narrow = None if bias is None else bias.to(x.dtype).contiguous()
         return linear_dense_cuda(rows, weight, narrow).view(*x.shape[:-1], outputs)
     return linear_dense_twin(x, weight, bias)
 

@@ -22,10 +22,10 @@ that reads y and writes x between two products; bf16, one row; cuBLAS takes 12.6
 - x through cp.async of all warps: 12.8 with 16 rows; as bulk copies in four parts 11.8, fetched by pairs of blocks
   11.2.
 - bulk copies of the 16 rows by one elected lane without branches between them: 12 instructions a copy, else about 30.
-- outcome with 1, 4, 8, 16 rows: 4096 x 4096 8.7, 9.2, 9.7, 11.4; 6144 x 4096 12.9, 13.5, 14.1, 15.8; 28672 x 4096
-  56.3, 57.2, 58.2, -; 4096 x 14336 28.9, 30.2, 30.8, -; 128256 x 4096 239, 245, 254, -. Alternating 10.4, 10.9, 11.6,
-  14.6 and 14.0, 15.1, 16.4, 18.9 for the first two. Goal was 4.1 TB/s: met with one and four rows from 28672 outputs
-  on.
+- outcome (validate/kernels_h200.json) with 1, 4, 8, 16 rows: 4096 x 4096 8.6, 9.1, 9.7, 11.3; 6144 x 4096 12.6, 13.3,
+  13.8, 15.4; 28672 x 4096 53.9, 55.0, 56.6, -; 4096 x 14336 28.1, 29.6, 29.7, -; 128256 x 4096 236, 243, 250, -.
+  Alternating, measured before, 10.4, 10.9, 11.6, 14.6 and 14.0, 15.1, 16.4, 18.9 for the first two. Goal was 4.1 TB/s:
+  met from 28672 outputs on, and with one row for 4096 x 14336.
 - left: x costs 132 times its bytes at the 5.5 TB/s of the L2 cache (17 MB for 16 rows of 4096 inputs), and between
   two kernels the memory is idle for about a microsecond.
 """

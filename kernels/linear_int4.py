@@ -14,7 +14,8 @@ def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, *, ba
 
     x: [..., inputs]; bias: [outputs], rounded to x's dtype. On CUDA, up to 64 rows of a 16-bit dtype run in CUDA C++
     on Hopper and newer, other few rows in a Triton kernel, and many rows through a dense copy, a slab of outputs at a
-    time, that the library's product reads. Raises ValueError when x is not of the weight's inputs, or the bias not of
+    time, that the library's product reads. The CUDA kernel reads the weight while kernels before it on the stream may
+    still run (see launch.py). Raises ValueError when x is not of the weight's inputs, or the bias not of
     its outputs.
     """
     if x.shape[-1] != weight.inputs:
@@ -22,7 +23,7 @@ def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, *, ba
     if bias is not None:
         if bias.shape != (weight.outputs,):
             raise ValueError(f"bias {list(bias.shape)} does not fit a weight of {weight.outputs} outputs")
-        bias = bias.to(x.dtype)
+        bias = bias.to(x.dtype).contiguous()
     rows = x.reshape(-1, weight.inputs)
     if not uses_triton(backend, x):
         out = linear_int4_twin(rows, weight, bias)

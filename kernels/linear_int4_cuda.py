@@ -24,9 +24,10 @@ for 4096 x 4096, 15.7 for 6144 x 4096, 58 for 28672 x 4096, 32 for 4096 x 14336)
 - multipliers that poll for x slow down small kernels beside them: alternating with one (4 rows) 8.1; waiting for the
   kernel before like the others 7.3.
 - 16 warps instead of 8: no faster, and with their registers a small kernel finds no room.
-- outcome with 1, 4, 8, 16 rows: 4096 x 4096 4.6, 4.9, 5.6, 7.9; 6144 x 4096 5.8, 6.2, 6.8, 9.4; 28672 x 4096 18.2,
-  19.0, 20.1, 27.9; 4096 x 14336 11.3, 12.7, 13.3, 17.6; 128256 x 4096 69, 71, 75, 111. Goals (2.8, 2.6, 2.3 and 1.8
-  times cuBLAS) are missed where the product is short: by up to 6% with one to eight rows, and 11% with 16.
+- outcome (validate/kernels_h200.json) with 1, 4, 8, 16 rows: 4096 x 4096 4.5, 4.9, 5.6, 7.8; 6144 x 4096 5.7, 6.2,
+  6.7, 9.4; 28672 x 4096 17.7, 18.6, 19.4, 26.2; 4096 x 14336 11.1, 12.4, 13.0, 17.1; 128256 x 4096 66, 69, 71, 104.
+  Goals (2.8, 2.6, 2.3 and 1.8 times cuBLAS) are missed where the product is short: by up to 5% with one to eight rows,
+  and 12% with 16.
 - left: in a short product all waits for x, which nothing overlaps with, and for the end of the kernel before.
 """
 

@@ -13,7 +13,8 @@ def add_rms_norm(
     """(hidden + update, RMSNorm of that): hidden and update [..., H], weight [H]; without update `hidden` itself.
 
     RMSNorm (Zhang and Sennrich, 2019, eq. 4) as in Llama: the sum is rounded to the model's type, the statistics
-    and the scaling are float32, the result is rounded once. Raises ValueError when the shapes disagree.
+    and the scaling are float32, the result is rounded once. On Hopper and newer GPUs the weight is read while kernels
+    before it on the stream may still run (see launch.py). Raises ValueError when the shapes disagree.
     """
     if weight.shape != hidden.shape[-1:]:
         raise ValueError(f"weight {list(weight.shape)} does not fit hidden states {list(hidden.shape)}")

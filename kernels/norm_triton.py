@@ -12,7 +12,9 @@ of 576, 8.2 of 4096 and 24.6 for 2048 rows of 4096; a kernel that just copies on
 - programmatic dependent launch of this, rope and swiglu: predicted 0.5 less each; measured 0.4 less in a chain of one
   kernel, but layers of an 8B model with cuBLAS' products took 125 / 128 / 133 instead of 123 / 125 / 130 us for 1, 9
   and 32 rows. With products that prefetch their weights meanwhile, and every kernel of a layer launched early, a plain
-  step at 4096 tokens fell from 4.82 to 4.06 ms; one row of 4096 takes 1.2 more in a chain with attention.
+  step at 4096 tokens fell from 4.82 to 4.06 ms.
+- in a chain of norms in one graph, few rows cached (validate/kernels_h200.json): 1.0 / 1.1 / 2.3 / 16.7 for 1 / 9 /
+  64 / 2048 rows of 4096.
 The fills are timed apart and taken off: between runs a cold figure moves by up to 0.6 (2.4 and 1.8 for one row of
 4096), within one run far less.
 """
@@ -86,6 +88,9 @@ def add_rms_norm_triton(hidden: Tensor, update: Tensor | None, weight: Tensor, e
     width = len(weight)
     rows, block = hidden.numel() // width, triton.next_power_of_2(width)
     parts = max(1, block // PART) if rows <= FEW_ROWS else 0
+    early = early_launch(hidden)
+    if not weight.is_contiguous():  # its copy is too new to be read before the wait
+        early = dict.fromkeys(early, False)
     _add_rms_norm_kernel[(rows, max(1, parts))](
         hidden,
         None if update is None else update.contiguous(),
@@ -96,7 +101,7 @@ def add_rms_norm_triton(hidden: Tensor, update: Tensor | None, weight: Tensor, e
         HIDDEN=width,
         BLOCK=block,
         PARTS=parts,
-        **early_launch(hidden),
+        **early,
         num_warps=max(4 if parts else 1, min(16, block // 512)),
     )
     return total, normed

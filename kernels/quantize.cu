@@ -1,126 +1,6 @@
-// Hierarchical quantization of keys and values, for groups of 128 tokens in 16 bits: see quantize_cuda.py.
-// A block takes one group of one KV head, of keys (blockIdx.z == 0) or of values.
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef long long i64;
-
-#define GROUP 128
-#define LANES (HEAD_DIM / 8)         // that share a token; each holds 8 of its channels
-#define STREAMS 16                   // tokens that a block reads at once
-#define TOKENS (GROUP / STREAMS)     // of a lane
-#define THREADS (STREAMS * LANES)
-#define WARPS (THREADS / 32)
-#define ROW_BYTES (GROUP / 2)        // of one channel's value codes
-#define PAD_BYTES 16                 // after 8 channels, which keeps the banks of a warp's lanes apart
-
-// Adding 1.5 * 2^23 leaves the nearest integer, ties to even, in the low bits of a float: conversions between floats
-// and integers run at an eighth of the rate of additions.
-#define ROUNDER 12582912.0f
-#define ROUNDER_BITS 0x4B400000u
-
-#ifdef BF16
-#define PAIR "bf16x2"
-__device__ __forceinline__ float first_of(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float second_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-#else
-#define PAIR "f16x2"
-__device__ __forceinline__ float half_to_float(u16 x) {
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-    return y;
-}
-__device__ __forceinline__ float first_of(u32 pair) { return half_to_float(u16(pair)); }
-__device__ __forceinline__ float second_of(u32 pair) { return half_to_float(u16(pair >> 16)); }
-#endif
-
-__device__ __forceinline__ u32 least(u32 a, u32 b) {
-    u32 y;
-    asm("min." PAIR " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
-
-__device__ __forceinline__ u32 most(u32 a, u32 b) {
-    u32 y;
-    asm("max." PAIR " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
-
-__device__ __forceinline__ u16 to_half(float x) {
-    u16 y;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ float from_half(u16 x) {
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-    return y;
-}
-
-// The stored pair of a range, and what encoding needs of it: the same operations as quantize_twin.encode.
-struct Affine {
-    u16 scale, minimum;
-    float inverse, low;
-
-    __device__ __forceinline__ Affine(float smallest, float largest)
-        : scale(to_half(__fmul_rn(largest - smallest, 1.0f / 15))), minimum(to_half(smallest)) {
-        const float step = from_half(scale);
-        inverse = __fdiv_rn(1.0f, step == 0 ? 1.0f : step);
-        low = from_half(minimum);
-    }
-};
-
-// Codes of two elements that share a byte, each by the {inverse, low} of its range; only the low byte of each word
-// counts.
-struct Codes {
-    u32 upper, lower;
-
-    __device__ __forceinline__ Codes(float first, float second, float2 first_affine, float2 second_affine) {
-        u32 upper0, lower0, upper1, lower1;
-        encode(first, first_affine, upper0, lower0);
-        encode(second, second_affine, upper1, lower1);
-        upper = upper0 + 16 * upper1;
-        lower = lower0 + 16 * lower1;
-    }
-
-    // Between -8/16 and 15 7/16 nothing clamps but a residual of just 8/16.
-    __device__ __forceinline__ static void encode(float x, float2 affine, u32& upper, u32& lower) {
-        const float position = fminf(fmaxf(__fmul_rn(__fsub_rn(x, affine.y), affine.x), -0.5f), 15.4375f);
-        const u32 coarse = __float_as_uint(__fadd_rn(position, ROUNDER));
-        const u32 fine = __float_as_uint(__fmaf_rn(position, 16.0f, ROUNDER));
-        upper = coarse;
-        lower = min(int(fine - 16 * coarse + 15 * ROUNDER_BITS + 8), 15);
-    }
-};
-
-// The lowest bytes of four words, in one.
-__device__ __forceinline__ u32 bytes_of(u32 a, u32 b, u32 c, u32 d) {
-    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
-}
-
-// Where the codes go. The group is only known on the device: one past the end must not write into the next row. It is
-// read after the elements, which need not wait for it.
-struct Place {
-    const int* group_index;
-    int batch, group_capacity;
-
-    __device__ __forceinline__ int group() const { return group_index[batch] + int(blockIdx.y); }
-    __device__ __forceinline__ i64 flat(int group) const { return i64(blockIdx.x) * group_capacity + group; }
-};
-
-// The planes and pairs of keys or of values.
-struct Planes {
-    u8 *upper, *lower;
-    u16 *scale, *minimum;
-
-    // Those of one group, with `pairs` scales.
-    __device__ __forceinline__ Planes at(i64 flat, int pairs) const {
-        const i64 codes = flat * (GROUP * HEAD_DIM / 2);
-        return {upper + codes, lower + codes, scale + flat * pairs, minimum + flat * pairs};
-    }
-};
+// Hierarchical quantization of keys and values, for groups of 128 tokens in 16 bits; quantize_cuda.py has the story.
+// Compiled after quantize_steps.cu, which says with which macros. A block takes one group of one KV head, of keys
+// (blockIdx.z == 0) or of values.
 
 // Keys: one pair per channel. A lane holds channels 4 i .. 4 i + 3 of both halves, whose codes share bytes.
 struct KeyTile {
@@ -131,7 +11,8 @@ struct KeyTile {
         for (int i = 0; i < TOKENS; i++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                words[i][half] = *(const uint2*)(x + (stream + i * STREAMS) * stride + 4 * lane + half * (HEAD_DIM / 2));
+                words[i][half] =
+                    *(const uint2*)(x + (stream + i * STREAMS) * stride + 4 * lane + half * (HEAD_DIM / 2));
     }
 
     __device__ __forceinline__ u32 pair(int i, int k) const { return k % 2 ? words[i][k / 2].y : words[i][k / 2].x; }
@@ -150,7 +31,8 @@ struct KeyTile {
             for (int k = 0; k < 2; k++) {
                 u32 a = pair(0, 2 * half + k), b = a;
 #pragma unroll
-                for (int i = 1; i < TOKENS; i++) a = least(a, pair(i, 2 * half + k)), b = most(b, pair(i, 2 * half + k));
+                for (int i = 1; i < TOKENS; i++)
+                    a = least(a, pair(i, 2 * half + k)), b = most(b, pair(i, 2 * half + k));
 #pragma unroll
                 for (int distance = LANES; distance < 32; distance *= 2) {
                     a = least(a, __shfl_xor_sync(~0u, a, distance));
@@ -177,7 +59,8 @@ __device__ __forceinline__ void quantize_keys(const u16* x, i64 stride, const Pl
     const Planes out = planes.at(place.flat(group), HEAD_DIM);
     __syncthreads();
     if (threadIdx.x < HEAD_DIM) {
-        float smallest = first_of(((const u16*)lows[0])[threadIdx.x]), largest = first_of(((const u16*)highs[0])[threadIdx.x]);
+        float smallest = first_of(((const u16*)lows[0])[threadIdx.x]);
+        float largest = first_of(((const u16*)highs[0])[threadIdx.x]);
 #pragma unroll
         for (int other = 1; other < WARPS; other++) {
             smallest = fminf(smallest, first_of(((const u16*)lows[other])[threadIdx.x]));
@@ -295,7 +178,8 @@ __device__ __forceinline__ void quantize_values(const u16* x, i64 stride, const 
 // Strides in units of 8 elements, so that they fit 32 bits. mask counts only where `masked` is not 0, first_slot only
 // where `placed` is not 0.
 extern "C" __global__ void __launch_bounds__(THREADS, 768 / THREADS) quantize(
-    const u16* keys, const u16* values, const int* group_index, const u8* mask, int masked, const int* first_slot, int placed,
+    const u16* keys, const u16* values, const int* group_index, const u8* mask, int masked,
+    const int* first_slot, int placed,
     u8* key_upper, u8* key_lower, u16* key_scale, u16* key_min,
     u8* value_upper, u8* value_lower, u16* value_scale, u16* value_min,
     int kv_heads, int group_capacity, int key_batch_stride, int key_head_stride, int key_stride,

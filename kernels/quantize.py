@@ -27,9 +27,12 @@ def quantize(
     device; with it keys and values are a store of any length, and of each row one group is written, which begins at
     that slot. Keys get one (scale, minimum) per channel and group, values one per token.
 
-    Raises ValueError when the tokens are not whole groups or the shapes disagree with `out`.
+    Raises ValueError when the tokens are not whole groups, the shapes disagree with `out`, or what lies on the device
+    for each row is of another type.
     """
     _check(keys, values, out, whole_groups=first_slot is None)
+    require_rows(out.batch, torch.int32, group_index=group_index, first_slot=first_slot)
+    require_rows(out.batch, torch.bool, mask=mask)
     if not uses_triton(backend, keys):
         quantize_twin(keys, values, out, group_index, mask, first_slot)
         return
@@ -60,6 +63,13 @@ def require_lower(codes: QuantizedKV, lower: bool) -> None:
     """Raises ValueError when lower codes are asked of an upper-only cache."""
     if lower and codes.planes == 1:
         raise ValueError("lower=True needs lower codes, this QuantizedKV holds the upper plane only")
+
+
+def require_rows(batch: int, dtype: torch.dtype, **figures: Tensor | None) -> None:
+    """Raises ValueError for one of `figures` that is not `dtype` [batch]: CUDA C++ kernels get bare pointers."""
+    for name, figure in figures.items():
+        if figure is not None and (figure.dtype != dtype or figure.shape != (batch,)):
+            raise ValueError(f"{name} is {figure.dtype} {list(figure.shape)}; allowed: {dtype} [{batch}]")
 
 
 def _check(keys: Tensor, values: Tensor, out: QuantizedKV, whole_groups: bool) -> None:

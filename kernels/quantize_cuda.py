@@ -1,4 +1,4 @@
-"""CUDA C++ kernel of hierarchical quantization (source: quantize.cu), compiled at first use.
+"""CUDA C++ kernel of hierarchical quantization (source: quantize_steps.cu, quantize.cu), compiled at first use.
 
 How it works. A block takes one group of one KV head, keys or values, into registers with one wave of
 loads. A lane holds the elements whose codes share bytes, so nothing is interleaved; ranges are found on packed pairs
@@ -13,6 +13,7 @@ bytes takes 3.0 / 48 / 192):
 - this kernel with four warps: predicted 15 instructions an element, so bound by memory; measured 10.0 / 58.7 / 208.
 - eight warps, half the code for each thread: predicted less time in cold instructions; measured 7.1 / 56 / 204.
 - the group's index awaited after the elements: predicted 0.6 less, measured 6.8 / 55 / 201. Warm, 2048 tokens take 5.0.
+- in a chain over rotating prompts in one graph (validate/kernels_h200.json), started early: 6.3 / 51.
 """
 
 from functools import cache
@@ -32,12 +33,21 @@ ALIGNMENT = 8  # elements of 16 bytes: what a lane loads at once
 MOST_GROUPS = 65535  # blocks of the grid's second axis
 
 
+def source() -> str:
+    """All of the CUDA C++."""
+    return joined("quantize_steps.cu", "quantize.cu")
+
+
+def options(head_dim: int, planes: int, bf16: bool) -> list[str]:
+    """Of the compiler: what a kernel is specialized for."""
+    return [f"-DHEAD_DIM={head_dim}", f"-DPLANES={planes}", *(["-DBF16"] if bf16 else [])]
+
+
 @cache
 def _kernel(head_dim: int, planes: int, bf16: bool, device: torch.device) -> Any | None:
     """Compiles a variant, or None (with a warning, once) where that fails."""
-    options = [f"-DHEAD_DIM={head_dim}", f"-DPLANES={planes}", *(["-DBF16"] if bf16 else [])]
     failing = "the CUDA quantization kernel does not compile, Triton's runs instead"
-    return compiled(joined("quantize.cu"), "quantize", options, device, failing=failing)
+    return compiled(source(), "quantize", options(head_dim, planes, bf16), device, failing=failing)
 
 
 def fits(keys: Tensor, values: Tensor, out: QuantizedKV) -> bool:

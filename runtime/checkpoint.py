@@ -45,7 +45,7 @@ def model_source(model: str) -> str:
             raise ModelError(f"{model} is a file; allowed: a .gguf file, a safetensors folder or a hub id")
         return str(converted(path))
     if path.suffix == ".gguf" or path.is_absolute() or model.startswith("."):
-        raise ModelError(f"no model at {model}")
+        raise ModelError(f"no model at {model}; allowed: a safetensors folder, a .gguf file or a hub id")
     return model
 
 

@@ -27,6 +27,8 @@ from ridgeplan.runtime.stopwatch import Stopwatch
 from ridgeplan.runtime.weight_quantizer_calibration import quantized_draft
 from ridgeplan.runtime.weights import DecoderWeights
 
+KEPT_GRAPHS = 8  # each holds a round's workspace, of which a plan's prediction counts one
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -186,12 +188,16 @@ class Engine:
         if self.device.type != "cuda":
             return EagerRounds(speculator)
         kind = speculator.cache.rows, speculator.sampling
-        if kind not in self._graphs:
+        rounds = self._graphs.pop(kind, None)
+        if rounds is None:
             with stopwatch.measure_wall("capture"):
-                self._graphs[kind] = GraphRounds(speculator)
+                rounds = GraphRounds(speculator)
+        self._graphs[kind] = rounds
+        if len(self._graphs) > KEPT_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]  # unused for longest; the capture waited for its last replay
         # Capturing draws numbers; a generation must not depend on whether it was the first of its kind.
         self._generator.manual_seed(seed + 1)
-        return self._graphs[kind]
+        return rounds
 
     def _prefill(self, request: Request, speculator: Speculator, stopwatch: Stopwatch) -> Tensor:
         """Fills the cache; the first token of each sequence, int64 [rows]."""

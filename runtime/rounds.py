@@ -89,7 +89,8 @@ class GraphRounds:
     """A round is one replay of one CUDA graph, and the host reads it a round late: it never holds the device up.
 
     The graph reads and writes fixed tensors. It depends on the number of rows and on the sampling, whose numbers
-    are baked in, but not on lengths, which live on the device. It is captured at the first generation of its kind.
+    are baked in, but not on lengths, which live on the device. It is captured at the first generation of its kind; the
+    engine keeps those that were used last.
     """
 
     depth = 2

@@ -1,24 +1,18 @@
 """One round by kernel: what each class of operations takes on the device, beside what the model predicts of it.
 
-Once all plans are measured, a few rounds of each run again under torch's profiler, which lists the kernels of a
-captured graph one by one. A kernel belongs to a class by its name; the clock's stamps in the graph tell which part of a
-round it is of. Kernels that start while those before them end are counted whole, waiting included: they overlap, and
-their sum may exceed the round.
+Once all plans are measured, a few rounds of each run again under a profiler (trace.py). A kernel belongs to a class by
+its name; the clock's stamps in the graph tell which part of a round it is of. Kernels that start while those before
+them end are counted whole, waiting included: they overlap, and their sum may exceed the round.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import profiler
-from torch.autograd import DeviceType
 
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.prediction import OpTime, predict
@@ -26,18 +20,17 @@ from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.profile import Profile
 from ridgeplan.roofline.rounds import sampling_seconds
 from ridgeplan.roofline.shapes import ModelShape
-from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.rounds import PHASES
 from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.runtime.weights import DecoderWeights
 from ridgeplan.validate.inflated import InflatedModel
-from ridgeplan.validate.measure import WARM_TOKENS, Measured
+from ridgeplan.validate.measure import Measured
 from ridgeplan.validate.prompts import prompt_batch
+from ridgeplan.validate.trace import Launch, attach, busy_us, traced
 
 if TYPE_CHECKING:
     from ridgeplan.validate.decode_bench import DecodeRow
 
-TRACED_ROUNDS = 4  # at least
 DRAFT, VERIFY, KEEP = PHASES
 LINEAR, HEAD, SAMPLING, OTHER = "linear", "head", "sampling and verdict", "other"
 STAMP = "_stamp_kernel"
@@ -45,7 +38,7 @@ STAMP = "_stamp_kernel"
 KERNELS = {
     "attention": r"attend|_attention_kernel",
     "merge": r"merge|_merge_kernel",
-    LINEAR: r"linear|_product_kernel|_copy_kernel|.*(nvjet|gemm|gemv|gemvx|cutlass|xmma|splitKreduce).*",
+    LINEAR: r"linear|_product_kernel|_copy_kernel|.*(nvjet|gemm|gemv|cutlass|xmma|splitKreduce).*",
     "norm": r"_add_rms_norm_kernel",
     "rope + append": r"_rope_append_kernel|_tables_kernel",
     "swiglu": r"_swiglu_kernel",
@@ -58,20 +51,6 @@ Key = tuple[str, str]  # part of a round, class
 
 class NoBreakdown(ValueError):
     """A breakdown was asked for where there is no CUDA device."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One launch of a kernel, or a copy, as the profiler saw it. Microseconds on the device's clock."""
-
-    name: str
-    begin_us: float
-    end_us: float
-
-    @property
-    def duration_us(self) -> float:
-        """From its first instruction to its last."""
-        return self.end_us - self.begin_us
 
 
 @dataclass(frozen=True)
@@ -152,16 +131,6 @@ def require_cuda(device: str) -> None:
         raise NoBreakdown("a breakdown by kernel needs a CUDA device, and torch finds none here")
 
 
-def attach() -> None:
-    """Makes the profiler ready, and keeps it so: graphs captured before, or between two uses, may crash or hang it.
-
-    Source: pytorch issues 75504 and pull request 112507.
-    """
-    os.environ.update(TEARDOWN_CUPTI="0", DISABLE_CUPTI_LAZY_REINIT="1")
-    with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]):
-        torch.cuda.synchronize()
-
-
 def _launches(
     model: InflatedModel, plan: Plan, drafts: dict[int, DecoderWeights], text: str | None, temperature: float
 ) -> tuple[Launch, ...]:
@@ -174,38 +143,6 @@ def _launches(
     launches = traced(engine, prompts, temperature)
     engine.close()
     return launches
-
-
-def traced(engine: Engine, prompts: Sequence[Sequence[int]], temperature: float) -> tuple[Launch, ...]:
-    """All launches of some rounds after the prompts, in the order of their beginnings."""
-    new_tokens = min(engine.plan.workload.new_tokens, TRACED_ROUNDS * (engine.plan.speculation.gamma + 1) + 1)
-    engine.generate([prompt[:WARM_TOKENS] for prompt in prompts], min(2, new_tokens), temperature=temperature)
-    recording = Recording()
-    engine.generate(prompts, new_tokens, temperature=temperature, on_progress=recording.begin)
-    return recording.launches()
-
-
-class Recording:
-    """The profiler over what a generation does after prefill."""
-
-    def __init__(self) -> None:
-        self._profiler: profiler.profile | None = None
-
-    def begin(self, tokens: int) -> None:
-        """Starts at the first call, which comes when the prompts are in the cache."""
-        if self._profiler is None:
-            torch.cuda.synchronize()
-            self._profiler = profiler.profile(activities=[profiler.ProfilerActivity.CUDA])
-            self._profiler.start()
-
-    def launches(self) -> tuple[Launch, ...]:
-        """Ends it."""
-        assert self._profiler is not None, "nothing was generated"
-        torch.cuda.synchronize()
-        self._profiler.stop()
-        events = (event for event in self._profiler.events() or () if event.device_type == DeviceType.CUDA)
-        found = (Launch(event.name, event.time_range.start, event.time_range.end) for event in events)
-        return tuple(sorted(found, key=lambda launch: launch.begin_us))
 
 
 def breakdown(
@@ -264,15 +201,6 @@ def classified(launches: Sequence[tuple[str, Launch]]) -> list[tuple[Key, Launch
 def class_of(kernel: str) -> str:
     """The class of a kernel's name, HEAD left aside."""
     return next((kind for kind, names in KERNELS.items() if re.fullmatch(names, kernel)), OTHER)
-
-
-def busy_us(launches: Iterable[Launch]) -> float:
-    """Time in which at least one of `launches` ran; they come in the order of their beginnings."""
-    busy, until = 0.0, float("-inf")
-    for launch in launches:
-        busy += max(0.0, launch.end_us - max(launch.begin_us, until))
-        until = max(until, launch.end_us)
-    return busy
 
 
 def predicted_us(plan: Plan, measured: Measured, shape: ModelShape, profile: Profile) -> dict[Key, float]:

@@ -18,6 +18,7 @@ from ridgeplan.validate.peers import vllm_tpot_ms
 from ridgeplan.validate.prompts import prompt_batch
 
 if TYPE_CHECKING:
+    from ridgeplan.runtime import Statistics
     from ridgeplan.runtime.weights import DecoderWeights
     from ridgeplan.validate.inflated import InflatedModel
 
@@ -120,10 +121,11 @@ def bench_decode(
     calibration: Sequence[int] = (),
     on_progress: ReportProgress | None = None,
 ) -> DecodeReport:
-    """Runs `cases`; those of one context and batch run on the same prompts, and are compared with plain decoding.
+    """Runs `cases`; those of one context and batch run on the same prompts.
 
-    Those with 4-bit drafts come last, so that the copy is in no other's memory and is made once: quantizing a large
-    shape takes most of a minute. calibration: tokens of a text that it is fitted to, as in `ridgeplan.runtime.load`.
+    Plain decoding comes first, and cases of its context and batch are compared with it. Those with 4-bit drafts come
+    last, so that the copy is in no other's memory and is made once: fitted to a text, a large shape's takes up to a
+    minute. calibration: tokens of that text, as in `ridgeplan.runtime.load`.
     Raises PlanError, UnsupportedPlan or PromptError before anything runs, and WorkloadError for a case that does not
     fit into memory.
     """
@@ -136,7 +138,9 @@ def bench_decode(
     prompts = {size: prompt_batch(model.tokenizer, *size, text) for size in sizes}
     bench = _Run(model, profile, temperature, calibration)
     rows: dict[int, DecodeRow] = {}
-    for index in sorted(range(len(cases)), key=lambda index: plans[index].weights.draft_differs):
+    for index in sorted(
+        range(len(cases)), key=lambda index: (plans[index].weights.draft_differs, cases[index].preset != PLAIN)
+    ):
         case = cases[index]
         rows[index] = bench.row(case, plans[index], prompts[case.context, case.batch])
         if on_progress is not None:
@@ -161,14 +165,16 @@ class _Run:
     profile: Profile
     temperature: float
     calibration: Sequence[int]
-    plain: dict[tuple[int, int], Measured] = field(default_factory=dict)
+    plain: dict[tuple[int, int], Statistics] = field(default_factory=dict)
     drafts: dict[int, DecoderWeights] = field(default_factory=dict)
 
     def row(self, case: DecodeCase, plan: Plan, prompts: list[list[int]]) -> DecodeRow:
         """Runs one case."""
         measured = self._measured(plan, prompts)
-        plain = self.plain.setdefault((case.context, case.batch), measured)
-        found = comparison(plan, self.model.shape, self.profile, measured, plain.statistics)
+        if case.preset == PLAIN:
+            self.plain[case.context, case.batch] = measured.statistics
+        plain = self.plain.get((case.context, case.batch))
+        found = comparison(plan, self.model.shape, self.profile, measured, plain)
         vllm = vllm_tpot_ms(_device_name(self.model), self.model.shape.name, case.context, case.batch)
         return DecodeRow(case, plan.speculation.gamma, measured, found, vllm)
 

@@ -20,7 +20,7 @@ from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, requir
 from ridgeplan.runtime.weight_quantizer_calibration import quantized_draft
 from ridgeplan.runtime.weights import DecoderWeights
 from ridgeplan.validate.inflation import inflated_config, inflated_shape, inflated_weights
-from ridgeplan.validate.mold import InflationError
+from ridgeplan.validate.mold import InflationError, Mold
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +49,7 @@ class InflatedModel:
         hub = load_config(source)
         config = decoder_config(hub)
         limited = replace(inflated_shape(config, shape), max_context=config.max_context)
+        Mold(config, limited).check(hub.intermediate_size)
         _require_weight_memory(limited, place, dtype)
         with readable_out_of_memory(place):
             weights = inflated_weights(config, load_weights(source, config, place, dtype), shape)

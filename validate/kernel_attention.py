@@ -114,8 +114,12 @@ class Reading:
         return self._attend(variant, self.keys.dtype, "auto")
 
     def error(self) -> float:
-        """Against the twin in float32, which reads the same codes."""
-        return relative_error(self(0), self._attend(0, torch.float32, "twin"))
+        """Against the twin in float32, which reads the same codes.
+
+        It runs first, as the kernel reads lengths and codes before the one that wrote them may have ended.
+        """
+        reference = self._attend(0, torch.float32, "twin")
+        return relative_error(self(0), reference)
 
     def _attend(self, variant: int, dtype: torch.dtype, backend: Backend) -> Tensor:
         q, keys, values = (tensor.to(dtype) for tensor in (self.inputs.q, self.keys[variant], self.values[variant]))

@@ -151,16 +151,23 @@ FULL = Sizes(
 )
 # Every kernel and every path through it, small enough for checkers that slow it down a hundred times.
 _TINY_LAYERS = _layers((1, 5), (256, 192, 4, 2, 64))
+_TINY_SAMPLINGS = (*_samplings(1003, 2, (3,), 50), *_samplings(1024, 2, (3,), 50))  # without and with aligned rows
 TINY = Sizes(
-    attention=(AttentionSize(4, 2, 128, 2, 256, GROUPED), AttentionSize(6, 2, 64, 1, 384, NARROW)),
+    # Few rows are merged by a kernel of their own, many by the last block of each.
+    attention=(
+        AttentionSize(4, 2, 128, 2, 256, GROUPED),
+        AttentionSize(6, 2, 64, 1, 384, NARROW),
+        AttentionSize(4, 2, 64, 8, 256, NARROW),
+    ),
     verification=(VerificationSize(8, 2, 128, 1, 256, 3, (0, 8)),),
-    linear_int4=(LinearSize(96, 256, ((1, 1.0), (5, 1.0), (70, 1.0))),),
-    linear_dense=(LinearSize(72, 576, ((1, 1.0), (5, 1.0), (16, 1.0))),),
+    # Wide inputs are cut between the blocks of a cluster.
+    linear_int4=(LinearSize(96, 256, ((1, 1.0), (5, 1.0), (70, 1.0))), LinearSize(16, 14336, ((16, 1.0),))),
+    linear_dense=(LinearSize(72, 576, ((1, 1.0), (5, 1.0), (16, 1.0))), LinearSize(16, 14336, ((8, 1.0),))),
     quantize=(QuantizeSize(2, 64, 256), QuantizeSize(1, 128, 128)),
     flush=(FlushSize(2, 4, 2, 64, 1e6, 512),),
     norm=_TINY_LAYERS,
     rope=_TINY_LAYERS,
     swiglu=_TINY_LAYERS,
-    judge=_samplings(1003, 2, (3,), 50),
-    draw=_samplings(1003, 2, (3,), 50),
+    judge=_TINY_SAMPLINGS,
+    draw=_TINY_SAMPLINGS,
 )

@@ -9,7 +9,7 @@ LIKELY_CHARACTERS_PER_TOKEN = 6  # of English prose; more are taken where a toke
 
 
 class PromptError(ValueError):
-    """A prompt file that is missing, empty or not text, or a text that is too short."""
+    """A text file that is missing, empty or not text, or a text that is too short."""
 
 
 def sample_text() -> str:
@@ -53,9 +53,9 @@ def read_prompt(path: str | Path) -> str:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise PromptError(f"cannot read prompt file {str(path)!r}: {error.strerror}") from error
+        raise PromptError(f"cannot read text file {str(path)!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise PromptError(f"prompt file {str(path)!r} is not UTF-8 text: byte {error.start} is wrong") from error
+        raise PromptError(f"file {str(path)!r} is not UTF-8 text: byte {error.start} is wrong") from error
     if not text.strip():
-        raise PromptError(f"prompt file {str(path)!r} is empty; allowed: text of one character or more")
+        raise PromptError(f"text file {str(path)!r} is empty; allowed: text of one character or more")
     return text

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeplan.dashboards.cli_bench_decode import SUITE_WORKLOADS
+from ridgeplan.dashboards.cli_bench_decode import SUITE_WORKLOADS, row_texts
 from ridgeplan.roofline.shapes import ModelShape
 from ridgeplan.validate.toy import toy_shape
 
@@ -36,8 +36,10 @@ def test_decode_runs_plain_decoding_and_the_preset(
     assert [(row["preset"], row["gamma"]) for row in rows] == list(CASES)
     assert rows[1]["measured"]["generated"] == 6
     table = invoke(*arguments).stdout
-    assert "tokens/round" in table
-    assert "quantspec-kv" in table
+    lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in table.splitlines() if "64x1" in line]
+    assert [line[-1] for line in lines] == ["autoregressive", "quantspec-kv, gamma 2"]
+    predicted = {one["name"]: one["predicted"] for one in rows[1]["comparison"]}
+    assert [line[4].endswith(f"({predicted['tokens per round']:.2f})") for line in lines] == [False, True]
 
 
 @pytest.mark.model
@@ -93,6 +95,29 @@ def test_a_shape_too_small_for_the_model_is_one_line(
     monkeypatch.setattr("ridgeplan.dashboards.cli_bench_decode.load_shape", lambda name: shape)
     arguments = ("bench", "decode", "--model-shape", "toy", "--ctx", 64, "--profile", profile_path)
     assert "needs 577 hidden channels and a constant" in refuses(*arguments)
+
+
+def test_a_case_shows_each_figure_beside_its_prediction() -> None:
+    names = {"tpot": 4.0, "tpot at the measured acceptance": 5.0, "tokens per round": 3.0, "acceptance": 0.8}
+    predicted = names | {"prefill": 250.0, "peak memory": 7e9}
+    faster = {"name": "speed-up over plain decoding", "predicted": 2.0, "measured": 1.5}
+    measured = {"tpot_ms": 6.0, "tokens_per_round": 2.5, "acceptance": 0.75, "ttft_ms": 500.0}
+    row = {
+        "preset": "quantspec", "context": 64, "batch": 2, "gamma": 3, "over_vllm": 1.2,
+        "measured": measured | {"peak_memory_bytes": 8e9},
+        "comparison": [{"name": name, "predicted": value} | {"measured": None} for name, value in predicted.items()],
+    }  # fmt: skip
+    row["comparison"].append(faster)
+    cells = ("64x2", "6.00 (5.00)", "1.50x", "1.20x", "2.50 (3.00)", "0.750 (0.800)", "0.50 (0.25)", "8.0 (7.0)")
+    assert row_texts(row) == (*cells, "quantspec, gamma 3")
+    plain = row | {"preset": "autoregressive", "gamma": 0, "over_vllm": None}
+    assert row_texts(plain)[1:6] == ("6.00 (4.00)", "1.50x", "", "", "")
+
+
+def test_only_presets_that_can_be_executed_are_allowed(refuses: Any) -> None:
+    line = refuses("bench", "decode", "--model-shape", "llama-3.1-8b", "--ctx", 64, "--preset", "dapq")
+    assert "'quantspec-exact'" in line
+    assert "'specattn'" not in line
 
 
 @pytest.mark.parametrize(

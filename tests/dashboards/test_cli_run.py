@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from ridgeplan.dashboards.cli_run import CALIBRATION_TOKENS, note_substitute, text_pieces
+from ridgeplan.dashboards.cli_run import CALIBRATION_TOKENS, calibration_tokens, note_substitute, summary, text_pieces
 from ridgeplan.planner import Workload, preset
+from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.runtime.weight_quantizer_calibration import quantized_draft
 
 
@@ -50,6 +51,7 @@ def test_an_unfinished_character_shows_at_the_end() -> None:
     [
         (("--prompt", "a", "--prompt-file", "b"), "--prompt and --prompt-file were given; allowed: one of them"),
         (("--prompt", "a", "--model", "missing.gguf"), "no model at missing.gguf"),
+        (("--prompt", ""), "--prompt is empty; allowed: text of one character or more"),
         (("--prompt", "a", "--seed", "first"), "'first' is not a valid integer"),
     ],
 )
@@ -93,6 +95,28 @@ def test_run_streams_what_its_json_holds(invoke: Any, refuses: Any, plan_path: P
     assert answer["statistics"]["tpot_ms"] > 0
     assert "max_new_tokens is 9; allowed by the plan: up to 8" in refuses(*arguments[:-1], 9)
     assert "temperature is nan" in refuses(*arguments, "--temperature", "nan")
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_what_graphs_cost_is_shown(graphs: bool) -> None:
+    figures = Statistics(
+        gamma=1, prompt_tokens=(8,), rounds=4, sequence_rounds=4, generated=8, decoded=7, judged_at=(4,),
+        accepted_at=(3,), flushes=0, prefill_s=1.0, draft_s=1e-3, verify_s=2e-3, flush_s=0.0, decode_s=0.02,
+        idle_s=68e-6 * graphs, capture_s=0.25 * graphs, peak_memory_bytes=None,
+    )  # fmt: skip
+    shown = summary(figures)
+    assert "peak memory not measured" in shown
+    assert ("before the first round 0.25 s to capture its graph" in shown) == graphs
+    assert ("between rounds the device waits 17 us for the host" in shown) == graphs
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("words", "noted"), [(10, True), (2000, False)])
+def test_a_short_calibration_text_is_noted(capsys: Any, smollm2: Path, tmp_path: Path, words: int, noted: bool) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("word " * words, encoding="utf-8")
+    assert calibration_tokens(str(smollm2), str(text))
+    assert ("1000 or more calibrate well" in capsys.readouterr().err) == noted
 
 
 @pytest.mark.model

@@ -73,7 +73,7 @@ def test_validate_counts_tokens_that_differ_from_float32(
 @pytest.mark.model
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "cannot read prompt file"), (b"", "is empty"), (b"\xff\xfe", "is not UTF-8 text")],
+    [(None, "cannot read text file"), (b"", "is empty"), (b"\xff\xfe", "is not UTF-8 text")],
 )
 def test_bad_prompt_files_are_refused(
     refuses: Any, plan_path: Path, profile_path: Path, tmp_path: Path, smollm2: Path, content: bytes | None, words: str

@@ -210,6 +210,23 @@ def test_errors_name_the_value(device: str) -> None:
         replace(problem, codes=two_heads.codes).run("auto")
     with pytest.raises(ValueError, match="head_dim 48 does not fit the Triton kernel"):
         build(Case(2, 1, 48, 1, ((0, 0, 3),), 0), device).run("triton", 1)
+    with pytest.raises(ValueError, match="must have one shape"):
+        replace(problem, values=problem.values[:, :, 1:]).run("auto")
+    with pytest.raises(ValueError, match="disagree in batch or head_dim"):
+        replace(problem, q=problem.q[..., :16]).run("auto")
+    with pytest.raises(ValueError, match="contiguous channels"):
+        replace(problem, q=problem.q.repeat_interleave(2, dim=-1)[..., ::2]).run("triton", 1)
+
+
+@pytest.mark.parametrize("name", ["begin", "end", "groups"])
+def test_lengths_of_other_types_are_refused(name: str, device: str) -> None:
+    """The CUDA kernel would read their bytes as int32."""
+    problem = build(Case(2, 1, 32, 1, ((1, 0, 3),), 4), device)
+    lengths = getattr(problem, name)
+    with pytest.raises(ValueError, match=rf"{name} is torch.int64 \[1\]; allowed: torch.int32 \[1\]"):
+        replace(problem, **{name: lengths.long()}).run("auto")
+    with pytest.raises(ValueError, match=rf"{name} is torch.int32 \[2\]; allowed"):
+        replace(problem, **{name: lengths.repeat(2)}).run("auto")
 
 
 GPU_CASES = (

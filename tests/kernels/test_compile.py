@@ -1,5 +1,6 @@
 """The kernels compile for Hopper (sm_90) on a machine without a GPU, and fit its registers and shared memory.
 
+Those that start early touch no memory before they wait, and no others let the next one start (kernels/launch.py).
 The interpreter accepts programs that the compiler refuses, so CPU runs need this too. Kernels are decorated
 for either the interpreter or the compiler when imported, hence the process of its own.
 """
@@ -16,11 +17,20 @@ HOPPER_SHARED_BYTES = 227 * 1024
 ADA_SHARED_BYTES = 99 * 1024
 
 COMPILE = """
-import json, sys
+import json, re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from importlib import import_module
+
+def ordered(ptx, early, reads_first):
+    # A kernel that starts early waits before all that it reads and writes; any other lets none start.
+    if not early:
+        return "griddepcontrol" not in ptx
+    accesses = re.finditer(r"\\b(ld|st)(\\.volatile)?\\.global", ptx)
+    places = [found.start() for found in accesses if found[1] == "st" or not reads_first]
+    return "griddepcontrol.launch_dependents" in ptx and 0 < ptx.find("griddepcontrol.wait") < min(places)
+
 
 ALIGNED = [["tt.divisibility", 16]]
 shared = {}
@@ -37,6 +47,9 @@ for name, job in json.loads(sys.stdin.read()).items():
     source = ASTSource(kernel, signature, constants, hints)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=job["options"])
     assert compiled.asm["cubin"], name
+    # A norm's weight is constant, so it may be read while other kernels still run.
+    reads_first = job["kernel"] == "_add_rms_norm_kernel"
+    assert ordered(compiled.asm["ptx"], job["constants"].get("EARLY", False), reads_first), name
     shared[name] = compiled.metadata.shared
 print(json.dumps(shared))
 """

@@ -1,4 +1,7 @@
-"""The sampling kernels compile for Hopper (sm_90) on a machine without a GPU, tuples of drafts included."""
+"""The sampling kernels compile for Hopper (sm_90) on a machine without a GPU, tuples of drafts included.
+
+All start early, and so touch no memory before they wait (kernels/launch.py).
+"""
 
 import json
 import os
@@ -25,6 +28,9 @@ for name, job in json.loads(sys.stdin.read()).items():
     source = ASTSource(kernel, kinds, constants, {})
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
     assert compiled.asm["cubin"], name
+    ptx = compiled.asm["ptx"]
+    first = min(ptx.find(access) for access in ("ld.global", "st.global"))
+    assert 0 < ptx.find("griddepcontrol.launch_dependents") < ptx.find("griddepcontrol.wait") < first, name
     print(name)
 """
 

@@ -84,6 +84,14 @@ def test_product_equals_the_definition(
     assert relative_error(actual, expected) < 1e-5
 
 
+@pytest.mark.parametrize("backend", ["twin", "triton"])
+def test_a_bias_may_be_strided(backend: str, device: str) -> None:
+    codes, scale, zero = parts(48, 128, 64, device)
+    x, bias = torch.ones(3, 128, device=device), torch.linspace(-9, 9, 96, device=device)[::2]
+    expected = x.double() @ definition(codes, scale, zero).T + bias
+    assert relative_error(linear_int4(x, Int4Weight.pack(codes, scale, zero), bias, backend=backend), expected) < 1e-5
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [3, 70])
 @pytest.mark.parametrize("backend", ["twin", "triton"])

@@ -3,12 +3,15 @@
 import dataclasses
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ridgeplan import runtime
+from ridgeplan.runtime import engine as engine_module
 from ridgeplan.runtime.errors import ModelError, UnsupportedPlan, WorkloadError
+from ridgeplan.runtime.stopwatch import Stopwatch
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +37,32 @@ def test_exactly_the_asked_tokens_are_delivered(engine, prompts, new_tokens):
     assert [len(tokens) for tokens in result.tokens] == [new_tokens] * 3
     assert result.tokens == [tokens[:new_tokens] for tokens in engine.generate(ids, 20).tokens]
     assert result.statistics.generated == 3 * new_tokens
+
+
+def test_the_graphs_of_the_latest_kinds_are_kept(monkeypatch):
+    captured = []
+
+    def capture(speculator):
+        captured.append(speculator.sampling)
+        return object()
+
+    monkeypatch.setattr(engine_module, "GraphRounds", capture)
+    monkeypatch.setattr(engine_module, "KEPT_GRAPHS", 3)
+    device, generator = SimpleNamespace(type="cuda"), torch.Generator()
+    engine = SimpleNamespace(device=device, _graphs={}, _generator=generator)
+    stopwatch = Stopwatch(torch.device("cpu"))
+
+    def prepared(sampling):
+        speculator = SimpleNamespace(cache=SimpleNamespace(rows=1), sampling=sampling)
+        return engine_module.Engine._prepared(engine, speculator, 0, stopwatch)
+
+    first = prepared("a")
+    for sampling in "bcad":  # "a" is used again, so "b" goes
+        prepared(sampling)
+    assert len(engine._graphs) == 3
+    assert prepared("a") is first
+    prepared("b")
+    assert captured == [*"abcdb"]
 
 
 def test_seeds_reproduce_and_differ(engine, prompts):

@@ -4,39 +4,33 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch.autograd import DeviceType
 
 from ridgeplan.planner.plan import Plan, Workload
 from ridgeplan.planner.prediction import predict
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.models import load_shape
 from ridgeplan.roofline.profile import Profile
-from ridgeplan.runtime.rounds import EagerRounds
 from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.validate import breakdown as module
 from ridgeplan.validate.breakdown import (
     CLASSES,
     STAMP,
-    Launch,
     NoBreakdown,
     breakdown,
     breakdowns,
-    busy_us,
     class_of,
     classified,
     predicted_us,
     rounds_of,
-    traced,
 )
 from ridgeplan.validate.decode_bench import DecodeCase, bench_decode
 from ridgeplan.validate.inflated import InflatedModel
 from ridgeplan.validate.measure import Measured
 from ridgeplan.validate.toy import toy_shape
+from ridgeplan.validate.trace import TRACED_ROUNDS, Launch
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 OUTSIDE_ROUNDS = {"_stamp_kernel", "_dequantize_kernel", "_round_kernel"}  # or between their parts
@@ -157,12 +151,6 @@ def test_the_head_is_the_product_that_sampling_follows() -> None:
     assert sum(kind == "linear" for (_, kind), _ in found) == 1 + 5
 
 
-def test_time_in_which_several_kernels_run_counts_once() -> None:
-    spans = [(0, 10), (8, 12), (9, 11), (20, 21)]
-    assert busy_us(Launch("any", *span) for span in spans) == 13
-    assert busy_us([]) == 0
-
-
 def test_a_breakdown_holds_measured_and_predicted_by_class(h200_profile: Profile) -> None:
     plan = plan_of("quantspec")
     launches = chain(*A_ROUND, "Memcpy DtoH", *A_ROUND)
@@ -219,48 +207,6 @@ def test_every_case_of_a_report_is_traced_and_drafts_are_made_once(
     assert all(one.round_us > 100 for one in found)
 
 
-class FakeProfiler:
-    """Finds one kernel and one call of the host; `log` holds what was asked of it."""
-
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
-
-    def start(self) -> None:
-        self.log.append("start")
-
-    def stop(self) -> None:
-        self.log.append("stop")
-
-    def events(self) -> list[Any]:
-        device, host = DeviceType.CUDA, DeviceType.CPU
-        kinds = (("second", device, 5.0), ("cudaGraphLaunch", host, 0.0), ("first", device, 1.0))
-        return [
-            SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(start=start, end=start + 2))
-            for name, kind, start in kinds
-        ]
-
-
-@pytest.mark.model
-def test_the_profiler_runs_from_the_end_of_prefill_to_that_of_decoding(
-    smollm2: Path, h200_profile: Profile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = InflatedModel.load(str(smollm2), toy_shape(30, 640, 1600, 9, 3, 64, vocab=49_200), "cpu")
-    log: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("synchronize"))
-    monkeypatch.setattr(module.profiler, "profile", lambda activities: FakeProfiler(log))
-    engine = model.engine(DecodeCase("quantspec-kv", 64, 1, 2).plan(model, h200_profile, 6))
-    launch = EagerRounds.launch
-    monkeypatch.setattr(EagerRounds, "launch", lambda rounds: (log.append("round"), launch(rounds)))
-    launches = traced(engine, [list(range(100, 164))], 0.0)
-    warm, decoding = log[: log.index("start") - 1], log[log.index("start") - 1 :]
-    assert set(warm) == {"round"}
-    assert decoding[:2] == ["synchronize", "start"]
-    assert decoding[-2:] == ["synchronize", "stop"]
-    assert 2 <= len(decoding[2:-2]) <= 5
-    assert set(decoding[2:-2]) == {"round"}
-    assert launches == (Launch("first", 1.0, 3.0), Launch("second", 5.0, 7.0))
-
-
 @pytest.mark.gpu
 @pytest.mark.model
 def test_a_traced_round_on_cuda_is_whole(smollm2: Path, h200_profile: Profile) -> None:
@@ -268,7 +214,7 @@ def test_a_traced_round_on_cuda_is_whole(smollm2: Path, h200_profile: Profile) -
     report = bench_decode(model, [DecodeCase("quantspec", 512, 1, 2)], h200_profile, 32, temperature=1.0)
     (found,) = breakdowns(model, report.rows, h200_profile, 32, temperature=1.0)
     launches = {(row.part, row.operation): row.launches for row in found.rows}
-    assert found.rounds >= module.TRACED_ROUNDS
+    assert found.rounds >= TRACED_ROUNDS
     assert launches["draft", "attention"] == 2 * launches["verify", "attention"] == 60
     assert launches["draft", "norm"] == 2 * launches["verify", "norm"] == 2 * 61
     assert launches["verify", "head"] >= 1

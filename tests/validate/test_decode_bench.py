@@ -6,6 +6,7 @@ import json
 import pytest
 
 from ridgeplan.planner import PlanError
+from ridgeplan.roofline.models import load_shape
 from ridgeplan.runtime.errors import UnsupportedPlan
 from ridgeplan.validate.decode_bench import PLAIN, DecodeCase, bench_decode, suite_cases
 from ridgeplan.validate.mold import InflationError
@@ -74,6 +75,15 @@ def test_one_new_token_has_no_speed(smollm2, h200_profile, monkeypatch):
 
 
 @pytest.mark.model
+def test_cases_are_compared_with_plain_decoding_of_their_workload_or_with_nothing(smollm2, h200_profile):
+    cases = [DecodeCase("quantspec-kv", 64, 1, 2), DecodeCase(PLAIN, 64, 1), DecodeCase("quantspec-kv", 32, 1, 2)]
+    drafted, plain, alone = bench_decode(small_model(smollm2), cases, h200_profile, 4).rows
+    tpots_ms = [row.measured.statistics.tpot_ms for row in (drafted, plain)]
+    faster = [row.comparison.row("speed-up over plain decoding").measured for row in (drafted, plain, alone)]
+    assert faster == [pytest.approx(tpots_ms[1] / tpots_ms[0]), 1, None]
+
+
+@pytest.mark.model
 def test_draft_weights_are_made_once_and_not_before_other_plans_ran(smollm2, h200_profile, monkeypatch):
     model, events = small_model(smollm2), []
 
@@ -118,6 +128,8 @@ def test_shapes_that_cannot_be_held_are_refused_before_anything_is_loaded(smollm
 
     with pytest.raises(InflationError, match=r"weights of .* take \d+\.\d GB; allowed here: \d+\.\d GB"):
         InflatedModel.load(str(smollm2), toy_shape(10_000, 8192, 32768, 64, 8, 128), "cpu")
+    with pytest.raises(InflationError, match="is not a plain dense decoder"):
+        InflatedModel.load(str(smollm2), load_shape("Qwen/Qwen3-30B-A3B"), "cpu")
 
 
 @pytest.mark.model

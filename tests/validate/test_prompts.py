@@ -44,7 +44,7 @@ def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "cannot read prompt file"), (b"", "is empty"), (b" \n\t", "is empty"), (b"ab\xff", "byte 2 is wrong")],
+    [(None, "cannot read text file"), (b"", "is empty"), (b" \n\t", "is empty"), (b"ab\xff", "byte 2 is wrong")],
     ids=["missing", "empty", "blank", "not UTF-8"],
 )
 def test_bad_files_are_one_clear_line(tmp_path: Path, content: bytes | None, message: str) -> None:
@@ -58,5 +58,5 @@ def test_bad_files_are_one_clear_line(tmp_path: Path, content: bytes | None, mes
 
 
 def test_a_folder_is_no_prompt_file(tmp_path: Path) -> None:
-    with pytest.raises(PromptError, match="cannot read prompt file"):
+    with pytest.raises(PromptError, match="cannot read text file"):
         read_prompt(tmp_path)

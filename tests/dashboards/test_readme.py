@@ -1,0 +1,160 @@
+"""README's figures of an H200 are those of the files that ship beside them."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeplan.dashboards.cli_bench_decode import COLUMNS, row_texts
+from ridgeplan.planner import Workload, recommend
+from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.models import load_shape
+from ridgeplan.roofline.profile import load_profile
+from ridgeplan.validate.measure import tpot_ms_at
+
+ROOT = Path(__file__).parents[2]
+VOCAB = 151_936  # of Qwen2.5, in which the 8B shape ran
+CLASSES = {
+    "linear, bf16": "linear",
+    "linear, 4-bit weights": "linear_int4",
+    "output head, bf16": "head",
+    "decode attention, bf16, head_dim 128": "attention",
+    "decode attention, INT8": "attention_int8",
+    "decode attention, INT4": "attention_int4",
+    "decode attention, bf16, head_dim 64": "attention_d64",
+    "decode attention, INT8, head_dim 64": "attention_int8_d64",
+    "decode attention, INT4, head_dim 64": "attention_int4_d64",
+    "norms, activation": "elementwise",
+    "rotary embedding + cache append": "rope",
+    "sampling": "sampling",
+    "quantization": "quantize",
+}
+
+
+@pytest.fixture(scope="module")
+def section() -> str:
+    """What README says of the H200 before its kernels."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    return readme.partition("## Measured on an H200\n")[2].partition("\n## ")[0]
+
+
+def shipped(name: str) -> Any:
+    """A JSON file of `validate`."""
+    return json.loads((ROOT / "validate" / name).read_text(encoding="utf-8"))
+
+
+def decoded() -> list[Any]:
+    """The rows of the present kernels, in README's order."""
+    return shipped("decode_h200.json")["rows"] + shipped("decode_batch8_h200.json")["rows"]
+
+
+def table(text: str, head: str) -> list[list[str]]:
+    """The cells of the table that `head` begins."""
+    lines = text[text.index(f"\n{head}") + 1 :].split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def figures(row: Any) -> dict[str, tuple[float, float]]:
+    """Predicted and measured by name."""
+    return {one["name"]: (one["predicted"], one["measured"]) for one in row["comparison"]}
+
+
+def test_decoding_is_the_shipped_measurement(section: str) -> None:
+    head = f"| {' | '.join(COLUMNS).replace(' ms', ', ms').replace(' s |', ', s |').replace(' GB', ', GB')} |"
+    assert table(section, head) == [list(row_texts(row)) for row in decoded()]
+
+
+def test_the_ablation_is_the_shipped_measurement(section: str) -> None:
+    ablation = section.partition("<details>")[2]
+    rows = [row_texts(row) for row in shipped("decode_ablation_h200.json")["rows"]]
+    assert table(ablation, "| workload |") == [[*cells[:6], cells[-1]] for cells in rows]
+
+
+def test_classes_are_those_of_the_shipped_profile(section: str) -> None:
+    classes = shipped("profiles/nvidia-h200.json")["classes"]
+    expected = []
+    for name, kind in CLASSES.items():
+        rates = classes[kind]
+        launch = f"{1e6 * rates['launch_s']:.1f}"
+        expected.append([name, f"{rates['bandwidth_utilization']:.0%}", launch, f"{rates['spread']:.0%}"])
+    assert table(section, "| class |") == expected
+    assert f"{classes['prefill_linear']['compute_utilization']:.0%} of 990 TFLOP/s" in section
+    assert shipped("profiles/nvidia-h200.json")["date"] in section
+
+
+def test_targets_are_told_as_they_were_measured(section: str) -> None:
+    text = " ".join(section.split())
+    found = {(row["context"], row["batch"], row["gamma"]): row for row in decoded()}
+    plain, drafted = found[131072, 1, 0], found[131072, 1, 3]
+    saved = plain["measured"]["peak_memory_bytes"] - drafted["measured"]["peak_memory_bytes"]
+    shape = load_shape("meta-llama/Llama-3.1-8B")
+    kv = 131072 * shape.layers * shape.kv_elements_per_token_per_layer * 2
+    assert f"missed: {saved / 1e9:.1f} GB, {saved / kv:.0%};" in text
+    assert f"missed: {drafted['over_vllm']:.2f}x" in text
+    assert f"met: {found[32768, 8, 3]['over_vllm']:.2f}x" in text
+    best, other = (found[4096, 1, gamma]["over_vllm"] for gamma in (4, 3))
+    assert f"met with gamma 4: {best:.2f}x; {other:.2f}x with gamma 3" in text
+    peaks = [figures(row)["peak memory"] for row in decoded()]
+    assert max(abs(predicted / measured - 1) for predicted, measured in peaks) < 0.002
+    assert f"met: {plain['measured']['ttft_ms'] / 1e3:.1f} s" in text
+
+
+def test_waits_for_the_host_are_told_as_they_were_measured(section: str) -> None:
+    text = " ".join(section.split())
+    step, drafted = (next(row["measured"] for row in decoded() if row["gamma"] == gamma) for gamma in (0, 3))
+    wait_us, share, whole = (1e6 * drafted["idle_s"] / drafted["rounds"], *(
+        row["idle_s"] / row["decode_s"] for row in (drafted, step)
+    ))  # fmt: skip
+    assert f"met: {wait_us:.0f} us, {share:.1%} of a round, {whole:.1%} of a plain step" in text
+
+
+def test_plain_decoding_is_as_near_to_its_bytes_as_told(section: str) -> None:
+    shape = load_shape("meta-llama/Llama-3.1-8B")
+    weight_bytes = 2 * (shape.parameters - shape.vocab * shape.hidden)  # of the embedding a row is read
+    for row in decoded():
+        if row["gamma"] == 0:
+            tokens = row["context"] * row["batch"]
+            kv_bytes = 2 * tokens * shape.layers * shape.kv_elements_per_token_per_layer
+            ratio = row["measured"]["tpot_ms"] * 1e-3 / ((weight_bytes + kv_bytes) / 4.3e12)
+            assert row["over_vllm"] >= 1
+            assert row["context"] < 32768 or f"{ratio:.2f}x at 131072x1 and 32768x8" in section
+
+
+def test_what_is_told_of_predictions_holds(section: str) -> None:
+    text = " ".join(section.split())
+    earlier = [
+        predicted / measured - 1
+        for row in decoded()
+        for predicted, measured in [figures(row)["tpot at the measured acceptance" if row["gamma"] else "tpot"]]
+    ]
+    *most, last = earlier
+    assert f"TPOT {min(most):.0%} to {max(most):.0%} too high, {last:.0%} in the last row" in text
+    profile = load_profile(ROOT / "validate" / "profiles" / "nvidia-h200.json")
+    shape = replace(load_shape("meta-llama/Llama-3.1-8B"), vocab=VOCAB)
+    errors = []
+    for row in decoded():
+        measured = row["measured"]
+        workload = Workload(shape.name, "h200", row["context"], measured["generated"] // row["batch"], row["batch"])
+        plan = preset(row["preset"], workload)
+        if row["gamma"]:
+            plan = replace(plan, speculation=replace(plan.speculation, gamma=row["gamma"]))
+        errors.append(tpot_ms_at(plan, shape, profile, measured["acceptance"]) / measured["tpot_ms"] - 1)
+    assert f"between {-min(errors):.0%} too low and {max(errors):.0%} too high" in text
+
+
+def test_the_recommendation_is_the_shipped_profiles() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    profile = load_profile(ROOT / "validate" / "profiles" / "nvidia-h200.json")
+    answer = recommend("meta-llama/Llama-3.1-8B", "h200", 120_000, profile=profile)
+    assert f"--gpu h200 --ctx 120000\n{answer.explain()}\n```" in readme
+
+
+def test_commands_in_readme_exist(invoke: Any) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = set(re.findall(r"^\| `ridgeplan ((?:bench )?[a-z]+)", readme, re.MULTILINE))
+    assert len(commands) >= 9
+    for command in commands:
+        assert invoke(*command.split(), "--help").exit_code == 0
