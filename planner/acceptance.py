@@ -24,6 +24,8 @@ from ridgeplan.roofline.shapes import ModelShape
 REFERENCE_RATIO = 0.25
 # How a draft differs from the target: in the bits that it reads, or in the tokens.
 DRAFTS = ("kv8", "kv4", "w4", "w4kv4", *(kind.value for kind in DraftSelection if kind is not DraftSelection.ALL))
+# Drafts that read fewer bits of both weights and KV, and of either alone, which can only agree more often.
+JOINT, JOINT_PARTS = "w4kv4", ("w4", "kv4")
 # Policies nobody has published a figure for: SpecAttn reports them between these two (its section 5.3, Fig 10a).
 UNPUBLISHED = ("quest", "specextend", "retrieval-head")
 BOUNDS = ("streamingllm", "specattn")
@@ -114,6 +116,8 @@ class Knowledge:
             kind: _look_up([row for row in rows if row.draft == kind], shape, context)
             for kind in dict.fromkeys(row.draft for row in rows)
         }
+        for kind in JOINT_PARTS:
+            known[kind] = _at_least(known[kind], known[JOINT])
         for kind in UNPUBLISHED:
             known.setdefault(kind, _between(*(known[bound] for bound in BOUNDS)))
         return cls(known)
@@ -181,6 +185,11 @@ def _look_up(matching: list[Row], shape: ModelShape, context: int) -> Acceptance
     low, high = 1 - min(1.0, max(spread) + margin), 1 - max(0.0, min(spread) - margin)
     source = nearest.source if own else "transferred"
     return Acceptance(low, 1 - best, high, source, f"{nearest.model} at {nearest.context} tokens: {nearest.where}")
+
+
+def _at_least(part: Acceptance, joint: Acceptance) -> Acceptance:
+    """`part`, or `joint` where that is better and `part` stands on other models, which are farther than `joint`'s."""
+    return joint if part.source == "transferred" and part.best < joint.best else part
 
 
 def _between(worst: Acceptance, best: Acceptance) -> Acceptance:

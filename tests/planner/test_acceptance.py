@@ -36,6 +36,19 @@ def test_an_unknown_model_borrows_from_the_nearest_in_size():
     assert small.best < large.best  # the small models' rows against the 7B models'
 
 
+@pytest.mark.parametrize("model", ["Llama-3.1-8B", "Llama-2-7B-32K", "Qwen2.5-0.5B", "Llama-3.2-1B"])
+@pytest.mark.parametrize("context", [4096, 32768, 131072])
+def test_a_part_agrees_at_least_as_often_as_both(model, context):
+    known_of = Knowledge.about(replace(load_shape("Llama-3.1-8B"), name=model), context).by_kind
+    assert min(known_of["w4"].best, known_of["kv4"].best) >= known_of["w4kv4"].best
+
+
+def test_a_part_that_was_measured_stays():
+    row = {"model": "Llama-3.1-8B", "parameters": 8.03, "context": 4096, "source": "measured", "where": "here"}
+    own = [{**row, "draft": "w4", "acceptance": 0.7}]
+    assert known("Llama-3.1-8B", "quantspec-weights", own=own).best == pytest.approx(0.7)
+
+
 def test_own_rows_of_the_same_model_come_first():
     row = {
         "draft": "w4kv4",
