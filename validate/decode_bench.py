@@ -147,7 +147,7 @@ def bench_decode(
             on_progress(f"{case.preset}, context {case.context}, batch {case.batch}", len(rows), len(cases))
     return DecodeReport(
         device=_device_name(model),
-        model=model.hub.model_type,
+        model=f"{model.hub.model_type}, {model.hub.num_hidden_layers} layers of {model.hub.hidden_size}",
         shape=model.shape.name,
         software={name: metadata.version(name) for name in ("torch", "ridgeplan")},
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),

@@ -152,3 +152,4 @@ def test_plain_and_speculative_decoding_are_measured_beside_their_predictions(sm
     saved = json.loads(json.dumps(report.to_dict()))
     assert saved["rows"][1]["measured"]["tokens_per_round"] == drafted.measured.statistics.tokens_per_round
     assert saved["temperature"] == 1.0
+    assert saved["model"] == "llama, 30 layers of 576"
