@@ -51,7 +51,7 @@ Then in a chain of calls over rotating inputs of 700 MB in one graph (cuDNN 127;
   what grows with tokens: the wait for the last kernel's end, queries, one unit, partials, their merge.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
@@ -203,21 +203,6 @@ def _blocks(resident: int, kv_rows: int) -> int:
     return even if even >= FILLED * resident else resident
 
 
-def _planes(codes: QuantizedKV | None, absent: Tensor) -> list[Tensor]:
-    if codes is None:
-        return [absent] * 8
-    return [
-        codes.key_upper,
-        codes.key_upper if codes.key_lower is None else codes.key_lower,
-        codes.key_scale,
-        codes.key_min,
-        codes.value_upper,
-        codes.value_upper if codes.value_lower is None else codes.value_lower,
-        codes.value_scale,
-        codes.value_min,
-    ]
-
-
 def decode_attention_cuda(
     q: Tensor,
     keys: Tensor,
@@ -248,12 +233,13 @@ def decode_attention_cuda(
     shares = torch.empty(kv_rows, 2, dtype=torch.int32, device=q.device)  # the first and last that a row's units are in
     out = torch.empty(batch, queries, q_heads, head_dim, dtype=q.dtype, device=q.device)
     written = [partial, sums, shares, out, kernels.arrived]
+    planes = [q] * len(fields(QuantizedKV)) if codes is None else codes.arguments  # any pointer will do for none
     with torch.cuda.device(q.device):
         launch_early(
             kernels.attend,
             (blocks, 1, 1),
             (THREADS, 1, 1),
-            [q, keys, values, *lengths, *written, *_planes(codes, q), *shape, *strides, int(folds), float(scale)],
+            [q, keys, values, *lengths, *written, *planes, *shape, *strides, int(folds), float(scale)],
             kernels.shared_bytes,
             early=all(length.is_contiguous() for length in given),  # copies are too new to be read before the wait
         )

@@ -13,6 +13,7 @@ separate, so a draft that reads upper codes never touches the lower ones.
 """
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +79,12 @@ class QuantizedKV:
             value_min=pairs(group),
         )
 
+    def rows(self, rows: slice) -> "QuantizedKV":
+        """Those of some rows of the batch; no copy."""
+        whole: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        part: dict[str, Any] = {name: tensor if tensor is None else tensor[rows] for name, tensor in whole.items()}
+        return QuantizedKV(**part)
+
     @property
     def batch(self) -> int:
         """Rows: sequences, of all layers where those are stored together."""
@@ -107,6 +114,20 @@ class QuantizedKV:
     def planes(self) -> int:
         """1: upper codes only; 2: upper and lower."""
         return 1 if self.key_lower is None else 2
+
+    @property
+    def arguments(self) -> list[Tensor]:
+        """What CUDA C++ kernels take, in the order of the fields; where there are no lower codes, the upper ones."""
+        return [
+            self.key_upper,
+            self.key_upper if self.key_lower is None else self.key_lower,
+            self.key_scale,
+            self.key_min,
+            self.value_upper,
+            self.value_upper if self.value_lower is None else self.value_lower,
+            self.value_scale,
+            self.value_min,
+        ]
 
     @property
     def bytes(self) -> int:

@@ -90,21 +90,11 @@ def quantize_cuda(
     # Where there is no mask or no slot, any pointer will do.
     masking: list[Tensor | int] = [group_index, 0] if mask is None else [mask.contiguous(), 1]
     placing: list[Tensor | int] = [group_index, 0] if first_slot is None else [first_slot.contiguous(), 1]
-    planes = [
-        out.key_upper,
-        out.key_upper if out.key_lower is None else out.key_lower,
-        out.key_scale,
-        out.key_min,
-        out.value_upper,
-        out.value_upper if out.value_lower is None else out.value_lower,
-        out.value_scale,
-        out.value_min,
-    ]
     strides = [stride // ALIGNMENT for tensor in (keys, values) for stride in tensor.stride()[:3]]
     with torch.cuda.device(keys.device):
         launch_early(
             kernel,
             (batch * kv_heads, groups, 2),
             (STREAMS * out.head_dim // 8, 1, 1),
-            [keys, values, group_index, *masking, *placing, *planes, kv_heads, out.groups, *strides],
+            [keys, values, group_index, *masking, *placing, *out.arguments, kv_heads, out.groups, *strides],
         )

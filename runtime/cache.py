@@ -7,8 +7,7 @@ however rounds fall, the target is one well-defined model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -166,9 +165,5 @@ class Cache:
             shift_slots(keys, values, self.group, mask)
 
     def _codes(self, first: int, count: int) -> QuantizedKV:
-        codes = self.all_codes
-        assert codes is not None, "this plan's KV format holds no codes"
-        planes: dict[str, Any] = {field.name: getattr(codes, field.name) for field in fields(codes)}
-        rows = slice(first, first + count)
-        part: dict[str, Any] = {name: plane if plane is None else plane[rows] for name, plane in planes.items()}
-        return QuantizedKV(**part)
+        assert self.all_codes is not None, "this plan's KV format holds no codes"
+        return self.all_codes.rows(slice(first, first + count))

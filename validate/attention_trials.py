@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,7 +103,7 @@ def decode_trial(bench: Bench, reading: Reading, splits: int) -> Trial:
         keys, values = store[i]
         if planes is None:
             return decode_attention(q, keys, values, begin, end)
-        codes = rows_of(planes, slice(i * batch, (i + 1) * batch))  # as the runtime's cache makes them, each time
+        codes = planes.rows(slice(i * batch, (i + 1) * batch))  # as the runtime's cache makes them, each time
         return decode_attention(q, keys, values, begin, end, codes, groups, lower=reading.bits == 8)
 
     return Trial(reading.kind, reading.name, cost, call, variants)
@@ -153,7 +152,7 @@ def _causal(q: Tensor, keys: Tensor, values: Tensor) -> Callable[[int], object]:
 
 def _quantizing(stores: Tensor, codes: QuantizedKV) -> Callable[[int], object]:
     first = torch.zeros(1, dtype=torch.int32, device=stores.device)
-    return lambda i: quantize(stores[i, 0], stores[i, 1], rows_of(codes, slice(i, i + 1)), first)
+    return lambda i: quantize(stores[i, 0], stores[i, 1], codes.rows(slice(i, i + 1)), first)
 
 
 def _gathering(table: Tensor, index: Tensor) -> Callable[[int], object]:
@@ -182,10 +181,3 @@ def _random_codes(bench: Bench, reading: Reading, variants: int) -> QuantizedKV:
         elif plane is not None:
             plane.fill_(-1.0 if field.name.endswith("min") else 2 / 15)
     return codes
-
-
-def rows_of(codes: QuantizedKV, rows: slice) -> QuantizedKV:
-    """The codes of some rows of a batch; no copy."""
-    planes = {field.name: getattr(codes, field.name) for field in fields(codes)}
-    part: dict[str, Any] = {name: None if plane is None else plane[rows] for name, plane in planes.items()}
-    return QuantizedKV(**part)

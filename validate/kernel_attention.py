@@ -17,7 +17,6 @@ from ridgeplan.kernels.layout import QuantizedKV
 from ridgeplan.kernels.quantize import quantize
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
-from ridgeplan.validate.attention_trials import rows_of
 from ridgeplan.validate.bench import Bench
 from ridgeplan.validate.kernel_case import Case, Peers, SpeedUp, Target, fresh, relative_error
 from ridgeplan.validate.kernel_peers import attention_peers
@@ -129,7 +128,7 @@ class Reading:
 
     def _codes(self, variant: int) -> QuantizedKV | None:
         batch = len(self.inputs.q)
-        return self.codes and rows_of(self.codes, slice(variant * batch, (variant + 1) * batch))
+        return self.codes and self.codes.rows(slice(variant * batch, (variant + 1) * batch))
 
     def cost(self, processors: int) -> Cost:
         """Of the attention kernel and the merge that ends it."""

@@ -17,7 +17,6 @@ from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.runtime.cache import Cache
-from ridgeplan.validate.attention_trials import rows_of
 from ridgeplan.validate.bench import Bench
 from ridgeplan.validate.kernel_case import H200_BYTES_PER_S, Call, Case, RoofShare, Within, fresh, relative_error
 from ridgeplan.validate.kernel_sizes import FlushSize, QuantizeSize
@@ -80,7 +79,7 @@ class Prompts:
 
     def _one(self, variant: int) -> tuple[Tensor, Tensor, QuantizedKV]:
         rows = slice(variant, variant + 1)
-        return self.keys[rows], self.values[rows], rows_of(self.codes, rows)
+        return self.keys[rows], self.values[rows], self.codes.rows(rows)
 
 
 def _empty_codes(keys: Tensor) -> QuantizedKV:

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -199,30 +200,10 @@ def test_a_captured_product_follows_its_inputs() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 5, 16, 40])
-def test_dependent_products_wait_for_each_other(rows: int) -> None:
-    """x -> y -> x -> ... through weights of several shapes, back to back in one graph, against one at a time."""
-    sizes = [4096, 6144, 4096, 4096, 14336, 4096, 1024] * 6
-    weights = []
-    for inputs, outputs in zip(sizes, sizes[1:] + sizes[:1], strict=True):
+def test_dependent_products_wait_for_each_other(rows: int, chained: Callable[..., None]) -> None:
+    def weight(outputs: int, inputs: int) -> Int4Weight:
         codes = torch.randint(16, (outputs, inputs), device="cuda")
         scale = torch.full((outputs, inputs // 128), 0.2 / inputs**0.5, device="cuda")
-        weights.append(Int4Weight.pack(codes, scale, scale / 2))
-    first = torch.randn(rows, sizes[0], device="cuda", dtype=torch.bfloat16)
+        return Int4Weight.pack(codes, scale, scale / 2)
 
-    def chain(synchronize: bool) -> list[Tensor]:
-        found = [first]
-        for weight in weights:
-            found.append(linear_int4(found[-1], weight))
-            if synchronize:
-                torch.cuda.synchronize()
-        return found
-
-    chain(True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = chain(False)
-    for _ in range(20):
-        first.normal_()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert all(torch.equal(a, b) for a, b in zip(results, chain(True), strict=True))
+    chained(linear_int4, weight, rows)

@@ -97,3 +97,16 @@ def test_bytes_per_token() -> None:
     assert both.bytes == tokens * (2 * 128 + 4 + 4)
     assert upper.bytes == tokens * (128 + 4 + 4)
     assert (both.planes, upper.planes) == (2, 1)
+
+
+@pytest.mark.parametrize("lower", [True, False])
+def test_kernels_and_batches_see_the_same_storage(lower: bool) -> None:
+    whole = QuantizedKV.allocate(3, 2, 2, 8, 16, "cpu", lower=lower)
+    upper = [whole.key_upper, whole.key_scale, whole.key_min, whole.value_upper, whole.value_scale, whole.value_min]
+    lows = [whole.key_lower, whole.value_lower] if lower else [whole.key_upper, whole.value_upper]
+    expected = [upper[0], lows[0], *upper[1:4], lows[1], *upper[4:]]
+    assert [id(tensor) for tensor in whole.arguments] == [id(tensor) for tensor in expected]
+    part = whole.rows(slice(1, 3))
+    assert (part.batch, part.planes) == (2, whole.planes)
+    part.value_upper.fill_(7)
+    assert whole.value_upper[1:].eq(7).all() and whole.value_upper[0].eq(0).all()
