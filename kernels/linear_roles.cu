@@ -1,8 +1,8 @@
 // Part 3 of 4 of the CUDA linear kernels: who does what in a block.
 //
 // WARPS warps multiply, one copies weights, one fetches x, adds up and stores. They meet at barriers in shared memory
-// only, so that a warp may run ahead by as many items as the ring holds and by BUFFERS row tiles. One lane arrives for
-// its warp, after __syncwarp (a chain that compute-sanitizer's racecheck does not follow).
+// only, so that a warp may run ahead by as many items as the ring holds and by BUFFERS row tiles. Where a slot becomes
+// free one lane arrives for its warp, after __syncwarp; where sums change hands every lane does, as racecheck wants.
 
 constexpr int TILE_FLOATS = 16 * COLUMNS;  // sums of a row tile
 constexpr int BUFFERS = 2;                 // of row tiles' sums
@@ -29,7 +29,7 @@ struct Barriers {
     // For one warp.
     __device__ __forceinline__ void init(int items, int lane) {
         if (lane < items) barrier_init(full + lane, 1), barrier_init(empty + lane, WARPS);
-        if (lane < BUFFERS) barrier_init(summed + lane, WARPS), barrier_init(spent + lane, 1);
+        if (lane < BUFFERS) barrier_init(summed + lane, 32 * WARPS), barrier_init(spent + lane, 32);
         if (lane < X_PARTS) barrier_init(x + lane, 1);
         fence_barrier_init();
         __syncwarp();
@@ -134,8 +134,7 @@ __device__ __forceinline__ void multiply(
         }
         barrier_wait(barriers.spent + buffer.at, buffer.phase);
         put_sums(acc, partials + (buffer.at * WARPS + warp) * TILE_FLOATS, lane);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(barriers.summed + buffer.at);
+        barrier_arrive(barriers.summed + buffer.at);
         buffer.next(BUFFERS);
     }
 }
@@ -205,8 +204,7 @@ __device__ __forceinline__ void add_tiles(
             if (SPLITS == 1) output.store(tile, i, sum);
             else store_remote(met + (own_tile - owner + rank) * TILE_FLOATS + place, owner, sum);
         }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(barriers.spent + turn.at);
+        barrier_arrive(barriers.spent + turn.at);
         turn.next(BUFFERS);
     }
 }
