@@ -44,23 +44,23 @@ def _kernel(plan: Plan, device: torch.device) -> Any:
     return kernel(plan, device, "the CUDA dense linear kernel does not compile, the library's product runs instead")
 
 
-def _plan(x: Tensor, weight: Tensor) -> Plan | None:
+def _plan(x: Tensor, weight: Tensor, gated: bool) -> Plan | None:
     outputs, inputs = weight.shape
-    return make_plan(len(x), outputs, inputs, x.dtype == torch.bfloat16, machine(x.device))
+    return make_plan(len(x), outputs, inputs, x.dtype == torch.bfloat16, gated, machine(x.device))
 
 
-def fits(x: Tensor, weight: Tensor) -> bool:
+def fits(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
     """Whether the kernel takes x [rows, inputs] and weight [outputs, inputs]: up to 16 rows, on Hopper or newer."""
     if not takes(x, MAX_ROWS) or weight.dtype != x.dtype or weight.device != x.device:
         return False
     if not weight.is_contiguous() or weight.data_ptr() % 16 or weight.shape[1] % UNIT_INPUTS:
         return False
-    plan = _plan(x, weight)
+    plan = _plan(x, weight, gated)
     return plan is not None and _kernel(plan, x.device) is not None
 
 
-def linear_dense_cuda(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear_dense_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False) -> Tensor:
     """See `ridgeplan.kernels.linear_dense.linear_dense`; only for x [rows, inputs] and a weight that `fits`."""
-    plan = _plan(x, weight)
+    plan = _plan(x, weight, gated)
     assert plan is not None
     return launch(_kernel(plan, x.device), plan, x, weight, bias)

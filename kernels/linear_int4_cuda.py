@@ -20,7 +20,8 @@ for 4096 x 4096, 15.7 for 6144 x 4096, 58 for 28672 x 4096, 32 for 4096 x 14336)
   products want two: 18.1.
 - x costs 132 times its bytes at the 5.5 TB/s of the L2 cache: 0.8, 1.6 and 3.1 with 4, 8 and 16 rows of 4096 inputs.
   Pairs of blocks that fetch it together: 4.9 instead of 5.2 and 5.6 instead of 6.0 with 4 and 8 rows; cutting the
-  inputs between them instead: 6.7 with 8.
+  inputs between them instead: 6.7 with 8. Fours and eights, predicted to save another 0.8 with 16 rows: slower by 0.2
+  to 0.7 with any number of rows, as more blocks wait for the slowest.
 - multipliers that poll for x slow down small kernels beside them: alternating with one (4 rows) 8.1; waiting for the
   kernel before like the others 7.3.
 - 16 warps instead of 8: no faster, and with their registers a small kernel finds no room.
@@ -28,6 +29,9 @@ for 4096 x 4096, 15.7 for 6144 x 4096, 58 for 28672 x 4096, 32 for 4096 x 14336)
   6.7, 9.4; 28672 x 4096 17.7, 18.6, 19.4, 26.2; 4096 x 14336 11.1, 12.4, 13.0, 17.1; 128256 x 4096 66, 69, 71, 104.
   Goals (2.8, 2.6, 2.3 and 1.8 times cuBLAS) are missed where the product is short: by up to 5% with one to eight rows,
   and 12% with 16.
+- the next weight's first 8 to 128 KiB a block into the L2 cache, at the end of a product: predicted 1 faster, measured
+  39.4 to 40.8 instead of 39.5 for the four products of an 8B layer, which a perfect stream reads in 27. So the memory
+  is not what a product's beginning waits for.
 - left: in a short product all waits for x, which nothing overlaps with, and for the end of the kernel before.
 """
 
@@ -46,21 +50,21 @@ def _kernel(plan: Plan, device: torch.device) -> Any:
     return kernel(plan, device, "the CUDA int4 linear kernel does not compile, Triton's runs instead")
 
 
-def _plan(x: Tensor, weight: Int4Weight) -> Plan | None:
+def _plan(x: Tensor, weight: Int4Weight, gated: bool) -> Plan | None:
     is_bf16 = x.dtype == torch.bfloat16
-    return make_plan(len(x), weight.outputs, weight.inputs, weight.group, is_bf16, machine(x.device))
+    return make_plan(len(x), weight.outputs, weight.inputs, weight.group, is_bf16, gated, machine(x.device))
 
 
-def fits(x: Tensor, weight: Int4Weight) -> bool:
+def fits(x: Tensor, weight: Int4Weight, gated: bool = False) -> bool:
     """Whether the kernel takes x [rows, inputs]: 1 to 64 rows of a 16-bit dtype, on Hopper or newer."""
     if not takes(x, MAX_ROWS):
         return False
-    plan = _plan(x, weight)
+    plan = _plan(x, weight, gated)
     return plan is not None and _kernel(plan, x.device) is not None
 
 
-def linear_int4_cuda(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
+def linear_int4_cuda(x: Tensor, weight: Int4Weight, bias: Tensor | None, gated: bool = False) -> Tensor:
     """See `ridgeplan.kernels.linear_int4.linear_int4`; only for x [rows, inputs] that `fits`."""
-    plan = _plan(x, weight)
+    plan = _plan(x, weight, gated)
     assert plan is not None
     return launch(_kernel(plan, x.device), plan, x, weight.packed, bias)

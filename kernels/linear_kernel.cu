@@ -1,4 +1,5 @@
-// Part 4 of 4 of the CUDA linear kernels: y = x W^T + bias for a few rows of x.
+// Part 4 of 4 of the CUDA linear kernels: y = x W^T + bias for a few rows of x, or if GATED silu of its first half of
+// outputs times the second.
 
 // Blocks share the row tiles of W, and those of one blockIdx.y take `chunk_rows` rows of x. The SPLITS blocks of a
 // cluster cut the inputs: their sums of a row tile meet in one of them, and are added up at the end. Or the SHARES
@@ -17,7 +18,8 @@ linear(const u8* x, const u8* w, const u16* bias, u16* y, int biased, int rows, 
     const int first_row = blockIdx.y * chunk_rows, stride = gridDim.x / SPLITS;
     const Part part = {int(blockIdx.x) / SPLITS, stride, (outputs + 15) / 16, begin,
                        units * (rank + 1) / SPLITS - begin, min(chunk_rows, rows - first_row)};
-    const Output output = {y + i64(first_row) * outputs, biased ? bias : nullptr, outputs, part.rows};
+    const int width = GATED ? outputs / 2 : outputs;
+    const Output output = {y + i64(first_row) * width, biased ? bias : nullptr, outputs, width};
 
     float* const partials = reinterpret_cast<float*>(shared + items * ITEM_BYTES);
     float* const sums = partials + BUFFERS * WARPS * TILE_FLOATS;
@@ -47,7 +49,7 @@ linear(const u8* x, const u8* w, const u16* bias, u16* y, int biased, int rows, 
             add_tiles(part, barriers, output, partials, met, rank, lane);
         } else {
             multiply(part, barriers, shared, items, own_x, pitch, sums, partials, lane);
-            if (SHARES > 1 && part.first >= part.tiles)  // what others send must find this block
+            if (SHARES > 1 && !part.own_tiles())  // what others send must find this block
                 for (int i = 0; i * part.units_per_x_part() < part.units; i++) barrier_wait(barriers.x + i, 0);
         }
     }

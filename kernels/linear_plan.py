@@ -57,7 +57,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """A product's launch: `chunks` passes over the weight, of at most `chunk_rows` rows of x, side by side."""
+    """A product's launch: `chunks` passes over the weight, of at most `chunk_rows` rows of x, side by side.
+
+    gated: the first half of the outputs are gates, which a block takes tile by tile with the tile that each lets
+    through, and y is half as wide.
+    """
 
     weights: Format
     cut: Cut
@@ -67,6 +71,7 @@ class Plan:
     outputs: int
     inputs: int
     chunk_rows: int
+    gated: bool = False
 
     @cached_property
     def tiles(self) -> int:
@@ -85,8 +90,12 @@ class Plan:
     @cached_property
     def groups(self) -> int:
         """Blocks, or clusters that cut the inputs, which share row tiles: all resident at once, or one a tile."""
-        row_tiles = -(-self.outputs // ROWS)
-        return min(max(1, self.resident // self.chunks), -(-row_tiles // self.shares)) * self.shares
+        return min(max(1, self.resident // self.chunks), -(-self._together // self.shares)) * self.shares
+
+    @cached_property
+    def _together(self) -> int:
+        """Row tiles, or pairs of a gate's and what it lets through, that groups share."""
+        return -(-self.outputs // (2 * ROWS if self.gated else ROWS))
 
     @cached_property
     def resident(self) -> int:
@@ -96,7 +105,7 @@ class Plan:
     @cached_property
     def own_tiles(self) -> int:
         """Row tiles of a block, at most."""
-        return -(-self.outputs // ROWS // self.groups)
+        return -(-self._together // self.groups) * (2 if self.gated else 1)
 
     @cached_property
     def own_units(self) -> int:
@@ -141,7 +150,8 @@ class Plan:
     @cached_property
     def fits(self) -> bool:
         has_room = self.items >= self.cut.least_items and self.chunks <= self.resident
-        return has_room and self.inputs <= self.cut.most_inputs
+        pairs_up = not self.gated or (self.cut.splits == 1 and self.outputs % (2 * ROWS) == 0)
+        return has_room and pairs_up and self.inputs <= self.cut.most_inputs
 
     @cached_property
     def shared_bytes(self) -> int:
@@ -172,5 +182,6 @@ class Plan:
             "WARPS": self.warps,
             "ITEM_INPUTS": self.item_inputs,
             "MOST_ITEMS": MOST_ITEMS,
+            "GATED": int(self.gated),
         }
         return (*(f"-D{name}={value}" for name, value in macros.items()), *self.weights.macros)

@@ -9,11 +9,20 @@ constexpr int BUFFERS = 2;                 // of row tiles' sums
 constexpr int COPIER = WARPS, ADDER = WARPS + 1, THREADS = 32 * (WARPS + 2);
 
 // What a block takes of the product: row tiles first, first + stride, ... of W, `units` units of the inputs from
-// `begin` on, and `rows` rows of x.
+// `begin` on, and `rows` rows of x. GATED, they are of the first half of W's tiles, and each is followed by the one that
+// lies as far into the second half.
 struct Part {
     int first, stride, tiles, begin, units, rows;
 
-    __device__ __forceinline__ int own_tiles() const { return first < tiles ? (tiles - first - 1) / stride + 1 : 0; }
+    __device__ __forceinline__ int half() const { return tiles / 2; }
+    __device__ __forceinline__ int own_tiles() const {
+        const int most = GATED ? half() : tiles, count = first < most ? (most - first - 1) / stride + 1 : 0;
+        return GATED ? 2 * count : count;
+    }
+    __device__ __forceinline__ int after(int tile) const {
+        if (!GATED) return tile + stride;
+        return tile < half() ? tile + half() : tile - half() + stride;
+    }
     __device__ __forceinline__ int items_per_tile() const { return (units + ITEM_UNITS - 1) / ITEM_UNITS; }
     // Of each part in which x arrives; whole items.
     __device__ __forceinline__ int units_per_x_part() const {
@@ -52,7 +61,7 @@ struct Cursor {
 
     __device__ __forceinline__ int count(const Part& part) const { return min(ITEM_UNITS, part.units - unit); }
     __device__ __forceinline__ void next(const Part& part) {
-        if ((unit += ITEM_UNITS) >= part.units) unit = 0, tile += part.stride;
+        if ((unit += ITEM_UNITS) >= part.units) unit = 0, tile = part.after(tile);
     }
 };
 
@@ -115,12 +124,12 @@ __device__ __forceinline__ void multiply(
     int x_units = 0;  // that have arrived
     int own = warp;   // goes round over a tile's last, shorter items
 #pragma unroll 1
-    for (int tile = part.first; tile < part.tiles; tile += part.stride) {
+    for (int left = part.own_tiles(); left; left--) {
         float acc[TILES][4] = {};
 #pragma unroll 1
         for (int unit = 0; unit < part.units; unit += ITEM_UNITS) {
             const int count = min(ITEM_UNITS, part.units - unit);
-            if (unit == x_units && tile == part.first) {
+            if (unit == x_units) {
                 barrier_wait(x_full++, 0);
                 sum_units(lane_x, sums, unit, min(x_part, part.units - unit), lane);
                 x_units += x_part;
@@ -171,18 +180,39 @@ template <int COUNT> __device__ __forceinline__ float add_up(const float* sums) 
 
 struct Output {
     u16* y;
-    const u16* bias;  // or null
-    int outputs, rows;
+    const u16* bias;     // or null
+    int outputs, width;  // of W and, half as many if GATED, of y
 
     // Sum `i` of a tile, counted with outputs innermost, in the order of `put_sums`.
     __device__ static __forceinline__ int place(int i) {
         return i / 128 * 128 + i / 8 % 2 * 64 + i % 8 * 8 + i / 16 % 8;
     }
+    __device__ __forceinline__ float biased(int tile, int i, float sum) const {
+        return bias ? sum + float_of(bias[16 * tile + i % 16]) : sum;
+    }
+    __device__ __forceinline__ void put(int tile, int i, float value) const {
+        y[i64(i / 16) * width + 16 * tile + i % 16] = element_of(value);
+    }
     __device__ __forceinline__ void store(int tile, int i, float sum) const {
-        const int output = 16 * tile + i % 16;
-        if (output >= outputs) return;
-        if (bias) sum += float_of(bias[output]);
-        y[i64(i / 16) * outputs + output] = element_of(sum);
+        if (16 * tile + i % 16 < outputs) put(tile, i, biased(tile, i, sum));
+    }
+};
+
+// For GATED products, by the adder's lanes: gates of a row tile are kept until what they let through is there.
+struct Gates {
+    float kept[COLUMNS / 2];  // sums lane, lane + 32, ... of the tile
+
+    __device__ __forceinline__ void meet(
+        const Part& part, const Output& output, const float* sums, int tile, int lane
+    ) {
+#pragma unroll
+        for (int j = 0; j < COLUMNS / 2; j++) {
+            const int i = 32 * j + lane;
+            if (i >= 16 * part.rows) continue;
+            const float sum = output.biased(tile, i, add_up<WARPS>(sums + Output::place(i)));
+            if (tile < part.half()) kept[j] = sum / (1.0f + __expf(-sum));
+            else output.put(tile - part.half(), i, kept[j] * sum);
+        }
     }
 };
 
@@ -192,13 +222,16 @@ __device__ __forceinline__ void add_tiles(
     const Part& part, Barriers& barriers, const Output& output, const float* partials, float* met, int rank, int lane
 ) {
     Turn turn = {0, 0};
-    int own_tile = 0;
+    Gates gates;
+    const int count = part.own_tiles();
+    int tile = part.first;
 #pragma unroll 1
-    for (int tile = part.first; tile < part.tiles; tile += part.stride, own_tile++) {
+    for (int own_tile = 0; own_tile < count; own_tile++, tile = part.after(tile)) {
         barrier_wait(barriers.summed + turn.at, turn.phase);
         const float* const sums = partials + turn.at * WARPS * TILE_FLOATS;
         const int owner = own_tile % SPLITS;
-        for (int i = lane; i < 16 * part.rows; i += 32) {
+        if (GATED) gates.meet(part, output, sums, tile, lane);
+        for (int i = lane; !GATED && i < 16 * part.rows; i += 32) {
             const int place = Output::place(i);
             const float sum = add_up<WARPS>(sums + place);
             if (SPLITS == 1) output.store(tile, i, sum);

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ridgeplan.planner.plan import Plan, Workload
 from ridgeplan.planner.terms import strategy_of
 from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.memory import LENT_PROMPT_TOKENS, prompts_lent
 from ridgeplan.roofline.models import load_shape
 from ridgeplan.roofline.placement import MAX_LENGTH, resident_memory
 from ridgeplan.roofline.profile import shipped_profiles
@@ -46,7 +47,10 @@ def missing_memory(plan: Plan, model: ModelReference, room: Room) -> str | None:
 
     def context_with(batch: int) -> int:
         longest = MAX_LENGTH - workload.new_tokens
-        return _largest(lambda tokens: fits(replace(workload, context=tokens, batch=batch)), longest)
+        # Memory grows with the context but for where prompts begin to borrow, so a bisection starts there.
+        return _largest(
+            lambda tokens: fits(replace(workload, context=tokens, batch=batch)), longest, LENT_PROMPT_TOKENS
+        )
 
     options = _options(workload, context_with, _largest(lambda rows: fits(replace(workload, batch=rows)), MAX_BATCH))
     allowed = f"allowed: {', or '.join(options)}" if options else "no context fits with these formats"
@@ -54,10 +58,16 @@ def missing_memory(plan: Plan, model: ModelReference, room: Room) -> str | None:
     return f"{sizes}; {allowed}"
 
 
+def prompts_borrow(plan: Plan) -> bool:
+    """Whether on a GPU prompts of the plan take their long buffers from the memory of the draft's weights."""
+    return plan.weights.draft_differs and bool(prompts_lent(plan.workload.context))
+
+
 def peak_bytes(plan: Plan, shape: ModelShape, room: Room) -> float:
     """Predicted peak of weights, caches, buffers and workspaces, everything on the device."""
     # Rates do not matter to memory, so any profile's will do.
-    machine = replace(Machine.of(shipped_profiles()[0]), element_bytes=room.element_bytes, processors=room.processors)
+    any_device = replace(Machine.of(shipped_profiles()[0]), asynchronous=1)
+    machine = replace(any_device, element_bytes=room.element_bytes, processors=room.processors)
     return float(resident_memory(shape, machine, strategy_of(plan, shape, machine, 1.0)).peak)
 
 
@@ -73,10 +83,10 @@ def _options(workload: Workload, context_with: Callable[[int], int], batch: int)
     return options
 
 
-def _largest(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest value up to `limit` that fits, by bisection; 0 if none does."""
-    low, high = 0, limit + 1
+def _largest(fits: Callable[[int], bool], limit: int, first: int = 1) -> int:
+    """The largest value up to `limit` that fits, by bisection that tries `first` first; 0 if none does."""
+    low, high, middle = 0, limit + 1, min(first, limit)
     while high - low > 1:
-        middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
+        middle = (low + high) // 2
     return low

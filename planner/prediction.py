@@ -76,7 +76,8 @@ class Detail:
             for op, seconds in zip(part.ops, part.seconds, strict=True):
                 total, kind = op.total, kernel_class(self.plan, self.head_dim, part.name, op.kind)
                 flops, moved = _at(total.flops, self.index), _at(total.bytes, self.index)
-                yield OpTime(part.name, op.name, kind, int(op.launches), float(seconds[self.index]), flops, moved)
+                launches = int(_at(op.launches, self.index))
+                yield OpTime(part.name, op.name, kind, launches, float(seconds[self.index]), flops, moved)
 
 
 @dataclass(frozen=True)

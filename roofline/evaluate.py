@@ -9,7 +9,7 @@ from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import PREFILL_CHUNK_TOKENS, MemoryParts
 from ridgeplan.roofline.numbers import larger, smaller
 from ridgeplan.roofline.passes import Op, decode_pass, prefill_pass
-from ridgeplan.roofline.placement import place
+from ridgeplan.roofline.placement import borrowed_bytes, place
 from ridgeplan.roofline.rounds import (
     Round,
     draft_terms,
@@ -61,13 +61,15 @@ def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy) -> Estimat
 
 
 def prefill_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
-    """Time to the first token: all prompts one after another, their KV quantized as it is made."""
+    """Time to the first token: all prompts one after another, their KV quantized as it is made, and the return of the
+    draft's weights that lent them memory."""
     ops = prefill_pass(shape, 1, strategy.context, machine.element_bytes, strategy.target_weight_bytes)
     chunks = larger(strategy.context / PREFILL_CHUNK_TOKENS, 1)  # a layer is issued once for each
     one = machine.pass_seconds(ops, prefill_rates(machine), shape.layers * chunks, machine.prefill_layer_dispatch_s)
     cost = quantize_cost(shape, machine, strategy, 1, strategy.context)
     codes = smaller(strategy.code_planes, 1) * shape.layers * machine.seconds(cost, machine.rates["quantize"])
-    return strategy.batch * (one + codes + sampling_seconds(shape, machine, 1))
+    returned_s = borrowed_bytes(shape, machine, strategy) / machine.host_link_bytes_per_s
+    return strategy.batch * (one + codes + sampling_seconds(shape, machine, 1)) + returned_s
 
 
 def pass_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> dict[str, tuple[Op, ...]]:

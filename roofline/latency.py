@@ -12,6 +12,7 @@ from ridgeplan.roofline.profile import Profile
 
 # Rows up to which the runtime's dense products have kernels of their own, on a device and on a host.
 DEVICE_FEW_ROWS, HOST_FEW_ROWS = 16, 64
+DEVICE_GATED_ROWS = 8  # up to which a device's product of gate and up applies the activation itself, for any format
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Machine:
     element_bytes: Term
     processors: Term
     few_rows: Term  # of a dense product: more are the library's, as in prefill
+    gated_rows: Term  # up to which the product of gate and up applies the activation itself
 
     @classmethod
     def of(cls, profile: Profile) -> Machine:
@@ -58,6 +60,7 @@ class Machine:
             element_bytes=hardware.element_bytes,
             processors=hardware.processors,
             few_rows=DEVICE_FEW_ROWS if profile.asynchronous else HOST_FEW_ROWS,
+            gated_rows=DEVICE_GATED_ROWS if profile.asynchronous else 0,
         )
 
     def seconds(self, cost: Cost, rates: RateTerms) -> Term:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Term
-from ridgeplan.roofline.numbers import larger, smaller
+from ridgeplan.roofline.numbers import at_most, larger, smaller
 from ridgeplan.roofline.shapes import ModelShape
 
 PREFILL_CHUNK_TOKENS = 4096  # rows of one chunk of the layer-major prefill
 PREFILL_ATTENDED_TOKENS = 1 << 16  # times KV heads that attend at once
+# Plans whose prompts may be this long keep a copy of the draft's weights on the host, and prompts of any length borrow
+# their memory. To bring back what a prompt overwrote takes 0.4% to 2% of its time; shorter plans would gain so little
+# memory that the copy is not worth its making.
+LENT_PROMPT_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """Bytes on the device by purpose. Terms may be arrays or sympy expressions."""
+    """Bytes on the device by purpose. Terms may be arrays or sympy expressions.
+
+    prefill_workspace: what prompts need beyond what the draft's weights lend them.
+    """
 
     weights: Term
     draft_weights: Term
@@ -75,9 +83,30 @@ def code_memory(shape: ModelShape, batch: Term, tokens: Term, planes: Term, grou
     return shape.layers * smaller(planes, 1) * codes
 
 
-def prefill_workspace(shape: ModelShape, tokens: Term, element_bytes: Term) -> Term:
+def prompts_lent(context: Term) -> Term:
+    """1 for plans whose prompts borrow the memory of the draft's weights, where there are any, on a GPU; else 0."""
+    return at_most(LENT_PROMPT_TOKENS, context)
+
+
+def prompt_buffers(shape: ModelShape, tokens: Term, element_bytes: Term) -> tuple[Term, ...]:
+    """Bytes of what lasts through a prompt's prefill, in the order in which it is taken: hidden states, and one layer's
+    queries, keys and values."""
+    kv_width = shape.kv_elements_per_token_per_layer / 2
+    return tuple(tokens * width * element_bytes for width in (shape.hidden, shape.q_width, kv_width, kv_width))
+
+
+def lent_bytes(lendable: Term, buffers: Sequence[Term]) -> Term:
+    """Bytes of the buffers that `lendable` bytes hold: each in turn, if what is left of them holds it whole."""
+    lent: Term = 0
+    for buffer in buffers:
+        lent = lent + buffer * at_most(lent + buffer, lendable)
+    return lent
+
+
+def prefill_workspace(shape: ModelShape, tokens: Term, element_bytes: Term, lendable: Term = 0) -> Term:
     """Layer-major prefill, one sequence at a time: hidden states of the prompt, one layer's queries and KV, and either
-    the attention output of a few heads or one chunk's activations."""
+    the attention output of a few heads or one chunk's activations. What lies in `lendable` bytes of the draft's weights
+    is counted there."""
     chunk = smaller(tokens, PREFILL_CHUNK_TOKENS)
     kv_width = shape.kv_elements_per_token_per_layer
     projected = chunk * (shape.hidden + 2 * shape.q_width + kv_width)
@@ -85,8 +114,9 @@ def prefill_workspace(shape: ModelShape, tokens: Term, element_bytes: Term) -> T
     # Whole heads attend at once, one at least.
     heads_tokens = smaller(larger(tokens, PREFILL_ATTENDED_TOKENS), tokens * shape.kv_heads)
     attended = heads_tokens * shape.q_width / shape.kv_heads
-    per_token = shape.hidden + kv_width + shape.q_width
-    return (tokens * per_token + larger(larger(projected, activated), attended)) * element_bytes
+    buffers = prompt_buffers(shape, tokens, element_bytes)
+    allocated = sum(buffers) - lent_bytes(lendable, buffers)
+    return allocated + larger(larger(projected, activated), attended) * element_bytes
 
 
 def decode_workspace(shape: ModelShape, batch: Term, queries: Term, splits: Term, element_bytes: Term) -> Term:

@@ -30,6 +30,15 @@ def smaller(a: Term, b: Term) -> Term:
     return np.minimum(a, b)
 
 
+def at_most(a: Term, b: Term) -> Term:
+    """1 where `a <= b`, else 0."""
+    if is_symbolic(a, b):
+        from sympy import Heaviside
+
+        return Heaviside(b - a, 1)
+    return np.less_equal(a, b) * 1
+
+
 def where(condition: Term, yes: Term, no: Term) -> Term:
     """`yes` where the 0-or-1 term `condition` is 1, else `no`; both must be finite."""
     return condition * yes + (1 - condition) * no

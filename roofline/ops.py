@@ -22,6 +22,14 @@ def linear(rows: Term, inputs: Term, outputs: Term, weight_bytes: Term, element_
     return matmul(rows, inputs, outputs, inputs * outputs, weight_bytes, element_bytes)
 
 
+def gated_linear(
+    rows: Term, inputs: Term, outputs: Term, weight_bytes: Term, element_bytes: Term, fused: Term = 1
+) -> Cost:
+    """Two such weights, gate and up, whose products leave as one activated `rows x outputs`, or where `fused` is 0 as
+    they are."""
+    return matmul(rows, inputs, (2 - fused) * outputs, 2 * inputs * outputs, weight_bytes, element_bytes)
+
+
 def matmul(rows: Term, inputs: Term, outputs: Term, params: Term, weight_bytes: Term, element_bytes: Term) -> Cost:
     """A projection of `params` parameters, which MLA's chain of factors makes fewer than inputs x outputs."""
     return Cost(

@@ -59,6 +59,7 @@ class PassTerms:
     weight_bytes: Term  # per parameter of a linear layer, with scales and minima
     head_bytes: Term  # per parameter of the output head
     element_bytes: Term
+    gated: Term = 0  # 1 where the product of gate and up applies the activation itself
 
     @property
     def rows(self) -> Term:
@@ -78,7 +79,7 @@ def decode_pass(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
         *_attention_linears(shape, terms.rows, terms.weight_bytes, terms.element_bytes),
         *_rope(shape, terms.rows, terms.element_bytes),
         *_attention(shape, terms),
-        *_mlps(shape, terms.rows, terms.weight_bytes, terms.element_bytes),
+        *_mlps(shape, terms.rows, terms.weight_bytes, terms.element_bytes, terms.gated),
         *_norms(shape, terms.rows, terms.element_bytes),
         _head(shape, terms.rows, terms.head_bytes, terms.element_bytes),
     )
@@ -97,7 +98,7 @@ def prefill_pass(
         *_attention_linears(shape, rows, weight_bytes, element_bytes),
         *_rope(shape, rows, element_bytes),
         *_prefill_attention(shape, batch, tokens, element_bytes),
-        *_mlps(shape, rows, weight_bytes, element_bytes),
+        *_mlps(shape, rows, weight_bytes, element_bytes, gated=0),
         *_norms(shape, rows, element_bytes),
         _head(shape, batch, element_bytes, element_bytes),
     )
@@ -148,9 +149,9 @@ def _attention_linears(shape: ModelShape, rows: Term, weight_bytes: Term, elemen
     )
 
 
-def _mlps(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term) -> tuple[Op, ...]:
-    dense_layers = shape.layers - shape.moe_layers
-    dense = _gated_mlp("mlp", shape.hidden, shape.intermediate, dense_layers, rows, weight_bytes, element_bytes)
+def _mlps(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term, gated: Term) -> tuple[Op, ...]:
+    dense_layers, sizes = shape.layers - shape.moe_layers, (rows, weight_bytes, element_bytes)
+    dense = _gated_mlp("mlp", shape.hidden, shape.intermediate, dense_layers, *sizes, gated)
     if not shape.is_moe:
         return dense
     router = ops.linear(rows, shape.hidden, shape.experts, element_bytes, element_bytes)
@@ -169,9 +170,8 @@ def _mlps(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term
             shape.hidden,
             shape.shared_experts_intermediate,
             shape.moe_layers,
-            rows,
-            weight_bytes,
-            element_bytes,
+            *sizes,
+            gated,
         )
         if shape.shared_experts_intermediate
         else ()
@@ -185,14 +185,21 @@ def _mlps(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term
 
 
 def _gated_mlp(
-    name: str, hidden: Term, width: Term, layers: Term, rows: Term, weight_bytes: Term, element_bytes: Term
+    name: str,
+    hidden: Term,
+    width: Term,
+    layers: Term,
+    rows: Term,
+    weight_bytes: Term,
+    element_bytes: Term,
+    gated: Term,
 ) -> tuple[Op, ...]:
-    gate_up = ops.linear(rows, hidden, 2 * width, weight_bytes, element_bytes)
+    gate_up = ops.gated_linear(rows, hidden, width, weight_bytes, element_bytes, gated)
     down = ops.linear(rows, width, hidden, weight_bytes, element_bytes)
     swiglu = ops.swiglu(rows, width, element_bytes)
     return (
         Op(f"{name} gate + up", "linear", gate_up, layers),
-        Op(f"{name} swiglu", "elementwise", swiglu, layers),
+        Op(f"{name} swiglu", "elementwise", swiglu, layers * (1 - gated)),
         Op(f"{name} down", "linear", down, layers),
     )
 

@@ -52,13 +52,14 @@ def offload_thresholds(
     """
     layers = np.arange(shape.layers + 1)
     fits, too_long = np.zeros(layers.size), np.full(layers.size, float(MAX_LENGTH))
+    middle = np.full(layers.size, float(memory.LENT_PROMPT_TOKENS))  # memory falls there, and only there
     while (too_long - fits > 1).any():
-        middle = np.floor((fits + too_long) / 2)
         held = replace(strategy, context=middle, new_tokens=0)
         parts = resident_memory(shape, machine, held)
         peak = parts.peak - layers * _layer_saving(shape, held, parts)
         ok = peak <= machine.memory_bytes
         fits, too_long = np.where(ok, middle, fits), np.where(ok, too_long, middle)
+        middle = np.floor((fits + too_long) / 2)
     lengths = np.maximum.accumulate(np.maximum(fits - reserved_tokens, 0))
     return tuple(int(length) for length in lengths)
 
@@ -72,12 +73,29 @@ def resident_memory(shape: ModelShape, machine: Machine, strategy: Strategy) -> 
     codes = memory.code_memory(shape, batch, tokens, strategy.code_planes, strategy.kv_group)
     return MemoryParts(
         weights=memory.weight_memory(shape, strategy.target_weight_bytes, element_bytes),
-        draft_weights=strategy.has_draft_weights * memory.draft_weight_memory(shape, strategy.draft_weight_bytes),
+        draft_weights=_draft_weights(shape, strategy),
         kv=memory.full_kv(shape, batch, slots, element_bytes) + codes,
         buffers=memory.full_kv(shape, batch, buffered, element_bytes),
-        prefill_workspace=memory.prefill_workspace(shape, strategy.context, element_bytes),
+        prefill_workspace=memory.prefill_workspace(
+            shape, strategy.context, element_bytes, _lendable(shape, machine, strategy)
+        ),
         decode_workspace=memory.decode_workspace(shape, batch, strategy.queries, strategy.splits, element_bytes),
     )
+
+
+def borrowed_bytes(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
+    """Bytes of the draft's weights that prompts overwrite and that come back from the host before the first round."""
+    buffers = memory.prompt_buffers(shape, strategy.context, machine.element_bytes)
+    return memory.lent_bytes(_lendable(shape, machine, strategy), buffers)
+
+
+def _draft_weights(shape: ModelShape, strategy: Strategy) -> Term:
+    return strategy.has_draft_weights * memory.draft_weight_memory(shape, strategy.draft_weight_bytes)
+
+
+def _lendable(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
+    """Bytes that prompts may borrow. On a host, which does not run beside another, there is nothing to gain."""
+    return machine.asynchronous * memory.prompts_lent(strategy.context) * _draft_weights(shape, strategy)
 
 
 def _layer_saving(shape: ModelShape, strategy: Strategy, parts: MemoryParts) -> Term:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.latency import Machine, RateTerms, either
-from ridgeplan.roofline.numbers import larger, smaller
+from ridgeplan.roofline.numbers import at_most, larger, smaller
 from ridgeplan.roofline.passes import PassTerms, decode_pass, quantized_tokens
 from ridgeplan.roofline.shapes import ModelShape
 from ridgeplan.roofline.speculation import flush_capped, tokens_per_round
@@ -161,6 +161,7 @@ def _pass_terms(
         weight_bytes=weights[0],
         head_bytes=weights[1],
         element_bytes=machine.element_bytes,
+        gated=at_most(strategy.batch * queries, machine.gated_rows),
     )
 
 

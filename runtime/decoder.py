@@ -9,7 +9,6 @@ from torch.nn import functional
 from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.kernels.norm import add_rms_norm
 from ridgeplan.kernels.rope import Tables, rope_append, rotary_tables
-from ridgeplan.kernels.swiglu import swiglu
 from ridgeplan.runtime.cache import Cache, Reader
 from ridgeplan.runtime.config import DecoderConfig
 from ridgeplan.runtime.weights import DecoderWeights, LayerWeights
@@ -47,7 +46,7 @@ class Decoder:
 
     def mlp(self, layer: LayerWeights, normed: Tensor) -> Tensor:
         """What the MLP adds to the residual stream."""
-        return layer.down(swiglu(layer.gate_up(normed)))
+        return layer.down(layer.gate_up(normed, gated=True))
 
     def norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream with `update` added, and that normed."""

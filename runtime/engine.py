@@ -16,6 +16,7 @@ from ridgeplan.runtime.checkpoint import load_tokenizer
 from ridgeplan.runtime.config import DecoderConfig
 from ridgeplan.runtime.decoder import Decoder
 from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.lending import LendableWeights, draft_weights_of, prompt_arena
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.prefill import prefill
 from ridgeplan.runtime.request import Growing, Prompts, Request
@@ -51,13 +52,16 @@ class Engine:
         meter: MemoryMeter,
         draft_weights: DecoderWeights | None = None,
     ) -> None:
-        """draft_weights: what the plan's drafts run on, made from `weights` unless given."""
+        """draft_weights: what the plan's drafts run on, made from `weights` unless given.
+
+        Where prompts borrow their memory, those that another engine made lendable are shared; others are copied.
+        """
         self.plan, self.source, self.config, self.device = plan, source, config, device
         self.weights = weights
         self.decoder = Decoder(config, device)
         self.draft_weights = weights
         if plan.weights.draft_differs:
-            self.draft_weights = draft_weights or quantized_draft(self.decoder, weights, plan.weights.group)
+            self.draft_weights = self._drafts(draft_weights)
         self.cache: Cache | None = Cache(config, plan, device, weights.embedding.dtype)
         self._meter = meter
         self._statistics: Statistics | None = None
@@ -127,6 +131,12 @@ class Engine:
         """Releases the caches and captured graphs; the weights live as long as someone holds them."""
         self.cache = None
         self._graphs.clear()
+
+    def _drafts(self, given: DecoderWeights | None) -> DecoderWeights:
+        if isinstance(given, LendableWeights):
+            return given
+        weights, group = self.weights, self.plan.weights.group
+        return draft_weights_of(self.plan, weights, lambda: given or quantized_draft(self.decoder, weights, group))
 
     def _run(self, request: Request) -> Iterator[list[list[int]]]:
         """New tokens of every sequence, first from prefill, then from each round."""
@@ -201,11 +211,12 @@ class Engine:
 
     def _prefill(self, request: Request, speculator: Speculator, stopwatch: Stopwatch) -> Tensor:
         """Fills the cache; the first token of each sequence, int64 [rows]."""
-        with stopwatch.measure("prefill"):
+        borrowing = prompt_arena(self.plan, self.draft_weights, self.device)
+        with stopwatch.measure("prefill"), borrowing as arena:
             prompts = (torch.tensor(prompt, device=self.device) for prompt in request.prompts)
             logits = torch.stack(
                 [
-                    prefill(self.decoder, self.weights, speculator.cache, row, prompt)
+                    prefill(self.decoder, self.weights, speculator.cache, row, prompt, arena=arena)
                     for row, prompt in enumerate(prompts)
                 ]
             )

@@ -11,6 +11,7 @@ from torch.nn import functional
 from ridgeplan.kernels.int4_weight import Int4Weight
 from ridgeplan.kernels.linear_dense import linear_dense
 from ridgeplan.kernels.linear_int4 import linear_int4
+from ridgeplan.kernels.swiglu import swiglu
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.weight_quantizer import quantize_weight
 
@@ -20,17 +21,18 @@ ROW_MULTIPLE = 16  # torch's int4 kernel takes output widths in such steps
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """y = x W^T + bias; weight [outputs, inputs]."""
+    """y = x W^T + bias; weight [outputs, inputs]. Gated, y is `swiglu` of that."""
 
     weight: Tensor
     bias: Tensor | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
         rows = x.numel() // x.shape[-1]
         if rows > THIN_ROWS or x.is_cuda or x.dtype != torch.float32:
-            return linear_dense(x, self.weight, self.bias)
+            return linear_dense(x, self.weight, self.bias, gated=gated)
         out = _thin_product(x.reshape(rows, -1), self.weight).view(*x.shape[:-1], -1)
-        return out if self.bias is None else out + self.bias
+        out = out if self.bias is None else out + self.bias
+        return swiglu(out) if gated else out
 
     @property
     def bytes(self) -> int:
@@ -72,7 +74,8 @@ class LibraryInt4Weight:
 
 @dataclass(frozen=True, eq=False)
 class Int4:
-    """4-bit weights. float32 activations pass as bfloat16, the kernels' fast path: a draft need not be exact."""
+    """As `Dense`, of 4-bit weights. float32 activations pass as bfloat16, the kernels' fast path: a draft need not be
+    exact."""
 
     weight: Int4Weight | LibraryInt4Weight
     bias: Tensor | None = None
@@ -87,12 +90,13 @@ class Int4:
         group = fitting_group(dense.weight.shape[1], group)
         return cls(packing.pack(*quantize_weight(dense.weight, group, moment)), dense.bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
         if isinstance(self.weight, Int4Weight):
             narrow = x.bfloat16() if x.dtype == torch.float32 else x
-            return linear_int4(narrow, self.weight, self.bias).to(x.dtype)
+            return linear_int4(narrow, self.weight, self.bias, gated=gated).to(x.dtype)
         out = self.weight(x)
-        return out if self.bias is None else out + self.bias
+        out = out if self.bias is None else out + self.bias
+        return swiglu(out) if gated else out
 
     @property
     def bytes(self) -> int:

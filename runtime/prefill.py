@@ -1,11 +1,13 @@
 """Prefill of one prompt, layer by layer.
 
-A layer runs over the whole prompt with exact attention, hands its KV to the cache and drops it. So the workspace is
-the prompt's hidden states, one layer's queries and KV, and one chunk of the MLP; a full-precision copy of all layers'
-KV never exists.
+A layer runs over the whole prompt with exact attention, hands its KV to the cache and leaves its place to the next
+layer's. So the workspace is the prompt's hidden states, one layer's queries and KV, all of which may lie in borrowed
+memory, and one chunk of the MLP; a full-precision copy of all layers' KV never exists.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +15,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ridgeplan.runtime.cache import Cache
+from ridgeplan.runtime.config import DecoderConfig
 from ridgeplan.runtime.decoder import Decoder
+from ridgeplan.runtime.lending import Arena
 from ridgeplan.runtime.weights import DecoderWeights, LayerWeights
 
 CHUNK_TOKENS = 4096  # of the projections and the MLP: enough rows for full speed, few enough for a small workspace
@@ -34,25 +38,54 @@ def prefill(
     row: int,
     prompt: Tensor,
     chunk_tokens: int = CHUNK_TOKENS,
+    arena: Arena | None = None,
 ) -> Tensor:
-    """Fills `row` of the cache from prompt [tokens]; logits [vocab] that follow its last token."""
-    hidden = functional.embedding(prompt, weights.embedding)
+    """Fills `row` of the cache from prompt [tokens]; logits [vocab] that follow its last token.
+
+    arena: what the long buffers are taken from, emptied first; without one they are allocated.
+    """
+    arena = arena or Arena.without_memory(prompt.device)
+    arena.clear()
+    hidden = arena.empty((len(prompt), decoder.config.hidden), weights.embedding.dtype)
+    buffers = LayerBuffers.take(arena, decoder.config, hidden)
+    torch.index_select(weights.embedding, 0, prompt, out=hidden)
     for index, layer in enumerate(weights.layers):
-        # Not named: a layer's KV must be gone before the next one's is there.
-        cache.store_prompt(
-            index, row, *prefill_layer(decoder, layer, hidden, decoder.config.windows[index], chunk_tokens)
-        )
+        keys, values = prefill_layer(decoder, layer, hidden, decoder.config.windows[index], chunk_tokens, buffers)
+        cache.store_prompt(index, row, keys, values)
     cache.lengths[row] = len(prompt)
     return weights.head(decoder.norm(hidden[-1:], None, weights.norm)[1])[0]
 
 
+class LayerBuffers(NamedTuple):
+    """What each layer fills anew: queries [tokens, q_heads, head_dim]; keys, values [1, kv_heads, tokens, head_dim]."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def take(cls, arena: Arena, config: DecoderConfig, hidden: Tensor) -> LayerBuffers:
+        """For a prompt with these hidden states [tokens, hidden]."""
+        tokens = len(hidden)
+        kv_shape = (1, config.kv_heads, tokens, config.head_dim)
+        shapes = (tokens, config.q_heads, config.head_dim), kv_shape, kv_shape
+        return cls(*(arena.empty(shape, hidden.dtype) for shape in shapes))
+
+
 def prefill_layer(
-    decoder: Decoder, layer: LayerWeights, hidden: Tensor, window: int | None, chunk_tokens: int = CHUNK_TOKENS
+    decoder: Decoder,
+    layer: LayerWeights,
+    hidden: Tensor,
+    window: int | None,
+    chunk_tokens: int = CHUNK_TOKENS,
+    buffers: LayerBuffers | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Updates hidden [tokens, hidden] in place; keys and values [kv_heads, tokens, head_dim]."""
-    config, tokens = decoder.config, len(hidden)
-    queries = hidden.new_empty(tokens, config.q_heads, config.head_dim)
-    keys, values = (hidden.new_empty(1, config.kv_heads, tokens, config.head_dim) for _ in "kv")
+    """Updates hidden [tokens, hidden] in place; keys and values [kv_heads, tokens, head_dim].
+
+    They are views of `buffers`, which are allocated unless given.
+    """
+    tokens = len(hidden)
+    queries, keys, values = buffers or LayerBuffers.take(Arena.without_memory(hidden.device), decoder.config, hidden)
     chunks = [slice(start, min(start + chunk_tokens, tokens)) for start in range(0, tokens, chunk_tokens)]
     for chunk in chunks:
         positions = torch.arange(chunk.start, chunk.stop, device=hidden.device)[None]

@@ -14,30 +14,43 @@ from torch.nn import functional
 from ridgeplan.runtime.decoder import Decoder
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.linear import Dense, Int4, Linear
+from ridgeplan.runtime.own_text import own_text
 from ridgeplan.runtime.prefill import prefill_layer
 from ridgeplan.runtime.weights import DecoderWeights
 
 SAMPLED_TOKENS = 512
 
 
-@torch.no_grad()
 def quantized_draft(
     decoder: Decoder, weights: DecoderWeights, group: int, calibration: Sequence[int] | None = None
 ) -> DecoderWeights:
     """4-bit projections and head for drafts; the embedding and the norms stay shared.
 
-    calibration: token ids of text like what will be decoded, a few thousand; each layer is quantized against the
-    full second moment of its inputs there. Without it, against the diagonal on tokens that the model samples
-    itself, which needs no text and favours none.
+    calibration: token ids of text like what will be decoded, a few thousand. Without it the model writes a text on
+    CUDA, where that takes a second; on a CPU, where it takes minutes, tokens that it samples in one pass say how large
+    each input is.
     Raises WorkloadError for token ids that are not the model's.
     """
     _check(calibration, decoder.config.vocab)
-    tokens = _sampled(decoder, weights) if calibration is None else torch.tensor(calibration)
-    hidden = functional.embedding(tokens.to(weights.embedding.device), weights.embedding)
-    full, layers = calibration is not None, []
+    if calibration is not None:
+        return fitted_draft(decoder, weights, group, torch.tensor(calibration)[None], full=True)
+    if weights.embedding.is_cuda:
+        return fitted_draft(decoder, weights, group, own_text(decoder, weights), full=True)
+    return fitted_draft(decoder, weights, group, _sampled(decoder, weights)[None], full=False)
+
+
+@torch.no_grad()
+def fitted_draft(decoder: Decoder, weights: DecoderWeights, group: int, text: Tensor, full: bool) -> DecoderWeights:
+    """Each layer quantized for its inputs on `text`, token ids [sequences, tokens], each sequence by itself.
+
+    full: against their whole second moment, for a text as models read and write it; else against its diagonal.
+    """
+    hidden = functional.embedding(text.to(weights.embedding.device), weights.embedding)
+    layers = []
     for layer, window in zip(weights.layers, decoder.config.windows, strict=True):
         recording = layer.with_projections(lambda linear: _recording(linear, full))
-        prefill_layer(decoder, recording, hidden, window)
+        for sequence in hidden:
+            prefill_layer(decoder, recording, sequence, window)
         layers.append(recording.with_projections(lambda linear: _quantized(linear, group)))
     head = _recording(weights.head, full)
     if isinstance(head, Recording):
@@ -55,9 +68,9 @@ class Recording(Dense):
 
     moment: Tensor
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
         self.record(x)
-        return super().__call__(x)
+        return super().__call__(x, gated)
 
     def record(self, x: Tensor) -> None:
         """Adds inputs [..., inputs]."""

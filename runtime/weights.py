@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,9 +52,15 @@ class DecoderWeights:
     @property
     def bytes(self) -> int:
         """Storage in bytes; tensors that share storage count once."""
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in self._tensors()}.values())
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in self.tensors()}.values())
 
-    def _tensors(self) -> Iterator[Tensor]:
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> DecoderWeights:
+        """The same weights with each tensor as `change` makes it."""
+        changed: DecoderWeights = _with_tensors(self, change)
+        return changed
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors, in no order; some may share storage."""
         stack: list[object] = [self]
         while stack:
             item = stack.pop()
@@ -74,6 +81,17 @@ def decoder_weights(
     layers = tuple(_layer(config, state, f"model.layers.{index}.", device) for index in range(config.layers))
     head_weight = embedding if tied or head is None else _own(head, device)
     return DecoderWeights(embedding, layers, _own(state.pop("model.norm.weight"), device), Dense(head_weight))
+
+
+def _with_tensors(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(item, Tensor):
+        return change(item)
+    if isinstance(item, tuple):
+        return tuple(_with_tensors(one, change) for one in item)
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        names = [field.name for field in dataclasses.fields(item)]
+        return dataclasses.replace(item, **{name: _with_tensors(getattr(item, name), change) for name in names})
+    return item
 
 
 def _own(tensor: Tensor, device: torch.device) -> Tensor:

@@ -119,7 +119,10 @@ def breakdowns(
     plans = [row.case.plan(model, profile, new_tokens) for row in rows]
     found: dict[int, Breakdown] = {}
     drafts: dict[int, DecoderWeights] = {}
-    for index in sorted(range(len(rows)), key=lambda index: plans[index].weights.draft_differs):
+    # Those with 4-bit drafts last and the longest first, as `bench_decode` orders them.
+    for index in sorted(
+        range(len(rows)), key=lambda index: (plans[index].weights.draft_differs, -plans[index].workload.context)
+    ):
         launches = _launches(model, plans[index], drafts, text, temperature)
         found[index] = breakdown(plans[index], model.shape, profile, rows[index].measured, launches)
     return [found[index] for index in range(len(rows))]

@@ -125,7 +125,8 @@ def bench_decode(
 
     Plain decoding comes first, and cases of its context and batch are compared with it. Those with 4-bit drafts come
     last, so that the copy is in no other's memory and is made once: fitted to a text, a large shape's takes up to a
-    minute. calibration: tokens of that text, as in `ridgeplan.runtime.load`.
+    minute. The longest of them come first, whose prompts borrow its memory. calibration: tokens of that text, as in
+    `ridgeplan.runtime.load`.
     Raises PlanError, UnsupportedPlan or PromptError before anything runs, and WorkloadError for a case that does not
     fit into memory.
     """
@@ -138,9 +139,7 @@ def bench_decode(
     prompts = {size: prompt_batch(model.tokenizer, *size, text) for size in sizes}
     bench = _Run(model, profile, temperature, calibration)
     rows: dict[int, DecodeRow] = {}
-    for index in sorted(
-        range(len(cases)), key=lambda index: (plans[index].weights.draft_differs, cases[index].preset != PLAIN)
-    ):
+    for index in sorted(range(len(cases)), key=lambda index: _order(cases[index], plans[index])):
         case = cases[index]
         rows[index] = bench.row(case, plans[index], prompts[case.context, case.batch])
         if on_progress is not None:
@@ -155,6 +154,12 @@ def bench_decode(
         calibration_tokens=len(calibration),
         rows=tuple(rows[index] for index in range(len(cases))),
     )
+
+
+def _order(case: DecodeCase, plan: Plan) -> tuple[bool, bool, int]:
+    """Sorts cases as `bench_decode` says."""
+    drafting = plan.weights.draft_differs
+    return drafting, case.preset != PLAIN, -case.context if drafting else 0
 
 
 @dataclass(frozen=True, eq=False)

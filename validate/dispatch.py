@@ -12,6 +12,7 @@ import torch
 
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.numbers import at_most
 from ridgeplan.roofline.passes import PassTerms, decode_pass
 from ridgeplan.roofline.profile import Profile
 from ridgeplan.roofline.shapes import ModelShape
@@ -92,6 +93,7 @@ def _kernel_seconds(toy: Toy, kernels: Machine) -> float:
         weight_bytes=kernels.element_bytes,
         head_bytes=kernels.element_bytes,
         element_bytes=kernels.element_bytes,
+        gated=at_most(1, kernels.gated_rows),
     )
     return float(sum(kernels.op_seconds(op, {}) for op in decode_pass(toy.shape, terms)))
 

@@ -16,6 +16,7 @@ from ridgeplan.runtime.checkpoint import load_config, load_tokenizer, load_weigh
 from ridgeplan.runtime.config import DecoderConfig, decoder_config
 from ridgeplan.runtime.decoder import Decoder
 from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.lending import draft_weights_of
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory
 from ridgeplan.runtime.weight_quantizer_calibration import quantized_draft
 from ridgeplan.runtime.weights import DecoderWeights
@@ -62,7 +63,8 @@ class InflatedModel:
     def draft_weights(self, plan: Plan, calibration: Sequence[int]) -> DecoderWeights:
         """4-bit weights for drafts of `plan`, fitted to a text's tokens (`quantized_draft`)."""
         decoder = Decoder(self.config(plan.workload.yarn_factor), self.device)
-        return quantized_draft(decoder, self.weights, plan.weights.group, calibration)
+        weights, group = self.weights, plan.weights.group
+        return draft_weights_of(plan, weights, lambda: quantized_draft(decoder, weights, group, calibration))
 
     def engine(self, plan: Plan, draft_weights: DecoderWeights | None = None) -> Engine:
         """An engine of `plan`. draft_weights: another engine's, if its drafts have the same format.

@@ -30,6 +30,8 @@ FAMILIES: Mapping[str, Callable[[Bench, Any], Iterator[Case]]] = {
     "verification": kernel_attention.verification_cases,
     "linear_int4": kernel_linear.int4_cases,
     "linear_dense": kernel_linear.dense_cases,
+    "gated_int4": kernel_linear.gated_int4_cases,
+    "gated_dense": kernel_linear.gated_dense_cases,
     "quantize": kernel_quantize.quantize_cases,
     "flush": kernel_quantize.flush_cases,
     "norm": kernel_fused.norm_cases,

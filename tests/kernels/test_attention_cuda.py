@@ -17,7 +17,7 @@ from ridgeplan.kernels.layout import QuantizedKV
 from ridgeplan.kernels.quantize import dequantize, quantize
 
 HOPPER_BYTES = 228 * 1024  # shared memory of a multiprocessor
-VARIANTS = [Variant(d, bits, True, rows) for d in (64, 128) for bits in (0, 4, 8) for rows in (8, 16, 32, 64)]
+VARIANTS = [Variant(d, bits, True, rows) for d in (64, 128) for bits in (0, 4, 8) for rows in (8, 16, 24, 32, 64)]
 
 
 def hopper_items(variant: Variant) -> int:

@@ -61,17 +61,27 @@ def test_disagreeing_shapes_and_unknown_backends_are_refused() -> None:
 def test_declared_cost_is_the_models(rows: int) -> None:
     x, weight = torch.zeros(rows, 576, dtype=torch.bfloat16), torch.zeros(1000, 576, dtype=torch.bfloat16)
     assert linear_dense_cost(x, weight) == ops.linear(rows, 576, 1000, 2, 2)
+    assert linear_dense_cost(x, weight, gated=True) == ops.gated_linear(rows, 576, 500, 2, 2)
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+def test_gated_products_are_activated(biased: bool, device: str) -> None:
+    x, weight, bias = (tensor.float() for tensor in case(3, 48, 96, torch.float32, device))
+    gate, up = definition(x, weight, bias if biased else None).chunk(2, dim=1)
+    actual = linear_dense(x, weight, bias if biased else None, gated=True)
+    assert relative_error(actual, gate * gate.sigmoid() * up) < 1e-5
 
 
 @pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
 @pytest.mark.parametrize("inputs", [32, 576, 4096, 8192, 14336, 28672])
-@pytest.mark.parametrize("outputs", [1, 4096, 262144])
-def test_blocks_fit_a_multiprocessor(rows: int, outputs: int, inputs: int) -> None:
-    plan = make_plan(rows, outputs, inputs, True, H200)
+@pytest.mark.parametrize(("outputs", "gated"), [(1, False), (4096, False), (262144, False), (28672, True)])
+def test_blocks_fit_a_multiprocessor(rows: int, outputs: int, inputs: int, gated: bool) -> None:
+    plan = make_plan(rows, outputs, inputs, True, gated, H200)
     if plan is None:  # the library's product is as fast, or sums of a cluster's many row tiles need their room
         assert rows > 2
         assert max(inputs, outputs) > 8192
         return
+    assert not gated or plan.cut.splits == 1
     assert plan.items >= plan.cut.least_items >= 2
     assert 1 <= plan.calm <= plan.items
     assert 1 <= plan.flight <= plan.items
@@ -84,9 +94,12 @@ def test_blocks_fit_a_multiprocessor(rows: int, outputs: int, inputs: int) -> No
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize(("rows", "inputs"), [(1, 4096), (8, 4096), (16, 4096), (8, 14336)])
-def test_compiles_for_hopper_without_spills(rows: int, inputs: int, tmp_path: Path) -> None:
-    plan = make_plan(rows, 4096, inputs, rows > 1, H200)
+@pytest.mark.parametrize(
+    ("rows", "inputs", "gated"),
+    [(1, 4096, True), (8, 4096, False), (8, 4096, True), (16, 4096, False), (8, 14336, False)],
+)
+def test_compiles_for_hopper_without_spills(rows: int, inputs: int, gated: bool, tmp_path: Path) -> None:
+    plan = make_plan(rows, 4096, inputs, rows > 1, gated, H200)
     assert plan is not None
     whole = tmp_path / "linear.cu"
     whole.write_text(source(plan.weights.source), encoding="utf-8")
@@ -117,6 +130,23 @@ def test_cuda_equals_the_definition(outputs: int, inputs: int, dtype: torch.dtyp
         assert relative_error(actual, expected[:rows]) < torch.finfo(dtype).eps, rows
         assert torch.equal(actual, linear_dense(x[:rows], weight, bias)), rows
     assert not fits(x, weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (3072, 576), (9728, 896), (28672, 4096)])
+@pytest.mark.usefixtures("poisoned_empty")
+def test_gated_in_cuda(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    x, weight, bias = case(MAX_ROWS, outputs, inputs, dtype, "cuda")
+    x, bias = x - 0.01, bias * 0  # gates and what they let through of both signs
+    gate, up = definition(x / 8, weight, bias).chunk(2, dim=1)
+    expected = gate * gate.sigmoid() * up
+    taken = [rows for rows in range(1, MAX_ROWS + 1) if fits(x[:rows], weight, gated=True)]
+    assert taken[:2] == [1, 2]
+    for rows in taken:
+        actual = linear_dense(x[:rows] / 8, weight, bias, gated=True)
+        assert relative_error(actual, expected[:rows]) < torch.finfo(dtype).eps, rows
+        assert torch.equal(actual, linear_dense(x[:rows] / 8, weight, bias, gated=True)), rows
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ import pytest
 from ridgeplan.planner.capacity import Room, missing_memory, peak_bytes
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.memory import LENT_PROMPT_TOKENS
 from ridgeplan.roofline.models import load_shape
 
 SHAPE = load_shape("meta-llama/Llama-3.1-8B")
@@ -55,3 +56,13 @@ def test_a_smaller_context_and_batch_together_are_named():
 
 def test_models_are_looked_up_by_name():
     assert missing_memory(plan(), "meta-llama/Llama-3.1-8B", ROOM) == missing_memory(plan(), SHAPE, ROOM)
+
+
+def test_a_context_long_enough_to_borrow_may_fit_where_a_shorter_one_does_not():
+    wanted = plan("quantspec", context=LENT_PROMPT_TOKENS - 1, batch=1)
+    lent = peak_bytes(resized(wanted, context=LENT_PROMPT_TOKENS), SHAPE, ROOM)
+    room = replace(ROOM, free_bytes=int(lent + 1e8))
+    message = missing_memory(wanted, SHAPE, room)
+    context = int(re.search(r"context up to (\d+) with batch 1", message).group(1))
+    assert context >= LENT_PROMPT_TOKENS
+    assert peak_bytes(resized(wanted, context=context + 1), SHAPE, ROOM) > room.free_bytes

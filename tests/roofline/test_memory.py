@@ -1,6 +1,8 @@
 """Memory of the package's own formats."""
 
+import numpy as np
 import pytest
+import sympy
 
 from ridgeplan.roofline import memory
 from ridgeplan.roofline.models import load_shape
@@ -41,3 +43,51 @@ def test_window_layers_keep_the_whole_context_as_the_runtime_does():
 def test_int8_codes_take_less_than_bf16_in_every_kind_of_model(name):
     shape = load_shape(name)
     assert memory.code_memory(shape, 1, 65536, 2, 128) < 0.55 * memory.full_kv(shape, 1, 65536, 2)
+
+
+@pytest.mark.parametrize(
+    "lendable, lent",
+    [
+        (0, 0),
+        (99, 90),  # neither hidden states nor queries, but keys, and values no longer
+        (100, 100),
+        (179, 100),
+        (189, 100),
+        (190, 190),
+        (299, 280),
+        (300, 300),
+        (389, 300),
+        (390, 390),
+        (480, 480),
+        (10_000, 480),
+    ],
+)
+def test_buffers_are_lent_whole_and_in_turn(lendable, lent):
+    assert memory.lent_bytes(lendable, (100, 200, 90, 90)) == lent
+
+
+def test_lent_bytes_of_arrays_and_symbols_are_those_of_numbers():
+    held, tokens = np.arange(0, 700, 7), np.arange(1, 101)
+    widths = (4, 4, 1, 1)
+    expected = [memory.lent_bytes(h, [t * w for w in widths]) for h, t in zip(held, tokens, strict=True)]
+    np.testing.assert_array_equal(memory.lent_bytes(held, [tokens * w for w in widths]), expected)
+    h, t = sympy.symbols("h t", positive=True)
+    function = sympy.lambdify([h, t], memory.lent_bytes(h, [t * w for w in widths]), modules="numpy", cse=True)
+    np.testing.assert_array_equal(function(held.astype(float), tokens.astype(float)), expected)
+
+
+def test_what_is_lent_is_not_allocated():
+    shape = load_shape("Llama-3.1-8B")
+    buffers = memory.prompt_buffers(shape, 131072, 2)
+    assert buffers == (2**30, 2**30, 2**28, 2**28)
+    alone = memory.prefill_workspace(shape, 131072, 2)
+    chunk = 4096 * 3 * (4096 + 14336) * 2
+    assert alone == sum(buffers) + chunk
+    assert memory.prefill_workspace(shape, 131072, 2, 4 * 10**9) == chunk
+    assert memory.prefill_workspace(shape, 131072, 2, 2**30 + 2**28) == chunk + 2**30 + 2**28
+
+
+def test_memory_of_a_prompt_that_borrows_grows_with_it():
+    shape, tokens = load_shape("Llama-3.1-8B"), np.arange(1, 400_000, 37)
+    for lendable in (0, 10**8, 4 * 10**9):
+        assert (np.diff(memory.prefill_workspace(shape, tokens, 2, lendable)) >= 0).all()

@@ -8,9 +8,11 @@ from ridgeplan.planner.plan import KVCache, KVFormat, Placement, Plan, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.planner.sweeps import thresholds
 from ridgeplan.planner.terms import strategy_of
+from ridgeplan.roofline.evaluate import prefill_seconds
 from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.memory import LENT_PROMPT_TOKENS, full_kv
 from ridgeplan.roofline.models import load_shape
-from ridgeplan.roofline.placement import place
+from ridgeplan.roofline.placement import MAX_LENGTH, borrowed_bytes, offload_thresholds, place, resident_memory
 
 LIMIT = 24e9
 
@@ -77,3 +79,64 @@ def test_thresholds_agree_with_the_placement_at_every_length(shape, small):
 def test_thresholds_of_a_model_that_does_not_fit_are_zero(shape, h200_profile):
     tiny = replace(h200_profile, hardware=replace(h200_profile.hardware, memory_bytes=10**9))
     assert set(thresholds(offloading(1000), shape, tiny)) == {0}
+
+
+LONG = 131072
+BUFFERS = 2 * (2**30 + 2**28)  # hidden states, queries, and a layer's KV of a prompt of LONG tokens
+
+
+@pytest.fixture(scope="module")
+def machine(h200_profile):
+    return Machine.of(h200_profile)
+
+
+def strategy(name, machine, shape, context=LONG, **changes):
+    return strategy_of(preset(name, Workload("m", "h200", context, **changes)), shape, machine, 0.9)
+
+
+def test_drafts_lend_a_long_prompt_their_memory(shape, machine):
+    plain, drafted = (
+        resident_memory(shape, machine, strategy(n, machine, shape)) for n in ("autoregressive", "quantspec")
+    )
+    assert plain.prefill_workspace - drafted.prefill_workspace == BUFFERS
+    assert drafted.prefill_peak == drafted.resident + drafted.prefill_workspace
+    # Without lending it is 25%: the 4-bit copy of the weights takes back half of what the INT8 cache saves.
+    assert plain.peak - drafted.peak > 0.3 * full_kv(shape, 1, LONG, 2)
+
+
+@pytest.mark.parametrize(
+    "name, context, changes",
+    [
+        ("autoregressive", LONG, {}),
+        ("quantspec-kv", LONG, {}),  # drafts on the target's weights
+        ("quantspec", LENT_PROMPT_TOKENS - 1, {}),
+        ("quantspec", LONG, {"asynchronous": 0}),  # a CPU
+    ],
+)
+def test_nothing_is_lent_where_there_is_nothing_to_lend_or_to_gain(name, context, changes, shape, machine):
+    machine = replace(machine, **changes)
+    assert borrowed_bytes(shape, machine, strategy(name, machine, shape, context)) == 0
+
+
+def test_weights_come_back_over_the_link_once_a_request(shape, machine):
+    for batch in (1, 4):
+        drafted, exact = (strategy(name, machine, shape, batch=batch) for name in ("quantspec", "quantspec-kv"))
+        more_s = prefill_seconds(shape, machine, drafted) - prefill_seconds(shape, machine, exact)
+        assert more_s == pytest.approx(BUFFERS / machine.host_link_bytes_per_s, rel=1e-6)
+
+
+def test_thresholds_look_beyond_the_step_where_lending_begins(shape, machine):
+    """Just before it a prompt takes 1.3 GB more, so that a length may fit though a shorter one does not."""
+    held = strategy("quantspec", machine, shape)
+
+    def peak(context):
+        return resident_memory(shape, machine, replace(held, context=context, new_tokens=0)).peak
+
+    before, after = peak(LENT_PROMPT_TOKENS - 1), peak(LENT_PROMPT_TOKENS)
+    assert before - after > 1e9
+    for limit in (after - 1, after, before - 1, before, before + 1e9):
+        [longest, *_] = offload_thresholds(shape, replace(machine, memory_bytes=limit), held)
+        fitting = [tokens for tokens in (longest, longest + 1) if peak(tokens) <= limit]
+        assert fitting == [longest]
+        assert (longest >= LENT_PROMPT_TOKENS) == (limit >= after)
+        assert longest < MAX_LENGTH

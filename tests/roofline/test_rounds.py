@@ -5,14 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ridgeplan.kernels.linear_dense_plan import MAX_ROWS
+from ridgeplan.kernels.linear_dense_plan import FEW_ROWS, MAX_ROWS
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.planner.terms import strategy_of
-from ridgeplan.roofline.latency import DEVICE_FEW_ROWS, HOST_FEW_ROWS, Machine
+from ridgeplan.roofline.latency import DEVICE_FEW_ROWS, DEVICE_GATED_ROWS, HOST_FEW_ROWS, Machine
 from ridgeplan.roofline.models import load_shape
+from ridgeplan.roofline.passes import decode_pass
 from ridgeplan.roofline.profile import Rates
-from ridgeplan.roofline.rounds import draft_rates, target_rates
+from ridgeplan.roofline.rounds import draft_rates, target_rates, target_terms
 from ridgeplan.runtime.linear import THIN_ROWS
 
 
@@ -29,6 +30,18 @@ def strategy(name, machine, batch):
 
 def test_the_limits_are_the_runtimes():
     assert (DEVICE_FEW_ROWS, HOST_FEW_ROWS) == (MAX_ROWS, THIN_ROWS)
+    assert DEVICE_GATED_ROWS == FEW_ROWS
+
+
+@pytest.mark.parametrize("batch, fused", [(8, 1), (9, 0)])
+def test_products_of_few_rows_on_a_device_activate_what_they_write(machine, batch, fused):
+    shape = load_shape("Llama-3.1-8B")
+    terms = target_terms(machine, strategy("autoregressive", machine, batch), 4096)
+    found = {op.name: op for op in decode_pass(shape, terms)}
+    assert found["mlp swiglu"].launches == (1 - fused) * shape.layers
+    assert found["mlp gate + up"].cost.write_bytes == batch * (2 - fused) * shape.intermediate * 2
+    host = replace(machine, gated_rows=0)
+    assert target_terms(host, strategy("autoregressive", host, 1), 4096).gated == 0
 
 
 @pytest.mark.parametrize("batch, many", [(3, False), (4, True)])

@@ -30,9 +30,9 @@ class Apart:
 
     linear: Linear
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
         wait()
-        out = self.linear(x)
+        out = self.linear(x, gated)
         wait()
         return out
 

@@ -58,7 +58,7 @@ def test_an_engine_that_ran_out_of_memory_goes_on(tiny_model, make_plan, prompts
     engine = runtime.load(make_plan("int4x2", 2), tiny_model().folder, device="cuda", dtype=torch.float32)
     expected = engine.generate(prompts(60), 20).tokens
 
-    def exhausted(*_):
+    def exhausted(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:

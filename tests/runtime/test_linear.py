@@ -46,6 +46,14 @@ def test_int4_equals_its_dequantized_weight(outputs, inputs, group, rows):
     assert (actual - expected).abs().max() < 0.02 * expected.std() + 0.01 * expected.abs().max()
 
 
+@pytest.mark.parametrize("linear", [Dense, lambda *parts: Int4.quantize(Dense(*parts), 32)], ids=["dense", "int4"])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_gated_layers_activate_their_outputs(linear, rows):
+    layer, x = linear(random(48, 64), random(48, seed=1)), random(2, rows, 64, seed=2)
+    gate, up = layer(x).chunk(2, dim=-1)
+    torch.testing.assert_close(layer(x, gated=True), torch.nn.functional.silu(gate) * up)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 70])

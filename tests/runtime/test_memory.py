@@ -33,7 +33,7 @@ def test_an_abandoned_generation_frees_its_workspace(tiny_model, make_plan, prom
     expected = engine.generate(prompts(60), 20).tokens
     made: list[weakref.ref[torch.Tensor]] = []
 
-    def exhausted(decoder, weights, *_):
+    def exhausted(decoder, weights, *_, **__):
         hidden = torch.zeros(8)
         made.append(weakref.ref(hidden))
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -9,9 +9,10 @@ from torch.nn import functional
 from ridgeplan import runtime
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.linear import Dense, fitting_group
+from ridgeplan.runtime.own_text import SEQUENCES, TOKENS, own_text
 from ridgeplan.runtime.prefill import prefill_layer
 from ridgeplan.runtime.weight_quantizer import DAMPING, quantize_weight
-from ridgeplan.runtime.weight_quantizer_calibration import Recording, quantized_draft
+from ridgeplan.runtime.weight_quantizer_calibration import Recording, fitted_draft, quantized_draft
 
 
 def random(*shape, seed=0):
@@ -157,6 +158,37 @@ def test_calibration_that_is_no_text_of_the_model_is_refused(tiny_model, make_pl
         runtime.load(plan, tiny_model().folder, device="cpu", calibration=calibration)
 
 
+def test_a_model_writes_what_it_finds_likely(tiny_model, make_plan):
+    engine = runtime.load(make_plan(), tiny_model().folder, device="cpu")
+    text = own_text(engine.decoder, engine.weights)
+    assert text.shape == (SEQUENCES, TOKENS)
+    assert torch.equal(text, own_text(engine.decoder, engine.weights))
+
+    def surprise(tokens):
+        """Mean over all but the first token of each sequence."""
+        hidden = functional.embedding(tokens, engine.weights.embedding)
+        for layer, window in zip(engine.weights.layers, engine.config.windows, strict=True):
+            for sequence in hidden:
+                prefill_layer(engine.decoder, layer, sequence, window)
+        logits = engine.weights.head(engine.decoder.norm(hidden, None, engine.weights.norm)[1])
+        entropy = torch.distributions.Categorical(logits=logits[:, :-1]).entropy().mean()
+        return float(functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) / entropy)
+
+    with torch.inference_mode():
+        assert surprise(text) == pytest.approx(1, abs=0.03)  # as drawn from the model's own distribution
+        assert surprise(torch.randint(engine.config.vocab, text.shape)) > 1.1
+
+
+def test_sequences_of_a_text_do_not_see_each_other(tiny_model, make_plan, prompts):
+    engine = runtime.load(make_plan(), tiny_model().folder, device="cpu")
+    text = torch.tensor(prompts(64, 64))
+    one, other = (fitted_draft(engine.decoder, engine.weights, 32, part, full=True) for part in (text, text.flip(0)))
+    joined = fitted_draft(engine.decoder, engine.weights, 32, text.view(1, -1), full=True)
+    heads = [draft.head.weight.packed for draft in (one, other, joined)]
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+
+
 CONTEXT, JUDGED = 256, 256
 
 
@@ -194,6 +226,14 @@ def rounded(real):
 def test_acceptance_of_real_drafts_rises(real, rounded):
     engine, _, acceptance = real
     assert acceptance(quantized_draft(engine.decoder, engine.weights, 128)) > rounded + 0.04
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_acceptance_rises_further_with_a_text_that_the_model_writes(real, rounded):
+    engine, _, acceptance = real
+    draft = fitted_draft(engine.decoder, engine.weights, 128, own_text(engine.decoder, engine.weights), full=True)
+    assert acceptance(draft) > rounded + 0.08
 
 
 @pytest.mark.model

@@ -1,0 +1,316 @@
+"""Prompts on the memory of the draft's weights: nothing is lost, nothing moves, and it saves what is predicted."""
+
+import dataclasses
+import gc
+import itertools
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from ridgeplan import runtime
+from ridgeplan.planner.capacity import Room, peak_bytes, prompts_borrow
+from ridgeplan.roofline import memory
+from ridgeplan.roofline.models import load_shape
+from ridgeplan.runtime import lending
+from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.lending import ALIGNMENT, Arena, LendableWeights, draft_weights_of
+from ridgeplan.runtime.prefill import prefill
+
+
+@pytest.fixture
+def borrowing(monkeypatch):
+    """Prompts borrow whatever the device and however short the plan; returns the bytes that each request reached."""
+    reached = []
+
+    class Watched(Arena):
+        def clear(self):
+            reached.append(self)
+            super().clear()
+
+    monkeypatch.setattr(lending, "_borrows", lambda plan, device: True)
+    monkeypatch.setattr(lending, "Arena", Watched)
+    return lambda: [arena.reached for arena in reached]
+
+
+@pytest.fixture
+def plan(make_plan):
+    return make_plan("int4x2", 3, batch=2, draft_bits=4)
+
+
+@pytest.fixture
+def plain(tiny_model, plan):
+    """An engine whose prompts borrow nothing."""
+    return runtime.load(plan, tiny_model(agreeable=True).folder, device="cpu")
+
+
+@pytest.fixture
+def load(tiny_model, plan, plain):
+    """Engines on the plain engine's target, and its drafts unless given."""
+    folder = tiny_model(agreeable=True).folder
+
+    def make(drafts=None):
+        engine = runtime.load(plan, folder, device="cpu", weights=plain.weights)
+        if drafts is None:
+            return engine
+        return runtime.Engine(
+            plan, folder, engine.config, plain.weights, plain.device, engine._meter, draft_weights=drafts
+        )
+
+    return make
+
+
+def lendable(engine):
+    """A lendable copy of an engine's drafts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lending, "_borrows", lambda plan, device: True)
+        return draft_weights_of(engine.plan, engine.weights, lambda: engine.draft_weights)
+
+
+def own(drafts, target):
+    """The tensors that only the drafts have, in a fixed order."""
+    shared = {tensor.data_ptr() for tensor in target.tensors()}
+    return [tensor for tensor in drafts.tensors() if tensor.data_ptr() not in shared]
+
+
+def outcome(result):
+    """Tokens, and what the drafts had to do with them: spoilt ones would be rejected, unnoticed in the tokens."""
+    return result.tokens, result.statistics.accepted_at, result.statistics.judged_at
+
+
+def test_drafts_lie_in_one_piece_and_share_with_the_target_what_they_shared(plain):
+    made = lendable(plain)
+    assert made.bytes == plain.draft_weights.bytes
+    assert made.embedding is plain.weights.embedding
+    assert made.norm is plain.weights.norm
+    before, after = own(plain.draft_weights, plain.weights), own(made, plain.weights)
+    assert len(before) == len(after) == 2 * (4 * 2 + 1)
+    assert all(map(torch.equal, before, after))
+    storages = {tensor.untyped_storage().data_ptr() for tensor in after}
+    assert len(storages) == 1
+    [start] = storages
+    assert all((tensor.data_ptr() - start) % ALIGNMENT == 0 for tensor in after)
+    assert after[0].untyped_storage().nbytes() < sum(tensor.nbytes + ALIGNMENT for tensor in after)
+
+
+def test_tied_weights_stay_tied(plain):
+    layers = (plain.draft_weights.layers[0],) * 2
+    tied = dataclasses.replace(plain.draft_weights, layers=layers)
+    made = LendableWeights(**vars(lending._lendable(lambda: tied, plain.weights)))
+    assert made.bytes == tied.bytes
+    one, other = (layer.down.weight.packed for layer in made.layers)
+    assert one.data_ptr() == other.data_ptr()
+    assert torch.equal(one, layers[0].down.weight.packed)
+
+
+def test_what_was_made_is_freed_before_the_one_piece_is_allocated(plain, monkeypatch):
+    made, alive = [], []
+
+    def make():
+        drafts = plain.draft_weights.with_tensors(torch.clone)
+        made.extend(weakref.ref(tensor) for tensor in drafts.tensors())
+        return drafts
+
+    class Watched(lending.Lender):
+        def __init__(self, copies, device):
+            # The embedding and the norms, here no longer the target's, are copies too.
+            alive.append(sum(ref() is not None for ref in made))
+            super().__init__(copies, device)
+
+    monkeypatch.setattr(lending, "Lender", Watched)
+    lending._lendable(make, plain.weights)
+    assert len(made) > 18
+    assert alive == [0]
+
+
+@pytest.mark.parametrize("error", [None, WorkloadError("no"), KeyboardInterrupt()])
+@pytest.mark.parametrize("share", [0.1, 0.6, 1.0])
+def test_weights_are_back_where_they_were_however_a_prompt_ends(plain, error, share):
+    drafts = lendable(plain)
+    tensors = own(drafts, plain.weights)
+    places, values = [tensor.data_ptr() for tensor in tensors], [tensor.clone() for tensor in tensors]
+    held = tensors[0].untyped_storage().nbytes()
+
+    def borrow():
+        with drafts.lender.lend() as arena:
+            taken = arena.empty((int(share * held),), torch.uint8)
+            assert taken.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr()
+            taken.fill_(0xA5)
+            assert not all(map(torch.equal, tensors, values))
+            if error is not None:
+                raise error
+
+    if error is None:
+        borrow()
+    else:
+        with pytest.raises(type(error)):
+            borrow()
+    assert [tensor.data_ptr() for tensor in tensors] == places
+    assert all(map(torch.equal, tensors, values))
+
+
+def test_only_what_was_overwritten_comes_back(plain):
+    drafts = lendable(plain)
+    first, *_, last = sorted(own(drafts, plain.weights), key=torch.Tensor.data_ptr)
+    expected = first.clone()
+    last.zero_()  # of which the copy on the host knows nothing
+    with drafts.lender.lend() as arena:
+        arena.empty((1,), torch.uint8).fill_(~first.view(torch.uint8).flatten()[0])
+        arena.clear()
+    assert torch.equal(first, expected)
+    assert not last.any()
+
+
+def test_the_arena_takes_what_the_memory_model_says():
+    sizes = [0, 256, 512, 768, 1280]
+    for lendable_bytes, buffers in itertools.product(
+        [0, 256, 512, 1024, 1280, 4096], itertools.product(sizes, repeat=4)
+    ):
+        arena = Arena(torch.empty(lendable_bytes, dtype=torch.uint8))
+        taken = [arena.empty((size // 4,), torch.float32) for size in buffers]
+        inside = [one.untyped_storage().data_ptr() == arena._memory.data_ptr() for one in taken if one.nbytes]
+        lent = sum(size for size, lies in zip(filter(None, buffers), inside, strict=True) if lies)
+        assert lent == memory.lent_bytes(lendable_bytes, buffers) == arena.reached
+
+
+def test_tensors_of_an_arena_do_not_overlap_until_it_is_cleared():
+    arena = Arena(torch.zeros(2048, dtype=torch.uint8))
+    shapes = ((3, 5), torch.float32), ((7,), torch.bfloat16), ((2, 3), torch.int64)
+    taken = [arena.empty(shape, dtype).fill_(value) for value, (shape, dtype) in enumerate(shapes, start=1)]
+    for value, (tensor, (shape, dtype)) in enumerate(zip(taken, shapes, strict=True), start=1):
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
+        assert (tensor == value).all()
+    reached = arena.reached
+    arena.clear()
+    assert arena.empty((1,), torch.uint8).data_ptr() == taken[0].data_ptr()
+    assert arena.reached == reached
+
+
+@pytest.mark.parametrize("lendable_bytes", [0, 1 << 13, 1 << 15, 1 << 20])
+def test_prefill_reads_nothing_that_its_memory_held(plain, prompts, lendable_bytes, poisoned_empty):
+    prompt, other = (torch.tensor(ids) for ids in prompts(100, 60))
+    arena = Arena(torch.full((lendable_bytes,), 0xFF, dtype=torch.uint8))  # NaN in every type
+    results = []
+    for used in (None, arena):
+        plain.cache.reset(1)
+        with torch.inference_mode():
+            prefill(plain.decoder, plain.weights, plain.cache, 0, other, arena=used)
+            logits = prefill(plain.decoder, plain.weights, plain.cache, 0, prompt, 32, used)
+        results.append((logits, plain.cache.keys.clone(), plain.cache.all_codes.key_upper.clone()))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+def test_generation_is_the_same_on_borrowed_memory(plain, load, prompts, borrowing, options):
+    mixes = prompts(70, 50), prompts(20, seed=2), prompts(128, 128, seed=3)
+    expected = [outcome(plain.generate(ids, 40, **options)) for ids in mixes]
+    unlent = len(borrowing())
+    engine = load(plain.draft_weights)
+    assert isinstance(engine.draft_weights, LendableWeights)
+    assert [outcome(engine.generate(ids, 40, **options)) for ids in (*mixes, mixes[0])] == [*expected, expected[0]]
+    assert borrowing()[:unlent] == [0] * unlent
+    assert min(borrowing()[unlent:]) > 0
+    assert sum(map(sum, (found[1] for found in expected))) > 0
+
+
+def test_an_engine_makes_its_own_lendable_drafts(plain, load, prompts, borrowing):
+    engine = load()
+    assert isinstance(engine.draft_weights, LendableWeights)
+    ids = prompts(70, 50)
+    assert outcome(engine.generate(ids, 40)) == outcome(plain.generate(ids, 40))
+    assert borrowing()[0] > 0
+
+
+def test_engines_that_share_drafts_share_the_lender(plain, load, prompts, borrowing):
+    first = load(plain.draft_weights)
+    second = load(first.draft_weights)
+    assert second.draft_weights is first.draft_weights
+    ids, others = prompts(50), prompts(90, seed=2)
+    alone, other = (engine.generate(mix, 30).tokens[0] for engine, mix in ((plain, ids), (plain, others)))
+    # The second's prompt borrows the drafts between two rounds of the first.
+    stream = first.stream(ids[0], 30)
+    begun = [next(stream) for _ in range(5)]
+    assert second.generate(others, 30).tokens[0] == other
+    assert begun + list(stream) == alone
+    expected = outcome(plain.generate(ids, 30))
+    assert outcome(first.generate(ids, 30)) == expected
+    first.close()
+    assert outcome(second.generate(ids, 30)) == expected
+
+
+def test_a_prefill_that_failed_leaves_the_drafts_as_they_were(plain, load, prompts, borrowing, monkeypatch):
+    engine, ids = load(plain.draft_weights), prompts(70, 50)
+    expected = outcome(plain.generate(ids, 40))
+
+    def failing(*args, arena, **_):
+        prefill(*args, arena=arena)
+        raise WorkloadError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ridgeplan.runtime.engine.prefill", failing)
+        with pytest.raises(WorkloadError, match="no"):
+            engine.generate(ids, 40)
+    assert borrowing()[-1] > 0
+    assert all(map(torch.equal, own(engine.draft_weights, plain.weights), own(plain.draft_weights, plain.weights)))
+    assert outcome(engine.generate(ids, 40)) == expected
+
+
+def test_who_borrows(make_plan):
+    long, short = memory.LENT_PROMPT_TOKENS, memory.LENT_PROMPT_TOKENS - 1
+    assert prompts_borrow(make_plan("int4x2", 3, draft_bits=4, context=long))
+    assert not prompts_borrow(make_plan("int4x2", 3, draft_bits=4, context=short))
+    assert not prompts_borrow(make_plan("int4x2", 3, context=long))
+    plan = make_plan("int4x2", 3, draft_bits=4, context=long)
+    assert [lending._borrows(plan, torch.device(kind)) for kind in ("cpu", "cuda")] == [False, True]
+
+
+LARGER = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+
+
+@pytest.mark.gpu
+def test_graphs_replay_over_drafts_that_were_lent(tiny_model, make_plan, prompts, monkeypatch):
+    plan = make_plan("int4x2", 3, batch=2, group=64, draft_bits=4, weight_group=128)
+    folder = tiny_model(agreeable=True, **LARGER).folder
+    plain = runtime.load(plan, folder, device="cuda")
+    mixes = prompts(128, 90), prompts(128, 40, seed=2)
+    expected = [outcome(plain.generate(ids, 60)) for ids in mixes]
+    monkeypatch.setattr(memory, "LENT_PROMPT_TOKENS", 128)
+    engine = runtime.Engine(
+        plan, folder, plain.config, plain.weights, plain.device, plain._meter, draft_weights=plain.draft_weights
+    )
+    assert isinstance(engine.draft_weights, LendableWeights)
+    places = [tensor.data_ptr() for tensor in engine.draft_weights.tensors()]
+    for turn in (0, 1, 0):
+        assert outcome(engine.generate(mixes[turn], 60)) == expected[turn]
+    assert [tensor.data_ptr() for tensor in engine.draft_weights.tensors()] == places
+    assert all(map(torch.equal, own(engine.draft_weights, plain.weights), own(plain.draft_weights, plain.weights)))
+
+
+@pytest.mark.gpu
+def test_the_peak_is_the_predicted_one(tiny_model, make_plan, prompts, monkeypatch):
+    context = 16384
+    plan = make_plan("int4x2", 3, context=context, new_tokens=16, group=128, draft_bits=4, weight_group=128)
+    sizes = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 8}
+    more = {"head_dim": 64, "vocab_size": 1 << 16, "max_position_embeddings": 2 * context, "initializer_range": 0.02}
+    folder = tiny_model(**sizes, **more).folder
+    ids = prompts(context, vocab=1 << 16)
+    shape, processors = load_shape(folder), torch.cuda.get_device_properties(0).multi_processor_count
+    room = Room(free_bytes=0, element_bytes=2, processors=processors)
+    runtime.load(plan, folder, device="cuda").generate(ids, 16)  # libraries keep what they allocate at first use
+    gc.collect()
+    torch.cuda.empty_cache()
+    held, saved = torch.cuda.memory_allocated(), []
+    for shortest in (2 * context, context):
+        monkeypatch.setattr(memory, "LENT_PROMPT_TOKENS", shortest)
+        engine = runtime.load(plan, folder, device="cuda")
+        measured = engine.generate(ids, 16).statistics.peak_memory_bytes - held
+        predicted = peak_bytes(plan, shape, room)
+        assert measured == pytest.approx(predicted, rel=0.03)
+        saved.append(np.array([measured, predicted]))
+        engine.close()
+        del engine
+        gc.collect()
+    measured, predicted = saved[0] - saved[1]
+    assert predicted > 0.05 * saved[0][1]
+    assert measured == pytest.approx(predicted, rel=0.03)
