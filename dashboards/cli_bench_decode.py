@@ -20,7 +20,7 @@ from ridgeplan.planner.presets import PRESETS, preset
 from ridgeplan.roofline.models import load_shape
 from ridgeplan.roofline.profile import load_profile
 from ridgeplan.roofline.speculation import MAX_GAMMA
-from ridgeplan.validate.decode_bench import ABLATION, PLAIN, DecodeCase, suite_cases
+from ridgeplan.validate.decode_bench import ABLATION, PLAIN, DecodeCase, suite_cases, with_plain
 
 SUITE_WORKLOADS = ("4096x1", "32768x1", "32768x8", "98304x1", "98304x4")  # the text that comes with Python holds them
 SUITE_GAMMAS = (2, 4, 6)
@@ -42,6 +42,23 @@ class Workloads(click.ParamType):
         if context.isdecimal() and batch.isdecimal() and int(context) and int(batch):
             return int(context), int(batch)
         return self.fail(f"{value!r} is not a workload; allowed: context and batch, such as 32768x8", param, ctx)
+
+
+class Case(click.ParamType):
+    """One plan at one workload."""
+
+    name = "PRESET:CONTEXTxBATCH[:GAMMA]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> DecodeCase:
+        """`quantspec:32768x8:3`; without a gamma it is the preset's own."""
+        if isinstance(value, DecodeCase):
+            return value
+        name, _, rest = str(value).partition(":")
+        workload, _, gamma = rest.partition(":")
+        if name not in ABLATION or not (gamma == "" or (gamma.isdecimal() and 1 <= int(gamma) <= MAX_GAMMA)):
+            allowed = f"one of {', '.join(ABLATION)}, a workload and perhaps a gamma from 1 to {MAX_GAMMA}"
+            self.fail(f"{value!r} is not a case; allowed: {allowed}, such as quantspec:32768x8:3", param, ctx)
+        return DecodeCase(name, *Workloads().convert(workload, param, ctx), int(gamma) if gamma else None)
 
 
 def executable_presets() -> list[str]:
@@ -94,11 +111,25 @@ def decode(context: int, batch: int, chosen: str, gamma: int | None, **rest: Any
         "--preset", "presets", type=click.Choice(ABLATION), multiple=True, default=ABLATION, show_default=True,
         help="What is run beside plain decoding; repeat for several.",
     ),
+    click.option(
+        "--case", "cases", type=Case(), multiple=True,
+        help="Run just this, and plain decoding of its workload; repeat for several.",
+    ),
     shared,
 )  # fmt: skip
-def suite(workloads: Sequence[tuple[int, int]], gammas: Sequence[int], presets: Sequence[str], **rest: Any) -> None:
-    """Run plain decoding, an INT8 cache, and QuantSpec with each of its parts alone and both (its Fig 4)."""
-    report(suite_cases(sorted(set(workloads)), sorted(set(gammas)), list(dict.fromkeys(presets))), **rest)
+def suite(
+    workloads: Sequence[tuple[int, int]],
+    gammas: Sequence[int],
+    presets: Sequence[str],
+    cases: Sequence[DecodeCase],
+    **rest: Any,
+) -> None:
+    """Run plain decoding, an INT8 cache, and QuantSpec with each of its parts alone and both (its Fig 4).
+
+    All presets run with all gammas at all workloads, unless cases are given.
+    """
+    everything = suite_cases(sorted(set(workloads)), sorted(set(gammas)), list(dict.fromkeys(presets)))
+    report(with_plain(cases) if cases else everything, **rest)
 
 
 def report(

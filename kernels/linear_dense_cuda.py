@@ -38,29 +38,35 @@ from torch import Tensor
 from ridgeplan.kernels.linear_dense_plan import MAX_ROWS, UNIT_INPUTS, make_plan
 from ridgeplan.kernels.linear_launch import kernel, launch, machine, takes
 from ridgeplan.kernels.linear_plan import Plan
+from ridgeplan.kernels.norm import Norm
 
 
 def _kernel(plan: Plan, device: torch.device) -> Any:
     return kernel(plan, device, "the CUDA dense linear kernel does not compile, the library's product runs instead")
 
 
-def _plan(x: Tensor, weight: Tensor, gated: bool) -> Plan | None:
+def _plan(x: Tensor, weight: Tensor, gated: bool, norm: Norm | None) -> Plan | None:
     outputs, inputs = weight.shape
-    return make_plan(len(x), outputs, inputs, x.dtype == torch.bfloat16, gated, machine(x.device))
+    return make_plan(len(x), outputs, inputs, x.dtype == torch.bfloat16, machine(x.device), gated, norm is not None)
 
 
-def fits(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
-    """Whether the kernel takes x [rows, inputs] and weight [outputs, inputs]: up to 16 rows, on Hopper or newer."""
+def fits(x: Tensor, weight: Tensor, gated: bool = False, norm: Norm | None = None) -> bool:
+    """Whether the kernel takes x [rows, inputs] and weight [outputs, inputs]: up to 16 rows, on Hopper or newer, one if
+    x is still to be normed."""
     if not takes(x, MAX_ROWS) or weight.dtype != x.dtype or weight.device != x.device:
         return False
     if not weight.is_contiguous() or weight.data_ptr() % 16 or weight.shape[1] % UNIT_INPUTS:
         return False
-    plan = _plan(x, weight, gated)
-    return plan is not None and _kernel(plan, x.device) is not None
+    plan = _plan(x, weight, gated, norm)
+    if plan is None or (norm is not None and not norm.matches(x)):
+        return False
+    return _kernel(plan, x.device) is not None
 
 
-def linear_dense_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False) -> Tensor:
-    """See `ridgeplan.kernels.linear_dense.linear_dense`; only for x [rows, inputs] and a weight that `fits`."""
-    plan = _plan(x, weight, gated)
+def linear_dense_cuda(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False, norm: Norm | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `ridgeplan.kernels.normed_linear.normed_linear`; only for x [rows, inputs] and a weight that `fits`."""
+    plan = _plan(x, weight, gated, norm)
     assert plan is not None
-    return launch(_kernel(plan, x.device), plan, x, weight, bias)
+    return launch(_kernel(plan, x.device), plan, x, weight, bias, norm)

@@ -69,7 +69,7 @@ class Detail:
     index: int
 
     def op_times(self) -> Iterator[OpTime]:
-        """The operations of every part the plan has."""
+        """The operations of every part the plan has, without those that others do on the side."""
         for part in self.parts:
             if part.name == "draft" and not self.plan.speculation.active:
                 continue
@@ -77,7 +77,8 @@ class Detail:
                 total, kind = op.total, kernel_class(self.plan, self.head_dim, part.name, op.kind)
                 flops, moved = _at(total.flops, self.index), _at(total.bytes, self.index)
                 launches = int(_at(op.launches, self.index))
-                yield OpTime(part.name, op.name, kind, launches, float(seconds[self.index]), flops, moved)
+                if launches:
+                    yield OpTime(part.name, op.name, kind, launches, float(seconds[self.index]), flops, moved)
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,15 @@ def suite_cases(
     return cases
 
 
+def with_plain(cases: Sequence[DecodeCase]) -> list[DecodeCase]:
+    """`cases` by context and batch, each of which begins with plain decoding."""
+    by_size: dict[tuple[int, int], list[DecodeCase]] = {}
+    for case in dict.fromkeys(cases):
+        size = case.context, case.batch
+        by_size.setdefault(size, [DecodeCase(PLAIN, *size)]).append(case)
+    return [case for _, group in sorted(by_size.items()) for case in group]
+
+
 def bench_decode(
     model: InflatedModel,
     cases: Sequence[DecodeCase],

@@ -71,6 +71,25 @@ def test_a_breakdown_shows_each_class_beside_its_prediction(
     assert [(part["part"], part["measured_us"]) for part in heads] == [("verify", 5)]
 
 
+@pytest.mark.parametrize(
+    "case",
+    ["quantspec", "quantspec:4096", "quantspec:4096x1:0", "quantspec:4096x1:99", "autoregressive:4096x1", "int8:x1"],
+)
+def test_a_strange_case_is_refused(refuses: Any, profile_path: Path, case: str) -> None:
+    arguments = ("bench", "suite", "--model-shape", "SmolLM2-135M", "--profile", profile_path, "--case", case)
+    assert "is not a" in refuses(*arguments)
+
+
+def test_cases_replace_the_grid(invoke: Any, profile_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("ridgeplan.dashboards.cli_bench_decode.report", lambda cases, **rest: seen.extend(cases))
+    arguments = ("bench", "suite", "--model-shape", "any", "--case", "quantspec:32768x8:3", "--case", "int8:4096x1")
+    assert invoke(*arguments).exit_code == 0
+    expected = [("autoregressive", 4096, 1, None), ("int8", 4096, 1, None)]
+    expected += [("autoregressive", 32768, 8, None), ("quantspec", 32768, 8, 3)]
+    assert [(case.preset, case.context, case.batch, case.gamma) for case in seen] == expected
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_breakdown_without_a_gpu_is_refused_before_anything_is_loaded(refuses: Any, profile_path: Path) -> None:
     arguments = ("bench", "decode", "--model-shape", "SmolLM2-135M", "--ctx", 64, "--profile", profile_path)

@@ -131,7 +131,7 @@ def test_drafts_are_fitted_to_the_calibration_file(
 
     monkeypatch.setattr("ridgeplan.runtime.loading.quantized_draft", quantized)
     text = tmp_path / "text.txt"
-    text.write_text("A text like the one to come. " * 1000, encoding="utf-8")
+    text.write_text("A text like the one to come. " * 1200, encoding="utf-8")
     result = invoke("run", plan_path, "--prompt", "A text", "--calibration", text, "--json")
     assert result.exit_code == 0, result.stderr
     assert seen == [CALIBRATION_TOKENS]

@@ -8,7 +8,7 @@ import pytest
 from ridgeplan.planner import PlanError
 from ridgeplan.roofline.models import load_shape
 from ridgeplan.runtime.errors import UnsupportedPlan
-from ridgeplan.validate.decode_bench import PLAIN, DecodeCase, bench_decode, suite_cases
+from ridgeplan.validate.decode_bench import PLAIN, DecodeCase, bench_decode, suite_cases, with_plain
 from ridgeplan.validate.mold import InflationError
 from ridgeplan.validate.peers import vllm_tpot_ms
 from ridgeplan.validate.prompts import PromptError, prompt_batch
@@ -35,6 +35,15 @@ def test_a_suite_holds_every_part_of_the_ablation():
     assert len(cases) == 2 * (2 + 3 * 2)
     assert cases[0] == DecodeCase("autoregressive", 4096, 1)
     assert DecodeCase("quantspec-kv", 32768, 8, 4) in cases
+
+
+def test_cases_follow_plain_decoding_of_their_workload():
+    chosen = [
+        DecodeCase("quantspec", 32768, 8, 3), DecodeCase("int8", 4096, 1), DecodeCase("quantspec", 32768, 8, 4),
+        DecodeCase("int8", 4096, 1),
+    ]  # fmt: skip
+    plain = [DecodeCase(PLAIN, 4096, 1), DecodeCase(PLAIN, 32768, 8)]
+    assert with_plain(chosen) == [plain[0], chosen[1], plain[1], chosen[0], chosen[2]]
 
 
 def test_peers_are_looked_up_by_device_model_and_workload():
