@@ -29,7 +29,7 @@ def linear_dense(
     rows = x.reshape(-1, inputs)
     if backend == "auto" and fits(rows, weight, gated):
         narrow = None if bias is None else bias.to(x.dtype).contiguous()
-        return linear_dense_cuda(rows, weight, narrow, gated)[1].view(*x.shape[:-1], -1)
+        return linear_dense_cuda(rows, weight, narrow, gated).view(*x.shape[:-1], -1)
     if gated:
         return swiglu(linear_dense(x, weight, bias, backend=backend), backend=backend)
     return linear_dense_twin(x, weight, bias)

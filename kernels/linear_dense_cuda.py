@@ -22,6 +22,11 @@ that reads y and writes x between two products; bf16, one row; cuBLAS takes 12.6
 - x through cp.async of all warps: 12.8 with 16 rows; as bulk copies in four parts 11.8, fetched by pairs of blocks
   11.2.
 - bulk copies of the 16 rows by one elected lane without branches between them: 12 instructions a copy, else about 30.
+- the norm before a product of one row inside of it, by every block for itself, as a small kernel takes 3 in a chain of
+  products: predicted 0.1 ms less a step; measured, in a run whose other times were 1.4% higher, plain steps at 4096
+  tokens 4.09 ms instead of 4.01, 4-bit ones 1.72 instead of 1.74 and at 131072 tokens 2.85 instead of 2.84. What a
+  launch less saves is lost where every block waits for two rows, adds up squares and meets at barriers.
+- the activation after gate and up inside: predicted 2 less a layer, measured 1 to 2 (plain steps 4.06 and 4.01 ms).
 - outcome (validate/kernels_h200.json) with 1, 4, 8, 16 rows: 4096 x 4096 8.6, 9.1, 9.7, 11.3; 6144 x 4096 12.6, 13.3,
   13.8, 15.4; 28672 x 4096 53.9, 55.0, 56.6, -; 4096 x 14336 28.1, 29.6, 29.7, -; 128256 x 4096 236, 243, 250, -.
   Alternating, measured before, 10.4, 10.9, 11.6, 14.6 and 14.0, 15.1, 16.4, 18.9 for the first two. Goal was 4.1 TB/s:
@@ -38,35 +43,29 @@ from torch import Tensor
 from ridgeplan.kernels.linear_dense_plan import MAX_ROWS, UNIT_INPUTS, make_plan
 from ridgeplan.kernels.linear_launch import kernel, launch, machine, takes
 from ridgeplan.kernels.linear_plan import Plan
-from ridgeplan.kernels.norm import Norm
 
 
 def _kernel(plan: Plan, device: torch.device) -> Any:
     return kernel(plan, device, "the CUDA dense linear kernel does not compile, the library's product runs instead")
 
 
-def _plan(x: Tensor, weight: Tensor, gated: bool, norm: Norm | None) -> Plan | None:
+def _plan(x: Tensor, weight: Tensor, gated: bool) -> Plan | None:
     outputs, inputs = weight.shape
-    return make_plan(len(x), outputs, inputs, x.dtype == torch.bfloat16, machine(x.device), gated, norm is not None)
+    return make_plan(len(x), outputs, inputs, x.dtype == torch.bfloat16, gated, machine(x.device))
 
 
-def fits(x: Tensor, weight: Tensor, gated: bool = False, norm: Norm | None = None) -> bool:
-    """Whether the kernel takes x [rows, inputs] and weight [outputs, inputs]: up to 16 rows, on Hopper or newer, one if
-    x is still to be normed."""
+def fits(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
+    """Whether the kernel takes x [rows, inputs] and weight [outputs, inputs]: up to 16 rows, on Hopper or newer."""
     if not takes(x, MAX_ROWS) or weight.dtype != x.dtype or weight.device != x.device:
         return False
     if not weight.is_contiguous() or weight.data_ptr() % 16 or weight.shape[1] % UNIT_INPUTS:
         return False
-    plan = _plan(x, weight, gated, norm)
-    if plan is None or (norm is not None and not norm.matches(x)):
-        return False
-    return _kernel(plan, x.device) is not None
+    plan = _plan(x, weight, gated)
+    return plan is not None and _kernel(plan, x.device) is not None
 
 
-def linear_dense_cuda(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False, norm: Norm | None = None
-) -> tuple[Tensor, Tensor]:
-    """See `ridgeplan.kernels.normed_linear.normed_linear`; only for x [rows, inputs] and a weight that `fits`."""
-    plan = _plan(x, weight, gated, norm)
+def linear_dense_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False) -> Tensor:
+    """See `ridgeplan.kernels.linear_dense.linear_dense`; only for x [rows, inputs] and a weight that `fits`."""
+    plan = _plan(x, weight, gated)
     assert plan is not None
-    return launch(_kernel(plan, x.device), plan, x, weight, bias, norm)
+    return launch(_kernel(plan, x.device), plan, x, weight, bias)

@@ -36,12 +36,10 @@ CUTS = (
 
 
 @cache
-def make_plan(
-    rows: int, outputs: int, inputs: int, bf16: bool, machine: Machine, gated: bool = False, normed: bool = False
-) -> Plan | None:
+def make_plan(rows: int, outputs: int, inputs: int, bf16: bool, gated: bool, machine: Machine) -> Plan | None:
     """One pass over the weight, whose x fits shared memory; None if none does, or the library's product is as fast."""
     few_rows = FEW_ROWS // 2 if inputs < NARROW_INPUTS and outputs > FEW_CHANNELS else FEW_ROWS
     if rows > MAX_ROWS or (rows > few_rows and max(inputs, outputs) > FEW_CHANNELS):
         return None
-    plans = (Plan(FORMAT, cut, machine, bf16, rows, outputs, inputs, rows, gated, normed) for cut in CUTS)
+    plans = (Plan(FORMAT, cut, machine, bf16, rows, outputs, inputs, rows, gated) for cut in CUTS)
     return next((plan for plan in plans if plan.fits), None)

@@ -30,7 +30,7 @@ def linear_int4(
     rows = x.reshape(-1, weight.inputs)
     runs_triton = uses_triton(backend, x)
     if runs_triton and backend == "auto" and fits(rows, weight, gated):
-        return linear_int4_cuda(rows, weight, bias, gated)[1].view(*x.shape[:-1], -1)
+        return linear_int4_cuda(rows, weight, bias, gated).view(*x.shape[:-1], -1)
     if gated:
         return swiglu(linear_int4(x, weight, bias, backend=backend), backend=backend)
     if not runs_triton:

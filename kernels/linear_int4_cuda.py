@@ -44,33 +44,27 @@ from ridgeplan.kernels.int4_weight import Int4Weight
 from ridgeplan.kernels.linear_int4_plan import MAX_ROWS, make_plan
 from ridgeplan.kernels.linear_launch import kernel, launch, machine, takes
 from ridgeplan.kernels.linear_plan import Plan
-from ridgeplan.kernels.norm import Norm
 
 
 def _kernel(plan: Plan, device: torch.device) -> Any:
     return kernel(plan, device, "the CUDA int4 linear kernel does not compile, Triton's runs instead")
 
 
-def _plan(x: Tensor, weight: Int4Weight, gated: bool, norm: Norm | None) -> Plan | None:
-    sizes = len(x), weight.outputs, weight.inputs, weight.group
-    return make_plan(*sizes, x.dtype == torch.bfloat16, machine(x.device), gated, norm is not None)
+def _plan(x: Tensor, weight: Int4Weight, gated: bool) -> Plan | None:
+    is_bf16 = x.dtype == torch.bfloat16
+    return make_plan(len(x), weight.outputs, weight.inputs, weight.group, is_bf16, gated, machine(x.device))
 
 
-def fits(x: Tensor, weight: Int4Weight, gated: bool = False, norm: Norm | None = None) -> bool:
-    """Whether the kernel takes x [rows, inputs]: 1 to 64 rows of a 16-bit dtype, on Hopper or newer, one if x is still
-    to be normed."""
+def fits(x: Tensor, weight: Int4Weight, gated: bool = False) -> bool:
+    """Whether the kernel takes x [rows, inputs]: 1 to 64 rows of a 16-bit dtype, on Hopper or newer."""
     if not takes(x, MAX_ROWS):
         return False
-    plan = _plan(x, weight, gated, norm)
-    if plan is None or (norm is not None and not norm.matches(x)):
-        return False
-    return _kernel(plan, x.device) is not None
+    plan = _plan(x, weight, gated)
+    return plan is not None and _kernel(plan, x.device) is not None
 
 
-def linear_int4_cuda(
-    x: Tensor, weight: Int4Weight, bias: Tensor | None, gated: bool = False, norm: Norm | None = None
-) -> tuple[Tensor, Tensor]:
-    """See `ridgeplan.kernels.normed_linear.normed_linear`; only for x [rows, inputs] that `fits`."""
-    plan = _plan(x, weight, gated, norm)
+def linear_int4_cuda(x: Tensor, weight: Int4Weight, bias: Tensor | None, gated: bool = False) -> Tensor:
+    """See `ridgeplan.kernels.linear_int4.linear_int4`; only for x [rows, inputs] that `fits`."""
+    plan = _plan(x, weight, gated)
     assert plan is not None
-    return launch(_kernel(plan, x.device), plan, x, weight.packed, bias, norm)
+    return launch(_kernel(plan, x.device), plan, x, weight.packed, bias)

@@ -38,20 +38,13 @@ def weight_format(group: int) -> Format:
 
 @cache
 def make_plan(
-    rows: int,
-    outputs: int,
-    inputs: int,
-    group: int,
-    bf16: bool,
-    machine: Machine,
-    gated: bool = False,
-    normed: bool = False,
+    rows: int, outputs: int, inputs: int, group: int, bf16: bool, gated: bool, machine: Machine
 ) -> Plan | None:
     """The fewest passes over the codes whose share of x fits shared memory; None if none does."""
     for most_rows in (16, 8, 4, 2, 1):
         for cut in CUTS:
             chunk_rows = min(rows, most_rows)
-            plan = Plan(weight_format(group), cut, machine, bf16, rows, outputs, inputs, chunk_rows, gated, normed)
+            plan = Plan(weight_format(group), cut, machine, bf16, rows, outputs, inputs, chunk_rows, gated)
             if plan.fits:
                 return plan
     return None

@@ -1,5 +1,5 @@
 // Part 4 of 4 of the CUDA linear kernels: y = x W^T + bias for a few rows of x, or if GATED silu of its first half of
-// outputs times the second. If NORMED, x is a row of hidden states that is added to and normed first.
+// outputs times the second.
 
 // Blocks share the row tiles of W, and those of one blockIdx.y take `chunk_rows` rows of x. The SPLITS blocks of a
 // cluster cut the inputs: their sums of a row tile meet in one of them, and are added up at the end. Or the SHARES
@@ -10,11 +10,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
 linear(const u8* x, const u8* w, const u16* bias, u16* y, int biased, int rows, int inputs, int outputs,
-       int chunk_rows, int items, int lead, int calm, int flight, const u16* update, int updated, const u16* scale,
-       u16* total, double eps) {
+       int chunk_rows, int items, int lead, int calm, int flight) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ Barriers barriers;
-    __shared__ float squares[WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = blockIdx.x % SPLITS;
     const int units = inputs / UNIT_INPUTS, begin = units * rank / SPLITS, most_units = (units + SPLITS - 1) / SPLITS;
     const int first_row = blockIdx.y * chunk_rows, stride = gridDim.x / SPLITS;
@@ -29,7 +27,6 @@ linear(const u8* x, const u8* w, const u16* bias, u16* y, int biased, int rows, 
     const int most_tiles = (part.tiles + stride - 1) / stride;
     const int met_tiles = SPLITS > 1 ? (most_tiles + SPLITS - 1) / SPLITS * SPLITS : 0;
     u8* const own_x = reinterpret_cast<u8*>(met + met_tiles * TILE_FLOATS);
-    const Norm norm = {updated ? update : nullptr, scale, total, float(eps)};
     const u32 pitch = 2 * UNIT_INPUTS * part.units | 64;
 
     if (warp == COPIER) {
@@ -41,22 +38,16 @@ linear(const u8* x, const u8* w, const u16* bias, u16* y, int biased, int rows, 
         __syncwarp();
         cluster_wait();
     } else {
-        NormPieces<NORMED ? NORMED : 1> pieces;
-        if (NORMED && warp < WARPS) pieces.load_scale(norm, inputs);
         start_wait();
         cluster_arrive();
         previous_wait();  // multipliers too: polling for x, they would slow down small kernels beside this one
         cluster_wait();   // all blocks of the cluster have started
         if (warp == ADDER) {
             const u8* const from = x + 2 * (i64(first_row) * inputs + begin * UNIT_INPUTS);
-            if (!NORMED && elected()) copy_x(own_x, pitch, from, 2 * i64(inputs), part, barriers);
+            if (elected()) copy_x(own_x, pitch, from, 2 * i64(inputs), part, barriers);
             __syncwarp();
             add_tiles(part, barriers, output, partials, met, rank, lane);
         } else {
-            if (NORMED) {
-                pieces.norm_row(norm, reinterpret_cast<const u16*>(x), own_x, squares);
-                if (threadIdx.x == 0) barrier_arrive(barriers.x);  // the copier may take up speed
-            }
             multiply(part, barriers, shared, items, own_x, pitch, sums, partials, lane);
             if (SHARES > 1 && !part.own_tiles())  // what others send must find this block
                 for (int i = 0; i * part.units_per_x_part() < part.units; i++) barrier_wait(barriers.x + i, 0);

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ridgeplan.kernels.launch import Configuration, driver, launch_early
 from ridgeplan.kernels.linear_plan import RESERVED_BYTES, SIZES, Machine, Plan
-from ridgeplan.kernels.norm import Norm
 from ridgeplan.kernels.nvrtc import compiled, joined
 
 PROBE_THREADS = 320
@@ -54,32 +53,20 @@ def takes(x: Tensor, most_rows: int) -> bool:
     return torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
-def launch(
-    kernel: Any, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm | None = None
-) -> tuple[Tensor, Tensor]:
-    """x with the norm's update, or x; x W^T + bias -> [rows, outputs], or of gated outputs their half.
-
-    x: [rows, inputs], before its norm if there is one. weight: as the kernel's source takes it.
-    """
+def launch(kernel: Any, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + bias -> [rows, outputs], or of gated outputs their half; weight as the kernel's source takes it."""
     out = torch.empty(plan.rows, plan.outputs // (2 if plan.gated else 1), dtype=x.dtype, device=x.device)
     shape = [plan.rows, plan.inputs, plan.outputs, plan.chunk_rows]
     ring = [plan.items, plan.weights.lead, plan.calm, plan.flight]
-    update = None if norm is None else norm.update
-    total = x if update is None else torch.empty_like(x)
-    # Any pointer will do for what there is not.
-    norming: list[Tensor | int | float] = [
-        x if update is None else update, int(update is not None), x if norm is None else norm.weight, total,
-        0.0 if norm is None else norm.eps,
-    ]  # fmt: skip
     with torch.cuda.device(x.device):
         launch_early(
             kernel,
             (plan.groups * plan.cut.splits, plan.chunks, 1),
             (32 * (plan.warps + 2), 1, 1),
-            [x, weight, out if bias is None else bias, out, int(bias is not None), *shape, *ring, *norming],
+            [x, weight, out if bias is None else bias, out, int(bias is not None), *shape, *ring],
             plan.shared_bytes,
         )
-    return total, out
+    return out
 
 
 @cache

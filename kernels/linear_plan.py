@@ -15,7 +15,6 @@ X_PARTS = 4  # in which many rows of x arrive
 FEW_ROWS = 3  # of x: they arrive at once, and each block fetches its own
 FEW_TILES = 4  # row tiles per block: a short product, which gains nothing from more copies under way
 MOST_ITEMS = 16  # slots of a ring
-MOST_NORM_PIECES = 8  # that a thread keeps in registers
 RESERVED_BYTES = 2 * 1024  # of a block's shared memory: the driver's and the kernel's static variables
 BESIDE_BYTES = 6 * 1024  # of a multiprocessor's, for blocks of a small kernel that waits for this one
 
@@ -61,7 +60,7 @@ class Plan:
     """A product's launch: `chunks` passes over the weight, of at most `chunk_rows` rows of x, side by side.
 
     gated: the first half of the outputs are gates, which a block takes tile by tile with the tile that each lets
-    through, and y is half as wide. normed: x is one row, which every block norms for itself.
+    through, and y is half as wide.
     """
 
     weights: Format
@@ -73,7 +72,6 @@ class Plan:
     inputs: int
     chunk_rows: int
     gated: bool = False
-    normed: bool = False
 
     @cached_property
     def tiles(self) -> int:
@@ -135,11 +133,6 @@ class Plan:
         return most - 1 if units % most and units % (most - 1) == 0 and units >= 2 * most else most
 
     @cached_property
-    def norm_pieces(self) -> int:
-        """Of 8 inputs, which a multiplying thread norms."""
-        return -(-self.inputs // (8 * 32 * self.warps))
-
-    @cached_property
     def other_bytes(self) -> int:
         """Shared memory beside the ring: sums of warps, of units and of the cluster, and rows of x."""
         columns = 8 * self.tiles
@@ -158,8 +151,7 @@ class Plan:
     def fits(self) -> bool:
         has_room = self.items >= self.cut.least_items and self.chunks <= self.resident
         pairs_up = not self.gated or (self.cut.splits == 1 and self.outputs % (2 * ROWS) == 0)
-        norms = not self.normed or (self.cut.splits == self.rows == 1 and self.norm_pieces <= MOST_NORM_PIECES)
-        return has_room and pairs_up and norms and self.inputs <= self.cut.most_inputs
+        return has_room and pairs_up and self.inputs <= self.cut.most_inputs
 
     @cached_property
     def shared_bytes(self) -> int:
@@ -191,6 +183,5 @@ class Plan:
             "ITEM_INPUTS": self.item_inputs,
             "MOST_ITEMS": MOST_ITEMS,
             "GATED": int(self.gated),
-            "NORMED": self.norm_pieces if self.normed else 0,
         }
         return (*(f"-D{name}={value}" for name, value in macros.items()), *self.weights.macros)

@@ -99,89 +99,6 @@ __device__ __forceinline__ void copy_items(
 
 // ---------------------------------------------------------------- the multipliers
 
-// RMSNorm of hidden + update by every block for itself, as add_rms_norm: the sum is rounded, statistics are float32.
-// Blocks write the sum to `total` together.
-struct Norm {
-    const u16* update;  // or null: nothing is added, and no total written
-    const u16* scale;
-    u16* total;
-    float eps;
-};
-
-__device__ __forceinline__ void unpack(float (&to)[8], const uint4& words) {
-    const u32 pairs[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (int i = 0; i < 8; i++) to[i] = float_of(u16(pairs[i / 2] >> 16 * (i % 2)));
-}
-__device__ __forceinline__ uint4 packed(const float (&from)[8]) {
-    u32 pairs[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) pairs[i] = element_of(from[2 * i]) | u32(element_of(from[2 * i + 1])) << 16;
-    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-}
-
-// For all multipliers: what of x a thread norms, pieces of 8 inputs a block of threads apart.
-template <int PIECES_> struct NormPieces {
-    uint4 scale[PIECES_], sum[PIECES_];
-    int count;
-
-    // What is constant: before earlier kernels have ended.
-    __device__ __forceinline__ void load_scale(const Norm& norm, int inputs) {
-        count = inputs / 8;
-#pragma unroll
-        for (int i = 0; i < PIECES_; i++)
-            if (at(i) < count) scale[i] = reinterpret_cast<const uint4*>(norm.scale)[at(i)];
-    }
-    __device__ __forceinline__ int at(int i) const { return i * (32 * WARPS) + threadIdx.x; }
-
-    // Puts the normed row where `multiply` expects x; `squares` is one float of shared memory per warp.
-    __device__ __forceinline__ void norm_row(const Norm& norm, const u16* hidden, u8* x, float* squares) {
-        uint4 update[PIECES_];
-#pragma unroll
-        for (int i = 0; i < PIECES_; i++)
-            if (at(i) < count) {
-                sum[i] = reinterpret_cast<const uint4*>(hidden)[at(i)];
-                if (norm.update) update[i] = reinterpret_cast<const uint4*>(norm.update)[at(i)];
-            }
-        float square = 0;
-#pragma unroll
-        for (int i = 0; i < PIECES_; i++)
-            if (at(i) < count) {
-                float a[8], b[8];
-                unpack(a, sum[i]);
-                if (norm.update) {
-                    unpack(b, update[i]);
-#pragma unroll
-                    for (int j = 0; j < 8; j++) a[j] += b[j];
-                    sum[i] = packed(a);
-                    unpack(a, sum[i]);
-                    if (at(i) % gridDim.x == blockIdx.x) reinterpret_cast<uint4*>(norm.total)[at(i)] = sum[i];
-                }
-#pragma unroll
-                for (int j = 0; j < 8; j++) square = fmaf(a[j], a[j], square);
-            }
-#pragma unroll
-        for (int other = 16; other; other >>= 1) square += __shfl_xor_sync(~0u, square, other);
-        if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = square;
-        multipliers_meet();
-        square = 0;
-#pragma unroll
-        for (int i = 0; i < WARPS; i++) square += squares[i];
-        const float inverse = rsqrtf(square / float(8 * count) + norm.eps);
-#pragma unroll
-        for (int i = 0; i < PIECES_; i++)
-            if (at(i) < count) {
-                float a[8], b[8];
-                unpack(a, sum[i]);
-                unpack(b, scale[i]);
-#pragma unroll
-                for (int j = 0; j < 8; j++) a[j] = a[j] * inverse * b[j];
-                reinterpret_cast<uint4*>(x)[at(i)] = packed(a);
-            }
-        multipliers_meet();
-    }
-};
-
 // A warp's sums of a row tile as they lie in its registers: [TILES, row half, lane] pairs.
 __device__ __forceinline__ void put_sums(const float (&acc)[TILES][4], float* partials, int lane) {
 #pragma unroll
@@ -213,7 +130,7 @@ __device__ __forceinline__ void multiply(
         for (int unit = 0; unit < part.units; unit += ITEM_UNITS) {
             const int count = min(ITEM_UNITS, part.units - unit);
             if (unit == x_units) {
-                if (!NORMED) barrier_wait(x_full++, 0);
+                barrier_wait(x_full++, 0);
                 sum_units(lane_x, sums, unit, min(x_part, part.units - unit), lane);
                 x_units += x_part;
             }

@@ -1,29 +1,10 @@
 """Residual addition and RMSNorm in one pass over memory, with its plain-torch twin."""
 
-from dataclasses import dataclass
-
 from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.kernels.backend import Backend, uses_triton
 from ridgeplan.roofline.cost import Cost
-
-
-@dataclass(frozen=True, eq=False)
-class Norm:
-    """The norm before a product: arguments of `add_rms_norm` but for the hidden states."""
-
-    update: Tensor | None
-    weight: Tensor
-    eps: float
-
-    def matches(self, hidden: Tensor) -> bool:
-        """Whether shapes agree, and all is of one type and can be read 16 bytes at a time."""
-        given = [hidden, self.weight, *([] if self.update is None else [self.update])]
-        alike = all(one.dtype == hidden.dtype and one.device == hidden.device for one in given)
-        whole = all(one.is_contiguous() and one.data_ptr() % 16 == 0 for one in given)
-        fits = self.update is None or self.update.shape == hidden.shape
-        return alike and whole and fits and self.weight.shape == hidden.shape[-1:]
 
 
 def add_rms_norm(

@@ -13,7 +13,6 @@ from ridgeplan.roofline.profile import Profile
 # Rows up to which the runtime's dense products have kernels of their own, on a device and on a host.
 DEVICE_FEW_ROWS, HOST_FEW_ROWS = 16, 64
 DEVICE_GATED_ROWS = 8  # up to which a device's product of gate and up applies the activation itself, for any format
-DEVICE_NORMED_ROWS = 1  # up to which a device's products norm their input themselves
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ class Machine:
     processors: Term
     few_rows: Term  # of a dense product: more are the library's, as in prefill
     gated_rows: Term  # up to which the product of gate and up applies the activation itself
-    normed_rows: Term  # up to which products norm their input themselves
 
     @classmethod
     def of(cls, profile: Profile) -> Machine:
@@ -63,7 +61,6 @@ class Machine:
             processors=hardware.processors,
             few_rows=DEVICE_FEW_ROWS if profile.asynchronous else HOST_FEW_ROWS,
             gated_rows=DEVICE_GATED_ROWS if profile.asynchronous else 0,
-            normed_rows=DEVICE_NORMED_ROWS if profile.asynchronous else 0,
         )
 
     def seconds(self, cost: Cost, rates: RateTerms) -> Term:

@@ -226,12 +226,6 @@ def add_rms_norm(rows: Term, width: Term, element_bytes: Term, streams: Term = 2
     return moved + Cost(read_bytes=width * element_bytes)
 
 
-def norm_inside(rows: Term, width: Term, element_bytes: Term) -> Cost:
-    """What `add_rms_norm` of two streams adds to the product that norms for itself: what is normed stays inside."""
-    kept = rows * width * element_bytes
-    return add_rms_norm(rows, width, element_bytes) + Cost(read_bytes=-kept, write_bytes=-kept)
-
-
 def swiglu(rows: Term, width: Term, element_bytes: Term) -> Cost:
     """Gated activation: gate and up, each `width` wide, to their product."""
     return elementwise(rows, 2 * width, width, element_bytes)

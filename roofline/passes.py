@@ -60,7 +60,6 @@ class PassTerms:
     head_bytes: Term  # per parameter of the output head
     element_bytes: Term
     gated: Term = 0  # 1 where the product of gate and up applies the activation itself
-    normed: Term = 0  # 1 where products norm their input themselves
 
     @property
     def rows(self) -> Term:
@@ -75,16 +74,14 @@ def weight_bytes(bits: int, group: int, full_bytes: float) -> float:
 
 def decode_pass(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
     """All operations of one forward pass of `terms.queries` tokens per sequence through the whole model."""
-    inside = ops.norm_inside(terms.rows, shape.hidden, terms.element_bytes) * terms.normed
-    sizes = terms.rows, terms.weight_bytes, terms.element_bytes
     return (
         _embedding(shape, terms.rows, terms.element_bytes),
-        *_attention_linears(shape, *sizes, inside),
+        *_attention_linears(shape, terms.rows, terms.weight_bytes, terms.element_bytes),
         *_rope(shape, terms.rows, terms.element_bytes),
         *_attention(shape, terms),
-        *_mlps(shape, *sizes, terms.gated, inside),
-        *_norms(shape, terms.rows, terms.element_bytes, 1 - terms.normed),
-        _head(shape, terms.rows, terms.head_bytes, terms.element_bytes, inside),
+        *_mlps(shape, terms.rows, terms.weight_bytes, terms.element_bytes, terms.gated),
+        *_norms(shape, terms.rows, terms.element_bytes),
+        _head(shape, terms.rows, terms.head_bytes, terms.element_bytes),
     )
 
 
@@ -98,12 +95,12 @@ def prefill_pass(
     rows, weight_bytes = batch * tokens, element_bytes if weight_bytes is None else weight_bytes
     return (
         _embedding(shape, rows, element_bytes),
-        *_attention_linears(shape, rows, weight_bytes, element_bytes, Cost()),
+        *_attention_linears(shape, rows, weight_bytes, element_bytes),
         *_rope(shape, rows, element_bytes),
         *_prefill_attention(shape, batch, tokens, element_bytes),
-        *_mlps(shape, rows, weight_bytes, element_bytes, 0, Cost()),
-        *_norms(shape, rows, element_bytes, 1),
-        _head(shape, batch, element_bytes, element_bytes, Cost()),
+        *_mlps(shape, rows, weight_bytes, element_bytes, gated=0),
+        *_norms(shape, rows, element_bytes),
+        _head(shape, batch, element_bytes, element_bytes),
     )
 
 
@@ -116,14 +113,13 @@ def _embedding(shape: ModelShape, rows: Term, element_bytes: Term) -> Op:
     return Op("embedding", "elementwise", ops.elementwise(rows, shape.hidden, shape.hidden, element_bytes), 1)
 
 
-def _norms(shape: ModelShape, rows: Term, element_bytes: Term, apart: Term) -> tuple[Op, ...]:
-    """RMSNorm before every block and before the head, where products leave them to kernels `apart`; all but the first
-    add the block before them."""
+def _norms(shape: ModelShape, rows: Term, element_bytes: Term) -> tuple[Op, ...]:
+    """RMSNorm before every block and before the head; all but the first add the block before them."""
     first = ops.add_rms_norm(rows, shape.hidden, element_bytes, streams=1)
     others = ops.add_rms_norm(rows, shape.hidden, element_bytes)
     return (
-        Op("first norm", "elementwise", first, apart),
-        Op("residual + norm", "elementwise", others, 2 * shape.layers * apart),
+        Op("first norm", "elementwise", first, 1),
+        Op("residual + norm", "elementwise", others, 2 * shape.layers),
     )
 
 
@@ -139,11 +135,8 @@ def _rope(shape: ModelShape, rows: Term, element_bytes: Term) -> tuple[Op, ...]:
     )
 
 
-def _attention_linears(
-    shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term, norm: Cost
-) -> tuple[Op, ...]:
-    """Projections into and out of attention; MLA's chain of factors counts by its parameters. norm: of the input, as
-    far as the product applies it; the first layer's, which adds nothing, is counted like the others."""
+def _attention_linears(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term) -> tuple[Op, ...]:
+    """Projections into and out of attention; MLA's chain of factors counts by its parameters."""
     out_inputs = shape.q_heads * (shape.v_head_dim or shape.head_dim)
     out_params = out_inputs * shape.hidden
     in_params = shape.attention_params_per_layer - out_params
@@ -151,16 +144,14 @@ def _attention_linears(
     project = ops.matmul(rows, shape.hidden, in_outputs, in_params, weight_bytes, element_bytes)
     output = ops.matmul(rows, out_inputs, shape.hidden, out_params, weight_bytes, element_bytes)
     return (
-        Op("qkv projection", "linear", project + norm, shape.layers),
+        Op("qkv projection", "linear", project, shape.layers),
         Op("output projection", "linear", output, shape.layers),
     )
 
 
-def _mlps(
-    shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term, gated: Term, norm: Cost
-) -> tuple[Op, ...]:
+def _mlps(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term, gated: Term) -> tuple[Op, ...]:
     dense_layers, sizes = shape.layers - shape.moe_layers, (rows, weight_bytes, element_bytes)
-    dense = _gated_mlp("mlp", shape.hidden, shape.intermediate, dense_layers, *sizes, gated, norm)
+    dense = _gated_mlp("mlp", shape.hidden, shape.intermediate, dense_layers, *sizes, gated)
     if not shape.is_moe:
         return dense
     router = ops.linear(rows, shape.hidden, shape.experts, element_bytes, element_bytes)
@@ -181,7 +172,6 @@ def _mlps(
             shape.moe_layers,
             *sizes,
             gated,
-            Cost(),
         )
         if shape.shared_experts_intermediate
         else ()
@@ -203,9 +193,8 @@ def _gated_mlp(
     weight_bytes: Term,
     element_bytes: Term,
     gated: Term,
-    norm: Cost,
 ) -> tuple[Op, ...]:
-    gate_up = ops.gated_linear(rows, hidden, width, weight_bytes, element_bytes, gated) + norm
+    gate_up = ops.gated_linear(rows, hidden, width, weight_bytes, element_bytes, gated)
     down = ops.linear(rows, width, hidden, weight_bytes, element_bytes)
     swiglu = ops.swiglu(rows, width, element_bytes)
     return (
@@ -215,10 +204,10 @@ def _gated_mlp(
     )
 
 
-def _head(shape: ModelShape, rows: Term, head_bytes: Term, element_bytes: Term, norm: Cost) -> Op:
+def _head(shape: ModelShape, rows: Term, head_bytes: Term, element_bytes: Term) -> Op:
     """The output head: full precision for the target, with the linear layers' bits for drafts that have their own."""
     cost = ops.linear(rows, shape.hidden, shape.vocab, head_bytes, element_bytes)
-    return Op("lm head", "head", cost + norm, 1)
+    return Op("lm head", "head", cost, 1)
 
 
 def _attention(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:

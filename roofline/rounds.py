@@ -162,7 +162,6 @@ def _pass_terms(
         head_bytes=weights[1],
         element_bytes=machine.element_bytes,
         gated=at_most(strategy.batch * queries, machine.gated_rows),
-        normed=at_most(strategy.batch * queries, machine.normed_rows),
     )
 
 

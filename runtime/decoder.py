@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.kernels.attention import decode_attention
-from ridgeplan.kernels.norm import Norm, add_rms_norm
+from ridgeplan.kernels.norm import add_rms_norm
 from ridgeplan.kernels.rope import Tables, rope_append, rotary_tables
 from ridgeplan.runtime.cache import Cache, Reader
 from ridgeplan.runtime.config import DecoderConfig
@@ -26,23 +26,23 @@ class Decoder:
         hidden, update = functional.embedding(tokens, weights.embedding), None
         tables = self.rotary(reader.positions)
         for index, layer in enumerate(weights.layers):
-            hidden, qkv = layer.qkv.normed(hidden, self._norm(update, layer.attention_norm))
-            q = self.rotate(layer, qkv, tables, *cache.full(index), reader.slots)
-            output = layer.output(self._attend(index, cache, reader, q).flatten(2))
-            hidden, activated = layer.gate_up.normed(hidden, self._norm(output, layer.mlp_norm), gated=True)
-            update = layer.down(activated)
-        return weights.head.normed(hidden, self._norm(update, weights.norm))[1]
+            hidden, normed = self.norm(hidden, update, layer.attention_norm)
+            q = self.project(layer, normed, tables, *cache.full(index), reader.slots)
+            attended = self._attend(index, cache, reader, q)
+            hidden, normed = self.norm(hidden, layer.output(attended.flatten(2)), layer.mlp_norm)
+            update = self.mlp(layer, normed)
+        return weights.head(self.norm(hidden, update, weights.norm)[1])
 
     def rotary(self, positions: Tensor) -> Tables:
         """Cosines and sines [..., head_dim / 2] of positions [...]."""
         return rotary_tables(positions, self.frequencies, self.config.rotary_scale)
 
-    def rotate(
-        self, layer: LayerWeights, qkv: Tensor, tables: Tables, keys: Tensor, values: Tensor, slots: Tensor
+    def project(
+        self, layer: LayerWeights, normed: Tensor, tables: Tables, keys: Tensor, values: Tensor, slots: Tensor
     ) -> Tensor:
         """Rotated queries [rows, queries, q_heads, head_dim]; KV of the tokens enters `slots` of keys and values."""
         q_heads, eps = self.config.q_heads, self.config.norm_eps
-        return rope_append(qkv, tables, keys, values, slots, q_heads, qk_norm=layer.qk_norm, eps=eps)
+        return rope_append(layer.qkv(normed), tables, keys, values, slots, q_heads, qk_norm=layer.qk_norm, eps=eps)
 
     def mlp(self, layer: LayerWeights, normed: Tensor) -> Tensor:
         """What the MLP adds to the residual stream."""
@@ -51,9 +51,6 @@ class Decoder:
     def norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream with `update` added, and that normed."""
         return add_rms_norm(hidden, update, weight, self.config.norm_eps)
-
-    def _norm(self, update: Tensor | None, weight: Tensor) -> Norm:
-        return Norm(update, weight, self.config.norm_eps)
 
     def _attend(self, index: int, cache: Cache, reader: Reader, q: Tensor) -> Tensor:
         keys, values = cache.full(index)

@@ -11,8 +11,6 @@ from torch.nn import functional
 from ridgeplan.kernels.int4_weight import Int4Weight
 from ridgeplan.kernels.linear_dense import linear_dense
 from ridgeplan.kernels.linear_int4 import linear_int4
-from ridgeplan.kernels.norm import Norm, add_rms_norm
-from ridgeplan.kernels.normed_linear import normed_linear
 from ridgeplan.kernels.swiglu import swiglu
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.weight_quantizer import quantize_weight
@@ -35,13 +33,6 @@ class Dense:
         out = _thin_product(x.reshape(rows, -1), self.weight).view(*x.shape[:-1], -1)
         out = out if self.bias is None else out + self.bias
         return swiglu(out) if gated else out
-
-    def normed(self, hidden: Tensor, norm: Norm, gated: bool = False) -> tuple[Tensor, Tensor]:
-        """hidden with the norm's update, and y of what is normed."""
-        if hidden.is_cuda:
-            return normed_linear(hidden, norm, self.weight, self.bias, gated=gated)
-        total, x = add_rms_norm(hidden, norm.update, norm.weight, norm.eps)
-        return total, self(x, gated)
 
     @property
     def bytes(self) -> int:
@@ -106,13 +97,6 @@ class Int4:
         out = self.weight(x)
         out = out if self.bias is None else out + self.bias
         return swiglu(out) if gated else out
-
-    def normed(self, hidden: Tensor, norm: Norm, gated: bool = False) -> tuple[Tensor, Tensor]:
-        """hidden with the norm's update, and y of what is normed."""
-        if isinstance(self.weight, Int4Weight) and hidden.dtype != torch.float32:
-            return normed_linear(hidden, norm, self.weight, self.bias, gated=gated)
-        total, x = add_rms_norm(hidden, norm.update, norm.weight, norm.eps)
-        return total, self(x, gated)
 
     @property
     def bytes(self) -> int:

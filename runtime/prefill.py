@@ -90,8 +90,7 @@ def prefill_layer(
     for chunk in chunks:
         positions = torch.arange(chunk.start, chunk.stop, device=hidden.device)[None]
         normed = decoder.norm(hidden[chunk], None, layer.attention_norm)[1][None]
-        tables = decoder.rotary(positions)
-        queries[chunk] = decoder.rotate(layer, layer.qkv(normed), tables, keys, values, positions)[0]
+        queries[chunk] = decoder.project(layer, normed, decoder.rotary(positions), keys, values, positions)[0]
     attend_in_place(queries, keys[0], values[0], window)
     for chunk in chunks:
         residual, normed = decoder.norm(hidden[chunk], layer.output(queries[chunk].flatten(1)), layer.mlp_norm)

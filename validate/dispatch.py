@@ -94,7 +94,6 @@ def _kernel_seconds(toy: Toy, kernels: Machine) -> float:
         head_bytes=kernels.element_bytes,
         element_bytes=kernels.element_bytes,
         gated=at_most(1, kernels.gated_rows),
-        normed=at_most(1, kernels.normed_rows),
     )
     return float(sum(kernels.op_seconds(op, {}) for op in decode_pass(toy.shape, terms)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -13,8 +13,6 @@ from torch.nn import functional
 from ridgeplan.kernels.int4_weight import Int4Weight
 from ridgeplan.kernels.linear_dense import linear_dense, linear_dense_cost
 from ridgeplan.kernels.linear_int4 import linear_int4, linear_int4_cost
-from ridgeplan.kernels.norm import Norm, add_rms_norm, add_rms_norm_cost
-from ridgeplan.kernels.normed_linear import normed_linear, normed_linear_cost
 from ridgeplan.kernels.swiglu import swiglu
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate.bench import Bench
@@ -24,8 +22,7 @@ from ridgeplan.validate.kernel_sizes import LinearSize
 
 GROUP = 128
 DENSE = "cuBLAS bf16"
-APART = "ours, one by one"
-EPS = 1e-5
+APART = "ours, swiglu apart"
 STEP = 0.01  # of a code, so that weights are about as large as a model's
 
 
@@ -78,67 +75,54 @@ def dense_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[Case]:
             )
 
 
-def fused_int4_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[Case]:
-    """4-bit weights of gate and up with the norm before them and the activation after them in the same kernel, as far
-    as the package fuses them, against one kernel after the other."""
+def gated_int4_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[Case]:
+    """4-bit weights of gate and up with the activation inside, against the same product and `swiglu` after it."""
     for size in sizes:
         weight = Int4Weight.pack(*_int4_parts(bench, size))
         weights = [copy.deepcopy(weight) for _ in range(bench.variants(weight.bytes))]
-        yield from _fused_cases(bench, "fused_int4", size, weights, weight.dequantize(torch.float32))
+        products = [partial(linear_int4, weight=each) for each in weights]
+        for rows, least in size.speedups:
+            x = fresh(bench, rows, size.inputs)
+            cost = linear_int4_cost(x, weight, gated=True)
+            yield _gated("gated_int4", size, x, cost, products, weight.dequantize, least)
 
 
-def fused_dense_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[Case]:
+def gated_dense_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[Case]:
     """The same of 16-bit weights."""
     for size in sizes:
         weight = STEP * fresh(bench, size.outputs, size.inputs)
         weights = weight.repeat(bench.variants(weight.nbytes), 1, 1)
-        yield from _fused_cases(bench, "fused_dense", size, list(weights), weight.float())
+        products = [partial(linear_dense, weight=each) for each in weights]
+        for rows, least in size.speedups:
+            x = fresh(bench, rows, size.inputs)
+            cost = linear_dense_cost(x, weight, gated=True)
+            yield _gated("gated_dense", size, x, cost, products, weight.float, least)
 
 
-def _fused_cases(
-    bench: Bench, kernel: str, size: LinearSize, weights: Sequence[Tensor | Int4Weight], exact: Tensor
-) -> Iterator[Case]:
-    for rows, least in size.speedups:
-        hidden, update = fresh(bench, 2, rows, size.inputs)
-        norm = Norm(update, fresh(bench, size.inputs), EPS)
-        yield Case(
-            kernel,
-            f"{rows} x {size.inputs} -> {size.outputs // 2}",
-            _fused_cost(hidden, norm, weights[0]),
-            _fused(hidden, norm, weights),
-            {APART: _apart(hidden, norm, weights)},
-            partial(_fused_error, hidden, norm, weights[0], exact),
-            SpeedUp(least),
-            APART,
-            len(weights),
-        )
+def _gated(
+    kernel: str,
+    size: LinearSize,
+    x: Tensor,
+    cost: Cost,
+    products: Sequence[Callable[..., Tensor]],
+    exact: Callable[[], Tensor],
+    least: float,
+) -> Case:
+    def error() -> float:
+        reference = swiglu(x.float() @ exact().t(), backend="twin")
+        return relative_error(products[0](x, gated=True), reference)
 
-
-def _fused(hidden: Tensor, norm: Norm, weights: Sequence[Tensor | Int4Weight]) -> Call:
-    return lambda i: normed_linear(hidden, norm, weights[i], gated=True)
-
-
-def _apart(hidden: Tensor, norm: Norm, weights: Sequence[Tensor | Int4Weight]) -> Call:
-    def call(i: int) -> Tensor:
-        weight, normed = weights[i], add_rms_norm(hidden, norm.update, norm.weight, norm.eps)[1]
-        return swiglu(linear_int4(normed, weight) if isinstance(weight, Int4Weight) else linear_dense(normed, weight))
-
-    return call
-
-
-def _fused_cost(hidden: Tensor, norm: Norm, weight: Tensor | Int4Weight) -> Cost:
-    """Of one row all is inside; of more the norm is a kernel of its own."""
-    if len(hidden) == 1:
-        return normed_linear_cost(hidden, norm, weight, gated=True)
-    product = linear_int4_cost if isinstance(weight, Int4Weight) else linear_dense_cost
-    return add_rms_norm_cost(hidden, norm.update, norm.weight) + product(hidden, weight, gated=True)
-
-
-def _fused_error(hidden: Tensor, norm: Norm, weight: Tensor | Int4Weight, exact: Tensor) -> float:
-    update = None if norm.update is None else norm.update.float()
-    _, normed = add_rms_norm(hidden.float(), update, norm.weight.float(), norm.eps, backend="twin")
-    reference = swiglu(normed @ exact.t(), backend="twin")
-    return relative_error(normed_linear(hidden, norm, weight, gated=True)[1], reference)
+    return Case(
+        kernel,
+        f"{len(x)} x {size.inputs} -> {size.outputs // 2}",
+        cost,
+        lambda i: products[i](x, gated=True),
+        {APART: lambda i: swiglu(products[i](x))},
+        error,
+        SpeedUp(least),
+        APART,
+        len(products),
+    )
 
 
 def _int4_parts(bench: Bench, size: LinearSize) -> tuple[Tensor, Tensor, Tensor]:

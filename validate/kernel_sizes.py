@@ -98,8 +98,8 @@ class Sizes:
     verification: tuple[VerificationSize, ...]
     linear_int4: tuple[LinearSize, ...]
     linear_dense: tuple[LinearSize, ...]
-    fused_int4: tuple[LinearSize, ...]
-    fused_dense: tuple[LinearSize, ...]
+    gated_int4: tuple[LinearSize, ...]
+    gated_dense: tuple[LinearSize, ...]
     quantize: tuple[QuantizeSize, ...]
     flush: tuple[FlushSize, ...]
     norm: tuple[LayerSize, ...]
@@ -124,7 +124,7 @@ def _samplings(vocab: int, gamma: int, batches: tuple[int, ...], top_k: int) -> 
 _LINEAR_SPEEDUPS = ((1, 2.8), (4, 2.6), (8, 2.3), (16, 1.8))
 _DENSE_SPEEDUPS = ((1, 1.0), (4, 1.0), (8, 1.0), (16, 1.0))
 _LINEAR_SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
-_FUSED = LinearSize(28672, 4096, ((1, 1.0), (4, 1.0), (8, 1.0)))
+_GATED = LinearSize(28672, 4096, ((1, 1.0), (4, 1.0), (8, 1.0)))
 # An 8-billion-parameter model (Llama-3.1-8B, whose layers have these sizes) and Qwen2.5-0.5B.
 _LAYERS = _layers((1, 9, 64, 2048), (4096, 14336, 32, 8, 128), (896, 4864, 14, 2, 64))
 _SAMPLINGS = _samplings(128256, 8, (1, 32), 50)
@@ -144,8 +144,8 @@ FULL = Sizes(
     verification=(VerificationSize(32, 8, 128, 1, 131072, 8, (0, 8)),),
     linear_int4=tuple(LinearSize(*shape, _LINEAR_SPEEDUPS) for shape in _LINEAR_SHAPES),
     linear_dense=tuple(LinearSize(*shape, _DENSE_SPEEDUPS) for shape in _LINEAR_SHAPES),
-    fused_int4=(_FUSED,),
-    fused_dense=(_FUSED,),
+    gated_int4=(_GATED,),
+    gated_dense=(_GATED,),
     quantize=(QuantizeSize(8, 128, 2048), QuantizeSize(8, 128, 32768)),
     flush=(FlushSize(32, 32, 8, 128, 8.03e9, 4096),),
     norm=_LAYERS,
@@ -168,8 +168,8 @@ TINY = Sizes(
     # Wide inputs are cut between the blocks of a cluster.
     linear_int4=(LinearSize(96, 256, ((1, 1.0), (5, 1.0), (70, 1.0))), LinearSize(16, 14336, ((16, 1.0),))),
     linear_dense=(LinearSize(72, 576, ((1, 1.0), (5, 1.0), (16, 1.0))), LinearSize(16, 14336, ((8, 1.0),))),
-    fused_int4=(LinearSize(96, 256, ((1, 1.0), (5, 1.0), (16, 1.0))),),
-    fused_dense=(LinearSize(96, 576, ((1, 1.0), (5, 1.0), (16, 1.0))),),
+    gated_int4=(LinearSize(96, 256, ((1, 1.0), (5, 1.0), (16, 1.0))),),
+    gated_dense=(LinearSize(96, 576, ((1, 1.0), (5, 1.0), (16, 1.0))),),
     quantize=(QuantizeSize(2, 64, 256), QuantizeSize(1, 128, 128)),
     flush=(FlushSize(2, 4, 2, 64, 1e6, 512),),
     norm=_TINY_LAYERS,

@@ -76,7 +76,7 @@ def test_gated_products_are_activated(biased: bool, device: str) -> None:
 @pytest.mark.parametrize("inputs", [32, 576, 4096, 8192, 14336, 28672])
 @pytest.mark.parametrize(("outputs", "gated"), [(1, False), (4096, False), (262144, False), (28672, True)])
 def test_blocks_fit_a_multiprocessor(rows: int, outputs: int, inputs: int, gated: bool) -> None:
-    plan = make_plan(rows, outputs, inputs, True, H200, gated)
+    plan = make_plan(rows, outputs, inputs, True, gated, H200)
     if plan is None:  # the library's product is as fast, or sums of a cluster's many row tiles need their room
         assert rows > 2
         assert max(inputs, outputs) > 8192
@@ -99,7 +99,7 @@ def test_blocks_fit_a_multiprocessor(rows: int, outputs: int, inputs: int, gated
     [(1, 4096, True), (8, 4096, False), (8, 4096, True), (16, 4096, False), (8, 14336, False)],
 )
 def test_compiles_for_hopper_without_spills(rows: int, inputs: int, gated: bool, tmp_path: Path) -> None:
-    plan = make_plan(rows, 4096, inputs, rows > 1, H200, gated)
+    plan = make_plan(rows, 4096, inputs, rows > 1, gated, H200)
     assert plan is not None
     whole = tmp_path / "linear.cu"
     whole.write_text(source(plan.weights.source), encoding="utf-8")

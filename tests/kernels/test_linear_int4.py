@@ -131,7 +131,7 @@ def test_gated_products_are_activated(backend: str, rows: int, device: str) -> N
 def test_blocks_fit_a_multiprocessor(rows: int, outputs: int, inputs: int, gated: bool) -> None:
     """Models from 0.1 to 405 billion parameters: every row of x is some block's, within Hopper's shared memory."""
     group = next(group for group in (128, 64, 32) if inputs % group == 0)
-    plan = make_plan(rows, outputs, inputs, group, True, H200, gated)
+    plan = make_plan(rows, outputs, inputs, group, True, gated, H200)
     if plan is None:  # a gate and what it lets through meet in one block, which has no room for all inputs of x
         assert gated
         assert inputs > 8192
@@ -149,27 +149,21 @@ def test_blocks_fit_a_multiprocessor(rows: int, outputs: int, inputs: int, gated
 
 
 def test_inputs_beyond_shared_memory_have_no_plan() -> None:
-    assert make_plan(1, 16, 1 << 20, 128, True, H200) is None
+    assert make_plan(1, 16, 1 << 20, 128, True, False, H200) is None
 
 
 def test_gates_beside_what_they_let_through_in_one_row_tile_have_no_plan() -> None:
-    assert make_plan(1, 48, 128, 128, True, H200, gated=True) is None
-    assert make_plan(1, 64, 128, 128, True, H200, gated=True) is not None
+    assert make_plan(1, 48, 128, 128, True, True, H200) is None
+    assert make_plan(1, 64, 128, 128, True, True, H200) is not None
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize(
-    ("group", "rows", "inputs", "gated", "normed"),
-    [
-        (128, 1, 4096, True, False), (256, 16, 4096, False, False), (128, 16, 4096, True, False),
-        (64, 8, 14336, False, False), (32, 16, 8192, False, False), (128, 1, 4096, True, True),
-        (64, 1, 576, False, True),
-    ],
-)  # fmt: skip
-def test_compiles_for_hopper_without_spills(
-    group: int, rows: int, inputs: int, gated: bool, normed: bool, tmp_path: Path
-) -> None:
-    plan = make_plan(rows, 4096, inputs, group, rows > 1 or normed, H200, gated, normed)
+    ("group", "rows", "inputs", "gated"),
+    [(128, 1, 4096, True), (256, 16, 4096, False), (128, 16, 4096, True), (64, 8, 14336, False), (32, 16, 8192, False)],
+)
+def test_compiles_for_hopper_without_spills(group: int, rows: int, inputs: int, gated: bool, tmp_path: Path) -> None:
+    plan = make_plan(rows, 4096, inputs, group, rows > 1, gated, H200)
     assert plan is not None
     whole = tmp_path / "linear.cu"
     whole.write_text(source(plan.weights.source), encoding="utf-8")

@@ -40,22 +40,8 @@ def test_products_of_few_rows_on_a_device_activate_what_they_write(machine, batc
     found = {op.name: op for op in decode_pass(shape, terms)}
     assert found["mlp swiglu"].launches == (1 - fused) * shape.layers
     assert found["mlp gate + up"].cost.write_bytes == batch * (2 - fused) * shape.intermediate * 2
-    host = replace(machine, gated_rows=0, normed_rows=0)
+    host = replace(machine, gated_rows=0)
     assert target_terms(host, strategy("autoregressive", host, 1), 4096).gated == 0
-
-
-@pytest.mark.parametrize("batch, inside", [(1, 1), (2, 0)])
-def test_products_of_one_row_on_a_device_norm_what_they_read(machine, batch, inside):
-    shape = load_shape("Llama-3.1-8B")
-    terms = target_terms(machine, strategy("autoregressive", machine, batch), 4096)
-    found, apart = ({op.name: op for op in decode_pass(shape, one)} for one in (terms, replace(terms, normed=0)))
-    for name, layers in (("first norm", 1), ("residual + norm", 2 * shape.layers)):
-        assert found[name].launches == (1 - inside) * layers
-    for name in ("qkv projection", "mlp gate + up", "lm head"):
-        more = found[name].cost.bytes - apart[name].cost.bytes
-        assert more == inside * (2 + 1) * shape.hidden * 2  # the update and the scale; the sum instead of the normed
-    for name in ("output projection", "mlp down"):
-        assert found[name].cost == apart[name].cost
 
 
 @pytest.mark.parametrize("batch, many", [(3, False), (4, True)])

@@ -36,12 +36,6 @@ class Apart:
         wait()
         return out
 
-    def normed(self, hidden, norm, gated: bool = False):
-        wait()
-        out = self.linear.normed(hidden, norm, gated)
-        wait()
-        return out
-
 
 class Patient(Decoder):
     """Waits for the device between kernels; products have to be `Apart`."""
@@ -49,8 +43,11 @@ class Patient(Decoder):
     def rotary(self, positions):
         return self._waited(super().rotary(positions))
 
-    def rotate(self, *args):
-        return self._waited(super().rotate(*args))
+    def project(self, *args):
+        return self._waited(super().project(*args))
+
+    def norm(self, *args):
+        return self._waited(super().norm(*args))
 
     def _attend(self, *args):
         return self._waited(super()._attend(*args))

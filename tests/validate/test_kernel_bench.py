@@ -72,7 +72,7 @@ def test_cases_run_and_agree_with_their_references(bench: Bench, name: str) -> N
         assert usable(one.peers) or not one.peers
 
 
-LINEAR = {"linear_int4", "linear_dense", "fused_int4", "fused_dense"}
+LINEAR = {"linear_int4", "linear_dense", "gated_int4", "gated_dense"}
 ROTATED = LINEAR | {"attention", "verification", "quantize", "flush", "judge", "draw"}
 
 
@@ -125,8 +125,8 @@ def scaled(kernel: Callable[..., Any]) -> Callable[..., Any]:
         ("verification", kernel_attention, "decode_attention"),
         ("linear_int4", kernel_linear, "linear_int4"),
         ("linear_dense", kernel_linear, "linear_dense"),
-        ("fused_int4", kernel_linear, "normed_linear"),
-        ("fused_dense", kernel_linear, "normed_linear"),
+        ("gated_int4", kernel_linear, "linear_int4"),
+        ("gated_dense", kernel_linear, "linear_dense"),
         ("quantize", kernel_quantize, "dequantize"),
         ("norm", kernel_fused, "add_rms_norm"),
         ("rope", kernel_fused, "rope_append"),

@@ -29,9 +29,9 @@ def test_products_share_x_or_cut_the_inputs_in_clusters() -> None:
         for size in sizes:
             for rows, _ in size.speedups:
                 plan = (
-                    linear_dense_plan.make_plan(rows, size.outputs, size.inputs, True, H200)
+                    linear_dense_plan.make_plan(rows, size.outputs, size.inputs, True, False, H200)
                     if group is None
-                    else linear_int4_plan.make_plan(rows, size.outputs, size.inputs, group, True, H200)
+                    else linear_int4_plan.make_plan(rows, size.outputs, size.inputs, group, True, False, H200)
                 )
                 found |= {(min(plan.cut.splits, 2), plan.shares)} if plan else set()
         return found
