@@ -12,7 +12,7 @@ from ridgeplan.runtime.sampling import Sampling
 from ridgeplan.runtime.speculative import Speculator
 from ridgeplan.runtime.weights import DecoderWeights
 
-SEQUENCES = 16
+SEQUENCES = 64
 TOKENS = 128  # of each
 
 
