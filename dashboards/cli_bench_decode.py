@@ -20,7 +20,7 @@ from ridgeplan.planner.presets import PRESETS, preset
 from ridgeplan.roofline.models import load_shape
 from ridgeplan.roofline.profile import load_profile
 from ridgeplan.roofline.speculation import MAX_GAMMA
-from ridgeplan.validate.decode_bench import ABLATION, PLAIN, DecodeCase, suite_cases, with_plain
+from ridgeplan.validate.decode_bench import ABLATION, PLAIN, DecodeCase, has_gamma, suite_cases, with_plain
 
 SUITE_WORKLOADS = ("4096x1", "32768x1", "32768x8", "98304x1", "98304x4")  # the text that comes with Python holds them
 SUITE_GAMMAS = (2, 4, 6)
@@ -55,8 +55,9 @@ class Case(click.ParamType):
             return value
         name, _, rest = str(value).partition(":")
         workload, _, gamma = rest.partition(":")
-        if name not in ABLATION or not (gamma == "" or (gamma.isdecimal() and 1 <= int(gamma) <= MAX_GAMMA)):
-            allowed = f"one of {', '.join(ABLATION)}, a workload and perhaps a gamma from 1 to {MAX_GAMMA}"
+        fits = gamma == "" or (has_gamma(name) and gamma.isdecimal() and 1 <= int(gamma) <= MAX_GAMMA)
+        if name not in ABLATION or not fits:
+            allowed = f"one of {', '.join(ABLATION)}, a workload and, if it drafts, a gamma from 1 to {MAX_GAMMA}"
             self.fail(f"{value!r} is not a case; allowed: {allowed}, such as quantspec:32768x8:3", param, ctx)
         return DecodeCase(name, *Workloads().convert(workload, param, ctx), int(gamma) if gamma else None)
 
@@ -128,8 +129,7 @@ def suite(
 
     All presets run with all gammas at all workloads, unless cases are given.
     """
-    everything = suite_cases(sorted(set(workloads)), sorted(set(gammas)), list(dict.fromkeys(presets)))
-    report(with_plain(cases) if cases else everything, **rest)
+    report(with_plain(cases) if cases else suite_cases(workloads, sorted(set(gammas)), presets), **rest)
 
 
 def report(

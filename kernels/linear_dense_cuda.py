@@ -26,9 +26,10 @@ that reads y and writes x between two products; bf16, one row; cuBLAS takes 12.6
   products: predicted 0.1 ms less a step; measured, in a run whose other times were 1.4% higher, plain steps at 4096
   tokens 4.09 ms instead of 4.01, 4-bit ones 1.72 instead of 1.74 and at 131072 tokens 2.85 instead of 2.84. What a
   launch less saves is lost where every block waits for two rows, adds up squares and meets at barriers.
-- the activation after gate and up inside: predicted 2 less a layer, measured 1 to 2 (plain steps 4.06 and 4.01 ms).
-- outcome (validate/kernels_h200.json) with 1, 4, 8, 16 rows: 4096 x 4096 8.6, 9.1, 9.7, 11.3; 6144 x 4096 12.6, 13.3,
-  13.8, 15.4; 28672 x 4096 53.9, 55.0, 56.6, -; 4096 x 14336 28.1, 29.6, 29.7, -; 128256 x 4096 236, 243, 250, -.
+- the activation after gate and up inside: predicted 2 less a layer, measured 1 to 2 (plain steps 4.06 and 4.01 ms),
+  in a chain of such products alone 0.5 to 1.6, with 4-bit weights 0.3 to 0.9.
+- outcome (validate/kernels_h200.json) with 1, 4, 8, 16 rows: 4096 x 4096 8.5, 9.1, 9.7, 11.2; 6144 x 4096 12.5, 13.3,
+  13.8, 15.3; 28672 x 4096 53.8, 55.1, 56.6, -; 4096 x 14336 28.1, 29.5, 29.8, -; 128256 x 4096 236, 242, 252, -.
   Alternating, measured before, 10.4, 10.9, 11.6, 14.6 and 14.0, 15.1, 16.4, 18.9 for the first two. Goal was 4.1 TB/s:
   met from 28672 outputs on, and with one row for 4096 x 14336.
 - left: x costs 132 times its bytes at the 5.5 TB/s of the L2 cache (17 MB for 16 rows of 4096 inputs), and between

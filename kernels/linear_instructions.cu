@@ -3,8 +3,8 @@
 // Compiled with -D: BF16 (dtype of x, bias and y: 1 bfloat16, 0 float16), TILES (8-row tiles of x per block), SPLITS
 // (blocks of a cluster, which cut the inputs between them: 1, 2, 4, 8), SHARES (blocks of a cluster, which fetch x
 // together), X_PARTS (in which x arrives), WARPS (that multiply, per block), ITEM_INPUTS (of 16 outputs, in one slot of
-// the ring), MOST_ITEMS (slots), GATED (1 if the outputs are gates, then as many that they let through; 0), and for 4-bit
-// weights GROUP (256, 128, 64, 32 inputs per scale).
+// the ring), MOST_ITEMS (slots), GATED (1 if the outputs are gates, then as many that they let through; 0), and for
+// 4-bit weights GROUP (256, 128, 64, 32 inputs per scale).
 
 #define CLUSTER (SPLITS * SHARES)
 static_assert(!GATED || SPLITS == 1, "a gate and what it lets through meet in one block");

@@ -25,10 +25,10 @@ for 4096 x 4096, 15.7 for 6144 x 4096, 58 for 28672 x 4096, 32 for 4096 x 14336)
 - multipliers that poll for x slow down small kernels beside them: alternating with one (4 rows) 8.1; waiting for the
   kernel before like the others 7.3.
 - 16 warps instead of 8: no faster, and with their registers a small kernel finds no room.
-- outcome (validate/kernels_h200.json) with 1, 4, 8, 16 rows: 4096 x 4096 4.5, 4.9, 5.6, 7.8; 6144 x 4096 5.7, 6.2,
-  6.7, 9.4; 28672 x 4096 17.7, 18.6, 19.4, 26.2; 4096 x 14336 11.1, 12.4, 13.0, 17.1; 128256 x 4096 66, 69, 71, 104.
-  Goals (2.8, 2.6, 2.3 and 1.8 times cuBLAS) are missed where the product is short: by up to 5% with one to eight rows,
-  and 12% with 16.
+- outcome (validate/kernels_h200.json) with 1, 4, 8, 16 rows: 4096 x 4096 4.5, 4.9, 5.5, 7.6; 6144 x 4096 5.7, 6.1,
+  6.6, 9.1; 28672 x 4096 17.2, 18.4, 19.1, 26.4; 4096 x 14336 10.9, 12.4, 12.9, 16.9; 128256 x 4096 66, 68, 70, 105.
+  Goals (2.8, 2.6, 2.3 and 1.8 times cuBLAS) are missed where the product is short: by up to 3% with one to eight rows,
+  and 9% with 16. The activation after gate and up inside: see linear_dense_cuda.py.
 - the next weight's first 8 to 128 KiB a block into the L2 cache, at the end of a product: predicted 1 faster, measured
   39.4 to 40.8 instead of 39.5 for the four products of an 8B layer, which a perfect stream reads in 27. So the memory
   is not what a product's beginning waits for.
@@ -57,7 +57,7 @@ def _plan(x: Tensor, weight: Int4Weight, gated: bool) -> Plan | None:
 
 def fits(x: Tensor, weight: Int4Weight, gated: bool = False) -> bool:
     """Whether the kernel takes x [rows, inputs]: 1 to 64 rows of a 16-bit dtype, on Hopper or newer."""
-    if not takes(x, MAX_ROWS):
+    if not takes(x, MAX_ROWS) or weight.packed.device != x.device:
         return False
     plan = _plan(x, weight, gated)
     return plan is not None and _kernel(plan, x.device) is not None

@@ -14,7 +14,8 @@ CUTS = (
     Cut(splits=2, item_inputs=4096, least_items=3),
     Cut(splits=4, item_inputs=4096, least_items=2),
     Cut(splits=8, item_inputs=4096, least_items=2),
-    Cut(splits=1, item_inputs=2048, least_items=2),  # so many outputs that their sums in a cluster take the room
+    # So many outputs that their sums in a cluster take the room, or gates, which no cluster takes.
+    Cut(splits=1, item_inputs=2048, least_items=2),
 )
 
 

@@ -9,8 +9,8 @@ constexpr int BUFFERS = 2;                 // of row tiles' sums
 constexpr int COPIER = WARPS, ADDER = WARPS + 1, THREADS = 32 * (WARPS + 2);
 
 // What a block takes of the product: row tiles first, first + stride, ... of W, `units` units of the inputs from
-// `begin` on, and `rows` rows of x. GATED, they are of the first half of W's tiles, and each is followed by the one that
-// lies as far into the second half.
+// `begin` on, and `rows` rows of x. GATED, they are of the first half of W's tiles, and each is followed by the one
+// that lies as far into the second half.
 struct Part {
     int first, stride, tiles, begin, units, rows;
 

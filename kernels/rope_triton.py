@@ -13,7 +13,7 @@ eager torch takes 24 / 37 / 124):
 - weights loaded first: predicted 2.3, measured 2.2.
 - programs of 256 elements for few tokens: 9/3 heads of 64 fall from 2.4 to 1.9 for one token.
 - started early, in a chain of one graph, few tokens' activations cached (validate/kernels_h200.json; one token / 9 /
-  2048): 0.7 / 0.9 / 12.5, with norms 0.8 / 0.9 / 13.0.
+  2048): 0.7 / 0.8 / 12.5, with norms 0.8 / 1.0 / 13.0.
 """
 
 import torch

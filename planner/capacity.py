@@ -73,14 +73,17 @@ def peak_bytes(plan: Plan, shape: ModelShape, room: Room) -> float:
 
 def _options(workload: Workload, context_with: Callable[[int], int], batch: int) -> list[str]:
     """The largest workloads that differ in one size; where none fits, in both."""
-    options = []
-    if context := context_with(workload.batch):
-        options.append(f"context up to {context} with batch {workload.batch}")
+
+    def contexts(batch: int) -> list[str]:
+        longest = context_with(batch)
+        # Of a plan that does not fit, longer ones may only where their prompts borrow.
+        first = f"from {LENT_PROMPT_TOKENS}" if longest > workload.context else "up"
+        return [f"context {first} to {longest} with batch {batch}"] if longest else []
+
+    options = contexts(workload.batch)
     if batch:
         options.append(f"batch up to {batch} with context {workload.context}")
-    if not options and (context := context_with(1)):
-        options.append(f"context up to {context} with batch 1")
-    return options
+    return options or contexts(1)
 
 
 def _largest(fits: Callable[[int], bool], limit: int, first: int = 1) -> int:

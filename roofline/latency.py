@@ -12,7 +12,7 @@ from ridgeplan.roofline.profile import Profile
 
 # Rows up to which the runtime's dense products have kernels of their own, on a device and on a host.
 DEVICE_FEW_ROWS, HOST_FEW_ROWS = 16, 64
-DEVICE_GATED_ROWS = 8  # up to which a device's product of gate and up applies the activation itself, for any format
+DEVICE_GATED_ROWS = 8  # up to which a device's product of gate and up applies the activation, dense or 4-bit
 
 
 @dataclass(frozen=True)

@@ -155,32 +155,15 @@ def _mlps(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term
     if not shape.is_moe:
         return dense
     router = ops.linear(rows, shape.hidden, shape.experts, element_bytes, element_bytes)
-    routed = ops.experts(
-        rows,
-        shape.hidden,
-        shape.expert_params,
-        shape.experts,
-        shape.experts_per_token,
-        weight_bytes,
-        element_bytes,
-    )
-    shared = (
-        _gated_mlp(
-            "shared experts",
-            shape.hidden,
-            shape.shared_experts_intermediate,
-            shape.moe_layers,
-            *sizes,
-            gated,
-        )
-        if shape.shared_experts_intermediate
-        else ()
-    )
+    counts = shape.expert_params, shape.experts, shape.experts_per_token
+    routed = ops.experts(rows, shape.hidden, *counts, weight_bytes, element_bytes)
+    width = shape.shared_experts_intermediate
+    shared = _gated_mlp("shared experts", shape.hidden, width, shape.moe_layers, *sizes, gated)
     return (
         *(dense if shape.dense_layers else ()),
         Op("router", "linear", router, shape.moe_layers),
         Op("routed experts", "linear", routed, shape.moe_layers),
-        *shared,
+        *(shared if width else ()),
     )
 
 
@@ -220,37 +203,15 @@ def _attention(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
 
 
 def _attention_layers(shape: ModelShape, terms: PassTerms, suffix: str, share: Term, layers: Term) -> tuple[Op, ...]:
+    asking = terms.batch, terms.queries, shape.q_heads
+    tokens = share * terms.quantized_tokens, share * terms.full_tokens
+    read = *tokens, terms.bits, terms.element_bytes, terms.group, terms.splits
     width = shape.value_dim
     if shape.is_mla:
-        cost = ops.latent_attention(
-            terms.batch,
-            terms.queries,
-            shape.q_heads,
-            shape.value_dim,
-            shape.score_dim - shape.value_dim,
-            shape.head_dim,
-            share * terms.quantized_tokens,
-            share * terms.full_tokens,
-            terms.bits,
-            terms.element_bytes,
-            terms.group,
-            terms.splits,
-        )
+        cost = ops.latent_attention(*asking, width, shape.score_dim - width, shape.head_dim, *read)
     else:
-        cost = ops.attention(
-            terms.batch,
-            terms.queries,
-            shape.q_heads,
-            shape.kv_heads,
-            shape.head_dim,
-            share * terms.quantized_tokens,
-            share * terms.full_tokens,
-            terms.bits,
-            terms.element_bytes,
-            terms.group,
-            terms.splits,
-        )
-    merge = ops.merge(terms.batch, terms.queries, shape.q_heads, width, terms.splits, terms.element_bytes)
+        cost = ops.attention(*asking, shape.kv_heads, shape.head_dim, *read)
+    merge = ops.merge(*asking, width, terms.splits, terms.element_bytes)
     return (Op(f"attention{suffix}", "attention", cost, layers), Op(f"merge{suffix}", "merge", merge, layers))
 
 

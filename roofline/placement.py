@@ -47,12 +47,13 @@ def offload_thresholds(
     """Algorithm 1 of SpeContext on this package's own memory model: S_0..S_L for one strategy in numbers.
 
     From length S_i on, more than i layers must be off the device. The largest length that fits is found by
-    bisection for all layers at once, as memory grows with length. Lengths never fall along the list (errata 3);
-    `reserved_tokens` keeps slots free, gamma + 1 of them when speculating (errata 2).
+    bisection for all layers at once, as memory grows with length but for where prompts begin to borrow, where it
+    starts. Lengths never fall along the list (errata 3); `reserved_tokens` keeps slots free, gamma + 1 of them when
+    speculating (errata 2).
     """
     layers = np.arange(shape.layers + 1)
     fits, too_long = np.zeros(layers.size), np.full(layers.size, float(MAX_LENGTH))
-    middle = np.full(layers.size, float(memory.LENT_PROMPT_TOKENS))  # memory falls there, and only there
+    middle = np.full(layers.size, float(memory.LENT_PROMPT_TOKENS))
     while (too_long - fits > 1).any():
         held = replace(strategy, context=middle, new_tokens=0)
         parts = resident_memory(shape, machine, held)

@@ -19,6 +19,11 @@ from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan
 from ridgeplan.runtime.config import DecoderConfig
 
 
+def quantized_groups(tokens: int, group: int) -> int:
+    """Groups of a row of `tokens` tokens that are held as codes, as `Cache.quantized` says of rows on the device."""
+    return max(0, tokens // group - 1)
+
+
 @dataclass(frozen=True, eq=False)
 class Reader:
     """What one forward pass writes and sees; all tensors are on the device.
@@ -59,7 +64,7 @@ class Cache:
             QuantizedKV.allocate(
                 config.layers * self.batch,
                 config.kv_heads,
-                max(1, last // self.group - 1),
+                max(1, quantized_groups(last, self.group)),
                 self.group,
                 config.head_dim,
                 device,
@@ -136,7 +141,7 @@ class Cache:
     def store_prompt(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
         """Takes a whole prompt's KV of one layer and row, [kv_heads, tokens, head_dim]."""
         tokens = keys.shape[1]
-        whole = max(0, tokens // self.group - 1) * self.group
+        whole = quantized_groups(tokens, self.group) * self.group
         if self.all_codes is not None and whole:
             codes = self._codes(layer * self.batch + row, 1)
             first = torch.zeros(1, dtype=torch.int32, device=keys.device)

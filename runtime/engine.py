@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.planner.plan import Plan
-from ridgeplan.runtime.cache import Cache
+from ridgeplan.runtime.cache import Cache, quantized_groups
 from ridgeplan.runtime.checkpoint import load_tokenizer
 from ridgeplan.runtime.config import DecoderConfig
 from ridgeplan.runtime.decoder import Decoder
@@ -51,17 +51,19 @@ class Engine:
         device: torch.device,
         meter: MemoryMeter,
         draft_weights: DecoderWeights | None = None,
+        calibration: Sequence[int] | None = None,
     ) -> None:
-        """draft_weights: what the plan's drafts run on, made from `weights` unless given.
+        """draft_weights: what the plan's drafts run on, made from `weights` and `calibration` unless given.
 
         Where prompts borrow their memory, those that another engine made lendable are shared; others are copied.
+        Raises WorkloadError for a calibration that is no text of the model.
         """
         self.plan, self.source, self.config, self.device = plan, source, config, device
         self.weights = weights
         self.decoder = Decoder(config, device)
         self.draft_weights = weights
         if plan.weights.draft_differs:
-            self.draft_weights = self._drafts(draft_weights)
+            self.draft_weights = self._drafts(draft_weights, calibration)
         self.cache: Cache | None = Cache(config, plan, device, weights.embedding.dtype)
         self._meter = meter
         self._statistics: Statistics | None = None
@@ -132,11 +134,14 @@ class Engine:
         self.cache = None
         self._graphs.clear()
 
-    def _drafts(self, given: DecoderWeights | None) -> DecoderWeights:
+    def _drafts(self, given: DecoderWeights | None, calibration: Sequence[int] | None) -> DecoderWeights:
         if isinstance(given, LendableWeights):
             return given
-        weights, group = self.weights, self.plan.weights.group
-        return draft_weights_of(self.plan, weights, lambda: given or quantized_draft(self.decoder, weights, group))
+
+        def made() -> DecoderWeights:
+            return given or quantized_draft(self.decoder, self.weights, self.plan.weights.group, calibration)
+
+        return draft_weights_of(self.plan, self.weights, made)
 
     def _run(self, request: Request) -> Iterator[list[list[int]]]:
         """New tokens of every sequence, first from prefill, then from each round."""
@@ -249,7 +254,5 @@ def _extend(rows: list[Growing], tokens: list[list[int]], cache: Cache) -> list[
 
 
 def _flushes(row: Growing, group: int) -> int:
-    """Groups that decoding quantized: the cache's rule, applied to the lengths before and after."""
-    lengths = row.prompt_tokens, row.prompt_tokens + row.cached
-    before, after = (max(0, tokens // group - 1) for tokens in lengths)
-    return after - before
+    """Groups that decoding quantized."""
+    return quantized_groups(row.prompt_tokens + row.cached, group) - quantized_groups(row.prompt_tokens, group)

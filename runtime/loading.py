@@ -11,12 +11,9 @@ from ridgeplan.planner.executable import missing_execution
 from ridgeplan.planner.plan import KVFormat, Plan
 from ridgeplan.runtime.checkpoint import load_config, load_weights, model_source
 from ridgeplan.runtime.config import DecoderConfig, decoder_config
-from ridgeplan.runtime.decoder import Decoder
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
-from ridgeplan.runtime.lending import draft_weights_of
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory
-from ridgeplan.runtime.weight_quantizer_calibration import quantized_draft
 from ridgeplan.runtime.weights import DecoderWeights
 
 
@@ -52,11 +49,7 @@ def load(
     require_memory(plan, source, place, dtype, weights.bytes if weights else 0)
     with readable_out_of_memory(place):
         target = weights or load_weights(source, config, place, dtype)
-        drafts = None
-        if calibration is not None and plan.weights.draft_differs:
-            decoder, group = Decoder(config, place), plan.weights.group
-            drafts = draft_weights_of(plan, target, lambda: quantized_draft(decoder, target, group, calibration))
-        return Engine(plan, source, config, target, place, meter, drafts)
+        return Engine(plan, source, config, target, place, meter, calibration=calibration)
 
 
 def require_executable(plan: Plan) -> None:

@@ -2,7 +2,8 @@
 
 A layer runs over the whole prompt with exact attention, hands its KV to the cache and leaves its place to the next
 layer's. So the workspace is the prompt's hidden states, one layer's queries and KV, all of which may lie in borrowed
-memory, and one chunk of the MLP; a full-precision copy of all layers' KV never exists.
+memory, and either one chunk of the MLP or the attention of a few heads; a full-precision copy of all layers' KV never
+exists.
 """
 
 from __future__ import annotations

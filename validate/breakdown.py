@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.prediction import OpTime, predict
@@ -23,13 +23,11 @@ from ridgeplan.roofline.shapes import ModelShape
 from ridgeplan.runtime.rounds import PHASES
 from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.runtime.weights import DecoderWeights
+from ridgeplan.validate.decode_bench import DecodeRow, run_order
 from ridgeplan.validate.inflated import InflatedModel
 from ridgeplan.validate.measure import Measured
 from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.trace import Launch, attach, busy_us, traced
-
-if TYPE_CHECKING:
-    from ridgeplan.validate.decode_bench import DecodeRow
 
 DRAFT, VERIFY, KEEP = PHASES
 LINEAR, HEAD, SAMPLING, OTHER = "linear", "head", "sampling and verdict", "other"
@@ -111,7 +109,7 @@ def breakdowns(
     """Of every row of a report of `bench_decode`, whose other arguments are its own.
 
     Engines are built anew, as the profiler stays attached to the device once it was used, and what runs then may be
-    slower: it comes last. Draft weights are not fitted to a text, which changes no kernel's time.
+    slower: it comes last. Draft weights are fitted to no text that is given, which changes no kernel's time.
     Raises NoBreakdown where the model is not on a CUDA device.
     """
     require_cuda(model.device.type)
@@ -119,10 +117,7 @@ def breakdowns(
     plans = [row.case.plan(model, profile, new_tokens) for row in rows]
     found: dict[int, Breakdown] = {}
     drafts: dict[int, DecoderWeights] = {}
-    # Those with 4-bit drafts last and the longest first, as `bench_decode` orders them.
-    for index in sorted(
-        range(len(rows)), key=lambda index: (plans[index].weights.draft_differs, -plans[index].workload.context)
-    ):
+    for index in sorted(range(len(rows)), key=lambda index: run_order(rows[index].case, plans[index])):
         launches = _launches(model, plans[index], drafts, text, temperature)
         found[index] = breakdown(plans[index], model.shape, profile, rows[index].measured, launches)
     return [found[index] for index in range(len(rows))]
@@ -138,14 +133,9 @@ def _launches(
     model: InflatedModel, plan: Plan, drafts: dict[int, DecoderWeights], text: str | None, temperature: float
 ) -> tuple[Launch, ...]:
     """A plan's launches; of its engine only draft weights outlive this, by group in `drafts`."""
-    group, drafting = plan.weights.group, plan.weights.draft_differs
-    engine = model.engine(plan, drafts.get(group) if drafting else None)
-    if drafting:
-        drafts[group] = engine.draft_weights
     prompts = prompt_batch(model.tokenizer, plan.workload.context, plan.workload.batch, text)
-    launches = traced(engine, prompts, temperature)
-    engine.close()
-    return launches
+    with model.shared_engine(plan, drafts) as engine:
+        return traced(engine, prompts, temperature)
 
 
 def breakdown(

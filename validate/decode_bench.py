@@ -101,22 +101,26 @@ def suite_cases(
     workloads: Sequence[tuple[int, int]], gammas: Sequence[int], presets: Sequence[str] = ABLATION
 ) -> list[DecodeCase]:
     """Plain decoding and `presets` at every (context, batch), those that speculate with every gamma."""
-    cases = []
-    for context, batch in workloads:
-        cases.append(DecodeCase(PLAIN, context, batch))
-        for name in presets:
-            tried: Sequence[int | None] = gammas if name.startswith("quantspec") else (None,)
-            cases += [DecodeCase(name, context, batch, gamma) for gamma in tried]
-    return cases
+    return with_plain(
+        [
+            DecodeCase(name, context, batch, gamma)
+            for context, batch in workloads
+            for name in presets
+            for gamma in (gammas if has_gamma(name) else (None,))
+        ]
+    )
 
 
 def with_plain(cases: Sequence[DecodeCase]) -> list[DecodeCase]:
     """`cases` by context and batch, each of which begins with plain decoding."""
-    by_size: dict[tuple[int, int], list[DecodeCase]] = {}
-    for case in dict.fromkeys(cases):
-        size = case.context, case.batch
-        by_size.setdefault(size, [DecodeCase(PLAIN, *size)]).append(case)
-    return [case for _, group in sorted(by_size.items()) for case in group]
+    sizes = sorted({(case.context, case.batch) for case in cases})
+    everything = [*(DecodeCase(PLAIN, *size) for size in sizes), *cases]
+    return sorted(dict.fromkeys(everything), key=lambda case: (case.context, case.batch))
+
+
+def has_gamma(name: str) -> bool:
+    """Whether a preset of the ablation speculates."""
+    return name.startswith("quantspec")
 
 
 def bench_decode(
@@ -148,7 +152,7 @@ def bench_decode(
     prompts = {size: prompt_batch(model.tokenizer, *size, text) for size in sizes}
     bench = _Run(model, profile, temperature, calibration)
     rows: dict[int, DecodeRow] = {}
-    for index in sorted(range(len(cases)), key=lambda index: _order(cases[index], plans[index])):
+    for index in sorted(range(len(cases)), key=lambda index: run_order(cases[index], plans[index])):
         case = cases[index]
         rows[index] = bench.row(case, plans[index], prompts[case.context, case.batch])
         if on_progress is not None:
@@ -165,7 +169,7 @@ def bench_decode(
     )
 
 
-def _order(case: DecodeCase, plan: Plan) -> tuple[bool, bool, int]:
+def run_order(case: DecodeCase, plan: Plan) -> tuple[bool, bool, int]:
     """Sorts cases as `bench_decode` says."""
     drafting = plan.weights.draft_differs
     return drafting, case.preset != PLAIN, -case.context if drafting else 0
@@ -194,15 +198,8 @@ class _Run:
 
     def _measured(self, plan: Plan, prompts: list[list[int]]) -> Measured:
         """Of the plan's engine only the draft weights outlive this."""
-        group, drafting = plan.weights.group, plan.weights.draft_differs
-        if drafting and self.calibration and group not in self.drafts:
-            self.drafts[group] = self.model.draft_weights(plan, self.calibration)
-        engine = self.model.engine(plan, self.drafts.get(group) if drafting else None)
-        if drafting:
-            self.drafts[group] = engine.draft_weights
-        measured = measure(engine, prompts, plan.workload.new_tokens, temperature=self.temperature)
-        engine.close()
-        return measured
+        with self.model.shared_engine(plan, self.drafts, self.calibration or None) as engine:
+            return measure(engine, prompts, plan.workload.new_tokens, temperature=self.temperature)
 
 
 def _device_name(model: InflatedModel) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +15,8 @@ from ridgeplan.roofline.memory import weight_memory
 from ridgeplan.roofline.shapes import ModelShape
 from ridgeplan.runtime.checkpoint import load_config, load_tokenizer, load_weights, model_source
 from ridgeplan.runtime.config import DecoderConfig, decoder_config
-from ridgeplan.runtime.decoder import Decoder
 from ridgeplan.runtime.engine import Engine
-from ridgeplan.runtime.lending import draft_weights_of
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory
-from ridgeplan.runtime.weight_quantizer_calibration import quantized_draft
 from ridgeplan.runtime.weights import DecoderWeights
 from ridgeplan.validate.inflation import inflated_config, inflated_shape, inflated_weights
 from ridgeplan.validate.mold import InflationError, Mold
@@ -60,14 +58,11 @@ class InflatedModel:
         """The decoder, its positions stretched by YaRN."""
         return inflated_config(decoder_config(self.hub, yarn_factor), self.shape)
 
-    def draft_weights(self, plan: Plan, calibration: Sequence[int]) -> DecoderWeights:
-        """4-bit weights for drafts of `plan`, fitted to a text's tokens (`quantized_draft`)."""
-        decoder = Decoder(self.config(plan.workload.yarn_factor), self.device)
-        weights, group = self.weights, plan.weights.group
-        return draft_weights_of(plan, weights, lambda: quantized_draft(decoder, weights, group, calibration))
-
-    def engine(self, plan: Plan, draft_weights: DecoderWeights | None = None) -> Engine:
-        """An engine of `plan`. draft_weights: another engine's, if its drafts have the same format.
+    def engine(
+        self, plan: Plan, draft_weights: DecoderWeights | None = None, calibration: Sequence[int] | None = None
+    ) -> Engine:
+        """An engine of `plan`. draft_weights: another engine's, if its drafts have the same format; else they are made
+        here, for the tokens in `calibration` (see `quantized_draft`).
 
         Raises WorkloadError where the plan does not fit into memory.
         """
@@ -76,7 +71,21 @@ class InflatedModel:
         meter = MemoryMeter(self.device, self.weights.bytes)
         config = self.config(plan.workload.yarn_factor)
         with readable_out_of_memory(self.device):
-            return Engine(plan, self.source, config, self.weights, self.device, meter, draft_weights)
+            return Engine(plan, self.source, config, self.weights, self.device, meter, draft_weights, calibration)
+
+    @contextlib.contextmanager
+    def shared_engine(
+        self, plan: Plan, drafts: dict[int, DecoderWeights], calibration: Sequence[int] | None = None
+    ) -> Iterator[Engine]:
+        """As `engine`, closed when the body ends. drafts: 4-bit weights by group, taken from there or left there."""
+        group, drafting = plan.weights.group, plan.weights.draft_differs
+        engine = self.engine(plan, drafts.get(group) if drafting else None, calibration)
+        if drafting:
+            drafts[group] = engine.draft_weights
+        try:
+            yield engine
+        finally:
+            engine.close()
 
 
 def _require_weight_memory(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> None:

@@ -38,7 +38,8 @@ class VerificationSize:
 
 @dataclass(frozen=True)
 class LinearSize:
-    """Product with 4- or 16-bit weights. speedups: (rows, over cuBLAS with 16-bit weights)."""
+    """Product with 4- or 16-bit weights. speedups: (rows, over the peer): cuBLAS with 16-bit weights or, of gated
+    products, ours with the activation apart."""
 
     outputs: int
     inputs: int
@@ -164,11 +165,18 @@ TINY = Sizes(
         AttentionSize(6, 2, 64, 1, 384, NARROW),
         AttentionSize(4, 2, 64, 8, 256, NARROW),
     ),
-    verification=(VerificationSize(8, 2, 128, 1, 256, 3, (0, 8)),),
-    # Wide inputs are cut between the blocks of a cluster.
-    linear_int4=(LinearSize(96, 256, ((1, 1.0), (5, 1.0), (70, 1.0))), LinearSize(16, 14336, ((16, 1.0),))),
+    # 12, 20, 32 and 64 query rows of a KV head: one size of each variant.
+    verification=(
+        *(VerificationSize(8, 2, 128, 1, 256, queries, (0, 4, 8)) for queries in (3, 5, 8, 16)),
+        VerificationSize(8, 2, 64, 1, 256, 5, (0, 4, 8)),
+    ),
+    # Wide inputs are cut between the blocks of a cluster; 40 rows take several passes, 70 another kernel.
+    linear_int4=(
+        LinearSize(96, 256, ((1, 1.0), (5, 1.0), (40, 1.0), (70, 1.0))),
+        LinearSize(16, 14336, ((16, 1.0),)),
+    ),
     linear_dense=(LinearSize(72, 576, ((1, 1.0), (5, 1.0), (16, 1.0))), LinearSize(16, 14336, ((8, 1.0),))),
-    gated_int4=(LinearSize(96, 256, ((1, 1.0), (5, 1.0), (16, 1.0))),),
+    gated_int4=(LinearSize(96, 256, ((1, 1.0), (5, 1.0), (16, 1.0), (40, 1.0))),),
     gated_dense=(LinearSize(96, 576, ((1, 1.0), (5, 1.0), (16, 1.0))),),
     quantize=(QuantizeSize(2, 64, 256), QuantizeSize(1, 128, 128)),
     flush=(FlushSize(2, 4, 2, 64, 1e6, 512),),

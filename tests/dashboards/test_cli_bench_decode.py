@@ -73,8 +73,11 @@ def test_a_breakdown_shows_each_class_beside_its_prediction(
 
 @pytest.mark.parametrize(
     "case",
-    ["quantspec", "quantspec:4096", "quantspec:4096x1:0", "quantspec:4096x1:99", "autoregressive:4096x1", "int8:x1"],
-)
+    [
+        "quantspec", "quantspec:4096", "quantspec:4096x1:0", "quantspec:4096x1:99", "autoregressive:4096x1", "int8:x1",
+        "int8:4096x1:3",
+    ],
+)  # fmt: skip
 def test_a_strange_case_is_refused(refuses: Any, profile_path: Path, case: str) -> None:
     arguments = ("bench", "suite", "--model-shape", "SmolLM2-135M", "--profile", profile_path, "--case", case)
     assert "is not a" in refuses(*arguments)

@@ -129,7 +129,7 @@ def test_drafts_are_fitted_to_the_calibration_file(
         seen.append(len(calibration))
         return quantized_draft(decoder, weights, group)  # the fit itself has tests of its own, and takes longer
 
-    monkeypatch.setattr("ridgeplan.runtime.loading.quantized_draft", quantized)
+    monkeypatch.setattr("ridgeplan.runtime.engine.quantized_draft", quantized)
     text = tmp_path / "text.txt"
     text.write_text("A text like the one to come. " * 1200, encoding="utf-8")
     result = invoke("run", plan_path, "--prompt", "A text", "--calibration", text, "--json")

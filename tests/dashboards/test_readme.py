@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from ridgeplan.dashboards.cli_bench_decode import COLUMNS, row_texts
+from ridgeplan.dashboards.cli_bench_decode import COLUMNS, Case, row_texts
 from ridgeplan.dashboards.cli_output import number
 from ridgeplan.planner import Workload, recommend
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.models import load_shape
 from ridgeplan.roofline.profile import load_profile
+from ridgeplan.validate.decode_bench import with_plain
 from ridgeplan.validate.measure import tpot_ms_at
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +68,20 @@ def figures(row: Any) -> dict[str, tuple[float, float]]:
 def test_decoding_is_the_shipped_measurement(section: str) -> None:
     head = f"| {' | '.join(COLUMNS).replace(' ms', ', ms').replace(' s |', ', s |').replace(' GB', ', GB')} |"
     assert table(section, head) == [list(row_texts(row)) for row in decoded()]
+
+
+def test_the_command_runs_the_shipped_cases(section: str) -> None:
+    command = section[section.index("ridgeplan bench suite") :].partition("```")[0]
+    cases = with_plain([Case().convert(value, None, None) for value in re.findall(r"--case (\S+)", command)])
+    report = shipped("decode_h200.json")
+    ran = [(row["preset"], row["context"], row["batch"], row["gamma"]) for row in report["rows"]]
+    assert ran == [(case.preset, case.context, case.batch, case.gamma or 0) for case in cases]
+    (new_tokens,) = {row["measured"]["generated"] // row["batch"] for row in report["rows"]}
+    assert f"--new-tokens {new_tokens} " in command
+    assert f"--model-shape {report['shape']} " in command
+    told = f"temperature {report['temperature']:g}, {new_tokens} new tokens a sequence, {report['date']}"
+    fitted = f"fitted to {report['calibration_tokens']} tokens of another one, one H200, {told}"
+    assert fitted in " ".join(section.split())
 
 
 def test_the_ablation_is_the_shipped_measurement(section: str) -> None:

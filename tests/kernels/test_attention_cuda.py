@@ -17,6 +17,9 @@ from ridgeplan.kernels.layout import QuantizedKV
 from ridgeplan.kernels.quantize import dequantize, quantize
 
 HOPPER_BYTES = 228 * 1024  # shared memory of a multiprocessor
+# Bytes of registers, by rows: words that are met once per row, and what three blocks of 24 rows cost, which are faster
+# than two without (see the log in attention_cuda.py).
+MOST_SPILLED = {8: 16, 24: 64, 32: 16}
 VARIANTS = [Variant(d, bits, True, rows) for d in (64, 128) for bits in (0, 4, 8) for rows in (8, 16, 24, 32, 64)]
 
 
@@ -34,7 +37,7 @@ def test_blocks_fit_a_multiprocessor(variant: Variant) -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.rows in (8, 32)], ids=str)
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.rows in MOST_SPILLED], ids=str)
 def test_compiles_for_hopper_within_its_registers_and_shared_memory(variant: Variant, tmp_path: Path) -> None:
     (tmp_path / "attention.cu").write_text(source(), encoding="utf-8")
     items = hopper_items(variant)
@@ -48,8 +51,7 @@ def test_compiles_for_hopper_within_its_registers_and_shared_memory(variant: Var
         [int(words.split()[0]) for words in report if words.endswith(unit)]
         for unit in ("bytes spill stores", "bytes smem")
     )
-    # A few words that are met once per row may be spilled.
-    assert spilled[0] <= 16 and static[0] <= variant.static_bytes(items)
+    assert spilled[0] <= MOST_SPILLED[variant.rows] and static[0] <= variant.static_bytes(items)
 
 
 def test_cpu_calls_are_left_to_the_twin() -> None:
@@ -158,8 +160,11 @@ def relative_error(out: Tensor, expected: Tensor) -> float:
 
 RAGGED = ((9, 0, 200), (0, 3, 17), (23, 0, 1), (2, 5, 130))
 TILES = ((2, 2, 1), (9, 3, 1), (32, 8, 1), (14, 2, 1), (8, 2, 3), (9, 3, 4), (8, 2, 8), (16, 2, 8))  # 1 to 64 rows
+THREE_TILES = ((9, 3, 6), (8, 2, 5), (14, 2, 3), (8, 2, 6))  # 18 to 24 rows of several queries
 SWEEP = [
     *(Case(*heads, d, queries, RAGGED, bits) for *heads, queries in TILES for d in (64, 128) for bits in (0, 4, 8)),
+    *(Case(rows, 1, d, 1, RAGGED, bits) for rows in range(17, 25) for d in (64, 128) for bits in (0, 4, 8)),
+    *(Case(*heads, 128, queries, RAGGED, bits) for *heads, queries in THREE_TILES for bits in (0, 4, 8)),
     *(Case(8, 2, 128, 1, RAGGED, bits, splits=splits) for bits in (0, 4, 8) for splits in (1, 2, 7, 40)),
     *(Case(8, 2, d, 4, RAGGED, bits, torch.float16) for d in (64, 128) for bits in (0, 4, 8)),
     *(Case(8, 2, 128, 2, RAGGED, bits, torch.bfloat16, None, x, 0.0) for bits in (4, 8) for x in (1e3, 1e-3)),

@@ -220,6 +220,7 @@ def test_what_the_cuda_kernel_leaves_to_others(rows: int) -> None:
         assert not fits(x, weight)
         expected = x.double() @ definition(codes, scale, zero).T
         assert (linear_int4(x, weight) - expected).norm() <= 1e-2 * expected.norm()
+    assert not fits(wide[: rows * 256].view(rows, 256), Int4Weight.pack(*parts(100, 256, 128)))  # of the host's memory
 
 
 @pytest.mark.gpu

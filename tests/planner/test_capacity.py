@@ -63,6 +63,6 @@ def test_a_context_long_enough_to_borrow_may_fit_where_a_shorter_one_does_not():
     lent = peak_bytes(resized(wanted, context=LENT_PROMPT_TOKENS), SHAPE, ROOM)
     room = replace(ROOM, free_bytes=int(lent + 1e8))
     message = missing_memory(wanted, SHAPE, room)
-    context = int(re.search(r"context up to (\d+) with batch 1", message).group(1))
-    assert context >= LENT_PROMPT_TOKENS
+    first, context = map(int, re.search(r"context from (\d+) to (\d+) with batch 1", message).groups())
+    assert first == LENT_PROMPT_TOKENS <= context
     assert peak_bytes(resized(wanted, context=context + 1), SHAPE, ROOM) > room.free_bytes

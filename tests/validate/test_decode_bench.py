@@ -44,6 +44,7 @@ def test_cases_follow_plain_decoding_of_their_workload():
     ]  # fmt: skip
     plain = [DecodeCase(PLAIN, 4096, 1), DecodeCase(PLAIN, 32768, 8)]
     assert with_plain(chosen) == [plain[0], chosen[1], plain[1], chosen[0], chosen[2]]
+    assert with_plain([chosen[0], *plain]) == [*plain, chosen[0]]
 
 
 def test_peers_are_looked_up_by_device_model_and_workload():
@@ -96,7 +97,8 @@ def test_cases_are_compared_with_plain_decoding_of_their_workload_or_with_nothin
 def test_draft_weights_are_made_once_and_not_before_other_plans_ran(smollm2, h200_profile, monkeypatch):
     model, events = small_model(smollm2), []
 
-    def quantizing(decoder, weights, group):
+    def quantizing(decoder, weights, group, calibration):
+        assert calibration is None
         events.append("quantized")
         return dataclasses.replace(weights)
 
@@ -104,9 +106,9 @@ def test_draft_weights_are_made_once_and_not_before_other_plans_ran(smollm2, h20
     cases = [DecodeCase("quantspec", 64, 1, 1), DecodeCase("quantspec", 64, 2, 2), DecodeCase(PLAIN, 64, 1)]
     own = model.engine
 
-    def engine(plan, drafts=None):
+    def engine(plan, drafts, calibration):
         events.append(("engine", plan.workload.batch, drafts is not None))
-        return own(plan, drafts)
+        return own(plan, drafts, calibration)
 
     object.__setattr__(model, "engine", engine)
     report = bench_decode(model, cases, h200_profile, 2)
@@ -123,8 +125,7 @@ def test_a_calibration_text_is_what_draft_weights_are_fitted_to(smollm2, h200_pr
         seen.append((group, calibration))
         return dataclasses.replace(weights)
 
-    monkeypatch.setattr("ridgeplan.validate.inflated.quantized_draft", quantizing)
-    monkeypatch.setattr("ridgeplan.runtime.engine.quantized_draft", None)  # which knows of no text
+    monkeypatch.setattr("ridgeplan.runtime.engine.quantized_draft", quantizing)
     cases = [DecodeCase("quantspec-kv", 64, 1, 1), DecodeCase("quantspec", 64, 1, 1), DecodeCase("quantspec", 64, 1, 2)]
     report = bench_decode(small_model(smollm2), cases, h200_profile, 2, calibration=[5, 6, 7])
     assert seen == [(128, [5, 6, 7])]

@@ -1,9 +1,13 @@
 """Tiny sizes reach every path through the CUDA C++ kernels, as an H200 would run them: memory checkers then see all."""
 
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+
 import torch
 
 from ridgeplan.kernels import attention_cuda, linear_dense_plan, linear_int4_plan
-from ridgeplan.kernels.linear_plan import Machine
+from ridgeplan.kernels.linear_plan import Machine, Plan
 from ridgeplan.validate.kernel_linear import GROUP
 from ridgeplan.validate.kernel_sizes import TINY, LinearSize
 
@@ -23,21 +27,47 @@ def test_merges_by_the_last_block_and_by_a_kernel_of_their_own() -> None:
     assert found == {(bits, folds) for bits in (0, 4, 8) for folds in (False, True)}
 
 
-def test_products_share_x_or_cut_the_inputs_in_clusters() -> None:
-    def cuts(sizes: tuple[LinearSize, ...], group: int | None) -> set[tuple[int, int]]:
-        found = set()
-        for size in sizes:
-            for rows, _ in size.speedups:
-                plan = (
-                    linear_dense_plan.make_plan(rows, size.outputs, size.inputs, True, False, H200)
-                    if group is None
-                    else linear_int4_plan.make_plan(rows, size.outputs, size.inputs, group, True, False, H200)
-                )
-                found |= {(min(plan.cut.splits, 2), plan.shares)} if plan else set()
-        return found
+def test_few_and_many_query_rows_have_variants_of_their_own() -> None:
+    found = set()
+    for size in TINY.verification:
+        rows = size.q_heads // size.kv_heads * size.queries
+        found |= {(bits, next(most for most in attention_cuda.BLOCKS if most >= rows)) for bits in size.bits}
+    found |= {(bits, 8) for size in TINY.attention for bits, _ in size.speedups}
+    assert found == set(product((0, 4, 8), attention_cuda.BLOCKS))
 
-    every = {(1, 1), (1, 2), (2, 1)}
-    assert cuts(TINY.linear_dense, None) == cuts(TINY.linear_int4, GROUP) == every
+
+def plans(sizes: tuple[LinearSize, ...], make: Callable[[int, int, int], Plan | None]) -> list[Plan]:
+    """Those of the sizes that the CUDA kernels take, `make` being of (rows, outputs, inputs)."""
+    made = (make(rows, size.outputs, size.inputs) for size in sizes for rows, _ in size.speedups)
+    return [plan for plan in made if plan]
+
+
+def dense_plan(rows: int, outputs: int, inputs: int, gated: bool = False) -> Plan | None:
+    return linear_dense_plan.make_plan(rows, outputs, inputs, True, gated, H200)
+
+
+def int4_plan(rows: int, outputs: int, inputs: int, gated: bool = False) -> Plan | None:
+    return linear_int4_plan.make_plan(rows, outputs, inputs, GROUP, True, gated, H200)
+
+
+def cuts(found: list[Plan]) -> set[tuple[int, int]]:
+    """Whether the inputs are cut, and how many blocks fetch x together."""
+    return {(min(plan.cut.splits, 2), plan.shares) for plan in found}
+
+
+def test_products_share_x_or_cut_the_inputs_in_clusters_and_take_several_passes() -> None:
+    dense, int4 = plans(TINY.linear_dense, dense_plan), plans(TINY.linear_int4, int4_plan)
+    assert cuts(dense) == cuts(int4) == {(1, 1), (1, 2), (2, 1)}
+    assert {min(plan.chunks, 2) for plan in int4} == {1, 2}
+
+
+def test_gated_products_share_x_and_take_several_passes() -> None:
+    """A gate and what it lets through meet in one block, so the inputs are never cut."""
+    dense = plans(TINY.gated_dense, partial(dense_plan, gated=True))
+    int4 = plans(TINY.gated_int4, partial(int4_plan, gated=True))
+    assert cuts(dense) == cuts(int4) == {(1, 1), (1, 2)}
+    assert {plan.tiles for plan in dense} == {plan.tiles for plan in int4} == {1, 2}
+    assert {min(plan.chunks, 2) for plan in int4} == {1, 2}
 
 
 def test_rows_of_logits_are_aligned_or_not() -> None:
