@@ -123,7 +123,7 @@ def section() -> str:
 
 
 def test_the_readme_shows_the_shipped_measurement(shipped: dict[str, Any], section: str) -> None:
-    _, _, *shown = [line for line in section.splitlines() if line.startswith("|")]
+    _, _, *shown = [line for line in section.partition("<details>")[2].splitlines() if line.startswith("|")]
     assert shown == [f"| {' | '.join(row_texts(row))} |" for row in shipped["rows"]]
     rows, met, text = shipped["rows"], sum(row["met"] for row in shipped["rows"]), " ".join(section.split())
     assert f"{met} of {len(rows)} meet their targets" in text
