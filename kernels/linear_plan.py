@@ -15,6 +15,7 @@ X_PARTS = 4  # in which many rows of x arrive
 FEW_ROWS = 3  # of x: they arrive at once, and each block fetches its own
 FEW_TILES = 4  # row tiles per block: a short product, which gains nothing from more copies under way
 MOST_ITEMS = 16  # slots of a ring
+MOST_GATED_ROWS = 8  # of x: more may take shorter rings or several passes, for a small kernel less
 RESERVED_BYTES = 2 * 1024  # of a block's shared memory: the driver's and the kernel's static variables
 BESIDE_BYTES = 6 * 1024  # of a multiprocessor's, for blocks of a small kernel that waits for this one
 
@@ -150,8 +151,8 @@ class Plan:
     @cached_property
     def fits(self) -> bool:
         has_room = self.items >= self.cut.least_items and self.chunks <= self.resident
-        pairs_up = not self.gated or (self.cut.splits == 1 and self.outputs % (2 * ROWS) == 0)
-        return has_room and pairs_up and self.inputs <= self.cut.most_inputs
+        meets = self.cut.splits == 1 and self.outputs % (2 * ROWS) == 0 and self.rows <= MOST_GATED_ROWS
+        return has_room and (meets or not self.gated) and self.inputs <= self.cut.most_inputs
 
     @cached_property
     def shared_bytes(self) -> int:

@@ -14,7 +14,7 @@ from ridgeplan.kernels.linear_int4 import linear_int4, linear_int4_cost
 from ridgeplan.kernels.linear_int4_cuda import fits
 from ridgeplan.kernels.linear_int4_plan import MAX_ROWS, make_plan
 from ridgeplan.kernels.linear_launch import source
-from ridgeplan.kernels.linear_plan import BESIDE_BYTES, RESERVED_BYTES, SIZES, Machine
+from ridgeplan.kernels.linear_plan import BESIDE_BYTES, MOST_GATED_ROWS, RESERVED_BYTES, SIZES, Machine
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.passes import weight_bytes
 
@@ -134,7 +134,7 @@ def test_blocks_fit_a_multiprocessor(rows: int, outputs: int, inputs: int, gated
     plan = make_plan(rows, outputs, inputs, group, True, gated, H200)
     if plan is None:  # a gate and what it lets through meet in one block, which has no room for all inputs of x
         assert gated
-        assert inputs > 8192
+        assert rows > MOST_GATED_ROWS or inputs > 8192
         return
     assert not gated or plan.cut.splits == 1
     assert plan.items >= plan.cut.least_items >= 2
@@ -160,7 +160,7 @@ def test_gates_beside_what_they_let_through_in_one_row_tile_have_no_plan() -> No
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize(
     ("group", "rows", "inputs", "gated"),
-    [(128, 1, 4096, True), (256, 16, 4096, False), (128, 16, 4096, True), (64, 8, 14336, False), (32, 16, 8192, False)],
+    [(128, 1, 4096, True), (256, 16, 4096, False), (128, 8, 4096, True), (64, 8, 14336, False), (32, 16, 8192, False)],
 )
 def test_compiles_for_hopper_without_spills(group: int, rows: int, inputs: int, gated: bool, tmp_path: Path) -> None:
     plan = make_plan(rows, 4096, inputs, group, rows > 1, gated, H200)
@@ -196,17 +196,18 @@ def test_cuda_equals_the_definition(rows: int, outputs: int, inputs: int, group:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 4, 8, 13, 16, 40])
+@pytest.mark.parametrize("rows", [1, 4, 8, 9, 40])
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 128), (1216, 576), (9728, 896), (28672, 4096), (3072, 2048)])
 @pytest.mark.usefixtures("poisoned_empty")
 def test_gated_in_cuda(rows: int, outputs: int, inputs: int) -> None:
     codes, scale, zero = parts(outputs, inputs, 64, "cuda")
     weight, bias = Int4Weight.pack(codes, scale, zero), torch.randn(outputs, device="cuda").bfloat16()
     x = torch.randn(rows, inputs, device="cuda").bfloat16() / 64 + 0.01
-    assert fits(x, weight, gated=True)
+    assert fits(x, weight, gated=True) == (rows <= MOST_GATED_ROWS)
     gate, up = (x.double() @ definition(codes, scale, zero).T + bias).chunk(2, dim=1)
     actual = linear_int4(x, weight, bias, gated=True)
-    assert relative_error(actual, gate * gate.sigmoid() * up) < torch.finfo(torch.bfloat16).eps
+    rounded = 1 if rows <= MOST_GATED_ROWS else 3  # apart, products and gates are rounded before they meet
+    assert relative_error(actual, gate * gate.sigmoid() * up) < rounded * torch.finfo(torch.bfloat16).eps
     assert torch.equal(actual, linear_int4(x, weight, bias, gated=True))
 
 

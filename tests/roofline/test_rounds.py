@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ridgeplan.kernels import linear_dense_plan, linear_int4_plan, linear_plan
-from ridgeplan.kernels.linear_dense_plan import FEW_ROWS, MAX_ROWS
+from ridgeplan.kernels.linear_dense_plan import MAX_ROWS
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.planner.terms import strategy_of
@@ -33,13 +33,14 @@ def strategy(name, machine, batch):
 
 def test_the_limits_are_the_runtimes():
     assert (DEVICE_FEW_ROWS, HOST_FEW_ROWS) == (MAX_ROWS, THIN_ROWS)
-    assert DEVICE_GATED_ROWS == FEW_ROWS
+    assert DEVICE_GATED_ROWS == linear_plan.MOST_GATED_ROWS
     shape = load_shape("Llama-3.1-8B")
     outputs, inputs = 2 * shape.intermediate, shape.hidden
     for rows in range(1, DEVICE_GATED_ROWS + 1):
         assert linear_dense_plan.make_plan(rows, outputs, inputs, True, True, H200)
         assert linear_int4_plan.make_plan(rows, outputs, inputs, 128, True, True, H200)
     assert linear_dense_plan.make_plan(DEVICE_GATED_ROWS + 1, outputs, inputs, True, True, H200) is None
+    assert linear_int4_plan.make_plan(DEVICE_GATED_ROWS + 1, outputs, inputs, 128, True, True, H200) is None
 
 
 @pytest.mark.parametrize("batch, fused", [(8, 1), (9, 0)])
