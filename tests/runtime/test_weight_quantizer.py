@@ -231,7 +231,7 @@ def test_acceptance_of_real_drafts_rises(real, rounded):
 @pytest.mark.model
 @pytest.mark.slow
 def test_acceptance_rises_further_with_a_text_that_the_model_writes(real, rounded, monkeypatch):
-    monkeypatch.setattr("ridgeplan.runtime.own_text.SEQUENCES", 16)  # more take a CPU minutes
+    monkeypatch.setattr("ridgeplan.runtime.own_text.SEQUENCES", 8)  # more take a CPU minutes
     engine, _, acceptance = real
     draft = fitted_draft(engine.decoder, engine.weights, 128, own_text(engine.decoder, engine.weights), full=True)
     assert acceptance(draft) > rounded + 0.08
