@@ -8,6 +8,9 @@ inputs. What is known of M decides what is done:
 
 The second is GPTQ (Frantar et al. 2023, arXiv 2210.17323, equations 2 and 3), which is LDLQ (QuIP, Chee et al. 2023).
 The diagonal is robust, the full moment pays where the text it was taken from resembles the text that is decoded.
+
+Tried with the full moment on Qwen2.5-Coder-0.5B, where acceptance is 0.860: rounding inputs in the order of their
+importance, within groups or across (0.857 to 0.860), and moments of inputs that quantized layers before made (0.858).
 """
 
 from __future__ import annotations
