@@ -54,48 +54,15 @@ def _share(blocks, split, splits):
 # What changes within a generation (cache sizes, splits) must not ask for another compilation.
 @triton.jit(launch_metadata=attention_metadata, do_not_specialize=["scale", "capacity", "group_capacity", "splits"])
 def _attention_kernel(
-    q,
-    keys,
-    values,
-    begin,
-    end,
-    groups,
-    partial,
-    lse,
-    scale,
-    capacity,
-    group_capacity,
-    splits,
-    q_batch_stride,
-    q_query_stride,
-    q_head_stride,
-    key_batch_stride,
-    key_head_stride,
-    key_stride,
-    value_batch_stride,
-    value_head_stride,
-    value_stride,
-    key_upper,
-    key_lower,
-    key_scale,
-    key_min,
-    value_upper,
-    value_lower,
-    value_scale,
-    value_min,
-    QUERIES: tl.constexpr,
-    RATIO: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    q, keys, values, begin, end, groups, partial, lse, scale, capacity, group_capacity, splits,
+    q_batch_stride, q_query_stride, q_head_stride, key_batch_stride, key_head_stride, key_stride,
+    value_batch_stride, value_head_stride, value_stride,
+    key_upper, key_lower, key_scale, key_min, value_upper, value_lower, value_scale, value_min,
+    QUERIES: tl.constexpr, RATIO: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     flat = tl.program_id(0).to(tl.int64)
-    batch = flat // KV_HEADS
-    kv_head = flat % KV_HEADS
-    split = tl.program_id(1)
+    batch, kv_head, split = flat // KV_HEADS, flat % KV_HEADS, tl.program_id(1)
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     query = rows % QUERIES
     head = kv_head * RATIO + rows // QUERIES
@@ -124,45 +91,17 @@ def _attention_kernel(
         q_second = tl.load(q + at + HEAD_DIM // 2, mask=valid[:, None], other=0.0).to(tl.float32)
         for group in range(start, tl.minimum(stop, visible)):
             top, total, acc = quantized_block(
-                top,
-                total,
-                acc,
-                q_first,
-                q_second,
-                flat * group_capacity + group,
-                scale,
-                key_upper,
-                key_lower,
-                key_scale,
-                key_min,
-                value_upper,
-                value_lower,
-                value_scale,
-                value_min,
-                GROUP,
-                HEAD_DIM,
-                BITS,
-                q.dtype.element_ty,
-            )
+                top, total, acc, q_first, q_second, flat * group_capacity + group, scale,
+                key_upper, key_lower, key_scale, key_min, value_upper, value_lower, value_scale, value_min,
+                GROUP, HEAD_DIM, BITS, q.dtype.element_ty,
+            )  # fmt: skip
     q_tile = tl.load(q + row[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=valid[:, None], other=0.0)
     keys += batch * key_batch_stride + kv_head * key_head_stride
     values += batch * value_batch_stride + kv_head * value_head_stride
     for block in range(tl.maximum(start, visible), stop):
         slots = first + (block - visible) * BLOCK + tl.arange(0, BLOCK)
         top, total, acc = full_block(
-            top,
-            total,
-            acc,
-            q_tile,
-            own + query,
-            slots,
-            last,
-            scale,
-            keys,
-            values,
-            key_stride,
-            value_stride,
-            HEAD_DIM,
+            top, total, acc, q_tile, own + query, slots, last, scale, keys, values, key_stride, value_stride, HEAD_DIM
         )
 
     seen = tl.where(total > 0, total, 1.0)
