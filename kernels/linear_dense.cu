@@ -37,8 +37,6 @@ struct Weights {
     }
 };
 
-__device__ __forceinline__ void sum_units(const u8* const (&)[TILES], float*, int, int, int) {}
-
 // acc += W x for one unit; `data` is where this lane's piece of row g of the slot is, x[t] that of its rows of x.
 __device__ __forceinline__ void add_unit(float (&acc)[2][TILES][4], const u8* data, const u8* const (&x)[TILES],
                                          int unit) {
@@ -57,8 +55,8 @@ __device__ __forceinline__ void add_unit(float (&acc)[2][TILES][4], const u8* da
 }
 
 // This warp's units of an item of `count` units: every WARPS-th from the `own`-th on.
-__device__ __forceinline__ void add_item(
-    float (&acc)[TILES][4], const u8* data, const u8* const (&x)[TILES], const float*, int unit, int count, int own,
+template <bool SUMS> __device__ __forceinline__ void add_item(
+    float (&acc)[TILES][4], const u8* data, const u8* const (&x)[TILES], float*, int unit, int count, int own,
     int lane
 ) {
     float d[2][TILES][4] = {};

@@ -96,25 +96,28 @@ __device__ __forceinline__ void bulk_copy_shared(u32 to, const u8* from, int byt
                  ::"r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(barrier)),
                  "h"(u16((1 << blocks) - 1)) : "memory");
 }
-// The block's start: the warp that has set up the barriers goes on, all others wait for it.
-__device__ __forceinline__ void start_announce() {
-    asm volatile("bar.arrive 2, %0;" ::"n"(32 * (WARPS + 2)) : "memory");
+// The block's start, where all barriers are set up.
+__device__ __forceinline__ void start_meet() {
+    __syncwarp();
+    __syncthreads();
 }
-__device__ __forceinline__ void start_wait() { asm volatile("bar.sync 2, %0;" ::"n"(32 * (WARPS + 2)) : "memory"); }
 __device__ __forceinline__ void multipliers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory"); }
 // Programmatic dependent launch: what came before has written all it will; what comes next may take free room.
 __device__ __forceinline__ void previous_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void next_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-// A barrier of a cluster, in halves: before it is complete its blocks may not have started, or may have ended.
+// A barrier of a cluster, in halves: before it is complete its blocks may not have started. Relaxed, as a release is a
+// fence of all of the GPU's memory, and long while copies are under way; what barriers need has a fence of its own.
 __device__ __forceinline__ void cluster_arrive() {
-    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() {
     if (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Stores where `to` is, but in the shared memory of the cluster's block `rank`.
-__device__ __forceinline__ void store_remote(float* to, int rank, float x) {
-    u32 address;
+// Stores where `to` is, but in the shared memory of the cluster's block `rank`, whose `barrier` counts the bytes.
+__device__ __forceinline__ void store_remote(float* to, int rank, float x, u64* barrier) {
+    u32 address, counted;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(to)), "r"(rank));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counted) : "r"(shared_address(barrier)), "r"(rank));
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+                 ::"r"(address), "r"(__float_as_uint(x)), "r"(counted) : "memory");
 }

@@ -15,7 +15,6 @@ constexpr int ITEM_BYTES = ITEM_UNITS * UNIT_BYTES;
 constexpr int COLUMNS = 8 * TILES;
 constexpr int SUM_COLUMNS = COLUMNS;  // of the sums that a unit needs beside x
 constexpr int TOGETHER = 2;           // units that a warp multiplies at once
-constexpr int SUMS_UNROLL = TILES > 1 ? 1 : 2;
 constexpr u32 MASK = 0x000F000Fu;
 constexpr u32 BASE = BF16 ? 0x43004300u : 0x64006400u;    // 128 or 1024, to whose mantissa a code is ORed
 constexpr u32 OFFSET = BF16 ? 0xC308C308u : 0xE408E408u;  // minus that and 8, so that centred codes remain
@@ -39,46 +38,26 @@ __device__ __forceinline__ void load_x(u32 (&b)[PIECES][4], const u8* row, int c
     for (int piece = 0; piece < PIECES; piece++) load_words(b[piece], row + (chunk * PIECES + piece) * 64);
 }
 
-// sums[unit][column] = OFFSET * (sum of x over the unit's inputs): where a unit's product starts, and its zero's share.
-__device__ __forceinline__ void sum_units(const u8* const (&x)[TILES], float* sums, int begin, int count, int lane) {
-#pragma unroll SUMS_UNROLL
-    for (int unit = begin + threadIdx.x / 32; unit < begin + count; unit += WARPS) {
-        float d[TILES][CHUNKS][4] = {};
-#pragma unroll
-        for (int t = 0; t < TILES; t++)
-#pragma unroll
-            for (int i = 0; i < CHUNKS; i++) {
-                u32 b[PIECES][4];
-                load_x(b, x[t], unit * CHUNKS + i);
-#pragma unroll
-                for (int s = 0; s < STEPS; s++)
-                    multiply_add(d[t][i], OFFSET, OFFSET, OFFSET, OFFSET, b[s / 2][s % 2 * 2], b[s / 2][s % 2 * 2 + 1]);
-            }
-#pragma unroll
-        for (int t = 0; t < TILES; t++) {
-            float2 sum = make_float2(d[t][0][0], d[t][0][1]);
-#pragma unroll
-            for (int i = 1; i < CHUNKS; i++) sum.x += d[t][i][0], sum.y += d[t][i][1];
-            if (lane < 4) *reinterpret_cast<float2*>(sums + unit * COLUMNS + 8 * t + 2 * lane) = sum;
-        }
-    }
-    multipliers_meet();
+// Two columns of sums[unit][column] = OFFSET * (sum of x over the unit's inputs): where a unit's product starts, and its
+// zero's share.
+__device__ __forceinline__ float2* sums_of(float* sums, int unit, int t, int lane) {
+    return reinterpret_cast<float2*>(sums + unit * COLUMNS + 8 * t + lane % 4 * 2);
 }
 
 // acc += scale * (codes - 8) x + zero * sum of x, for U units: the `unit`-th of this block's inputs, which is at
 // `data`, and WARPS further on each. Their products depend on nothing of each other and so hide each other's latency.
-template <int U> __device__ __forceinline__ void add_units(
-    float (&acc)[TILES][4], const u8* data, const u8* const (&x)[TILES], const float* sums, int unit, int lane
+// SUMS: the sums are found on the way, by products that cost nothing, as unpacking takes longer than multiplying.
+template <int U, bool SUMS> __device__ __forceinline__ void add_units(
+    float (&acc)[TILES][4], const u8* data, const u8* const (&x)[TILES], float* sums, int unit, int lane
 ) {
-    float d[U][TILES][4], start[U][TILES][2];
+    float d[U][TILES][4], sum[U][TILES][4];
 #pragma unroll
     for (int u = 0; u < U; u++)
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
-            const float* const from = sums + (unit + u * WARPS) * COLUMNS + 8 * t + lane % 4 * 2;
-            const float2 sum = *reinterpret_cast<const float2*>(from);
-            start[u][t][0] = d[u][t][0] = d[u][t][2] = sum.x;
-            start[u][t][1] = d[u][t][1] = d[u][t][3] = sum.y;
+            const float2 known = SUMS ? make_float2(0, 0) : *sums_of(sums, unit + u * WARPS, t, lane);
+            sum[u][t][0] = sum[u][t][2] = d[u][t][0] = d[u][t][2] = known.x;
+            sum[u][t][1] = sum[u][t][3] = d[u][t][1] = d[u][t][3] = known.y;
         }
 #pragma unroll
     for (int i = 0; i < CHUNKS; i++) {
@@ -97,12 +76,21 @@ template <int U> __device__ __forceinline__ void add_units(
                 const u32 a0 = masked_or(word, MASK, BASE), a1 = masked_or(word >> 4, MASK, BASE);
                 const u32 a2 = masked_or(word >> 8, MASK, BASE), a3 = masked_or(word >> 12, MASK, BASE);
 #pragma unroll
-                for (int t = 0; t < TILES; t++)
-                    multiply_add(d[u][t], a0, a1, a2, a3, b[u][t][s / 2][s % 2 * 2], b[u][t][s / 2][s % 2 * 2 + 1]);
+                for (int t = 0; t < TILES; t++) {
+                    const u32 b0 = b[u][t][s / 2][s % 2 * 2], b1 = b[u][t][s / 2][s % 2 * 2 + 1];
+                    multiply_add(d[u][t], a0, a1, a2, a3, b0, b1);
+                    if (SUMS) multiply_add(sum[u][t], OFFSET, OFFSET, OFFSET, OFFSET, b0, b1);
+                }
             }
     }
 #pragma unroll
     for (int u = 0; u < U; u++) {
+#pragma unroll
+        for (int t = 0; t < TILES && SUMS; t++) {
+            if (lane < 4) *sums_of(sums, unit + u * WARPS, t, lane) = make_float2(sum[u][t][0], sum[u][t][1]);
+#pragma unroll
+            for (int i = 0; i < 4; i++) d[u][t][i] += sum[u][t][i];
+        }
         const u8* const pair_at = data + u * WARPS * UNIT_BYTES + CODE_BYTES + lane / 4 * 8;
         const uint2 pairs = *reinterpret_cast<const uint2*>(pair_at);
 #pragma unroll
@@ -114,25 +102,25 @@ template <int U> __device__ __forceinline__ void add_units(
             for (int t = 0; t < TILES; t++)
 #pragma unroll
                 for (int j = 0; j < 2; j++) {
-                    float& sum = acc[t][2 * half + j];
-                    sum = fmaf(scale, d[u][t][2 * half + j], fmaf(zero, start[u][t][j], sum));
+                    float& to = acc[t][2 * half + j];
+                    to = fmaf(scale, d[u][t][2 * half + j], fmaf(zero, sum[u][t][j], to));
                 }
         }
     }
 }
 
 // This warp's units of an item of `count` units: every WARPS-th from the `own`-th on.
-__device__ __forceinline__ void add_item(
-    float (&acc)[TILES][4], const u8* data, const u8* const (&x)[TILES], const float* sums, int unit, int count,
+template <bool SUMS> __device__ __forceinline__ void add_item(
+    float (&acc)[TILES][4], const u8* data, const u8* const (&x)[TILES], float* sums, int unit, int count,
     int own, int lane
 ) {
     if (ITEM_UNITS % (WARPS * TOGETHER) == 0 && count >= ITEM_UNITS) {
         data += own * UNIT_BYTES;
 #pragma unroll 2
         for (int i = 0; i < ITEM_UNITS / WARPS; i += TOGETHER)
-            add_units<TOGETHER>(acc, data + i * WARPS * UNIT_BYTES, x, sums, unit + own + i * WARPS, lane);
+            add_units<TOGETHER, SUMS>(acc, data + i * WARPS * UNIT_BYTES, x, sums, unit + own + i * WARPS, lane);
         return;
     }
 #pragma unroll 1
-    for (; own < count; own += WARPS) add_units<1>(acc, data + own * UNIT_BYTES, x, sums, unit + own, lane);
+    for (; own < count; own += WARPS) add_units<1, SUMS>(acc, data + own * UNIT_BYTES, x, sums, unit + own, lane);
 }

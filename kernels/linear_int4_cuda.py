@@ -29,6 +29,20 @@ for 4096 x 4096, 15.7 for 6144 x 4096, 58 for 28672 x 4096, 32 for 4096 x 14336)
   6.6, 9.1; 28672 x 4096 17.2, 18.4, 19.1, 26.4; 4096 x 14336 10.9, 12.4, 12.9, 16.9; 128256 x 4096 66, 68, 70, 105.
   Goals (2.8, 2.6, 2.3 and 1.8 times cuBLAS) are missed where the product is short: by up to 3% with one to eight rows,
   and 9% with 16. The activation after gate and up inside: see linear_dense_cuda.py.
+- clocks inside of the kernel (4096 x 4096, one row, 4.5): 1150 of a block's 1830 cycles before its first copy set up
+  barriers, 75 each, by lanes of one warp one after the other: now every warp sets up a few. The cluster's barrier, as a
+  release, was a fence of all of the GPU's memory, 400 cycles, 1500 with copies under way: relaxed, and what a cluster
+  adds up is counted by a barrier of its receiver. Sums of x took a pass of their own, 900 to 1200 cycles: products of
+  the first row tile find them for 450, where unpacking keeps the integer units busy and tensor cores have time. Sums of
+  a row tile were stored one after the other, 1500 cycles with 16 rows, 500 all at once. Predicted 0.6 to 1.2, measured
+  4.4, 4.9, 5.3 and 6.9 with 1, 4, 8 and 16 rows instead of 4.5, 5.0, 5.7 and 7.9.
+- a first item of the weight copied before the block's warps have met: x, though in the L2 cache, comes 900 cycles later
+  behind it. x through ordinary loads of the warps: no earlier.
+- blocks of half the shared memory, so that the next kernel's fill their rings during this one: alternating shapes as in
+  a layer 55 instead of 39, as they pile up; chains of one shape 5.4 instead of 5.5 (6144 x 4096), 19.4 instead of 17.2
+  (28672 x 4096, in items of half the size).
+- shifts as multiplications (IMAD.HI), since the integer units are what a tile waits for: slower by 1 to 3% for each of
+  the three shifts of a word.
 - the next weight's first 8 to 128 KiB a block into the L2 cache, at the end of a product: predicted 1 faster, measured
   39.4 to 40.8 instead of 39.5 for the four products of an 8B layer, which a perfect stream reads in 27. So the memory
   is not what a product's beginning waits for.

@@ -10,41 +10,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
 linear(const u8* x, const u8* w, const u16* bias, u16* y, int biased, int rows, int inputs, int outputs,
-       int chunk_rows, int items, int lead, int calm, int flight) {
+       int chunk_rows, int most_tiles, int items, int lead, int calm, int flight) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ Barriers barriers;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = blockIdx.x % SPLITS;
     const int units = inputs / UNIT_INPUTS, begin = units * rank / SPLITS, most_units = (units + SPLITS - 1) / SPLITS;
     const int first_row = blockIdx.y * chunk_rows, stride = gridDim.x / SPLITS;
     const Part part = {int(blockIdx.x) / SPLITS, stride, (outputs + 15) / 16, begin,
-                       units * (rank + 1) / SPLITS - begin, min(chunk_rows, rows - first_row)};
+                       units * (rank + 1) / SPLITS - begin, min(chunk_rows, rows - first_row), most_tiles};
     const int width = GATED ? outputs / 2 : outputs;
     const Output output = {y + i64(first_row) * width, biased ? bias : nullptr, outputs, width};
 
     float* const partials = reinterpret_cast<float*>(shared + items * ITEM_BYTES);
     float* const sums = partials + BUFFERS * WARPS * TILE_FLOATS;
     float* const met = sums + most_units * SUM_COLUMNS;
-    const int most_tiles = (part.tiles + stride - 1) / stride;
     const int met_tiles = SPLITS > 1 ? (most_tiles + SPLITS - 1) / SPLITS * SPLITS : 0;
     u8* const own_x = reinterpret_cast<u8*>(met + met_tiles * TILE_FLOATS);
     const u32 pitch = 2 * UNIT_INPUTS * part.units | 64;
 
+    const bool leads = elected();
+    if (leads) barriers.init(warp, items);
     if (warp == COPIER) {
-        barriers.init(items, lane);
-        start_announce();
+        start_meet();
         cluster_arrive();
         const Weights weights(w, inputs, outputs);
-        if (elected()) copy_items(weights, part, barriers, shared, items, lead, calm, flight);
+        if (leads) copy_items(weights, part, barriers, shared, items, lead, calm, flight);
         __syncwarp();
         cluster_wait();
     } else {
-        start_wait();
+        start_meet();
+        if (warp == ADDER && leads) {
+            expect_x(part, barriers);
+            if (SPLITS > 1) expect_met(part, barriers, rank);
+        }
+        __syncwarp();
         cluster_arrive();
+        cluster_wait();  // all blocks of the cluster have started
         previous_wait();  // multipliers too: polling for x, they would slow down small kernels beside this one
-        cluster_wait();   // all blocks of the cluster have started
         if (warp == ADDER) {
             const u8* const from = x + 2 * (i64(first_row) * inputs + begin * UNIT_INPUTS);
-            if (elected()) copy_x(own_x, pitch, from, 2 * i64(inputs), part, barriers);
+            if (leads) copy_x(own_x, pitch, from, 2 * i64(inputs), part, barriers);
             __syncwarp();
             add_tiles(part, barriers, output, partials, met, rank, lane);
         } else {
@@ -54,9 +59,6 @@ linear(const u8* x, const u8* w, const u16* bias, u16* y, int biased, int rows, 
         }
     }
     if (SPLITS == 1) return;
-    __syncwarp();
-    cluster_arrive();
-    cluster_wait();
     if (warp == COPIER) previous_wait();  // it writes as well
-    add_met(part, output, met, rank);
+    add_met(part, barriers, output, met, rank);
 }

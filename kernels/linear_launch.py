@@ -57,7 +57,7 @@ def launch(kernel: Any, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | No
     """x W^T + bias -> [rows, outputs], or of gated outputs their half; weight as the kernel's source takes it."""
     out = torch.empty(plan.rows, plan.outputs // (2 if plan.gated else 1), dtype=x.dtype, device=x.device)
     shape = [plan.rows, plan.inputs, plan.outputs, plan.chunk_rows]
-    ring = [plan.items, plan.weights.lead, plan.calm, plan.flight]
+    ring = [plan.own_tiles, plan.items, plan.weights.lead, plan.calm, plan.flight]
     with torch.cuda.device(x.device):
         launch_early(
             kernel,

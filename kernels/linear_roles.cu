@@ -10,14 +10,14 @@ constexpr int COPIER = WARPS, ADDER = WARPS + 1, THREADS = 32 * (WARPS + 2);
 
 // What a block takes of the product: row tiles first, first + stride, ... of W, `units` units of the inputs from
 // `begin` on, and `rows` rows of x. GATED, they are of the first half of W's tiles, and each is followed by the one
-// that lies as far into the second half.
+// that lies as far into the second half. No block has more than `most_tiles`, and none less than one (pair) fewer.
 struct Part {
-    int first, stride, tiles, begin, units, rows;
+    int first, stride, tiles, begin, units, rows, most_tiles;
 
     __device__ __forceinline__ int half() const { return tiles / 2; }
     __device__ __forceinline__ int own_tiles() const {
-        const int most = GATED ? half() : tiles, count = first < most ? (most - first - 1) / stride + 1 : 0;
-        return GATED ? 2 * count : count;
+        const int step = GATED ? 2 : 1, last = first + (most_tiles / step - 1) * stride;
+        return last < tiles / step ? most_tiles : most_tiles - step;
     }
     __device__ __forceinline__ int after(int tile) const {
         if (!GATED) return tile + stride;
@@ -34,14 +34,18 @@ struct Barriers {
     u64 full[MOST_ITEMS], empty[MOST_ITEMS];  // slots of the ring
     u64 summed[BUFFERS], spent[BUFFERS];      // buffers of sums
     u64 x[X_PARTS];
+    u64 met;  // sums of a cluster's blocks
 
-    // For one warp.
-    __device__ __forceinline__ void init(int items, int lane) {
-        if (lane < items) barrier_init(full + lane, 1), barrier_init(empty + lane, WARPS);
-        if (lane < BUFFERS) barrier_init(summed + lane, 32 * WARPS), barrier_init(spent + lane, 32);
-        if (lane < X_PARTS) barrier_init(x + lane, 1);
+    // For one lane of each warp: setting one up takes 75 cycles.
+    __device__ __forceinline__ void init(int warp, int items) {
+        constexpr int STEP = THREADS / 32;
+        for (int i = warp; i < items; i += STEP) barrier_init(full + i, 1), barrier_init(empty + i, WARPS);
+        for (int i = STEP - 1 - warp; i <= BUFFERS + X_PARTS; i += STEP) {
+            if (i < BUFFERS) barrier_init(summed + i, 32 * WARPS), barrier_init(spent + i, 32);
+            else if (i < BUFFERS + X_PARTS) barrier_init(x + i - BUFFERS, 1);
+            else barrier_init(&met, 1);
+        }
         fence_barrier_init();
-        __syncwarp();
     }
 };
 
@@ -123,19 +127,18 @@ __device__ __forceinline__ void multiply(
     u64* x_full = barriers.x;
     int x_units = 0;  // that have arrived
     int own = warp;   // goes round over a tile's last, shorter items
+    bool sums_left = SUM_COLUMNS > 0;  // the first row tile's products find them
 #pragma unroll 1
     for (int left = part.own_tiles(); left; left--) {
         float acc[TILES][4] = {};
 #pragma unroll 1
         for (int unit = 0; unit < part.units; unit += ITEM_UNITS) {
             const int count = min(ITEM_UNITS, part.units - unit);
-            if (unit == x_units) {
-                barrier_wait(x_full++, 0);
-                sum_units(lane_x, sums, unit, min(x_part, part.units - unit), lane);
-                x_units += x_part;
-            }
+            if (unit == x_units) barrier_wait(x_full++, 0), x_units += x_part;
             barrier_wait(barriers.full + turn.at, turn.phase);
-            add_item(acc, slots + turn.at * ITEM_BYTES, lane_x, sums, unit, count, own, lane);
+            const u8* const data = slots + turn.at * ITEM_BYTES;
+            if (sums_left) add_item<true>(acc, data, lane_x, sums, unit, count, own, lane);
+            else add_item<false>(acc, data, lane_x, sums, unit, count, own, lane);
             own = (own + WARPS * ITEM_UNITS - count) % WARPS;
             __syncwarp();
             if (lane == 0) barrier_arrive(barriers.empty + turn.at);
@@ -145,10 +148,18 @@ __device__ __forceinline__ void multiply(
         put_sums(acc, partials + (buffer.at * WARPS + warp) * TILE_FLOATS, lane);
         barrier_arrive(barriers.summed + buffer.at);
         buffer.next(BUFFERS);
+        if (sums_left) multipliers_meet(), sums_left = false;
     }
 }
 
 // ---------------------------------------------------------------- the adder
+
+// For one lane, before x is there: what the barriers will count.
+__device__ __forceinline__ void expect_x(const Part& part, Barriers& barriers) {
+    const int most = part.units_per_x_part();
+    for (int unit = 0, i = 0; unit < part.units; unit += most, i++)
+        barrier_expect(barriers.x + i, part.rows * min(most, part.units - unit) * UNIT_INPUTS * 2);
+}
 
 // For one lane. Rows of x start an odd number of 64 bytes apart, so that the 16-byte loads of a warp (64 bytes of each
 // of 8 rows) meet every bank equally. Blocks of a cluster that need the same rows send them to each other.
@@ -162,7 +173,6 @@ __device__ __forceinline__ void copy_x(
         const int bytes = min(most, part.units - unit) * UNIT_INPUTS * 2, skip = unit * UNIT_INPUTS * 2;
         u32 own = shared_address(to) + first * pitch + skip;
         const u8* from = x + first * row_bytes + skip;
-        barrier_expect(full, part.rows * bytes);
 #pragma unroll 4
         for (int row = first; row < part.rows; row += SHARES, own += SHARES * pitch, from += SHARES * row_bytes) {
             if (SHARES == 1) bulk_copy(own, from, bytes, full);
@@ -216,6 +226,24 @@ struct Gates {
     }
 };
 
+// Sums of a row tile, COUNT a lane: all are read before the first is stored, which would keep the others waiting.
+template <int COUNT> __device__ __forceinline__ void add_tile(
+    const Part& part, Barriers& barriers, const Output& output, const float* sums, float* met, int own_tile, int tile,
+    int rank, int lane
+) {
+    const int owner = own_tile % SPLITS;
+    float sum[COUNT];
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) sum[j] = add_up<WARPS>(sums + Output::place(32 * j + lane));
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) {
+        const int i = 32 * j + lane;
+        if (i >= 16 * part.rows) continue;
+        if (SPLITS == 1) output.store(tile, i, sum[j]);
+        else store_remote(met + (own_tile - owner + rank) * TILE_FLOATS + Output::place(i), owner, sum[j], &barriers.met);
+    }
+}
+
 // Adds up the sums of this block's warps, row tile by row tile. In clusters they are sent to one block of the cluster,
 // which keeps in `met` [own row tile, block of the cluster, sum].
 __device__ __forceinline__ void add_tiles(
@@ -229,21 +257,25 @@ __device__ __forceinline__ void add_tiles(
     for (int own_tile = 0; own_tile < count; own_tile++, tile = part.after(tile)) {
         barrier_wait(barriers.summed + turn.at, turn.phase);
         const float* const sums = partials + turn.at * WARPS * TILE_FLOATS;
-        const int owner = own_tile % SPLITS;
         if (GATED) gates.meet(part, output, sums, tile, lane);
-        for (int i = lane; !GATED && i < 16 * part.rows; i += 32) {
-            const int place = Output::place(i);
-            const float sum = add_up<WARPS>(sums + place);
-            if (SPLITS == 1) output.store(tile, i, sum);
-            else store_remote(met + (own_tile - owner + rank) * TILE_FLOATS + place, owner, sum);
-        }
+        else if (part.rows <= 2) add_tile<1>(part, barriers, output, sums, met, own_tile, tile, rank, lane);
+        else add_tile<COLUMNS / 2>(part, barriers, output, sums, met, own_tile, tile, rank, lane);
         barrier_arrive(barriers.spent + turn.at);
         turn.next(BUFFERS);
     }
 }
 
+// For one lane: what add_met will wait for.
+__device__ __forceinline__ void expect_met(const Part& part, Barriers& barriers, int rank) {
+    const int owned = (part.own_tiles() - rank + SPLITS - 1) / SPLITS;  // row tiles
+    barrier_expect(&barriers.met, owned * SPLITS * 16 * part.rows * int(sizeof(float)));
+}
+
 // What blocks of a cluster have sent to this one, by all its threads.
-__device__ __forceinline__ void add_met(const Part& part, const Output& output, const float* met, int rank) {
+__device__ __forceinline__ void add_met(
+    const Part& part, Barriers& barriers, const Output& output, const float* met, int rank
+) {
+    barrier_wait(&barriers.met, 0);
     for (int own_tile = rank; own_tile < part.own_tiles(); own_tile += SPLITS)
         for (int i = threadIdx.x; i < 16 * part.rows; i += THREADS)
             output.store(part.first + own_tile * part.stride, i,
