@@ -50,7 +50,15 @@ Then in a chain of calls over rotating inputs of 700 MB in one graph (cuDNN 127;
 - 5 and 6 queries of 4 heads in 24 rows instead of 32: predicted a quarter less arithmetic, measured 89 instead of 98
   with two blocks, 85 with three.
 - head_dim 64: five to eight blocks for INT4, units of 64 full-precision tokens: no faster. A call has 6 to 9 beyond
-  what grows with tokens: the wait for the last kernel's end, queries, one unit, partials, their merge.
+  what grows with tokens: clocks inside of it (14/2 heads, 16 rows of 4k, INT4, 9.8) say 0.5 until the end of the last
+  one is seen, 0.5 for queries, 1.5 for the first unit and 1 for each further one, 0.8 for partials, 0.6 to arrive, 2
+  for the merge; where units are of full precision 1.5 more, for the issue of their copies. Predicted 1 to 2 less,
+  measured: the first references set before weights are staged once in vain, 0.1 to 0.4 less for INT8 and bf16 but 5%
+  more for INT4 at 32k; 16 partials in flight instead of 8, barriers set up by all warps, fewer copies issued before
+  the first unit: nothing.
+- three blocks instead of four where each has less than four units: one row of 32/8 heads and 4k 8.1 and 9.4 become 7.6
+  and 8.7 (INT4, INT8), 16k 14.3 and 16.1 become 13.7 and 15.5, 9/3 heads of 64 and 16 rows of 4k 12.1 becomes 11.1. Two
+  blocks: slower for most, and so are three from nine units on.
 """
 
 from dataclasses import dataclass, fields
@@ -71,6 +79,8 @@ THREADS = 128
 MERGE_PARTS = 16
 BLOCKS = {8: 3, 16: 3, 24: 3, 32: 2, 64: 2}  # resident per multiprocessor, by rows
 FILLED = 0.9  # of the resident blocks, at least
+LEAST_UNITS = 4  # of a block: where there are less, fewer blocks are resident
+LEAST_BLOCKS = 3  # resident per multiprocessor
 MAX_BLOCKS = 65535  # so that the kernel cuts its work in 32-bit arithmetic
 RESERVED_BYTES = 1024  # of a block's shared memory, for the driver
 MAX_ITEMS = 12  # of a ring: more hide no more latency
@@ -141,9 +151,22 @@ class Kernels:
 
     attend: Any
     merge: Any
+    variant: Variant
     shared_bytes: int
-    resident: int  # blocks that the device holds at once
+    processors: int
+    processor_bytes: int  # of shared memory
     arrived: Tensor  # a zero per (batch row, KV head), which calls leave zero
+
+    def residency(self, units: int) -> tuple[int, int]:
+        """Blocks that the device is to hold at once, and the dynamic shared memory of each that sees to it.
+
+        units: of the call, at most. What a block does before its first unit and after its last takes as long as
+        several, so that short rows want fewer blocks.
+        """
+        most = self.variant.blocks
+        blocks = min(most, max(LEAST_BLOCKS, units // (self.processors * LEAST_UNITS)))
+        room_bytes = self.processor_bytes // blocks - RESERVED_BYTES - self.variant.static_bytes(MAX_ITEMS)
+        return blocks * self.processors, self.shared_bytes if blocks == most else room_bytes // 16 * 16
 
 
 def source() -> str:
@@ -155,17 +178,19 @@ def source() -> str:
 def _kernels(variant: Variant, device: torch.device) -> Kernels | None:
     """Compiles a variant, or None (with a warning, once) where that fails."""
     properties = torch.cuda.get_device_properties(device)
-    items = variant.items(properties.shared_memory_per_multiprocessor // variant.blocks - RESERVED_BYTES)
+    processor_bytes = properties.shared_memory_per_multiprocessor
+    items = variant.items(processor_bytes // variant.blocks - RESERVED_BYTES)
     failing = "the CUDA attention kernel does not compile, Triton's runs instead"
+    most_bytes = max(variant.shared_bytes(items), processor_bytes // LEAST_BLOCKS - RESERVED_BYTES)
     attend, merge = (
         compiled(source(), name, variant.options(items, name), device, shared_bytes=shared_bytes, failing=failing)
-        for name, shared_bytes in (("attend", variant.shared_bytes(items)), ("merge", 0))
+        for name, shared_bytes in (("attend", most_bytes), ("merge", 0))
     )
     if attend is None or merge is None:
         return None
     arrived = torch.zeros(FOLDED_HEADS, dtype=torch.int32, device=device)
-    resident = variant.blocks * properties.multi_processor_count
-    return Kernels(attend, merge, variant.shared_bytes(items), resident, arrived)
+    processors = properties.multi_processor_count
+    return Kernels(attend, merge, variant, variant.shared_bytes(items), processors, processor_bytes, arrived)
 
 
 def _variant(q: Tensor, keys: Tensor, codes: QuantizedKV | None, lower: bool) -> Variant:
@@ -223,12 +248,15 @@ def decode_attention_cuda(
     batch, queries, q_heads, head_dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
     kv_rows, rows = batch * kv_heads, q_heads // kv_heads * queries
-    blocks = min(MAX_BLOCKS, _blocks(kernels.resident, kv_rows) if splits is None else splits * kv_rows)
+    group_capacity = 0 if codes is None else codes.groups
+    units = kv_rows * (group_capacity + -(-capacity // kernels.variant.slots))
+    resident, shared_bytes = kernels.residency(units)
+    blocks = min(MAX_BLOCKS, _blocks(resident, kv_rows) if splits is None else splits * kv_rows)
     segments = blocks + kv_rows  # a block's share meets a new row at most once per row
     folds = kv_rows <= FOLDED_HEADS and -(-blocks // kv_rows) * rows * head_dim <= FOLDED
     given = [begin, end, begin if groups is None else groups]
     lengths = [length.contiguous() for length in given]
-    shape = [batch, kv_heads, q_heads // kv_heads, queries, capacity, 0 if codes is None else codes.groups]
+    shape = [batch, kv_heads, q_heads // kv_heads, queries, capacity, group_capacity]
     strides = [s // ALIGNMENT for tensor in (q, keys, values) for s in tensor.stride()[:3]]
     partial = torch.empty(segments, rows, head_dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(segments, rows, dtype=torch.float32, device=q.device)
@@ -242,7 +270,7 @@ def decode_attention_cuda(
             (blocks, 1, 1),
             (THREADS, 1, 1),
             [q, keys, values, *lengths, *written, *planes, *shape, *strides, int(folds), float(scale)],
-            kernels.shared_bytes,
+            shared_bytes,
             early=all(length.is_contiguous() for length in given),  # copies are too new to be read before the wait
         )
         if not folds:

@@ -38,8 +38,8 @@ __device__ __forceinline__ void load_x(u32 (&b)[PIECES][4], const u8* row, int c
     for (int piece = 0; piece < PIECES; piece++) load_words(b[piece], row + (chunk * PIECES + piece) * 64);
 }
 
-// Two columns of sums[unit][column] = OFFSET * (sum of x over the unit's inputs): where a unit's product starts, and its
-// zero's share.
+// Two columns of sums[unit][column] = OFFSET * (sum of x over the unit's inputs): where a unit's product starts, and
+// its zero's share.
 __device__ __forceinline__ float2* sums_of(float* sums, int unit, int t, int lane) {
     return reinterpret_cast<float2*>(sums + unit * COLUMNS + 8 * t + lane % 4 * 2);
 }

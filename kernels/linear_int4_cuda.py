@@ -1,8 +1,9 @@
 """CUDA C++ kernel of products with 4-bit weights (source: linear_int4.cu; see linear_launch.py).
 
 Codes become bfloat16 by OR-ing them into the mantissa of 128 and are the 16-row operand of mma.m16n8k16; a group's
-product starts at -136 times the group's sum of x, which centres the codes, and that sum also serves the zero. More than
-16 rows are taken in chunks by different blocks, which meet the codes in the cache.
+product starts at -136 times the group's sum of x, which centres the codes, and that sum also serves the zero (of a
+block's first row tile it comes out with the product, and is added after). More than 16 rows are taken in chunks by
+different blocks, which meet the codes in the cache.
 
 Numerics. Codes and x are exact, products and sums are float32. What is cancelled is 136 times a sum of x that went
 through the same arithmetic.
@@ -25,10 +26,6 @@ for 4096 x 4096, 15.7 for 6144 x 4096, 58 for 28672 x 4096, 32 for 4096 x 14336)
 - multipliers that poll for x slow down small kernels beside them: alternating with one (4 rows) 8.1; waiting for the
   kernel before like the others 7.3.
 - 16 warps instead of 8: no faster, and with their registers a small kernel finds no room.
-- outcome (validate/kernels_h200.json) with 1, 4, 8, 16 rows: 4096 x 4096 4.5, 4.9, 5.5, 7.6; 6144 x 4096 5.7, 6.1,
-  6.6, 9.1; 28672 x 4096 17.2, 18.4, 19.1, 26.4; 4096 x 14336 10.9, 12.4, 12.9, 16.9; 128256 x 4096 66, 68, 70, 105.
-  Goals (2.8, 2.6, 2.3 and 1.8 times cuBLAS) are missed where the product is short: by up to 3% with one to eight rows,
-  and 9% with 16. The activation after gate and up inside: see linear_dense_cuda.py.
 - clocks inside of the kernel (4096 x 4096, one row, 4.5): 1150 of a block's 1830 cycles before its first copy set up
   barriers, 75 each, by lanes of one warp one after the other: now every warp sets up a few. The cluster's barrier, as a
   release, was a fence of all of the GPU's memory, 400 cycles, 1500 with copies under way: relaxed, and what a cluster
@@ -46,7 +43,11 @@ for 4096 x 4096, 15.7 for 6144 x 4096, 58 for 28672 x 4096, 32 for 4096 x 14336)
 - the next weight's first 8 to 128 KiB a block into the L2 cache, at the end of a product: predicted 1 faster, measured
   39.4 to 40.8 instead of 39.5 for the four products of an 8B layer, which a perfect stream reads in 27. So the memory
   is not what a product's beginning waits for.
-- left: in a short product all waits for x, which nothing overlaps with, and for the end of the kernel before.
+- outcome (validate/kernels_h200.json) with 1, 4, 8, 16 rows: 4096 x 4096 4.3, 4.7, 5.2, 6.7; 6144 x 4096 5.3, 5.8,
+  6.4, 8.3; 28672 x 4096 17.0, 18.4, 18.7, 24.7; 4096 x 14336 10.5, 11.5, 11.9, 16.5; 128256 x 4096 65, 68, 69, 94.
+  Goals (2.8, 2.6, 2.3 and 1.8 times cuBLAS) are met. The activation after gate and up inside: see linear_dense_cuda.py.
+- left: in a short product all waits for x behind the first copies of the weight, and for the end of the kernel before;
+  a row tile takes 900 cycles of the integer units, in which its last codes wait for nothing else.
 """
 
 from typing import Any

@@ -239,8 +239,9 @@ template <int COUNT> __device__ __forceinline__ void add_tile(
     for (int j = 0; j < COUNT; j++) {
         const int i = 32 * j + lane;
         if (i >= 16 * part.rows) continue;
+        float* const remote = met + (own_tile - owner + rank) * TILE_FLOATS + Output::place(i);
         if (SPLITS == 1) output.store(tile, i, sum[j]);
-        else store_remote(met + (own_tile - owner + rank) * TILE_FLOATS + Output::place(i), owner, sum[j], &barriers.met);
+        else store_remote(remote, owner, sum[j], &barriers.met);
     }
 }
 

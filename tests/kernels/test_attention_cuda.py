@@ -11,12 +11,22 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.attention import decode_attention
-from ridgeplan.kernels.attention_cuda import RESERVED_BYTES, Variant, fits, source
+from ridgeplan.kernels.attention_cuda import (
+    LEAST_BLOCKS,
+    LEAST_UNITS,
+    MAX_ITEMS,
+    RESERVED_BYTES,
+    Kernels,
+    Variant,
+    fits,
+    source,
+)
 from ridgeplan.kernels.cost import attention_cost
 from ridgeplan.kernels.layout import QuantizedKV
 from ridgeplan.kernels.quantize import dequantize, quantize
 
 HOPPER_BYTES = 228 * 1024  # shared memory of a multiprocessor
+HOPPER_PROCESSORS = 132
 # Bytes of registers, by rows: words that are met once per row, and what three blocks of 24 rows cost, which are faster
 # than two without (see the log in attention_cuda.py).
 MOST_SPILLED = {8: 16, 24: 64, 32: 16}
@@ -34,6 +44,21 @@ def test_blocks_fit_a_multiprocessor(variant: Variant) -> None:
     assert items >= 3
     block_bytes = variant.shared_bytes(items) + variant.static_bytes(items) + RESERVED_BYTES
     assert variant.blocks * block_bytes <= HOPPER_BYTES
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_short_rows_have_fewer_blocks_and_these_fill_the_multiprocessor(variant: Variant) -> None:
+    shared_bytes = variant.shared_bytes(hopper_items(variant))
+    kernels = Kernels(None, None, variant, shared_bytes, HOPPER_PROCESSORS, HOPPER_BYTES, torch.zeros(0))
+    enough = HOPPER_PROCESSORS * variant.blocks * LEAST_UNITS
+    assert kernels.residency(enough) == (HOPPER_PROCESSORS * variant.blocks, shared_bytes)
+    resident, padded_bytes = kernels.residency(enough - 1)
+    few = min(variant.blocks, LEAST_BLOCKS)
+    assert resident == HOPPER_PROCESSORS * few
+    if few < variant.blocks:
+        assert padded_bytes >= shared_bytes
+        assert HOPPER_BYTES // (padded_bytes + RESERVED_BYTES) == few
+        assert few * (padded_bytes + variant.static_bytes(MAX_ITEMS) + RESERVED_BYTES) <= HOPPER_BYTES
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

@@ -21,7 +21,8 @@ def test_merges_by_the_last_block_and_by_a_kernel_of_their_own() -> None:
         rows, kv_rows = size.q_heads // size.kv_heads, size.batch * size.kv_heads
         for bits, _ in size.speedups:
             variant = attention_cuda.Variant(size.head_dim, bits, True, 8)
-            blocks = attention_cuda._blocks(variant.blocks * PROCESSORS, kv_rows)
+            kernels = attention_cuda.Kernels(None, None, variant, 0, PROCESSORS, H200.shared_bytes, torch.zeros(0))
+            blocks = attention_cuda._blocks(kernels.residency(0)[0], kv_rows)
             folds = -(-blocks // kv_rows) * rows * size.head_dim <= attention_cuda.FOLDED
             found.add((bits, folds))
     assert found == {(bits, folds) for bits in (0, 4, 8) for folds in (False, True)}
