@@ -158,7 +158,7 @@ class Kernels:
     arrived: Tensor  # a zero per (batch row, KV head), which calls leave zero
 
     def residency(self, units: int) -> tuple[int, int]:
-        """Blocks that the device is to hold at once, and the dynamic shared memory of each that sees to it.
+        """Blocks that the device is to hold at once, and dynamic shared memory of each: padded where more would fit.
 
         units: of the call, at most. What a block does before its first unit and after its last takes as long as
         several, so that short rows want fewer blocks.

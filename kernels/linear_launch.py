@@ -3,9 +3,9 @@
 How they work (linear_instructions.cu, linear_int4.cu or linear_dense.cu, linear_roles.cu, linear_kernel.cu). One block
 per multiprocessor, all resident at once, share the row tiles (16 outputs) of the weight. In each, one warp streams its
 tiles through a ring of bulk copies, some warps multiply, cutting the inputs of every item between them, and one fetches
-x into shared memory, adds up sums and stores. They meet at barriers in shared memory, never all at once. Two blocks
-fetch x together, each half of the rows for both; where x is too large, a cluster's blocks cut the inputs instead, and
-add up their sums at the end.
+x into shared memory, adds up sums and stores. Once started they meet at barriers in shared memory, never all at once.
+Two blocks fetch x together, each half of the rows for both; where x is too large, a cluster's blocks cut the inputs
+instead, send their sums to each other as they come, and add them up at the end.
 
 Kernels of a chain overlap: a block takes all of a multiprocessor, so the next kernel's moves in where one ends, fills
 its ring (weights are constant) and only then waits for what comes before. Blocks of half the size, which would move in

@@ -1,8 +1,10 @@
 // Part 3 of 4 of the CUDA linear kernels: who does what in a block.
 //
-// WARPS warps multiply, one copies weights, one fetches x, adds up and stores. They meet at barriers in shared memory
-// only, so that a warp may run ahead by as many items as the ring holds and by BUFFERS row tiles. Where a slot becomes
-// free one lane arrives for its warp, after __syncwarp; where sums change hands every lane does, as racecheck wants.
+// WARPS warps multiply, one copies weights, one fetches x, adds up and stores. Once started they meet at barriers in
+// shared memory only, so that a warp may run ahead by as many items as the ring holds and by BUFFERS row tiles; but
+// with 4-bit weights those that multiply wait for each other after the first row tile, for its sums of x. Where a slot
+// becomes free one lane arrives for its warp, after __syncwarp; where sums change hands every lane does, as racecheck
+// wants.
 
 constexpr int TILE_FLOATS = 16 * COLUMNS;  // sums of a row tile
 constexpr int BUFFERS = 2;                 // of row tiles' sums
