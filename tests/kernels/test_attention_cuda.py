@@ -55,7 +55,9 @@ def test_short_rows_have_fewer_blocks_and_these_fill_the_multiprocessor(variant:
     resident, padded_bytes = kernels.residency(enough - 1)
     few = min(variant.blocks, LEAST_BLOCKS)
     assert resident == HOPPER_PROCESSORS * few
-    if few < variant.blocks:
+    if few == variant.blocks:
+        assert padded_bytes == shared_bytes
+    else:
         assert padded_bytes >= shared_bytes
         assert HOPPER_BYTES // (padded_bytes + RESERVED_BYTES) == few
         assert few * (padded_bytes + variant.static_bytes(MAX_ITEMS) + RESERVED_BYTES) <= HOPPER_BYTES

@@ -91,6 +91,7 @@ def test_blocks_fit_a_multiprocessor(rows: int, outputs: int, inputs: int, gated
     assert plan.groups % plan.shares == 0
     assert plan.groups * plan.cut.splits * plan.chunks <= size * H200.clusters[SIZES.index(size)]  # resident at once
     assert plan.groups * plan.own_tiles * 16 >= outputs
+    assert plan.groups * (plan.own_tiles - (2 if gated else 1)) * 16 < outputs  # as linear_roles.cu counts
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

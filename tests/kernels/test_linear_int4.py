@@ -146,6 +146,7 @@ def test_blocks_fit_a_multiprocessor(rows: int, outputs: int, inputs: int, gated
     assert plan.groups % plan.shares == 0
     assert plan.groups * plan.cut.splits * plan.chunks <= size * H200.clusters[SIZES.index(size)]  # resident at once
     assert plan.groups * plan.own_tiles * 16 >= outputs
+    assert plan.groups * (plan.own_tiles - (2 if gated else 1)) * 16 < outputs  # as linear_roles.cu counts
 
 
 def test_inputs_beyond_shared_memory_have_no_plan() -> None:
@@ -160,8 +161,11 @@ def test_gates_beside_what_they_let_through_in_one_row_tile_have_no_plan() -> No
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize(
     ("group", "rows", "inputs", "gated"),
-    [(128, 1, 4096, True), (256, 16, 4096, False), (128, 8, 4096, True), (64, 8, 14336, False), (32, 16, 8192, False)],
-)
+    [
+        (128, 1, 4096, True), (128, 8, 4096, True), (128, 16, 4096, False), (128, 16, 14336, False),
+        (256, 16, 4096, False), (64, 8, 14336, False), (32, 16, 8192, False),
+    ],
+)  # fmt: skip
 def test_compiles_for_hopper_without_spills(group: int, rows: int, inputs: int, gated: bool, tmp_path: Path) -> None:
     plan = make_plan(rows, 4096, inputs, group, rows > 1, gated, H200)
     assert plan is not None
