@@ -13,10 +13,10 @@ import torch
 from click.testing import Result
 
 from ridgeplan.dashboards.cli_bench import row_texts
-from ridgeplan.kernels import linear_dense_cuda, linear_int4_cuda
+from ridgeplan.kernels import linear_dense_cuda, linear_dense_plan, linear_int4_cuda
 from ridgeplan.validate import kernel_bench
 from ridgeplan.validate.kernel_bench import KernelReport, Roof, Row
-from ridgeplan.validate.kernel_sizes import KERNELS
+from ridgeplan.validate.kernel_sizes import FULL, KERNELS
 
 ROOT = Path(__file__).parents[2]
 Invoke = Callable[..., Result]
@@ -155,6 +155,9 @@ def test_the_readme_tells_the_misses_as_they_were_measured(shipped: dict[str, An
     slower = [f"{row['ours_us'] / row['peer_us'] - 1:.1%}" for row in missed["linear_dense"]]
     assert f"two of 20, with 8 rows, take {' and '.join(slower)} longer" in dense
     assert [row["shape"][:4] for row in missed["linear_dense"]] == ["8 x "] * 2
+    left = [size for size in FULL.linear_dense if max(size.outputs, size.inputs) > linear_dense_plan.FEW_CHANNELS]
+    assert len(left) == 3
+    assert f"Three with 16 rows, those of more than {linear_dense_plan.FEW_CHANNELS} inputs or outputs" in dense
     (few,) = missed["quantize"]
     assert f"reaches {few['roof']:.0%} of the bandwidth" in quantized
 
