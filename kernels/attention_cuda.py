@@ -68,81 +68,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.attention_plan import BLOCKS, FOLDED_HEADS, GROUP, MAX_BLOCKS, Occupancy, Variant, folds
 from ridgeplan.kernels.launch import launch_early
 from ridgeplan.kernels.layout import QuantizedKV
 from ridgeplan.kernels.nvrtc import compiled, joined
 
-GROUP = 128
 HEAD_DIMS = (64, 128)
 MAX_ROWS = 64  # query rows (query heads of a KV head times queries) of one block
 THREADS = 128
 MERGE_PARTS = 16
-BLOCKS = {8: 3, 16: 3, 24: 3, 32: 2, 64: 2}  # resident per multiprocessor, by rows
-FILLED = 0.9  # of the resident blocks, at least
-LEAST_UNITS = 4  # of a block: where there are less, fewer blocks are resident
-LEAST_BLOCKS = 3  # resident per multiprocessor
-MAX_BLOCKS = 65535  # so that the kernel cuts its work in 32-bit arithmetic
-RESERVED_BYTES = 1024  # of a block's shared memory, for the driver
-MAX_ITEMS = 12  # of a ring: more hide no more latency
 ALIGNMENT = 8  # elements of 16 bytes: the least that bulk copies move
-FOLDED = 16384  # elements of partials of a KV head that its last block merges; more are left to a kernel of their own
-FOLDED_HEADS = 4096  # counters of arrived blocks: (batch row, KV head) pairs whose merge may be folded in
 SOURCES = ("instructions", "work", "softmax", "codes", "slots", "results")
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What a compiled kernel is specialized for. bits: 0 without codes; rows: of queries, a key of BLOCKS."""
-
-    head_dim: int
-    bits: int
-    bf16: bool
-    rows: int
-
-    @property
-    def blocks(self) -> int:
-        """Resident blocks per multiprocessor.
-
-        Four hide the latencies of INT4, whose units are short; full precision, all copies, takes few and deep rings.
-        """
-        if self.bits == 0:
-            return 2 if self.head_dim == 128 or self.rows == 64 else 3
-        return 4 if self.rows == 8 and (self.bits == 4 or self.head_dim == 128) else BLOCKS[self.rows]
-
-    @property
-    def slots(self) -> int:
-        """Full-precision tokens of a unit: about the bytes of a group."""
-        return 32 if self.bits == 4 else 64
-
-    @property
-    def item_bytes(self) -> int:
-        """One item of the ring: a group's keys or values with metadata, or as much of full-precision tokens."""
-        return self.slots * 2 * self.head_dim + 512
-
-    def items(self, block_bytes: int) -> int:
-        """Depth of the ring in a block that may use `block_bytes` of shared memory."""
-        return min(MAX_ITEMS, (block_bytes - self.shared_bytes(0) - self.static_bytes(MAX_ITEMS)) // self.item_bytes)
-
-    def shared_bytes(self, items: int) -> int:
-        """Dynamic shared memory of a block: the ring, staged queries and weights."""
-        return items * self.item_bytes + self.rows * (2 * self.head_dim + 2 * GROUP)
-
-    def static_bytes(self, items: int) -> int:
-        """At most the static shared memory: barriers, what rows are copied from, what warps tell each other."""
-        return 8 * items + 256 + 64 * self.rows
-
-    def options(self, items: int, entry: str) -> list[str]:
-        """Compiler options that specialize one of the kernels, "attend" or "merge"."""
-        macros = {
-            "HEAD_DIM": self.head_dim,
-            "BITS": self.bits,
-            "BF16": int(self.bf16),
-            "TILES": self.rows // 8,
-            "BLOCKS": self.blocks,
-            "ITEMS": items,
-            "SLOTS": self.slots,
-        }
-        return [f"-D{name}={value}" for name, value in macros.items()] + [f"-DENTRY_{entry.upper()}"]
 
 
 @dataclass(frozen=True)
@@ -151,22 +87,8 @@ class Kernels:
 
     attend: Any
     merge: Any
-    variant: Variant
-    shared_bytes: int
-    processors: int
-    processor_bytes: int  # of shared memory
+    occupancy: Occupancy
     arrived: Tensor  # a zero per (batch row, KV head), which calls leave zero
-
-    def residency(self, units: int) -> tuple[int, int]:
-        """Blocks that the device is to hold at once, and dynamic shared memory of each: padded where more would fit.
-
-        units: of the call, at most. What a block does before its first unit and after its last takes as long as
-        several, so that short rows want fewer blocks.
-        """
-        most = self.variant.blocks
-        blocks = min(most, max(LEAST_BLOCKS, units // (self.processors * LEAST_UNITS)))
-        room_bytes = self.processor_bytes // blocks - RESERVED_BYTES - self.variant.static_bytes(MAX_ITEMS)
-        return blocks * self.processors, self.shared_bytes if blocks == most else room_bytes // 16 * 16
 
 
 def source() -> str:
@@ -177,20 +99,16 @@ def source() -> str:
 @cache
 def _kernels(variant: Variant, device: torch.device) -> Kernels | None:
     """Compiles a variant, or None (with a warning, once) where that fails."""
-    properties = torch.cuda.get_device_properties(device)
-    processor_bytes = properties.shared_memory_per_multiprocessor
-    items = variant.items(processor_bytes // variant.blocks - RESERVED_BYTES)
+    found = torch.cuda.get_device_properties(device)
+    occupancy = Occupancy(variant, found.multi_processor_count, found.shared_memory_per_multiprocessor)
     failing = "the CUDA attention kernel does not compile, Triton's runs instead"
-    most_bytes = max(variant.shared_bytes(items), processor_bytes // LEAST_BLOCKS - RESERVED_BYTES)
     attend, merge = (
-        compiled(source(), name, variant.options(items, name), device, shared_bytes=shared_bytes, failing=failing)
-        for name, shared_bytes in (("attend", most_bytes), ("merge", 0))
+        compiled(source(), name, variant.options(occupancy.items, name), device, shared_bytes=most, failing=failing)
+        for name, most in (("attend", occupancy.most_shared_bytes), ("merge", 0))
     )
     if attend is None or merge is None:
         return None
-    arrived = torch.zeros(FOLDED_HEADS, dtype=torch.int32, device=device)
-    processors = properties.multi_processor_count
-    return Kernels(attend, merge, variant, variant.shared_bytes(items), processors, processor_bytes, arrived)
+    return Kernels(attend, merge, occupancy, torch.zeros(FOLDED_HEADS, dtype=torch.int32, device=device))
 
 
 def _variant(q: Tensor, keys: Tensor, codes: QuantizedKV | None, lower: bool) -> Variant:
@@ -221,15 +139,6 @@ def _aligned(tensor: Tensor) -> bool:
     return strides[-1] == 1 and tensor.data_ptr() % 16 == 0 and not any(s % ALIGNMENT for s in strides[:-1])
 
 
-def _blocks(resident: int, kv_rows: int) -> int:
-    """As many as the device holds, or a few less where rows of one length then divide evenly.
-
-    Not many less: blocks that start early, as those before them end, would crowd on some processors.
-    """
-    even = resident // kv_rows * kv_rows
-    return even if even >= FILLED * resident else resident
-
-
 def decode_attention_cuda(
     q: Tensor,
     keys: Tensor,
@@ -249,11 +158,11 @@ def decode_attention_cuda(
     kv_heads, capacity = keys.shape[1:3]
     kv_rows, rows = batch * kv_heads, q_heads // kv_heads * queries
     group_capacity = 0 if codes is None else codes.groups
-    units = kv_rows * (group_capacity + -(-capacity // kernels.variant.slots))
-    resident, shared_bytes = kernels.residency(units)
-    blocks = min(MAX_BLOCKS, _blocks(resident, kv_rows) if splits is None else splits * kv_rows)
+    units = group_capacity + -(-capacity // kernels.occupancy.variant.slots)
+    blocks, shared_bytes = kernels.occupancy.grid(kv_rows, units)
+    blocks = blocks if splits is None else min(MAX_BLOCKS, splits * kv_rows)
     segments = blocks + kv_rows  # a block's share meets a new row at most once per row
-    folds = kv_rows <= FOLDED_HEADS and -(-blocks // kv_rows) * rows * head_dim <= FOLDED
+    folded = folds(blocks, kv_rows, rows * head_dim)
     given = [begin, end, begin if groups is None else groups]
     lengths = [length.contiguous() for length in given]
     shape = [batch, kv_heads, q_heads // kv_heads, queries, capacity, group_capacity]
@@ -269,11 +178,11 @@ def decode_attention_cuda(
             kernels.attend,
             (blocks, 1, 1),
             (THREADS, 1, 1),
-            [q, keys, values, *lengths, *written, *planes, *shape, *strides, int(folds), float(scale)],
+            [q, keys, values, *lengths, *written, *planes, *shape, *strides, int(folded), float(scale)],
             shared_bytes,
             early=all(length.is_contiguous() for length in given),  # copies are too new to be read before the wait
         )
-        if not folds:
+        if not folded:
             merged: list[Tensor | int] = [partial, sums, shares, *lengths, out, *shape]
             launch_early(kernels.merge, (rows, kv_rows, 1), (MERGE_PARTS * head_dim // 4, 1, 1), merged)
     return out

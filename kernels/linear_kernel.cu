@@ -28,6 +28,7 @@ linear(const u8* x, const u8* w, const u16* bias, u16* y, int biased, int rows, 
     u8* const own_x = reinterpret_cast<u8*>(met + met_tiles * TILE_FLOATS);
     const u32 pitch = 2 * UNIT_INPUTS * part.units | 64;
 
+    // All meet in either branch below: ahead of them, the compiler would no longer know what is the same for a warp.
     const bool leads = elected();
     if (leads) barriers.init(warp, items);
     if (warp == COPIER) {

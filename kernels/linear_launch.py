@@ -56,8 +56,8 @@ def takes(x: Tensor, most_rows: int) -> bool:
 def launch(kernel: Any, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + bias -> [rows, outputs], or of gated outputs their half; weight as the kernel's source takes it."""
     out = torch.empty(plan.rows, plan.outputs // (2 if plan.gated else 1), dtype=x.dtype, device=x.device)
-    shape = [plan.rows, plan.inputs, plan.outputs, plan.chunk_rows]
-    ring = [plan.own_tiles, plan.items, plan.weights.lead, plan.calm, plan.flight]
+    shape = [plan.rows, plan.inputs, plan.outputs, plan.chunk_rows, plan.own_tiles]
+    ring = [plan.items, plan.weights.lead, plan.calm, plan.flight]
     with torch.cuda.device(x.device):
         launch_early(
             kernel,

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.attention import decode_attention
-from ridgeplan.kernels.attention_cuda import (
+from ridgeplan.kernels.attention_cuda import fits, source
+from ridgeplan.kernels.attention_plan import (
     LEAST_BLOCKS,
     LEAST_UNITS,
     MAX_ITEMS,
     RESERVED_BYTES,
-    Kernels,
+    Occupancy,
     Variant,
-    fits,
-    source,
 )
 from ridgeplan.kernels.cost import attention_cost
 from ridgeplan.kernels.layout import QuantizedKV
@@ -33,26 +32,26 @@ MOST_SPILLED = {8: 16, 24: 64, 32: 16}
 VARIANTS = [Variant(d, bits, True, rows) for d in (64, 128) for bits in (0, 4, 8) for rows in (8, 16, 24, 32, 64)]
 
 
-def hopper_items(variant: Variant) -> int:
-    return variant.items(HOPPER_BYTES // variant.blocks - RESERVED_BYTES)
+def hopper(variant: Variant) -> Occupancy:
+    return Occupancy(variant, HOPPER_PROCESSORS, HOPPER_BYTES)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_blocks_fit_a_multiprocessor(variant: Variant) -> None:
     """Every variant keeps at least a unit and a half in flight or in work, within Hopper's shared memory."""
-    items = hopper_items(variant)
-    assert items >= 3
-    block_bytes = variant.shared_bytes(items) + variant.static_bytes(items) + RESERVED_BYTES
+    occupancy = hopper(variant)
+    assert occupancy.items >= 3
+    block_bytes = occupancy.shared_bytes + variant.static_bytes(occupancy.items) + RESERVED_BYTES
     assert variant.blocks * block_bytes <= HOPPER_BYTES
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_short_rows_have_fewer_blocks_and_these_fill_the_multiprocessor(variant: Variant) -> None:
-    shared_bytes = variant.shared_bytes(hopper_items(variant))
-    kernels = Kernels(None, None, variant, shared_bytes, HOPPER_PROCESSORS, HOPPER_BYTES, torch.zeros(0))
+    occupancy = hopper(variant)
+    shared_bytes = occupancy.shared_bytes
     enough = HOPPER_PROCESSORS * variant.blocks * LEAST_UNITS
-    assert kernels.residency(enough) == (HOPPER_PROCESSORS * variant.blocks, shared_bytes)
-    resident, padded_bytes = kernels.residency(enough - 1)
+    assert occupancy.residency(enough) == (HOPPER_PROCESSORS * variant.blocks, shared_bytes)
+    resident, padded_bytes = occupancy.residency(enough - 1)
     few = min(variant.blocks, LEAST_BLOCKS)
     assert resident == HOPPER_PROCESSORS * few
     if few == variant.blocks:
@@ -67,7 +66,7 @@ def test_short_rows_have_fewer_blocks_and_these_fill_the_multiprocessor(variant:
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.rows in MOST_SPILLED], ids=str)
 def test_compiles_for_hopper_within_its_registers_and_shared_memory(variant: Variant, tmp_path: Path) -> None:
     (tmp_path / "attention.cu").write_text(source(), encoding="utf-8")
-    items = hopper_items(variant)
+    items = hopper(variant).items
     command = ["nvcc", "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", "out", "attention.cu"]
     done = subprocess.run(
         command + variant.options(items, "attend"), capture_output=True, text=True, check=False, cwd=tmp_path

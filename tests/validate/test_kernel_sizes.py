@@ -1,4 +1,4 @@
-"""Tiny sizes reach every path through the CUDA C++ kernels, as an H200 would run them: memory checkers then see all."""
+"""Tiny sizes reach every CUDA C++ kernel and its variants, as an H200 would run them, for memory checkers to see."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,7 +6,7 @@ from itertools import product
 
 import torch
 
-from ridgeplan.kernels import attention_cuda, linear_dense_plan, linear_int4_plan
+from ridgeplan.kernels import attention_plan, linear_dense_plan, linear_int4_plan
 from ridgeplan.kernels.linear_plan import Machine, Plan
 from ridgeplan.validate.kernel_linear import GROUP
 from ridgeplan.validate.kernel_sizes import TINY, LinearSize
@@ -20,11 +20,9 @@ def test_merges_by_the_last_block_and_by_a_kernel_of_their_own() -> None:
     for size in TINY.attention:
         rows, kv_rows = size.q_heads // size.kv_heads, size.batch * size.kv_heads
         for bits, _ in size.speedups:
-            variant = attention_cuda.Variant(size.head_dim, bits, True, 8)
-            kernels = attention_cuda.Kernels(None, None, variant, 0, PROCESSORS, H200.shared_bytes, torch.zeros(0))
-            blocks = attention_cuda._blocks(kernels.residency(0)[0], kv_rows)
-            folds = -(-blocks // kv_rows) * rows * size.head_dim <= attention_cuda.FOLDED
-            found.add((bits, folds))
+            variant = attention_plan.Variant(size.head_dim, bits, True, 8)
+            blocks, _ = attention_plan.Occupancy(variant, PROCESSORS, H200.shared_bytes).grid(kv_rows, row_units=1)
+            found.add((bits, attention_plan.folds(blocks, kv_rows, rows * size.head_dim)))
     assert found == {(bits, folds) for bits in (0, 4, 8) for folds in (False, True)}
 
 
@@ -32,9 +30,9 @@ def test_few_and_many_query_rows_have_variants_of_their_own() -> None:
     found = set()
     for size in TINY.verification:
         rows = size.q_heads // size.kv_heads * size.queries
-        found |= {(bits, next(most for most in attention_cuda.BLOCKS if most >= rows)) for bits in size.bits}
+        found |= {(bits, next(most for most in attention_plan.BLOCKS if most >= rows)) for bits in size.bits}
     found |= {(bits, 8) for size in TINY.attention for bits, _ in size.speedups}
-    assert found == set(product((0, 4, 8), attention_cuda.BLOCKS))
+    assert found == set(product((0, 4, 8), attention_plan.BLOCKS))
 
 
 def plans(sizes: tuple[LinearSize, ...], make: Callable[[int, int, int], Plan | None]) -> list[Plan]:
