@@ -27,7 +27,7 @@ def quantized_draft(
     """4-bit projections and head for drafts; the embedding and the norms stay shared.
 
     calibration: token ids of text like what will be decoded, a few thousand. Without it the model writes a text on
-    CUDA, where that takes a second; on a CPU, where it takes minutes, tokens that it samples in one pass say how large
+    CUDA, where that takes seconds; on a CPU, where it takes minutes, tokens that it samples in one pass say how large
     each input is.
     Raises WorkloadError for token ids that are not the model's.
     """

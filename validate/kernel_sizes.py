@@ -155,7 +155,8 @@ FULL = Sizes(
     judge=_SAMPLINGS,
     draw=_SAMPLINGS,
 )
-# Every kernel and every path through it, small enough for checkers that slow it down a hundred times.
+# Every kernel in every variant, small enough for checkers that slow it down a hundred times. Products have one row tile
+# a block (gated ones two), and clusters have outputs for one of their blocks.
 _TINY_LAYERS = _layers((1, 5), (256, 192, 4, 2, 64))
 _TINY_SAMPLINGS = (*_samplings(1003, 2, (3,), 50), *_samplings(1024, 2, (3,), 50))  # without and with aligned rows
 TINY = Sizes(
