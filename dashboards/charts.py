@@ -10,7 +10,7 @@ from plotly.subplots import make_subplots
 
 from ridgeplan.planner import Prediction, Recommendation
 from ridgeplan.planner.recommendation import GIB
-from ridgeplan.roofline.hardware import Hardware
+from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.passes import category
 
 # One colour means one thing in all figures of a page.

@@ -1,10 +1,10 @@
 """Plans and the search for the best one: `planner.recommend(model, gpu, ctx)`."""
 
-from ridgeplan.planner.inputs import resolve, workload_for
 from ridgeplan.planner.plan import Plan, PlanError, Workload
 from ridgeplan.planner.prediction import Prediction, predict
 from ridgeplan.planner.presets import PRESETS, preset
 from ridgeplan.planner.recommendation import Recommendation
+from ridgeplan.planner.resolution import resolve, workload_for
 from ridgeplan.planner.search import NothingFits, recommend
 from ridgeplan.planner.sweeps import sweep, thresholds
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.plan import DraftCodes, DraftSelection, KVFormat, Plan, require, require_int
-from ridgeplan.roofline.profile import SOURCES
-from ridgeplan.roofline.shapes import ModelShape
+from ridgeplan.roofline.catalog.profile import SOURCES
+from ridgeplan.roofline.catalog.shapes import ModelShape
 
 REFERENCE_RATIO = 0.25
 # How a draft differs from the target: in the bits that it reads, or in the tokens.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ridgeplan.planner.lowering import strategy_of
 from ridgeplan.planner.plan import Plan, Workload
-from ridgeplan.planner.terms import strategy_of
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.profile import shipped_profiles
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import LENT_PROMPT_TOKENS, prompts_lent
-from ridgeplan.roofline.models import load_shape
 from ridgeplan.roofline.placement import MAX_LENGTH, resident_memory
-from ridgeplan.roofline.profile import shipped_profiles
-from ridgeplan.roofline.shapes import ModelShape
 
 MAX_BATCH = 4096  # the largest a plan may have
 GB = 1e9

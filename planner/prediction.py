@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.acceptance import Acceptance, Knowledge
+from ridgeplan.planner.lowering import draft_code_bits, stack, strategy_of, target_code_bits
 from ridgeplan.planner.plan import DraftSelection, Plan, TargetSelection
-from ridgeplan.planner.terms import draft_code_bits, stack, strategy_of, target_code_bits
+from ridgeplan.roofline.catalog.profile import SOURCES, Profile
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.evaluate import Estimate, evaluate, pass_ops
 from ridgeplan.roofline.latency import Machine, RateTerms, attention_kind, linear_kind
 from ridgeplan.roofline.passes import Op
-from ridgeplan.roofline.profile import SOURCES, Profile
-from ridgeplan.roofline.rounds import draft_rates, prefill_rates, target_rates
-from ridgeplan.roofline.shapes import ModelShape
+from ridgeplan.roofline.speculative_round import draft_rates, prefill_rates, target_rates
 from ridgeplan.roofline.strategy import Strategy
 
 

@@ -11,20 +11,20 @@ from typing import TypeVar
 import numpy as np
 
 from ridgeplan.planner.acceptance import Knowledge
-from ridgeplan.planner.executable import missing_architecture, missing_execution
-from ridgeplan.planner.inputs import resolve, workload_for
+from ridgeplan.planner.lowering import stack, strategy_of
 from ridgeplan.planner.plan import Plan, Workload, require
 from ridgeplan.planner.prediction import predict_all
 from ridgeplan.planner.presets import PRESETS, autoregressive
 from ridgeplan.planner.quality import Quality, losses, quality_of
 from ridgeplan.planner.recommendation import GIB, Alternative, Recommendation
-from ridgeplan.planner.space import Family, families
-from ridgeplan.planner.terms import stack, strategy_of
+from ridgeplan.planner.resolution import resolve, workload_for
+from ridgeplan.planner.search_space import Family, families
+from ridgeplan.planner.support import missing_architecture, missing_execution
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.placement import place
-from ridgeplan.roofline.profile import Profile
-from ridgeplan.roofline.shapes import ModelShape
 
 MAX_UNNAMED = 8
 Choice = TypeVar("Choice", bound=StrEnum)

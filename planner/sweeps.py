@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ridgeplan.planner.acceptance import Knowledge
+from ridgeplan.planner.lowering import strategy_of
 from ridgeplan.planner.plan import Plan
-from ridgeplan.planner.terms import strategy_of
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.placement import offload_thresholds
-from ridgeplan.roofline.profile import Profile
-from ridgeplan.roofline.shapes import ModelShape
 from ridgeplan.roofline.strategy import Strategy
 
 if TYPE_CHECKING:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import PREFILL_CHUNK_TOKENS, MemoryParts
-from ridgeplan.roofline.numbers import larger, smaller
 from ridgeplan.roofline.passes import Op, decode_pass, prefill_pass
 from ridgeplan.roofline.placement import borrowed_bytes, place
-from ridgeplan.roofline.rounds import (
+from ridgeplan.roofline.speculative_round import (
     Round,
     draft_terms,
     prefill_rates,
@@ -20,8 +20,8 @@ from ridgeplan.roofline.rounds import (
     sampling_seconds,
     target_terms,
 )
-from ridgeplan.roofline.shapes import ModelShape
 from ridgeplan.roofline.strategy import Strategy
+from ridgeplan.roofline.term_math import larger, smaller
 
 # The context grows while tokens are generated, so costs are integrated over it. Two-point Gauss-Legendre nodes on
 # [0, 1] are exact up to cubic terms, and costs are piecewise linear in the context.

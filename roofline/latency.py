@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
+from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.cost import Cost, Term
-from ridgeplan.roofline.numbers import larger, where
 from ridgeplan.roofline.passes import Op
-from ridgeplan.roofline.profile import Profile
+from ridgeplan.roofline.term_math import larger, where
 
 # Rows up to which the runtime's dense products have kernels of their own, on a device and on a host.
 DEVICE_FEW_ROWS, HOST_FEW_ROWS = 16, 64

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ridgeplan.roofline import ops
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
-from ridgeplan.roofline.numbers import at_most, larger, smaller
-from ridgeplan.roofline.shapes import ModelShape
+from ridgeplan.roofline.term_math import at_most, larger, smaller
 
 PREFILL_CHUNK_TOKENS = 4096  # rows of one chunk of the layer-major prefill
 PREFILL_ATTENDED_TOKENS = 1 << 16  # times KV heads that attend at once

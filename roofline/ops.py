@@ -8,7 +8,7 @@ same name declares, which a test holds), numpy arrays (a sweep) or sympy symbols
 from __future__ import annotations
 
 from ridgeplan.roofline.cost import Cost, Term
-from ridgeplan.roofline.numbers import larger, smaller
+from ridgeplan.roofline.term_math import larger, smaller
 
 METADATA_BYTES = 2  # one fp16 scale or minimum
 PARTIAL_BYTES = 4  # split-KV partial outputs and their log-sum-exp are fp32

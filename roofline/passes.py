@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeplan.roofline import ops
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
-from ridgeplan.roofline.numbers import larger, smaller
-from ridgeplan.roofline.shapes import ModelShape
+from ridgeplan.roofline.term_math import larger, smaller
 
 
 @dataclass(frozen=True)

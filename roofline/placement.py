@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ridgeplan.roofline import memory
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import MemoryParts
-from ridgeplan.roofline.numbers import is_symbolic, larger, smaller, where
-from ridgeplan.roofline.shapes import ModelShape
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
+from ridgeplan.roofline.term_math import is_symbolic, larger, smaller, where
 
 # Share of an offloaded layer's budget that the last step already loaded (SpeContext, section 5.4 and Fig 6b).
 ELASTIC_OVERLAP = 0.9

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ridgeplan.roofline.cost import Term
-from ridgeplan.roofline.numbers import is_symbolic, smaller
+from ridgeplan.roofline.term_math import is_symbolic, smaller
 
 MAX_GAMMA = 15  # gamma + 1 verification queries fill one 16-row tensor-core tile
 

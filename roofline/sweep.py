@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import sympy
 
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.ops import choose_splits
-from ridgeplan.roofline.shapes import ModelShape
 from ridgeplan.roofline.strategy import Strategy
 from ridgeplan.roofline.symbols import symbol, symbolic_strategy
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import sympy
 
-from ridgeplan.roofline.shapes import ModelShape
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.strategy import Strategy
 
 # Letters follow QuantSpec's Table 1 and SpeContext's Table 1 where those have one.

@@ -1,9 +1,9 @@
 """Executes a plan: model, caches, drafting, verification, statistics."""
 
-from ridgeplan.runtime.checkpoint import embedded_model_path
 from ridgeplan.runtime.engine import Engine, Generation
 from ridgeplan.runtime.errors import ModelError, UnsupportedPlan, WorkloadError
 from ridgeplan.runtime.loading import load
+from ridgeplan.runtime.model.checkpoint import embedded_model_path
 from ridgeplan.runtime.statistics import Statistics
 
 __all__ = [

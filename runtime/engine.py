@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from ridgeplan.planner.plan import Plan
-from ridgeplan.runtime.cache import Cache, quantized_groups
-from ridgeplan.runtime.checkpoint import load_tokenizer
-from ridgeplan.runtime.config import DecoderConfig
-from ridgeplan.runtime.decoder import Decoder
+from ridgeplan.runtime.drafting.round_runner import EagerRounds, GraphRounds, Rounds
+from ridgeplan.runtime.drafting.speculator import Speculator
 from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.kv.cache import Cache, quantized_groups
 from ridgeplan.runtime.lending import LendableWeights, draft_weights_of, prompt_arena
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
-from ridgeplan.runtime.prefill import prefill
+from ridgeplan.runtime.model.checkpoint import load_tokenizer
+from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model.prefill import prefill
+from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.model_config import DecoderConfig
+from ridgeplan.runtime.quantization.calibrate import quantized_draft
 from ridgeplan.runtime.request import Growing, Prompts, Request
-from ridgeplan.runtime.rounds import EagerRounds, GraphRounds, Rounds
 from ridgeplan.runtime.sampling import Sampling
-from ridgeplan.runtime.speculative import Speculator
 from ridgeplan.runtime.statistics import Statistics, Tally
 from ridgeplan.runtime.stopwatch import Stopwatch
-from ridgeplan.runtime.weight_quantizer_calibration import quantized_draft
-from ridgeplan.runtime.weights import DecoderWeights
 
 KEPT_GRAPHS = 8  # each holds a round's workspace, of which a plan's prediction counts one
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ridgeplan.planner.capacity import prompts_borrow
 from ridgeplan.planner.plan import Plan
-from ridgeplan.runtime.weights import DecoderWeights
+from ridgeplan.runtime.model.weights import DecoderWeights
 
 ALIGNMENT = 256  # bytes, as torch aligns what it allocates on a GPU
 

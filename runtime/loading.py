@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
-from ridgeplan.planner.executable import missing_execution
 from ridgeplan.planner.plan import KVFormat, Plan
-from ridgeplan.runtime.checkpoint import load_config, load_weights, model_source
-from ridgeplan.runtime.config import DecoderConfig, decoder_config
+from ridgeplan.planner.support import missing_execution
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory
-from ridgeplan.runtime.weights import DecoderWeights
+from ridgeplan.runtime.model.checkpoint import load_config, load_weights, model_source
+from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.model_config import DecoderConfig, decoder_config
 
 
 def load(

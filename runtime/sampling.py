@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ridgeplan.kernels.distribution import Choice
 from ridgeplan.kernels.sampling import filter_logits
+from ridgeplan.kernels.sampling.distribution import Choice
 from ridgeplan.runtime.errors import WorkloadError
 
 

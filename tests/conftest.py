@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeplan.roofline.hardware import load_hardware
+from ridgeplan.roofline.catalog.hardware import load_hardware
+from ridgeplan.roofline.catalog.profile import Profile, Rates
 from ridgeplan.roofline.latency import KINDS
-from ridgeplan.roofline.profile import Profile, Rates
 
 HAS_CUDA = torch.cuda.is_available()
 

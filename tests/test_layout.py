@@ -66,7 +66,7 @@ def test_imports_follow_the_layers(file: str) -> None:
         ("roofline", "from ridgeplan import planner"),
         ("planner", "import transformers.utils"),
         ("planner", "from ridgeplan.runtime.engine import Engine"),
-        ("kernels", "from ridgeplan.roofline.profile import Profile"),
+        ("kernels", "from ridgeplan.roofline.catalog.profile import Profile"),
         ("kernels", "from ridgeplan.roofline import profile"),
         ("kernels", "import transformers"),
         ("runtime", "from ridgeplan.planner.search import recommend"),
@@ -86,7 +86,7 @@ def test_an_arrow_against_the_layers_is_found(folder: str, source: str) -> None:
     ("folder", "source"),
     [
         ("roofline", "import math, numpy as np\nfrom ridgeplan.roofline import ops"),
-        ("planner", "from ridgeplan.roofline.shapes import ModelShape"),
+        ("planner", "from ridgeplan.roofline.catalog.shapes import ModelShape"),
         ("kernels", "from ridgeplan.roofline import ops\nfrom ridgeplan.roofline.cost import Cost"),
         ("runtime", "from ridgeplan.planner.plan import Plan"),
         ("dashboards", "from ridgeplan import planner, runtime\nimport streamlit"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from ridgeplan.planner.plan import Plan
 from ridgeplan.runtime import WorkloadError, load
 from ridgeplan.runtime.engine import Engine
-from ridgeplan.runtime.prefill import prefill
+from ridgeplan.runtime.model.prefill import prefill
 
 NOISE_DEVIATIONS = 5  # how far rounding alone moves a logit, in standard deviations of all its moves
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ridgeplan.roofline.catalog.hardware import FIGURES, Hardware, detect_hardware, load_hardware
 from ridgeplan.roofline.cost import Cost
-from ridgeplan.roofline.hardware import FIGURES, Hardware, detect_hardware, load_hardware
-from ridgeplan.validate.bench import Bench, Trial
+from ridgeplan.validate.timing import Bench, Trial
 
 MEASURED = "measured by ridgeplan calibrate"
 REPORTED = "as the system reports it"

@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ridgeplan.planner.inputs import this_machine
+from ridgeplan.planner.lowering import strategy_of
 from ridgeplan.planner.plan import Plan, Workload
 from ridgeplan.planner.prediction import Prediction, predict
 from ridgeplan.planner.presets import autoregressive, preset_name
-from ridgeplan.planner.terms import strategy_of
+from ridgeplan.planner.resolution import this_machine
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.evaluate import evaluate
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.models import load_shape
-from ridgeplan.roofline.profile import Profile
-from ridgeplan.roofline.shapes import ModelShape
 from ridgeplan.validate.comparison import Comparison, Row
 
 if TYPE_CHECKING:

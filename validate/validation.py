@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ridgeplan.planner.inputs import this_machine
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.presets import autoregressive
-from ridgeplan.roofline.profile import Profile
+from ridgeplan.planner.resolution import this_machine
+from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.validate.comparison import Comparison
 from ridgeplan.validate.measure import Measured, comparison, measure, shape_of
 
 if TYPE_CHECKING:
     from ridgeplan.runtime import Statistics
-    from ridgeplan.runtime.weights import DecoderWeights
+    from ridgeplan.runtime.model.weights import DecoderWeights
 
 # Called with "plain" or "plan" and the tokens delivered so far.
 RunProgress = Callable[[str, int], None]

@@ -10,8 +10,8 @@ from click.testing import CliRunner, Result
 from ridgeplan import planner
 from ridgeplan.dashboards.cli import main
 from ridgeplan.planner import Recommendation
-from ridgeplan.roofline.hardware import load_hardware
-from ridgeplan.roofline.profile import Profile, Rates
+from ridgeplan.roofline.catalog.hardware import load_hardware
+from ridgeplan.roofline.catalog.profile import Profile, Rates
 
 MODEL, CONTEXT = "meta-llama/Llama-3.1-8B", 120_000
 Invoke = Callable[..., Result]
@@ -34,7 +34,7 @@ def recommendation(profile: Profile) -> Recommendation:
 @pytest.fixture
 def only_profile(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> Profile:
     """The test's profile as the only one that the package ships."""
-    monkeypatch.setattr("ridgeplan.planner.inputs.shipped_profiles", lambda: (profile,))
+    monkeypatch.setattr("ridgeplan.planner.resolution.shipped_profiles", lambda: (profile,))
     return profile
 
 

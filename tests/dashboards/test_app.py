@@ -8,7 +8,7 @@ from streamlit.testing.v1 import AppTest
 
 from ridgeplan.dashboards import app
 from ridgeplan.planner import Plan
-from ridgeplan.roofline.profile import Profile
+from ridgeplan.roofline.catalog.profile import Profile
 
 pytestmark = pytest.mark.usefixtures("only_profile")
 
@@ -126,7 +126,7 @@ def test_yarn_is_noted(page: AppTest) -> None:
 
 def test_this_machine(page: AppTest, profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("ridgeplan.planner.inputs.detect_hardware", lambda: None)
+    monkeypatch.setattr("ridgeplan.planner.resolution.detect_hardware", lambda: None)
     page.run()
     page.selectbox(key="gpu").set_value("auto").run()
     assert "ridgeplan calibrate" in shown(page)

@@ -8,7 +8,7 @@ import pytest
 from ridgeplan.dashboards import charts
 from ridgeplan.planner import Recommendation, recommend
 from ridgeplan.planner.recommendation import GIB
-from ridgeplan.roofline.profile import Profile
+from ridgeplan.roofline.catalog.profile import Profile
 
 
 def traces(figure: Any) -> dict[str, Any]:

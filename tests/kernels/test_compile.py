@@ -60,7 +60,7 @@ STRIDES = [f"{x}{axis}_stride" for x in ("key", "value") for axis in ("", "_batc
 
 
 def attention(element: str, head_dim: int, bits: int, rows: int) -> dict[str, Any]:
-    from ridgeplan.kernels.attention_triton import CONFIGS, DEFAULT_CONFIG
+    from ridgeplan.kernels.attention.triton import CONFIGS, DEFAULT_CONFIG
 
     config = DEFAULT_CONFIG if element == "fp32" else CONFIGS[head_dim, bits]
     integers = [*STRIDES, "q_batch_stride", "q_query_stride", "q_head_stride", "capacity", "group_capacity", "splits"]

@@ -3,21 +3,13 @@
 import pytest
 import torch
 
-from ridgeplan.kernels.attention_triton import _attention_kernel
-from ridgeplan.kernels.cost import (
-    attention_cost,
-    attention_metadata,
-    dequantize_cost,
-    dequantize_metadata,
-    merge_cost,
-    merge_metadata,
-    quantize_cost,
-    quantize_metadata,
-)
-from ridgeplan.kernels.dequantize_triton import _dequantize_kernel
-from ridgeplan.kernels.layout import QuantizedKV
-from ridgeplan.kernels.merge_triton import _merge_kernel
-from ridgeplan.kernels.quantize_triton import _quantize_kernel
+from ridgeplan.kernels.attention.cost import attention_cost, attention_metadata, merge_cost, merge_metadata
+from ridgeplan.kernels.attention.merge_triton import _merge_kernel
+from ridgeplan.kernels.attention.triton import _attention_kernel
+from ridgeplan.kernels.kv_cache.cost import dequantize_cost, dequantize_metadata, quantize_cost, quantize_metadata
+from ridgeplan.kernels.kv_cache.dequantize_triton import _dequantize_kernel
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.quantize_triton import _quantize_kernel
 from ridgeplan.roofline import ops
 
 SHAPES = pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from ridgeplan.planner.acceptance import Knowledge, Row, ratio_factor, same_model, shipped_rows
 from ridgeplan.planner.plan import PlanError, Workload
 from ridgeplan.planner.presets import preset
-from ridgeplan.roofline.models import load_shape
+from ridgeplan.roofline.catalog.models import load_shape
 
 
 def known(model, name, context=4096, own=()):

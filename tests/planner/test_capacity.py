@@ -8,8 +8,8 @@ import pytest
 from ridgeplan.planner.capacity import Room, missing_memory, peak_bytes
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.memory import LENT_PROMPT_TOKENS
-from ridgeplan.roofline.models import load_shape
 
 SHAPE = load_shape("meta-llama/Llama-3.1-8B")
 ROOM = Room(free_bytes=24 * 10**9, element_bytes=2, processors=132)

@@ -8,12 +8,12 @@ import time
 import pytest
 
 from ridgeplan import planner
-from ridgeplan.planner.executable import missing_execution
 from ridgeplan.planner.plan import KVFormat, PlanError, Workload
 from ridgeplan.planner.presets import PRESETS, preset, preset_name
 from ridgeplan.planner.quality import Quality, quality_of
 from ridgeplan.planner.search import Objective, Question, search
-from ridgeplan.roofline.models import load_shape
+from ridgeplan.planner.support import missing_execution
+from ridgeplan.roofline.catalog.models import load_shape
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 

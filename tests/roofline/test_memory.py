@@ -5,7 +5,7 @@ import pytest
 import sympy
 
 from ridgeplan.roofline import memory
-from ridgeplan.roofline.models import load_shape
+from ridgeplan.roofline.catalog.models import load_shape
 
 GB = 1e9
 

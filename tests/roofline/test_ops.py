@@ -3,8 +3,8 @@
 import pytest
 
 from ridgeplan.roofline import ops
-from ridgeplan.roofline.hardware import load_hardware
-from ridgeplan.roofline.models import load_shape
+from ridgeplan.roofline.catalog.hardware import load_hardware
+from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.passes import PassTerms, decode_pass, prefill_pass, weight_bytes
 
 

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from ridgeplan.planner.lowering import strategy_of
 from ridgeplan.planner.plan import KVCache, KVFormat, Placement, Plan, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.planner.sweeps import thresholds
-from ridgeplan.planner.terms import strategy_of
+from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.evaluate import prefill_seconds
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import LENT_PROMPT_TOKENS, full_kv
-from ridgeplan.roofline.models import load_shape
 from ridgeplan.roofline.placement import MAX_LENGTH, borrowed_bytes, offload_thresholds, place, resident_memory
 
 LIMIT = 24e9

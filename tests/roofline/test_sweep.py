@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import sympy
 
+from ridgeplan.planner.lowering import strategy_of
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
-from ridgeplan.planner.terms import strategy_of
+from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.evaluate import evaluate
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.models import load_shape
 from ridgeplan.roofline.ops import choose_splits
 from ridgeplan.roofline.sweep import FIGURES, compile_sweep, symbolic_figure
 from ridgeplan.roofline.symbols import symbol

@@ -5,7 +5,7 @@ import torch
 from scipy import stats
 
 from ridgeplan import runtime
-from ridgeplan.runtime.prefill import prefill
+from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.sampling import Sampling
 
 VOCAB = 16

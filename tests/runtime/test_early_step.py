@@ -8,12 +8,12 @@ from torch import Tensor
 
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import quantspec
-from ridgeplan.runtime.cache import Cache
-from ridgeplan.runtime.decoder import Decoder
-from ridgeplan.runtime.linear import Dense, Int4, Linear
-from ridgeplan.runtime.weights import DecoderWeights
-from ridgeplan.validate.bench import Bench
-from ridgeplan.validate.toy import Toy, toy_shape
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model.linear import Dense, Int4, Linear
+from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.validate.random_decoder import Toy, toy_shape
+from ridgeplan.validate.timing import Bench
 
 CONTEXT = 1000
 SHAPE = toy_shape(3, 1024, 2816, 8, 2, 128, vocab=1000)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from ridgeplan import runtime
-from ridgeplan.kernels.int4_weight import Int4Weight
-from ridgeplan.runtime.linear import Int4, LibraryInt4Weight
-from ridgeplan.runtime.weight_quantizer import quantize_weight
+from ridgeplan.kernels.linear.int4_weight import Int4Weight
+from ridgeplan.runtime.model.linear import Int4, LibraryInt4Weight
+from ridgeplan.runtime.quantization.gptq import quantize_weight
 
 pytestmark = pytest.mark.gpu
 
@@ -80,7 +80,7 @@ def test_smollm2_generates_the_same_tokens(gamma, smollm2, make_plan, long_text)
 
 @pytest.mark.parametrize("chunk_tokens", [64, 256])
 def test_bfloat16_prefill_chunks_agree(chunk_tokens, tiny_model, make_plan, prompts):
-    from ridgeplan.runtime.prefill import prefill
+    from ridgeplan.runtime.model.prefill import prefill
 
     engine = runtime.load(make_plan(context=256), tiny_model().folder, device="cuda", dtype=torch.bfloat16)
     prompt = torch.tensor(prompts(200)[0], device="cuda")

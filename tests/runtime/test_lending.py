@@ -12,11 +12,11 @@ import torch
 from ridgeplan import runtime
 from ridgeplan.planner.capacity import Room, peak_bytes, prompts_borrow
 from ridgeplan.roofline import memory
-from ridgeplan.roofline.models import load_shape
+from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.runtime import lending
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.lending import ALIGNMENT, Arena, LendableWeights, draft_weights_of
-from ridgeplan.runtime.prefill import prefill
+from ridgeplan.runtime.model.prefill import prefill
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import pytest
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.prediction import predict
 from ridgeplan.planner.presets import preset
-from ridgeplan.roofline.hardware import load_hardware
-from ridgeplan.roofline.models import load_shape
-from ridgeplan.roofline.profile import Profile, Rates
+from ridgeplan.roofline.catalog.hardware import load_hardware
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.profile import Profile, Rates
 from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.validate.comparison import Comparison, Row
 from ridgeplan.validate.measure import Measured, comparison, tpot_ms_at

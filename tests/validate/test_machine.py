@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ridgeplan.roofline.hardware import FIGURES
+from ridgeplan.roofline.catalog.hardware import FIGURES
 from ridgeplan.validate import machine
-from ridgeplan.validate.bench import Bench
+from ridgeplan.validate.timing import Bench
 
 
 @pytest.fixture(scope="module")

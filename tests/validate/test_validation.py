@@ -7,7 +7,7 @@ import pytest
 from ridgeplan import runtime
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
-from ridgeplan.roofline.profile import Profile, Rates
+from ridgeplan.roofline.catalog.profile import Profile, Rates
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.validate import compare, validate_plan
 from ridgeplan.validate.machine import cpu_hardware

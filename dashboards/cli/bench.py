@@ -1,0 +1,111 @@
+"""`ridgeplan bench`: what this machine's kernels reach beside their peers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ridgeplan.dashboards.cli.options import OutputFile, as_json, options
+from ridgeplan.dashboards.cli.output import (
+    number,
+    print_json,
+    print_table,
+    progress,
+    warnings_as_notes,
+    write_atomically,
+)
+from ridgeplan.validate.kernel_bench.sizes import KERNELS
+
+
+@click.group()
+def bench() -> None:
+    """Measure this machine's speed against other software's."""
+
+
+@bench.command()
+@options(
+    click.option(
+        "--only", type=click.Choice(KERNELS), multiple=True, help="A kernel; repeat for several.  [default: all]"
+    ),
+    click.option("--once", is_flag=True, help="Run each kernel once at a tiny size, untimed, for memory checkers."),
+    click.option("--output", type=OutputFile(), help="Where to save the results as JSON."),
+    as_json,
+)
+def kernels(only: tuple[str, ...], once: bool, output: Path | None, as_json: bool) -> None:
+    """Time the package's kernels beside their peers on this machine's GPU.
+
+    Targets are for an H200. FlashInfer is a peer where it is installed.
+    """
+    report = run_once(only or KERNELS) if once else measure(only or KERNELS)
+    if output is not None:
+        write_atomically(output, json.dumps(report, indent=2, allow_nan=False) + "\n")
+    if as_json:
+        print_json(report)
+    elif once:
+        rows = ((row["kernel"], error_text(row["error"]), row["shape"]) for row in report["rows"])
+        print_table("Every kernel once", ("kernel", "error", "shape"), rows)
+    else:
+        print_report(report)
+
+
+def measure(chosen: Sequence[str]) -> dict[str, Any]:
+    """The report on kernels measured under a progress bar."""
+    # Importing torch takes seconds, so it waits until the options are known to be good.
+    from ridgeplan.validate.kernel_bench.report import bench_kernels
+
+    with warnings_as_notes(), progress() as bars:
+        bar = bars.add_task("measuring")
+
+        def show(what: str, done: int, total: int) -> None:
+            bars.update(bar, description=f"measuring {what}", completed=done, total=total)
+
+        return bench_kernels(chosen, show).to_dict()
+
+
+def run_once(chosen: Sequence[str]) -> dict[str, Any]:
+    """The errors of kernels run once; null for one that is not finite, as in reports."""
+    from ridgeplan.validate.kernel_bench.report import run_kernels_once
+
+    with warnings_as_notes():
+        found = run_kernels_once(chosen)
+    return {
+        "rows": [
+            {"kernel": kernel, "shape": shape, "error": error if math.isfinite(error) else None}
+            for kernel, shape, error in found
+        ]
+    }
+
+
+def print_report(report: Mapping[str, Any]) -> None:
+    """A table of a report's rows, and how many meet their targets."""
+    columns = ("kernel", "ours us", "peer us", "ratio", "roof", "error", "target us", "", "peer")
+    roof = f"{report['copy_bytes_per_s'] / 1e12:.3g} TB/s, {report['matmul_flops'] / 1e12:.3g} TFLOP/s"
+    rows = report["rows"]
+    print_table(f"{report['device']}, {roof}, {report['date']}", columns, map(row_texts, rows))
+    click.echo(f"{sum(row['met'] for row in rows)} of {len(rows)} meet the targets for an H200")
+
+
+def error_text(error: float | None) -> str:
+    """An error as the tables show it."""
+    return "not finite" if error is None else f"{error:.1e}"
+
+
+def row_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The cells of one row; what was not measured is empty."""
+    peer_us, ratio, error, target_us = (row[name] for name in ("peer_us", "ratio", "error", "target_us"))
+    return (
+        f"{row['kernel']} {row['shape']}",
+        number(row["ours_us"]),
+        "" if peer_us is None else number(peer_us),
+        "" if ratio is None else f"{ratio:.2f}x",
+        f"{row['roof']:.0%}",
+        error_text(error),
+        "" if target_us is None else number(target_us),
+        "met" if row["met"] else "missed",
+        row["peer"] or "",
+    )

@@ -1,0 +1,220 @@
+"""`ridgeplan bench decode` and `suite`: decoding end to end at a large model's size, with real acceptance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ridgeplan.dashboards.cli.breakdown import print_breakdowns
+from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or
+from ridgeplan.dashboards.cli.options import OutputFile, as_json, calibration_file, options, profile_file, prompt_file
+from ridgeplan.dashboards.cli.output import print_json, print_table, progress, warnings_as_notes, write_atomically
+from ridgeplan.planner import Workload
+from ridgeplan.planner.presets import PRESETS, preset
+from ridgeplan.planner.resolution import this_machine
+from ridgeplan.planner.support import missing_execution
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.profile import load_profile
+from ridgeplan.roofline.speculation import MAX_GAMMA
+from ridgeplan.validate.decode_bench.report import ABLATION, PLAIN, DecodeCase, has_gamma, suite_cases, with_plain
+
+SUITE_WORKLOADS = ("4096x1", "32768x1", "32768x8", "98304x1", "98304x4")  # the text that comes with Python holds them
+SUITE_GAMMAS = (2, 4, 6)
+COLUMNS = (
+    "workload", "TPOT ms", "over plain", "over vLLM", "tokens/round", "acceptance", "TTFT s", "peak GB", "plan",
+)  # fmt: skip
+
+
+class Workloads(click.ParamType):
+    """Context and batch."""
+
+    name = "CONTEXTxBATCH"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        """`32768x8` as (32768, 8)."""
+        if isinstance(value, tuple):
+            return value
+        context, _, batch = str(value).partition("x")
+        if context.isdecimal() and batch.isdecimal() and int(context) and int(batch):
+            return int(context), int(batch)
+        return self.fail(f"{value!r} is not a workload; allowed: context and batch, such as 32768x8", param, ctx)
+
+
+class Case(click.ParamType):
+    """One plan at one workload."""
+
+    name = "PRESET:CONTEXTxBATCH[:GAMMA]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> DecodeCase:
+        """`quantspec:32768x8:3`; without a gamma it is the preset's own."""
+        if isinstance(value, DecodeCase):
+            return value
+        name, _, rest = str(value).partition(":")
+        workload, _, gamma = rest.partition(":")
+        fits = gamma == "" or (has_gamma(name) and gamma.isdecimal() and 1 <= int(gamma) <= MAX_GAMMA)
+        if name not in ABLATION or not fits:
+            allowed = f"one of {', '.join(ABLATION)}, a workload and, if it drafts, a gamma from 1 to {MAX_GAMMA}"
+            self.fail(f"{value!r} is not a case; allowed: {allowed}, such as quantspec:32768x8:3", param, ctx)
+        return DecodeCase(name, *Workloads().convert(workload, param, ctx), int(gamma) if gamma else None)
+
+
+def executable_presets() -> list[str]:
+    """Presets that the runtime executes; all others can only be estimated."""
+    any_workload = Workload("any", "any", 2**17)
+    return [name for name in PRESETS if not missing_execution(preset(name, any_workload))]
+
+
+shared = options(
+    click.option(
+        "--model-shape", required=True, help="Catalog name, or a folder with a config.json, whose size is run."
+    ),
+    click.option("--model", help="Small model whose function is run.  [default: the embedded SmolLM2-135M-Instruct]"),
+    prompt_file,
+    click.option("--new-tokens", type=click.IntRange(1), default=256, show_default=True, help="Tokens to generate."),
+    click.option("--temperature", type=click.FloatRange(0), default=1.0, show_default=True),
+    calibration_file,
+    profile_file,
+    click.option("--breakdown", is_flag=True, help="Show what each kernel takes of a round, beside its prediction."),
+    click.option("--output", type=OutputFile(), help="Where to save the results as JSON."),
+    as_json,
+)
+
+
+@click.command()
+@options(
+    click.option("--ctx", "context", type=click.IntRange(1), required=True, help="Tokens of a prompt."),
+    click.option("--batch", type=click.IntRange(1), default=1, show_default=True),
+    click.option("--preset", "chosen", type=click.Choice(executable_presets()), default="quantspec", show_default=True),
+    click.option("--gamma", type=click.IntRange(1, MAX_GAMMA), help="Drafted tokens a round.  [default: the preset's]"),
+    shared,
+)
+def decode(context: int, batch: int, chosen: str, gamma: int | None, **rest: Any) -> None:
+    """Run plain decoding and one preset, with a small real model inflated to a large shape."""
+    cases = [DecodeCase(name, context, batch, gamma) for name in dict.fromkeys((PLAIN, chosen))]
+    report(cases, **rest)
+
+
+@click.command()
+@options(
+    click.option(
+        "--workload", "workloads", type=Workloads(), multiple=True, default=SUITE_WORKLOADS, show_default=True,
+        help="Context and batch; repeat for several.",
+    ),
+    click.option(
+        "--gamma", "gammas", type=click.IntRange(1, MAX_GAMMA), multiple=True, default=SUITE_GAMMAS, show_default=True,
+        help="Drafted tokens a round; repeat for several.",
+    ),
+    click.option(
+        "--preset", "presets", type=click.Choice(ABLATION), multiple=True, default=ABLATION, show_default=True,
+        help="What is run beside plain decoding; repeat for several.",
+    ),
+    click.option(
+        "--case", "cases", type=Case(), multiple=True,
+        help="Run just this, and plain decoding of its workload; repeat for several.",
+    ),
+    shared,
+)  # fmt: skip
+def suite(
+    workloads: Sequence[tuple[int, int]],
+    gammas: Sequence[int],
+    presets: Sequence[str],
+    cases: Sequence[DecodeCase],
+    **rest: Any,
+) -> None:
+    """Run plain decoding, an INT8 cache, and QuantSpec with each of its parts alone and both (its Fig 4).
+
+    All presets run with all gammas at all workloads, unless cases are given.
+    """
+    report(with_plain(cases) if cases else suite_cases(workloads, sorted(set(gammas)), presets), **rest)
+
+
+def report(
+    cases: Sequence[DecodeCase],
+    model_shape: str,
+    model: str | None,
+    prompt_file: str | None,
+    new_tokens: int,
+    temperature: float,
+    calibration: str | None,
+    profile: str | None,
+    breakdown: bool,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Runs the cases, saves the report, and prints it. Raises NoBreakdown where one is asked of a CPU."""
+    shape = load_shape(model_shape)
+    calibrated = load_profile(profile) if profile else this_machine()
+    # Importing torch takes seconds, so it waits until the options are known to be good.
+    from ridgeplan.validate.decode_bench.breakdown import breakdowns, require_cuda
+    from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
+    from ridgeplan.validate.decode_bench.report import bench_decode
+    from ridgeplan.validate.prompts import read_prompt
+
+    if breakdown:
+        require_cuda(device())
+    small = embedded_or(model)
+    text = read_prompt(prompt_file) if prompt_file is not None else None
+    fitted = calibration_tokens(small, calibration) or ()
+    with warnings_as_notes(), progress() as bars:
+        bar = bars.add_task("inflating the model", total=len(cases))
+        inflated = InflatedModel.load(small, shape, device())
+        found = bench_decode(
+            inflated, cases, calibrated, new_tokens, text=text, temperature=temperature, calibration=fitted,
+            on_progress=lambda what, done, total: bars.update(bar, description=what, completed=done, total=total),
+        )  # fmt: skip
+    data = found.to_dict()
+    save(output, data)
+    if not as_json:
+        print_report(data)
+    if breakdown:
+        with warnings_as_notes():
+            rounds = breakdowns(inflated, found.rows, calibrated, new_tokens, text=text, temperature=temperature)
+        data["rows"] = [{**row, "breakdown": one.to_dict()} for row, one in zip(data["rows"], rounds, strict=True)]
+        save(output, data)
+        if not as_json:
+            print_breakdowns(found.rows, rounds)
+    if as_json:
+        print_json(data)
+
+
+def save(output: Path | None, data: dict[str, Any]) -> None:
+    """Writes a report where one is wanted. Raises FileProblem."""
+    if output is not None:
+        write_atomically(output, json.dumps(data, indent=2, allow_nan=False) + "\n")
+
+
+def device() -> str:
+    """Where models run on this machine."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def print_report(found: Mapping[str, Any]) -> None:
+    """A table with a line for each case of a report's JSON."""
+    title = f"{found['shape']} on {found['device']}, temperature {found['temperature']}, {found['date']}"
+    print_table(f"{title}; in brackets: predicted", COLUMNS, map(row_texts, found["rows"]))
+
+
+def row_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The cells of one case under `COLUMNS`; the prediction of TPOT is the one at the measured acceptance."""
+    figures, drafting = row["measured"], row["gamma"] > 0
+    predicted = {one["name"]: one["predicted"] for one in row["comparison"]}
+    faster = {one["name"]: one["measured"] for one in row["comparison"]}["speed-up over plain decoding"]
+    tpot_ms = predicted["tpot at the measured acceptance" if drafting else "tpot"]
+    peak = figures["peak_memory_bytes"]
+    return (
+        f"{row['context']}x{row['batch']}",
+        f"{figures['tpot_ms']:.2f} ({tpot_ms:.2f})",
+        "" if faster is None else f"{faster:.2f}x",
+        "" if row["over_vllm"] is None else f"{row['over_vllm']:.2f}x",
+        f"{figures['tokens_per_round']:.2f} ({predicted['tokens per round']:.2f})" if drafting else "",
+        f"{figures['acceptance']:.3f} ({predicted['acceptance']:.3f})" if drafting else "",
+        f"{figures['ttft_ms'] / 1e3:.2f} ({predicted['prefill'] / 1e3:.2f})",
+        "" if peak is None else f"{peak / 1e9:.1f} ({predicted['peak memory'] / 1e9:.1f})",
+        f"{row['preset']}, gamma {row['gamma']}" if drafting else row["preset"],
+    )

@@ -1,0 +1,73 @@
+"""`ridgeplan calibrate` and `ridgeplan dashboard`: what concerns this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+from ridgeplan.dashboards.cli.errors import FileProblem
+from ridgeplan.dashboards.cli.options import OutputFile, as_json, options
+from ridgeplan.dashboards.cli.output import print_json, print_table, progress
+from ridgeplan.roofline.catalog.profile import Profile, user_profile_path
+
+APP = Path(__file__).parents[1] / "app.py"
+
+
+@click.command()
+@options(
+    click.option("--quick", is_flag=True, help="Under a minute, with a wider band."),
+    click.option("--output", type=OutputFile(), help="Where to save it.  [default: where --gpu auto looks for it]"),
+    as_json,
+)
+def calibrate(quick: bool, output: Path | None, as_json: bool) -> None:
+    """Measure this machine's bandwidth, compute and kernels, and save the profile that predictions use."""
+    profile = calibrate_with_progress(quick, output)
+    if as_json:
+        print_json({"path": str(output or user_profile_path()), "profile": json.loads(profile.to_json())})
+        return
+    hardware = profile.hardware
+    click.echo(
+        f"{profile.device}: {hardware.bandwidth_bytes_per_s / 1e9:.4g} GB/s, "
+        f"{hardware.compute_flops / 1e12:.3g} TFLOP/s, ridge point {hardware.ridge_point:.3g} FLOP/byte"
+    )
+    print_table(
+        "Kernel classes, of these ceilings",
+        ("class", "bandwidth", "compute", "launch us", "spread", "source"),
+        ((name, f"{rates.bandwidth_utilization:.0%}", f"{rates.compute_utilization:.0%}", f"{1e6 * rates.launch_s:.3g}",
+          f"{rates.spread:.0%}", rates.source) for name, rates in profile.classes.items()),
+    )  # fmt: skip
+    click.echo(f"saved to {output or user_profile_path()}")
+
+
+@click.command()
+@click.option("--port", type=click.IntRange(1, 65535), default=8501, show_default=True, help="Port on 127.0.0.1.")
+def dashboard(port: int) -> int:
+    """Serve the page to this machine's browser, and to nobody else."""
+    # -P keeps the working directory off sys.path, where a folder such as kernels/ would shadow installed packages.
+    serve = [sys.executable, "-P", "-m", "streamlit", "run", str(APP)]
+    local = ["--server.address", "127.0.0.1", "--server.port", str(port), "--server.headless", "true"]
+    quiet = ["--browser.gatherUsageStats", "false", "--client.toolbarMode", "minimal"]
+    return subprocess.run([*serve, *local, *quiet], check=False).returncode
+
+
+def calibrate_with_progress(quick: bool, output: Path | None) -> Profile:
+    """The profile of this machine, measured under a progress bar and saved. Raises FileProblem."""
+    from ridgeplan import validate
+
+    with progress() as bars:
+        bar = bars.add_task("calibrating")
+        profile = validate.calibrate(
+            quick,
+            on_progress=lambda what, done, total: bars.update(
+                bar, description=f"calibrating {what}", completed=done, total=total
+            ),
+        )
+    try:
+        validate.save_profile(profile, output)
+    except OSError as error:
+        raise FileProblem(f"cannot write {str(output or user_profile_path())!r}: {error.strerror}") from error
+    return profile

@@ -1,0 +1,93 @@
+"""Options that several commands share, and the types of their values."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from ridgeplan.dashboards.cli.errors import FileProblem
+from ridgeplan.planner import Plan, PlanError
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+UNITS = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for suffix, base in (("b", 1000), ("ib", 1024))
+    for power, letter in enumerate("kmgt", start=1)
+}
+
+
+class Size(click.ParamType):
+    """Bytes, with or without a unit."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """`24GiB`, `80 GB` or `25769803776` in bytes."""
+        match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([a-z]*)", str(value).strip().lower(), re.ASCII)
+        size = float(match[1]) * UNITS.get(match[2], 0) if match else 0
+        if 0 < size < math.inf:
+            return size
+        return self.fail(
+            f"{value!r} is not a size; allowed: bytes above 0, or with a unit such as 24GiB or 80GB", param, ctx
+        )
+
+
+class OutputFile(click.ParamType):
+    """A file to write. Checked before the command works for a minute and cannot keep what it found."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path, if its folder exists and may be written to."""
+        path = Path(value)
+        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            self.fail(f"cannot write {str(path)!r}; allowed: a file in an existing, writable folder", param, ctx)
+        return path
+
+
+class PlanFile(click.ParamType):
+    """A plan as `recommend --output` writes it."""
+
+    name = "plan.json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Plan:
+        """The plan. Raises PlanError or FileProblem naming the file."""
+        if isinstance(value, Plan):
+            return value
+        try:
+            return Plan.from_json(Path(value).read_bytes())
+        except (OSError, ValueError) as error:
+            if isinstance(error, PlanError):
+                raise PlanError(f"plan {value!r}: {error}") from error
+            raise FileProblem(f"cannot read plan {value!r}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def options(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
+    """Several click decorators as one, in the order in which `--help` shows them."""
+
+    def decorate(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+profile_file = click.option("--profile", metavar="FILE", help="Calibration to predict with, of `ridgeplan calibrate`.")
+yarn = click.option("--yarn", is_flag=True, help="Stretch rotary embeddings beyond the model's context limit.")
+model_to_run = click.option(
+    "--model", help="Folder, GGUF file or hub id to run.  [default: the embedded SmolLM2-135M-Instruct]"
+)
+prompt_file = click.option(
+    "--prompt-file", metavar="FILE", help="UTF-8 text to continue.  [default: a text that comes with Python]"
+)
+calibration_file = click.option(
+    "--calibration", metavar="FILE", help="UTF-8 text like what will be decoded, to fit 4-bit draft weights to."
+)

@@ -1,0 +1,86 @@
+"""What commands print and write: JSON, tables, files."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ridgeplan.dashboards.cli.errors import FileProblem
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+GIB = 2**30
+PIPE_COLUMNS = 140  # width of tables where there is no terminal
+
+
+def print_json(data: Any) -> None:
+    """`data` as indented JSON on stdout."""
+    click.echo(json.dumps(data, indent=2, allow_nan=False))
+
+
+def number(value: float) -> str:
+    """Three significant digits below 1000, all whole digits above."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A titled table on stdout; the first and the last column hold words, those between hold figures."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table()
+    for index, column in enumerate(columns):
+        words = index in (0, len(columns) - 1)
+        table.add_column(column, justify="left" if words else "right", overflow="fold", no_wrap=not words)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    click.echo(title)
+    console().print(table)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console as wide as the terminal, or wide enough for the tables where there is none."""
+    from rich.console import Console
+
+    terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(stderr=stderr, highlight=False, width=None if terminal else PIPE_COLUMNS)
+
+
+def progress() -> Progress:
+    """Progress bars on stderr where that is a terminal; they leave nothing behind."""
+    from rich.progress import Progress
+
+    return Progress(console=console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+
+
+@contextmanager
+def warnings_as_notes() -> Iterator[None]:
+    """Within the body, a warning is one line on stderr."""
+
+    def note(message: Warning | str, *_: Any, **__: Any) -> None:
+        click.echo(f"note: {' '.join(str(message).split())}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = note
+        yield
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that is either complete or not there. Raises FileProblem."""
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        staging.write_text(text, encoding="utf-8")
+        staging.replace(path)
+    except OSError as error:
+        staging.unlink(missing_ok=True)
+        raise FileProblem(f"cannot write {str(path)!r}: {error.strerror}") from error

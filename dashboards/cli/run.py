@@ -1,0 +1,127 @@
+"""`ridgeplan run`: executes a plan with a model and streams what it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, note_substitute, prompt_tokens
+from ridgeplan.dashboards.cli.options import PlanFile, as_json, calibration_file, model_to_run, options, prompt_file
+from ridgeplan.dashboards.cli.output import GIB, print_json, warnings_as_notes
+from ridgeplan.planner import Plan
+
+if TYPE_CHECKING:
+    from ridgeplan.runtime import Engine, Statistics
+
+DEFAULT_NEW_TOKENS = 128
+STATISTICS = (
+    "gamma", "rounds", "generated", "drafted", "judged", "accepted", "tokens_per_round", "acceptance", "accepted_share",
+    "prefill_s", "decode_s", "draft_s", "verify_s", "flush_s", "idle_s", "capture_s", "flushes",
+    "ttft_ms", "tpot_ms", "peak_memory_bytes",
+)  # fmt: skip
+
+
+@click.command()
+@click.argument("plan", type=PlanFile())
+@options(
+    model_to_run,
+    click.option("--prompt", metavar="TEXT", help="Text to continue."),
+    prompt_file,
+    click.option("--max-new-tokens", type=int, help=f"Tokens to generate.  [default: {DEFAULT_NEW_TOKENS}]"),
+    click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token."),
+    click.option("--top-k", type=int, help="Draw among the k likeliest tokens."),
+    click.option("--top-p", type=float, help="Draw among the likeliest tokens that make up this probability."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draws."),
+    calibration_file,
+    as_json,
+)
+def run(
+    plan: Plan, model: str | None, prompt: str | None, prompt_file: str | None, max_new_tokens: int | None,
+    calibration: str | None, as_json: bool, **sampling: Any,
+) -> None:  # fmt: skip
+    """Execute the plan in file PLAN, stream the text, and print what it took."""
+    if prompt is not None and prompt_file is not None:
+        raise click.UsageError("--prompt and --prompt-file were given; allowed: one of them")
+    if prompt == "":
+        raise click.UsageError("--prompt is empty; allowed: text of one character or more")
+    limit = min(DEFAULT_NEW_TOKENS, plan.workload.new_tokens) if max_new_tokens is None else max_new_tokens
+    # Importing torch takes seconds, so it waits until the plan's file is known to be good.
+    from ridgeplan import runtime
+
+    with warnings_as_notes():
+        source = embedded_or(model)
+        engine = runtime.load(plan, source, calibration=calibration_tokens(source, calibration))
+        if model is None:
+            note_substitute(plan)
+        prompt_ids = prompt_tokens(engine, prompt, prompt_file)
+        stop = engine.tokenizer.eos_token_id
+        stream = engine.stream(prompt_ids, limit, stop_tokens=() if stop is None else (stop,), **sampling)
+        tokens: list[int] = []
+        for piece in text_pieces(_kept(stream, tokens), text_decoder(engine)):
+            if not as_json:
+                click.echo(piece, nl=False)
+    if as_json:
+        print_json({
+            "plan": plan.to_dict(),
+            "model": engine.source,
+            "prompt_tokens": len(prompt_ids),
+            "tokens": tokens,
+            "text": text_decoder(engine)(tokens),
+            "statistics": statistics_dict(engine.statistics),
+        })  # fmt: skip
+    else:
+        click.echo("\n\n" + summary(engine.statistics))
+
+
+def text_decoder(engine: Engine) -> Callable[[list[int]], str]:
+    """Turns token ids into text, without the marks of a chat or of its end."""
+    return partial(engine.tokenizer.decode, skip_special_tokens=True)
+
+
+def text_pieces(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
+    """The text of tokens as they come, held back while it ends inside a character."""
+    # The tokens of the last piece, with which some tokenizers join the next, then those that are held back.
+    window: list[int] = []
+    last = 0
+    for token in tokens:
+        window.append(token)
+        text = decode(window)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield text[len(decode(window[:last])) :]
+            window, last = window[last:], len(window) - last
+    yield decode(window)[len(decode(window[:last])) :]
+
+
+def statistics_dict(statistics: Statistics) -> dict[str, Any]:
+    """The figures of a generation as JSON values."""
+    return {name: getattr(statistics, name) for name in STATISTICS}
+
+
+def summary(statistics: Statistics) -> str:
+    """The figures of a generation in a few lines."""
+    one = statistics
+    peak = "not measured" if one.peak_memory_bytes is None else f"{one.peak_memory_bytes / GIB:.2f} GiB"
+    lines = [
+        f"{one.generated} tokens, {one.tpot_ms:.3g} ms each after {one.ttft_ms / 1e3:.3g} s of prefill, "
+        f"peak memory {peak}"
+    ]
+    if one.gamma:
+        lines += [
+            f"{one.rounds} rounds of {one.gamma} drafts ({1e3 * one.draft_s:.3g} ms each) and a verification "
+            f"({1e3 * one.verify_s:.3g} ms), {one.tokens_per_round:.2f} tokens a round, {one.flushes} flushes",
+            f"acceptance {one.acceptance:.3f} (conditional), {one.accepted_share:.3f} of all drafts",
+        ]
+    if one.capture_s:
+        lines.append(f"before the first round {one.capture_s:.3g} s to capture its graph")
+    if one.idle_s:
+        lines.append(f"between rounds the device waits {1e6 * one.idle_s / one.rounds:.3g} us for the host")
+    return "\n".join(lines)
+
+
+def _kept(tokens: Iterable[int], into: list[int]) -> Iterator[int]:
+    for token in tokens:
+        into.append(token)
+        yield token

@@ -1,0 +1,96 @@
+"""`ridgeplan validate`: a plan's prediction against what running it measures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, note_substitute, opening_tokens
+from ridgeplan.dashboards.cli.options import (
+    PlanFile,
+    as_json,
+    calibration_file,
+    model_to_run,
+    options,
+    profile_file,
+    prompt_file,
+)
+from ridgeplan.dashboards.cli.output import print_json, print_table, progress, warnings_as_notes
+from ridgeplan.dashboards.cli.run import DEFAULT_NEW_TOKENS
+from ridgeplan.planner import Plan
+from ridgeplan.roofline.catalog.profile import load_profile
+
+if TYPE_CHECKING:
+    from ridgeplan.validate import Comparison
+
+RUNS = {"plain": "plain decoding", "plan": "the plan"}  # as `validate_plan` names them
+
+
+@click.command()
+@click.argument("plan", type=PlanFile())
+@options(
+    model_to_run,
+    prompt_file,
+    click.option("--max-new-tokens", type=int, help=f"Tokens to generate.  [default: {DEFAULT_NEW_TOKENS}]"),
+    profile_file,
+    calibration_file,
+    click.option(
+        "--agreement", is_flag=True, help="Also count the greedy tokens that differ from float32's; none can on a CPU."
+    ),
+    as_json,
+)
+def validate(
+    plan: Plan,
+    model: str | None,
+    prompt_file: str | None,
+    max_new_tokens: int | None,
+    profile: str | None,
+    calibration: str | None,
+    agreement: bool,
+    as_json: bool,
+) -> None:
+    """Run plain decoding and the plan in file PLAN on one text, and compare both with their predictions.
+
+    The prompt is the start of the text, as long as the plan's context.
+    """
+    calibrated = load_profile(profile) if profile else None
+    limit = min(DEFAULT_NEW_TOKENS, plan.workload.new_tokens) if max_new_tokens is None else max_new_tokens
+    # Importing torch takes seconds, so it waits until the files are known to be good.
+    from ridgeplan.validate import validate_plan
+    from ridgeplan.validate.agreement import plan_agreement
+
+    with warnings_as_notes(), progress() as bars:
+        source = embedded_or(model)
+        prompts = [opening_tokens(source, prompt_file, plan.workload.context)] * plan.workload.batch
+        total = limit * len(prompts)
+        tasks = {name: bars.add_task(f"running {what}", total=total) for name, what in RUNS.items()}
+        validation = validate_plan(
+            plan, source, prompts, limit, profile=calibrated, calibration=calibration_tokens(source, calibration),
+            on_progress=lambda name, tokens: bars.update(tasks[name], completed=tokens),
+        )  # fmt: skip
+        agreed = plan_agreement(plan, source, prompts[0], limit) if agreement else None
+    if model is None:
+        note_substitute(plan)
+    if as_json:
+        more = {"agreement": agreed.to_dict()} if agreed else {}
+        print_json({"plan": plan.to_dict(), "validation": validation.to_dict()} | more)
+        return
+    for what, run in ((RUNS["plain"], validation.plain), (RUNS["plan"], validation.planned)):
+        print_comparison(what, run.comparison)
+    if agreed:
+        click.echo(
+            f"{len(agreed.gaps)} of {agreed.tokens} greedy tokens ({agreed.rate:.1%}) differ from float32's, "
+            f"{agreed.beyond_noise} by more than rounding explains"
+        )
+
+
+def print_comparison(title: str, comparison: Comparison) -> None:
+    """A table of predicted against measured."""
+    workload = f"context {comparison.context}, {comparison.new_tokens} new tokens, batch {comparison.batch}"
+    columns = ("", "predicted", "measured", "error")
+    print_table(
+        f"{title}: {comparison.preset}, {workload} [{comparison.source}]",
+        columns,
+        (row.texts() for row in comparison.rows),
+    )

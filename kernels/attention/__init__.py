@@ -1,0 +1,72 @@
+"""Decode attention over quantized groups and a full-precision buffer, for one to sixteen queries."""
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.attention.cuda import decode_attention_cuda, fits
+from ridgeplan.kernels.attention.reference import decode_attention_twin
+from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.kv_cache import require_lower, require_rows
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+
+
+def decode_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    codes: QuantizedKV | None = None,
+    groups: Tensor | None = None,
+    *,
+    lower: bool = False,
+    scale: float | None = None,
+    splits: int | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Attention of a few queries per row -> [B, T, Hq, D] in q's dtype; rows that see nothing give zeros.
+
+    q: [B, T, Hq, D], T of 1..16. keys, values: [B, Hkv, C, D] in full precision, in q's dtype on CUDA.
+    begin, end: int32 [B] on the device; query t of row b sees the slots begin[b] <= j < end[b] + t, so end[b]
+    is one past the first query's own token. codes with groups (int32 [B]): every query also sees the row's
+    first groups[b] quantized groups, as INT8 when `lower`, else as INT4. scale: of the scores, by default
+    D ** -0.5. splits: parts a row's tokens are cut into on CUDA, by default filled to the machine.
+
+    Query heads of one KV head and all T queries share a tile, so KV is read once. On CUDA the call may begin before
+    earlier kernels of the stream have ended, where those permit it (see `ridgeplan.kernels.device.launch`): q, keys and values
+    are read only after that, but begin, end, groups and codes at once. So what writes these must not let the next
+    kernel start early, and at least one more kernel should stand between.
+
+    Raises ValueError when the heads do not divide, shapes disagree, lengths are not int32 [B], or `lower` is asked of
+    upper-only codes.
+    """
+    _check(q, keys, values, codes, groups)
+    require_rows(len(q), torch.int32, begin=begin, end=end, groups=groups)
+    if codes is not None:
+        require_lower(codes, lower)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if not uses_triton(backend, q):
+        return decode_attention_twin(q, keys, values, begin, end, codes, groups, lower, scale)
+    if backend == "auto" and fits(q, keys, values, codes, lower, scale):
+        return decode_attention_cuda(q, keys, values, begin, end, codes, groups, lower, scale, splits)
+    from ridgeplan.kernels.attention.triton import decode_attention_triton
+
+    return decode_attention_triton(q, keys, values, begin, end, codes, groups, lower, scale, splits)
+
+
+def _check(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV | None, groups: Tensor | None) -> None:
+    batch, _, q_heads, head_dim = q.shape
+    kv_heads = keys.shape[1]
+    if values.shape != keys.shape:
+        raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} must have one shape")
+    if (keys.shape[0], keys.shape[3]) != (batch, head_dim):
+        raise ValueError(f"q {list(q.shape)} and keys {list(keys.shape)} disagree in batch or head_dim")
+    if q_heads % kv_heads:
+        raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} KV heads")
+    if (codes is None) != (groups is None):
+        raise ValueError("codes and groups: give both or neither")
+    if codes is not None and (codes.batch, codes.kv_heads, codes.head_dim) != (batch, kv_heads, head_dim):
+        raise ValueError(
+            f"codes of batch {codes.batch}, {codes.kv_heads} KV heads and head_dim {codes.head_dim} "
+            f"do not fit q {list(q.shape)} and keys {list(keys.shape)}"
+        )

@@ -1,0 +1,67 @@
+"""What decode attention and its merge declare that they cost, counted from the tensors they touch.
+
+The model prices kernels by the formulas of `ridgeplan.roofline.ops`; a test holds both equal.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ridgeplan.kernels.device.launch_metadata import launch_metadata
+from ridgeplan.kernels.kv_cache.cost import codes_of, group_bytes
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.roofline.cost import Cost
+
+
+def attention_cost(
+    q: Tensor,
+    keys: Tensor,
+    codes: QuantizedKV | None,
+    lower: bool,
+    quantized_tokens: int,
+    full_tokens: int,
+    splits: int,
+) -> Cost:
+    """Decode attention where each row sees `quantized_tokens` (whole groups) and `full_tokens` slots.
+
+    Lengths live on the device, so the caller says them. Writes are the float32 partials and log-sum-exps of
+    all splits; reads count KV once, as all query heads of a KV head share a tile.
+    """
+    kv_rows = keys.shape[0] * keys.shape[1]
+    read_bytes = q.numel() * q.element_size()
+    read_bytes += 2 * kv_rows * full_tokens * keys.shape[3] * keys.element_size()
+    if codes is not None:
+        groups = quantized_tokens // codes.group
+        read_bytes += kv_rows * groups * group_bytes(codes, planes=2 if lower else 1)
+    lse = q.numel() // q.shape[3] * splits
+    return Cost(
+        flops=4 * q.numel() * (quantized_tokens + full_tokens),
+        read_bytes=read_bytes,
+        write_bytes=4 * (lse * q.shape[3] + lse),
+    )
+
+
+def merge_cost(partial: Tensor, lse: Tensor, element_bytes: int) -> Cost:
+    """Merge of all splits into an output of `element_bytes` per element."""
+    return Cost(
+        flops=2 * partial.numel(),
+        read_bytes=partial.nbytes + lse.nbytes,
+        write_bytes=partial.numel() // partial.shape[-2] * element_bytes,
+    )
+
+
+def attention_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Launch metadata of the attention kernel, priced at full capacity: reading lengths would synchronize."""
+    codes = codes_of(args) if args["BITS"] else None
+    quantized_tokens = codes.groups * codes.group if codes is not None else 0
+    cost = attention_cost(
+        args["q"], args["keys"], codes, args["BITS"] == 8, quantized_tokens, args["capacity"], args["splits"]
+    )
+    return launch_metadata(f"decode_attention_{args['BITS']}bit", cost, args["q"])
+
+
+def merge_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Launch metadata of the merge kernel."""
+    partial = args["partial"]
+    return launch_metadata("merge", merge_cost(partial, args["lse"], args["out"].element_size()), partial)

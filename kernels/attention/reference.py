@@ -1,0 +1,98 @@
+"""Plain-torch twin of decode attention, and the path that serves CPUs.
+
+As in the kernel, scales and minima fold outside the dot products: codes become floats once and are never
+dequantized elementwise. With x = step * code + zero, keys give (q * step) . code + q . zero per group, values
+give (p * step) . code + p . zero.
+"""
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.reference import affine, unpack
+
+
+def decode_attention_twin(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    codes: QuantizedKV | None,
+    groups: Tensor | None,
+    lower: bool,
+    scale: float,
+) -> Tensor:
+    """See `ridgeplan.kernels.attention.decode_attention`; one batch row at a time, in float32."""
+    batch, queries, q_heads, head_dim = q.shape
+    kv_heads, capacity = keys.shape[1:3]
+    ratio = q_heads // kv_heads
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    starts, ends = begin.tolist(), end.tolist()
+    visible = groups.tolist() if groups is not None else [0] * batch
+    for b in range(batch):
+        # Rows of one KV head: its query heads times the queries, the queries innermost.
+        rows = (q[b].float() * scale).view(queries, kv_heads, ratio, head_dim).permute(1, 2, 0, 3)
+        rows = rows.reshape(kv_heads, ratio * queries, head_dim)
+        span = slice(starts[b], max(starts[b], min(ends[b] + queries - 1, capacity)))
+        scores = _full_scores(rows, keys[b, :, span], ends[b] - starts[b], queries)
+        quantized = _Row(codes, b, visible[b], lower) if codes is not None and visible[b] else None
+        result = _attend(rows, scores, values[b, :, span].float(), quantized)
+        out[b] = result.view(kv_heads, ratio, queries, head_dim).permute(2, 0, 1, 3).reshape(q.shape[1:])
+    return out
+
+
+def _full_scores(rows: Tensor, keys: Tensor, own: int, queries: int) -> Tensor:
+    """Scores [Hkv, rows, slots] of full-precision keys; query t sees the first own + t of them."""
+    scores = rows @ keys.float().mT
+    if queries > 1:
+        limit = own + torch.arange(rows.shape[1], device=rows.device) % queries
+        slots = torch.arange(keys.shape[1], device=rows.device)
+        scores.masked_fill_(slots >= limit[:, None], -torch.inf)
+    return scores
+
+
+def _attend(rows: Tensor, scores: Tensor, values: Tensor, quantized: "_Row | None") -> Tensor:
+    """Softmax over quantized and full-precision tokens together -> [Hkv, rows, head_dim]; no token: zeros."""
+    count = 0
+    if quantized is not None:
+        front = quantized.key_scores(rows)
+        count = front.shape[-1]
+        scores = torch.cat([front, scores], dim=-1)
+    if scores.shape[-1] == 0:
+        return torch.zeros_like(rows)
+    # The finite floor keeps rows that see nothing at weight exp(-inf) = 0 instead of NaN.
+    top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+    weights = torch.exp(scores - top)
+    out = weights[..., count:] @ values
+    if quantized is not None:
+        out += quantized.value_sums(weights[..., :count])
+    return out / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+class _Row:
+    """The first `groups` groups of one batch row's codes, as two linear maps."""
+
+    def __init__(self, codes: QuantizedKV, row: int, groups: int, lower: bool) -> None:
+        self.codes, self.lower, self.at = codes, lower, (row, slice(None), slice(groups))
+
+    def key_scores(self, rows: Tensor) -> Tensor:
+        """rows [Hkv, R, D] -> scores [Hkv, R, groups * G]."""
+        step, zero = affine(self.codes.key_scale[self.at], self.codes.key_min[self.at], self.lower)
+        scaled = rows[:, None] * step[:, :, None]
+        scores = self._dot(scaled, self.codes.key_upper, self.codes.key_lower)
+        scores += (zero @ rows.mT)[..., None]
+        return scores.transpose(1, 2).flatten(2)
+
+    def value_sums(self, weights: Tensor) -> Tensor:
+        """weights [Hkv, R, groups * G] -> weighted sums of values [Hkv, R, D]."""
+        step, zero = affine(self.codes.value_scale[self.at], self.codes.value_min[self.at], self.lower)
+        grouped = weights.unflatten(-1, step.shape[1:]).transpose(1, 2)
+        sums = self._dot(grouped * step[:, :, None], self.codes.value_upper, self.codes.value_lower).sum(1)
+        return sums + weights @ zero.flatten(1)[..., None]
+
+    def _dot(self, left: Tensor, upper: Tensor, lower: Tensor | None) -> Tensor:
+        """left [Hkv, groups, R, n] . codes [Hkv, groups, m, n] -> [Hkv, groups, R, m], n packed in halves."""
+        first, second = unpack(upper[self.at], lower[self.at] if self.lower and lower is not None else None)
+        half = first.shape[-1]
+        return left[..., :half] @ first.mT + left[..., half:] @ second.mT

@@ -1,0 +1,121 @@
+"""The two steps of the attention kernel's online softmax: a quantized group and a full-precision block.
+
+A tile of query rows carries `top` (maximum score, base 2), `total` (sum of weights), `acc` [rows, head_dim].
+"""
+
+import triton
+import triton.language as tl
+
+from ridgeplan.kernels.device.nibbles_triton import INTERPRETED, centred_affine, centred_codes
+
+
+@triton.jit
+def _dot(a, b, acc):
+    # The interpreter multiplies the bit patterns of bf16 (triton-lang/triton#11584); float32 products of
+    # 16-bit operands are exact, so widening there changes nothing else.
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _key_scores(first, second, q_first, q_second, bias):
+    scores = tl.zeros([q_first.shape[0], first.shape[0]], tl.float32)
+    scores = _dot(q_first, tl.trans(first), scores)
+    return _dot(q_second, tl.trans(second), scores) + bias[:, None]
+
+
+@triton.jit
+def quantized_block(
+    top,
+    total,
+    acc,
+    q_first,
+    q_second,
+    at,
+    scale,
+    key_upper,
+    key_lower,
+    key_scale,
+    key_min,
+    value_upper,
+    value_lower,
+    value_scale,
+    value_min,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Absorbs group `at` (flat over batch, head, group) into the online softmax; all of it is visible."""
+    HALF_GROUP: tl.constexpr = GROUP // 2
+    HALF_DIM: tl.constexpr = HEAD_DIM // 2
+    channels = tl.arange(0, HALF_DIM)
+    tokens = tl.arange(0, HALF_GROUP)
+    pair = at * HEAD_DIM + channels
+    step0, zero0 = centred_affine(tl.load(key_scale + pair), tl.load(key_min + pair), BITS)
+    pair += HALF_DIM
+    step1, zero1 = centred_affine(tl.load(key_scale + pair), tl.load(key_min + pair), BITS)
+    # One reduction each for bias, maximum and sums: rows cross the warps, so every one costs barriers.
+    bias = tl.sum(q_first * (zero0 * scale)[None, :] + q_second * (zero1 * scale)[None, :], 1)
+    scaled0 = (q_first * (step0 * scale)[None, :]).to(dtype)
+    scaled1 = (q_second * (step1 * scale)[None, :]).to(dtype)
+    byte = at * GROUP * HALF_DIM + tokens[:, None] * HALF_DIM + channels[None, :]
+    first, second = centred_codes(key_upper, key_lower, byte, BITS, dtype)
+    scores0 = _key_scores(first, second, scaled0, scaled1, bias)
+    byte += HALF_GROUP * HALF_DIM
+    first, second = centred_codes(key_upper, key_lower, byte, BITS, dtype)
+    scores1 = _key_scores(first, second, scaled0, scaled1, bias)
+
+    new_top = tl.maximum(top, tl.max(tl.maximum(scores0, scores1), 1))
+    fade = tl.exp2(top - new_top)
+    weights0 = tl.exp2(scores0 - new_top[:, None])
+    weights1 = tl.exp2(scores1 - new_top[:, None])
+    total = total * fade + tl.sum(weights0 + weights1, 1)
+
+    pair = at * GROUP + tokens
+    step0, zero0 = centred_affine(tl.load(value_scale + pair), tl.load(value_min + pair), BITS)
+    pair += HALF_GROUP
+    step1, zero1 = centred_affine(tl.load(value_scale + pair), tl.load(value_min + pair), BITS)
+    bias = tl.sum(weights0 * zero0[None, :] + weights1 * zero1[None, :], 1)
+    byte = at * HEAD_DIM * HALF_GROUP + tl.arange(0, HEAD_DIM)[:, None] * HALF_GROUP + tokens[None, :]
+    first, second = centred_codes(value_upper, value_lower, byte, BITS, dtype)
+    acc = acc * fade[:, None] + bias[:, None]
+    acc = _dot((weights0 * step0[None, :]).to(dtype), tl.trans(first), acc)
+    acc = _dot((weights1 * step1[None, :]).to(dtype), tl.trans(second), acc)
+    return new_top, total, acc
+
+
+@triton.jit
+def full_block(
+    top,
+    total,
+    acc,
+    q,
+    limit,
+    slots,
+    last,
+    scale,
+    keys,
+    values,
+    key_stride,
+    value_stride,
+    HEAD_DIM: tl.constexpr,
+):
+    """Absorbs the full-precision `slots` [BLOCK] below `last`; a row sees those below its own `limit`."""
+    channels = tl.arange(0, HEAD_DIM)
+    inside = slots < last
+    far = slots.to(tl.int64)[:, None]
+    tile = tl.load(keys + far * key_stride + channels[None, :], mask=inside[:, None], other=0.0)
+    scores = tl.zeros([q.shape[0], slots.shape[0]], tl.float32)
+    scores = _dot(q, tl.trans(tile.to(q.dtype)), scores) * scale
+    scores = tl.where((slots[None, :] < limit[:, None]) & inside[None, :], scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    # A row that has seen nothing yet keeps top = -inf; subtracting 0 instead leaves its weights 0, not NaN.
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    fade = tl.exp2(top - shift)
+    weights = tl.exp2(scores - shift[:, None])
+    total = total * fade + tl.sum(weights, 1)
+    tile = tl.load(values + far * value_stride + channels[None, :], mask=inside[:, None], other=0.0)
+    acc = _dot(weights.to(q.dtype), tile.to(q.dtype), acc * fade[:, None])
+    return new_top, total, acc

@@ -1,0 +1,98 @@
+"""Plain-torch twin of hierarchical quantization, and the one statement of its number format.
+
+QuantSpec sec. 4.2: x ~ scale * U + minimum with U in 0..15 (INT4), and x ~ scale * (U + L/16) + minimum with
+L in -8..7 (INT8). We compute the residual in float32 from the stored, float16-rounded pair (the paper leaves
+this open) and store L + 8.
+"""
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+
+
+def encode(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes of `x` with one pair along `dim`: upper, lower (uint8, as x), scale, minimum (float16).
+
+    Products with the reciprocal of the scale, rounded to the nearest integer, ties to even: what a GPU does fast.
+    """
+    x = x.float()
+    low, high = x.aminmax(dim=dim, keepdim=True)
+    scale, minimum = ((high - low) * (1 / 15)).half(), low.half()
+    # A constant group has scale 0 and decodes to its minimum; 1 only keeps the division finite.
+    step = torch.where(scale == 0, 1.0, scale.float())
+    position = (x - minimum.float()) * (1 / step)
+    upper = position.round().clamp(0, 15)
+    lower = (16 * (position - upper)).round().clamp(-8, 7) + 8
+    return upper.byte(), lower.byte(), scale.squeeze(dim), minimum.squeeze(dim)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """4-bit codes [..., n] to bytes [..., n/2]: the first half in the low nibbles, the second in the high."""
+    first, second = codes.chunk(2, dim=-1)
+    return first | (second << 4)
+
+
+def unpack(upper: Tensor, lower: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both halves of a packed axis as float32 codes: 0..15 of `upper`, or 0..255 of upper * 16 + lower."""
+    if lower is None:
+        return (upper & 15).float(), (upper >> 4).float()
+    return ((upper << 4) | (lower & 15)).float(), ((upper & 240) | (lower >> 4)).float()
+
+
+def affine(scale: Tensor, minimum: Tensor, lower: bool) -> tuple[Tensor, Tensor]:
+    """(step, zero) in float32, so that x = step * code + zero with the codes of `unpack`.
+
+    With lower codes, S * (U + L/16) + Z = S/16 * (16 U + (L + 8)) + (Z - S/2).
+    """
+    scale, minimum = scale.float(), minimum.float()
+    return (scale / 16, minimum - scale / 2) if lower else (scale, minimum)
+
+
+def quantize_twin(
+    keys: Tensor,
+    values: Tensor,
+    out: QuantizedKV,
+    group_index: Tensor,
+    mask: Tensor | None,
+    first_slot: Tensor | None,
+) -> None:
+    """See `ridgeplan.kernels.kv_cache.quantize`."""
+    if mask is None:
+        rows = torch.arange(keys.shape[0], device=keys.device)
+    else:
+        rows = mask.nonzero().squeeze(1)
+        keys, values = keys[rows], values[rows]  # most rounds flush few rows: encode only those
+    if first_slot is not None:
+        slots = first_slot.long()[rows, None] + torch.arange(out.group, device=keys.device)
+        slots = slots[:, None, :, None].expand(-1, out.kv_heads, -1, out.head_dim)
+        keys, values = keys.gather(2, slots), values.gather(2, slots)
+    blocks = (-1, out.group)
+    written = group_index.long()[rows, None] + torch.arange(keys.shape[2] // out.group, device=keys.device)
+
+    def write(target: Tensor | None, codes: Tensor) -> None:
+        if target is not None:  # the two index lists put [rows, groups] in front of the KV heads
+            target[rows[:, None], :, written] = codes.transpose(1, 2)
+
+    upper, lower, scale, minimum = encode(keys.unflatten(2, blocks), dim=3)
+    write(out.key_upper, pack(upper))
+    write(out.key_lower, pack(lower))
+    write(out.key_scale, scale)
+    write(out.key_min, minimum)
+    upper, lower, scale, minimum = encode(values.unflatten(2, blocks), dim=4)
+    write(out.value_upper, pack(upper.mT))
+    write(out.value_lower, pack(lower.mT))
+    write(out.value_scale, scale)
+    write(out.value_min, minimum)
+
+
+def dequantize_twin(codes: QuantizedKV, lower: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See `ridgeplan.kernels.kv_cache.dequantize`."""
+    shape = (codes.batch, codes.kv_heads, codes.groups * codes.group, codes.head_dim)
+    halves = unpack(codes.key_upper, codes.key_lower if lower else None)
+    step, zero = affine(codes.key_scale, codes.key_min, lower)
+    keys = torch.cat(halves, dim=-1) * step[..., None, :] + zero[..., None, :]
+    halves = unpack(codes.value_upper, codes.value_lower if lower else None)
+    step, zero = affine(codes.value_scale, codes.value_min, lower)
+    values = torch.cat(halves, dim=-1) * step[..., None, :] + zero[..., None, :]
+    return keys.to(dtype).reshape(shape), values.mT.to(dtype).reshape(shape)

@@ -1,0 +1,125 @@
+"""Rotary embedding with the append of keys and values to the cache, and the twins in plain torch."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.roofline.cost import Cost
+
+Tables = tuple[Tensor, Tensor]
+
+
+def rotary_tables(positions: Tensor, frequencies: Tensor, scale: float, *, backend: Backend = "auto") -> Tables:
+    """Cosines and sines, float32 [..., D/2], of positions int64 [...] times frequencies float32 [D/2].
+
+    RoFormer (Su et al., 2021) sec. 3.4.2; frequencies are in radians per token and `scale` is YaRN's factor on
+    both tables. Angles are float32 products, as transformers has them, which is exact up to position 2 ** 24.
+    """
+    if not uses_triton(backend, frequencies):
+        angles = positions[..., None] * frequencies
+        return angles.cos() * scale, angles.sin() * scale
+    from ridgeplan.kernels.layer.rope_triton import rotary_tables_triton
+
+    return rotary_tables_triton(positions, frequencies, scale)
+
+
+def rope_append(
+    qkv: Tensor,
+    tables: Tables,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    q_heads: int,
+    *,
+    qk_norm: Tensor | None = None,
+    eps: float = 0.0,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Rotated queries [B, T, Hq, D]; the new tokens' rotated keys and their values enter row b's `slots`.
+
+    qkv: [B, T, (Hq + 2 Hkv) D], queries, then keys, then values. tables: of the tokens' positions, [B, T, D/2].
+    keys, values: [at least B, Hkv, slots, D], any strides with contiguous channels, written in place. slots: int64
+    [B, T], no two alike in a row. qk_norm: [Hq + Hkv, D], weights of an RMSNorm with `eps` over each head of
+    queries and keys before they turn (Qwen3). Channel i turns with channel i + D/2 (Hugging Face's order), in
+    float32, rounded once.
+
+    Raises ValueError when the shapes disagree.
+    """
+    _check(qkv, tables, keys, values, slots, q_heads, qk_norm)
+    if not uses_triton(backend, qkv):
+        return rope_append_twin(qkv, tables, keys, values, slots, q_heads, qk_norm, eps)
+    from ridgeplan.kernels.layer.rope_triton import rope_append_triton
+
+    return rope_append_triton(qkv, tables, keys, values, slots, q_heads, qk_norm, eps)
+
+
+def rope_append_twin(
+    qkv: Tensor,
+    tables: Tables,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    q_heads: int,
+    qk_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """The same in plain torch."""
+    kv_heads, head_dim = keys.shape[1], keys.shape[3]
+    heads = qkv.unflatten(-1, (-1, head_dim))
+    turned, new_values = heads.split_with_sizes((q_heads + kv_heads, kv_heads), dim=-2)
+    if qk_norm is not None:
+        turned = functional.rms_norm(turned, (head_dim,), eps=eps) * qk_norm
+    queries, new_keys = _rotate(turned, *tables).split_with_sizes((q_heads, kv_heads), dim=-2)
+    for store, new in ((keys, new_keys), (values, new_values)):
+        for row, at in enumerate(slots.unbind()):
+            store[row].index_copy_(1, at, new[row].transpose(0, 1))
+    return queries
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def rotary_tables_cost(positions: Tensor, frequencies: Tensor) -> Cost:
+    """What `rotary_tables` moves: `ridgeplan.roofline.ops.rotary_tables` at the sizes of these tensors."""
+    angles = positions.numel() * len(frequencies)
+    return Cost(
+        flops=4 * angles,
+        read_bytes=positions.nbytes + frequencies.nbytes,
+        write_bytes=2 * angles * frequencies.element_size(),
+    )
+
+
+def rope_append_cost(qkv: Tensor, tables: Tables, slots: Tensor, qk_norm: Tensor | None) -> Cost:
+    """What `rope_append` moves: `ridgeplan.roofline.ops.rope_append` at the sizes of these tensors."""
+    weight_bytes = 0 if qk_norm is None else qk_norm.nbytes
+    return Cost(
+        flops=4 * qkv.numel(),
+        read_bytes=qkv.nbytes + sum(table.nbytes for table in tables) + slots.nbytes + weight_bytes,
+        write_bytes=qkv.nbytes,
+    )
+
+
+def _check(
+    qkv: Tensor, tables: Tables, keys: Tensor, values: Tensor, slots: Tensor, q_heads: int, qk_norm: Tensor | None
+) -> None:
+    _, kv_heads, _, head_dim = keys.shape
+    batch, tokens, width = qkv.shape
+    if width != (q_heads + 2 * kv_heads) * head_dim:
+        raise ValueError(
+            f"qkv is {width} wide; allowed: {(q_heads + 2 * kv_heads) * head_dim}, of {q_heads} query heads and twice "
+            f"{kv_heads} KV heads of {head_dim}"
+        )
+    if keys.shape != values.shape or len(keys) < batch:
+        raise ValueError(
+            f"keys {list(keys.shape)} and values {list(values.shape)} must have one shape with {batch} rows or more"
+        )
+    if slots.shape != (batch, tokens) or tables[0].shape != (batch, tokens, head_dim // 2):
+        raise ValueError(
+            f"slots {list(slots.shape)} and tables {list(tables[0].shape)} do not fit {[batch, tokens]} tokens"
+        )
+    if qk_norm is not None and qk_norm.shape != (q_heads + kv_heads, head_dim):
+        raise ValueError(f"qk_norm is {list(qk_norm.shape)}; allowed: {[q_heads + kv_heads, head_dim]}")

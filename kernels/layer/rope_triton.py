@@ -1,0 +1,189 @@
+"""Triton kernels of rotary embedding: the tables of a pass in one launch, and rotation with the cache append.
+
+The append sees a sequence's queries, keys and values as one matrix with a row per head of a token. A program takes a
+few rows, whatever they are; which of the stores apply to a row is a matter of masks, so there is no branch.
+
+Log on one H200 (us in a graph, the cache cleared before each call; 32/8 heads of 128, one token / 32 x 9 / 2048 tokens;
+eager torch takes 24 / 37 / 124):
+- a program per kind of heads, 512 elements and one warp: 2.6 / 4.7 / 18.0, and 7.6 for 2048 tokens of 9/3 heads of 64,
+  whose last programs were mostly padding.
+- one matrix of rows with masks for the stores: predicted no padding and less code, so 2.1 / 4.2 / 16 and 5;
+  measured 2.0 to 2.1 / 4.1 / 15.4 and 5.0. With norms of queries and keys 3.0 for one token: their weights were asked
+  for after the values were stored, as loads do not pass stores.
+- weights loaded first: predicted 2.3, measured 2.2.
+- programs of 256 elements for few tokens: 9/3 heads of 64 fall from 2.4 to 1.9 for one token.
+- started early, in a chain of one graph, few tokens' activations cached (validate/kernels_h200.json; one token / 9 /
+  2048): 0.7 / 0.8 / 12.5, with norms 0.8 / 1.0 / 13.0.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ridgeplan.kernels.device.launch import early_launch
+from ridgeplan.kernels.device.pdl_triton import follow
+
+TABLE_BLOCK = 128  # angles of a program
+FEW_ELEMENTS = 300_000  # of all queries, keys and values: up to here small programs, which are many, end sooner
+
+
+@triton.jit(do_not_specialize=["angles"])
+def _tables_kernel(
+    positions, frequencies, cos, sin, scale, angles, HALF: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    follow(EARLY)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < angles
+    position = tl.load(positions + at // HALF, mask=inside, other=0).to(tl.float32)
+    angle = position * tl.load(frequencies + at % HALF, mask=inside, other=0.0)
+    tl.store(cos + at, tl.cos(angle) * scale, mask=inside)
+    tl.store(sin + at, tl.sin(angle) * scale, mask=inside)
+
+
+@triton.jit
+def _halves(pointer, at, inside, HEAD_DIM: tl.constexpr):
+    """Both halves of the channels of heads, in float32."""
+    first = tl.load(pointer + at, mask=inside, other=0.0)
+    second = tl.load(pointer + at + HEAD_DIM // 2, mask=inside, other=0.0)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _store_halves(pointer, at, inside, first, second, HEAD_DIM: tl.constexpr):
+    tl.store(pointer + at, first.to(pointer.dtype.element_ty), mask=inside)
+    tl.store(pointer + at + HEAD_DIM // 2, second.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rounded(x, like):
+    """`x` with the precision of the elements that `like` points to."""
+    return x.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _normalized(first, second, first_weight, second_weight, like, eps, HEAD_DIM: tl.constexpr):
+    """RMSNorm over each head, with the twin's roundings."""
+    squares = tl.sum(first * first + second * second, 1, keep_dims=True)
+    inverse = tl.rsqrt(squares / HEAD_DIM + eps)
+    first = _rounded(_rounded(first * inverse, like) * first_weight, like)
+    second = _rounded(_rounded(second * inverse, like) * second_weight, like)
+    return first, second
+
+
+@triton.jit(do_not_specialize=["tokens", "capacity"])
+def _rope_append_kernel(
+    qkv,
+    cos,
+    sin,
+    weight,
+    slots,
+    queries,
+    keys,
+    values,
+    eps,
+    tokens,
+    capacity,
+    key_batch_stride,
+    key_head_stride,
+    key_stride,
+    value_batch_stride,
+    value_head_stride,
+    value_stride,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    follow(EARLY)
+    TURNED: tl.constexpr = Q_HEADS + KV_HEADS
+    ALL: tl.constexpr = TURNED + KV_HEADS
+    batch = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * HEADS + tl.arange(0, HEADS)[:, None]
+    head = (row % ALL).to(tl.int64)
+    local = row // ALL
+    token = batch * tokens + local
+    channels = tl.arange(0, HALF_PADDED)[None, :]
+    inside = (local < tokens) & (channels < HEAD_DIM // 2)
+    turned = inside & (head < TURNED)
+
+    first, second = _halves(qkv, (token * ALL + head) * HEAD_DIM + channels, inside, HEAD_DIM)
+    c = tl.load(cos + token * (HEAD_DIM // 2) + channels, mask=turned, other=0.0)
+    s = tl.load(sin + token * (HEAD_DIM // 2) + channels, mask=turned, other=0.0)
+    slot = tl.load(slots + token, mask=local < tokens, other=0)
+    if weight is not None:  # asked for before anything is stored, as loads do not pass stores
+        first_weight, second_weight = _halves(weight, head * HEAD_DIM + channels, turned, HEAD_DIM)
+    # A slot is only known on the device: one past the end must not reach the next head's.
+    appended = inside & (slot < capacity)
+    at = batch * value_batch_stride + (head - TURNED) * value_head_stride + slot * value_stride + channels
+    _store_halves(values, at, appended & (head >= TURNED), first, second, HEAD_DIM)
+    if weight is not None:
+        first, second = _normalized(first, second, first_weight, second_weight, weight, eps, HEAD_DIM)
+    x = first * c - second * s
+    y = second * c + first * s
+    at = (token * Q_HEADS + head) * HEAD_DIM + channels
+    _store_halves(queries, at, inside & (head < Q_HEADS), x, y, HEAD_DIM)
+    at = batch * key_batch_stride + (head - Q_HEADS) * key_head_stride + slot * key_stride + channels
+    _store_halves(keys, at, appended & (head >= Q_HEADS) & (head < TURNED), x, y, HEAD_DIM)
+
+
+def rotary_tables_triton(positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """See `ridgeplan.kernels.layer.rope.rotary_tables`."""
+    half = len(frequencies)
+    cos, sin = (torch.empty(*positions.shape, half, dtype=torch.float32, device=positions.device) for _ in range(2))
+    grid = (triton.cdiv(cos.numel(), TABLE_BLOCK),)
+    _tables_kernel[grid](
+        positions.contiguous(),
+        frequencies,
+        cos,
+        sin,
+        float(scale),
+        cos.numel(),
+        HALF=half,
+        BLOCK=TABLE_BLOCK,
+        **early_launch(cos),
+    )
+    return cos, sin
+
+
+def rope_append_triton(
+    qkv: Tensor,
+    tables: tuple[Tensor, Tensor],
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    q_heads: int,
+    qk_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """See `ridgeplan.kernels.layer.rope.rope_append`."""
+    batch, tokens, _ = qkv.shape
+    _, kv_heads, capacity, head_dim = keys.shape
+    padded = triton.next_power_of_2(head_dim)
+    elements, warps = (256, 1) if qkv.numel() <= FEW_ELEMENTS else (2048, 4)
+    heads = max(1, elements // padded)
+    queries = torch.empty(batch, tokens, q_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    _rope_append_kernel[(triton.cdiv(tokens * (q_heads + 2 * kv_heads), heads), batch)](
+        qkv.contiguous(),
+        *(table.contiguous() for table in tables),
+        None if qk_norm is None else qk_norm.contiguous(),
+        slots.contiguous(),
+        queries,
+        keys,
+        values,
+        eps,
+        tokens,
+        capacity,
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        HEADS=heads,
+        HALF_PADDED=padded // 2,
+        num_warps=warps,
+        **early_launch(qkv),
+    )
+    return queries

@@ -1,0 +1,46 @@
+"""Rounding of a group's weights one input after another, errors passed on to later ones, with its plain-torch twin."""
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.roofline.cost import Cost
+
+TOP_CODE = 15
+
+
+def round_with_feedback(steps: Tensor, feedback: Tensor, *, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
+    """Codes 0..15 and errors, float32 [outputs, group], of steps [outputs, group]: weights in units of the grid.
+
+    Input i is rounded to nearest, halves to even; each later input j then moves by -feedback[i, j] times the error
+    (GPTQ, Frantar et al. 2023, equations 2 and 3). feedback: float32 [group, group], read above its diagonal.
+    Raises ValueError when the shapes disagree.
+    """
+    if feedback.shape != (steps.shape[1], steps.shape[1]):
+        raise ValueError(f"feedback {list(feedback.shape)} must be square, as wide as steps {list(steps.shape)}")
+    if not uses_triton(backend, steps):
+        return round_with_feedback_twin(steps, feedback)
+    from ridgeplan.kernels.linear.gptq_round_triton import round_with_feedback_triton
+
+    return round_with_feedback_triton(steps, feedback)
+
+
+def round_with_feedback_twin(steps: Tensor, feedback: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in plain torch."""
+    columns = steps.t().clone(memory_format=torch.contiguous_format)  # an input's weights of all rows side by side
+    codes, errors = torch.empty_like(columns), torch.empty_like(columns)
+    for index, column in enumerate(columns):
+        torch.round(column, out=codes[index]).clamp_(0, TOP_CODE)
+        torch.sub(column, codes[index], out=errors[index])
+        columns[index + 1 :].addr_(feedback[index, index + 1 :], errors[index], alpha=-1)
+    return codes.t(), errors.t()
+
+
+def round_with_feedback_cost(steps: Tensor) -> Cost:
+    """What `round_with_feedback` does: `ridgeplan.roofline.ops.round_with_feedback` at this size."""
+    outputs, group = steps.shape
+    return Cost(
+        flops=outputs * group * (group - 1) + 3 * steps.numel(),
+        read_bytes=steps.nbytes + 4 * group * group,
+        write_bytes=2 * steps.nbytes,
+    )

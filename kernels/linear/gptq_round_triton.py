@@ -1,0 +1,56 @@
+"""Triton kernel of rounding with feedback: a program holds a few outputs' group and goes through its inputs in turn.
+
+What plain torch does in four launches an input (a quarter of a million for an 8B model's layer) is one launch a group.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+OUTPUTS = 16  # of a program
+# Added to a number and taken off again, this leaves it rounded, halves to even: float32 has no bits left below 1.
+ROUNDER = tl.constexpr(1.5 * 2**23)
+
+
+@triton.jit
+def _round_kernel(
+    steps, feedback, codes, errors, outputs, GROUP: tl.constexpr, PADDED: tl.constexpr, OUTPUTS: tl.constexpr
+):
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
+    inputs = tl.arange(0, PADDED)
+    inside = (output < outputs) & (inputs < GROUP)[None, :]
+    at = output.to(tl.int64) * GROUP + inputs[None, :]
+    rest = tl.load(steps + at, mask=inside, other=0.0)
+    missed = tl.zeros_like(rest)
+    for i in range(GROUP):
+        own = (inputs == i)[None, :]
+        wanted = tl.sum(tl.where(own, rest, 0.0), 1, keep_dims=True)
+        # Beyond 16 a number is clamped anyway, and the trick would fail for the largest.
+        code = tl.minimum(tl.maximum((tl.minimum(tl.maximum(wanted, -16.0), 32.0) + ROUNDER) - ROUNDER, 0.0), 15.0)
+        error = wanted - code
+        passed = tl.load(feedback + i * GROUP + inputs, mask=(inputs > i) & (inputs < GROUP), other=0.0)
+        # An input that is done holds its code from then on: what is passed to it is zero.
+        rest = tl.where(own, code, rest - error * passed[None, :])
+        missed = tl.where(own, error, missed)
+    tl.store(codes + at, rest, mask=inside)
+    tl.store(errors + at, missed, mask=inside)
+
+
+def round_with_feedback_triton(steps: Tensor, feedback: Tensor) -> tuple[Tensor, Tensor]:
+    """See `ridgeplan.kernels.linear.gptq_round.round_with_feedback`."""
+    steps = steps.contiguous()
+    outputs, group = steps.shape
+    codes, errors = torch.empty_like(steps), torch.empty_like(steps)
+    _round_kernel[(triton.cdiv(outputs, OUTPUTS),)](
+        steps,
+        feedback.contiguous(),
+        codes,
+        errors,
+        outputs,
+        GROUP=group,
+        PADDED=triton.next_power_of_2(group),
+        OUTPUTS=OUTPUTS,
+        num_warps=4,
+    )
+    return codes, errors

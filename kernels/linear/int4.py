@@ -1,0 +1,58 @@
+"""Linear layers over 4-bit weights: y = x W^T + bias with the weight read once, as codes."""
+
+from torch import Tensor
+from torch.nn import functional
+
+from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.layer.swiglu import swiglu
+from ridgeplan.kernels.linear.int4_cuda import fits, linear_int4_cuda
+from ridgeplan.kernels.linear.int4_weight import Int4Weight
+from ridgeplan.roofline.cost import Cost
+
+
+def linear_int4(
+    x: Tensor, weight: Int4Weight, bias: Tensor | None = None, *, gated: bool = False, backend: Backend = "auto"
+) -> Tensor:
+    """x W^T + bias -> [..., outputs] in x's dtype, sums in float32; gated, `swiglu` of that, [..., outputs / 2].
+
+    x: [..., inputs]; bias: [outputs], rounded to x's dtype. On CUDA, up to 64 rows of a 16-bit dtype run in CUDA C++
+    on Hopper and newer, other few rows in a Triton kernel, and many rows through a dense copy, a slab of outputs at a
+    time, that the library's product reads. The CUDA kernel reads the weight while kernels before it on the stream may
+    still run (see launch.py); gated, it rounds nothing between the product and the activation.
+    Raises ValueError when x is not of the weight's inputs, or the bias not of its outputs.
+    """
+    if x.shape[-1] != weight.inputs:
+        raise ValueError(f"x {list(x.shape)} does not fit a weight of {weight.inputs} inputs")
+    if bias is not None:
+        if bias.shape != (weight.outputs,):
+            raise ValueError(f"bias {list(bias.shape)} does not fit a weight of {weight.outputs} outputs")
+        bias = bias.to(x.dtype).contiguous()
+    rows = x.reshape(-1, weight.inputs)
+    runs_triton = uses_triton(backend, x)
+    if runs_triton and backend == "auto" and fits(rows, weight, gated):
+        return linear_int4_cuda(rows, weight, bias, gated).view(*x.shape[:-1], -1)
+    if gated:
+        return swiglu(linear_int4(x, weight, bias, backend=backend), backend=backend)
+    if not runs_triton:
+        out = linear_int4_twin(rows, weight, bias)
+    else:
+        from ridgeplan.kernels.linear.int4_triton import linear_int4_triton
+
+        out = linear_int4_triton(rows, weight, bias)
+    return out.view(*x.shape[:-1], weight.outputs)
+
+
+def linear_int4_twin(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
+    """The same in plain torch, in float32 throughout."""
+    return functional.linear(x.float(), weight.dequantize(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def linear_int4_cost(x: Tensor, weight: Int4Weight, gated: bool = False) -> Cost:
+    """Declared cost of `linear_int4`: every code, scale and zero read once, with x; outputs, or their gated half,
+    written once."""
+    rows = x.numel() // weight.inputs
+    return Cost(
+        flops=2 * rows * weight.outputs * weight.inputs,
+        read_bytes=weight.bytes + x.numel() * x.element_size(),
+        write_bytes=rows * (weight.outputs // 2 if gated else weight.outputs) * x.element_size(),
+    )

@@ -1,0 +1,150 @@
+"""Triton kernels of products with 4-bit weights: for few rows fused, for many a dense copy that cuBLAS reads.
+
+They serve where the CUDA kernel does not: GPUs before Hopper, float32, and more rows than it takes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ridgeplan.kernels.device.nibbles_triton import INTERPRETED
+from ridgeplan.kernels.linear.int4_schedule import MAX_ROWS
+from ridgeplan.kernels.linear.int4_weight import CHUNK, ROWS, Int4Weight
+
+SLAB_BYTES = 128 << 20  # of a dense copy: the largest matrix that is held beside the codes
+PRODUCT_TILES = 2  # row tiles of the weight per program
+COPY_TILES = 4
+
+
+@triton.jit
+def _codes(units, tiles, unit, tile_words, chunk, GROUP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr):
+    """Codes of a chunk of a unit as int32 [16 * TILES, CHUNK], in the order of rows and inputs."""
+    WORDS: tl.constexpr = 2 * CHUNK
+    first = unit * (2 * GROUP + 16) + chunk * WORDS
+    words = tl.load(units + tiles[:, None] * tile_words + first + tl.arange(0, WORDS)[None, :])
+    nibbles = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
+    # From the order of int4_weight.py: [tile, g, c, piece, step, half, slot, row half]
+    split = tl.reshape(nibbles, (TILES, 8, 4, CHUNK // 32, 2, 2, 2, 2))
+    return tl.reshape(tl.permute(split, (0, 7, 1, 3, 2, 4, 6, 5)), (16 * TILES, CHUNK))
+
+
+@triton.jit
+def _pairs(units, tiles, unit, tile_words, GROUP: tl.constexpr, TILES: tl.constexpr):
+    """Scale and zero of a unit's rows, float32 [16 * TILES] each."""
+    first = unit * (2 * GROUP + 16) + 2 * GROUP
+    words = tl.load(units + tiles[:, None] * tile_words + first + tl.arange(0, 16)[None, :])
+    rows = tl.reshape(tl.permute(tl.reshape(words, (TILES, 8, 2)), (0, 2, 1)), (16 * TILES,))
+    return (rows << 16).to(tl.float32, bitcast=True), (rows & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _product_kernel(
+    x,
+    units,
+    bias,
+    out,
+    rows,
+    inputs,
+    outputs,
+    row_tiles,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """ROWS rows of x times TILES row tiles of the weight: codes meet x exactly, scales and zeros the group's sums."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    safe = tl.minimum(tiles, row_tiles - 1).to(tl.int64)
+    tile_words = inputs // GROUP * (2 * GROUP + 16)
+    acc = tl.zeros((ROWS, 16 * TILES), tl.float32)
+    for step in range(inputs // CHUNK):
+        unit = step * CHUNK // GROUP
+        columns = step * CHUNK + tl.arange(0, CHUNK)
+        own = tl.load(x + row[:, None].to(tl.int64) * inputs + columns[None, :], mask=row[:, None] < rows, other=0.0)
+        codes = _codes(units, safe, unit, tile_words, step % (GROUP // CHUNK), GROUP, CHUNK, TILES) - 8
+        codes = codes.to(tl.float32).to(own.dtype)
+        if INTERPRETED:  # which multiplies the bit patterns of bf16 (triton-lang/triton#11584)
+            own, codes = own.to(tl.float32), codes.to(tl.float32)
+        scale, zero = _pairs(units, safe, unit, tile_words, GROUP, TILES)
+        product = tl.dot(own, tl.trans(codes), input_precision="ieee")
+        acc += product * scale[None, :] + tl.sum(own.to(tl.float32), 1)[:, None] * zero[None, :]
+    output = tl.program_id(0) * TILES * 16 + tl.arange(0, 16 * TILES)
+    if bias is not None:
+        acc += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+    at = out + row[:, None].to(tl.int64) * outputs + output[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=(row[:, None] < rows) & (output[None, :] < outputs))
+
+
+@triton.jit
+def _copy_kernel(
+    units, out, first_tile, inputs, outputs, row_tiles, GROUP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr
+):
+    """A dense copy of one chunk of TILES row tiles from `first_tile` on; `out` starts with that tile."""
+    step = tl.program_id(1)
+    tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    safe = tl.minimum(first_tile + tiles, row_tiles - 1).to(tl.int64)
+    tile_words = inputs // GROUP * (2 * GROUP + 16)
+    unit = step * CHUNK // GROUP
+    codes = _codes(units, safe, unit, tile_words, step % (GROUP // CHUNK), GROUP, CHUNK, TILES) - 8
+    scale, zero = _pairs(units, safe, unit, tile_words, GROUP, TILES)
+    weight = codes.to(tl.float32) * scale[:, None] + zero[:, None]
+    output = tl.program_id(0) * TILES * 16 + tl.arange(0, 16 * TILES)
+    at = out + output[:, None].to(tl.int64) * inputs + step * CHUNK + tl.arange(0, CHUNK)[None, :]
+    tl.store(at, weight.to(out.dtype.element_ty), mask=first_tile * 16 + output[:, None] < outputs)
+
+
+def linear_int4_triton(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
+    """See `ridgeplan.kernels.linear.int4.linear_int4`; x [rows, inputs]."""
+    out = torch.empty(len(x), weight.outputs, dtype=x.dtype, device=x.device)
+    if len(x) > MAX_ROWS:
+        return _through_copies(x, weight, bias, out)
+    block = 16 if len(x) <= 16 else 64
+    grid = (triton.cdiv(len(weight.packed), PRODUCT_TILES), triton.cdiv(len(x), block))
+    _product_kernel[grid](
+        x.contiguous(),
+        weight.packed.view(torch.int32),
+        bias,
+        out,
+        len(x),
+        weight.inputs,
+        weight.outputs,
+        len(weight.packed),
+        GROUP=weight.group,
+        CHUNK=min(weight.group, CHUNK),
+        TILES=PRODUCT_TILES,
+        ROWS=block,
+        num_warps=4,
+        num_stages=3,
+    )
+    return out
+
+
+def dequantize_tiles(weight: Int4Weight, first_tile: int, out: Tensor) -> None:
+    """Writes the rows of the weight from tile `first_tile` on into `out` [up to all remaining, inputs]."""
+    chunk = min(weight.group, CHUNK)
+    grid = (triton.cdiv(len(out), ROWS * COPY_TILES), weight.inputs // chunk)
+    _copy_kernel[grid](
+        weight.packed.view(torch.int32),
+        out,
+        first_tile,
+        weight.inputs,
+        first_tile * ROWS + len(out),
+        len(weight.packed),
+        GROUP=weight.group,
+        CHUNK=chunk,
+        TILES=COPY_TILES,
+        num_warps=4,
+    )
+
+
+def _through_copies(x: Tensor, weight: Int4Weight, bias: Tensor | None, out: Tensor) -> Tensor:
+    """A dense copy of a slab of outputs at a time, in x's dtype, and the library's product with it."""
+    slab_rows = max(1, SLAB_BYTES // (weight.inputs * x.element_size() * ROWS)) * ROWS
+    slab = torch.empty(min(slab_rows, weight.outputs), weight.inputs, dtype=x.dtype, device=x.device)
+    for first in range(0, weight.outputs, slab_rows):
+        dense = slab[: weight.outputs - first]
+        dequantize_tiles(weight, first // ROWS, dense)
+        torch.mm(x, dense.t(), out=out[:, first : first + len(dense)])
+    return out if bias is None else out.add_(bias)

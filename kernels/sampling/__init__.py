@@ -1,0 +1,117 @@
+"""Sampling of tokens from logits and speculative acceptance, without a host synchronization or stored probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.sampling.distribution import Choice, Distribution, Greedy, Verdict
+from ridgeplan.kernels.sampling.reference import (
+    count_accepted,
+    draw_twin,
+    judge_twin,
+    kth_largest,
+    nucleus,
+    softmax_twin,
+)
+from ridgeplan.kernels.sampling.top_k_top_p_cuda import filter_cuda, fits
+
+
+def filter_logits(
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    *,
+    backend: Backend = "auto",
+) -> Choice:
+    """What tokens are drawn from, of logits [..., vocab] in any floating type, which are kept, not copied.
+
+    Temperature 0 is greedy. top_k keeps the k likeliest tokens; of these top_p keeps the smallest set of likeliest
+    ones whose mass reaches top_p (in this order, as transformers does). Tokens as likely as the last kept one are
+    all kept.
+    """
+    if temperature == 0:
+        return greedy(logits, backend=backend)
+    filtered = (top_k is not None and top_k < logits.shape[-1]) or (top_p is not None and top_p < 1)
+    if filtered and backend == "auto" and fits(logits):
+        return filter_cuda(logits, temperature, top_k, top_p)
+    cutoff = None if top_k is None or top_k >= logits.shape[-1] else kth_largest(logits, top_k)
+    whole = softmax(logits, temperature, cutoff, backend=backend)
+    return whole if top_p is None or top_p == 1 else nucleus(whole, top_p)
+
+
+def softmax(
+    logits: Tensor, temperature: float, cutoff: Tensor | None = None, *, backend: Backend = "auto"
+) -> Distribution:
+    """The distribution of logits [..., vocab] at or above cutoff, float32 [...], at a temperature above 0."""
+    if not uses_triton(backend, logits):
+        return softmax_twin(logits, temperature, cutoff)
+    from ridgeplan.kernels.sampling.rejection_triton import softmax_triton
+
+    return softmax_triton(logits, temperature, cutoff)
+
+
+def greedy(logits: Tensor, *, backend: Backend = "auto") -> Greedy:
+    """The likeliest token of each row of logits [..., vocab]; of equal ones the first."""
+    if not uses_triton(backend, logits):
+        return Greedy(logits.argmax(-1))
+    from ridgeplan.kernels.sampling.greedy_triton import greedy_triton
+
+    return greedy_triton(logits)
+
+
+def draw(choice: Choice, uniform: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """Tokens int64 [...] by inverse CDF; uniform: float64 [...] in [0, 1). Only tokens with probability are drawn."""
+    if isinstance(choice, Greedy):
+        return choice.best
+    if not uses_triton(backend, choice.logits):
+        return draw_twin(choice, uniform)
+    from ridgeplan.kernels.sampling.rejection_triton import draw_triton
+
+    return draw_triton(choice, uniform)
+
+
+def judge(
+    target: Choice,
+    drafts: Sequence[Choice],
+    drafted: Tensor,
+    room: Tensor,
+    uniform: Tensor,
+    *,
+    backend: Backend = "auto",
+) -> Verdict:
+    """Speculative sampling (Leviathan et al. 2023, algorithm 1), cut at each row's `room`.
+
+    target: of [rows, gamma + 1]; drafts: gamma choices of [rows] each; drafted: int64 [rows, gamma]; room: int32
+    [rows], at least 1; uniform: float64 [rows, gamma + 1] in [0, 1), of which the last draws the replacement.
+
+    Draft j is accepted with probability min(1, p/q); at the first rejection the token is drawn from (p - q)+,
+    after gamma acceptances one more from p. A row that fills its room ends there with an accepted draft. A greedy
+    target accepts what equals its own choice, whatever the drafts were drawn from.
+    """
+    if isinstance(target, Greedy):
+        return _agree(target, drafted, room, backend)
+    drawn = [_sampled(draft) for draft in drafts]
+    if not uses_triton(backend, target.logits):
+        return judge_twin(target, drawn, drafted, room, uniform)
+    from ridgeplan.kernels.sampling.rejection_triton import judge_triton
+
+    return judge_triton(target, drawn, drafted, room, uniform)
+
+
+def _agree(target: Greedy, drafted: Tensor, room: Tensor, backend: Backend) -> Verdict:
+    if not uses_triton(backend, drafted):
+        accepted, full, judged = count_accepted(drafted == target.best[:, :-1], room)
+        return Verdict(target.best, accepted + (~full).long(), accepted, judged)
+    from ridgeplan.kernels.sampling.greedy_triton import agree_triton
+
+    return agree_triton(target, drafted, room)
+
+
+def _sampled(draft: Choice) -> Distribution:
+    if isinstance(draft, Greedy):
+        raise ValueError("drafts are greedy under a sampled target; allowed: both filtered alike")
+    return draft

@@ -1,0 +1,76 @@
+"""Triton kernels of greedy decoding: the likeliest tokens of rows, and how many drafts agree with them."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ridgeplan.kernels.device.launch import early_launch
+from ridgeplan.kernels.device.pdl_triton import follow
+from ridgeplan.kernels.sampling.cost import filter_metadata
+from ridgeplan.kernels.sampling.distribution import Greedy, Verdict
+from ridgeplan.kernels.sampling.rejection_triton import _store_counts
+
+CHUNK = 8192  # tokens of a row that one program reads
+
+
+@triton.jit(launch_metadata=filter_metadata)
+def _best_kernel(logits, peaks, places, vocab, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr):
+    """Of each chunk the largest logit and the first token that has it."""
+    follow(EARLY)
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    values = tl.load(logits + row * vocab + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
+    peak = tl.max(values, 0)
+    tl.store(peaks + row * CHUNKS + chunk, peak)
+    tl.store(places + row * CHUNKS + chunk, tl.min(tl.where(values == peak, tokens, vocab), 0))
+
+
+@triton.jit
+def _join_best_kernel(peaks, places, best, CHUNKS: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    every = tl.arange(0, PADDED)
+    tops = tl.load(peaks + row * CHUNKS + every, mask=every < CHUNKS, other=float("-inf"))
+    first = tl.load(places + row * CHUNKS + every, mask=every < CHUNKS, other=2147483647)
+    tl.store(best + row, tl.min(tl.where(tops == tl.max(tops, 0), first, 2147483647), 0).to(tl.int64))
+
+
+@triton.jit
+def _agree_kernel(best, drafted, rooms, counts, GAMMA: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, PADDED)
+    wanted = tl.load(best + row * (GAMMA + 1) + index, mask=index < GAMMA, other=-1)
+    agreeing = tl.load(drafted + row * GAMMA + index, mask=index < GAMMA, other=-2) == wanted
+    room = tl.load(rooms + row)
+    _store_counts(counts, row, tl.min(tl.where(agreeing & (index < room), PADDED, index), 0), room, GAMMA)
+
+
+def greedy_triton(logits: Tensor) -> Greedy:
+    """See `ridgeplan.kernels.sampling.filter_logits`."""
+    logits = logits.contiguous()
+    lead, vocab = logits.shape[:-1], logits.shape[-1]
+    early = early_launch(logits)
+    rows, chunks = lead.numel(), triton.cdiv(vocab, CHUNK)
+    peaks = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
+    places = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
+    best = torch.empty(lead, dtype=torch.int64, device=logits.device)
+    _best_kernel[(rows, chunks)](logits, peaks, places, vocab, CHUNKS=chunks, CHUNK=CHUNK, num_warps=8, **early)
+    _join_best_kernel[(rows,)](
+        peaks, places, best, CHUNKS=chunks, PADDED=triton.next_power_of_2(chunks), num_warps=1, **early
+    )
+    return Greedy(best)
+
+
+def agree_triton(target: Greedy, drafted: Tensor, room: Tensor) -> Verdict:
+    """See `ridgeplan.kernels.sampling.judge`."""
+    rows, gamma = drafted.shape
+    counts = drafted.new_empty(rows, 3)
+    _agree_kernel[(rows,)](
+        target.best, drafted.contiguous(), room, counts,
+        GAMMA=gamma, PADDED=triton.next_power_of_2(gamma + 1), num_warps=1, **early_launch(drafted),
+    )  # fmt: skip
+    return Verdict(target.best, *counts.unbind(1))

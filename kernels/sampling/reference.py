@@ -1,0 +1,108 @@
+"""Plain-torch twins of the sampling kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.sampling.distribution import Distribution, Verdict
+
+
+@dataclass(frozen=True, eq=False)
+class Table(Distribution):
+    """A distribution with all its probabilities, float32 [..., vocab]: without a GPU, keeping them is the fast way."""
+
+    table: Tensor
+
+    def probabilities(self) -> Tensor:
+        """All of it."""
+        return self.table
+
+
+def softmax_twin(logits: Tensor, temperature: float, cutoff: Tensor | None) -> Table:
+    """See `ridgeplan.kernels.sampling.softmax`."""
+    values = logits.float()
+    peak = values.amax(-1)
+    if cutoff is None:
+        cutoff = torch.full_like(peak, -torch.inf)
+    else:
+        values = values.masked_fill(values < cutoff[..., None], -torch.inf)
+    table = (values / temperature).softmax(-1)
+    # The likeliest token's weight is 1, so its probability is 1 / mass.
+    return Table(logits, temperature, peak, cutoff, 1 / table.amax(-1), table)
+
+
+def kth_largest(logits: Tensor, k: int) -> Tensor:
+    """The k-th largest of each row of logits [..., vocab], float32 [...]."""
+    return logits.topk(k, dim=-1).values[..., -1].float().contiguous()
+
+
+def nucleus(whole: Distribution, top_p: float) -> Table:
+    """The smallest set of likeliest tokens whose mass reaches `top_p` of `whole` (Holtzman et al. 2020).
+
+    Tokens as likely as its last one are kept too.
+    """
+    table = whole.probabilities()
+    ordered = table.sort(dim=-1, descending=True)
+    sums = ordered.values.cumsum(-1, dtype=torch.float64)
+    last = (sums < top_p * sums[..., -1:]).sum(-1, keepdim=True).clamp_max(whole.vocab - 1)
+    cutoff = whole.logits.gather(-1, ordered.indices.gather(-1, last)).float()
+    table = table.masked_fill(whole.logits < cutoff, 0)
+    kept = table.sum(-1)
+    table = table / kept[..., None]
+    return Table(whole.logits, whole.temperature, whole.peak, cutoff[..., 0].contiguous(), whole.mass * kept, table)
+
+
+def draw_twin(distribution: Distribution, uniform: Tensor) -> Tensor:
+    """See `ridgeplan.kernels.sampling.draw`."""
+    return _pick(distribution.probabilities(), uniform)
+
+
+def judge_twin(
+    target: Distribution, drafts: Sequence[Distribution], drafted: Tensor, room: Tensor, uniform: Tensor
+) -> Verdict:
+    """See `ridgeplan.kernels.sampling.judge`."""
+    tables = target.probabilities()
+    # After the last draft q is 0.
+    draft = torch.stack([*(d.probabilities() for d in drafts), torch.zeros_like(tables[:, 0])], dim=1)
+    p, q = (table[:, :-1].gather(-1, drafted[..., None])[..., 0] for table in (tables, draft))
+    accepted, full, judged = count_accepted(uniform[:, :-1] * q < p, room)
+    replacement = _pick(_residual(tables, draft, accepted), uniform[:, -1])
+    tokens = torch.cat([drafted, drafted.new_zeros(len(drafted), 1)], dim=1)
+    # A full row keeps its last draft, which becomes the pending token; the write beyond it is never read.
+    tokens.scatter_(1, accepted[:, None], replacement[:, None])
+    return Verdict(tokens, accepted + (~full).long(), accepted, judged)
+
+
+def count_accepted(passed: Tensor, room: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row the accepted drafts, whether they fill its room, and the judged ones; passed: bool [rows, gamma]."""
+    gamma = passed.shape[1]
+    limit = room.long().clamp_max(gamma)
+    inside = torch.arange(gamma, device=passed.device) < limit[:, None]
+    accepted = (passed & inside).long().cumprod(1).sum(1)
+    return accepted, (accepted == limit) & (room <= gamma), torch.minimum(accepted + 1, limit)
+
+
+def _residual(target: Tensor, draft: Tensor, accepted: Tensor) -> Tensor:
+    """(p - q)+ [rows, vocab] after `accepted` drafts, of probabilities [rows, gamma + 1, vocab].
+
+    Where rounding leaves nothing of it, p and q are the same distribution, and it is p.
+    """
+    rows = torch.arange(len(accepted), device=accepted.device)
+    wanted = target[rows, accepted]
+    beyond = (wanted - draft[rows, accepted]).clamp_min_(0)
+    return torch.where((beyond > 0).any(-1, keepdim=True), beyond, wanted)
+
+
+def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Tokens [...] by inverse CDF from weights [..., vocab], of any sum.
+
+    Float64 sums, so that a token of weight 0 is never drawn and rare ones keep their share.
+    """
+    sums = weights.cumsum(-1, dtype=torch.float64)
+    total = sums[..., -1:]
+    wanted = torch.minimum(uniform[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(sums, wanted, right=True)[..., 0]

@@ -1,0 +1,65 @@
+"""From what a user names (a model, a GPU, a profile) to a shape and a calibrated machine."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from ridgeplan.planner.plan import Workload, require
+from ridgeplan.roofline.catalog.hardware import detect_hardware, load_hardware
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.profile import (
+    Profile,
+    ProfileError,
+    load_profile,
+    profile_for,
+    shipped_profiles,
+    user_profile_path,
+)
+from ridgeplan.roofline.catalog.shapes import ModelShape
+
+MAX_YARN_FACTOR = 64
+
+
+def resolve(
+    model: str | ModelShape, gpu: str, profile: Profile | str | Path | None = None
+) -> tuple[ModelShape, Profile]:
+    """The model's shape and the profile to predict with.
+
+    "auto" is this machine: its own profile where `ridgeplan calibrate` saved one, else its GPU by name. Raises
+    UnknownModel, BadModelFile, UnknownHardware, BadHardwareFile or ProfileError (all ValueError).
+    """
+    shape = model if isinstance(model, ModelShape) else load_shape(model)
+    own = load_profile(profile) if isinstance(profile, (str, Path)) else profile
+    if gpu == "auto":
+        return shape, own or this_machine()
+    hardware = load_hardware(gpu)
+    return shape, profile_for(hardware, (own,) if own else shipped_profiles())
+
+
+def this_machine() -> Profile:
+    """The profile of this machine. Raises ProfileError where it is neither calibrated nor in the catalog."""
+    if user_profile_path().exists():
+        return load_profile(user_profile_path())
+    name = detect_hardware()
+    if name is None:
+        raise ProfileError(
+            "gpu is 'auto', but this machine is not calibrated: run `ridgeplan calibrate --quick`, or name a GPU"
+        )
+    return profile_for(load_hardware(name), shipped_profiles())
+
+
+def workload_for(
+    shape: ModelShape, profile: Profile, context: int, new_tokens: int, batch: int, *, yarn: bool
+) -> Workload:
+    """A validated workload; with `yarn`, rotary embeddings stretched in halves to reach it. Raises PlanError."""
+    workload = Workload(shape.name, profile.hardware.name, context, new_tokens, batch)
+    if not yarn or workload.final_context <= shape.max_context:
+        return workload
+    factor = math.ceil(2 * workload.final_context / shape.max_context) / 2
+    require(
+        factor <= MAX_YARN_FACTOR,
+        f"context {context} is {factor:g}x the model's {shape.max_context}; "
+        f"allowed: up to {MAX_YARN_FACTOR}x with YaRN",
+    )
+    return Workload(shape.name, profile.hardware.name, context, new_tokens, batch, factor)

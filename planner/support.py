@@ -1,0 +1,37 @@
+"""What the runtime can execute today, in one place: the planner never recommends the rest, the runtime refuses it."""
+
+from __future__ import annotations
+
+from ridgeplan.planner.plan import DraftSelection, EvictionPolicy, Plan, TargetSelection
+from ridgeplan.roofline.catalog.shapes import ModelShape
+
+EXECUTABLE_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
+    """The plan's values that the runtime cannot execute yet, one phrase each; empty if it can execute the plan.
+
+    With `shape`, also what it cannot execute for this model.
+    """
+    window = shape.window_tokens if shape else None
+    plain = not (plan.kv.quantized or plan.speculation.active)
+    checks = {
+        f"eviction {plan.eviction.policy.value!r}": plan.eviction.policy is not EvictionPolicy.NONE,
+        "offloaded KV": plan.placement.offload,
+        f"target selection {plan.attention.selection.value!r}": plan.attention.selection is not TargetSelection.FULL,
+        f"draft selection {plan.speculation.selection.value!r}": plan.speculation.selection is not DraftSelection.ALL,
+        f"{plan.weights.target_bits}-bit target weights": plan.weights.target_bits != 16,
+        f"tensor parallelism {plan.tensor_parallel}": plan.tensor_parallel != 1,
+        f"codes or drafts beyond a sliding window of {window} tokens": (
+            window is not None and plan.workload.final_context > window and not plain
+        ),
+    }
+    return [name for name, missing in checks.items() if missing]
+
+
+def missing_architecture(shape: ModelShape) -> str | None:
+    """Why the runtime cannot run this model, or None if it can."""
+    if shape.architecture not in EXECUTABLE_ARCHITECTURES:
+        known = ", ".join(EXECUTABLE_ARCHITECTURES)
+        return f"the runtime does not execute architecture {shape.architecture!r} yet (it does {known})"
+    return None

@@ -1,0 +1,189 @@
+"""Reads a Hugging Face config.json into a ModelShape, without transformers."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ridgeplan.roofline.catalog.checks import brief
+from ridgeplan.roofline.catalog.shapes import BadModelFile, ModelShape
+
+Config = Mapping[str, Any]
+Fields = dict[str, Any]
+
+
+def shape_from_config_file(path: Path, name: str) -> ModelShape:
+    """The shape that a config.json describes. Raises BadModelFile, one line that names the file."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return shape_from_config(config, name, source=str(path))
+    except OSError as error:
+        raise BadModelFile(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise BadModelFile(f"{path} is not a usable config.json: {error}") from None
+
+
+def shape_from_config(config: object, name: str, source: str) -> ModelShape:
+    """The shape of a parsed config.json, of transformers 4 or 5. Raises ValueError naming the bad key."""
+    if not isinstance(config, dict):
+        raise ValueError(f"it must hold an object, not {brief(config)}")
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in _OWN_FIELDS:
+        supported = ", ".join(_OWN_FIELDS)
+        raise ValueError(f"model_type {brief(model_type)} is not supported; supported: {supported}")
+    fields = {**_common_fields(config), **_window_fields(config, model_type), **_rope_fields(config)}
+    fields.update(_OWN_FIELDS[model_type](config))
+    return ModelShape(name=name, architecture=model_type, source=source, **fields)
+
+
+def _whole(config: Config, key: str, default: int | None = None) -> int:
+    """A whole number small enough to compute with; ModelShape checks its exact range."""
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if value is None:
+        raise ValueError(f"{key} is missing")
+    if type(value) is not int or not 0 <= value <= 10**9:
+        raise ValueError(f"{key} must be a whole number from 0 to 1000000000, not {brief(value)}")
+    return value
+
+
+def _common_fields(config: Config) -> Fields:
+    hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    return {
+        "layers": _whole(config, "num_hidden_layers"),
+        "hidden": hidden,
+        "q_heads": heads,
+        "kv_heads": _whole(config, "num_key_value_heads", heads),
+        "head_dim": _whole(config, "head_dim", hidden // max(heads, 1)),
+        "intermediate": _whole(config, "intermediate_size"),
+        "vocab": _whole(config, "vocab_size"),
+        "tied_embeddings": _flag(config, "tie_word_embeddings", False),
+        # MXFP4 keeps an 8-bit scale per 32 weights of 4 bits.
+        "native_bits": {"mxfp4": 4.25, "fp8": 8}.get(str(method), 16),
+    }
+
+
+def _flag(config: Config, key: str, default: bool) -> Any:
+    value = config.get(key)
+    return default if value is None else value
+
+
+def _rope_fields(config: Config) -> Fields:
+    """`rope_parameters` (transformers 5) or `rope_scaling` beside `rope_theta` (transformers 4)."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters must be an object, not {brief(rope)}")
+    context = _whole(config, "max_position_embeddings")
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    fields: Fields = {} if theta is None else {"rope_theta": theta}
+    if rope.get("original_max_position_embeddings") is not None:
+        original = _whole(rope, "original_max_position_embeddings")
+        factor = rope.get("factor") or 1
+        if not isinstance(factor, (int, float)) or not 1 <= factor <= 10**6:
+            raise ValueError(f"RoPE's factor must be a number from 1 to 1000000, not {brief(factor)}")
+        fields["rope_original_context"] = original
+        # Qwen's YaRN recipe leaves max_position_embeddings at the original context.
+        context = max(context, int(original * factor))
+    return {**fields, "max_context": context}
+
+
+def _window_fields(config: Config, model_type: str) -> Fields:
+    """The sliding window and the number of layers that use it; none unless a layer does."""
+    layers = _whole(config, "num_hidden_layers")
+    if config.get("sliding_window") is None:
+        return {}
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        using = kinds.count("sliding_attention")
+    elif model_type in ("mistral", "mixtral"):
+        using = layers
+    elif model_type == "gpt_oss":  # every other layer, starting with the first
+        using = (layers + 1) // 2
+    elif config.get("use_sliding_window"):  # Qwen: the layers from max_window_layers on
+        using = max(layers - _whole(config, "max_window_layers", 28), 0)
+    else:
+        using = 0
+    return {"window_tokens": _whole(config, "sliding_window"), "window_layers": using} if using else {}
+
+
+def _llama_fields(config: Config) -> Fields:
+    return {"attention_bias": _flag(config, "attention_bias", False)}
+
+
+def _mistral_fields(config: Config) -> Fields:
+    return {}
+
+
+def _mixtral_fields(config: Config) -> Fields:
+    return {
+        "experts": _whole(config, "num_local_experts"),
+        "experts_per_token": _whole(config, "num_experts_per_tok"),
+        "expert_intermediate": _whole(config, "intermediate_size"),
+    }
+
+
+def _gpt_oss_fields(config: Config) -> Fields:
+    return {**_mixtral_fields(config), "attention_bias": _flag(config, "attention_bias", True)}
+
+
+def _qwen2_fields(config: Config) -> Fields:
+    return {"attention_bias": True}  # its class has the biases whatever the config says
+
+
+def _qwen3_fields(config: Config) -> Fields:
+    return {"qk_norm": True, "attention_bias": _flag(config, "attention_bias", False)}
+
+
+def _qwen3_moe_fields(config: Config) -> Fields:
+    dense = config.get("mlp_only_layers") or []
+    if _whole(config, "decoder_sparse_step", 1) != 1 or not isinstance(dense, list):
+        raise ValueError("decoder_sparse_step must be 1 and mlp_only_layers a list")
+    return {
+        **_qwen3_fields(config),
+        "experts": _whole(config, "num_experts"),
+        "experts_per_token": _whole(config, "num_experts_per_tok"),
+        "expert_intermediate": _whole(config, "moe_intermediate_size"),
+        "dense_layers": len(dense),
+    }
+
+
+def _deepseek_fields(config: Config) -> Fields:
+    rope, nope = _whole(config, "qk_rope_head_dim"), _whole(config, "qk_nope_head_dim")
+    latent = {
+        "latent_rank": _whole(config, "kv_lora_rank"),
+        "q_lora_rank": _whole(config, "q_lora_rank", 0) or None,  # null in the Lite models
+        "rope_head_dim": rope,
+        "nope_head_dim": nope,
+        "v_head_dim": _whole(config, "v_head_dim"),
+        "head_dim": rope + nope,
+        "attention_bias": _flag(config, "attention_bias", False),
+    }
+    if not _whole(config, "n_routed_experts", 0):
+        return latent
+    width = _whole(config, "moe_intermediate_size")
+    return {
+        **latent,
+        "experts": _whole(config, "n_routed_experts"),
+        "experts_per_token": _whole(config, "num_experts_per_tok"),
+        "expert_intermediate": width,
+        "shared_experts_intermediate": width * _whole(config, "n_shared_experts", 0),
+        "dense_layers": _whole(config, "first_k_dense_replace", 0),
+    }
+
+
+# What a family has beside the common keys; a new dense family needs one line here and its
+# name among the architectures of shapes.py.
+_OWN_FIELDS: dict[str, Callable[[Config], Fields]] = {
+    "llama": _llama_fields,
+    "mistral": _mistral_fields,
+    "mixtral": _mixtral_fields,
+    "qwen2": _qwen2_fields,
+    "qwen3": _qwen3_fields,
+    "qwen3_moe": _qwen3_moe_fields,
+    "gpt_oss": _gpt_oss_fields,
+    "deepseek_v2": _deepseek_fields,
+    "deepseek_v3": _deepseek_fields,
+}

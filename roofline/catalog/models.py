@@ -1,0 +1,85 @@
+"""Finds the shape of a model: in the catalog models.toml, in a file, or in the local Hugging Face cache."""
+
+import os
+import re
+from functools import cache
+from pathlib import Path
+
+from ridgeplan.roofline.catalog.checks import brief
+from ridgeplan.roofline.catalog.gguf_shape import shape_from_gguf
+from ridgeplan.roofline.catalog.huggingface import shape_from_config_file
+from ridgeplan.roofline.catalog.named_tables import Catalog, build_catalog, existing_path, read_tables
+from ridgeplan.roofline.catalog.shapes import BadModelFile, ModelShape, UnknownModel
+
+_SHIPPED = Path(__file__).with_name("models.toml")
+
+
+def load_shape(reference: str) -> ModelShape:
+    """The shape of a model, without any network access. `reference` is, in this order:
+
+    1. a path: a .gguf file, a config.json, or a folder that holds a config.json;
+    2. a name of the catalog, with or without its owner, in any case;
+    3. a hub id whose config.json is in the local Hugging Face cache.
+
+    Raises UnknownModel (with near names) or BadModelFile, each one line.
+    """
+    path = existing_path(reference)
+    if path or reference.lower().endswith((".gguf", ".json")):
+        shape = _from_path(Path(reference))
+        if shape:
+            return shape
+    found = _catalog().find(reference)
+    if found:
+        return found
+    cached = _cached_config(reference)
+    if cached:
+        return shape_from_config_file(cached, name=reference)
+    hint = _catalog().suggestion(reference)
+    raise UnknownModel(
+        f"unknown model {brief(reference)}.{hint} Allowed: a name of the catalog, a folder with a "
+        "config.json, a .gguf file, or a hub id in the local Hugging Face cache"
+    )
+
+
+def list_models() -> tuple[ModelShape, ...]:
+    """Every model of the catalog, in the file's order."""
+    return _catalog().entries
+
+
+def _from_path(path: Path) -> ModelShape | None:
+    """The shape at a path; None for a folder that is no model, so that a name can still match."""
+    if path.suffix.lower() == ".gguf":
+        return shape_from_gguf(path)
+    if path.suffix.lower() == ".json":
+        return shape_from_config_file(path, name=path.absolute().parent.name or path.stem)
+    if (path / "config.json").exists():
+        return shape_from_config_file(path / "config.json", name=path.resolve().name or "model")
+    if path.is_dir():
+        return None
+    raise BadModelFile(f"{path} is neither a .gguf file, a config.json nor a folder with one")
+
+
+def _cached_config(hub_id: str) -> Path | None:
+    """The config.json of a hub id in the local cache: of its main branch, else of any snapshot."""
+    if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", hub_id):
+        return None
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    folder = hub / f"models--{hub_id.replace('/', '--')}"
+    main = folder / "refs" / "main"
+    commit = main.read_text(encoding="utf-8", errors="replace").strip() if main.is_file() else ""
+    candidates = [
+        folder / "snapshots" / commit / "config.json",
+        *sorted(folder.glob("snapshots/*/config.json")),
+    ]
+    return next((config for config in candidates if config.is_file()), None)
+
+
+@cache
+def _catalog() -> Catalog[ModelShape]:
+    named = []
+    for name, table in read_tables(_SHIPPED).items():
+        names = [name, *table.pop("aliases", [])]
+        short = [full.partition("/")[2] for full in names]
+        named.append((ModelShape(name=name, **table), (*names, *short)))
+    return build_catalog(named, str.casefold)

@@ -1,0 +1,229 @@
+"""The shape of a decoder-only language model: all that its cost and its memory depend on.
+
+Matrices and vectors (norms, biases) are counted apart, because only matrices cost FLOPs and can be quantized.
+"""
+
+from dataclasses import dataclass
+
+from ridgeplan.roofline.catalog.checks import InvalidField, check_fields, flag, one_of, positive, text, whole
+
+ARCHITECTURES = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+)
+
+
+class UnknownModel(ValueError):
+    """The reference is neither in the catalog, nor a file, nor in the local Hugging Face cache."""
+
+
+class BadModelFile(ValueError):
+    """A config.json or GGUF file is missing, damaged, or describes a model that is not supported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """An immutable model shape, valid once made: raises InvalidField (a ValueError) naming a bad field.
+
+    The ranges are far beyond any real model; they stop a corrupt file from becoming an absurd prediction.
+    """
+
+    name: str = text()
+    architecture: str = one_of(ARCHITECTURES)
+    layers: int = whole(1, 10_000)
+    hidden: int = whole(1, 10**6)
+    q_heads: int = whole(1, 10_000)
+    kv_heads: int = whole(1, 10_000)
+    head_dim: int = whole(1, 10_000)  # under MLA: nope_head_dim + rope_head_dim
+    intermediate: int = whole(1, 10**7)  # of the dense layers; unused where every layer has experts
+    vocab: int = whole(1, 10**8)
+    max_context: int = whole(1, 10**9)
+    tied_embeddings: bool = flag(False)
+    attention_bias: bool = flag(False)  # biases of the query, key and value projections
+    qk_norm: bool = flag(False)
+    window_tokens: int | None = whole(1, 10**9, default=None)  # sliding window
+    window_layers: int = whole(0, 10_000, default=0)  # how many layers use it
+    experts: int = whole(0, 100_000, default=0)  # 0: a dense model
+    experts_per_token: int = whole(0, 100_000, default=0)
+    expert_intermediate: int = whole(0, 10**7, default=0)
+    shared_experts_intermediate: int = whole(0, 10**7, default=0)  # of all shared experts together
+    dense_layers: int = whole(0, 10_000, default=0)  # leading layers of a MoE that keep a dense MLP
+    latent_rank: int | None = whole(1, 10**6, default=None)  # kv_lora_rank; set: multi-head latent attention
+    q_lora_rank: int | None = whole(1, 10**6, default=None)
+    rope_head_dim: int | None = whole(1, 10_000, default=None)
+    nope_head_dim: int | None = whole(1, 10_000, default=None)
+    v_head_dim: int | None = whole(1, 10_000, default=None)
+    rope_theta: float = positive(1e12, default=10_000.0)
+    rope_original_context: int | None = whole(1, 10**9, default=None)  # before RoPE scaling, None if unscaled
+    native_bits: float = positive(64, default=16)  # bits per weight of the published checkpoint's bulk
+    source: str = text("given by the user")
+
+    def __post_init__(self) -> None:
+        owner = f"model {self.name!r}"
+        check_fields(self, owner)
+        problem = self._heads_problem() or self._experts_problem() or self._latent_problem()
+        if problem:
+            raise InvalidField(f"{owner}: {problem}")
+
+    def _heads_problem(self) -> str | None:
+        if self.q_heads % self.kv_heads:
+            return f"q_heads {self.q_heads} must be a multiple of kv_heads {self.kv_heads}"
+        low, high = (1, self.layers) if self.window_tokens else (0, 0)
+        if not low <= self.window_layers <= high:
+            given = f"with window_tokens {self.window_tokens}"
+            return f"window_layers must be {low} to {high} {given}, not {self.window_layers}"
+        return None
+
+    def _experts_problem(self) -> str | None:
+        if not self.is_moe:
+            only_moe = [
+                "experts_per_token",
+                "expert_intermediate",
+                "shared_experts_intermediate",
+                "dense_layers",
+            ]
+            stray = [field for field in only_moe if getattr(self, field)]
+            return f"{stray[0]} must be 0 in a model without experts" if stray else None
+        if not 1 <= self.experts_per_token <= self.experts:
+            return f"experts_per_token must be 1 to {self.experts}, not {self.experts_per_token}"
+        if not self.expert_intermediate:
+            return "expert_intermediate must be above 0 in a model with experts"
+        if self.dense_layers >= self.layers:
+            return f"dense_layers must be below {self.layers} (layers), not {self.dense_layers}"
+        return None
+
+    def _latent_problem(self) -> str | None:
+        widths = {name: getattr(self, name) for name in ("rope_head_dim", "nope_head_dim", "v_head_dim")}
+        if not self.is_mla:
+            stray = [name for name, value in {**widths, "q_lora_rank": self.q_lora_rank}.items() if value]
+            return f"{stray[0]} needs latent_rank" if stray else None
+        missing = [name for name, value in widths.items() if value is None]
+        if missing:
+            return f"latent_rank needs {missing[0]}"
+        both = self._nope + self._rope
+        if self.head_dim != both:
+            return f"head_dim must be nope_head_dim + rope_head_dim = {both}, not {self.head_dim}"
+        return None
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether any layer has a mixture of experts."""
+        return self.experts > 0
+
+    @property
+    def is_mla(self) -> bool:
+        """Whether attention caches a latent row in place of keys and values (multi-head latent attention)."""
+        return self.latent_rank is not None
+
+    # The widths of MLA as plain numbers, 0 where the model has none.
+    @property
+    def _latent(self) -> int:
+        return self.latent_rank or 0
+
+    @property
+    def _rope(self) -> int:
+        return self.rope_head_dim or 0
+
+    @property
+    def _nope(self) -> int:
+        return self.nope_head_dim or 0
+
+    @property
+    def moe_layers(self) -> int:
+        """Layers whose MLP is a mixture of experts."""
+        return self.layers - self.dense_layers if self.is_moe else 0
+
+    @property
+    def q_width(self) -> int:
+        """Width of all query heads together."""
+        return self.q_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads together, before any latent compression."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def kv_elements_per_token_per_layer(self) -> int:
+        """Cached numbers per token and layer: keys and values, or MLA's latent and its RoPE key."""
+        return self._latent + self._rope if self.is_mla else 2 * self.kv_width
+
+    @property
+    def cached_heads(self) -> float:
+        """Heads of keys and values that hold as many numbers as are cached; a fraction for MLA's latent row."""
+        return self.kv_elements_per_token_per_layer / (2 * self.head_dim)
+
+    @property
+    def score_dim(self) -> int:
+        """Multiply-adds per query head and cached token of q . k; under MLA in its absorbed form (decode)."""
+        return self._latent + self._rope if self.is_mla else self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Multiply-adds per query head and cached token of p . v; under MLA in its absorbed form (decode)."""
+        return self._latent if self.is_mla else self.head_dim
+
+    @property
+    def attention_params_per_layer(self) -> int:
+        """Elements of the projection matrices of one attention layer."""
+        if not self.is_mla:
+            return 2 * self.hidden * (self.q_width + self.kv_width)
+        rank = self.q_lora_rank
+        queries = rank * (self.hidden + self.q_width) if rank else self.hidden * self.q_width
+        value = self.v_head_dim or 0
+        latent = self.hidden * self.score_dim + self._latent * self.q_heads * (self._nope + value)
+        return queries + latent + self.q_heads * value * self.hidden
+
+    @property
+    def dense_mlp_params(self) -> int:
+        """Gate, up and down matrices of one dense MLP."""
+        return 3 * self.hidden * self.intermediate
+
+    @property
+    def expert_params(self) -> int:
+        """Gate, up and down matrices of one routed expert."""
+        return 3 * self.hidden * self.expert_intermediate
+
+    @property
+    def shared_experts_params(self) -> int:
+        """Gate, up and down matrices of all shared experts of one layer, which every token uses."""
+        return 3 * self.hidden * self.shared_experts_intermediate
+
+    @property
+    def router_params(self) -> int:
+        """The matrix that scores the experts of one layer."""
+        return self.hidden * self.experts
+
+    @property
+    def vector_params_per_layer(self) -> int:
+        """Norms and biases of one layer: they count for memory, never for quantization."""
+        head_norms = 2 * self.head_dim if self.qk_norm else 0
+        latent_norms = (self.q_lora_rank or 0) + self._latent
+        biases = self.q_width + 2 * self.kv_width if self.attention_bias else 0
+        return 2 * self.hidden + head_norms + latent_norms + biases
+
+    @property
+    def embedding_params(self) -> int:
+        """One vocabulary table; the output head is a second one unless the embeddings are tied."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All parameters of the model."""
+        per_moe_layer = self.experts * self.expert_params + self.shared_experts_params + self.router_params
+        mlps = self.moe_layers * per_moe_layer + (self.layers - self.moe_layers) * self.dense_mlp_params
+        attention = self.layers * (self.attention_params_per_layer + self.vector_params_per_layer)
+        return mlps + attention + self.hidden + self.embedding_params * (1 if self.tied_embeddings else 2)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token multiplies with: no idle experts, and no input table (a look-up)."""
+        idle = self.moe_layers * (self.experts - self.experts_per_token) * self.expert_params
+        return self.parameters - idle - (0 if self.tied_embeddings else self.embedding_params)

@@ -1,0 +1,83 @@
+"""The parts of a round: draft gamma tokens, verify them in one pass of the target, keep what it agrees with.
+
+With gamma 0 a round is one step of plain decoding, on the same code path and with the same flush rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.sampling import draw, judge
+from ridgeplan.kernels.sampling.distribution import Choice, Verdict
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.sampling import Sampling
+
+
+@dataclass(frozen=True, eq=False)
+class Drafts:
+    """Drafted tokens int64 [rows, gamma] and what each of the gamma was drawn from, of [rows]."""
+
+    tokens: Tensor
+    choices: Sequence[Choice]
+
+
+@dataclass(frozen=True, eq=False)
+class Speculator:
+    """What rounds are made of. Nothing here asks the device for a value, so each part can be captured whole.
+
+    Between rounds `pending` [rows] is each row's last token, emitted but not yet in the cache.
+    """
+
+    decoder: Decoder
+    target: DecoderWeights
+    drafter: DecoderWeights
+    cache: Cache
+    sampling: Sampling
+    generator: torch.Generator
+
+    def first(self, logits: Tensor) -> Tensor:
+        """The tokens [rows] that follow the prompts, from logits [rows, vocab]."""
+        return draw(self.sampling.choice(logits), self._uniform(len(logits)))
+
+    def draft(self, pending: Tensor) -> Drafts:
+        """gamma tokens, one forward pass of the draft each."""
+        gamma = self.cache.gamma
+        token, tokens, choices = pending, [], []
+        uniform = self._uniform(gamma, len(pending))
+        for ahead in range(gamma):
+            reader = self.cache.draft_reader(ahead)
+            logits = self.decoder.step(self.drafter, self.cache, token[:, None], reader)
+            choices.append(self.sampling.choice(logits[:, 0]))
+            token = draw(choices[-1], uniform[ahead])
+            tokens.append(token)
+        drafted = torch.stack(tokens, dim=1) if tokens else pending.new_zeros(len(pending), 0)
+        return Drafts(drafted, choices)
+
+    def verify(self, pending: Tensor, drafts: Drafts) -> Verdict:
+        """One pass of the target, whose KV of all forwarded tokens replaces the drafts'."""
+        tokens = torch.cat([pending[:, None], drafts.tokens], dim=1)
+        reader = self.cache.target_reader(tokens.shape[1])
+        logits = self.decoder.step(self.target, self.cache, tokens, reader)
+        uniform = self._uniform(*tokens.shape)
+        return judge(self.sampling.choice(logits), drafts.choices, drafts.tokens, self.cache.room(), uniform)
+
+    def keep(self, pending: Tensor, verdict: Verdict, active: Tensor) -> tuple[Tensor, Tensor]:
+        """Advances the active rows; the others repeat their last round without effect.
+
+        The next pending tokens, and int64 [rows, gamma + 4]: tokens, then how many are kept, accepted, judged.
+        """
+        kept, accepted, judged = (count * active for count in (verdict.advance, verdict.accepted, verdict.judged))
+        self.cache.advance(kept.int())
+        last = verdict.tokens.gather(1, (kept - 1).clamp_min(0)[:, None])[:, 0]
+        figures = torch.cat([verdict.tokens, torch.stack([kept, accepted, judged], dim=1)], dim=1)
+        return torch.where(active, last, pending), figures
+
+    def _uniform(self, *shape: int) -> Tensor:
+        device = self.generator.device
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64, device=device)

@@ -1,0 +1,60 @@
+"""The compact decoder of the Llama-like families: one layer's parts, and a decode step over the cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ridgeplan.kernels.attention import decode_attention
+from ridgeplan.kernels.layer.norm import add_rms_norm
+from ridgeplan.kernels.layer.rope import Tables, rope_append, rotary_tables
+from ridgeplan.runtime.kv.cache import Cache, Reader
+from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
+from ridgeplan.runtime.model_config import DecoderConfig
+
+
+class Decoder:
+    """Computes layers of `config` on one device; weights and cache are arguments, so drafts share it."""
+
+    def __init__(self, config: DecoderConfig, device: torch.device) -> None:
+        self.config = config
+        self.frequencies = torch.tensor(config.rotary_frequencies, dtype=torch.float32, device=device)
+
+    def step(self, weights: DecoderWeights, cache: Cache, tokens: Tensor, reader: Reader) -> Tensor:
+        """Logits [rows, queries, vocab] of tokens [rows, queries], whose KV enters the cache."""
+        hidden, update = functional.embedding(tokens, weights.embedding), None
+        tables = self.rotary(reader.positions)
+        for index, layer in enumerate(weights.layers):
+            hidden, normed = self.norm(hidden, update, layer.attention_norm)
+            q = self.project(layer, normed, tables, *cache.full(index), reader.slots)
+            attended = self._attend(index, cache, reader, q)
+            hidden, normed = self.norm(hidden, layer.output(attended.flatten(2)), layer.mlp_norm)
+            update = self.mlp(layer, normed)
+        return weights.head(self.norm(hidden, update, weights.norm)[1])
+
+    def rotary(self, positions: Tensor) -> Tables:
+        """Cosines and sines [..., head_dim / 2] of positions [...]."""
+        return rotary_tables(positions, self.frequencies, self.config.rotary_scale)
+
+    def project(
+        self, layer: LayerWeights, normed: Tensor, tables: Tables, keys: Tensor, values: Tensor, slots: Tensor
+    ) -> Tensor:
+        """Rotated queries [rows, queries, q_heads, head_dim]; KV of the tokens enters `slots` of keys and values."""
+        q_heads, eps = self.config.q_heads, self.config.norm_eps
+        return rope_append(layer.qkv(normed), tables, keys, values, slots, q_heads, qk_norm=layer.qk_norm, eps=eps)
+
+    def mlp(self, layer: LayerWeights, normed: Tensor) -> Tensor:
+        """What the MLP adds to the residual stream."""
+        return layer.down(layer.gate_up(normed, gated=True))
+
+    def norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream with `update` added, and that normed."""
+        return add_rms_norm(hidden, update, weight, self.config.norm_eps)
+
+    def _attend(self, index: int, cache: Cache, reader: Reader, q: Tensor) -> Tensor:
+        keys, values = cache.full(index)
+        window = self.config.windows[index]
+        begin = reader.begin if window is None else torch.maximum(reader.begin, reader.end - window)
+        codes = None if reader.groups is None else cache.codes(index)
+        return decode_attention(q, keys, values, begin, reader.end, codes, reader.groups, lower=reader.lower)

@@ -1,0 +1,125 @@
+"""Linear layers: dense and 4-bit weights, on the package's CUDA kernels or torch's CPU kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ridgeplan.kernels.layer.swiglu import swiglu
+from ridgeplan.kernels.linear.dense import linear_dense
+from ridgeplan.kernels.linear.int4 import linear_int4
+from ridgeplan.kernels.linear.int4_weight import Int4Weight
+from ridgeplan.runtime.errors import ModelError
+from ridgeplan.runtime.quantization.gptq import quantize_weight
+
+THIN_ROWS = 64  # below, a CPU's float32 product is bound by reading the weight
+ROW_MULTIPLE = 16  # torch's int4 kernel takes output widths in such steps
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """y = x W^T + bias; weight [outputs, inputs]. Gated, y is `swiglu` of that."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
+        rows = x.numel() // x.shape[-1]
+        if rows > THIN_ROWS or x.is_cuda or x.dtype != torch.float32:
+            return linear_dense(x, self.weight, self.bias, gated=gated)
+        out = _thin_product(x.reshape(rows, -1), self.weight).view(*x.shape[:-1], -1)
+        out = out if self.bias is None else out + self.bias
+        return swiglu(out) if gated else out
+
+    @property
+    def bytes(self) -> int:
+        """Storage of the weight and its bias."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+@dataclass(frozen=True, eq=False)
+class LibraryInt4Weight:
+    """A 4-bit weight as torch's CPU kernel takes it; w = (code - 8) * scale + zero as in `Int4Weight`.
+
+    packed: torch's own layout; scales: bfloat16 [inputs / group, padded outputs, (scale, zero)].
+    """
+
+    packed: Tensor
+    scales: Tensor
+    group: int
+    outputs: int
+
+    @classmethod
+    def pack(cls, codes: Tensor, scale: Tensor, zero: Tensor) -> LibraryInt4Weight:
+        """Arguments as of `Int4Weight.pack`, on the CPU."""
+        outputs, inputs = codes.shape
+        padded = (0, 0, 0, -outputs % ROW_MULTIPLE)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(functional.pad(codes.int(), padded), 1)
+        pairs = torch.stack([functional.pad(pair, padded) for pair in (scale, zero)], dim=2)
+        return cls(packed, pairs.transpose(0, 1).bfloat16().contiguous(), inputs // scale.shape[1], outputs)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).bfloat16()
+        out = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, self.group, self.scales)
+        return out[:, : self.outputs].to(x.dtype).view(*x.shape[:-1], self.outputs)
+
+    @property
+    def bytes(self) -> int:
+        """Storage of codes, scales and zeros."""
+        return self.packed.nbytes + self.scales.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class Int4:
+    """As `Dense`, of 4-bit weights. float32 activations pass as bfloat16, the kernels' fast path: a draft need not be
+    exact."""
+
+    weight: Int4Weight | LibraryInt4Weight
+    bias: Tensor | None = None
+
+    @classmethod
+    def quantize(cls, dense: Dense, group: int, moment: Tensor | None = None) -> Int4:
+        """Quantizes dense weights; a `group` that does not divide the inputs falls to 64 or 32.
+
+        moment: of the inputs, as `quantize_weight` takes it.
+        """
+        packing = Int4Weight if dense.weight.is_cuda else LibraryInt4Weight
+        group = fitting_group(dense.weight.shape[1], group)
+        return cls(packing.pack(*quantize_weight(dense.weight, group, moment)), dense.bias)
+
+    def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
+        if isinstance(self.weight, Int4Weight):
+            narrow = x.bfloat16() if x.dtype == torch.float32 else x
+            return linear_int4(narrow, self.weight, self.bias, gated=gated).to(x.dtype)
+        out = self.weight(x)
+        out = out if self.bias is None else out + self.bias
+        return swiglu(out) if gated else out
+
+    @property
+    def bytes(self) -> int:
+        """Storage of codes, scales, zeros and the bias."""
+        return self.weight.bytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+Linear = Dense | Int4
+
+
+def _thin_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T of a few float32 rows at memory speed on CPUs.
+
+    MKL uses one core for a product with one row, and threads few-row products only with the weight on the
+    left: measured on two EPYC cores, a row doubled this way takes a third of the time that one row takes.
+    """
+    left = x if len(x) > 1 else x.expand(2, -1).contiguous()
+    return (weight @ left.t()).t()[: len(x)].contiguous()
+
+
+def fitting_group(inputs: int, group: int) -> int:
+    """The largest of group, 64 and 32 that divides the input width. Raises ModelError when none does."""
+    for candidate in sorted({group, 64, 32}, reverse=True):
+        if candidate <= group and inputs % candidate == 0:
+            return candidate
+    raise ModelError(f"a linear layer has {inputs} inputs; allowed for 4-bit weights: multiples of 32")

@@ -1,0 +1,119 @@
+"""Draft weights in 4 bits, quantized for the inputs that each layer sees."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model.linear import Dense, Int4, Linear
+from ridgeplan.runtime.model.prefill import prefill_layer
+from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.quantization.self_generated import own_text
+
+SAMPLED_TOKENS = 512
+
+
+def quantized_draft(
+    decoder: Decoder, weights: DecoderWeights, group: int, calibration: Sequence[int] | None = None
+) -> DecoderWeights:
+    """4-bit projections and head for drafts; the embedding and the norms stay shared.
+
+    calibration: token ids of text like what will be decoded, a few thousand. Without it the model writes a text on
+    CUDA, where that takes seconds; on a CPU, where it takes minutes, tokens that it samples in one pass say how large
+    each input is.
+    Raises WorkloadError for token ids that are not the model's.
+    """
+    _check(calibration, decoder.config.vocab)
+    if calibration is not None:
+        return fitted_draft(decoder, weights, group, torch.tensor(calibration)[None], full=True)
+    if weights.embedding.is_cuda:
+        return fitted_draft(decoder, weights, group, own_text(decoder, weights), full=True)
+    return fitted_draft(decoder, weights, group, _sampled(decoder, weights)[None], full=False)
+
+
+@torch.no_grad()
+def fitted_draft(decoder: Decoder, weights: DecoderWeights, group: int, text: Tensor, full: bool) -> DecoderWeights:
+    """Each layer quantized for its inputs on `text`, token ids [sequences, tokens], each sequence by itself.
+
+    full: against their whole second moment, for a text as models read and write it; else against its diagonal.
+    """
+    hidden = functional.embedding(text.to(weights.embedding.device), weights.embedding)
+    layers = []
+    for layer, window in zip(weights.layers, decoder.config.windows, strict=True):
+        recording = layer.with_projections(lambda linear: _recording(linear, full))
+        for sequence in hidden:
+            prefill_layer(decoder, recording, sequence, window)
+        layers.append(recording.with_projections(lambda linear: _quantized(linear, group)))
+    head = _recording(weights.head, full)
+    if isinstance(head, Recording):
+        head.record(decoder.norm(hidden, None, weights.norm)[1])
+    return dataclasses.replace(weights, layers=tuple(layers), head=_quantized(head, group))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Recording(Dense):
+    """A dense layer that adds up the second moment of its inputs: [inputs, inputs], or the diagonal [inputs].
+
+    Every token counts the same, at a mean square of 1: a few of them, the first above all, are hundreds of times
+    as large as the rest in some channels, and would decide alone.
+    """
+
+    moment: Tensor
+
+    def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
+        self.record(x)
+        return super().__call__(x, gated)
+
+    def record(self, x: Tensor) -> None:
+        """Adds inputs [..., inputs]."""
+        rows = functional.rms_norm(x.flatten(0, -2).float(), x.shape[-1:])
+        if self.moment.dim() == 1:
+            self.moment.add_(rows.square().sum(0))
+        else:
+            self.moment.addmm_(rows.t(), rows)
+
+
+def _recording(linear: Linear, full: bool) -> Linear:
+    """With the `full` moment or the diagonal, nothing recorded; a layer that is in 4 bits already stays."""
+    if isinstance(linear, Int4):
+        return linear
+    inputs = linear.weight.shape[1]
+    moment = linear.weight.new_zeros((inputs, inputs) if full else inputs, dtype=torch.float32)
+    return Recording(weight=linear.weight, bias=linear.bias, moment=moment)
+
+
+def _quantized(linear: Linear, group: int) -> Linear:
+    return Int4.quantize(linear, group, linear.moment) if isinstance(linear, Recording) else linear
+
+
+def _sampled(decoder: Decoder, weights: DecoderWeights) -> Tensor:
+    """Tokens [SAMPLED_TOKENS] drawn from what the model predicts at each position of random ones, at temperature 1.
+
+    One pass: this is no text, but its tokens are as frequent as the model's own, which is what the diagonal needs.
+    """
+    device, vocab = weights.embedding.device, decoder.config.vocab
+    generator = torch.Generator(device).manual_seed(0)
+    tokens = torch.randint(vocab, (SAMPLED_TOKENS,), generator=generator, device=device)
+    hidden = functional.embedding(tokens, weights.embedding)
+    for layer, window in zip(weights.layers, decoder.config.windows, strict=True):
+        prefill_layer(decoder, layer, hidden, window)
+    logits = weights.head(decoder.norm(hidden, None, weights.norm)[1]).float()
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+
+def _check(calibration: Sequence[int] | None, vocab: int) -> None:
+    if calibration is None:
+        return
+    if len(calibration) == 0:
+        raise WorkloadError("calibration has no tokens; allowed: 1 or more token ids, or None")
+    strange = next((token for token in calibration if not isinstance(token, Integral) or not 0 <= token < vocab), None)
+    if strange is not None:
+        raise WorkloadError(f"calibration holds the token {strange!r}; allowed: whole numbers from 0 to {vocab - 1}")

@@ -1,0 +1,134 @@
+"""4-bit weights that keep a layer's outputs rather than its weights: w = (code - 8) * scale + zero.
+
+The error of an output is e^T M e, with e a row's rounding errors and M = E[x x^T] the second moment of the layer's
+inputs. What is known of M decides what is done:
+
+    M's diagonal   the grid (scale, zero) of each group is fitted with it as weights; codes are rounded to nearest
+    M              the same grid, and the error of each rounded input is made up for by the inputs that come after it
+
+The second is GPTQ (Frantar et al. 2023, arXiv 2210.17323, equations 2 and 3), which is LDLQ (QuIP, Chee et al. 2023).
+The diagonal is robust, the full moment pays where the text it was taken from resembles the text that is decoded.
+
+Tried with the full moment on Qwen2.5-Coder-0.5B, where acceptance is 0.860: rounding inputs in the order of their
+importance, within groups or across (0.857 to 0.860), and moments of inputs that quantized layers before made (0.858).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.linear.gptq_round import round_with_feedback
+
+SHRINKS = (1.0, 0.92, 0.84, 0.76, 0.68)  # candidate ranges, as shares of the group's own
+REFITS = 2  # rounds of codes, then grid, after the best range
+FLOOR = 1e-4  # least importance of an input, as a share of its group's mean
+DAMPING = 0.1  # added to M's diagonal, as a share of its mean: moments of a short text are taken for less than exact
+CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}  # of a weight at a time: within a CPU's cache, or a GPU's memory
+
+
+def quantize_weight(weight: Tensor, group: int, moment: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes int8 [outputs, inputs] in 0..15; scale and zero, bfloat16 values in float32 [outputs, inputs / group].
+
+    weight: [outputs, inputs]. moment: of the inputs, its diagonal [inputs], the whole [inputs, inputs], or unknown.
+    """
+    importance = weight.new_ones(weight.shape[1]) if moment is None else moment
+    feedback = None
+    if importance.dim() == 2:
+        feedback, importance = _feedback(importance), importance.diagonal()
+    importance = importance.float().unflatten(0, (-1, group))
+    rows = max(1, CHUNK_ELEMENTS[weight.device.type] // weight.shape[1])
+    parts = [
+        _to_nearest(chunk, importance) if feedback is None else _in_turn(chunk, importance, feedback)
+        for chunk in weight.split(rows)
+    ]
+    codes, scale, zero = (torch.cat(column) for column in zip(*parts, strict=True))
+    return codes, scale, zero
+
+
+def _to_nearest(weight: Tensor, importance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    grouped = weight.float().unflatten(1, importance.shape)
+    scale, zero = _grid(grouped, importance)
+    codes = _steps(grouped, scale, zero).round_().clamp_(0, 15)
+    return codes.flatten(1).to(torch.int8), scale.squeeze(2), zero.squeeze(2)
+
+
+def _in_turn(weight: Tensor, importance: Tensor, feedback: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rounds input after input; `rest` holds what the inputs still to come should be, given the errors so far."""
+    rest = weight.to(torch.float32, copy=True)
+    codes, pairs = torch.empty_like(weight, dtype=torch.int8), []
+    group = importance.shape[1]
+    for index, start in enumerate(range(0, weight.shape[1], group)):
+        inside, after = slice(start, start + group), slice(start + group, None)
+        scale, zero = (pair[:, 0] for pair in _grid(rest[:, None, inside], importance[None, index]))
+        rounded, errors = round_with_feedback(_steps(rest[:, inside], scale, zero), feedback[inside, inside])
+        rest[:, after].addmm_(errors.mul_(scale), feedback[inside, after], alpha=-1)
+        codes[:, inside] = rounded
+        pairs.append((scale, zero))
+    scale, zero = (torch.cat(column, dim=1) for column in zip(*pairs, strict=True))
+    return codes, scale, zero
+
+
+def _feedback(moment: Tensor) -> Tensor:
+    """Upper triangle with a unit diagonal [inputs, inputs]: what an error at one input takes from each later one.
+
+    With M = R R^T, R upper triangular, the inverse of M is U^T U with U = R^-1: GPTQ's Cholesky factor.
+    """
+    damped = moment.float().clone()
+    diagonal = damped.diagonal()
+    diagonal += DAMPING * diagonal.mean() + torch.finfo(torch.float32).tiny
+    # Factors come as lower triangles: reversing the order of the inputs makes one the upper triangle that is needed.
+    upper = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
+    inverse = torch.linalg.solve_triangular(upper, torch.eye(len(upper), device=upper.device), upper=True)
+    return inverse / inverse.diagonal()[:, None]
+
+
+def _grid(grouped: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and zero, bfloat16 values [outputs, groups, 1] of weights [outputs, groups, group].
+
+    Codes of a few candidate ranges are each fitted by least squares with weights `importance` [groups, group]; the
+    best fit's codes are then chosen anew, and fitted again.
+    """
+    importance = importance / importance.mean(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) + FLOOR
+    importance = importance / importance.sum(1, keepdim=True)
+    mean = (grouped * importance).sum(2, keepdim=True)
+    centred = grouped - mean
+    low, high = centred.amin(2, keepdim=True), centred.amax(2, keepdim=True)
+    middle, step = (low + high) / 2, (high - low) / 15
+    best = _fit(centred, importance, step, middle + step / 2)
+    for shrink in SHRINKS[1:]:
+        best = _better(best, _fit(centred, importance, step * shrink, middle + step * shrink / 2))
+    for _ in range(REFITS):
+        best = _better(best, _fit(centred, importance, best.scale, best.zero))
+    return best.scale.bfloat16().float(), (best.zero + mean).bfloat16().float()
+
+
+class _Fit(NamedTuple):
+    """A grid, and how much of the weights' variance it explains: [outputs, groups, 1]."""
+
+    scale: Tensor
+    zero: Tensor
+    explained: Tensor
+
+
+def _fit(centred: Tensor, importance: Tensor, scale: Tensor, zero: Tensor) -> _Fit:
+    """The least-squares grid for the codes that (scale, zero) gives."""
+    codes = _steps(centred, scale, zero).round_().clamp_(0, 15).sub_(8)
+    weighted = codes * importance
+    mean = weighted.sum(2, keepdim=True)
+    variance = codes.mul_(weighted).sum(2, keepdim=True) - mean.square()
+    covariance = weighted.mul_(centred).sum(2, keepdim=True)
+    fitted = torch.where(variance > 0, covariance / variance, 0.0)
+    return _Fit(fitted, -fitted * mean, fitted * covariance)
+
+
+def _better(one: _Fit, other: _Fit) -> _Fit:
+    improved = other.explained > one.explained
+    return _Fit(*(torch.where(improved, new, old) for old, new in zip(one, other, strict=True)))
+
+
+def _steps(weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Weights in units of codes, before rounding; a constant group has scale 0 and decodes to its zero."""
+    return (weight - zero).div_(torch.where(scale == 0, 1.0, scale)).add_(8)

@@ -1,0 +1,160 @@
+"""`bench decode` and `bench suite`: a small model's function at another shape's size, as tables and JSON."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ridgeplan.dashboards.cli.bench_decode import SUITE_WORKLOADS, row_texts
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.validate.random_decoder import toy_shape
+
+CASES = (("autoregressive", 0), ("quantspec-kv", 2))
+
+
+@pytest.fixture
+def small_shape(monkeypatch: pytest.MonkeyPatch) -> ModelShape:
+    """A shape little larger than SmolLM2's, under a name of the catalog."""
+    shape = toy_shape(30, 640, 1600, 9, 3, 64, vocab=49_200)
+    monkeypatch.setattr("ridgeplan.dashboards.cli.bench_decode.load_shape", lambda name: shape)
+    return shape
+
+
+@pytest.mark.model
+def test_decode_runs_plain_decoding_and_the_preset(
+    invoke: Any, profile_path: Path, small_shape: ModelShape, smollm2: Path, tmp_path: Path
+) -> None:
+    saved = tmp_path / "bench.json"
+    arguments = ["bench", "decode", "--model-shape", "toy", "--ctx", 64, "--preset", "quantspec-kv", "--gamma", 2]
+    arguments += ["--new-tokens", 6, "--profile", profile_path, "--output", saved]
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout)["rows"]
+    assert json.loads(saved.read_text()) == json.loads(result.stdout)
+    assert [(row["preset"], row["gamma"]) for row in rows] == list(CASES)
+    assert rows[1]["measured"]["generated"] == 6
+    table = invoke(*arguments).stdout
+    lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in table.splitlines() if "64x1" in line]
+    assert [line[-1] for line in lines] == ["autoregressive", "quantspec-kv, gamma 2"]
+    predicted = {one["name"]: one["predicted"] for one in rows[1]["comparison"]}
+    assert [line[4].endswith(f"({predicted['tokens per round']:.2f})") for line in lines] == [False, True]
+
+
+@pytest.mark.model
+def test_a_breakdown_shows_each_class_beside_its_prediction(
+    invoke: Any, profile_path: Path, small_shape: ModelShape, smollm2: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    from ridgeplan.validate.decode_bench import breakdown
+
+    names = (breakdown.STAMP, breakdown.STAMP, "linear", "void at::native::fill<4, at::native::FillFunctor<int>>(int)")
+    names = (*names, "filter", breakdown.STAMP, breakdown.STAMP)
+    launches = tuple(breakdown.Launch(name, 4.0 * index, 4.0 * index + 5) for index, name in enumerate(names))
+    monkeypatch.setattr(breakdown, "require_cuda", lambda device: None)
+    monkeypatch.setattr(breakdown, "attach", lambda: None)
+    monkeypatch.setattr(breakdown, "traced", lambda *_: launches)
+    saved = tmp_path / "bench.json"
+    arguments = ["bench", "decode", "--model-shape", "toy", "--ctx", 64, "--preset", "quantspec-kv", "--gamma", 2]
+    arguments += ["--new-tokens", 4, "--profile", profile_path, "--output", saved, "--breakdown"]
+    shown = invoke(*arguments).stdout
+    titles = [f"{name}, context 64, batch 1, gamma {gamma}: one round" for name, gamma in CASES]
+    assert all(title in shown for title in titles)
+    (other,) = [line for line in shown.partition(titles[1])[2].splitlines() if "verify other" in line]
+    cells = [cell.strip() for cell in other.strip("│").split("│")]
+    assert cells[1:3] == ["2", "10"]
+    assert cells[4] == "_stamp_kernel 5, fill of FillFunctor 5"
+    assert "kernels 30 us, of which 5 us beside others; a round takes" in shown
+    rows = json.loads(saved.read_text())["rows"]
+    assert [row["breakdown"]["rounds"] for row in rows] == [1, 1]
+    heads = [part for part in rows[1]["breakdown"]["rows"] if part["operation"] == "head" and part["launches"]]
+    assert [(part["part"], part["measured_us"]) for part in heads] == [("verify", 5)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "quantspec", "quantspec:4096", "quantspec:4096x1:0", "quantspec:4096x1:99", "autoregressive:4096x1", "int8:x1",
+        "int8:4096x1:3",
+    ],
+)  # fmt: skip
+def test_a_strange_case_is_refused(refuses: Any, profile_path: Path, case: str) -> None:
+    arguments = ("bench", "suite", "--model-shape", "SmolLM2-135M", "--profile", profile_path, "--case", case)
+    assert "is not a" in refuses(*arguments)
+
+
+def test_cases_replace_the_grid(invoke: Any, profile_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("ridgeplan.dashboards.cli.bench_decode.report", lambda cases, **rest: seen.extend(cases))
+    arguments = ("bench", "suite", "--model-shape", "any", "--case", "quantspec:32768x8:3", "--case", "int8:4096x1")
+    assert invoke(*arguments).exit_code == 0
+    expected = [("autoregressive", 4096, 1, None), ("int8", 4096, 1, None)]
+    expected += [("autoregressive", 32768, 8, None), ("quantspec", 32768, 8, 3)]
+    assert [(case.preset, case.context, case.batch, case.gamma) for case in seen] == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_breakdown_without_a_gpu_is_refused_before_anything_is_loaded(refuses: Any, profile_path: Path) -> None:
+    arguments = ("bench", "decode", "--model-shape", "SmolLM2-135M", "--ctx", 64, "--profile", profile_path)
+    assert "needs a CUDA device" in refuses(*arguments, "--breakdown")
+
+
+@pytest.mark.model
+def test_the_text_that_comes_with_python_holds_the_default_suite(smollm2: Path) -> None:
+    from ridgeplan.runtime.model.checkpoint import load_tokenizer, model_source
+    from ridgeplan.validate.prompts import sample_text
+
+    tokens = len(load_tokenizer(model_source(str(smollm2))).encode(sample_text()))
+    sizes = [map(int, workload.split("x")) for workload in SUITE_WORKLOADS]
+    assert max(context + batch - 1 for context, batch in sizes) <= tokens
+
+
+@pytest.mark.model
+def test_a_shape_too_small_for_the_model_is_one_line(
+    refuses: Any, profile_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2: Path
+) -> None:
+    shape = toy_shape(30, 512, 1600, 9, 3, 64, vocab=49_200)
+    monkeypatch.setattr("ridgeplan.dashboards.cli.bench_decode.load_shape", lambda name: shape)
+    arguments = ("bench", "decode", "--model-shape", "toy", "--ctx", 64, "--profile", profile_path)
+    assert "needs 577 hidden channels and a constant" in refuses(*arguments)
+
+
+def test_a_case_shows_each_figure_beside_its_prediction() -> None:
+    names = {"tpot": 4.0, "tpot at the measured acceptance": 5.0, "tokens per round": 3.0, "acceptance": 0.8}
+    predicted = names | {"prefill": 250.0, "peak memory": 7e9}
+    faster = {"name": "speed-up over plain decoding", "predicted": 2.0, "measured": 1.5}
+    measured = {"tpot_ms": 6.0, "tokens_per_round": 2.5, "acceptance": 0.75, "ttft_ms": 500.0}
+    row = {
+        "preset": "quantspec", "context": 64, "batch": 2, "gamma": 3, "over_vllm": 1.2,
+        "measured": measured | {"peak_memory_bytes": 8e9},
+        "comparison": [{"name": name, "predicted": value} | {"measured": None} for name, value in predicted.items()],
+    }  # fmt: skip
+    row["comparison"].append(faster)
+    cells = ("64x2", "6.00 (5.00)", "1.50x", "1.20x", "2.50 (3.00)", "0.750 (0.800)", "0.50 (0.25)", "8.0 (7.0)")
+    assert row_texts(row) == (*cells, "quantspec, gamma 3")
+    plain = row | {"preset": "autoregressive", "gamma": 0, "over_vllm": None}
+    assert row_texts(plain)[1:6] == ("6.00 (4.00)", "1.50x", "", "", "")
+
+
+def test_only_presets_that_can_be_executed_are_allowed(refuses: Any) -> None:
+    line = refuses("bench", "decode", "--model-shape", "llama-3.1-8b", "--ctx", 64, "--preset", "dapq")
+    assert "'quantspec-exact'" in line
+    assert "'specattn'" not in line
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            ("suite", "--model-shape", "toy", "--workload", "4096"),
+            "'4096' is not a workload; allowed: context and batch",
+        ),
+        (("decode", "--model-shape", "nonsense-9b", "--ctx", "64"), "nonsense-9b"),
+        (("decode", "--ctx", "64"), "--model-shape"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(invoke: Any, arguments: tuple[str, ...], message: str) -> None:
+    result = invoke("bench", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr

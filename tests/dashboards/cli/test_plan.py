@@ -1,0 +1,313 @@
+"""`recommend`, `estimate`, `models` and `gpus`: what they print and what they refuse."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeplan.dashboards.cli.options import Size
+from ridgeplan.dashboards.cli.output import number
+from ridgeplan.planner import PRESETS, Plan
+from ridgeplan.roofline.catalog.profile import Profile
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+QUESTION = (LLAMA, "--gpu", "h200", "--ctx", 120_000)
+HEADLINES = ("tpot_ms", "ttft_ms", "tokens_per_s", "peak_memory_bytes")
+
+
+def as_json(result: Any) -> Any:
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    return json.loads(result.stdout)
+
+
+def test_recommend_prints_one_json_object_with_all_figures(invoke: Any) -> None:
+    answer = as_json(invoke("recommend", *QUESTION, "--json"))
+    assert {"plan", "predicted", "baseline", "alternatives"} <= set(answer)
+    for predicted in (answer["predicted"], answer["baseline"], *(one["predicted"] for one in answer["alternatives"])):
+        assert {"speedup", "source", *HEADLINES} <= set(predicted)
+        for name in HEADLINES:
+            low, best, high = predicted["low"][name], predicted[name], predicted["high"][name]
+            assert 0 < low <= best <= high < math.inf, name
+    for other in answer["alternatives"]:
+        assert set(other) == {"preset", "plan", "predicted", "rejected"}
+        assert other["rejected"]
+    named = {answer["preset"], *(one["preset"] for one in answer["alternatives"])}
+    assert set(PRESETS) <= named
+
+
+def test_recommended_plan_is_a_plan_and_faster_than_the_baseline(invoke: Any) -> None:
+    answer = as_json(invoke("recommend", *QUESTION, "--json"))
+    plan = Plan.from_dict(answer["plan"])
+    assert plan.workload.context == 120_000
+    assert answer["predicted"]["tpot_ms"] < answer["baseline"]["tpot_ms"]
+    assert answer["predicted"]["speedup"] == pytest.approx(
+        answer["baseline"]["tpot_ms"] / answer["predicted"]["tpot_ms"]
+    )
+
+
+def test_recommend_without_json_explains_and_lists_alternatives(invoke: Any) -> None:
+    result = invoke("recommend", *QUESTION)
+    assert result.exit_code == 0
+    for part in ("ms per token", "peak memory", "recommended", "autoregressive", "speed-up"):
+        assert part in result.stdout
+
+
+def test_output_writes_the_plan_that_is_printed(invoke: Any, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("an older plan")
+    answer = as_json(invoke("recommend", *QUESTION, "--output", path, "--json"))
+    assert Plan.from_json(path.read_text()) == Plan.from_dict(answer["plan"])
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_options_reach_the_planner(invoke: Any) -> None:
+    exact = as_json(invoke("recommend", *QUESTION, "--quality", "exact", "--json"))
+    assert exact["losses"] == []
+    workload = as_json(invoke("recommend", *QUESTION, "--batch", 3, "--new-tokens", 17, "--json"))["plan"]["workload"]
+    assert (workload["batch"], workload["new_tokens"]) == (3, 17)
+    limited = as_json(invoke("recommend", *QUESTION, "--memory-limit", "40GiB", "--json"))
+    assert limited["memory_limit_bytes"] == 40 * 2**30
+    small = as_json(invoke("recommend", *QUESTION, "--objective", "memory", "--json"))["predicted"]["peak_memory_bytes"]
+    assert small < exact["predicted"]["peak_memory_bytes"]
+
+
+def test_context_beyond_the_limit_is_noted_and_stretched_if_asked(invoke: Any) -> None:
+    beyond = (LLAMA, "--gpu", "h200", "--ctx", 200_000, "--json")
+    noted = as_json(invoke("recommend", *beyond))
+    assert any("beyond the model's limit of 131072" in note for note in noted["notes"])
+    stretched = as_json(invoke("recommend", *beyond, "--yarn"))
+    assert stretched["plan"]["workload"]["yarn_factor"] == 2.0
+    assert any("YaRN" in note for note in stretched["notes"])
+
+
+def test_profile_option_replaces_what_ships(invoke: Any, profile: Profile, tmp_path: Path) -> None:
+    slow = tmp_path / "slow.json"
+    data = json.loads(profile.to_json())
+    data["classes"]["linear"]["bandwidth_utilization"] = 0.1
+    slow.write_text(json.dumps(data))
+    answers = [as_json(invoke("estimate", *QUESTION, "--preset", "int8", "--json", *extra))["predicted"]["tpot_ms"]
+               for extra in ((), ("--profile", slow))]  # fmt: skip
+    assert answers[1] > 2 * answers[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {0: "meta-llama/Llama-3.1-9B"},
+            "unknown model 'meta-llama/Llama-3.1-9B'. Did you mean meta-llama/Llama-3.1-8B",
+        ),
+        ({2: "h20o"}, "unknown GPU 'h20o'. Did you mean h20"),
+        ({4: 0}, "context is 0; allowed: a whole number from 1"),
+        ({4: -5}, "context is -5; allowed"),
+        ({4: "long"}, "'long' is not a valid integer"),
+        ({4: 10**12}, "context is 1000000000000; allowed: a whole number from 1 to"),
+        ({2: "missing.toml"}, "cannot read missing.toml: No such file"),
+        ({0: "missing.gguf"}, "cannot read missing.gguf"),
+    ],
+)
+def test_recommend_refuses_bad_questions(refuses: Any, change: dict[int, object], words: str) -> None:
+    question = [change.get(index, value) for index, value in enumerate(QUESTION)]
+    assert words in refuses("recommend", *question, "--json")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--batch", -1, "batch is -1; allowed: a whole number from 1"),
+        ("--batch", 0, "batch is 0; allowed"),
+        ("--new-tokens", 0, "new_tokens is 0; allowed"),
+        ("--memory-limit", "nan", "'nan' is not a size; allowed: bytes above 0"),
+        ("--memory-limit", "-3GiB", "'-3GiB' is not a size"),
+        ("--memory-limit", "0", "'0' is not a size"),
+        ("--quality", "perfect", "'perfect' is not one of 'exact', 'near-lossless', 'lossy'"),
+        ("--objective", "cost", "'cost' is not one of 'latency', 'total', 'memory'"),
+        ("--profile", "missing.json", "cannot read profile 'missing.json': No such file"),
+        ("--output", "/nowhere/plan.json", "cannot write '/nowhere/plan.json'; allowed: a file in an existing"),
+        ("--output", "/", "cannot write '/'"),
+        ("--colour", "red", "No such option '--colour'"),
+    ],
+)
+def test_recommend_refuses_bad_options(refuses: Any, option: str, value: object, words: str) -> None:
+    assert words in refuses("recommend", *QUESTION, option, value)
+
+
+def test_context_far_beyond_yarn_is_refused(refuses: Any) -> None:
+    smollm = ("HuggingFaceTB/SmolLM2-135M-Instruct", "--gpu", "h200", "--ctx", 16_000_000)
+    assert "allowed: up to 64x with YaRN" in refuses("recommend", *smollm, "--yarn")
+
+
+def test_nothing_fits_is_3_and_says_what_it_takes(refuses: Any) -> None:
+    line = refuses("recommend", *QUESTION, "--memory-limit", "4GiB", "--json", code=3)
+    assert "nothing fits" in line
+    assert "of 4.0 GiB" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "not a JSON profile"),
+        ('{"schema": 1, "device"', "not a JSON profile"),
+        ('{"schema": 99}', "profile schema 99 is newer"),
+        ('{"schema": NaN}', "number NaN in a profile"),
+        ('{"schema": 1}', "lacks or garbles"),
+        ("[]", "a profile is a JSON object"),
+    ],
+)
+def test_damaged_profiles_are_refused(refuses: Any, tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    line = refuses("recommend", *QUESTION, "--profile", path)
+    assert words in line
+    assert "broken.json" in line
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"not a model", b"GGUF\x03\x00\x00\x00" + b"\xff" * 40])
+def test_damaged_ggufs_are_refused(refuses: Any, tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(content)
+    assert "broken.gguf" in refuses("recommend", path, *QUESTION[1:])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"model_type": "llama"}', '{"model_type": "llama", "hidden_size": NaN}']
+)
+def test_damaged_configs_are_refused(refuses: Any, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    assert "config.json" in refuses("recommend", path, *QUESTION[1:])
+
+
+def test_auto_without_calibration_says_what_to_do(
+    refuses: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("ridgeplan.planner.resolution.detect_hardware", lambda: None)
+    assert "ridgeplan calibrate --quick" in refuses("recommend", LLAMA, "--gpu", "auto", "--ctx", 1000)
+
+
+def test_auto_is_the_calibrated_machine(
+    invoke: Any, profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "ridgeplan").mkdir()
+    (tmp_path / "ridgeplan" / "profile.json").write_text(profile.to_json())
+    answer = as_json(invoke("recommend", LLAMA, "--gpu", "auto", "--ctx", 1000, "--json"))
+    assert answer["plan"]["workload"]["hardware"] == "h200"
+
+
+def test_estimate_prints_a_preset_with_every_operation(invoke: Any) -> None:
+    answer = as_json(invoke("estimate", *QUESTION, "--preset", "quantspec", "--gamma", 3, "--json"))
+    assert answer["preset"] == "quantspec"
+    assert answer["plan"]["speculation"]["gamma"] == 3
+    assert answer["fits"] is True
+    operations = answer["predicted"]["breakdown"]
+    assert {op["part"] for op in operations} == {"prefill", "draft", "target"}
+    drafts = sum(op["seconds"] for op in operations if op["part"] == "draft")
+    assert 1e3 * drafts == pytest.approx(answer["predicted"]["draft_step_ms"], rel=0.05)
+
+
+def test_estimate_of_a_plan_is_that_of_its_preset(invoke: Any, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    by_name = as_json(invoke("estimate", *QUESTION, "--preset", "quantspec", "--json"))
+    path.write_text(json.dumps(by_name["plan"]))
+    assert as_json(invoke("estimate", "--plan", path, "--json")) == by_name
+
+
+def test_estimate_tables_and_what_does_not_fit(invoke: Any) -> None:
+    arguments = (LLAMA, "--gpu", "rtx4090", "--ctx", 500_000, "--preset", "quantspec")
+    result = invoke("estimate", *arguments)
+    assert "does not fit its 24.0 GiB" in result.stdout
+    assert "draft: attention" in result.stdout
+    assert as_json(invoke("estimate", *arguments, "--json"))["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((*QUESTION, "--preset", "quantspek"), "unknown preset 'quantspek'. Did you mean quantspec"),
+        ((*QUESTION, "--preset", "quantspec", "--gamma", 99), "gamma is 99; allowed: a whole number from 0 to 15"),
+        ((*QUESTION, "--preset", "quantspec", "--gamma", 0), "gamma is 0 with draft codes"),
+        ((LLAMA, "--gpu", "h200", "--ctx", 0, "--preset", "quantspec"), "context is 0; allowed"),
+        ((*QUESTION, "--preset", "int8", "--batch", -2), "batch is -2; allowed"),
+        (QUESTION, "estimate needs MODEL, --preset, --gpu and --ctx, or --plan FILE"),
+    ],
+)
+def test_estimate_refuses(refuses: Any, arguments: tuple[object, ...], words: str) -> None:
+    assert words in refuses("estimate", *arguments)
+
+
+@pytest.mark.parametrize("command", [("run",), ("validate",), ("estimate", "--plan")])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "not a JSON plan"),
+        ('{"schema": 1, "workload"', "not a JSON plan"),
+        ('{"schema": 2}', "schema 2 is newer than this version reads; allowed: up to 1"),
+        ('{"schema": 1, "workload": {"model": "m", "hardware": "h", "context": NaN}}', "number NaN in a plan"),
+        ('{"schema": 1, "workload": {"model": "m", "hardware": "h", "context": 0}}', "context is 0; allowed"),
+        ('{"schema": 1, "workload": {"model": "m", "hardware": "h", "context": 1}, "x": 1}', "unknown field"),
+    ],
+)
+def test_damaged_plans_are_refused(
+    refuses: Any, tmp_path: Path, command: tuple[str, ...], text: str, words: str
+) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    line = refuses(*command, path)
+    assert words in line
+    assert "broken.json" in line
+
+
+def test_missing_and_unreadable_plans_are_refused(refuses: Any, tmp_path: Path) -> None:
+    assert "No such file" in refuses("run", tmp_path / "none.json")
+    assert "Is a directory" in refuses("run", tmp_path)
+
+
+def test_a_plan_keeps_its_own_workload(refuses: Any, invoke: Any, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert invoke("recommend", *QUESTION, "--output", path).exit_code == 0
+    assert "--ctx cannot be given with --plan" in refuses("estimate", "--plan", path, "--ctx", 0)
+
+
+def test_unknown_command_suggests_a_near_one(refuses: Any) -> None:
+    assert "recommend" in refuses("recomend")
+
+
+def test_models_and_gpus(invoke: Any) -> None:
+    models = {one["name"]: one for one in as_json(invoke("models", "--json"))}
+    assert models[LLAMA]["parameters"] == pytest.approx(8.03e9, rel=1e-3)
+    assert models[LLAMA]["executable"] is True
+    gpus = {one["name"]: one for one in as_json(invoke("gpus", "--json"))}
+    assert gpus["h200"]["ridge_point"] == pytest.approx(206, rel=0.01)
+    assert gpus["h200"]["sources"]["compute_flops"]
+    assert LLAMA in invoke("models").stdout
+    assert "h200" in invoke("gpus").stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GiB", 24 * 2**30), ("80 GB", 80e9), ("1.5gib", 1.5 * 2**30), ("1e9", 1e9), ("512b", 512)]
+)
+def test_sizes(text: str, size: float) -> None:
+    assert Size().convert(text, None, None) == size
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.0123456, "0.0123"), (6.4712, "6.47"), (999.7, "1,000"), (12070.3, "12,070")]
+)
+def test_numbers_need_no_exponents(value: float, shown: str) -> None:
+    assert number(value) == shown
+
+
+def test_failed_write_leaves_nothing_behind(refuses: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> Callable[..., None]:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    path = tmp_path / "plan.json"
+    assert "cannot write" in refuses("recommend", *QUESTION, "--output", path)
+    assert list(tmp_path.iterdir()) == []

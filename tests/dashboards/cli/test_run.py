@@ -1,0 +1,141 @@
+"""`run` on the real embedded model, and the streaming of text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeplan.dashboards.cli.model_inputs import CALIBRATION_TOKENS, calibration_tokens, note_substitute
+from ridgeplan.dashboards.cli.run import summary, text_pieces
+from ridgeplan.planner import Workload, preset
+from ridgeplan.runtime.quantization.calibrate import quantized_draft
+from ridgeplan.runtime.statistics import Statistics
+
+
+@pytest.fixture
+def plan_path(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    path.write_text(preset("quantspec", Workload("SmolLM2-135M", "here", 64, 8)).to_json())
+    return path
+
+
+def decode_utf8(tokens: list[int]) -> str:
+    return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def test_pieces_add_up_and_never_split_a_character() -> None:
+    text = "Zürich, 東京 🙂!"
+    pieces = list(text_pieces(text.encode(), decode_utf8))
+    assert "".join(pieces) == text
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert "東" in pieces
+
+
+def test_a_token_costs_the_same_however_long_the_text() -> None:
+    decoded: list[int] = []
+
+    def decode(tokens: list[int]) -> str:
+        decoded.append(len(tokens))
+        return decode_utf8(tokens)
+
+    assert "".join(text_pieces(b"a word " * 100, decode)) == "a word " * 100
+    assert max(decoded) <= 2
+
+
+def test_an_unfinished_character_shows_at_the_end() -> None:
+    assert "".join(text_pieces("ok🙂".encode()[:-1], decode_utf8)) == "ok\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--prompt", "a", "--prompt-file", "b"), "--prompt and --prompt-file were given; allowed: one of them"),
+        (("--prompt", "a", "--model", "missing.gguf"), "no model at missing.gguf"),
+        (("--prompt", ""), "--prompt is empty; allowed: text of one character or more"),
+        (("--prompt", "a", "--seed", "first"), "'first' is not a valid integer"),
+    ],
+)
+def test_bad_requests_are_refused(refuses: Any, plan_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    assert words in refuses("run", plan_path, *arguments)
+
+
+def test_a_plan_that_cannot_be_executed_says_why(refuses: Any, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(preset("specattn", Workload("m", "h", 64, 8)).to_json())
+    assert "can be estimated but not executed: draft selection 'specattn'" in refuses("run", path, "--prompt", "a")
+
+
+@pytest.mark.parametrize(("model", "noted"), [("HuggingFaceTB/SmolLM2-135M", False), ("meta-llama/Llama-3.1-8B", True)])
+def test_the_embedded_model_in_place_of_the_plans_is_noted(capsys: Any, model: str, noted: bool) -> None:
+    note_substitute(preset("quantspec", Workload(model, "here", 64, 8)))
+    stderr = capsys.readouterr().err
+    assert (f"note: the plan is for {model}" in stderr) == noted
+
+
+@pytest.mark.parametrize("keep", [0, 4, 1000, 90_000_000])
+def test_truncated_models_are_refused(
+    refuses: Any, plan_path: Path, smollm2: Path, tmp_path: Path, keep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(smollm2.read_bytes()[:keep])
+    assert "broken.gguf" in refuses("run", plan_path, "--model", broken, "--prompt", "a")
+
+
+@pytest.mark.model
+def test_run_streams_what_its_json_holds(invoke: Any, refuses: Any, plan_path: Path, smollm2: Path) -> None:
+    arguments = ("run", plan_path, "--prompt", "The capital of France is", "--max-new-tokens", 8)
+    streamed = invoke(*arguments)
+    assert streamed.exit_code == 0, streamed.stderr
+    answer = json.loads(invoke(*arguments, "--json").stdout)
+    assert streamed.stdout.startswith(answer["text"])
+    assert "Paris" in answer["text"]
+    assert "acceptance" in streamed.stdout
+    assert len(answer["tokens"]) == answer["statistics"]["generated"] <= 8
+    assert answer["statistics"]["tpot_ms"] > 0
+    assert "max_new_tokens is 9; allowed by the plan: up to 8" in refuses(*arguments[:-1], 9)
+    assert "temperature is nan" in refuses(*arguments, "--temperature", "nan")
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_what_graphs_cost_is_shown(graphs: bool) -> None:
+    figures = Statistics(
+        gamma=1, prompt_tokens=(8,), rounds=4, sequence_rounds=4, generated=8, decoded=7, judged_at=(4,),
+        accepted_at=(3,), flushes=0, prefill_s=1.0, draft_s=1e-3, verify_s=2e-3, flush_s=0.0, decode_s=0.02,
+        idle_s=68e-6 * graphs, capture_s=0.25 * graphs, peak_memory_bytes=None,
+    )  # fmt: skip
+    shown = summary(figures)
+    assert "peak memory not measured" in shown
+    assert ("before the first round 0.25 s to capture its graph" in shown) == graphs
+    assert ("between rounds the device waits 17 us for the host" in shown) == graphs
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("words", "noted"), [(10, True), (2000, False)])
+def test_a_short_calibration_text_is_noted(capsys: Any, smollm2: Path, tmp_path: Path, words: int, noted: bool) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("word " * words, encoding="utf-8")
+    assert calibration_tokens(str(smollm2), str(text))
+    assert ("1000 or more calibrate well" in capsys.readouterr().err) == noted
+
+
+@pytest.mark.model
+def test_drafts_are_fitted_to_the_calibration_file(
+    invoke: Any, plan_path: Path, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def quantized(decoder: Any, weights: Any, group: int, calibration: list[int]) -> Any:
+        seen.append(len(calibration))
+        return quantized_draft(decoder, weights, group)  # the fit itself has tests of its own, and takes longer
+
+    monkeypatch.setattr("ridgeplan.runtime.engine.quantized_draft", quantized)
+    text = tmp_path / "text.txt"
+    text.write_text("A text like the one to come. " * 1200, encoding="utf-8")
+    result = invoke("run", plan_path, "--prompt", "A text", "--calibration", text, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert seen == [CALIBRATION_TOKENS]
+    plain = tmp_path / "plain.json"
+    plain.write_text(preset("autoregressive", Workload("SmolLM2-135M", "here", 64, 8)).to_json())
+    assert "calibration changes nothing" in invoke("run", plain, "--prompt", "A", "--calibration", text).stderr

@@ -1,0 +1,157 @@
+"""`validate`, `demo` and `calibrate`: predictions against what this machine does."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeplan.dashboards.cli import demo
+from ridgeplan.planner import Recommendation, Workload, preset
+from ridgeplan.roofline.catalog.profile import Profile, load_profile
+
+WORKLOAD = Workload("HuggingFaceTB/SmolLM2-135M", "h200", 160, 6)
+PLAIN_ROWS = {"prefill", "decode step", "tpot", "peak memory", "speed-up over plain decoding"}
+SPECULATIVE_ROWS = (PLAIN_ROWS - {"decode step"}) | {"draft step", "verification", "acceptance", "tokens per round"}
+
+
+@pytest.fixture
+def plan_path(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    path.write_text(preset("quantspec", WORKLOAD).to_json())
+    return path
+
+
+@pytest.fixture
+def measured_profile(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> Profile:
+    """What calibrating gives, without measuring anything."""
+
+    def calibrate(quick: bool, on_progress: Callable[[str, int, int], None]) -> Profile:
+        assert quick
+        on_progress("attention", 1, 2)
+        return profile
+
+    monkeypatch.setattr("ridgeplan.validate.calibrate", calibrate)
+    return profile
+
+
+def names(comparison: Any) -> set[str]:
+    return {row["name"] for row in comparison["rows"]}
+
+
+@pytest.mark.model
+def test_validate_compares_both_runs(
+    invoke: Any, plan_path: Path, profile_path: Path, tmp_path: Path, smollm2: Path
+) -> None:
+    text = tmp_path / "prompt.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 40, encoding="utf-8")
+    arguments = ("validate", plan_path, "--prompt-file", text, "--profile", profile_path)
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    validation = json.loads(result.stdout)["validation"]
+    assert names(validation["plain"]) == PLAIN_ROWS
+    assert names(validation["plan"]) >= SPECULATIVE_ROWS
+    assert (validation["plan"]["context"], validation["plan"]["new_tokens"]) == (160, 6)
+    assert "brown" in validation["plan"]["texts"][0]
+    tables = invoke(*arguments).stdout
+    assert "plain decoding: autoregressive, context 160, 6 new tokens, batch 1 [" in tables
+    assert "the plan: quantspec" in tables
+    assert "speed-up over plain decoding" in tables
+
+
+@pytest.mark.model
+def test_validate_counts_tokens_that_differ_from_float32(
+    invoke: Any, plan_path: Path, profile_path: Path, smollm2: Path
+) -> None:
+    arguments = ("validate", plan_path, "--profile", profile_path, "--max-new-tokens", 3, "--agreement")
+    agreement = json.loads(invoke(*arguments, "--json").stdout)["agreement"]
+    assert (agreement["tokens"], agreement["beyond_noise"]) == (3, 0)
+    assert f"{len(agreement['gaps'])} of 3 greedy tokens" in invoke(*arguments).stdout
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "cannot read text file"), (b"", "is empty"), (b"\xff\xfe", "is not UTF-8 text")],
+)
+def test_bad_prompt_files_are_refused(
+    refuses: Any, plan_path: Path, profile_path: Path, tmp_path: Path, smollm2: Path, content: bytes | None, words: str
+) -> None:
+    path = tmp_path / "prompt.txt"
+    if content is not None:
+        path.write_bytes(content)
+    for command in (("validate", plan_path, "--profile", profile_path), ("run", plan_path)):
+        assert words in refuses(*command, "--prompt-file", path)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"schema": 7}', '{"schema": Infinity}'])
+def test_validate_refuses_damaged_profiles(refuses: Any, plan_path: Path, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    assert "broken.json" in refuses("validate", plan_path, "--profile", path)
+
+
+@pytest.mark.model
+def test_demo_runs_the_recommended_plan_and_quantspec(
+    invoke: Any, profile_path: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ridgeplan.dashboards.cli.demo.user_profile_path", lambda: profile_path)
+    arguments = ("demo", "--context", 160, "--new-tokens", 6)
+    answer = json.loads(invoke(*arguments, "--json").stdout)
+    titles = [run["title"] for run in answer["runs"]]
+    assert titles[0].startswith("plain decoding")
+    assert any("recommended" in title for title in titles)
+    assert "preset quantspec" in titles[-1]
+    assert names(answer["runs"][0]["comparison"]) == PLAIN_ROWS
+    assert names(answer["runs"][-1]["comparison"]) >= SPECULATIVE_ROWS
+    assert all(run["statistics"]["generated"] == 6 and run["text"] for run in answer["runs"])
+    shown = invoke(*arguments).stdout
+    assert "continues the prompt" in shown
+    assert "tokens per round" in shown
+
+
+@pytest.mark.parametrize("option", ["--context", "--new-tokens"])
+def test_demo_refuses_nothing_to_do(refuses: Any, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ridgeplan.validate.calibrate", None)
+    assert "0 is not in the range x>=1" in refuses("demo", option, 0)
+
+
+def test_demo_runs_each_plan_once(recommendation: Recommendation) -> None:
+    titles = demo.plans_to_run(recommendation)
+    assert next(iter(titles.values())) == "plain decoding"
+    assert titles[recommendation.plan].startswith("recommended")
+    assert preset("quantspec", recommendation.plan.workload) in titles
+
+
+def test_demo_calibrates_only_once(measured_profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert demo.own_profile() == measured_profile
+    assert load_profile(tmp_path / "ridgeplan" / "profile.json") == measured_profile
+    monkeypatch.setattr("ridgeplan.validate.calibrate", None)
+    assert demo.own_profile() == measured_profile
+
+
+def test_calibrate_saves_and_prints_the_profile(invoke: Any, measured_profile: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    result = invoke("calibrate", "--quick", "--output", path)
+    assert result.exit_code == 0
+    assert "linear_int4" in result.stdout
+    assert str(path) in result.stdout
+    assert load_profile(path) == measured_profile
+    answer = json.loads(invoke("calibrate", "--quick", "--output", path, "--json").stdout)
+    assert answer == {"path": str(path), "profile": json.loads(measured_profile.to_json())}
+
+
+def test_calibrate_checks_its_output_first(refuses: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ridgeplan.validate.calibrate", None)
+    assert "cannot write '/nowhere/profile.json'" in refuses("calibrate", "--output", "/nowhere/profile.json")
+
+
+def test_unwritable_cache_is_one_line(
+    refuses: Any, measured_profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "a file"
+    blocked.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    assert "cannot write" in refuses("calibrate", "--quick")

@@ -1,0 +1,317 @@
+"""CUDA kernel of decode attention: its plan of registers and shared memory anywhere, its results on a GPU."""
+
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.attention import decode_attention
+from ridgeplan.kernels.attention.cost import attention_cost
+from ridgeplan.kernels.attention.cuda import fits, source
+from ridgeplan.kernels.attention.schedule import (
+    LEAST_BLOCKS,
+    LEAST_UNITS,
+    MAX_ITEMS,
+    RESERVED_BYTES,
+    Occupancy,
+    Variant,
+)
+from ridgeplan.kernels.kv_cache import dequantize, quantize
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+
+HOPPER_BYTES = 228 * 1024  # shared memory of a multiprocessor
+HOPPER_PROCESSORS = 132
+# Bytes of registers, by rows: words that are met once per row, and what three blocks of 24 rows cost, which are faster
+# than two without (see the log in attention_cuda.py).
+MOST_SPILLED = {8: 16, 24: 64, 32: 16}
+VARIANTS = [Variant(d, bits, True, rows) for d in (64, 128) for bits in (0, 4, 8) for rows in (8, 16, 24, 32, 64)]
+
+
+def hopper(variant: Variant) -> Occupancy:
+    return Occupancy(variant, HOPPER_PROCESSORS, HOPPER_BYTES)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_blocks_fit_a_multiprocessor(variant: Variant) -> None:
+    """Every variant keeps at least a unit and a half in flight or in work, within Hopper's shared memory."""
+    occupancy = hopper(variant)
+    assert occupancy.items >= 3
+    block_bytes = occupancy.shared_bytes + variant.static_bytes(occupancy.items) + RESERVED_BYTES
+    assert variant.blocks * block_bytes <= HOPPER_BYTES
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_short_rows_have_fewer_blocks_and_these_fill_the_multiprocessor(variant: Variant) -> None:
+    occupancy = hopper(variant)
+    shared_bytes = occupancy.shared_bytes
+    enough = HOPPER_PROCESSORS * variant.blocks * LEAST_UNITS
+    assert occupancy.residency(enough) == (HOPPER_PROCESSORS * variant.blocks, shared_bytes)
+    resident, padded_bytes = occupancy.residency(enough - 1)
+    few = min(variant.blocks, LEAST_BLOCKS)
+    assert resident == HOPPER_PROCESSORS * few
+    if few == variant.blocks:
+        assert padded_bytes == shared_bytes
+    else:
+        assert padded_bytes >= shared_bytes
+        assert HOPPER_BYTES // (padded_bytes + RESERVED_BYTES) == few
+        assert few * (padded_bytes + variant.static_bytes(MAX_ITEMS) + RESERVED_BYTES) <= HOPPER_BYTES
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.rows in MOST_SPILLED], ids=str)
+def test_compiles_for_hopper_within_its_registers_and_shared_memory(variant: Variant, tmp_path: Path) -> None:
+    (tmp_path / "attention.cu").write_text(source(), encoding="utf-8")
+    items = hopper(variant).items
+    command = ["nvcc", "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", "out", "attention.cu"]
+    done = subprocess.run(
+        command + variant.options(items, "attend"), capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    report = done.stderr.replace("\n", ", ").split(", ")
+    spilled, static = (
+        [int(words.split()[0]) for words in report if words.endswith(unit)]
+        for unit in ("bytes spill stores", "bytes smem")
+    )
+    assert spilled[0] <= MOST_SPILLED[variant.rows] and static[0] <= variant.static_bytes(items)
+
+
+def test_cpu_calls_are_left_to_the_twin() -> None:
+    case = build(Case(2, 1, 64, 1, ((1, 0, 3),), 4), "cpu")
+    assert not case.fits()
+    assert torch.equal(case.run(), case.run(backend="twin"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sweep point; per row: visible groups, begin, end (one past the first query's own token)."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    queries: int
+    rows: tuple[tuple[int, int, int], ...]
+    bits: int
+    dtype: torch.dtype = torch.bfloat16
+    splits: int | None = None
+    magnitude: float = 1.0
+    bias: float = 3.0
+
+    def __str__(self) -> str:
+        name = f"h{self.q_heads}/{self.kv_heads}-d{self.head_dim}-t{self.queries}-{self.bits}bit-{str(self.dtype)[6:]}"
+        return f"{name}-b{len(self.rows)}-s{self.splits or 'auto'}-x{self.magnitude:g}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    begin: Tensor
+    end: Tensor
+    codes: QuantizedKV | None
+    groups: Tensor | None
+    lower: bool
+
+    def run(self, splits: int | None = None, backend: str = "auto") -> Tensor:
+        return decode_attention(
+            self.q, self.keys, self.values, self.begin, self.end, self.codes, self.groups,
+            lower=self.lower, splits=splits, backend=backend,
+        )  # fmt: skip
+
+    def fits(self) -> bool:
+        return fits(self.q, self.keys, self.values, self.codes, self.lower, 0.125)
+
+
+def build(case: Case, device: str) -> Problem:
+    """Random tensors of the case; what must not be read is NaN."""
+    generator = torch.Generator(device).manual_seed(case.q_heads + 10 * case.queries)
+    batch, capacity = len(case.rows), max(end for _, _, end in case.rows) + case.queries + 3
+    held = max(groups for groups, _, _ in case.rows) + 1
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(case.dtype)
+
+    q = random(batch, case.queries, case.q_heads, case.head_dim) / case.magnitude
+    keys, values = (case.magnitude * random(batch, case.kv_heads, capacity, case.head_dim) for _ in range(2))
+    groups, begin, end = torch.tensor(case.rows, dtype=torch.int32).to(device).unbind(1)
+    for b, (_, first, own) in enumerate(case.rows):
+        for buffer in (keys, values):
+            buffer[b, :, :first] = torch.nan
+            buffer[b, :, max(first, own + case.queries - 1) :] = torch.nan
+    if case.bits == 0:
+        return Problem(q, keys, values, begin.contiguous(), end.contiguous(), None, None, False)
+    codes = QuantizedKV.allocate(batch, case.kv_heads, held, 128, case.head_dim, device, case.bits == 8)
+    shape = (batch, case.kv_heads, held * 128, case.head_dim)
+    quantize(case.magnitude * (random(*shape) + case.bias), case.magnitude * random(*shape), codes,
+             torch.zeros_like(groups), backend="twin")  # fmt: skip
+    for b, (count, _, _) in enumerate(case.rows):
+        for pair in (codes.key_scale, codes.key_min, codes.value_scale, codes.value_min):
+            pair[b, :, count:] = torch.nan
+    return Problem(q, keys, values, begin.contiguous(), end.contiguous(), codes, groups.contiguous(), case.bits == 8)
+
+
+def naive(problem: Problem) -> Tensor:
+    """In float64, over concatenated dequantized and full-precision tokens."""
+    batch, queries, q_heads, head_dim = problem.q.shape
+    kv_heads = problem.keys.shape[1]
+    buffers = (problem.keys, problem.values)
+    decoded = (problem.keys[:, :, :0], problem.values[:, :, :0])
+    if problem.codes is not None:
+        decoded = dequantize(problem.codes, problem.lower, backend="twin")
+    out = torch.zeros(problem.q.shape, dtype=torch.float64, device=problem.q.device)
+    for b in range(batch):
+        count = int(problem.groups[b]) * 128 if problem.groups is not None else 0
+        for t in range(queries):
+            span = slice(int(problem.begin[b]), max(int(problem.begin[b]), int(problem.end[b]) + t))
+            keys, values = (
+                torch.cat([past[b, :, :count].double(), buffer[b, :, span].double()], dim=1)
+                for past, buffer in zip(decoded, buffers, strict=True)
+            )
+            if keys.shape[1]:
+                q = problem.q[b, t].double().view(kv_heads, -1, head_dim)
+                weights = (q @ keys.transpose(1, 2) * head_dim**-0.5).softmax(-1)
+                out[b, t] = (weights @ values).view(q_heads, head_dim)
+    return out
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    assert torch.isfinite(out).all()
+    return float((out.double() - expected).norm() / expected.norm())
+
+
+RAGGED = ((9, 0, 200), (0, 3, 17), (23, 0, 1), (2, 5, 130))
+TILES = ((2, 2, 1), (9, 3, 1), (32, 8, 1), (14, 2, 1), (8, 2, 3), (9, 3, 4), (8, 2, 8), (16, 2, 8))  # 1 to 64 rows
+THREE_TILES = ((9, 3, 6), (8, 2, 5), (14, 2, 3), (8, 2, 6))  # 18 to 24 rows of several queries
+SWEEP = [
+    *(Case(*heads, d, queries, RAGGED, bits) for *heads, queries in TILES for d in (64, 128) for bits in (0, 4, 8)),
+    *(Case(rows, 1, d, 1, RAGGED, bits) for rows in range(17, 25) for d in (64, 128) for bits in (0, 4, 8)),
+    *(Case(*heads, 128, queries, RAGGED, bits) for *heads, queries in THREE_TILES for bits in (0, 4, 8)),
+    *(Case(8, 2, 128, 1, RAGGED, bits, splits=splits) for bits in (0, 4, 8) for splits in (1, 2, 7, 40)),
+    *(Case(8, 2, d, 4, RAGGED, bits, torch.float16) for d in (64, 128) for bits in (0, 4, 8)),
+    *(Case(8, 2, 128, 2, RAGGED, bits, torch.bfloat16, None, x, 0.0) for bits in (4, 8) for x in (1e3, 1e-3)),
+    *(Case(8, 2, 128, 2, RAGGED, bits, torch.float16, None, 1e3, 5.0) for bits in (4, 8)),
+    *(Case(4, 2, 64, 1, RAGGED * 40, bits) for bits in (0, 4, 8)),  # 160 rows, more than a warp plans at once
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("case", SWEEP, ids=str)
+def test_against_naive(case: Case) -> None:
+    problem = build(case, "cuda")
+    assert problem.fits()
+    out = problem.run(case.splits)
+    assert out.dtype == case.dtype and out.shape == problem.q.shape
+    assert relative_error(out, naive(problem)) < 5e-3
+    assert relative_error(out, problem.run(backend="twin").double()) < 8e-3  # the twin multiplies in bf16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("head_dim", "queries"), [(64, 1), (128, 1), (128, 8)])
+def test_long_sums_that_nearly_cancel(bits: int, head_dim: int, queries: int) -> None:
+    """Of 128k random values about a 300th of one remains: nothing that codes hold too much may pass through the sum."""
+    problem = build(Case(8, 2, head_dim, queries, ((1024, 0, 200),), bits, bias=0.0), "cuda")
+    assert relative_error(problem.run(), naive(problem)) < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("splits", [None, 80], ids=["folded", "merged"])
+@pytest.mark.parametrize("bits", [0, 4, 8])
+def test_rows_that_see_nothing_are_zero(bits: int, splits: int | None) -> None:
+    """Whether the last block merges a row's segments or a kernel of its own."""
+    problem = build(Case(8, 2, 128, 3, ((0, 4, 4), (bits // 4, 6, 4), (0, 0, 0)), bits), "cuda")
+    empty = replace(problem, end=problem.end - torch.tensor([3, 0, 0], device="cuda").int())
+    out = empty.run(splits)
+    assert (out[0] == 0).all() and (out[2, 0] == 0).all() and (out[2, 1] != 0).all()
+    assert relative_error(out, naive(empty)) < 5e-3
+    groups = None if problem.groups is None else torch.zeros_like(problem.groups)
+    nothing = replace(problem, groups=groups, end=torch.zeros_like(problem.end) - 4)
+    assert (nothing.run(splits) == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [2, 5, 40])
+def test_writes_the_partials_that_it_declares(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in the buffers themselves, which are poisoned before."""
+    problem = build(Case(32, 8, 128, 2, ((37, 0, 200), (37, 0, 200)), 8), "cuda")
+    empty, made = torch.empty, []
+
+    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        made.append(empty(*args, **kwargs))
+        return made[-1].fill_(torch.nan) if made[-1].is_floating_point() else made[-1]
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    problem.run(splits)
+    partial, sums = made[:2]
+    declared = attention_cost(problem.q, problem.keys, problem.codes, True, 37 * 128, 201, splits)
+    assert 4 * int(partial.isfinite().sum() + sums.isfinite().sum()) == declared.write_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_million_tokens(bits: int) -> None:
+    """Offsets beyond 2 ** 31 bytes of codes, and sums over a million tokens."""
+    codes = QuantizedKV.allocate(1, 64 if bits == 4 else 32, 8192, 128, 128, "cuda", bits == 8)
+    kv_heads = codes.kv_heads
+    for plane in (codes.key_upper, codes.key_lower, codes.value_upper, codes.value_lower):
+        if plane is not None:
+            plane.random_(0, 256)
+    # Values with a mean: a million random ones would cancel a thousandfold, and leave rounding.
+    for scale, low, mean in ((codes.key_scale, codes.key_min, -7.5), (codes.value_scale, codes.value_min, -6.0)):
+        scale.uniform_(0.02, 0.2)
+        low.copy_(mean * scale)
+    q = torch.randn(1, 1, kv_heads, 128, device="cuda", dtype=torch.bfloat16)
+    buffer = torch.randn(1, kv_heads, 8, 128, device="cuda", dtype=torch.bfloat16)
+    zero = torch.zeros(1, dtype=torch.int32, device="cuda")
+    problem = Problem(q, buffer, buffer, zero, zero + 3, codes, zero + 8192, bits == 8)
+    assert codes.key_upper.nbytes >= 2**31
+    out = problem.run()
+    head = slice(kv_heads - 1, kv_heads)  # the farthest offsets
+    planes = {name: None if plane is None else plane[:, head].contiguous() for name, plane in vars(codes).items()}
+    last = replace(problem, q=q[:, :, head], keys=buffer[:, head], values=buffer[:, head], codes=QuantizedKV(**planes))
+    assert relative_error(out[:, :, head], naive(last)) < 5e-3
+
+
+@pytest.mark.gpu
+def test_a_million_full_precision_tokens() -> None:
+    """Offsets beyond 2 ** 31 elements."""
+    keys, values = (torch.randn(1, 17, 2**20, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q = 3 * torch.randn(1, 1, 17, 128, device="cuda", dtype=torch.bfloat16)
+    zero = torch.zeros(1, dtype=torch.int32, device="cuda")
+    problem = Problem(q, keys, values, zero, zero + 2**20 - 5, None, None, False)
+    last = replace(problem, q=q[:, :, 16:], keys=keys[:, 16:], values=values[:, 16:])
+    assert relative_error(problem.run()[:, :, 16:], naive(last)) < 5e-3
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_growing_lengths() -> None:
+    """Captured once, replayed with other lengths in the same device tensors: no host synchronization."""
+    problem = build(Case(32, 8, 128, 2, ((60, 0, 200), (60, 0, 200)), 8), "cuda")
+    for tensor in (problem.keys, problem.values):
+        tensor.nan_to_num_()
+    problem.run()  # compiles outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = problem.run()
+    for groups, end in ((60, 200), (3, 17), (0, 1)):
+        problem.groups.fill_(groups)
+        problem.end.fill_(end)
+        graph.replay()
+        assert relative_error(out, naive(problem)) < 5e-3
+
+
+@pytest.mark.gpu
+def test_misaligned_buffers_are_left_to_triton() -> None:
+    problem = build(Case(8, 2, 128, 1, RAGGED, 4), "cuda")
+    shifted = torch.empty(problem.keys.numel() + 1, dtype=problem.keys.dtype, device="cuda")[1:].view_as(problem.keys)
+    shifted.copy_(problem.keys)
+    moved = replace(problem, keys=shifted)
+    assert problem.fits() and not moved.fits()
+    assert relative_error(moved.run(), naive(moved)) < 1e-2

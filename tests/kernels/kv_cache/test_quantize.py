@@ -1,0 +1,203 @@
+"""Quantization and its way back: kernels against their twins, and what is refused."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.kv_cache import dequantize, quantize
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+
+POISON = 171
+
+
+def poisoned_codes(
+    batch: int, kv_heads: int, groups: int, group: int, head_dim: int, device: str, lower: bool = True
+) -> QuantizedKV:
+    codes = QuantizedKV.allocate(batch, kv_heads, groups, group, head_dim, device, lower)
+    for tensor in tensors(codes).values():
+        tensor.fill_(torch.nan if tensor.is_floating_point() else POISON)
+    return codes
+
+
+def tensors(codes: QuantizedKV) -> dict[str, Tensor]:
+    every = {field.name: getattr(codes, field.name) for field in fields(codes)}
+    return {name: tensor for name, tensor in every.items() if tensor is not None}
+
+
+def random_kv(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(sum(shape))
+    keys, values = torch.randn(2, *shape, generator=generator)
+    keys *= torch.logspace(-2, 1, shape[-1])  # channels of very different ranges, as keys have
+    return keys.to(device, dtype), values.to(device, dtype)
+
+
+def first_groups(batch: int, device: str) -> Tensor:
+    return torch.zeros(batch, dtype=torch.int32, device=device)
+
+
+CASES = [
+    pytest.param(group, head_dim, dtype, lower, id=f"g{group}-d{head_dim}-{str(dtype)[6:]}-{planes}")
+    for group, head_dim, dtype, lower, planes in [
+        (128, 128, torch.bfloat16, True, "both"),
+        (128, 64, torch.float32, True, "both"),
+        (64, 64, torch.float16, False, "upper"),
+        (32, 128, torch.float32, False, "upper"),
+        (32, 32, torch.bfloat16, True, "both"),
+    ]
+]
+
+
+@pytest.mark.parametrize(("group", "head_dim", "dtype", "lower"), CASES)
+def test_kernel_equals_twin_bit_by_bit(group: int, head_dim: int, dtype: torch.dtype, lower: bool, device: str) -> None:
+    """Ragged group indices, a masked row and strided inputs: the same bytes, nothing else touched."""
+    batch, kv_heads, groups = 3, 2, 4
+    buffer_keys, buffer_values = random_kv((batch, kv_heads, 3 * group + 5, head_dim), dtype, device)
+    buffer_keys[:, :, :, 3] = 1.5  # a constant channel
+    buffer_values[:, :, 7:9] = -2.0  # and constant tokens
+    keys, values = buffer_keys[:, :, 5 : 5 + 2 * group], buffer_values[:, :, 5 : 5 + 2 * group]
+    index = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
+    mask = torch.tensor([True, False, True], device=device)
+    made = {}
+    for backend in ("twin", "triton"):
+        codes = poisoned_codes(batch, kv_heads, groups, group, head_dim, device, lower)
+        quantize(keys, values, codes, index, mask, backend=backend)
+        made[backend] = tensors(codes)
+    for name, tensor in made["twin"].items():
+        assert torch.equal(tensor.nan_to_num(-7.0), made["triton"][name].nan_to_num(-7.0)), name
+        untouched = torch.stack([tensor[0, :, 0], tensor[0, :, 1], tensor[1, :, 0], tensor[2, :, 3]])
+        assert (untouched.isnan() if tensor.is_floating_point() else untouched == POISON).all(), name
+        assert not torch.isnan(tensor[2, :, 1:3]).any(), name
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("lower", [False, True], ids=["int4", "int8"])
+@pytest.mark.parametrize(("group", "head_dim"), [(128, 64), (32, 128), (32, 32)])
+def test_dequantize_kernel_equals_twin(group: int, head_dim: int, lower: bool, device: str) -> None:
+    keys, values = random_kv((2, 3, 2 * group, head_dim), torch.float32, device)
+    codes = poisoned_codes(2, 3, 2, group, head_dim, device)
+    quantize(keys, values, codes, first_groups(2, device), backend="twin")
+    made = dequantize(codes, lower, backend="triton")
+    for decoded, expected in zip(made, dequantize(codes, lower, backend="twin"), strict=True):
+        torch.testing.assert_close(decoded, expected, rtol=1e-5, atol=1e-5)
+    halved = dequantize(codes, lower, torch.bfloat16, backend="triton")
+    for decoded, full in zip(halved, made, strict=True):
+        # The interpreter truncates to bf16 where the GPU rounds: one unit in the last place.
+        torch.testing.assert_close(decoded.float(), full, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["twin", "triton"])
+def test_no_row_flushes(backend: str, device: str) -> None:
+    keys, values = random_kv((2, 1, 32, 32), torch.float32, device)
+    codes = poisoned_codes(2, 1, 1, 32, 32, device)
+    none = torch.zeros(2, dtype=torch.bool, device=device)
+    quantize(keys, values, codes, first_groups(2, device), none, backend=backend)
+    assert codes.key_scale.isnan().all() and (codes.value_upper == POISON).all()
+
+
+@pytest.mark.parametrize("backend", ["twin", "triton"])
+def test_token_major_buffers(backend: str, device: str) -> None:
+    """[B, tokens, Hkv, D] storage seen as [B, Hkv, tokens, D] quantizes like a contiguous copy."""
+    keys, values = random_kv((2, 64, 3, 32), torch.float32, device)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    strided, plain = (poisoned_codes(2, 3, 2, 32, 32, device) for _ in range(2))
+    quantize(keys, values, strided, first_groups(2, device), backend=backend)
+    quantize(keys.contiguous(), values.contiguous(), plain, first_groups(2, device), backend="twin")
+    for name, tensor in tensors(plain).items():
+        assert torch.equal(tensor, tensors(strided)[name]), name
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["every row", "one row"])
+@pytest.mark.parametrize("backend", ["twin", "triton"])
+def test_a_group_anywhere_in_a_store(backend: str, masked: bool, device: str) -> None:
+    """One group of each row from its own slot; masked rows may point past the end."""
+    keys, values = random_kv((2, 3, 75, 32), torch.float32, device)
+    slots = torch.tensor([70 if masked else 9, 41], dtype=torch.int32, device=device)
+    mask = torch.tensor([False, True], device=device) if masked else None
+    codes, expected = (poisoned_codes(2, 3, 2, 32, 32, device) for _ in range(2))
+    index = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    quantize(keys, values, codes, index, mask, first_slot=slots, backend=backend)
+    oldest = [torch.stack([row[:, at : at + 32] for row, at in zip(x, (9, 41), strict=True)]) for x in (keys, values)]
+    quantize(*oldest, expected, index, mask, backend="twin")
+    for name, tensor in tensors(expected).items():
+        assert torch.equal(tensor.nan_to_num(-7.0), tensors(codes)[name].nan_to_num(-7.0)), name
+
+
+def test_kernel_ignores_groups_past_the_end(device: str) -> None:
+    """The index is only known on the device: writing past a row must not reach the next one."""
+    keys, values = random_kv((2, 1, 64, 32), torch.float32, device)
+    codes = poisoned_codes(2, 1, 2, 32, 32, device)
+    index = torch.tensor([1, 2], dtype=torch.int32, device=device)
+    quantize(keys, values, codes, index, backend="triton")
+    assert not codes.key_scale[0, :, 1].isnan().any()
+    assert codes.key_scale[0, :, 0].isnan().all() and codes.key_scale[1].isnan().all()
+
+
+def test_errors_name_the_value() -> None:
+    codes = QuantizedKV.allocate(1, 1, 1, 32, 32, "cpu", lower=False)
+    x = torch.zeros(1, 1, 40, 32)
+    with pytest.raises(ValueError, match="40 tokens are not whole groups of 32"):
+        quantize(x, x, codes, first_groups(1, "cpu"))
+    with pytest.raises(ValueError, match="do not fit codes of batch 1, 1 KV heads"):
+        quantize(x.expand(1, 2, 40, 32), x.expand(1, 2, 40, 32), codes, first_groups(1, "cpu"))
+    whole, first = x[:, :, :32], first_groups(1, "cpu")
+    with pytest.raises(ValueError, match="must have one shape"):
+        quantize(x, whole, codes, first)
+    with pytest.raises(ValueError, match="contiguous channels"):
+        quantize(whole.mT, whole.mT, codes, first)
+    with pytest.raises(ValueError, match=r"group_index is torch.int64 \[1\]; allowed: torch.int32 \[1\]"):
+        quantize(whole, whole, codes, first.long())
+    with pytest.raises(ValueError, match=r"first_slot is torch.int32 \[2\]; allowed: torch.int32 \[1\]"):
+        quantize(whole, whole, codes, first, first_slot=first.repeat(2))
+    with pytest.raises(ValueError, match=r"mask is torch.uint8 \[1\]; allowed: torch.bool \[1\]"):
+        quantize(whole, whole, codes, first, first.byte())
+    with pytest.raises(ValueError, match="give both planes or neither"):
+        replace(codes, key_lower=codes.key_upper)
+    with pytest.raises(ValueError, match="upper plane only"):
+        dequantize(codes, lower=True)
+    with pytest.raises(ValueError, match="none of: auto, triton, twin"):
+        quantize(x[:, :, :32], x[:, :, :32], codes, first_groups(1, "cpu"), backend="cuda")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="even"):
+        QuantizedKV.allocate(1, 1, 1, 33, 32, "cpu", lower=False)
+    with pytest.raises(ValueError, match="key_upper of a QuantizedKV must be contiguous"):
+        QuantizedKV(
+            **{
+                name: t.transpose(1, 2)
+                for name, t in tensors(QuantizedKV.allocate(1, 2, 2, 32, 32, "cpu", lower=True)).items()
+            }
+        )
+
+
+def test_triton_on_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    codes = QuantizedKV.allocate(1, 1, 1, 32, 32, "cpu", lower=False)
+    x = torch.zeros(1, 1, 32, 32)
+    with pytest.raises(ValueError, match="needs a CUDA tensor or TRITON_INTERPRET=1"):
+        quantize(x, x, codes, first_groups(1, "cpu"), backend="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lower", [False, True], ids=["upper", "both"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_compiled_kernels_equal_the_cpu_twin_at_real_size(
+    backend: str, head_dim: int, dtype: torch.dtype, lower: bool
+) -> None:
+    """Strided, masked rows, bit by bit; "auto" is the CUDA C++ kernel on Hopper."""
+    keys, values = random_kv((2, 8, 2048 + 16, head_dim), dtype, "cuda")
+    keys[:, :, :, 3], values[:, :, 40:50] = 1.5, -2.0
+    keys[1, :, 128:256] += 3e3  # where the rounded minimum is far off, codes clamp
+    keys, values = keys[:, :, 16:], values[:, :, 16:]
+    index, mask = torch.tensor([4, 0], dtype=torch.int32), torch.tensor([True, True])
+    codes = poisoned_codes(2, 8, 20, 128, head_dim, "cuda", lower)
+    quantize(keys, values, codes, index.cuda(), mask.cuda(), backend=backend)
+    quantize(keys, values, codes, index.cuda(), ~mask.cuda(), backend=backend)
+    slots = torch.tensor([1000, 77], dtype=torch.int32)
+    quantize(keys, values, codes, index.cuda() + 15, first_slot=slots.cuda(), backend=backend)
+    expected = poisoned_codes(2, 8, 20, 128, head_dim, "cpu", lower)
+    quantize(keys.cpu(), values.cpu(), expected, index, mask)
+    quantize(keys.cpu(), values.cpu(), expected, index + 15, first_slot=slots)
+    for name, tensor in tensors(expected).items():
+        assert torch.equal(tensor.nan_to_num(-7.0), tensors(codes)[name].cpu().nan_to_num(-7.0)), name

@@ -1,0 +1,82 @@
+"""Residual addition with RMSNorm, against its formula in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.layer.norm import add_rms_norm, add_rms_norm_cost
+from ridgeplan.roofline import ops
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+EPS = 1e-5
+
+
+def inputs(rows: tuple[int, ...], hidden: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(hidden)
+    streams = 3 * torch.randn(2, *rows, hidden, generator=generator)
+    weight = torch.rand(hidden, generator=generator) + 0.5
+    stream, update = streams.to(device, dtype)
+    return stream, update, weight.to(device, dtype)
+
+
+def reference(total: Tensor, weight: Tensor) -> Tensor:
+    x = total.double()
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "hidden"), [((1, 1), 576), ((2, 3), 896), ((5,), 1), ((), 64), ((2,), 4100), ((33,), 70)], ids=str
+)
+@pytest.mark.parametrize("backend", ["twin", "triton"])
+def test_sum_and_norm(backend: str, rows: tuple[int, ...], hidden: int, dtype: torch.dtype, device: str) -> None:
+    stream, update, weight = inputs(rows, hidden, dtype, device)
+    total, normed = add_rms_norm(stream, update, weight, EPS, backend=backend)
+    assert total.dtype == normed.dtype == dtype
+    # The interpreter truncates to bf16 where the GPU rounds: one unit in the last place.
+    torch.testing.assert_close(total, stream + update, atol=0, rtol=torch.finfo(dtype).eps)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(normed.double(), reference(total, weight), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("backend", ["twin", "triton"])
+def test_without_an_update_the_stream_passes_through(backend: str, device: str) -> None:
+    stream, _, weight = inputs((3,), 96, torch.float32, device)
+    total, normed = add_rms_norm(stream, None, weight, EPS, backend=backend)
+    assert total is stream
+    torch.testing.assert_close(normed.double(), reference(stream, weight), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("backend", ["twin", "triton"])
+def test_rows_and_weight_may_be_strided(backend: str, device: str) -> None:
+    wide, update, weight = inputs((4,), 128, torch.float32, device)
+    half, every_second = torch.cat([wide, wide], dim=-1)[:, :128], weight.repeat_interleave(2)[::2]
+    found = add_rms_norm(half, update, every_second, EPS, backend=backend)
+    for strided, plain in zip(found, add_rms_norm(wide, update, weight, EPS), strict=True):
+        torch.testing.assert_close(strided, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_declared_cost_is_the_model_s(dtype: torch.dtype) -> None:
+    stream, update, weight = inputs((2, 5), 96, dtype, "cpu")
+    assert add_rms_norm_cost(stream, update, weight) == ops.add_rms_norm(10, 96, dtype.itemsize)
+    assert add_rms_norm_cost(stream, None, weight) == ops.add_rms_norm(10, 96, dtype.itemsize, streams=1)
+
+
+def test_errors_name_the_shapes() -> None:
+    stream, update, weight = inputs((2,), 64, torch.float32, "cpu")
+    with pytest.raises(ValueError, match=r"weight \[63\] does not fit hidden states \[2, 64\]"):
+        add_rms_norm(stream, update, weight[1:], EPS)
+    with pytest.raises(ValueError, match=r"update \[1, 64\] must have the shape of hidden, \[2, 64\]"):
+        add_rms_norm(stream, update[:1], weight, EPS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [576, 896, 2048, 4096, 5120, 8192])
+@pytest.mark.parametrize("rows", [1, 9, 301, 2048])
+def test_compiled_at_real_sizes(rows: int, hidden: int) -> None:
+    stream, update, weight = inputs((rows,), hidden, torch.bfloat16, "cuda")
+    total, normed = add_rms_norm(stream, update, weight, EPS)
+    assert torch.equal(total, stream + update)
+    torch.testing.assert_close(normed.double(), reference(total, weight), atol=0, rtol=2**-8 + 1e-5)

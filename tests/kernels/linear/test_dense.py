@@ -1,0 +1,188 @@
+"""Dense products of few rows: the definition, declared cost, CUDA's plans and kernel, chains that overlap."""
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ridgeplan.kernels.linear.cuda_launch import source
+from ridgeplan.kernels.linear.dense import linear_dense, linear_dense_cost
+from ridgeplan.kernels.linear.dense_cuda import fits
+from ridgeplan.kernels.linear.dense_schedule import MAX_ROWS, make_plan
+from ridgeplan.kernels.linear.schedule import BESIDE_BYTES, RESERVED_BYTES, SIZES, Machine
+from ridgeplan.roofline import ops
+
+H200 = Machine(shared_bytes=228 * 1024, clusters=(132, 66, 30, 15))
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+def case(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """x, weight and bias whose products neither cancel nor leave fp16's range."""
+    generator = torch.Generator(device).manual_seed(rows + outputs + inputs)
+    x, weight = (torch.randn(count, inputs, generator=generator, device=device).to(dtype) for count in (rows, outputs))
+    return x / 8 + 0.01, weight / 8 + 0.01, torch.linspace(-2, 2, outputs, device=device).to(dtype)
+
+
+def definition(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In float32 where float64 would not fit; its error is far below a rounding to 16 bits."""
+    wide = torch.float64 if weight.numel() < 1 << 26 else torch.float32
+    return functional.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).double()
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 9)], ids=str)
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+def test_product_equals_the_definition(shape: tuple[int, ...], biased: bool, device: str) -> None:
+    x, weight, bias = (tensor.float() for tensor in case(1, 48, 96, torch.float32, device))
+    x = x[0].expand(*shape, 96)
+    actual = linear_dense(x, weight, bias if biased else None)
+    assert actual.shape == (*shape, 48)
+    assert relative_error(actual, definition(x, weight, bias if biased else None)) < 1e-5
+
+
+def test_disagreeing_shapes_and_unknown_backends_are_refused() -> None:
+    weight = torch.zeros(16, 128)
+    with pytest.raises(ValueError, match=r"x \[2, 64\] does not fit a weight of 128 inputs"):
+        linear_dense(torch.zeros(2, 64), weight)
+    with pytest.raises(ValueError, match=r"bias \[8\] does not fit a weight of 16 outputs"):
+        linear_dense(torch.zeros(2, 128), weight, torch.zeros(8))
+    with pytest.raises(ValueError, match="backend 'cublas' is none of"):
+        linear_dense(torch.zeros(2, 128), weight, backend="cublas")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_declared_cost_is_the_models(rows: int) -> None:
+    x, weight = torch.zeros(rows, 576, dtype=torch.bfloat16), torch.zeros(1000, 576, dtype=torch.bfloat16)
+    assert linear_dense_cost(x, weight) == ops.linear(rows, 576, 1000, 2, 2)
+    assert linear_dense_cost(x, weight, gated=True) == ops.gated_linear(rows, 576, 500, 2, 2)
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+def test_gated_products_are_activated(biased: bool, device: str) -> None:
+    x, weight, bias = (tensor.float() for tensor in case(3, 48, 96, torch.float32, device))
+    gate, up = definition(x, weight, bias if biased else None).chunk(2, dim=1)
+    actual = linear_dense(x, weight, bias if biased else None, gated=True)
+    assert relative_error(actual, gate * gate.sigmoid() * up) < 1e-5
+
+
+@pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
+@pytest.mark.parametrize("inputs", [32, 576, 4096, 8192, 14336, 28672])
+@pytest.mark.parametrize(("outputs", "gated"), [(1, False), (4096, False), (262144, False), (28672, True)])
+def test_blocks_fit_a_multiprocessor(rows: int, outputs: int, inputs: int, gated: bool) -> None:
+    plan = make_plan(rows, outputs, inputs, True, gated, H200)
+    if plan is None:  # the library's product is as fast, or sums of a cluster's many row tiles need their room
+        assert rows > 2
+        assert max(inputs, outputs) > 8192
+        return
+    assert not gated or plan.cut.splits == 1
+    assert plan.items >= plan.cut.least_items >= 2
+    assert 1 <= plan.calm <= plan.items
+    assert 1 <= plan.flight <= plan.items
+    assert plan.chunk_rows <= min(rows, 8 * plan.tiles)
+    assert plan.shared_bytes + RESERVED_BYTES + BESIDE_BYTES <= H200.shared_bytes
+    size = plan.cut.splits * plan.shares
+    assert plan.groups % plan.shares == 0
+    assert plan.groups * plan.cut.splits * plan.chunks <= size * H200.clusters[SIZES.index(size)]  # resident at once
+    assert plan.groups * plan.own_tiles * 16 >= outputs
+    assert plan.groups * (plan.own_tiles - (2 if gated else 1)) * 16 < outputs  # as linear_roles.cu counts
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize(
+    ("rows", "inputs", "gated"),
+    [(1, 4096, True), (8, 4096, False), (8, 4096, True), (16, 4096, False), (8, 14336, False)],
+)
+def test_compiles_for_hopper_without_spills(rows: int, inputs: int, gated: bool, tmp_path: Path) -> None:
+    plan = make_plan(rows, 4096, inputs, rows > 1, gated, H200)
+    assert plan is not None
+    whole = tmp_path / "linear.cu"
+    whole.write_text(source(plan.weights.source), encoding="utf-8")
+    target = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v", "-cubin"]
+    command = ["nvcc", *target, *plan.options, str(whole), "-o", str(tmp_path / "linear.cubin")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
+
+
+CUDA_CASES = [  # outputs, inputs: tiny models, odd sizes, all cuts
+    (576, 576), (192, 576), (1536, 576), (576, 1536), (49152, 576), (896, 896), (4864, 896), (896, 4864),
+    (151936, 896), (23, 32), (1, 64), (4100, 4096), (6144, 4096), (4096, 14336), (40, 28672), (128256, 4096),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), CUDA_CASES)
+@pytest.mark.usefixtures("poisoned_empty")
+def test_cuda_equals_the_definition(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    x, weight, bias = case(MAX_ROWS + 1, outputs, inputs, dtype, "cuda")
+    expected = definition(x, weight, bias)
+    taken = [rows for rows in range(1, MAX_ROWS + 1) if fits(x[:rows], weight)]
+    assert taken or outputs * inputs < 1 << 20
+    for rows in taken:
+        actual = linear_dense(x[:rows], weight, bias)
+        assert relative_error(actual, expected[:rows]) < torch.finfo(dtype).eps, rows
+        assert torch.equal(actual, linear_dense(x[:rows], weight, bias)), rows
+    assert not fits(x, weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (3072, 576), (9728, 896), (28672, 4096)])
+@pytest.mark.usefixtures("poisoned_empty")
+def test_gated_in_cuda(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    x, weight, bias = case(MAX_ROWS, outputs, inputs, dtype, "cuda")
+    x, bias = x - 0.01, bias * 0  # gates and what they let through of both signs
+    gate, up = definition(x / 8, weight, bias).chunk(2, dim=1)
+    expected = gate * gate.sigmoid() * up
+    taken = [rows for rows in range(1, MAX_ROWS + 1) if fits(x[:rows], weight, gated=True)]
+    assert taken[:2] == [1, 2]
+    for rows in taken:
+        actual = linear_dense(x[:rows] / 8, weight, bias, gated=True)
+        assert relative_error(actual, expected[:rows]) < torch.finfo(dtype).eps, rows
+        assert torch.equal(actual, linear_dense(x[:rows] / 8, weight, bias, gated=True)), rows
+
+
+@pytest.mark.gpu
+def test_shapes_and_strides_of_x() -> None:
+    x, weight, _ = case(8, 4096, 4096, torch.bfloat16, "cuda")
+    expected = linear_dense(x, weight)
+    assert torch.equal(linear_dense(x.view(2, 4, 4096), weight), expected.view(2, 4, 4096))
+    strided = torch.stack([x, x], dim=1)[:, 0]
+    assert not fits(strided, weight)
+    assert relative_error(linear_dense(strided, weight), expected.double()) < 1e-2
+    odd = torch.empty(8 * 4096 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(8, 4096).copy_(x)
+    assert not fits(odd, weight)
+    assert not fits(x, weight.t())
+    assert not fits(x, weight.half())
+    assert linear_dense(x[:0], weight).shape == (0, 4096)
+
+
+@pytest.mark.gpu
+def test_a_captured_product_follows_its_inputs() -> None:
+    """No state between calls and no host synchronization: replays equal fresh calls."""
+    x, weight, bias = case(8, 4096, 14336, torch.bfloat16, "cuda")
+    linear_dense(x, weight, bias)  # compiles outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = linear_dense(x, weight, bias)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, linear_dense(x, weight, bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_dependent_products_wait_for_each_other(rows: int, chained: Callable[..., None]) -> None:
+    def weight(outputs: int, inputs: int) -> Tensor:
+        return torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) / inputs**0.5
+
+    chained(linear_dense, weight, rows)

@@ -1,0 +1,63 @@
+"""Rounding with feedback, against GPTQ's equations written out and between its backends."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.linear.gptq_round import (
+    round_with_feedback,
+    round_with_feedback_cost,
+    round_with_feedback_twin,
+)
+from ridgeplan.roofline import ops
+
+BACKENDS = pytest.mark.parametrize("backend", ["twin", "triton"])
+
+
+def exact(outputs: int, group: int, device: str) -> tuple[Tensor, Tensor]:
+    """Steps in eighths and feedback in {0, 1/4, 1/2}: all sums are exact, so the order of operations is no matter."""
+    generator = torch.Generator().manual_seed(outputs)
+    steps = torch.randint(-40, 170, (outputs, group), generator=generator) / 8
+    feedback = torch.randint(0, 3, (group, group), generator=generator) / 4
+    sparse = torch.rand(group, group, generator=generator) < 4 / group
+    return steps.to(device), (feedback * sparse).to(device)
+
+
+@pytest.mark.parametrize("outputs, group", [(1, 4), (16, 32), (21, 24), (40, 64)])
+@BACKENDS
+def test_each_input_takes_the_errors_before_it(backend: str, outputs: int, group: int, device: str) -> None:
+    steps, feedback = exact(outputs, group, device)
+    codes, errors = round_with_feedback(steps, feedback, backend=backend)
+    upper = feedback.double().triu(1)
+    moved = steps.double() - errors.double() @ upper
+    assert torch.equal(codes.double(), moved.round().clamp(0, 15))
+    assert torch.equal(errors.double(), moved - moved.round().clamp(0, 15))
+
+
+@BACKENDS
+def test_halves_go_to_even_and_far_numbers_are_clamped(backend: str, device: str) -> None:
+    steps = torch.tensor([[0.5, 1.5, 2.5, 14.5, 15.5, -3.0, 3e9, -3e38]], device=device)
+    codes, errors = round_with_feedback(steps, torch.zeros(8, 8, device=device), backend=backend)
+    assert codes.tolist() == [[0, 2, 2, 14, 15, 0, 15, 0]]
+    assert torch.equal(errors, steps - codes)
+
+
+@pytest.mark.gpu
+def test_the_kernel_agrees_with_the_twin_on_the_gpu() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    steps = 8 + 4 * torch.randn(4096, 128, generator=generator, device="cuda")
+    feedback = 0.05 * torch.randn(128, 128, generator=generator, device="cuda")
+    codes, errors = round_with_feedback(steps, feedback)
+    expected, missed = round_with_feedback_twin(steps, feedback)
+    same = (codes == expected).all(1)  # a number on the edge of two codes may fall either way, and all after it move
+    assert same.float().mean() > 0.98
+    assert torch.allclose(errors[same], missed[same], atol=1e-4)
+
+
+def test_declared_cost_is_the_models() -> None:
+    assert round_with_feedback_cost(torch.zeros(12, 32)) == ops.round_with_feedback(12, 32)
+
+
+def test_a_feedback_of_another_width_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"feedback \[8, 4\] must be square, as wide as steps \[2, 8\]"):
+        round_with_feedback(torch.zeros(2, 8), torch.zeros(8, 4))

@@ -1,0 +1,254 @@
+"""4-bit weights and their product: packing, twin and kernels against the definition, declared cost, CUDA's plans."""
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.linear.cuda_launch import source
+from ridgeplan.kernels.linear.int4 import linear_int4, linear_int4_cost
+from ridgeplan.kernels.linear.int4_cuda import fits
+from ridgeplan.kernels.linear.int4_schedule import MAX_ROWS, make_plan
+from ridgeplan.kernels.linear.int4_weight import Int4Weight
+from ridgeplan.kernels.linear.schedule import BESIDE_BYTES, MOST_GATED_ROWS, RESERVED_BYTES, SIZES, Machine
+from ridgeplan.roofline import ops
+from ridgeplan.roofline.passes import weight_bytes
+
+H200 = Machine(shared_bytes=228 * 1024, clusters=(132, 66, 30, 15))
+SHAPES = [(16, 256, 256), (23, 384, 128), (40, 192, 64), (1, 96, 32)]  # outputs, inputs, group
+
+
+def parts(outputs: int, inputs: int, group: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    """Random codes, scale and zero as `Int4Weight.pack` takes them."""
+    generator = torch.Generator().manual_seed(outputs + inputs)
+    codes = torch.randint(16, (outputs, inputs), generator=generator)
+    scale, zero = torch.randn(2, outputs, inputs // group, generator=generator).bfloat16().float()
+    return codes.to(device), scale.to(device), zero.to(device)
+
+
+def definition(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """The weight [outputs, inputs] in float64."""
+    scale, zero = (pair.double().repeat_interleave(codes.shape[1] // scale.shape[1], dim=1) for pair in (scale, zero))
+    return (codes - 8) * scale + zero
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "group"), SHAPES)
+def test_packing_is_exact(outputs: int, inputs: int, group: int, device: str) -> None:
+    codes, scale, zero = parts(outputs, inputs, group, device)
+    weight = Int4Weight.pack(codes, scale, zero)
+    assert torch.equal(weight.unpack().long(), codes)
+    assert all(torch.equal(pair.float(), given) for pair, given in zip(weight.pairs(), (scale, zero), strict=True))
+    assert torch.equal(weight.dequantize(torch.float32), definition(codes, scale, zero).float())
+    padded = -(-outputs // 16) * 16
+    assert weight.bytes == padded * inputs * weight_bytes(4, group, 2)
+
+
+@pytest.mark.parametrize(("scales", "message"), [(2, "192 inputs with 2 scales a row"), (5, "5 scales a row")])
+def test_other_groups_are_refused(scales: int, message: str) -> None:
+    pair = torch.zeros(3, scales)
+    with pytest.raises(ValueError, match=f"{message}; allowed are groups of 256, 128, 64, 32"):
+        Int4Weight.pack(torch.zeros(3, 192, dtype=torch.int32), pair, pair)
+
+
+def test_disagreeing_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"scale \[4, 1\], zero \[4, 1\] do not fit codes \[3, 64\]"):
+        Int4Weight.pack(torch.zeros(3, 64), torch.zeros(4, 1), torch.zeros(4, 1))
+    weight = Int4Weight.pack(*parts(16, 128, 128))
+    with pytest.raises(ValueError, match=r"x \[2, 64\] does not fit a weight of 128 inputs"):
+        linear_int4(torch.zeros(2, 64), weight)
+    with pytest.raises(ValueError, match=r"bias \[8\] does not fit a weight of 16 outputs"):
+        linear_int4(torch.zeros(2, 128), weight, torch.zeros(8))
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "group"), SHAPES)
+@pytest.mark.parametrize("shape", [(), (5,), (2, 9), (67,)], ids=str)
+@pytest.mark.parametrize("backend", ["twin", "triton"])
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.usefixtures("poisoned_empty")
+def test_product_equals_the_definition(
+    outputs: int, inputs: int, group: int, shape: tuple[int, ...], backend: str, biased: bool, device: str
+) -> None:
+    codes, scale, zero = parts(outputs, inputs, group, device)
+    x = torch.randn(*shape, inputs, generator=torch.Generator().manual_seed(1)).to(device)
+    bias = torch.linspace(-9, 9, outputs, device=device) if biased else None
+    expected = x.double() @ definition(codes, scale, zero).T + (0 if bias is None else bias)
+    actual = linear_int4(x, Int4Weight.pack(codes, scale, zero), bias, backend=backend)
+    assert actual.shape == (*shape, outputs)
+    assert relative_error(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ["twin", "triton"])
+def test_a_bias_may_be_strided(backend: str, device: str) -> None:
+    codes, scale, zero = parts(48, 128, 64, device)
+    x, bias = torch.ones(3, 128, device=device), torch.linspace(-9, 9, 96, device=device)[::2]
+    expected = x.double() @ definition(codes, scale, zero).T + bias
+    assert relative_error(linear_int4(x, Int4Weight.pack(codes, scale, zero), bias, backend=backend), expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [3, 70])
+@pytest.mark.parametrize("backend", ["twin", "triton"])
+def test_product_in_16_bits(dtype: torch.dtype, rows: int, backend: str, device: str) -> None:
+    codes, scale, zero = parts(50, 256, 64, device)
+    x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    actual = linear_int4(x, Int4Weight.pack(codes, scale, zero), backend=backend)
+    assert actual.dtype == dtype
+    # Many rows go through a copy of the weight in x's dtype, whose rounding adds to that of the outputs.
+    assert relative_error(actual, x.double() @ definition(codes, scale, zero).T) < torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize(("inputs", "group"), [(512, 256), (256, 128), (256, 64), (256, 32)])
+def test_declared_cost_is_the_models(rows: int, inputs: int, group: int) -> None:
+    weight = Int4Weight.pack(*parts(48, inputs, group))
+    x = torch.zeros(rows, inputs, dtype=torch.bfloat16)
+    assert linear_int4_cost(x, weight) == ops.linear(rows, inputs, 48, weight_bytes(4, group, 2), 2)
+    assert linear_int4_cost(x, weight, gated=True) == ops.gated_linear(rows, inputs, 24, weight_bytes(4, group, 2), 2)
+
+
+@pytest.mark.parametrize("backend", ["twin", "triton"])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_gated_products_are_activated(backend: str, rows: int, device: str) -> None:
+    codes, scale, zero = parts(64, 128, 64, device)
+    x = torch.randn(rows, 128, generator=torch.Generator().manual_seed(1)).to(device)
+    bias = torch.linspace(-3, 3, 64, device=device)
+    gate, up = (x.double() @ definition(codes, scale, zero).T + bias).chunk(2, dim=1)
+    actual = linear_int4(x, Int4Weight.pack(codes, scale, zero), bias, gated=True, backend=backend)
+    assert relative_error(actual, gate * gate.sigmoid() * up) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 9, 16, 64])
+@pytest.mark.parametrize("inputs", [32, 576, 4096, 8192, 14336, 28672, 53248])
+@pytest.mark.parametrize(("outputs", "gated"), [(1, False), (4096, False), (262144, False), (28672, True)])
+def test_blocks_fit_a_multiprocessor(rows: int, outputs: int, inputs: int, gated: bool) -> None:
+    """Models from 0.1 to 405 billion parameters: every row of x is some block's, within Hopper's shared memory."""
+    group = next(group for group in (128, 64, 32) if inputs % group == 0)
+    plan = make_plan(rows, outputs, inputs, group, True, gated, H200)
+    if plan is None:  # a gate and what it lets through meet in one block, which has no room for all inputs of x
+        assert gated
+        assert rows > MOST_GATED_ROWS or inputs > 8192
+        return
+    assert not gated or plan.cut.splits == 1
+    assert plan.items >= plan.cut.least_items >= 2
+    assert 1 <= plan.calm <= plan.items
+    assert 1 <= plan.flight <= plan.items
+    assert plan.chunk_rows <= min(rows, 8 * plan.tiles)
+    assert plan.shared_bytes + RESERVED_BYTES + BESIDE_BYTES <= H200.shared_bytes
+    size = plan.cut.splits * plan.shares
+    assert plan.groups % plan.shares == 0
+    assert plan.groups * plan.cut.splits * plan.chunks <= size * H200.clusters[SIZES.index(size)]  # resident at once
+    assert plan.groups * plan.own_tiles * 16 >= outputs
+    assert plan.groups * (plan.own_tiles - (2 if gated else 1)) * 16 < outputs  # as linear_roles.cu counts
+
+
+def test_inputs_beyond_shared_memory_have_no_plan() -> None:
+    assert make_plan(1, 16, 1 << 20, 128, True, False, H200) is None
+
+
+def test_gates_beside_what_they_let_through_in_one_row_tile_have_no_plan() -> None:
+    assert make_plan(1, 48, 128, 128, True, True, H200) is None
+    assert make_plan(1, 64, 128, 128, True, True, H200) is not None
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize(
+    ("group", "rows", "inputs", "gated"),
+    [
+        (128, 1, 4096, True), (128, 8, 4096, True), (128, 16, 4096, False), (128, 16, 14336, False),
+        (256, 16, 4096, False), (64, 8, 14336, False), (32, 16, 8192, False),
+    ],
+)  # fmt: skip
+def test_compiles_for_hopper_without_spills(group: int, rows: int, inputs: int, gated: bool, tmp_path: Path) -> None:
+    plan = make_plan(rows, 4096, inputs, group, rows > 1, gated, H200)
+    assert plan is not None
+    whole = tmp_path / "linear.cu"
+    whole.write_text(source(plan.weights.source), encoding="utf-8")
+    target = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v", "-cubin"]
+    command = ["nvcc", *target, *plan.options, str(whole), "-o", str(tmp_path / "linear.cubin")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
+
+
+CUDA_CASES = [  # rows, outputs, inputs, group: odd sizes, all variants, split inputs, several passes
+    (1, 16, 128, 128), (3, 23, 96, 32), (12, 80, 4352, 256), (5, 576, 576, 64), (1, 4096, 4096, 128),
+    (8, 4096, 4096, 128), (13, 6144, 4096, 128), (16, 1000, 1536, 128), (8, 4096, 14336, 128), (33, 4100, 14336, 128),
+    (16, 4096, 8192, 128), (7, 768, 28672, 128), (9, 4096, 4096, 32), (64, 4096, 4096, 64), (2, 32, 53248, 128),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("rows", "outputs", "inputs", "group"), CUDA_CASES)
+@pytest.mark.usefixtures("poisoned_empty")
+def test_cuda_equals_the_definition(rows: int, outputs: int, inputs: int, group: int, dtype: torch.dtype) -> None:
+    codes, scale, zero = parts(outputs, inputs, group, "cuda")
+    weight, bias = Int4Weight.pack(codes, scale, zero), torch.randn(outputs, device="cuda").to(dtype)
+    x = torch.randn(rows, inputs, device="cuda").to(dtype) / 64 + 0.01  # sums that do not cancel, inside fp16's range
+    assert fits(x, weight)
+    expected = x.double() @ definition(codes, scale, zero).T + bias
+    assert relative_error(linear_int4(x, weight, bias), expected) < torch.finfo(dtype).eps
+    assert torch.equal(linear_int4(x, weight, bias), linear_int4(x, weight, bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 8, 9, 40])
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 128), (1216, 576), (9728, 896), (28672, 4096), (3072, 2048)])
+@pytest.mark.usefixtures("poisoned_empty")
+def test_gated_in_cuda(rows: int, outputs: int, inputs: int) -> None:
+    codes, scale, zero = parts(outputs, inputs, 64, "cuda")
+    weight, bias = Int4Weight.pack(codes, scale, zero), torch.randn(outputs, device="cuda").bfloat16()
+    x = torch.randn(rows, inputs, device="cuda").bfloat16() / 64 + 0.01
+    assert fits(x, weight, gated=True) == (rows <= MOST_GATED_ROWS)
+    gate, up = (x.double() @ definition(codes, scale, zero).T + bias).chunk(2, dim=1)
+    actual = linear_int4(x, weight, bias, gated=True)
+    rounded = 1 if rows <= MOST_GATED_ROWS else 3  # apart, products and gates are rounded before they meet
+    assert relative_error(actual, gate * gate.sigmoid() * up) < rounded * torch.finfo(torch.bfloat16).eps
+    assert torch.equal(actual, linear_int4(x, weight, bias, gated=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, MAX_ROWS + 1])
+def test_what_the_cuda_kernel_leaves_to_others(rows: int) -> None:
+    codes, scale, zero = parts(100, 256, 128, "cuda")
+    weight = Int4Weight.pack(codes, scale, zero)
+    wide = torch.randn(rows * 256 + 1, device="cuda", dtype=torch.bfloat16)
+    for x in (wide[1:].view(rows, 256), torch.randn(MAX_ROWS + rows, 256, device="cuda"), wide[:0].view(0, 256)):
+        assert not fits(x, weight)
+        expected = x.double() @ definition(codes, scale, zero).T
+        assert (linear_int4(x, weight) - expected).norm() <= 1e-2 * expected.norm()
+    assert not fits(wide[: rows * 256].view(rows, 256), Int4Weight.pack(*parts(100, 256, 128)))  # of the host's memory
+
+
+@pytest.mark.gpu
+def test_a_captured_product_follows_its_inputs() -> None:
+    """No state between calls and no host synchronization: replays equal fresh calls."""
+    weight = Int4Weight.pack(*parts(512, 14336, 128, "cuda"))
+    x = torch.randn(8, 14336, device="cuda", dtype=torch.bfloat16)
+    linear_int4(x, weight)  # compiles outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = linear_int4(x, weight)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, linear_int4(x, weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, 16, 40])
+def test_dependent_products_wait_for_each_other(rows: int, chained: Callable[..., None]) -> None:
+    def weight(outputs: int, inputs: int) -> Int4Weight:
+        codes = torch.randint(16, (outputs, inputs), device="cuda")
+        scale = torch.full((outputs, inputs // 128), 0.2 / inputs**0.5, device="cuda")
+        return Int4Weight.pack(codes, scale, scale / 2)
+
+    chained(linear_int4, weight, rows)

@@ -1,0 +1,288 @@
+"""Filtering, draws and speculative acceptance: twins against plain definitions, kernels against twins."""
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from ridgeplan.kernels.sampling import draw, filter_logits, greedy_triton, judge, softmax
+from ridgeplan.kernels.sampling import rejection_triton as sampling_triton
+from ridgeplan.kernels.sampling.cost import draw_cost, draw_metadata, filter_cost, filter_metadata
+from ridgeplan.kernels.sampling.distribution import Distribution, Greedy
+from ridgeplan.roofline import ops
+
+VOCAB = 6
+BACKENDS = pytest.mark.parametrize("backend", ["twin", "triton"])
+FILTERS = pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, None, None), (0.7, 5, None), (1.3, None, 0.8), (0.8, 9, 0.7), (1.0, 10_000, 1.0), (1.0, 1, None)],
+)
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that rows of few tokens have several chunks."""
+    for module in (greedy_triton, sampling_triton):
+        monkeypatch.setattr(module, "CHUNK", 64)
+
+
+def random_logits(*shape: int, seed: int, spread: float = 2.0) -> Tensor:
+    return spread * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_uniform(*shape: int, seed: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def one_hot(tokens: Tensor) -> Distribution:
+    """Certain of each token, as any temperature above 0 is of such logits."""
+    return softmax(1e4 * torch.nn.functional.one_hot(tokens, VOCAB).float(), 1.0)
+
+
+def chi_square(counts: Tensor, probabilities: Tensor) -> float:
+    """p-value of counts under probabilities."""
+    expected = probabilities.double() / probabilities.double().sum() * counts.sum()
+    return float(stats.chisquare(counts.numpy(), expected.numpy()).pvalue)
+
+
+def reference(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
+    """Filtered probabilities of one row by the definition, in Python's floats."""
+    weights = (logits.double() / temperature).softmax(-1)
+    order = weights.argsort(descending=True).tolist()[:top_k]
+    total, kept, mass = sum(weights[token].item() for token in order), [], 0.0
+    for token in order:
+        if top_p is not None and mass >= top_p * total:
+            break
+        kept.append(token)
+        mass += weights[token].item()
+    expected = torch.zeros_like(weights)
+    expected[kept] = weights[kept] / mass
+    return expected.float()
+
+
+@BACKENDS
+@FILTERS
+@pytest.mark.parametrize("vocab", [6, 64, 203])
+def test_filters_keep_what_they_say(
+    vocab: int, temperature: float, top_k: int | None, top_p: float | None, backend: str, device: str
+) -> None:
+    logits = random_logits(3, 2, vocab, seed=vocab)
+    choice = filter_logits(logits.to(device), temperature, top_k, top_p, backend=backend)
+    expected = torch.stack([reference(row, temperature, top_k, top_p) for row in logits.flatten(0, 1)])
+    torch.testing.assert_close(choice.probabilities().cpu().flatten(0, 1), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@BACKENDS
+def test_logits_stay_in_their_type(dtype: torch.dtype, backend: str, device: str) -> None:
+    logits = random_logits(2, 100, seed=0).to(device, dtype)
+    choice = filter_logits(logits, 0.9, backend=backend)
+    assert choice.logits.data_ptr() == logits.data_ptr()
+    torch.testing.assert_close(choice.probabilities(), (logits.float() / 0.9).softmax(-1))
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.01, 1), (0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3), (1.0, 4)])
+def test_top_p_keeps_the_smallest_set_of_that_mass(top_p: float, kept: int) -> None:
+    probabilities = filter_logits(torch.tensor([0.1995, 0.5, 0.3, 5e-4]).log(), 1.0, None, top_p).probabilities()
+    assert (probabilities > 0).sum() == kept
+    assert probabilities.sum() == pytest.approx(1)
+    assert probabilities.argmax() == 1
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(2, None), (None, 0.7), (2, 0.7)])
+def test_tokens_as_likely_as_the_last_kept_one_are_kept(top_k: int | None, top_p: float | None) -> None:
+    probabilities = filter_logits(torch.tensor([1.0, 2.0, -1.0, 1.0, 1.0]), 1.0, top_k, top_p).probabilities()
+    assert (probabilities > 0).tolist() == [True, True, False, True, True]
+
+
+@BACKENDS
+def test_greedy_takes_the_first_of_equal_maxima(backend: str, device: str) -> None:
+    logits = torch.full((3, 203), -1.0, device=device)
+    for row, tokens in enumerate([[70, 71], [202], [0, 64, 202]]):
+        logits[row, tokens] = 3.0
+    choice = filter_logits(logits, 0, backend=backend)
+    assert isinstance(choice, Greedy)
+    assert draw(choice, random_uniform(3, seed=0).to(device), backend=backend).tolist() == [70, 202, 0]
+
+
+@BACKENDS
+def test_draw_inverts_the_cumulative_distribution(backend: str, device: str) -> None:
+    logits = torch.tensor([0.0, 1.0, 0.0, 3.0, 0.0]).log().expand(5, -1)
+    uniform = torch.tensor([0.0, 0.2499, 0.25, 0.5, 1 - 2**-53], dtype=torch.float64, device=device)
+    choice = softmax(logits.to(device).contiguous(), 1.0, backend=backend)
+    assert draw(choice, uniform, backend=backend).tolist() == [1, 1, 3, 3, 3]
+
+
+@BACKENDS
+def test_no_token_without_probability_is_drawn(backend: str, device: str) -> None:
+    """At the edges of chunks, of the kept set, and at both ends of the uniform numbers."""
+    logits = torch.full((4, 200), -torch.inf)
+    for row, kept in enumerate([[0], [63, 64], [127, 199], [150]]):
+        logits[row, kept] = 2.0
+    for value in (0.0, 0.5, 0.5 - 2**-53, 1 - 2**-53):
+        uniform = torch.full((4,), value, dtype=torch.float64, device=device)
+        tokens = draw(softmax(logits.to(device), 1.0, backend=backend), uniform, backend=backend)
+        assert logits.gather(1, tokens.cpu()[:, None]).isfinite().all()
+
+
+@BACKENDS
+def test_rare_tokens_keep_their_share(backend: str, device: str) -> None:
+    """A token of probability 2^-40 is drawn by exactly the uniform numbers that fall on it."""
+    logits = torch.zeros(3, 100)
+    logits[:, 50:] = -torch.inf
+    logits[:, 25] = torch.tensor(50 * 2.0**-40).log()
+    below = 25 / 49
+    uniform = torch.tensor([below - 2**-40, below, below + 2**-39], dtype=torch.float64, device=device)
+    tokens = draw(softmax(logits.to(device), 1.0, backend=backend), uniform, backend=backend)
+    assert tokens.tolist() == [24, 25, 26]
+
+
+@pytest.mark.parametrize(("backend", "rows"), [("twin", 20_000), ("triton", 150)])
+def test_draws_follow_the_distribution(backend: str, rows: int, device: str) -> None:
+    logits = random_logits(12, seed=4).expand(rows, -1).contiguous()
+    choice = filter_logits(logits.to(device), 0.8, 9, 0.9)
+    tokens = draw(choice, random_uniform(rows, seed=1).to(device), backend=backend).cpu()
+    probabilities = choice.probabilities()[0].cpu()
+    counts, kept = tokens.bincount(minlength=12), probabilities > 0
+    assert counts[~kept].sum() == 0
+    assert 2 < kept.sum() < 9
+    assert chi_square(counts[kept], probabilities[kept]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("target", "drafted", "room", "expected"),
+    [
+        ([1, 2, 3, 4], [1, 2, 3], 9, ([1, 2, 3, 4], 3, 3)),  # all accepted: one more from the target
+        ([1, 2, 3, 4], [1, 2, 3], 4, ([1, 2, 3, 4], 3, 3)),  # which may just fit
+        ([1, 2, 3, 4], [1, 2, 3], 3, ([1, 2, 3], 3, 3)),  # or not: the round ends at the boundary
+        ([1, 2, 3, 4], [1, 2, 3], 2, ([1, 2], 2, 2)),
+        ([1, 2, 3, 4], [1, 2, 3], 1, ([1], 1, 1)),
+        ([1, 2, 3, 4], [1, 5, 3], 9, ([1, 2], 1, 2)),  # a rejected draft is replaced by the target's token
+        ([1, 2, 3, 4], [5, 2, 3], 9, ([1], 0, 1)),
+        ([1, 2, 3, 4], [1, 2, 5], 3, ([1, 2, 3], 2, 3)),
+        ([1, 2, 3, 4], [1, 2, 5], 2, ([1, 2], 2, 2)),  # a wrong draft beyond the boundary is never judged
+        ([1, 2, 3, 4], [5, 2, 3], 1, ([1], 0, 1)),
+        ([4], [], 1, ([4], 0, 0)),  # plain decoding
+        ([4], [], 9, ([4], 0, 0)),
+    ],
+)
+@BACKENDS
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_verdicts_on_certain_rows(
+    target: list[int],
+    drafted: list[int],
+    room: int,
+    expected: tuple[list[int], int, int],
+    kind: str,
+    backend: str,
+    device: str,
+) -> None:
+    certain = one_hot if kind == "sampled" else Greedy
+    drafts = torch.tensor([drafted], dtype=torch.int64, device=device).view(1, -1)
+    verdict = judge(
+        certain(torch.tensor([target], device=device)),
+        [certain(token) for token in drafts.unbind(1)],
+        drafts,
+        torch.tensor([room], dtype=torch.int32, device=device),
+        torch.full((1, len(target)), 1 - 2**-53, dtype=torch.float64, device=device),
+        backend=backend,
+    )
+    kept = int(verdict.advance)
+    assert (verdict.tokens[0, :kept].tolist(), int(verdict.accepted), int(verdict.judged)) == expected
+
+
+@BACKENDS
+def test_rows_are_judged_independently(backend: str, device: str) -> None:
+    drafted = torch.tensor([[1, 2], [0, 2], [1, 2]], device=device)
+    verdict = judge(
+        one_hot(torch.tensor([[1, 2, 3]] * 3, device=device)),
+        [one_hot(tokens) for tokens in drafted.unbind(1)],
+        drafted,
+        torch.tensor([9, 9, 1], dtype=torch.int32, device=device),
+        torch.full((3, 3), 0.5, dtype=torch.float64, device=device),
+        backend=backend,
+    )
+    assert verdict.advance.tolist() == [3, 1, 1]
+    assert verdict.accepted.tolist() == [2, 0, 1]
+    assert verdict.judged.tolist() == [2, 1, 1]
+
+
+@FILTERS
+@pytest.mark.parametrize(("vocab", "gamma"), [(6, 1), (203, 0), (203, 3)])
+def test_the_kernels_judge_as_the_twin(
+    vocab: int, gamma: int, temperature: float, top_k: int | None, top_p: float | None, device: str
+) -> None:
+    rows = 12
+    logits = random_logits(rows, gamma + 1, vocab, seed=5).to(device)
+    target = filter_logits(logits, temperature, top_k, top_p)
+    noise = random_logits(gamma, rows, vocab, seed=6, spread=1.0).to(device)
+    drafts = [filter_logits(logits[:, j] + noise[j], temperature, top_k, top_p) for j in range(gamma)]
+    uniform = random_uniform(2, rows, gamma + 1, seed=7).to(device)
+    drafted = torch.stack([draw(d, uniform[0, :, j]) for j, d in enumerate(drafts)] or [uniform[0, :, 0].long()], 1)
+    room = torch.arange(rows, dtype=torch.int32, device=device) % (gamma + 2) + 1
+    actual, expected = (
+        judge(target, drafts, drafted[:, :gamma], room, uniform[1], backend=backend) for backend in ("triton", "twin")
+    )
+    for name in ("advance", "accepted", "judged"):
+        assert torch.equal(getattr(actual, name), getattr(expected, name))
+    kept = torch.arange(gamma + 1, device=device) < expected.advance[:, None]
+    assert torch.equal(actual.tokens[kept], expected.tokens[kept])
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 9])
+def test_tokens_of_a_round_follow_the_target_whatever_the_draft(room: int) -> None:
+    rows, gamma = 40_000, 2
+    target = softmax(random_logits(gamma + 1, VOCAB, seed=1).expand(rows, -1, -1), 1.0)
+    drafts = [softmax(row.expand(rows, -1), 1.0) for row in random_logits(gamma, VOCAB, seed=2)]
+    uniform = random_uniform(2, rows, gamma + 1, seed=3)
+    drafted = torch.stack([draw(draft, uniform[0, :, j]) for j, draft in enumerate(drafts)], dim=1)
+    verdict = judge(target, drafts, drafted, torch.full((rows,), room, dtype=torch.int32), uniform[1])
+    probabilities = target.probabilities()[0]
+    for position in range(min(room, gamma + 1)):
+        # Every position follows its own target distribution, given that the round reached it.
+        tokens = verdict.tokens[verdict.advance > position, position]
+        assert chi_square(tokens.bincount(minlength=VOCAB), probabilities[position]) > 1e-3
+    overlap = torch.minimum(probabilities[0], drafts[0].probabilities()[0]).sum()
+    assert (verdict.accepted > 0).float().mean() == pytest.approx(float(overlap), abs=0.01)
+
+
+@BACKENDS
+def test_a_rejection_by_rounding_alone_draws_from_the_target(backend: str, device: str) -> None:
+    # Draft and target are one distribution but for the last bit, so (p - q)+ has no mass to draw from.
+    logits = torch.full((1, 2, VOCAB), -1e4, device=device)
+    logits[0, 0, 2], logits[0, 1, 4] = 0.0, 0.0
+    target, draft = softmax(logits, 1.0), softmax(logits[:, 0].contiguous(), 1.0)
+    less = Distribution(logits, 1.0, target.peak, target.cutoff, target.mass * (1 + 2**-22))
+    uniform = torch.tensor([[1 - 2**-26, 0.5]], dtype=torch.float64, device=device)
+    drafted, room = torch.tensor([[2]], device=device), torch.tensor([9], dtype=torch.int32, device=device)
+    verdict = judge(less, [draft], drafted, room, uniform, backend=backend)
+    assert (verdict.advance.item(), verdict.accepted.item()) == (1, 0)
+    assert verdict.tokens[0, 0] == 2
+
+
+def test_sampled_targets_refuse_greedy_drafts() -> None:
+    greedy, target = Greedy(torch.tensor([2])), one_hot(torch.tensor([[2, 4]]))
+    with pytest.raises(ValueError, match="allowed: both filtered alike"):
+        judge(target, [greedy], torch.tensor([[2]]), torch.tensor([9]).int(), random_uniform(1, 2, seed=0))
+
+
+def test_costs_equal_the_roofline() -> None:
+    rows, queries, vocab = 3, 5, 1000
+    logits = torch.zeros(rows, queries, vocab, dtype=torch.bfloat16)
+    assert filter_cost(logits) == ops.filter_logits(rows * queries, vocab, 2)
+    for distributions in (1, 2):
+        assert draw_cost(*[logits[:, 0]] * distributions) == ops.draw(rows, vocab, 2, distributions)
+
+
+def test_launch_metadata_reads_the_kernels_own_arguments() -> None:
+    """Built from the kernels' argument names, so a renamed argument fails here."""
+    target, draft = torch.zeros(3, 5, 100), torch.zeros(3, 100)
+    known = {"logits": target, "target": (target,), "draft": ((draft,) * 4,), "GAMMA": 4}
+    for kernel, metadata, cost in [
+        (sampling_triton._softmax_kernel, filter_metadata, filter_cost(target)),
+        (greedy_triton._best_kernel, filter_metadata, filter_cost(target)),
+        (sampling_triton._weigh_kernel, draw_metadata, draw_cost(draft, draft)),
+    ]:
+        figures = metadata((1,), None, {name: known.get(name) for name in kernel.arg_names})
+        assert (figures["flops32"], figures["bytes"]) == (cost.flops, cost.bytes)

@@ -1,0 +1,127 @@
+"""CUDA kernel of top-k and top-p: its variants and their registers anywhere, its results and capture on a GPU."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.sampling import draw, filter_logits, judge
+from ridgeplan.kernels.sampling.distribution import Distribution
+from ridgeplan.kernels.sampling.top_k_top_p_cuda import (
+    CLUSTERS,
+    EASY_LOADS,
+    MOST_LOADS,
+    PACK_BYTES,
+    THREADS,
+    Variant,
+    fits,
+    source,
+    variant_of,
+)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HOPPER_BLOCK_BYTES, TABLES_BYTES = 227 * 1024, 17 * 1024  # of shared memory
+VOCABS = (151_936, 128_256, 50_257, 1_000)
+
+
+@pytest.mark.parametrize("vocab", [262_144, *VOCABS, 1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_cluster_holds_a_row(dtype: torch.dtype, vocab: int) -> None:
+    variant = variant_of(torch.empty(1, vocab, dtype=dtype, device="meta"))
+    pass_bytes, row_bytes = variant.cluster * THREADS * PACK_BYTES, vocab * dtype.itemsize
+    assert 0 <= variant.loads(vocab) * pass_bytes - row_bytes < pass_bytes
+    assert variant.loads(vocab) <= (EASY_LOADS if variant.cluster == min(CLUSTERS) else MOST_LOADS)
+    assert MOST_LOADS * THREADS * PACK_BYTES + TABLES_BYTES <= HOPPER_BLOCK_BYTES
+    assert 2 * (EASY_LOADS * THREADS * PACK_BYTES + TABLES_BYTES) <= HOPPER_BLOCK_BYTES
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize(("wide", "cluster"), [(False, 4), (True, 4), (True, 8)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_compiles_for_hopper_without_spills(dtype: torch.dtype, wide: bool, cluster: int, tmp_path: Path) -> None:
+    path = tmp_path / "filter.cu"
+    path.write_text(source(), encoding="utf-8")
+    command = ["nvcc", "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path / "out"), str(path)]
+    done = subprocess.run(command + Variant(dtype, wide, cluster).options, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "0 bytes stack frame, 0 bytes spill stores" in done.stderr
+    assert int(done.stderr.partition("bytes smem")[0].split()[-1]) <= TABLES_BYTES
+
+
+def test_cpu_logits_are_left_to_the_twin() -> None:
+    assert not fits(torch.zeros(2, 8))
+
+
+def random_logits(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return (4 * torch.randn(*shape, device="cuda", generator=generator)).to(dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("top_k", [1, 50, 3000, 60_000])
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_top_k_keeps_what_the_twin_keeps(dtype: torch.dtype, vocab: int, top_k: int) -> None:
+    logits = random_logits(7, vocab, dtype=dtype)
+    actual, expected = (filter_logits(logits, 0.9, top_k, backend=b).probabilities() for b in ("auto", "twin"))
+    assert torch.equal(actual > 0, expected > 0)
+    torch.testing.assert_close(actual, expected, atol=1e-7, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, 0.1), (None, 0.9), (None, 0.999999), (50, 0.9), (3000, 0.5)])
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_top_p_keeps_what_the_twin_keeps(dtype: torch.dtype, vocab: int, top_k: int | None, top_p: float) -> None:
+    logits = random_logits(7, vocab, dtype=dtype)
+    actual, expected = (filter_logits(logits, 0.9, top_k, top_p, backend=b).probabilities() for b in ("auto", "twin"))
+    # Where the mass reaches top_p within rounding, a token more or less may be kept.
+    assert (actual - expected).abs().sum(-1).max() < 2e-5
+
+
+@pytest.mark.gpu
+def test_masked_tokens_stay_without_probability() -> None:
+    logits = random_logits(3, 2000, dtype=torch.bfloat16)
+    logits[:, 20:] = -torch.inf
+    for top_k, top_p in [(50, None), (50, 0.9), (None, 1 - 1e-9)]:
+        actual, expected = (
+            filter_logits(logits, 1.0, top_k, top_p, backend=b).probabilities() for b in ("auto", "twin")
+        )
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.gpu
+def test_zeros_of_both_signs_are_equal() -> None:
+    logits = torch.tensor([[-0.0, 0.0, -1.0, 1.0] * 100], device="cuda")
+    for top_k, top_p in [(101, None), (200, None), (None, 0.6), (None, 0.75)]:
+        assert (filter_logits(logits, 1.0, top_k, top_p).probabilities() > 0).sum() == 300
+
+
+@pytest.mark.gpu
+def test_a_round_of_sampling_is_captured_whole() -> None:
+    rows, gamma, vocab = 3, 2, 128_256
+    logits = random_logits(rows, gamma + 1, vocab, dtype=torch.bfloat16)
+    uniform = torch.rand(gamma + 2, rows, dtype=torch.float64, device="cuda")
+    room = torch.full((rows,), gamma + 1, dtype=torch.int32, device="cuda")
+
+    def choice(x: Tensor) -> Distribution:
+        filtered = filter_logits(x, 0.8, 50, 0.9)
+        assert isinstance(filtered, Distribution)
+        return filtered
+
+    def body() -> Tensor:
+        drafts = [choice(logits[:, j].contiguous()) for j in range(gamma)]
+        drafted = torch.stack([draw(draft, uniform[j]) for j, draft in enumerate(drafts)], dim=1)
+        return judge(choice(logits), drafts, drafted, room, uniform[:-1].T).tokens
+
+    body()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = body()
+    for seed in (1, 2):
+        logits.copy_(random_logits(rows, gamma + 1, vocab, dtype=torch.bfloat16, seed=seed))
+        graph.replay()
+        assert torch.equal(tokens, body())

@@ -1,0 +1,220 @@
+"""Hardware: figures with sources, names in every spelling, a user's TOML, and detection."""
+
+import subprocess
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ridgeplan.roofline.catalog import hardware as hardware_module
+from ridgeplan.roofline.catalog.checks import InvalidField
+from ridgeplan.roofline.catalog.hardware import (
+    FIGURES,
+    BadHardwareFile,
+    Hardware,
+    UnknownHardware,
+    detect_hardware,
+    list_hardware,
+    load_hardware,
+)
+
+MINE = """
+[my-card]
+memory_bytes = 8_000_000_000
+bandwidth_bytes_per_s = 500e9
+compute_flops = 50e12
+int8_flops = 100e12
+l2_bytes = 4_000_000
+processors = 30
+host_link_bytes_per_s = 16e9
+"""
+
+
+@pytest.mark.parametrize("item", list_hardware(), ids=lambda item: item.name)
+def test_every_figure_has_a_source_and_is_plausible(item: Hardware) -> None:
+    numbers = {field.name for field in fields(item) if isinstance(getattr(item, field.name), (int, float))}
+    assert set(item.sources) == set(FIGURES) == numbers - {"element_bytes"}
+    assert all(len(source) > 10 for source in item.sources.values())
+    assert 30 < item.ridge_point < 450
+    assert 1.9 < item.int8_flops / item.compute_flops < 4.1
+    assert 8e9 < item.memory_bytes < 200e9 and item.memory_bytes % 2**20 == 0
+    assert Hardware(**asdict(item)) == item
+
+
+def test_the_promised_gpus_are_there() -> None:
+    names = [
+        "a6000",
+        "a100-80gb",
+        "a800-80gb",
+        "h20",
+        "h100-sxm",
+        "h100-nvl",
+        "h200",
+        "b200",
+        "l40s",
+        "rtx4090",
+        "rtx4060-laptop",
+    ]
+    assert [item.name for item in list_hardware()] == names
+
+
+def test_datasheet_figures_of_the_h200() -> None:
+    h200 = load_hardware("h200")
+    assert (h200.bandwidth_bytes_per_s, h200.compute_flops, h200.processors) == (4.8e12, 989.5e12, 132)
+    assert h200.memory_bytes == 143771 * 2**20
+    assert h200.ridge_point == pytest.approx(206.1, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("reference", "name"),
+    [
+        ("H200", "h200"),
+        ("nvidia-h200", "h200"),
+        ("NVIDIA H200", "h200"),
+        ("h200 sxm", "h200"),
+        ("h100", "h100-sxm"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("a100", "a100-80gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4060 Laptop GPU", "rtx4060-laptop"),
+    ],
+)
+def test_names_are_tolerant(reference: str, name: str) -> None:
+    assert load_hardware(reference).name == name
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"), [("h201", "h200"), ("rtx4099", "rtx4090"), ("a100-40gb", "a100-80gb"), ("b20", "b200")]
+)
+def test_unknown_names_suggest_near_ones(wrong: str, near: str) -> None:
+    with pytest.raises(UnknownHardware, match=f"Did you mean [^?]*{near}") as caught:
+        load_hardware(wrong)
+    assert repr(wrong) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("reference", ["", "a\0b", "x" * 5000, "....", "abacus"])
+def test_hostile_names_list_what_is_known(reference: str) -> None:
+    with pytest.raises(UnknownHardware, match="Known: a6000, a100-80gb"):
+        load_hardware(reference)
+
+
+def write(tmp_path: Path, content: str) -> str:
+    path = tmp_path / "mine.toml"
+    path.write_text(content)
+    return str(path)
+
+
+def test_a_users_own_toml(tmp_path: Path) -> None:
+    mine = load_hardware(write(tmp_path, MINE + '[my-card.sources]\nl2_bytes = "measured"\n'))
+    assert (mine.name, mine.ridge_point, mine.kind, mine.element_bytes) == ("my-card", 100, "gpu", 2)
+    assert mine.sources["l2_bytes"] == "measured"
+    assert mine.sources["processors"] == "given in mine.toml"
+
+
+@pytest.mark.parametrize("item", list_hardware(), ids=lambda item: item.name)
+def test_a_shipped_table_works_as_a_users_file(tmp_path: Path, item: Hardware) -> None:
+    shipped = Path(hardware_module.__file__).with_name("gpus.toml").read_text()
+    table = shipped[shipped.index(f"[{item.name}]") :].split("\n\n[", 2)
+    assert load_hardware(write(tmp_path, "\n\n[".join(table[:2]))) == item
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "it has no .table."),
+        ("x = 1", "'x' stands outside a .table."),
+        ("[a\n", "Expected"),
+        (MINE + "[other]\n", "one .table. is allowed, it has 2"),
+        (
+            MINE.replace("500e9", "nan"),
+            "bandwidth_bytes_per_s must be a number above 0 and up to 1e.16, not nan",
+        ),
+        (MINE.replace("500e9", "-1"), "bandwidth_bytes_per_s must be"),
+        (MINE.replace("50e12", "inf"), "compute_flops must be"),
+        (MINE.replace("50e12", '"fast"'), "compute_flops must be"),
+        (MINE.replace("8_000_000_000", "8e9"), "memory_bytes must be a whole number"),
+        (MINE.replace("= 30", "= 0"), "processors must be a whole number from 1 to 100000, not 0"),
+        (MINE.replace("processors = 30", ""), "processors is missing"),
+        (MINE + "speed = 1\n", "'speed' is not a figure; allowed: "),
+        (MINE + "aliases = 3\n", "aliases must be a list of names"),
+        (MINE + "note = 3\n", "note must be"),
+        (MINE + 'kind = "tpu"\n', "kind must be one of gpu, cpu, not 'tpu'"),
+        (MINE + "sources = 3\n", "sources must be a table"),
+        (MINE + "[my-card.sources]\nprocessors = 3\n", "sources must say where processors comes from"),
+    ],
+)
+def test_bad_files_are_one_line_naming_the_file(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(BadHardwareFile, match=message) as caught:
+        load_hardware(write(tmp_path, content))
+    assert "mine.toml" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(BadHardwareFile, match="No such file"):
+        load_hardware(str(tmp_path / "absent.toml"))
+    (tmp_path / "folder.toml").mkdir()
+    with pytest.raises(BadHardwareFile, match="Is a directory"):
+        load_hardware(str(tmp_path / "folder.toml"))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cut=st.integers(0, len(MINE)), junk=st.binary(max_size=6))
+def test_damaged_toml_is_a_device_or_a_bad_file(tmp_path: Path, cut: int, junk: bytes) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(MINE.encode()[:cut] + junk)
+    try:
+        assert load_hardware(str(path)).ridge_point > 0
+    except BadHardwareFile as error:
+        assert str(path) in str(error)
+
+
+def test_a_figure_without_a_source_is_refused() -> None:
+    h200 = load_hardware("h200")
+    with pytest.raises(InvalidField, match="sources must say where l2_bytes comes from"):
+        replace(h200, sources={key: value for key, value in h200.sources.items() if key != "l2_bytes"})
+
+
+@pytest.mark.parametrize(
+    ("listing", "name"),
+    [
+        ("NVIDIA H200, 143771\n", "h200"),
+        ("NVIDIA H200, 143771\nNVIDIA H200, 143771\n", "h200"),
+        ("NVIDIA GeForce RTX 4060 Laptop GPU, 8188\n", "rtx4060-laptop"),
+        ("NVIDIA H20, 143771\n", None),  # the variant with 141 GB
+        ("NVIDIA A100-PCIE-40GB, 40960\n", None),
+        ("NVIDIA H200, [N/A]\n", None),
+        ("", None),
+        ("garbage", None),
+    ],
+)
+def test_detection(monkeypatch: pytest.MonkeyPatch, listing: str, name: str | None) -> None:
+    def answer(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert command[0] == "nvidia-smi" and options["timeout"] <= 10
+        return subprocess.CompletedProcess(command, 0, stdout=listing)
+
+    monkeypatch.setattr(subprocess, "run", answer)
+    assert detect_hardware() == name
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        FileNotFoundError("nvidia-smi"),
+        PermissionError("nvidia-smi"),
+        subprocess.TimeoutExpired("nvidia-smi", 10),
+        subprocess.CalledProcessError(9, "nvidia-smi"),
+    ],
+    ids=lambda failure: type(failure).__name__,
+)
+def test_detection_without_a_driver(monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise failure
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    assert detect_hardware() is None

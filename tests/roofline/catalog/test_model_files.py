@@ -1,0 +1,393 @@
+"""Shapes from config.json and GGUF files: every family, and every way a file can be wrong."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.shapes import BadModelFile, ModelShape, UnknownModel
+
+SMALL_CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "max_position_embeddings": 512,
+}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+MLA = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+
+
+def small_shape(**changes: Any) -> ModelShape:
+    names = ("layers", "hidden", "q_heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_context")
+    fields = dict(zip(names, (2, 64, 4, 2, 16, 96, 128, 512), strict=True))
+    return ModelShape(**{"name": "small", "architecture": "llama", **fields, **changes})
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**SMALL_CONFIG, **changes}))
+    return path
+
+
+def write_gguf(
+    path: Path, architecture: str = "qwen3", tied: bool = True, metadata: dict[str, int] | None = None
+) -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
+    values = {
+        "block_count": 2,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "context_length": 512,
+        **(metadata or {}),
+    }
+    for key, value in values.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
+    writer.add_float32(f"{architecture}.rope.freq_base", 5e5)
+    writer.add_array("tokenizer.ggml.tokens", [f"token{i}" for i in range(128)])
+    writer.add_array("tokenizer.ggml.token_type", [1] * 128)
+    writer.add_tensor("token_embd.weight", np.zeros((128, 64), np.float32))
+    writer.add_tensor("blk.0.attn_q.weight", np.zeros((64, 64), np.float32))
+    writer.add_tensor("blk.0.attn_q_norm.weight", np.zeros(16, np.float32))
+    if not tied:
+        writer.add_tensor("output.weight", np.zeros((128, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+# ---- config.json
+
+
+@pytest.mark.parametrize("reference", ["folder", "file"])
+def test_config_from_a_folder_or_a_file(tmp_path: Path, reference: str) -> None:
+    path = write_config(tmp_path)
+    shape = load_shape(str(tmp_path if reference == "folder" else path))
+    assert shape == small_shape(name=tmp_path.name, source=str(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"head_dim": 32}, {"head_dim": 32}),
+        ({"num_key_value_heads": None}, {"kv_heads": 4}),
+        ({"attention_bias": True}, {"attention_bias": True}),
+        ({"model_type": "mistral", "sliding_window": 64}, {"window_tokens": 64, "window_layers": 2}),
+        ({"model_type": "mistral", "sliding_window": None}, {"window_tokens": None}),
+        ({"model_type": "qwen2", "sliding_window": 64}, {"attention_bias": True, "window_tokens": None}),
+        (
+            {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
+            {"attention_bias": True, "window_tokens": 64, "window_layers": 1},
+        ),
+        ({"model_type": "qwen3", "tie_word_embeddings": True}, {"qk_norm": True, "tied_embeddings": True}),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 8, "mlp_only_layers": [0], **MOE},
+            {
+                "qk_norm": True,
+                "experts": 8,
+                "experts_per_token": 2,
+                "expert_intermediate": 48,
+                "dense_layers": 1,
+            },
+        ),
+        (
+            {"model_type": "mixtral", "num_local_experts": 8, **MOE},
+            {"experts": 8, "experts_per_token": 2, "expert_intermediate": 96},
+        ),
+        (
+            {
+                "model_type": "gpt_oss",
+                "num_local_experts": 8,
+                "sliding_window": 64,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "quantization_config": {"quant_method": "mxfp4"},
+                **MOE,
+            },
+            {
+                "attention_bias": True,
+                "experts": 8,
+                "experts_per_token": 2,
+                "expert_intermediate": 96,
+                "window_tokens": 64,
+                "window_layers": 1,
+                "native_bits": 4.25,
+            },
+        ),
+        (
+            {
+                "model_type": "deepseek_v3",
+                "num_key_value_heads": 4,
+                "n_routed_experts": 8,
+                "n_shared_experts": 2,
+                "first_k_dense_replace": 1,
+                **MOE,
+                **MLA,
+            },
+            {
+                "kv_heads": 4,
+                "head_dim": 24,
+                "latent_rank": 16,
+                "rope_head_dim": 8,
+                "nope_head_dim": 16,
+                "v_head_dim": 16,
+                "experts": 8,
+                "experts_per_token": 2,
+                "expert_intermediate": 48,
+                "shared_experts_intermediate": 96,
+                "dense_layers": 1,
+            },
+        ),
+        (
+            {
+                "rope_theta": 5e5,
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 128,
+                },
+            },
+            {"rope_theta": 5e5, "rope_original_context": 128, "max_context": 1024},
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_theta": 5e5,
+                    "rope_type": "yarn",
+                    "factor": 4,
+                    "original_max_position_embeddings": 512,
+                }
+            },
+            {"rope_theta": 5e5, "rope_original_context": 512, "max_context": 2048},
+        ),
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, {"rope_theta": 1e6}),
+    ],
+    ids=str,
+)
+def test_config_families(tmp_path: Path, changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    shape = load_shape(str(write_config(tmp_path, **changes)))
+    family = changes.get("model_type", "llama")
+    assert shape == small_shape(name=tmp_path.name, source=shape.source, architecture=family, **expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported: llama, mistral"),
+        ({"model_type": ["llama"]}, "is not supported"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": float("nan")}, "hidden_size must be a whole number"),
+        ({"num_attention_heads": 0}, "q_heads must be a whole number from 1"),
+        ({"num_attention_heads": 10**8}, "q_heads must be a whole number from 1 to 10000, not 100000000"),
+        ({"num_hidden_layers": -3}, "num_hidden_layers must be"),
+        ({"vocab_size": "many"}, "vocab_size must be"),
+        ({"rope_scaling": 7}, "rope_parameters must be an object"),
+        ({"rope_scaling": {"factor": float("inf"), "original_max_position_embeddings": 9}}, "factor must be"),
+        ({"rope_theta": "x"}, "rope_theta must be a number"),
+        ({"rope_theta": 0}, "rope_theta must be a number above 0"),
+        ({"tie_word_embeddings": "no"}, "tied_embeddings must be true or false"),
+    ],
+)
+def test_bad_configs_are_one_line_naming_the_file(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = write_config(tmp_path, **changes)
+    with pytest.raises(BadModelFile, match=message) as caught:
+        load_shape(str(path))
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b"[" * 100_000, b"1" * 10_000, b"\0" * 64]
+)
+def test_damaged_json(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(BadModelFile, match=r"config\.json"):
+        load_shape(str(path))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=4,
+)
+FULL_CONFIG = {
+    **SMALL_CONFIG,
+    **MOE,
+    **MLA,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention"],
+    "rope_scaling": {"factor": 2.0, "original_max_position_embeddings": 64},
+    "quantization_config": {"quant_method": "fp8"},
+    "mlp_only_layers": [],
+    "attention_bias": False,
+}
+FAMILIES = [
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(FAMILIES), st.sampled_from(sorted(FULL_CONFIG)), json_values)
+def test_any_value_of_any_key_is_a_shape_or_a_bad_file(tmp_path: Path, family: str, key: str, value: object) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**FULL_CONFIG, "model_type": family, key: value}))
+    try:
+        assert load_shape(str(path)).parameters > 0
+    except BadModelFile as error:
+        assert str(path) in str(error)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, len(json.dumps(SMALL_CONFIG)) - 1))
+def test_truncated_json(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(json.dumps(SMALL_CONFIG).encode()[:length])
+    with pytest.raises(BadModelFile, match=r"config\.json"):
+        load_shape(str(path))
+
+
+def test_missing_and_foreign_files(tmp_path: Path) -> None:
+    for name in ("absent.json", "absent.gguf"):
+        with pytest.raises(BadModelFile, match="No such file"):
+            load_shape(str(tmp_path / name))
+    (tmp_path / "weights.bin").write_bytes(b"x")
+    with pytest.raises(BadModelFile, match=r"neither a .gguf file, a config.json nor a folder"):
+        load_shape(str(tmp_path / "weights.bin"))
+    with pytest.raises(UnknownModel):  # a folder without a config.json
+        load_shape(str(tmp_path))
+
+
+def test_a_folder_that_is_no_model_does_not_hide_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen3-8b").mkdir()
+    assert load_shape("qwen3-8b").name == "Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize("branch", ["main", "none", "gone"])
+def test_local_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, branch: str) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    folder = tmp_path / "hub" / "models--someone--tiny"
+    for commit, layers in (("aaa", 2), ("bbb", 3)):
+        (folder / "snapshots" / commit).mkdir(parents=True)
+        write_config(folder / "snapshots" / commit, num_hidden_layers=layers)
+    if branch != "none":
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text("bbb\n" if branch == "main" else "ccc\n")
+    shape = load_shape("someone/tiny")
+    assert (shape.name, shape.layers) == ("someone/tiny", 3 if branch == "main" else 2)
+    with pytest.raises(UnknownModel):
+        load_shape("someone/other")
+
+
+# ---- GGUF
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gguf_written_by_the_gguf_package(tmp_path: Path, tied: bool) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tied=tied)
+    expected = small_shape(
+        name="tiny",
+        architecture="qwen3",
+        qk_norm=True,
+        rope_theta=5e5,
+        tied_embeddings=tied,
+        source=str(path),
+    )
+    assert load_shape(str(path)) == expected
+
+
+def test_gguf_window_and_head_dim(tmp_path: Path) -> None:
+    path = write_gguf(
+        tmp_path / "tiny.gguf", "llama", metadata={"attention.sliding_window": 64, "attention.key_length": 8}
+    )
+    shape = load_shape(str(path))
+    assert (shape.window_tokens, shape.window_layers, shape.head_dim) == (64, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "message"),
+    [
+        ("gemma3", {}, "architecture 'gemma3' is not supported; supported: llama, qwen2, qwen3"),
+        ("llama", {"expert_count": 8}, "mixtures of experts"),
+        ("llama", {"attention.head_count": 0}, "q_heads must be"),
+        ("llama", {"attention.head_count_kv": 3}, "q_heads 4 must be a multiple of kv_heads 3"),
+        ("llama", {"block_count": 4_000_000_000}, "layers must be a whole number from 1 to 10000"),
+    ],
+)
+def test_bad_gguf_metadata(tmp_path: Path, architecture: str, metadata: dict[str, int], message: str) -> None:
+    path = write_gguf(tmp_path / "bad.gguf", architecture, metadata=metadata)
+    with pytest.raises(BadModelFile, match=message) as caught:
+        load_shape(str(path))
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"\0" * 4096, b"GGUF" + b"\xff" * 200, b"GGUF\0\0\0\3" + b"\0" * 64])
+def test_damaged_gguf(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(content)
+    with pytest.raises(BadModelFile, match=r"bad\.gguf"):
+        load_shape(str(path))
+
+
+@pytest.fixture(scope="module")
+def good_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "good.gguf").read_bytes()
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(part=st.floats(0, 0.99))
+def test_truncated_gguf(tmp_path: Path, good_gguf: bytes, part: float) -> None:
+    # The last tensor is 64 bytes at the very end; a cut within it leaves the header and every start intact.
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(good_gguf[: int(part * (len(good_gguf) - 64))])
+    with pytest.raises(BadModelFile, match=r"cut\.gguf"):
+        load_shape(str(path))
+
+
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(position=st.integers(0, 4000), junk=st.binary(min_size=1, max_size=9))
+def test_corrupt_gguf_is_a_shape_or_a_bad_file(tmp_path: Path, good_gguf: bytes, position: int, junk: bytes) -> None:
+    path = tmp_path / "junk.gguf"
+    path.write_bytes(good_gguf[:position] + junk + good_gguf[position + len(junk) :])
+    try:
+        assert load_shape(str(path)).parameters > 0
+    except BadModelFile as error:
+        assert str(path) in str(error)
+
+
+@pytest.mark.model
+def test_the_embedded_models_gguf_is_the_catalogs_shape(smollm2: Path) -> None:
+    shape = load_shape(str(smollm2))
+    catalog = load_shape("SmolLM2-135M-Instruct")
+    assert replace(shape, name=catalog.name, source=catalog.source) == catalog

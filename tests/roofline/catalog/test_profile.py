@@ -1,0 +1,92 @@
+"""Calibration profiles: round trip, validation, and where rates come from when a machine has none."""
+
+import json
+
+import pytest
+
+from ridgeplan.roofline.catalog.hardware import load_hardware
+from ridgeplan.roofline.catalog.profile import Profile, ProfileError, load_profile, profile_for, shipped_profiles
+
+
+def test_round_trip(h200_profile):
+    again = Profile.from_json(h200_profile.to_json())
+    assert again == h200_profile
+    assert again.to_json() == h200_profile.to_json()
+
+
+def edited(profile, path, value):
+    data = json.loads(profile.to_json())
+    *parents, last = path.split(".")
+    target = data
+    for parent in parents:
+        target = target[parent]
+    if value is None:
+        del target[last]
+    else:
+        target[last] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("schema", 2, "newer than this version reads"),
+        ("schema", None, "profile schema is None"),
+        ("classes.linear.bandwidth_utilization", 40, "bandwidth_utilization is 40; allowed: 1e-09 to 4"),
+        ("classes.linear.launch_s", -1, "launch_s is -1"),
+        ("classes.linear.source", "guess", "source is 'guess'; allowed: measured"),
+        ("classes.linear.colour", 1, "lacks or garbles"),
+        ("classes", 3, "lacks or garbles"),
+        ("hardware.memory_bytes", -5, "memory_bytes must be"),
+        ("hardware", None, "lacks or garbles"),
+        ("asynchronous", 3, "asynchronous must be true or false"),
+        ("pass_dispatch_s", "x", "pass_dispatch_s is 'x'"),
+    ],
+)
+def test_damage_is_named(h200_profile, path, value, message):
+    with pytest.raises(ProfileError, match=message):
+        Profile.from_json(edited(h200_profile, path, value))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "NaN", '{"schema": NaN}', b"\xff"])
+def test_text_that_is_no_profile(text):
+    with pytest.raises(ProfileError):
+        Profile.from_json(text)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ProfileError, match=r"nothing\.json"):
+        load_profile(tmp_path / "nothing.json")
+
+
+def test_a_class_without_rates_borrows_from_its_relative_and_says_so(h200_profile):
+    from dataclasses import replace
+
+    few = replace(h200_profile, classes={"linear": h200_profile.classes["linear"]})
+    borrowed = few.rates("attention_int8")
+    assert borrowed.source == "prior"
+    assert borrowed.spread > few.classes["linear"].spread
+    with pytest.raises(ProfileError, match="no rates for 'merge'"):
+        few.rates("merge")
+
+
+def test_another_machine_takes_the_nearest_profile_and_says_so(h200_profile):
+    own = profile_for(load_hardware("h200"), (h200_profile,))
+    other = profile_for(load_hardware("a100"), (h200_profile,))
+    assert own is h200_profile
+    assert (other.source, other.transferred_from) == ("transferred", h200_profile.device)
+    assert other.rates("linear").source == "transferred"
+    assert other.rates("linear").spread > own.rates("linear").spread
+    assert other.hardware.name == "a100-80gb"
+
+
+def test_without_any_profile_there_is_no_prediction():
+    with pytest.raises(ProfileError, match="ridgeplan calibrate"):
+        profile_for(load_hardware("h200"), ())
+
+
+def test_shipped_profiles_are_valid_and_calibrated():
+    for profile in shipped_profiles():
+        assert profile.source == "calibrated"
+        assert profile.date
+        assert profile.software

@@ -1,0 +1,212 @@
+"""Model shapes: parameter totals as published, names and suggestions, validation."""
+
+import subprocess
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ridgeplan.roofline.catalog.checks import InvalidField
+from ridgeplan.roofline.catalog.models import list_models, load_shape
+from ridgeplan.roofline.catalog.shapes import BadModelFile, ModelShape, UnknownModel
+
+# Element counts of the published checkpoints (safetensors index on the Hub). Exact where our count leaves
+# nothing out; gpt-oss has a few biases and sinks more, DeepSeek-V3 is counted without its MTP module.
+TOTALS = {
+    "Llama-2-7b-hf": 6_738_415_616,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.1-70B": 70_553_706_496,
+    "Llama-3.2-1B": 1_235_814_400,
+    "DeepSeek-R1-Distill-Llama-8B": 8_030_261_248,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Mistral-7B-v0.1": 7_241_732_096,
+    "Mistral-7B-v0.3": 7_248_023_552,
+    "SmolLM2-135M": 134_515_008,
+}
+ROUNDED_TOTALS = {"gpt-oss-20b": 20.9e9, "gpt-oss-120b": 116.8e9, "DeepSeek-V3": 671e9}
+
+
+def small_shape(**changes: Any) -> ModelShape:
+    names = ("layers", "hidden", "q_heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_context")
+    fields = dict(zip(names, (2, 64, 4, 2, 16, 96, 128, 512), strict=True))
+    return ModelShape(**{"name": "small", "architecture": "llama", **fields, **changes})
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_parameters_are_the_published_ones(name: str) -> None:
+    assert load_shape(name).parameters == TOTALS[name]
+
+
+@pytest.mark.parametrize("name", ROUNDED_TOTALS)
+def test_parameters_are_near_the_published_ones(name: str) -> None:
+    assert load_shape(name).parameters == pytest.approx(ROUNDED_TOTALS[name], rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "published", "counts_input_table"),
+    [
+        ("gpt-oss-20b", 3.61e9, False),
+        ("gpt-oss-120b", 5.13e9, False),
+        ("DeepSeek-V3", 37e9, False),
+        ("Qwen3-30B-A3B", 3.35e9, True),  # published as 3.3B; 30.5B in all and 29.9B without embeddings
+    ],
+)
+def test_active_parameters_are_near_the_published_ones(name: str, published: float, counts_input_table: bool) -> None:
+    shape = load_shape(name)
+    active = shape.active_parameters + (shape.embedding_params if counts_input_table else 0)
+    assert active == pytest.approx(published, rel=0.011)
+
+
+def test_a_tied_table_is_stored_once_and_active() -> None:
+    tied, untied = small_shape(tied_embeddings=True), small_shape()
+    assert untied.parameters - tied.parameters == 128 * 64
+    assert tied.active_parameters == tied.parameters == untied.active_parameters
+
+
+@pytest.mark.parametrize("shape", list_models(), ids=lambda shape: shape.name)
+def test_every_entry_is_sourced_and_found_by_all_its_names(shape: ModelShape) -> None:
+    assert shape.source.startswith("https://huggingface.co/")
+    assert load_shape(shape.name) == shape == load_shape(shape.name.upper())
+    assert load_shape(shape.name.partition("/")[2].lower()) == shape
+    assert ModelShape(**asdict(shape)) == shape
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("meta-llama-3-70b-instruct", "meta-llama/Meta-Llama-3-70B"),
+        ("Llama-2-7B-32K-Instruct", "togethercomputer/LLaMA-2-7B-32K"),
+        ("SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M"),
+        ("Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
+        ("mistral-7b", "mistralai/Mistral-7B-v0.3"),
+    ],
+)
+def test_aliases(alias: str, name: str) -> None:
+    assert load_shape(alias).name == name
+
+
+def test_windows_and_latents_of_the_catalog() -> None:
+    gpt, mistral, deepseek = (
+        load_shape("gpt-oss-120b"),
+        load_shape("Mistral-7B-v0.1"),
+        load_shape("DeepSeek-V3"),
+    )
+    assert (gpt.window_tokens, gpt.window_layers, gpt.layers) == (128, 18, 36)
+    assert (mistral.window_tokens, mistral.window_layers) == (4096, 32)
+    assert (deepseek.kv_elements_per_token_per_layer, deepseek.score_dim, deepseek.value_dim) == (
+        576,
+        576,
+        512,
+    )
+    assert (deepseek.moe_layers, deepseek.q_width) == (58, 128 * 192)
+    assert load_shape("Llama-3.1-8B").kv_elements_per_token_per_layer == 2 * 8 * 128
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("meta-llama/Llama-3.1-8", "meta-llama/Llama-3.1-8B"),
+        ("lama-3.2-1b", "meta-llama/Llama-3.2-1B"),
+        ("Qwen/Qwen3-9B", "Qwen/Qwen3-8B"),
+        ("smollm-135m", "HuggingFaceTB/SmolLM2-135M"),
+    ],
+)
+def test_unknown_names_suggest_near_ones(wrong: str, near: str) -> None:
+    with pytest.raises(UnknownModel) as caught:
+        load_shape(wrong)
+    assert f"{wrong!r}" in str(caught.value) and near in str(caught.value)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(max_size=40))
+def test_any_text_is_a_known_or_an_unknown_model(text: str) -> None:
+    try:
+        assert isinstance(load_shape(f"no such {text}"), ModelShape)
+    except (UnknownModel, BadModelFile) as error:
+        assert str(error)
+
+
+@pytest.mark.parametrize("reference", ["", "a\0b", "x" * 5000, "../x/y", "a/b/c"])
+def test_hostile_names_are_unknown(reference: str) -> None:
+    with pytest.raises(UnknownModel):
+        load_shape(reference)
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, ridgeplan.roofline.catalog.models, ridgeplan.roofline.catalog.hardware;"
+        "print([m for m in ('torch', 'transformers', 'gguf', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# ---- validation
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "layers",
+        "hidden",
+        "q_heads",
+        "kv_heads",
+        "head_dim",
+        "intermediate",
+        "vocab",
+        "max_context",
+        "window_tokens",
+        "latent_rank",
+    ],
+)
+@pytest.mark.parametrize(
+    "value",
+    [0, -1, 10**12, pytest.param(10**5000, id="huge"), 2.5, 32.0, float("nan"), float("inf"), "8", True],
+)
+def test_bad_numbers_name_their_field(field: str, value: object) -> None:
+    with pytest.raises(InvalidField, match=rf"'small': {field} must be a whole number from \d+ to \d+") as caught:
+        small_shape(**{field: value})
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_heads": 3}, "q_heads 4 must be a multiple of kv_heads 3"),
+        ({"window_layers": 1}, "window_layers must be 0 to 0 with window_tokens None"),
+        ({"window_tokens": 64}, "window_layers must be 1 to 2 with window_tokens 64, not 0"),
+        ({"window_tokens": 64, "window_layers": 3}, "window_layers must be 1 to 2"),
+        ({"experts": 8}, "experts_per_token must be 1 to 8, not 0"),
+        ({"experts": 8, "experts_per_token": 9}, "experts_per_token must be 1 to 8, not 9"),
+        ({"experts": 8, "experts_per_token": 2}, "expert_intermediate must be above 0"),
+        (
+            {"experts": 8, "experts_per_token": 2, "expert_intermediate": 4, "dense_layers": 2},
+            "dense_layers must be below 2",
+        ),
+        ({"experts_per_token": 2}, "experts_per_token must be 0 in a model without experts"),
+        ({"latent_rank": 8}, "latent_rank needs rope_head_dim"),
+        ({"q_lora_rank": 8}, "q_lora_rank needs latent_rank"),
+        (
+            {"latent_rank": 8, "rope_head_dim": 8, "nope_head_dim": 16, "v_head_dim": 16},
+            "head_dim must be nope_head_dim . rope_head_dim = 24, not 16",
+        ),
+        ({"rope_theta": float("nan")}, "rope_theta must be a number above 0"),
+        ({"rope_theta": 0}, "rope_theta must be a number above 0"),
+        ({"native_bits": float("inf")}, "native_bits must be a number above 0"),
+        ({"tied_embeddings": 1}, "tied_embeddings must be true or false"),
+        ({"architecture": "gpt2"}, "architecture must be one of llama"),
+        ({"name": ""}, "name must be a non-empty text"),
+    ],
+)
+def test_contradictions_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidField, match=message):
+        small_shape(**changes)

@@ -1,0 +1,36 @@
+"""QuantSpec's Table 1, derived from the exact costs."""
+
+import pytest
+import sympy
+
+from ridgeplan.roofline.papers.quantspec_table1 import leading_terms, table_1
+from ridgeplan.roofline.symbols import symbol
+
+B, S, d, k = (symbol(name) for name in ("batch", "context", "hidden", "new_tokens"))
+
+TABLE_1 = {
+    ("prefill", "linear"): (B * S * d**2, B * S * d + d**2, B * S * d / (B * S + d)),
+    ("prefill", "attention"): (B * S**2 * d, B * S * d, S),
+    ("prefill", "aggregate"): (B * S * d**2 + B * S**2 * d, B * S * d + d**2, B * S * (S + d) / (B * S + d)),
+    ("decode", "linear"): (k * B * d**2, k * (B * d + d**2), B * d / (B + d)),
+    ("decode", "attention"): (k * B * S * d, k * B * S * d, 1),
+    ("decode", "aggregate"): (k * (B * d**2 + B * S * d), k * (B * S * d + d**2), B * (S + d) / (B * S + d)),
+}
+
+
+@pytest.mark.parametrize("column", TABLE_1, ids=" ".join)
+def test_every_column_of_table_1(column):
+    found = table_1()[column]
+    for derived, expected in zip((found.flops, found.bytes, found.intensity), TABLE_1[column], strict=True):
+        assert sympy.simplify(derived - expected) == 0
+
+
+def test_decode_intensity_does_not_grow_with_context_and_prefill_does():
+    decode, prefill = (table_1()[phase, "aggregate"].intensity for phase in ("decode", "prefill"))
+    assert sympy.limit(decode, S, sympy.oo) == 1
+    assert sympy.limit(prefill, S, sympy.oo) == sympy.oo
+    assert sympy.limit(decode.subs(S, 1), d, sympy.oo) == B  # short contexts: the batch
+
+
+def test_dominated_monomials_and_coefficients_go():
+    assert leading_terms(7 * B * S * d + 3 * S * d + 2 * d**2 + 5) == B * S * d + d**2

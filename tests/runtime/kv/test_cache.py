@@ -1,0 +1,168 @@
+"""The split between codes and full precision follows the length alone; flushes move the right tokens."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from ridgeplan.kernels.kv_cache import dequantize, quantize
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.model_config import DecoderConfig
+
+GROUP = 32
+CONFIG = DecoderConfig(
+    family="llama",
+    layers=2,
+    hidden=32,
+    q_heads=2,
+    kv_heads=2,
+    head_dim=16,
+    vocab=8,
+    norm_eps=1e-5,
+    max_context=512,
+    windows=(None, None),
+    rotary_frequencies=(1.0,) * 8,
+    rotary_scale=1.0,
+)
+
+
+@pytest.fixture
+def kv():
+    """Keys and values [layers, rows, kv_heads, tokens, head_dim] of two long sequences."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 2, 2, 300, 16, generator=generator) for _ in "kv"]
+
+
+def build(make_plan, kv_format, gamma=0):
+    plan = make_plan(kv_format, gamma, context=200, new_tokens=100, batch=2, group=GROUP)
+    return Cache(CONFIG, plan, torch.device("cpu"), torch.float32)
+
+
+def prefill(cache, kv, lengths):
+    cache.reset(2)
+    for row, tokens in enumerate(lengths):
+        for layer in range(2):
+            cache.store_prompt(layer, row, *(store[layer, row, :, :tokens] for store in kv))
+        cache.lengths[row] = tokens
+
+
+def decode(cache, kv, tokens):
+    """Appends tokens[row] tokens to each row in one round."""
+    queries = max(tokens)
+    reader = cache.target_reader(queries)
+    at = reader.positions.clamp_max(299)
+    for layer, row in product(range(2), range(2)):
+        for store, new in zip(cache.full(layer), kv, strict=True):
+            store[row, :, reader.slots[row]] = new[layer, row, :, at[row]]
+    cache.advance(torch.tensor(tokens, dtype=torch.int32))
+
+
+def contents(cache, layer, row):
+    """Everything the target sees of a row: dequantized groups, then full-precision tokens."""
+    length = int(cache.lengths[row])
+    reader = cache.target_reader(1)
+    full = cache.full(layer)[0][row, :, int(reader.begin[row]) : int(reader.end[row]) - 1]
+    if reader.groups is None:
+        return full
+    count = int(reader.groups[row]) * GROUP
+    codes = dequantize(cache.codes(layer), lower=True)[0][row, :, :count]
+    assert count + full.shape[1] == length
+    return torch.cat([codes, full], dim=1)
+
+
+@pytest.mark.parametrize(
+    "length, expected",
+    [
+        (0, 0),
+        (1, 0),
+        (31, 0),
+        (32, 0),
+        (63, 0),
+        (64, 32),
+        (95, 32),
+        (96, 64),
+        (127, 64),
+        (128, 96),
+    ],
+)
+def test_quantized_tokens_of_a_length(length, expected, make_plan):
+    assert int(build(make_plan, "int4x2").quantized(torch.tensor(length))) == expected
+
+
+@pytest.mark.parametrize("kv_format", ["int4x2", "int8", "bf16", "bf16+int4"])
+@pytest.mark.parametrize("rounds", [[1] * 90, [3] * 30, [2, 1, 4, 3] * 9], ids=["ones", "threes", "mixed"])
+def test_contents_depend_on_the_length_alone(kv_format, rounds, make_plan, kv):
+    gamma = 3
+    cache = build(make_plan, kv_format, gamma)
+    lengths = [40, 61]
+    prefill(cache, kv, lengths)
+    for wanted in rounds:
+        tokens = [min(wanted, int(room), gamma + 1) for room in cache.room()]
+        decode(cache, kv, tokens)
+        lengths = [a + b for a, b in zip(lengths, tokens, strict=True)]
+    assert cache.lengths.tolist() == lengths
+    fresh = build(make_plan, kv_format, gamma)
+    prefill(fresh, kv, lengths)
+    for layer in range(2):
+        for row in range(2):
+            assert torch.equal(contents(cache, layer, row), contents(fresh, layer, row))
+            error = (contents(cache, layer, row) - kv[0][layer, row, :, : lengths[row]]).abs().max()
+            assert error < 0.05 if cache.buffered else error == 0
+
+
+def test_a_shadow_holds_the_upper_codes_of_old_tokens(make_plan, kv):
+    cache = build(make_plan, "bf16+int4", gamma=3)
+    prefill(cache, kv, [62, 90])
+    for _ in range(4):
+        decode(cache, kv, [4, 3])
+    reader = cache.draft_reader(0)
+    assert reader.groups.tolist() == [1, 2]
+    assert reader.begin.tolist() == [32, 64]
+    expected = QuantizedKV.allocate(1, 2, 2, GROUP, 16, "cpu", lower=False)
+    quantize(*(store[1, 1:, :, : 2 * GROUP] for store in kv), expected, torch.zeros(1, dtype=torch.int32))
+    assert torch.equal(cache.codes(1).key_upper[1, :, :2], expected.key_upper[0])
+    assert torch.equal(cache.codes(1).value_upper[1, :, :2], expected.value_upper[0])
+    assert cache.target_reader(1).groups is None
+
+
+def test_room_ends_at_the_row_and_at_the_next_boundary_of_a_quantized_target(make_plan):
+    rooms = {"int4x2": [1, 32, 8], "int8": [1, 32, 8], "bf16": [237, 236, 8], "bf16+int4": [237, 236, 8]}
+    for kv_format, expected in rooms.items():
+        cache = build(make_plan, kv_format)
+        found = []
+        for lengths in ([63, 64], [292, 64]):
+            cache.lengths.copy_(torch.tensor(lengths))
+            found += cache.room().tolist()
+        assert found[:3] == expected
+
+
+def test_rows_are_active_until_their_ends(make_plan):
+    cache = build(make_plan, "int4x2")
+    cache.lengths.copy_(torch.tensor([63, 64]))
+    assert cache.active().tolist() == [True, True]
+    cache.ends.copy_(torch.tensor([64, 64]))
+    assert cache.active().tolist() == [True, False]
+    assert cache.room().tolist() == [1, 1]
+
+
+def test_the_buffer_never_overflows(make_plan):
+    cache = build(make_plan, "int4x2", gamma=7)
+    last = max(int(cache.quantized(torch.tensor(n)) * -1 + n + 7) for n in range(300))
+    assert last < cache.keys.shape[3] == 2 * GROUP + 7 + 1
+
+
+def test_rows_that_do_not_advance_stay_as_they_are(make_plan, kv):
+    cache = build(make_plan, "int4x2", gamma=3)
+    prefill(cache, kv, [95, 95])
+    before = contents(cache, 0, 1).clone()
+    decode(cache, kv, [1, 0])
+    assert cache.lengths.tolist() == [96, 95]
+    assert cache.target_reader(1).groups.tolist() == [2, 1]
+    assert torch.equal(contents(cache, 0, 1), before)
+
+
+def test_bytes_count_all_storage(make_plan):
+    cache = build(make_plan, "bf16")
+    assert cache.bytes == 2 * 2 * 2 * 2 * 301 * 16 * 4
+    assert build(make_plan, "int4x2").bytes < cache.bytes / 2

@@ -1,0 +1,140 @@
+"""Logits of the compact decoder against transformers' own forward pass, in float32."""
+
+import pytest
+import torch
+
+from ridgeplan import runtime
+from ridgeplan.runtime.errors import ModelError, UnsupportedPlan
+from ridgeplan.runtime.model.prefill import prefill
+
+TOLERANCE = 1e-3
+MODELS = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-mha": ("llama", {"num_key_value_heads": 4}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": 24}),
+    "qwen2": ("qwen2", {"num_attention_heads": 6}),
+    "qwen2-half-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "rope-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "rope-llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 5e5,
+            }
+        },
+    ),
+    "rope-yarn": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 1e4,
+            }
+        },
+    ),
+}
+
+
+@torch.inference_mode()
+def logits_of(engine, tokens, prompt_tokens, chunk_tokens=2048):
+    """Prefill of the first tokens, then one decode step for each of the others: [steps, vocab]."""
+    cache = engine.cache
+    cache.reset(1)
+    ids = torch.tensor(tokens)
+    steps = [prefill(engine.decoder, engine.weights, cache, 0, ids[:prompt_tokens], chunk_tokens)]
+    for token in ids[prompt_tokens:]:
+        logits = engine.decoder.step(engine.weights, cache, token.view(1, 1), cache.target_reader(1))
+        steps.append(logits[0, 0])
+        cache.advance(torch.ones(1, dtype=torch.int32))
+    return torch.stack(steps)
+
+
+@torch.inference_mode()
+def reference_logits(model, tokens, prompt_tokens):
+    return model(torch.tensor([tokens])).logits[0, prompt_tokens - 1 :].float()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prefill_and_decode_equal_transformers(name, tiny_model, make_plan, prompts):
+    family, changes = MODELS[name]
+    model = tiny_model(family, **changes)
+    [tokens] = prompts(90)
+    engine = runtime.load(make_plan(), model.folder)
+    expected = reference_logits(model.reference, tokens, 70)
+    assert expected.std() > 0.1
+    assert (logits_of(engine, tokens, 70) - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 32, 70])
+def test_prefill_chunks_change_nothing(name, chunk_tokens, tiny_model, make_plan, prompts):
+    family, changes = MODELS[name]
+    model = tiny_model(family, **changes)
+    [tokens] = prompts(74)
+    engine = runtime.load(make_plan(), model.folder)
+    actual = logits_of(engine, tokens, 70, chunk_tokens)
+    assert (actual - reference_logits(model.reference, tokens, 70)).abs().max() < TOLERANCE
+
+
+def test_plan_stretches_positions_by_yarn(tiny_model, make_plan, prompts):
+    [tokens] = prompts(90)
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024, "rope_theta": 1e4}
+    stretched = tiny_model("llama", rope_parameters=rope)
+    engine = runtime.load(make_plan(yarn_factor=2.0), tiny_model("llama").folder)
+    expected = reference_logits(stretched.reference, tokens, 70)
+    assert (logits_of(engine, tokens, 70) - expected).abs().max() < TOLERANCE
+    plain = reference_logits(tiny_model("llama").reference, tokens, 70)
+    assert (expected - plain).abs().max() > 10 * TOLERANCE
+    assert engine.config.max_context == 2048
+
+
+def test_yarn_on_an_already_scaled_model_is_refused(tiny_model, make_plan):
+    family, changes = MODELS["rope-llama3"]
+    with pytest.raises(ModelError, match=r"yarn_factor is 2\.0, but the model's own rope_type is 'llama3'"):
+        runtime.load(make_plan(yarn_factor=2.0), tiny_model(family, **changes).folder)
+
+
+def test_other_architectures_are_refused(tiny_model, make_plan):
+    with pytest.raises(ModelError, match="hidden_act is 'gelu'; supported: silu"):
+        runtime.load(make_plan(), tiny_model("llama", hidden_act="gelu").folder)
+    gpt_neox = {"rotary_pct": 1.0}
+    with pytest.raises(ModelError, match="model_type is 'gpt_neox'; supported: llama, mistral, qwen2, qwen3"):
+        runtime.load(make_plan(), tiny_model("gpt_neox", **gpt_neox).folder)
+
+
+@pytest.mark.parametrize("kv, gamma", [("int4x2", 2), ("int8", 0), ("bf16+int4", 1), ("bf16", 1)])
+def test_a_sliding_window_refuses_what_it_would_break(kv, gamma, tiny_model, make_plan):
+    family, changes = MODELS["mistral-window"]
+    plan = make_plan(kv, gamma, draft_bits=4 if kv == "bf16" else 16)
+    with pytest.raises(UnsupportedPlan, match="window is 24 tokens and the plan's sequences reach 256"):
+        runtime.load(plan, tiny_model(family, **changes).folder)
+
+
+def test_a_context_beyond_the_model_warns(tiny_model, make_plan):
+    with pytest.warns(UserWarning, match="1128 tokens pass the model's limit of 1024"):
+        runtime.load(make_plan(context=1000), tiny_model().folder)
+
+
+@pytest.mark.model
+def test_smollm2_equals_transformers(smollm2, make_plan, long_text):
+    import transformers
+
+    engine = runtime.load(make_plan(), str(smollm2), dtype=torch.float32)
+    tokens = engine.tokenizer(long_text[30_000:40_000])["input_ids"][:132]
+    reference = transformers.AutoModelForCausalLM.from_pretrained(engine.source, dtype=torch.float32)
+    actual = logits_of(engine, tokens, 124)
+    assert (actual - reference_logits(reference, tokens, 124)).abs().max() < TOLERANCE

@@ -1,0 +1,94 @@
+"""Linear layers: thin products on CPUs, and 4-bit weights against their definition."""
+
+import pytest
+import torch
+
+from ridgeplan.kernels.linear.int4_weight import Int4Weight
+from ridgeplan.runtime.errors import ModelError
+from ridgeplan.runtime.model.linear import Dense, Int4, LibraryInt4Weight, fitting_group
+from ridgeplan.runtime.quantization.gptq import quantize_weight
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (2, 64), (1, 5, 64), (3, 4, 64), (65, 64), (200, 64)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_dense_equals_linear(shape, biased):
+    weight, bias, x = random(48, 64), random(48, seed=1) if biased else None, random(*shape, seed=2)
+    actual = Dense(weight, bias)(x)
+    assert actual.shape == (*shape[:-1], 48)
+    assert torch.allclose(actual, torch.nn.functional.linear(x, weight, bias), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "outputs, inputs, group",
+    [
+        (48, 64, 32),
+        (48, 128, 128),
+        (16, 576, 64),
+        (23, 96, 32),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_int4_equals_its_dequantized_weight(outputs, inputs, group, rows):
+    weight, bias, x = random(outputs, inputs), random(outputs, seed=1), random(2, rows, inputs, seed=2)
+    codes, scale, zero = quantize_weight(weight, group)
+    assert codes.min() == 0
+    assert codes.max() == 15
+    assert scale.shape == zero.shape == (outputs, inputs // group)
+    scale, zero = scale.unsqueeze(2), zero.unsqueeze(2)
+    decoded = ((codes.unflatten(1, (-1, group)) - 8) * scale + zero).flatten(1)
+    actual = Int4.quantize(Dense(weight, bias), group)(x)
+    expected = x.bfloat16().float() @ decoded.T + bias
+    assert actual.shape == (2, rows, outputs)
+    assert (actual - expected).abs().max() < 0.02 * expected.std() + 0.01 * expected.abs().max()
+
+
+@pytest.mark.parametrize("linear", [Dense, lambda *parts: Int4.quantize(Dense(*parts), 32)], ids=["dense", "int4"])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_gated_layers_activate_their_outputs(linear, rows):
+    layer, x = linear(random(48, 64), random(48, seed=1)), random(2, rows, 64, seed=2)
+    gate, up = layer(x).chunk(2, dim=-1)
+    torch.testing.assert_close(layer(x, gated=True), torch.nn.functional.silu(gate) * up)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 70])
+def test_int4_on_cuda_equals_the_cpu(dtype, rows):
+    weight, bias, x = random(300, 512), random(300, seed=1), random(2, rows, 512, seed=2)
+    parts = quantize_weight(weight, 128)  # once: another device may round a code the other way
+    expected = Int4(LibraryInt4Weight.pack(*parts), bias)(x)
+    quantized = Int4(Int4Weight.pack(*(part.cuda() for part in parts)), bias.cuda().to(dtype))
+    assert quantized.bytes == 304 * 512 * 17 // 32 + bias.numel() * dtype.itemsize  # 300 rows, padded to 304
+    actual = quantized(x.cuda().to(dtype))
+    assert actual.dtype == dtype
+    assert (actual.cpu().float() - expected).abs().max() < 0.02 * expected.std() + 0.01 * expected.abs().max()
+
+
+def test_constant_groups_stay_finite():
+    weight = torch.full((16, 64), 0.25)
+    x = torch.ones(1, 64)
+    assert torch.allclose(Int4.quantize(Dense(weight), 64)(x), torch.full((1, 16), 16.0), rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    "inputs, group, expected",
+    [
+        (576, 128, 64),
+        (1536, 128, 128),
+        (4096, 128, 128),
+        (96, 128, 32),
+        (64, 32, 32),
+        (512, 256, 256),
+    ],
+)
+def test_group_falls_to_what_divides_the_inputs(inputs, group, expected):
+    assert fitting_group(inputs, group) == expected
+
+
+def test_inputs_without_a_group_are_refused():
+    with pytest.raises(ModelError, match="has 100 inputs; allowed for 4-bit weights: multiples of 32"):
+        fitting_group(100, 128)

@@ -1,0 +1,168 @@
+"""A whole calibration on tiny sizes, and saving its profile."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ridgeplan import validate
+from ridgeplan.planner.plan import Workload
+from ridgeplan.planner.prediction import predict
+from ridgeplan.planner.presets import preset
+from ridgeplan.roofline import ops
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profile_path
+from ridgeplan.roofline.latency import KINDS
+from ridgeplan.validate.calibration.attention import Heads, Reading, decode_trial
+from ridgeplan.validate.calibration.linear import int4_trials
+from ridgeplan.validate.calibration.profile import class_trials
+from ridgeplan.validate.calibration.sizes import Suite, suite_for
+from ridgeplan.validate.random_decoder import toy_shape
+from ridgeplan.validate.timing import Bench, Trial
+
+TINY = Suite(
+    pool_bytes=8 << 20, trial_s=0.002, matmul_size=128,
+    linear_shapes=((64, 64), (256, 128)), linear_rows=(1, 5), int4_rows=(1,),
+    head_shapes=((512, 64),), head_rows=(1,),
+    heads=(Heads(3, 1, 32), Heads(2, 1, 128)), batches=(1, 2), tokens=(64, 512), queries=(1, 5),
+    prefill_shapes=((64, 64),), prefill_rows=(64, 128), prefill_tokens=(64,),
+    quantize_tokens=(128,), gather_rows=(16, 64),
+    elementwise=(toy_shape(1, 64, 128, 3, 1, 32),), elementwise_rows=(1, 5),
+    dispatch_shape=toy_shape(1, 64, 128, 3, 1, 32), dispatch_layers=(1, 2),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def calibrated() -> tuple[Profile, list[tuple[str, int, int]]]:
+    told: list[tuple[str, int, int]] = []
+    profile = validate.calibrate(True, "cpu", lambda *step: told.append(step), TINY)
+    return profile, told
+
+
+@pytest.fixture(scope="module")
+def profile(calibrated: tuple[Profile, list[tuple[str, int, int]]]) -> Profile:
+    return calibrated[0]
+
+
+def test_every_class_is_measured(profile: Profile) -> None:
+    assert set(KINDS) - set(profile.classes) == {"linear_int8"}  # which the runtime does not execute
+    assert profile.source == "calibrated"
+    assert not profile.asynchronous
+    assert profile.hardware.kind == "cpu"
+    assert set(profile.software) == {"torch", "ridgeplan"}
+
+
+def test_rates_are_finite_and_a_merge_costs_a_cpu_nothing(profile: Profile) -> None:
+    for rates in profile.classes.values():
+        assert all(math.isfinite(value) for value in (rates.bandwidth_utilization, rates.launch_s, rates.spread))
+    assert profile.classes["merge"].launch_s == 0
+
+
+def test_progress_is_told_in_order(calibrated: tuple[Profile, list[tuple[str, int, int]]]) -> None:
+    told = calibrated[1]
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    assert all(done < total for _, done, total in told)
+    assert len({what for what, _, _ in told}) == len(told) >= 12
+
+
+def test_a_profile_predicts(profile: Profile) -> None:
+    plan = preset("quantspec", Workload("SmolLM2-135M", profile.hardware.name, 1024, 64))
+    predicted = predict(plan, load_shape("SmolLM2-135M"), profile)
+    assert 0 < predicted.best.tpot_ms < 1e5
+    assert predicted.draft_step_ms > 0
+
+
+def test_saving_round_trips(profile: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "machine.json"
+    assert validate.save_profile(profile, path) == path
+    assert load_profile(path) == profile
+    assert [file.name for file in path.parent.iterdir()] == ["machine.json"]
+
+
+def test_saving_without_a_path_is_where_auto_looks(
+    profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert validate.save_profile(profile) == user_profile_path()
+    assert load_profile(user_profile_path()).device == profile.device
+
+
+def test_a_failed_save_keeps_the_old_profile(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "machine.json"
+    validate.save_profile(profile, path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        validate.save_profile(replace(profile, device="another"), path)
+    assert load_profile(path) == profile
+    assert [file.name for file in tmp_path.iterdir()] == ["machine.json"]
+
+
+def test_an_unknown_device_names_the_allowed() -> None:
+    with pytest.raises(ValueError, match=r"device is 'tpu'; allowed here: cpu"):
+        validate.calibrate(True, "tpu", suite=TINY)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench.build(torch.device("cpu"), TINY.pool_bytes, 1 << 20, 0.01)
+
+
+def test_trials_compute_finite_numbers(bench: Bench) -> None:
+    for kind, trials in class_trials(bench, TINY, 2).items():
+        for trial in trials:
+            assert trial.kind == kind
+            assert trial.cost.bytes > 0, trial.name
+            result = trial.call(trial.variants - 1)
+            if isinstance(result, torch.Tensor):
+                assert result.isfinite().all(), (kind, trial.name)
+
+
+def test_a_reading_is_priced_by_what_it_reads(bench: Bench) -> None:
+    reading = Reading(Heads(3, 1, 32), 2, 512, 5, 8)
+    assert (reading.groups, reading.full_tokens) == (2, 197)
+    expected = ops.attention(2, 5, 3, 1, 32, 256, 197, 8, 4, 128, 1)
+    assert decode_trial(bench, reading, 1).cost == expected
+
+
+def test_variants_of_a_trial_are_different_memory(bench: Bench) -> None:
+    stores = bench.randoms(64, 64)
+    assert len(stores) == (1 << 20) // (64 * 64 * 4)
+    assert len({store.data_ptr() for store in stores}) == len(stores)
+
+
+@pytest.mark.parametrize("bits", [0, 4, 8])
+def test_caches_that_a_trial_rotates_over_amount_to_what_is_asked(bench: Bench, bits: int) -> None:
+    trial = decode_trial(bench, Reading(Heads(3, 1, 32), 2, 2048, 1, bits), 1)
+    assert (trial.variants - 1) * trial.cost.read_bytes < bench.rotate_bytes <= trial.variants * trial.cost.read_bytes
+    results = [trial.call(variant) for variant in range(trial.variants)]
+    assert all(isinstance(result, torch.Tensor) and result.isfinite().all() for result in results)
+
+
+def test_packed_weights_rotate(bench: Bench) -> None:
+    (trial,) = int4_trials(bench, [(128, 128)], [1])
+    assert trial.variants > 100
+
+
+def test_the_clock_takes_the_undisturbed_calls(bench: Bench) -> None:
+    def call(index: int) -> None:
+        torch.ones(1000 if index else 4_000_000).sum()
+
+    from ridgeplan.roofline.cost import Cost
+
+    mixed = bench.seconds(Trial("test", "one call of four is slow", Cost(), call, variants=4))
+    slow = bench.seconds(Trial("test", "all are", Cost(), lambda _: call(0)))
+    assert mixed < slow / 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_quick_suites_are_part_of_the_full_ones(device: str) -> None:
+    quick, full = suite_for(device, True), suite_for(device, False)
+    assert all(set(items) <= set(full.readings()[kind]) for kind, items in quick.readings().items())
+    assert set(quick.linear_shapes) <= set(full.linear_shapes)
+    assert quick.trial_s < full.trial_s

@@ -1,0 +1,113 @@
+"""An inflated model computes the small model's function."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ridgeplan.planner.plan import Plan, Workload
+from ridgeplan.planner.presets import quantspec_kv
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.runtime import load
+from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.memory import MemoryMeter
+from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model.linear import Dense
+from ridgeplan.runtime.model.prefill import prefill
+from ridgeplan.validate.decode_bench.channel_map import InflationError
+from ridgeplan.validate.decode_bench.inflate import inflated_config, inflated_shape, inflated_weights
+from ridgeplan.validate.random_decoder import Toy, toy_shape
+from ridgeplan.validate.timing import Bench
+
+CPU = torch.device("cpu")
+PROMPT = torch.randint(128, (90,), generator=torch.Generator().manual_seed(2))
+
+
+def small(q_heads=6, kv_heads=2, biased=False):
+    """A toy decoder's configuration and weights."""
+    bench = Bench.build(CPU, 1 << 20, 1, 0.0)
+    toy = Toy.build(bench, toy_shape(2, 48, 80, q_heads, kv_heads, 16), 100, 1)
+    weights = toy.weights()
+    if biased:
+        layers = tuple(
+            replace(layer, **{name: with_bias(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")})
+            for layer in weights.layers
+        )
+        weights = replace(weights, layers=layers)
+    return toy.decoder.config, weights
+
+
+def with_bias(linear):
+    return Dense(linear.weight, torch.randn(len(linear.weight), generator=torch.Generator().manual_seed(1)))
+
+
+def logits(config, weights, prompt=PROMPT):
+    plan = Plan(Workload("toy", "cpu", len(prompt), 1, 1))
+    return prefill(Decoder(config, CPU), weights, Cache(config, plan, CPU, torch.float32), 0, prompt)
+
+
+@pytest.mark.parametrize("q_heads, kv_heads, biased", [(6, 2, False), (4, 4, True), (8, 1, True)])
+def test_logits_are_the_small_models(q_heads, kv_heads, biased):
+    config, weights = small(q_heads, kv_heads, biased)
+    shape = toy_shape(3, 160, 200, 8, 4, 32, vocab=300)
+    large_config, large = inflated_config(config, shape), inflated_weights(config, weights, shape)
+    expected, actual = logits(config, weights), logits(large_config, large)
+    assert (actual[:128] - expected).abs().max() < 1e-4 * expected.std()
+    assert actual[128:].max() < expected.min()
+    assert large.embedding.shape == (300, 160)
+    assert large.layers[2].qkv.weight.std() > 0  # layers that add nothing compute something
+
+
+def test_the_vocabulary_grows_to_hold_the_small_models():
+    config, weights = small()
+    shape = inflated_shape(config, toy_shape(2, 160, 200, 8, 4, 32, vocab=64))
+    assert (shape.vocab, shape.tied_embeddings) == (128, False)
+    assert inflated_weights(config, weights, shape).head.weight.shape == (128, 160)
+
+
+@pytest.mark.parametrize(
+    "shape, message",
+    [
+        (toy_shape(1, 160, 200, 8, 4, 32), "needs 2 layers; allowed by 'toy': up to 1"),
+        (toy_shape(2, 48, 200, 8, 4, 32), "needs 49 hidden"),
+        (toy_shape(2, 160, 200, 8, 4, 8), "needs 16 head_dim"),
+        (toy_shape(2, 160, 79, 8, 4, 32), "needs 80 MLP channels"),
+        (toy_shape(2, 160, 200, 2, 1, 32), "needs 4 KV heads"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused(shape, message):
+    with pytest.raises(InflationError, match=message):
+        inflated_weights(*small(), shape)
+
+
+def test_a_model_with_norms_of_queries_and_keys_is_refused():
+    config, weights = small()
+    layers = tuple(replace(layer, qk_norm=torch.ones(8, 16)) for layer in weights.layers)
+    with pytest.raises(InflationError, match="normalizes queries and keys; allowed: families without such norms"):
+        inflated_weights(config, replace(weights, layers=layers), toy_shape(3, 160, 200, 8, 4, 32))
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_smollm2_generates_the_same_tokens(smollm2, long_text):
+    """Speculation included: the codes hold the small model's KV, so drafts are accepted as its are."""
+    workload = Workload("smollm2", "cpu", 400, 40, 1)
+    source = load(quantspec_kv(workload), str(smollm2))
+    shape = toy_shape(32, 1024, 2048, 16, 4, 128, vocab=50_000)
+    config = inflated_config(source.config, shape)
+    weights = inflated_weights(source.config, source.weights, shape)
+    engine = Engine(quantspec_kv(workload), str(smollm2), config, weights, CPU, MemoryMeter(CPU))
+    prompt = source.tokenizer(long_text[30_000:40_000])["input_ids"][:400]
+    plain, inflated = source.generate(prompt, 40), engine.generate(prompt, 40)
+    assert inflated.tokens == plain.tokens
+    assert inflated.statistics.acceptance > plain.statistics.acceptance - 0.1
+    difference = logits(config, weights, torch.tensor(prompt))[: source.config.vocab] - logits(
+        source.config, source.weights, torch.tensor(prompt)
+    )
+    assert difference.abs().max() < 1e-3
+
+
+def test_shapes_of_the_catalog_are_large_enough():
+    config, _ = small()
+    assert inflated_shape(config, load_shape("meta-llama/Llama-3.1-8B")).vocab == 128256

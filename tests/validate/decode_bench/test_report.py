@@ -1,0 +1,165 @@
+"""Decoding benchmarks run real plans on inflated models and compare like with like."""
+
+import dataclasses
+import json
+
+import pytest
+
+from ridgeplan.planner import PlanError
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.runtime.errors import UnsupportedPlan
+from ridgeplan.validate.decode_bench.channel_map import InflationError
+from ridgeplan.validate.decode_bench.report import PLAIN, DecodeCase, bench_decode, suite_cases, with_plain
+from ridgeplan.validate.decode_bench.vllm_baseline import vllm_tpot_ms
+from ridgeplan.validate.prompts import PromptError, prompt_batch
+from ridgeplan.validate.random_decoder import toy_shape
+
+
+class Letters:
+    """A tokenizer with one token a character."""
+
+    def encode(self, text):
+        return list(map(ord, text))
+
+
+def test_prompts_of_a_batch_differ_and_have_their_length():
+    prompts = prompt_batch(Letters(), 5, 3, "abcdefghij")
+    assert ["".join(map(chr, prompt)) for prompt in prompts] == ["abcde", "cdefg", "fghij"]
+    assert len(prompt_batch(Letters(), 10, 1, "abcdefghij")[0]) == 10
+    with pytest.raises(PromptError, match="the text has 10 tokens; needed: 11, for 2 of 10"):
+        prompt_batch(Letters(), 10, 2, "abcdefghij")
+
+
+def test_a_suite_holds_every_part_of_the_ablation():
+    cases = suite_cases([(4096, 1), (32768, 8)], [2, 4])
+    assert len(cases) == 2 * (2 + 3 * 2)
+    assert cases[0] == DecodeCase("autoregressive", 4096, 1)
+    assert DecodeCase("quantspec-kv", 32768, 8, 4) in cases
+
+
+def test_cases_follow_plain_decoding_of_their_workload():
+    chosen = [
+        DecodeCase("quantspec", 32768, 8, 3), DecodeCase("int8", 4096, 1), DecodeCase("quantspec", 32768, 8, 4),
+        DecodeCase("int8", 4096, 1),
+    ]  # fmt: skip
+    plain = [DecodeCase(PLAIN, 4096, 1), DecodeCase(PLAIN, 32768, 8)]
+    assert with_plain(chosen) == [plain[0], chosen[1], plain[1], chosen[0], chosen[2]]
+    assert with_plain([chosen[0], *plain]) == [*plain, chosen[0]]
+
+
+def test_peers_are_looked_up_by_device_model_and_workload():
+    assert vllm_tpot_ms("NVIDIA H200", "meta-llama/Llama-3.1-8B", 131072, 4) == 20.93
+    assert vllm_tpot_ms("NVIDIA H200", "meta-llama/Llama-3.1-8B", 131072, 2) is None
+    assert vllm_tpot_ms("cpu", "meta-llama/Llama-3.1-8B", 4096, 1) is None
+
+
+def small_model(smollm2):
+    from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
+
+    return InflatedModel.load(str(smollm2), toy_shape(30, 640, 1600, 9, 3, 64, vocab=49_200), "cpu")
+
+
+@pytest.mark.model
+def test_mistakes_in_a_later_case_are_found_before_the_first_runs(smollm2, h200_profile):
+    model, seen = small_model(smollm2), []
+    for case, error in (
+        (DecodeCase("quantspec", 64, 1, 10**6), PlanError),
+        (DecodeCase(PLAIN, 10**6, 1), PlanError),
+        (DecodeCase("specattn", 64, 1), UnsupportedPlan),  # its engine would read everything, unlike its prediction
+    ):
+        with pytest.raises(error):
+            bench_decode(model, [DecodeCase(PLAIN, 64, 1), case], h200_profile, 2, on_progress=seen.append)
+    long = [DecodeCase(PLAIN, 64, 1), DecodeCase(PLAIN, 300, 1)]
+    with pytest.raises(PromptError, match="needed: 300"):
+        bench_decode(model, long, h200_profile, 2, text="one two three " * 50, on_progress=seen.append)
+    assert seen == []
+
+
+@pytest.mark.model
+def test_one_new_token_has_no_speed(smollm2, h200_profile, monkeypatch):
+    monkeypatch.setattr("ridgeplan.validate.decode_bench.report.vllm_tpot_ms", lambda *_: 5.0)
+    cases = [DecodeCase(PLAIN, 64, 1), DecodeCase("quantspec-kv", 64, 1, 2)]
+    report = bench_decode(small_model(smollm2), cases, h200_profile, 1)
+    assert [row.over_vllm for row in report.rows] == [None, None]
+    assert json.dumps(report.to_dict(), allow_nan=False)
+
+
+@pytest.mark.model
+def test_cases_are_compared_with_plain_decoding_of_their_workload_or_with_nothing(smollm2, h200_profile):
+    cases = [DecodeCase("quantspec-kv", 64, 1, 2), DecodeCase(PLAIN, 64, 1), DecodeCase("quantspec-kv", 32, 1, 2)]
+    drafted, plain, alone = bench_decode(small_model(smollm2), cases, h200_profile, 4).rows
+    tpots_ms = [row.measured.statistics.tpot_ms for row in (drafted, plain)]
+    faster = [row.comparison.row("speed-up over plain decoding").measured for row in (drafted, plain, alone)]
+    assert faster == [pytest.approx(tpots_ms[1] / tpots_ms[0]), 1, None]
+
+
+@pytest.mark.model
+def test_draft_weights_are_made_once_and_not_before_other_plans_ran(smollm2, h200_profile, monkeypatch):
+    model, events = small_model(smollm2), []
+
+    def quantizing(decoder, weights, group, calibration):
+        assert calibration is None
+        events.append("quantized")
+        return dataclasses.replace(weights)
+
+    monkeypatch.setattr("ridgeplan.runtime.engine.quantized_draft", quantizing)
+    cases = [DecodeCase("quantspec", 64, 1, 1), DecodeCase("quantspec", 64, 2, 2), DecodeCase(PLAIN, 64, 1)]
+    own = model.engine
+
+    def engine(plan, drafts, calibration):
+        events.append(("engine", plan.workload.batch, drafts is not None))
+        return own(plan, drafts, calibration)
+
+    object.__setattr__(model, "engine", engine)
+    report = bench_decode(model, cases, h200_profile, 2)
+    assert events == [("engine", 1, False), ("engine", 1, False), "quantized", ("engine", 2, True)]
+    assert [row.case for row in report.rows] == cases
+    assert report.rows[0].comparison.row("speed-up over plain decoding").measured != 1
+
+
+@pytest.mark.model
+def test_a_calibration_text_is_what_draft_weights_are_fitted_to(smollm2, h200_profile, monkeypatch):
+    seen = []
+
+    def quantizing(decoder, weights, group, calibration):
+        seen.append((group, calibration))
+        return dataclasses.replace(weights)
+
+    monkeypatch.setattr("ridgeplan.runtime.engine.quantized_draft", quantizing)
+    cases = [DecodeCase("quantspec-kv", 64, 1, 1), DecodeCase("quantspec", 64, 1, 1), DecodeCase("quantspec", 64, 1, 2)]
+    report = bench_decode(small_model(smollm2), cases, h200_profile, 2, calibration=[5, 6, 7])
+    assert seen == [(128, [5, 6, 7])]
+    assert report.to_dict()["calibration_tokens"] == 3
+
+
+@pytest.mark.model
+def test_shapes_that_cannot_be_held_are_refused_before_anything_is_loaded(smollm2):
+    from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
+
+    with pytest.raises(InflationError, match=r"weights of .* take \d+\.\d GB; allowed here: \d+\.\d GB"):
+        InflatedModel.load(str(smollm2), toy_shape(10_000, 8192, 32768, 64, 8, 128), "cpu")
+    with pytest.raises(InflationError, match="is not a plain dense decoder"):
+        InflatedModel.load(str(smollm2), load_shape("Qwen/Qwen3-30B-A3B"), "cpu")
+
+
+@pytest.mark.model
+def test_plain_and_speculative_decoding_are_measured_beside_their_predictions(smollm2, h200_profile):
+    model = small_model(smollm2)
+    cases = [DecodeCase("autoregressive", 64, 2), DecodeCase("quantspec-kv", 64, 2, 2)]
+    seen = []
+    report = bench_decode(
+        model, cases, h200_profile, 6, temperature=1.0, on_progress=lambda *progress: seen.append(progress[1:])
+    )
+    assert seen == [(1, 2), (2, 2)]
+    plain, drafted = report.rows
+    assert (plain.gamma, drafted.gamma) == (0, 2)
+    assert plain.measured.tokens[0] != plain.measured.tokens[1]
+    assert drafted.measured.statistics.generated == 12
+    assert plain.comparison.row("speed-up over plain decoding").measured == 1.0
+    faster = drafted.comparison.row("speed-up over plain decoding").measured
+    assert faster == pytest.approx(plain.measured.statistics.tpot_ms / drafted.measured.statistics.tpot_ms)
+    assert plain.over_vllm is None
+    saved = json.loads(json.dumps(report.to_dict()))
+    assert saved["rows"][1]["measured"]["tokens_per_round"] == drafted.measured.statistics.tokens_per_round
+    assert saved["temperature"] == 1.0
+    assert saved["model"] == "llama, 30 layers of 576"

@@ -1,0 +1,268 @@
+"""The kernel bench on a CPU: its cases at tiny sizes with the twins, and the arithmetic of its rows."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+
+from ridgeplan.roofline.cost import Cost
+from ridgeplan.validate.kernel_bench import attention as kernel_attention
+from ridgeplan.validate.kernel_bench import baselines as kernel_peers
+from ridgeplan.validate.kernel_bench import kv_cache as kernel_quantize
+from ridgeplan.validate.kernel_bench import layer as kernel_fused
+from ridgeplan.validate.kernel_bench import linear as kernel_linear
+from ridgeplan.validate.kernel_bench import report as kernel_bench
+from ridgeplan.validate.kernel_bench import sampling as kernel_sampling
+from ridgeplan.validate.kernel_bench.case import Case, RoofShare, SpeedUp, Target, Within, relative_error, usable
+from ridgeplan.validate.kernel_bench.report import (
+    FAMILIES,
+    MOST_ERROR,
+    Roof,
+    bench_kernels,
+    cases_of,
+    measured,
+    row_of,
+    versions,
+)
+from ridgeplan.validate.kernel_bench.sizes import FULL, KERNELS, TINY, LayerSize
+from ridgeplan.validate.timing import Bench, Trial
+
+ROOF = Roof(bytes_per_s=1e12, flops=1e15)
+pytestmark = pytest.mark.filterwarnings("ignore:SDPA cuDNN does not run here")
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench.build(torch.device("cpu"), 1 << 20, 1, 0.002)
+
+
+@pytest.fixture(scope="module")
+def cold() -> Bench:
+    """Asks for variants, of small caches."""
+    return Bench.build(torch.device("cpu"), 2 << 20, 1 << 20, 0.002)
+
+
+def case(target: Target, peers: tuple[str, ...] = (), over: str | None = None, error: float = 0.0) -> Case:
+    """A kernel whose roof is a microsecond."""
+    cost = Cost(read_bytes=1e6)
+    return Case("k", "s", cost, lambda i: None, dict.fromkeys(peers, print), lambda: error, target, over)
+
+
+def test_every_kernel_has_a_family_and_sizes() -> None:
+    assert tuple(FAMILIES) == KERNELS
+    assert all(getattr(sizes, name) for sizes in (FULL, TINY) for name in KERNELS)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_cases_run_and_agree_with_their_references(bench: Bench, name: str) -> None:
+    found = list(cases_of(bench, TINY, [name]))
+    assert len({one.shape for one in found}) == len(found) >= 2
+    for one in found:
+        assert one.kernel == name
+        assert one.cost.bytes > 0 or one.shape.endswith("not taken")
+        assert one.error() < 1e-5, one.shape
+        one.call(one.variants - 1)
+        assert usable(one.peers) or not one.peers
+
+
+LINEAR = {"linear_int4", "linear_dense", "gated_int4", "gated_dense"}
+ROTATED = LINEAR | {"attention", "verification", "quantize", "flush", "judge", "draw"}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_weights_caches_and_logits_rotate_and_a_few_rows_of_activations_do_not(cold: Bench, name: str) -> None:
+    for one in cases_of(cold, TINY, [name]):
+        assert (one.variants > 1) == (name in ROTATED), one.shape
+        for call in (one.call, *usable(one.peers).values()):
+            call(one.variants - 1)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 512])
+@pytest.mark.parametrize("name", ["norm", "rope", "swiglu"])
+def test_activations_of_a_prompt_rotate(cold: Bench, name: str, rows: int) -> None:
+    sizes = replace(TINY, **{name: (LayerSize(64, 64, 1, 1, 64, rows),)})
+    for one in cases_of(cold, sizes, [name]):
+        assert (one.variants > 1) == (rows == 512)
+        one.call(one.variants - 1)
+        assert one.error() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["attention", "quantize"])
+def test_variants_have_data_of_their_own(cold: Bench, name: str) -> None:
+    found = next(cases_of(cold, TINY, [name]))
+    if name == "quantize":
+        for variant in range(found.variants):
+            found.call(variant)
+        results = list(found.call.codes.key_upper)
+    else:
+        results = [found.call(variant) for variant in range(found.variants)]
+    assert not any(torch.equal(results[0], other) for other in results[1:])
+
+
+def scaled(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel`, 1% off unless the twin is asked for."""
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        result = kernel(*args, **kwargs)
+        if kwargs.get("backend") == "twin":
+            return result
+        return tuple(1.01 * part for part in result) if isinstance(result, tuple) else 1.01 * result
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "function"),
+    [
+        ("attention", kernel_attention, "decode_attention"),
+        ("verification", kernel_attention, "decode_attention"),
+        ("linear_int4", kernel_linear, "linear_int4"),
+        ("linear_dense", kernel_linear, "linear_dense"),
+        ("gated_int4", kernel_linear, "linear_int4"),
+        ("gated_dense", kernel_linear, "linear_dense"),
+        ("quantize", kernel_quantize, "dequantize"),
+        ("norm", kernel_fused, "add_rms_norm"),
+        ("rope", kernel_fused, "rope_append"),
+        ("swiglu", kernel_fused, "swiglu"),
+    ],
+)
+def test_a_wrong_kernel_shows(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str, module: Any, function: str
+) -> None:
+    monkeypatch.setattr(module, function, scaled(getattr(module, function)))
+    for one in cases_of(bench, TINY, [name]):
+        assert one.error() == pytest.approx(0.01, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["draw", "judge"])
+def test_wrong_tokens_show(bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    right = getattr(kernel_sampling, name)
+
+    def wrong(*args: Any, **backend: str) -> Any:
+        """The last sequence's tokens are from the other half of the vocabulary, unless the twin is asked for."""
+        result = right(*args, **backend)
+        if not backend:
+            tokens = result if name == "draw" else result.tokens
+            tokens[-1] = (tokens[-1] + 500) % 1003
+        return result
+
+    torch.manual_seed(0)
+    cases = list(cases_of(bench, TINY, [name]))
+    monkeypatch.setattr(kernel_sampling, name, wrong)
+    for one in cases:
+        assert one.error() > 0.05
+
+
+def test_a_flush_that_writes_no_codes_shows(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ridgeplan.runtime.kv.cache.quantize", lambda *_, **__: None)
+    errors = {one.shape.partition(", ")[2]: one.error() for one in cases_of(bench, TINY, ["flush"])}
+    assert errors == {"taken": pytest.approx(1.0, rel=1e-5), "not taken": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("target", "limit_us"),
+    [(SpeedUp(2.5), 4.0), (SpeedUp(1 / 1.2), 12.0), (RoofShare(0.5), 2.0), (Within(3e-6), 3.0)],
+    ids=str,
+)
+def test_a_target_is_a_longest_time(target: Target, limit_us: float) -> None:
+    times = {"slow": 2e-5, "fast": 1e-5}
+    row = row_of(case(target, tuple(times)), 1e-6 * limit_us, times, ROOF)
+    assert row.target_s == pytest.approx(1e-6 * limit_us)
+    assert row.met
+    assert not row_of(case(target, tuple(times)), 1.01e-6 * limit_us, times, ROOF).met
+
+
+def test_the_peer_that_counts_is_the_fastest_unless_one_is_named() -> None:
+    times = {"slow": 2e-5, "fast": 1e-5}
+    fastest = row_of(case(SpeedUp(2), tuple(times)), 4e-6, times, ROOF)
+    named = row_of(case(SpeedUp(2), tuple(times), over="slow"), 4e-6, times, ROOF)
+    assert (fastest.peer, fastest.ratio) == ("fast", pytest.approx(2.5))
+    assert (named.peer, named.ratio) == ("slow", pytest.approx(5.0))
+    assert row_of(case(Within(1.0)), 4e-6, {}, ROOF).ratio is None
+
+
+@pytest.mark.parametrize("error", [2 * MOST_ERROR, math.nan])
+def test_a_fast_kernel_that_is_wrong_meets_nothing(error: float) -> None:
+    row = row_of(case(Within(1.0), error=error), 1e-6, {}, ROOF)
+    assert not row.met
+    assert json.loads(json.dumps(row.to_dict(), allow_nan=False))["met"] is False
+
+
+def test_the_roof_is_bandwidth_or_arithmetic() -> None:
+    assert ROOF.seconds(Cost(1e9, 3e6, 1e6)) == pytest.approx(4e-6)
+    assert ROOF.seconds(Cost(1e10, 3e6, 1e6)) == pytest.approx(1e-5)
+    assert row_of(case(RoofShare(0.5)), 4e-6, {}, ROOF).roof == pytest.approx(0.25)
+
+
+def test_rows_hold_what_json_shows(bench: Bench) -> None:
+    rows = [row.to_dict() for row in measured(bench, ROOF, cases_of(bench, TINY, ["swiglu", "quantize"]))]
+    assert [row["kernel"] for row in rows] == ["quantize", "quantize", "swiglu", "swiglu"]
+    for row in rows:
+        assert row["ours_us"] > 0
+        assert row["target_us"] > 0
+        assert (row["peer"] is None) == (row["peer_us"] is None) == (row["ratio"] is None) == (not row["peers_us"])
+        if row["peer"]:
+            assert row["ratio"] == pytest.approx(row["peer_us"] / row["ours_us"], rel=0.01)
+
+
+def test_shared_peers_are_timed_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[Trial] = []
+    monkeypatch.setattr(Bench, "median_s", lambda _, trial: float(timed.append(trial) or 1e-6))
+    rows = list(measured(bench, ROOF, cases_of(bench, TINY, ["attention"])))
+    sizes, formats = len(TINY.attention), 3
+    assert len(rows) == sizes * formats
+    assert len(timed) == sizes * (formats + len(rows[0].peers_s))
+    assert all(trial.cost.bytes for trial in timed)
+
+
+def test_progress_names_the_chosen_kernels(bench: Bench) -> None:
+    told: list[tuple[str, int, int]] = []
+    list(cases_of(bench, TINY, ["swiglu", "norm"], lambda *step: told.append(step)))
+    assert told == [("norm", 0, 2), ("swiglu", 1, 2)]
+
+
+def test_a_peer_that_does_not_run_is_left_out() -> None:
+    def broken(variant: int) -> None:
+        raise RuntimeError("no such device\nand more")
+
+    with pytest.warns(UserWarning, match=r"^broken does not run here and is left out: no such device$"):
+        assert list(usable({"broken": broken, "fine": range})) == ["fine"]
+
+
+def test_torchs_own_int4_product_is_left_out_where_it_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> None:
+        raise RuntimeError("_convert_weight_to_int4pack is only for newer devices")
+
+    monkeypatch.setattr(torch.ops.aten, "_convert_weight_to_int4pack", missing)
+    pairs = torch.zeros(16, 1)
+    product = kernel_peers.tinygemm(torch.zeros(16, 32, dtype=torch.int32), pairs, pairs)
+    with pytest.warns(UserWarning, match="^torch tinygemm does not run here"):
+        assert usable({"torch tinygemm": lambda i: product(torch.zeros(1, 32), i)}) == {}
+
+
+def test_versions_are_of_what_is_installed() -> None:
+    assert versions(["torch", "no-such-package-is-installed"]) == {"torch": metadata.version("torch")}
+
+
+def test_relative_error() -> None:
+    reference = torch.tensor([3.0, 4.0])
+    assert relative_error(reference, reference) == 0
+    assert relative_error(torch.tensor([3.0, 4.5]), reference) == pytest.approx(0.1)
+    assert math.isnan(relative_error(torch.tensor([3.0, math.nan]), reference))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_nothing_is_measured() -> None:
+    with pytest.raises(kernel_bench.NoCudaDevice, match="needs a CUDA device"):
+        bench_kernels()
+
+
+@pytest.mark.gpu
+def test_every_kernel_runs_once_on_the_gpu() -> None:
+    for kernel, shape, error in kernel_bench.run_kernels_once():
+        assert error < MOST_ERROR, (kernel, shape)

@@ -1,0 +1,183 @@
+"""Trials of attention: decode attention over every kind of cache, prefill attention, quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.attention import decode_attention
+from ridgeplan.kernels.kv_cache import quantize
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.roofline import ops
+from ridgeplan.roofline.cost import Cost
+from ridgeplan.roofline.latency import attention_kind
+from ridgeplan.runtime.model.prefill import causal_attention
+from ridgeplan.validate.timing import Bench, Trial
+
+KV_GROUP = 128
+BUFFERED_TOKENS = 3 * KV_GROUP // 2  # of the double buffer, on average
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of one attention layer."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One decode attention: `batch` sequences of `tokens` tokens, `queries` new ones each, codes of `bits` bits."""
+
+    heads: Heads
+    batch: int
+    tokens: int
+    queries: int
+    bits: int
+
+    @property
+    def groups(self) -> int:
+        """Quantized groups of a sequence."""
+        return max(1, (self.tokens - BUFFERED_TOKENS) // KV_GROUP) if self.bits else 0
+
+    @property
+    def kind(self) -> str:
+        """The kernel class it belongs to."""
+        return attention_kind(self.bits, self.heads.head_dim)
+
+    @property
+    def full_kv_elements(self) -> int:
+        """Keys and values of all tokens, if every one is held in full precision."""
+        return 2 * self.batch * self.heads.kv_heads * (self.tokens + self.queries) * self.heads.head_dim
+
+    @property
+    def full_tokens(self) -> int:
+        """Tokens read in full precision, new ones included."""
+        return self.queries + (BUFFERED_TOKENS if self.bits else self.tokens)
+
+    @property
+    def name(self) -> str:
+        """What the trial reads, as a profile's samples show it."""
+        heads = self.heads
+        shape = f"{heads.q_heads}/{heads.kv_heads} x {heads.head_dim}"
+        return f"{shape}, batch {self.batch}, {self.tokens} tokens, {self.queries} queries"
+
+
+def decode_trials(bench: Bench, readings: Iterable[Reading], processors: int) -> Iterator[Trial]:
+    """Decode attention as the runtime calls it, each layer's cache cold."""
+    for reading in readings:
+        yield decode_trial(bench, reading, _splits(reading, processors))
+
+
+def decode_trial(bench: Bench, reading: Reading, splits: int) -> Trial:
+    """The trial of one reading. Its cost is that of the attention kernel; its time holds the merge that ends it."""
+    heads, batch = reading.heads, reading.batch
+    cost = ops.attention(
+        batch,
+        reading.queries,
+        heads.q_heads,
+        heads.kv_heads,
+        heads.head_dim,
+        reading.groups * KV_GROUP,
+        reading.full_tokens,
+        reading.bits,
+        bench.element_bytes,
+        KV_GROUP,
+        splits,
+    )
+    variants = bench.variants(cost.read_bytes)
+    store = bench.random(variants, 2, batch, heads.kv_heads, reading.full_tokens, heads.head_dim)
+    planes = _random_codes(bench, reading, variants) if reading.bits else None
+    q = bench.random(batch, reading.queries, heads.q_heads, heads.head_dim)
+    begin, end, groups = (
+        torch.full((batch,), value, dtype=torch.int32, device=bench.device)
+        for value in (0, reading.full_tokens - reading.queries + 1, reading.groups)
+    )
+
+    def call(i: int) -> Tensor:
+        keys, values = store[i]
+        if planes is None:
+            return decode_attention(q, keys, values, begin, end)
+        codes = planes.rows(slice(i * batch, (i + 1) * batch))  # as the runtime's cache makes them, each time
+        return decode_attention(q, keys, values, begin, end, codes, groups, lower=reading.bits == 8)
+
+    return Trial(reading.kind, reading.name, cost, call, variants)
+
+
+def prefill_trials(bench: Bench, heads: Iterable[Heads], tokens: Iterable[int]) -> Iterator[Trial]:
+    """Causal attention of whole prompts as the runtime's prefill does it."""
+    for one in heads:
+        for count in tokens:
+            q = bench.random(one.q_heads, count, one.head_dim)
+            keys, values = bench.random(2, one.kv_heads, count, one.head_dim)
+            elements = 2 * one.kv_heads * one.head_dim
+            cost = ops.causal_attention(
+                1, one.q_heads, elements, one.head_dim, one.head_dim, count, bench.element_bytes
+            )
+            name = f"{one.q_heads}/{one.kv_heads} x {one.head_dim}, {count} tokens"
+            yield Trial("prefill_attention", name, cost, _causal(q, keys, values))
+
+
+def quantize_trials(bench: Bench, heads: Iterable[Heads], tokens: Iterable[int]) -> Iterator[Trial]:
+    """Quantization of whole groups of one layer into both planes."""
+    for one in heads:
+        for count in tokens:
+            stores = bench.randoms(2, 1, one.kv_heads, count, one.head_dim)
+            codes = QuantizedKV.allocate(
+                len(stores), one.kv_heads, count // KV_GROUP, KV_GROUP, one.head_dim, bench.device, lower=True
+            )
+            cost = ops.quantize(1, one.kv_heads, one.head_dim, count, bench.element_bytes, KV_GROUP, 2)
+            name = f"{one.kv_heads} x {one.head_dim}, {count} tokens"
+            yield Trial("quantize", name, cost, _quantizing(stores, codes), len(stores))
+
+
+def gather_trials(bench: Bench, row_elements: int, rows: Iterable[int]) -> Iterator[Trial]:
+    """Scattered rows of a large table, as a sparse draft reads single tokens' keys."""
+    table = bench.random(bench.pool.numel() // row_elements, row_elements)
+    for count in rows:
+        nbytes = count * row_elements * bench.element_bytes
+        index = torch.randint(len(table), (bench.variants(nbytes), count), device=bench.device)
+        cost = Cost(read_bytes=nbytes, write_bytes=nbytes)
+        yield Trial("gather", f"{count} rows", cost, _gathering(table, index), len(index))
+
+
+def _causal(q: Tensor, keys: Tensor, values: Tensor) -> Callable[[int], object]:
+    return lambda _: causal_attention(q, keys, values, None)
+
+
+def _quantizing(stores: Tensor, codes: QuantizedKV) -> Callable[[int], object]:
+    first = torch.zeros(1, dtype=torch.int32, device=stores.device)
+    return lambda i: quantize(stores[i, 0], stores[i, 1], codes.rows(slice(i, i + 1)), first)
+
+
+def _gathering(table: Tensor, index: Tensor) -> Callable[[int], object]:
+    return lambda i: table.index_select(0, index[i])
+
+
+def _splits(reading: Reading, processors: int) -> int:
+    return int(ops.choose_splits(reading.batch, reading.heads.kv_heads, reading.tokens, processors))
+
+
+def _random_codes(bench: Bench, reading: Reading, variants: int) -> QuantizedKV:
+    """Random codes of all variants that decode to about -1..1.
+
+    Larger keys would make attention weights so small that CPUs slow down on their denormal numbers.
+    """
+    heads, lower = reading.heads, reading.bits == 8
+    rows = variants * reading.batch
+    codes = QuantizedKV.allocate(
+        rows, heads.kv_heads, reading.groups, KV_GROUP, heads.head_dim, bench.device, lower=lower
+    )
+    noise = bench.pool.view(torch.uint8)
+    for field in fields(codes):
+        plane = getattr(codes, field.name)
+        if plane is not None and plane.dtype == torch.uint8:
+            plane.copy_(noise[: plane.numel()].view(plane.shape))
+        elif plane is not None:
+            plane.fill_(-1.0 if field.name.endswith("min") else 2 / 15)
+    return codes

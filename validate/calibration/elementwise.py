@@ -1,0 +1,79 @@
+"""Trials of what stands between the matrix products of a step: norms, rotary embedding, activation, sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.layer.norm import add_rms_norm_cost
+from ridgeplan.kernels.layer.rope import rope_append, rope_append_cost
+from ridgeplan.kernels.layer.swiglu import swiglu, swiglu_cost
+from ridgeplan.kernels.sampling import draw, judge, softmax
+from ridgeplan.kernels.sampling.cost import draw_cost, filter_cost
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.validate.random_decoder import Toy
+from ridgeplan.validate.timing import Bench, Trial
+
+
+def elementwise_trials(bench: Bench, shape: ModelShape, rows: Iterable[int]) -> Iterator[Trial]:
+    """Norm and activation of one layer on `rows` tokens of one sequence."""
+    for count in rows:
+        toy = Toy.build(bench, shape, count, 1)
+        yield _norm_trial(toy, count)
+        yield _swiglu_trial(toy, count)
+
+
+def rope_trials(bench: Bench, shape: ModelShape, rows: Iterable[int]) -> Iterator[Trial]:
+    """Rotary embedding and cache append of one layer on `rows` tokens of one sequence."""
+    for count in rows:
+        yield _rope_trial(Toy.build(bench, shape, count, 1), count)
+
+
+def sampling_trials(bench: Bench, vocabs: Iterable[int], queries: int) -> Iterator[Trial]:
+    """One draw from logits as a draft step makes it, and the verdict on `queries` rows of a verification."""
+    for vocab in vocabs:
+        logits = bench.random(1, queries, vocab)
+        uniform = torch.rand(1, queries, dtype=torch.float64, device=bench.device)
+        drawing = filter_cost(logits[:, 0]) + draw_cost(logits[:, 0])
+        yield Trial("sampling", f"a draw from {vocab}", drawing, _drawing(logits[:, 0], uniform[:, 0]))
+        judging = filter_cost(logits) + draw_cost(logits[:, 0], logits[:, 0])
+        yield Trial("sampling", f"a verdict on {queries} x {vocab}", judging, _judging(logits, uniform))
+
+
+def _norm_trial(toy: Toy, rows: int) -> Trial:
+    bench, hidden = toy.bench, toy.shape.hidden
+    stream, update = bench.random(2, 1, rows, hidden)
+    weight = bench.random(hidden)
+    cost = add_rms_norm_cost(stream, update, weight)
+    return Trial("elementwise", f"norm, {rows} rows", cost, lambda _: toy.decoder.norm(stream, update, weight))
+
+
+def _rope_trial(toy: Toy, rows: int) -> Trial:
+    shape, cache, bench = toy.shape, toy.cache, toy.bench
+    qkv = bench.random(1, rows, shape.q_width + 2 * shape.kv_width)
+    slots = cache.target_reader(rows).slots
+    tables = toy.decoder.rotary(slots)
+    cost = rope_append_cost(qkv, tables, slots, None)
+    return Trial(
+        "rope", f"rope, {rows} rows", cost, lambda _: rope_append(qkv, tables, *cache.full(0), slots, shape.q_heads)
+    )
+
+
+def _swiglu_trial(toy: Toy, rows: int) -> Trial:
+    both = toy.bench.random(1, rows, 2 * toy.shape.intermediate)
+    return Trial("elementwise", f"swiglu, {rows} rows", swiglu_cost(both), lambda _: swiglu(both))
+
+
+def _drawing(logits: Tensor, uniform: Tensor) -> Callable[[int], Tensor]:
+    return lambda _: draw(softmax(logits, 1.0), uniform)
+
+
+def _judging(logits: Tensor, uniform: Tensor) -> Callable[[int], object]:
+    """Drafts are the target's own likeliest tokens, so most are accepted."""
+    queries = logits.shape[1]
+    drafts = [softmax(row.contiguous(), 1.0) for row in logits[:, :-1].unbind(1)]
+    drafted = logits[:, :-1].argmax(-1)
+    room = torch.full((1,), queries, dtype=torch.int32, device=logits.device)
+    return lambda _: judge(softmax(logits, 1.0), drafts, drafted, room, uniform)

@@ -1,0 +1,107 @@
+"""Rates of a kernel class from measured samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from ridgeplan.roofline.catalog.profile import Rates
+from ridgeplan.roofline.cost import Cost
+
+SHORTEST_LAUNCH_S = 1e-9
+SLOWEST, FASTEST = 1e-6, 4.0  # utilizations that a profile admits
+WIDEST_SPREAD = 10.0
+OUTLIER = 0.3  # log residual beyond which a sample counts linearly instead of squared
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed call: what it costs by the model's formulas, and its median seconds."""
+
+    cost: Cost
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What utilizations are relative to, and what a large matmul reaches of the peak."""
+
+    bandwidth_bytes_per_s: float
+    compute_flops: float
+    matmul_utilization: float = 1.0
+
+
+def fit_rates(samples: Sequence[Sample], ceilings: Ceilings) -> Rates:
+    """Least squares in log time of launch + max(bytes / (bandwidth x u), FLOPs / (peak x v)).
+
+    A rate that never binds in the samples is unknown: any value that is fast enough fits alike. It is then the
+    ceiling, u = 1 or v = a large matmul's, so that predictions beyond the samples meet a limit that was measured.
+    Both rates are fitted only where that explains clearly more than one of them does.
+
+    Raises ValueError without samples.
+    """
+    if not samples:
+        raise ValueError("a fit needs at least one sample")
+    seconds = np.array([sample.seconds for sample in samples])
+    moving = np.array([float(sample.cost.bytes) for sample in samples]) / ceilings.bandwidth_bytes_per_s
+    computing = np.array([float(sample.cost.flops) for sample in samples]) / ceilings.compute_flops
+    times = _Times(seconds, moving, computing)
+    fastest = (1.0, ceilings.matmul_utilization)
+    simple = min((_fit(times, fastest, free) for free in ((0, 1), (0, 2))), key=lambda fit: fit.loss)
+    both = _fit(times, fastest, (0, 1, 2))
+    count = len(samples)
+    # Bayesian information criterion: the parameter more must lower the loss by more than noise alone would.
+    best = both if both.loss < simple.loss * count ** (-1 / count) else simple
+    launch_s, bandwidth, compute = np.exp(best.logs)
+    # In logs, where a stray sample that took a hundred times its due does not drown the others.
+    spread = min(float(times.residuals(best.logs).std()), WIDEST_SPREAD)
+    return Rates(float(bandwidth), float(compute), float(launch_s), spread)
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Measured seconds of the samples [n], and what their bytes and FLOPs take at the ceilings."""
+
+    seconds: np.ndarray
+    moving: np.ndarray
+    computing: np.ndarray
+
+    def residuals(self, logs: np.ndarray) -> np.ndarray:
+        """Log of predicted over measured time; `logs` holds the logs of launch, u and v."""
+        launch_s, bandwidth, compute = np.exp(logs)
+        return np.log((launch_s + np.maximum(self.moving / bandwidth, self.computing / compute)) / self.seconds)
+
+
+@dataclass(frozen=True)
+class _Fit:
+    logs: np.ndarray
+    loss: float
+
+
+def _fit(times: _Times, fastest: tuple[float, float], free: tuple[int, ...]) -> _Fit:
+    """The best `free` ones of (launch, u, v), the others at their ceilings.
+
+    Starts with rates as fast as the fastest sample's: where a term is not the larger one, the residuals do not
+    depend on its rate, and a slow start of the other could never give way.
+    """
+    chosen = list(free)
+    shortest_s = times.seconds.min()
+    lowest = np.log([SHORTEST_LAUNCH_S, SLOWEST, SLOWEST])
+    highest = np.log([max(shortest_s, 2 * SHORTEST_LAUNCH_S), FASTEST, FASTEST])
+    seen = [max((part / times.seconds).max(), SLOWEST) for part in (times.moving, times.computing)]
+    logs = np.log([shortest_s / 2, *fastest])
+    logs[chosen] = np.log([shortest_s / 2, *seen])[chosen]
+    logs = np.clip(logs, lowest, highest)
+
+    def residuals(values: np.ndarray) -> np.ndarray:
+        logs[chosen] = values
+        return times.residuals(logs)
+
+    found = least_squares(
+        residuals, logs[chosen], bounds=(lowest[chosen], highest[chosen]), loss="soft_l1", f_scale=OUTLIER
+    )
+    logs[chosen] = found.x
+    return _Fit(logs, float(found.cost))

@@ -1,0 +1,110 @@
+"""What a forward pass takes beside its kernels: the host's work to issue it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.cost import Cost
+from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.passes import PassTerms, decode_pass
+from ridgeplan.roofline.term_math import at_most
+from ridgeplan.runtime.model.prefill import prefill
+from ridgeplan.validate.random_decoder import Toy
+from ridgeplan.validate.timing import Bench, Trial, captured
+
+CONTEXT = 64
+HOST_CALLS = 20
+
+
+def with_dispatch(bench: Bench, profile: Profile, shape: ModelShape, layer_counts: tuple[int, ...]) -> Profile:
+    """`profile` with the dispatch times that steps of decoders with layers of `shape` show.
+
+    A device that runs by itself hides its work behind the host's: a captured step is one launch, but prefill is
+    issued kernel by kernel, and a short prompt takes the host's time. On a CPU launches are in the kernels' rates
+    already, and what they leave unexplained of a step is the rest of the host's work, in prefill as in decoding.
+    There the layers must be a real model's: between such, the host's own caches are cold.
+    """
+    toys = [Toy.build(bench, replace(shape, layers=layers), CONTEXT, 1) for layers in layer_counts]
+    if profile.asynchronous:
+        pass_s, layer_s = _line(layer_counts, [_host_seconds(toy) for toy in toys])
+        _, prefill_layer_s = _line(layer_counts, [_prefill_seconds(toy) for toy in toys])
+    else:
+        kernels = Machine.of(replace(profile, pass_dispatch_s=0.0, layer_dispatch_s=0.0))
+        pass_s, layer_s = _line(layer_counts, [_unexplained_seconds(toy, kernels) for toy in toys])
+        prefill_layer_s = layer_s
+    return replace(profile, pass_dispatch_s=pass_s, layer_dispatch_s=layer_s, prefill_layer_dispatch_s=prefill_layer_s)
+
+
+def _line(layer_counts: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Seconds of a pass and of each layer, neither below 0."""
+    layer_s, pass_s = np.polyfit(layer_counts, seconds, 1)
+    return max(0.0, float(pass_s)), max(0.0, float(layer_s))
+
+
+def _prefill_seconds(toy: Toy) -> float:
+    """Seconds of a prompt so short that issuing its kernels is all it takes."""
+    weights, prompt = toy.weights(), toy.tokens(CONTEXT)[0]
+    times = []
+    for _ in range(HOST_CALLS):
+        start = time.perf_counter()
+        prefill(toy.decoder, weights, toy.cache, 0, prompt)
+        torch.cuda.synchronize(toy.bench.device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _unexplained_seconds(toy: Toy, kernels: Machine) -> float:
+    trial = _step_trial(toy)
+    return toy.bench.seconds(trial) - _kernel_seconds(toy, kernels)
+
+
+def _host_seconds(toy: Toy) -> float:
+    """What the host spends to launch one captured step; the device works through them meanwhile."""
+    trial = _step_trial(toy)
+    trial.call(0)
+    graph = captured(lambda: trial.call(0))
+    torch.cuda.synchronize(toy.bench.device)
+    start = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        graph.replay()
+    seconds = (time.perf_counter() - start) / HOST_CALLS
+    torch.cuda.synchronize(toy.bench.device)
+    return seconds
+
+
+def _kernel_seconds(toy: Toy, kernels: Machine) -> float:
+    """What the kernels of the toy's step are predicted to take."""
+    terms = PassTerms(
+        batch=1,
+        queries=1,
+        quantized_tokens=0,
+        full_tokens=CONTEXT,
+        bits=0,
+        group=1,
+        splits=1,
+        weight_bytes=kernels.element_bytes,
+        head_bytes=kernels.element_bytes,
+        element_bytes=kernels.element_bytes,
+        gated=at_most(1, kernels.gated_rows),
+    )
+    return float(sum(kernels.op_seconds(op, {}) for op in decode_pass(toy.shape, terms)))
+
+
+def _step_trial(toy: Toy) -> Trial:
+    """One decode step at the end of the context."""
+    weights, tokens, cache = toy.weights(), toy.tokens(1), toy.cache
+    cache.lengths.fill_(CONTEXT - 1)
+    return Trial(
+        "dispatch",
+        f"{toy.shape.layers} layers",
+        Cost(),
+        lambda _: toy.decoder.step(weights, cache, tokens, cache.target_reader(1)),
+    )

@@ -1,0 +1,110 @@
+"""The classes of kernels that a calibration measures, and the profile that they make."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from importlib import metadata
+
+import torch
+
+from ridgeplan.roofline.catalog.hardware import Hardware
+from ridgeplan.roofline.catalog.profile import Profile, Rates
+from ridgeplan.validate import machine
+from ridgeplan.validate.calibration import attention as attention_trials
+from ridgeplan.validate.calibration import elementwise as step_trials
+from ridgeplan.validate.calibration import linear as linear_trials
+from ridgeplan.validate.calibration.calibrate import Progress
+from ridgeplan.validate.calibration.fit import Ceilings, Sample, fit_rates
+from ridgeplan.validate.calibration.host_overhead import with_dispatch
+from ridgeplan.validate.calibration.sizes import Suite, suite_for
+from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, Trial
+
+GATHERED_BYTES = 256  # one token's key at head_dim 128 in 16 bits
+# Attention is timed with the merge that ends it, on devices that split it at all: the class itself costs nothing.
+NO_MERGE = Rates(bandwidth_utilization=4.0, compute_utilization=4.0, launch_s=0.0, spread=0.0)
+
+
+@torch.inference_mode()
+def measure_profile(quick: bool, device: str | None, on_progress: Progress, suite: Suite | None) -> Profile:
+    """See `ridgeplan.validate.calibration.calibrate.calibrate`."""
+    place = _device(device)
+    suite = _fitting(suite or suite_for(place.type, quick), place)
+    on_progress("ceilings", 0, 1)
+    bench = _bench(place, suite)
+    bandwidth, compute = machine.copy_bytes_per_s(bench), machine.matmul_flops(bench, suite.matmul_size)
+    cuda = place.type == "cuda"
+    hardware = machine.cuda_hardware(bench, bandwidth, compute) if cuda else machine.cpu_hardware(bandwidth, compute)
+    ceilings = Ceilings(hardware.bandwidth_bytes_per_s, hardware.compute_flops, compute / hardware.compute_flops)
+    profile = Profile(
+        hardware=hardware,
+        device=torch.cuda.get_device_name(place) if cuda else machine.cpu_model(),
+        software={name: metadata.version(name) for name in ("torch", "ridgeplan")},
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        classes=_classes(bench, suite, hardware, ceilings, on_progress),
+        asynchronous=cuda,
+        host_link_utilization=_host_link_utilization(bench, hardware) if cuda else 1.0,
+    )
+    return with_dispatch(bench, profile, suite.dispatch_shape, suite.dispatch_layers)
+
+
+def _device(name: str | None) -> torch.device:
+    available = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    name = name or available[-1]
+    if name.partition(":")[0] not in available:
+        raise ValueError(f"device is {name!r}; allowed here: {', '.join(available)}")
+    return torch.device(name)
+
+
+def _fitting(suite: Suite, place: torch.device) -> Suite:
+    """`suite` with a pool of at most a quarter of a GPU's memory; longer readings than that holds are left out."""
+    if place.type != "cuda":
+        return suite
+    memory_bytes = torch.cuda.get_device_properties(place).total_memory
+    return replace(suite, pool_bytes=min(suite.pool_bytes, memory_bytes // 4))
+
+
+def _bench(place: torch.device, suite: Suite) -> Bench:
+    cold_bytes = CUDA_ROTATE_BYTES if place.type == "cuda" else 2 * machine.last_cache_bytes()
+    return Bench.build(place, suite.pool_bytes, min(suite.pool_bytes, cold_bytes), suite.trial_s)
+
+
+def _host_link_utilization(bench: Bench, hardware: Hardware) -> float:
+    return machine.host_link_bytes_per_s(bench) / hardware.host_link_bytes_per_s
+
+
+def _classes(
+    bench: Bench, suite: Suite, hardware: Hardware, ceilings: Ceilings, on_progress: Progress
+) -> dict[str, Rates]:
+    trials = class_trials(bench, suite, hardware.processors)
+    rates = {"merge": NO_MERGE}
+    for done, (kind, items) in enumerate(trials.items()):
+        on_progress(kind, done, len(trials))
+        samples = [Sample(trial.cost, bench.seconds(trial)) for trial in items]
+        rates[kind] = fit_rates(samples, ceilings)
+    return rates
+
+
+def class_trials(bench: Bench, suite: Suite, processors: int) -> Mapping[str, Iterable[Trial]]:
+    """The trials of every class, made when they are asked for."""
+    linear, attention, step = linear_trials, attention_trials, step_trials
+    return {
+        "linear": linear.dense_trials(bench, "linear", suite.linear_shapes, suite.linear_rows),
+        "head": linear.dense_trials(bench, "head", suite.head_shapes, suite.head_rows),
+        "linear_int4": linear.int4_trials(bench, suite.linear_shapes, suite.int4_rows),
+        **{kind: attention.decode_trials(bench, items, processors) for kind, items in suite.readings().items()},
+        "elementwise": (
+            trial
+            for shape in suite.elementwise
+            for trial in step.elementwise_trials(bench, shape, suite.elementwise_rows)
+        ),
+        "rope": (
+            trial for shape in suite.elementwise for trial in step.rope_trials(bench, shape, suite.elementwise_rows)
+        ),
+        "sampling": step.sampling_trials(bench, suite.vocabs, max(suite.queries)),
+        "quantize": attention.quantize_trials(bench, suite.heads, suite.quantize_tokens),
+        "gather": attention.gather_trials(bench, GATHERED_BYTES // bench.element_bytes, suite.gather_rows),
+        "prefill_linear": linear.dense_trials(bench, "prefill_linear", suite.prefill_shapes, suite.prefill_rows),
+        "prefill_attention": attention.prefill_trials(bench, suite.heads, suite.prefill_tokens),
+    }

@@ -1,0 +1,251 @@
+"""One round by kernel: what each class of operations takes on the device, beside what the model predicts of it.
+
+Once all plans are measured, a few rounds of each run again under a profiler (trace.py). A kernel belongs to a class by
+its name; the clock's stamps in the graph tell which part of a round it is of. Kernels that start while those before
+them end are counted whole, waiting included: they overlap, and their sum may exceed the round.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from typing import Any
+
+from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.prediction import OpTime, predict
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.speculative_round import sampling_seconds
+from ridgeplan.runtime.drafting.round_runner import PHASES
+from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.statistics import Statistics
+from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
+from ridgeplan.validate.decode_bench.profiler_trace import Launch, attach, busy_us, traced
+from ridgeplan.validate.decode_bench.report import DecodeRow, run_order
+from ridgeplan.validate.measure import Measured
+from ridgeplan.validate.prompts import prompt_batch
+
+DRAFT, VERIFY, KEEP = PHASES
+LINEAR, HEAD, SAMPLING, OTHER = "linear", "head", "sampling and verdict", "other"
+STAMP = "_stamp_kernel"
+# Names of kernels by class, whole for those of this package; the others are cuBLAS's.
+KERNELS = {
+    "attention": r"attend|_attention_kernel",
+    "merge": r"merge|_merge_kernel",
+    LINEAR: r"linear|_product_kernel|_copy_kernel|.*(nvjet|gemm|gemv|cutlass|xmma|splitKreduce).*",
+    "norm": r"_add_rms_norm_kernel",
+    "rope + append": r"_rope_append_kernel|_tables_kernel",
+    "swiglu": r"_swiglu_kernel",
+    SAMPLING: r"filter|_(best|join_best|agree|softmax|join|accept|weigh|pick)_kernel",
+    "flush and shift": r"quantize|_quantize_kernel|_shift_kernel",
+}
+CLASSES = (*KERNELS, HEAD, OTHER)
+Key = tuple[str, str]  # part of a round, class
+
+
+class NoBreakdown(ValueError):
+    """A breakdown was asked for where there is no CUDA device."""
+
+
+@dataclass(frozen=True)
+class ClassTime:
+    """One class of operations in one part of a round. kernels: microseconds of a round by name."""
+
+    part: str
+    operation: str
+    launches: float
+    measured_us: float
+    predicted_us: float
+    kernels: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """A round of one plan by class. Microseconds.
+
+    busy_us: when any kernel ran. traced_round_us: a round while it was profiled; round_us: one that was not.
+    """
+
+    rows: tuple[ClassTime, ...]
+    rounds: int
+    busy_us: float
+    traced_round_us: float
+    round_us: float
+
+    @property
+    def kernels_us(self) -> float:
+        """The sum of all kernels."""
+        return sum(row.measured_us for row in self.rows)
+
+    @property
+    def overlap_us(self) -> float:
+        """What the sum counts more than once, as kernels ran beside each other."""
+        return self.kernels_us - self.busy_us
+
+    @property
+    def predicted_us(self) -> float:
+        """The predicted round."""
+        return sum(row.predicted_us for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        sums = {name: getattr(self, name) for name in ("kernels_us", "overlap_us", "predicted_us")}
+        return {**vars(self), **sums, "rows": [vars(row) | {"kernels": dict(row.kernels)} for row in self.rows]}
+
+
+def breakdowns(
+    model: InflatedModel,
+    rows: Sequence[DecodeRow],
+    profile: Profile,
+    new_tokens: int,
+    *,
+    text: str | None = None,
+    temperature: float = 0.0,
+) -> list[Breakdown]:
+    """Of every row of a report of `bench_decode`, whose other arguments are its own.
+
+    Engines are built anew, as the profiler stays attached to the device once it was used, and what runs then may be
+    slower: it comes last. Draft weights are fitted to no text that is given, which changes no kernel's time.
+    Raises NoBreakdown where the model is not on a CUDA device.
+    """
+    require_cuda(model.device.type)
+    attach()
+    plans = [row.case.plan(model, profile, new_tokens) for row in rows]
+    found: dict[int, Breakdown] = {}
+    drafts: dict[int, DecoderWeights] = {}
+    for index in sorted(range(len(rows)), key=lambda index: run_order(rows[index].case, plans[index])):
+        launches = _launches(model, plans[index], drafts, text, temperature)
+        found[index] = breakdown(plans[index], model.shape, profile, rows[index].measured, launches)
+    return [found[index] for index in range(len(rows))]
+
+
+def require_cuda(device: str) -> None:
+    """Raises NoBreakdown for another type of device: a CPU's operations are not the kernels that are predicted."""
+    if device != "cuda":
+        raise NoBreakdown("a breakdown by kernel needs a CUDA device, and torch finds none here")
+
+
+def _launches(
+    model: InflatedModel, plan: Plan, drafts: dict[int, DecoderWeights], text: str | None, temperature: float
+) -> tuple[Launch, ...]:
+    """A plan's launches; of its engine only draft weights outlive this, by group in `drafts`."""
+    prompts = prompt_batch(model.tokenizer, plan.workload.context, plan.workload.batch, text)
+    with model.shared_engine(plan, drafts) as engine:
+        return traced(engine, prompts, temperature)
+
+
+def breakdown(
+    plan: Plan, shape: ModelShape, profile: Profile, measured: Measured, launches: Sequence[Launch]
+) -> Breakdown:
+    """The traced rounds of `plan` beside the prediction for the lengths that were measured."""
+    predicted = predicted_us(plan, measured, shape, profile)
+    rounds = rounds_of(launches)
+    found: defaultdict[Key, list[Launch]] = defaultdict(list)
+    for one in rounds:
+        for key, launch in classified(one):
+            found[key].append(launch)
+    count = max(len(rounds), 1)
+    rows = (_row(plan, key, found[key], predicted.get(key, 0.0), count) for key in _keys(found, predicted))
+    spans = [one[-1][1].end_us - one[0][1].begin_us for one in rounds]
+    return Breakdown(
+        rows=tuple(rows),
+        rounds=len(rounds),
+        busy_us=sum(busy_us(launch for _, launch in one) for one in rounds) / count,
+        traced_round_us=sum(spans) / count,
+        round_us=_round_us(measured.statistics),
+    )
+
+
+def rounds_of(launches: Sequence[Launch]) -> list[list[tuple[str, Launch]]]:
+    """The launches of every whole round with their parts.
+
+    A round reads the clock at its begin and after each part; what follows the last reading, such as the copy of its
+    figures to the host, is no part of it.
+    """
+    stamps = [index for index, launch in enumerate(launches) if launch.name == STAMP]
+    readings = len(PHASES) + 1
+    whole = (stamps[at : at + readings] for at in range(0, len(stamps) - readings + 1, readings))
+    return [_parts(launches, at) for at in whole]
+
+
+def _parts(launches: Sequence[Launch], stamps: Sequence[int]) -> list[tuple[str, Launch]]:
+    spans = zip(PHASES, pairwise(stamps), strict=True)
+    return [(part, launch) for part, (begin, end) in spans for launch in launches[begin:end]]
+
+
+def classified(launches: Sequence[tuple[str, Launch]]) -> list[tuple[Key, Launch]]:
+    """The launches of a round with their parts and classes. The head is the product that sampling follows."""
+    found: list[tuple[Key, Launch]] = []
+    following = ""
+    for part, launch in reversed(launches):
+        kind = class_of(launch.name)
+        if kind == LINEAR and following == SAMPLING:
+            kind = HEAD
+        elif kind not in (LINEAR, OTHER):
+            following = kind
+        found.append(((part, kind), launch))
+    return found[::-1]
+
+
+def class_of(kernel: str) -> str:
+    """The class of a kernel's name, HEAD left aside."""
+    return next((kind for kind, names in KERNELS.items() if re.fullmatch(names, kernel)), OTHER)
+
+
+def predicted_us(plan: Plan, measured: Measured, shape: ModelShape, profile: Profile) -> dict[Key, float]:
+    """Microseconds of a predicted round by part and class; they add up to the round.
+
+    What a part takes beside its operations (selection, a host or a link that the device waits for) is OTHER. The
+    merge's time is in attention's, as it is in the trials that calibrate it.
+    """
+    workload = measured.workload(plan.workload)
+    predicted = predict(replace(plan, workload=workload), shape, profile)
+    seconds: defaultdict[Key, float] = defaultdict(float)
+    for op in predicted.breakdown:
+        if op.part != "prefill":
+            part, times = (DRAFT, plan.speculation.gamma) if op.part == "draft" else (VERIFY, 1)
+            seconds[part, class_of_op(op)] += times * op.seconds
+    a_draw_s = sampling_seconds(shape, Machine.of(profile), workload.batch)
+    seconds[DRAFT, SAMPLING] += plan.speculation.gamma * a_draw_s
+    for part, name in ((DRAFT, "draft"), (VERIFY, "verification")):
+        rest_s = predicted.round_s[name] - sum(value for key, value in seconds.items() if key[0] == part)
+        seconds[part, OTHER] += rest_s
+    seconds[VERIFY, SAMPLING] += predicted.round_s["acceptance"]
+    seconds[KEEP, "flush and shift"] += predicted.round_s["flush"]
+    seconds[KEEP, OTHER] += predicted.round_s["selection"]
+    return {key: 1e6 * value for key, value in seconds.items()}
+
+
+def class_of_op(op: OpTime) -> str:
+    """The class of an operation of the model."""
+    if op.op == "lm head":
+        return HEAD
+    kind = re.match("linear|attention|merge|rope", op.kind)
+    named = re.search("norm|swiglu|rotary", op.op)
+    found = kind or named
+    return {"rope": "rope + append", "rotary": "rope + append"}.get(found[0], found[0]) if found else OTHER
+
+
+def _keys(*tables: Mapping[Key, Any]) -> Iterator[Key]:
+    """Those of which any of the tables has something, in the order of a round."""
+    return (key for key in product(PHASES, CLASSES) if any(table.get(key) for table in tables))
+
+
+def _row(plan: Plan, key: Key, launches: Sequence[Launch], predicted: float, rounds: int) -> ClassTime:
+    part, kind = key
+    kernels: defaultdict[str, float] = defaultdict(float)
+    for launch in launches:
+        kernels[launch.name] += launch.duration_us / rounds
+    bits = plan.weights.draft_bits if part == DRAFT else plan.weights.target_bits
+    operation = kind if kind != LINEAR else "linear dense" if bits == 16 else f"linear int{bits}"
+    return ClassTime(part, operation, len(launches) / rounds, sum(kernels.values()), predicted, kernels)
+
+
+def _round_us(statistics: Statistics) -> float:
+    """A round of a generation, by the device's clock."""
+    flush_s = statistics.flush_s / max(statistics.rounds, 1)
+    return 1e6 * (statistics.gamma * statistics.draft_s + statistics.verify_s + flush_s)

@@ -1,0 +1,101 @@
+"""Where the heads, channels and RoPE pairs of a small model lie in one of a larger shape."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.runtime.model_config import DecoderConfig
+
+
+class InflationError(ValueError):
+    """The small model does not fit into the shape."""
+
+
+@dataclass(frozen=True)
+class Mold:
+    """A small decoder and the large shape that holds it."""
+
+    config: DecoderConfig
+    shape: ModelShape
+
+    def check(self, intermediate: int) -> None:
+        """Raises InflationError naming what of a decoder with MLPs of width `intermediate` has no place."""
+        config, shape = self.config, self.shape
+        if shape.is_moe or shape.is_mla or shape.window_layers or shape.qk_norm:
+            raise InflationError(f"model {shape.name!r} is not a plain dense decoder; allowed: shapes like Llama's")
+        if any(window is not None for window in config.windows):
+            raise InflationError("the small model has a sliding window; allowed: full attention")
+        sizes = (
+            ("layers", config.layers, shape.layers),
+            ("hidden channels and a constant", config.hidden + 1, shape.hidden),
+            ("head_dim", config.head_dim, shape.head_dim),
+            ("MLP channels", intermediate, shape.intermediate),
+            ("KV heads, as copies for its query heads", len(self.kv_heads), shape.kv_heads),
+        )
+        for name, small, large in sizes:
+            if small > large:
+                raise InflationError(f"the small model needs {small} {name}; allowed by {shape.name!r}: up to {large}")
+
+    @property
+    def q_width(self) -> int:
+        """Channels of all query heads."""
+        return self.shape.q_heads * self.shape.head_dim
+
+    @property
+    def qkv_width(self) -> int:
+        """Channels of all query, key and value heads."""
+        return self.q_width + 2 * self.shape.kv_heads * self.shape.head_dim
+
+    @property
+    def frequencies(self) -> tuple[float, ...]:
+        """The small head's RoPE pairs come first; what further pairs turn by does not matter."""
+        own = self.config.rotary_frequencies
+        return own + (own[-1],) * (self.shape.head_dim // 2 - len(own))
+
+    @property
+    def kv_heads(self) -> list[int]:
+        """The small KV head in each used large one: as many copies as its query heads need groups."""
+        return [head for head in range(self.config.kv_heads) for _ in range(self._copies)]
+
+    @property
+    def q_heads(self) -> list[int]:
+        """The large query head of each small one, in a group whose KV head is a copy of its own."""
+        small, large = self._ratios
+        groups = [divmod(index, large) for index in range(small)]
+        firsts = [head * self._copies for head in range(self.config.kv_heads)]
+        return [(first + group) * large + place for first in firsts for group, place in groups]
+
+    @property
+    def qkv_heads(self) -> list[int]:
+        """The large heads, counted over queries, keys and values, that hold small ones."""
+        used = range(len(self.kv_heads))
+        keys = [self.shape.q_heads + head for head in used]
+        return [*self.q_heads, *keys, *(self.shape.kv_heads + head for head in keys)]
+
+    @property
+    def small_channels(self) -> Tensor:
+        """The small model's query, key and value channel in each of `channels(qkv_heads)`."""
+        c = self.config
+        keys = [c.q_heads + head for head in self.kv_heads]
+        heads = [*range(c.q_heads), *keys, *(c.kv_heads + head for head in keys)]
+        return (torch.tensor(heads)[:, None] * c.head_dim + torch.arange(c.head_dim)).flatten()
+
+    def channels(self, heads: list[int]) -> Tensor:
+        """Channels of large heads that hold small ones: the halves of a RoPE pair stay half a head apart."""
+        half = torch.arange(self.config.head_dim // 2)
+        head = torch.cat([half, half + self.shape.head_dim // 2])
+        return (torch.tensor(heads)[:, None] * self.shape.head_dim + head).flatten()
+
+    @property
+    def _ratios(self) -> tuple[int, int]:
+        return self.config.q_heads // self.config.kv_heads, self.shape.q_heads // self.shape.kv_heads
+
+    @property
+    def _copies(self) -> int:
+        small, large = self._ratios
+        return math.ceil(small / large)

@@ -1,0 +1,181 @@
+"""Function-preserving inflation: a model of a larger shape that computes exactly what a small real model does.
+
+Speed depends on a model's shape, acceptance on what it has learned. Random weights of a large shape have the first
+only; a small model placed inside them, with everything else behind zeros, has both.
+
+The residual stream is padded with zeros, for which norms are rescaled. Heads gain channels that queries are zero in
+and outputs do not read; further heads, MLP channels and layers are random behind zero output projections. A constant
+channel of the residual stream, too small for the norms to notice, pushes further tokens' logits below all others.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.runtime.model.linear import Dense, Linear
+from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
+from ridgeplan.runtime.model_config import DecoderConfig
+from ridgeplan.validate.decode_bench.channel_map import InflationError, Mold
+
+CONSTANT = 2.0**-10  # in the residual stream, whose root mean square is about 0.1 to 1000
+LIFT = 2.0**10  # of the final norm on the constant channel
+PUSH = -(2.0**15)  # of a further token's logit, per unit of the normalized constant
+
+
+def inflated_shape(config: DecoderConfig, shape: ModelShape) -> ModelShape:
+    """`shape` with an output head of its own and a vocabulary that holds the small model's."""
+    return replace(shape, vocab=max(config.vocab, shape.vocab), tied_embeddings=False)
+
+
+def inflated_config(config: DecoderConfig, shape: ModelShape) -> DecoderConfig:
+    """The decoder of `inflated_shape(config, shape)` that `inflated_weights` are for."""
+    shape = inflated_shape(config, shape)
+    return replace(
+        config,
+        layers=shape.layers,
+        hidden=shape.hidden,
+        q_heads=shape.q_heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab=shape.vocab,
+        norm_eps=config.norm_eps * config.hidden / shape.hidden,
+        windows=(None,) * shape.layers,
+        rotary_frequencies=Mold(config, shape).frequencies,
+    )
+
+
+def inflated_weights(
+    config: DecoderConfig, weights: DecoderWeights, shape: ModelShape, seed: int = 0
+) -> DecoderWeights:
+    """Weights that compute the function of `weights` in `inflated_config(config, shape)`, on their device.
+
+    They do not depend on how positions are stretched. Raises InflationError naming what does not fit.
+    """
+    shape = inflated_shape(config, shape)
+    mold = Mold(config, shape)
+    mold.check(_dense(weights.layers[0].down).weight.shape[1])
+    inflater = _Inflater(mold, torch.Generator(weights.embedding.device).manual_seed(seed))
+    used = [inflater.layer(layer) for layer in weights.layers]
+    idle = [inflater.idle(weights.layers[0]) for _ in range(shape.layers - config.layers)]
+    return DecoderWeights(
+        embedding=inflater.embedding(weights.embedding),
+        layers=(*used, *idle),
+        norm=inflater.norm(weights.norm, LIFT),
+        head=Dense(inflater.head(_dense(weights.head).weight)),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Inflater:
+    """Builds large weights from small ones; `generator` draws what nothing reads."""
+
+    mold: Mold
+    generator: torch.Generator
+
+    def layer(self, small: LayerWeights) -> LayerWeights:
+        """A layer of the small model."""
+        if small.qk_norm is not None:
+            raise InflationError("the model normalizes queries and keys; allowed: families without such norms")
+        mold = self.mold
+        return LayerWeights(
+            attention_norm=self.norm(small.attention_norm),
+            qkv=self._qkv(_dense(small.qkv)),
+            qk_norm=None,
+            output=self._written(_dense(small.output), mold.channels(mold.q_heads), mold.q_width),
+            mlp_norm=self.norm(small.mlp_norm),
+            gate_up=self._gate_up(_dense(small.gate_up)),
+            down=self._written(_dense(small.down), range(_dense(small.down).weight.shape[1]), mold.shape.intermediate),
+        )
+
+    def idle(self, like: LayerWeights) -> LayerWeights:
+        """A layer of the same sizes that computes something and adds nothing."""
+        layer = self.layer(like)
+        return replace(
+            layer,
+            qkv=Dense(self._noise(_dense(layer.qkv).weight)),
+            output=Dense(torch.zeros_like(_dense(layer.output).weight)),
+            gate_up=Dense(self._noise(_dense(layer.gate_up).weight)),
+            down=Dense(torch.zeros_like(_dense(layer.down).weight)),
+        )
+
+    def norm(self, small: Tensor, lift: float = 0.0) -> Tensor:
+        """The mean square over the padded stream is hidden / width of the small model's, the scale makes up for it."""
+        width = self.mold.shape.hidden
+        large = small.new_zeros(width)
+        large[: len(small)] = small
+        large[len(small)] = lift
+        return large * math.sqrt(len(small) / width)
+
+    def embedding(self, small: Tensor) -> Tensor:
+        """Every token carries the constant."""
+        large = small.new_zeros(self.mold.shape.vocab, self.mold.shape.hidden)
+        large[: len(small), : small.shape[1]] = small
+        large[:, small.shape[1]] = CONSTANT
+        return large
+
+    def head(self, small: Tensor) -> Tensor:
+        """Further tokens read the constant, and what is always zero."""
+        tokens, hidden = small.shape
+        large = self._noise_like(small, self.mold.shape.vocab, self.mold.shape.hidden)
+        large[:, : hidden + 1] = 0
+        large[:tokens, :hidden] = small
+        large[tokens:, hidden] = PUSH
+        return large
+
+    def _qkv(self, small: Dense) -> Dense:
+        """Queries are stretched, as scores are divided by the root of the head's width."""
+        mold, config = self.mold, self.mold.config
+        stretch = math.sqrt(mold.shape.head_dim / config.head_dim)
+        weight = self._noise_like(small.weight, mold.qkv_width, mold.shape.hidden)
+        # What a small head lacks must not add to its scores: there its queries are zero.
+        weight.unflatten(0, (-1, mold.shape.head_dim))[mold.q_heads] = 0
+        bias = None if small.bias is None else small.bias.new_zeros(mold.qkv_width)
+        q_width = config.q_heads * config.head_dim
+        rows = mold.channels(mold.qkv_heads).to(weight.device)
+        source = mold.small_channels.to(weight.device)
+        scale = torch.where(source < q_width, stretch, 1.0)
+        weight[rows, : config.hidden] = (small.weight[source] * scale[:, None]).to(weight.dtype)
+        if bias is not None and small.bias is not None:
+            bias[rows] = (small.bias[source] * scale).to(bias.dtype)
+        return Dense(weight, bias)
+
+    def _gate_up(self, small: Dense) -> Dense:
+        """Gate and up projections, each with its further channels."""
+        width, half = self.mold.shape.intermediate, len(small.weight) // 2
+        weight = self._noise_like(small.weight, 2 * width, self.mold.shape.hidden)
+        bias = None if small.bias is None else small.bias.new_zeros(2 * width)
+        for start, rows in ((0, slice(0, half)), (width, slice(half, None))):
+            weight[start : start + half, : small.weight.shape[1]] = small.weight[rows]
+            if bias is not None and small.bias is not None:
+                bias[start : start + half] = small.bias[rows]
+        return Dense(weight, bias)
+
+    def _written(self, small: Dense, inputs: Tensor | range, width: int) -> Dense:
+        """A projection into the residual stream: zero but for what the small model writes from `inputs`."""
+        outputs = small.weight.shape[0]
+        columns = torch.as_tensor(inputs, device=small.weight.device)
+        weight = small.weight.new_zeros(self.mold.shape.hidden, width)
+        weight[:outputs, columns] = small.weight
+        bias = None if small.bias is None else small.bias.new_zeros(self.mold.shape.hidden)
+        if bias is not None and small.bias is not None:
+            bias[:outputs] = small.bias
+        return Dense(weight, bias)
+
+    def _noise(self, like: Tensor) -> Tensor:
+        return self._noise_like(like, *like.shape)
+
+    def _noise_like(self, like: Tensor, rows: int, columns: int) -> Tensor:
+        """Noise of a weight's type and size."""
+        noise = torch.empty(rows, columns, dtype=like.dtype, device=like.device)
+        return noise.normal_(std=float(like.float().std()), generator=self.generator)
+
+
+def _dense(linear: Linear) -> Dense:
+    if not isinstance(linear, Dense):
+        raise InflationError("the model's weights are 4-bit; allowed: full-precision weights")
+    return linear

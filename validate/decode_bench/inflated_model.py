@@ -1,0 +1,101 @@
+"""Engines of a large shape that generate what a small real model does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ridgeplan.planner.plan import Plan
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.memory import weight_memory
+from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory
+from ridgeplan.runtime.model.checkpoint import load_config, load_tokenizer, load_weights, model_source
+from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.model_config import DecoderConfig, decoder_config
+from ridgeplan.validate.decode_bench.channel_map import InflationError, Mold
+from ridgeplan.validate.decode_bench.inflate import inflated_config, inflated_shape, inflated_weights
+
+
+@dataclass(frozen=True, eq=False)
+class InflatedModel:
+    """A small model's function in a large shape, with the small one's context limit.
+
+    hub: the small model's configuration.
+    """
+
+    source: str
+    hub: Any
+    tokenizer: Any
+    shape: ModelShape
+    weights: DecoderWeights
+    device: torch.device
+
+    @classmethod
+    def load(cls, model: str, shape: ModelShape, device: str = "cuda") -> InflatedModel:
+        """`model`, as `runtime.load` takes it, inside `shape`; bfloat16 on CUDA, else float32.
+
+        Raises ModelError, or InflationError where it does not fit into the shape, or the shape into memory.
+        """
+        place = torch.device(device)
+        dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+        source = model_source(model)
+        hub = load_config(source)
+        config = decoder_config(hub)
+        limited = replace(inflated_shape(config, shape), max_context=config.max_context)
+        Mold(config, limited).check(hub.intermediate_size)
+        _require_weight_memory(limited, place, dtype)
+        with readable_out_of_memory(place):
+            weights = inflated_weights(config, load_weights(source, config, place, dtype), shape)
+        return cls(source, hub, load_tokenizer(source), limited, weights, place)
+
+    def config(self, yarn_factor: float) -> DecoderConfig:
+        """The decoder, its positions stretched by YaRN."""
+        return inflated_config(decoder_config(self.hub, yarn_factor), self.shape)
+
+    def engine(
+        self, plan: Plan, draft_weights: DecoderWeights | None = None, calibration: Sequence[int] | None = None
+    ) -> Engine:
+        """An engine of `plan`. draft_weights: another engine's, if its drafts have the same format; else they are made
+        here, for the tokens in `calibration` (see `quantized_draft`).
+
+        Raises WorkloadError where the plan does not fit into memory.
+        """
+        held = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        require_memory(plan, self.shape, self.device, self.weights.embedding.dtype, held)
+        meter = MemoryMeter(self.device, self.weights.bytes)
+        config = self.config(plan.workload.yarn_factor)
+        with readable_out_of_memory(self.device):
+            return Engine(plan, self.source, config, self.weights, self.device, meter, draft_weights, calibration)
+
+    @contextlib.contextmanager
+    def shared_engine(
+        self, plan: Plan, drafts: dict[int, DecoderWeights], calibration: Sequence[int] | None = None
+    ) -> Iterator[Engine]:
+        """As `engine`, closed when the body ends. drafts: 4-bit weights by group, taken from there or left there."""
+        group, drafting = plan.weights.group, plan.weights.draft_differs
+        engine = self.engine(plan, drafts.get(group) if drafting else None, calibration)
+        if drafting:
+            drafts[group] = engine.draft_weights
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+def _require_weight_memory(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises InflationError for a shape whose weights alone are more than a GPU has free, or a machine has at all."""
+    if device.type == "cuda":
+        memory_bytes = torch.cuda.mem_get_info(device)[0]
+    else:
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed_bytes = weight_memory(shape, dtype.itemsize, dtype.itemsize)
+    if needed_bytes > memory_bytes:
+        raise InflationError(
+            f"weights of {shape.name!r} take {needed_bytes / 1e9:.1f} GB; allowed here: {memory_bytes / 1e9:.1f} GB"
+        )

@@ -1,0 +1,208 @@
+"""Decoding end to end on a model of a large shape with real acceptance: several plans, each beside its prediction."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.presets import preset
+from ridgeplan.planner.resolution import workload_for
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.validate.comparison import Comparison
+from ridgeplan.validate.decode_bench.vllm_baseline import vllm_tpot_ms
+from ridgeplan.validate.measure import Measured, comparison, measure
+from ridgeplan.validate.prompts import prompt_batch
+
+if TYPE_CHECKING:
+    from ridgeplan.runtime import Statistics
+    from ridgeplan.runtime.model.weights import DecoderWeights
+    from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
+
+PLAIN = "autoregressive"
+# Plain decoding, a quantized target, and QuantSpec with each of its parts alone (QuantSpec, Fig 4).
+ABLATION = ("int8", "quantspec-kv", "quantspec-weights", "quantspec")
+ReportProgress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """One plan at one workload; gamma None is the preset's own."""
+
+    preset: str
+    context: int
+    batch: int
+    gamma: int | None = None
+
+    def plan(self, model: InflatedModel, profile: Profile, new_tokens: int) -> Plan:
+        """The plan, with positions stretched where the small model needs it. Raises PlanError."""
+        workload = workload_for(model.shape, profile, self.context, new_tokens, self.batch, yarn=True)
+        plan = preset(self.preset, workload)
+        if self.gamma is None or not plan.speculation.active:
+            return plan
+        return replace(plan, speculation=replace(plan.speculation, gamma=self.gamma))
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """One case: what the engine measured, beside the prediction for exactly that."""
+
+    case: DecodeCase
+    gamma: int
+    measured: Measured
+    comparison: Comparison
+    vllm_tpot_ms: float | None  # vLLM's plain decoding of this shape, context and batch on this device, if known
+
+    @property
+    def over_vllm(self) -> float | None:
+        """Speed-up in time per output token over vLLM's plain decoding; None where either is not known."""
+        tpot_ms = self.measured.statistics.tpot_ms
+        return None if self.vllm_tpot_ms is None or not tpot_ms else self.vllm_tpot_ms / tpot_ms
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        statistics = self.measured.statistics
+        derived = ("tpot_ms", "ttft_ms", "tokens_per_round", "acceptance", "acceptance_at", "accepted_share")
+        figures = {**asdict(statistics), **{name: getattr(statistics, name) for name in derived}}
+        del figures["prompt_tokens"]
+        return {
+            **asdict(self.case),
+            "gamma": self.gamma,
+            "measured": figures,
+            "comparison": self.comparison.to_dict()["rows"],
+            "vllm_tpot_ms": self.vllm_tpot_ms,
+            "over_vllm": self.over_vllm,
+        }
+
+
+@dataclass(frozen=True)
+class DecodeReport:
+    """All cases on one device."""
+
+    device: str
+    model: str
+    shape: str
+    software: dict[str, str]
+    date: str
+    temperature: float
+    calibration_tokens: int  # of a text that 4-bit draft weights were fitted to; 0: of none
+    rows: tuple[DecodeRow, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        head = {name: value for name, value in vars(self).items() if name != "rows"}
+        return {**head, "rows": [row.to_dict() for row in self.rows]}
+
+
+def suite_cases(
+    workloads: Sequence[tuple[int, int]], gammas: Sequence[int], presets: Sequence[str] = ABLATION
+) -> list[DecodeCase]:
+    """Plain decoding and `presets` at every (context, batch), those that speculate with every gamma."""
+    return with_plain(
+        [
+            DecodeCase(name, context, batch, gamma)
+            for context, batch in workloads
+            for name in presets
+            for gamma in (gammas if has_gamma(name) else (None,))
+        ]
+    )
+
+
+def with_plain(cases: Sequence[DecodeCase]) -> list[DecodeCase]:
+    """`cases` by context and batch, each of which begins with plain decoding."""
+    sizes = sorted({(case.context, case.batch) for case in cases})
+    everything = [*(DecodeCase(PLAIN, *size) for size in sizes), *cases]
+    return sorted(dict.fromkeys(everything), key=lambda case: (case.context, case.batch))
+
+
+def has_gamma(name: str) -> bool:
+    """Whether a preset of the ablation speculates."""
+    return name.startswith("quantspec")
+
+
+def bench_decode(
+    model: InflatedModel,
+    cases: Sequence[DecodeCase],
+    profile: Profile,
+    new_tokens: int,
+    *,
+    text: str | None = None,
+    temperature: float = 0.0,
+    calibration: Sequence[int] = (),
+    on_progress: ReportProgress | None = None,
+) -> DecodeReport:
+    """Runs `cases`; those of one context and batch run on the same prompts.
+
+    Plain decoding comes first, and cases of its context and batch are compared with it. Those with 4-bit drafts come
+    last, so that the copy is in no other's memory and is made once: fitted to a text, a large shape's takes up to a
+    minute. The longest of them come first, whose prompts borrow its memory. calibration: tokens of that text, as in
+    `ridgeplan.runtime.load`.
+    Raises PlanError, UnsupportedPlan or PromptError before anything runs, and WorkloadError for a case that does not
+    fit into memory.
+    """
+    from ridgeplan.runtime.loading import require_executable
+
+    plans = [case.plan(model, profile, new_tokens) for case in cases]
+    for plan in plans:
+        require_executable(plan)
+    sizes = dict.fromkeys((case.context, case.batch) for case in cases)
+    prompts = {size: prompt_batch(model.tokenizer, *size, text) for size in sizes}
+    bench = _Run(model, profile, temperature, calibration)
+    rows: dict[int, DecodeRow] = {}
+    for index in sorted(range(len(cases)), key=lambda index: run_order(cases[index], plans[index])):
+        case = cases[index]
+        rows[index] = bench.row(case, plans[index], prompts[case.context, case.batch])
+        if on_progress is not None:
+            on_progress(f"{case.preset}, context {case.context}, batch {case.batch}", len(rows), len(cases))
+    return DecodeReport(
+        device=_device_name(model),
+        model=f"{model.hub.model_type}, {model.hub.num_hidden_layers} layers of {model.hub.hidden_size}",
+        shape=model.shape.name,
+        software={name: metadata.version(name) for name in ("torch", "ridgeplan")},
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        temperature=temperature,
+        calibration_tokens=len(calibration),
+        rows=tuple(rows[index] for index in range(len(cases))),
+    )
+
+
+def run_order(case: DecodeCase, plan: Plan) -> tuple[bool, bool, int]:
+    """Sorts cases as `bench_decode` says."""
+    drafting = plan.weights.draft_differs
+    return drafting, case.preset != PLAIN, -case.context if drafting else 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """What cases of one report share. plain: by context and batch; drafts: 4-bit weights by group."""
+
+    model: InflatedModel
+    profile: Profile
+    temperature: float
+    calibration: Sequence[int]
+    plain: dict[tuple[int, int], Statistics] = field(default_factory=dict)
+    drafts: dict[int, DecoderWeights] = field(default_factory=dict)
+
+    def row(self, case: DecodeCase, plan: Plan, prompts: list[list[int]]) -> DecodeRow:
+        """Runs one case."""
+        measured = self._measured(plan, prompts)
+        if case.preset == PLAIN:
+            self.plain[case.context, case.batch] = measured.statistics
+        plain = self.plain.get((case.context, case.batch))
+        found = comparison(plan, self.model.shape, self.profile, measured, plain)
+        vllm = vllm_tpot_ms(_device_name(self.model), self.model.shape.name, case.context, case.batch)
+        return DecodeRow(case, plan.speculation.gamma, measured, found, vllm)
+
+    def _measured(self, plan: Plan, prompts: list[list[int]]) -> Measured:
+        """Of the plan's engine only the draft weights outlive this."""
+        with self.model.shared_engine(plan, self.drafts, self.calibration or None) as engine:
+            return measure(engine, prompts, plan.workload.new_tokens, temperature=self.temperature)
+
+
+def _device_name(model: InflatedModel) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu"

@@ -1,0 +1,172 @@
+"""Cases of decode attention: one query in every KV format, and several queries against one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.attention import decode_attention
+from ridgeplan.kernels.attention.cost import attention_cost
+from ridgeplan.kernels.device.backend import Backend
+from ridgeplan.kernels.kv_cache import quantize
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.roofline import ops
+from ridgeplan.roofline.cost import Cost
+from ridgeplan.validate.kernel_bench.baselines import attention_peers
+from ridgeplan.validate.kernel_bench.case import Case, Peers, SpeedUp, Target, fresh, relative_error
+from ridgeplan.validate.kernel_bench.sizes import AttentionSize, VerificationSize
+from ridgeplan.validate.timing import Bench
+
+GROUP = 128
+BUFFER_SLOTS = 200  # in full precision besides the quantized tokens, as the double buffer holds on average
+FULL_BITS = 16  # of an element in full precision
+FORMATS = {0: "full", 4: "INT4", 8: "INT8"}
+MOST_SLOWDOWN = 1.2  # of several queries against one
+ONE_QUERY = "ours, 1 query"
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Variants of keys and values [variants, B, Hkv, N, D], and queries [B, T, Hq, D] that read each of them.
+
+    Quantized formats hold the same N tokens as codes.
+    """
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def draw(cls, bench: Bench, size: AttentionSize | VerificationSize, queries: int, bits: Iterable[int]) -> Inputs:
+        """Random ones of this size, so many that in the narrowest format of `bits` they exceed the caches."""
+        shape = (size.batch, size.kv_heads, size.tokens, size.head_dim)
+        least_bits = min(width or FULL_BITS for width in bits)
+        store = (bench.variants(2 * math.prod(shape) * least_bits / 8), *shape)
+        q = fresh(bench, size.batch, queries, size.q_heads, size.head_dim)
+        return cls(q, fresh(bench, *store), fresh(bench, *store))
+
+    @property
+    def variants(self) -> int:
+        """Of the cache."""
+        return len(self.keys)
+
+    @property
+    def shape(self) -> str:
+        """As the tables show it."""
+        batch, queries, q_heads, head_dim = self.q.shape
+        several = f", {queries} queries" if queries > 1 else ""
+        return f"{q_heads}/{self.keys.shape[2]} x {head_dim}, B{batch}, {self.keys.shape[3]} tokens{several}"
+
+    @cached_property
+    def codes(self) -> QuantizedKV:
+        """All tokens of all variants, [variants * B] rows, as upper and lower codes; INT4 reads the upper ones only."""
+        keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
+        rows, kv_heads, tokens, head_dim = keys.shape
+        whole = QuantizedKV.allocate(rows, kv_heads, tokens // GROUP, GROUP, head_dim, keys.device, lower=True)
+        quantize(keys, values, whole, torch.zeros(rows, dtype=torch.int32, device=keys.device))
+        return whole
+
+    def integers(self, value: int) -> Tensor:
+        """int32 [B] of one value, on the device."""
+        return torch.full((len(self.q),), value, dtype=torch.int32, device=self.q.device)
+
+    def first(self, queries: int) -> Inputs:
+        """The same with the first `queries` queries."""
+        return Inputs(self.q[:, :queries].contiguous(), self.keys, self.values)
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """Decode attention over `inputs` in one format: codes in groups and a buffer, or keys and values as they are."""
+
+    inputs: Inputs
+    bits: int
+    keys: Tensor
+    values: Tensor
+    codes: QuantizedKV | None
+
+    @classmethod
+    def of(cls, inputs: Inputs, bits: int) -> Reading:
+        """`inputs` read with `bits` bits, 0 for full precision."""
+        slots = BUFFER_SLOTS if bits else inputs.keys.shape[3]
+        keys, values = (store[..., :slots, :].contiguous() for store in (inputs.keys, inputs.values))
+        return cls(inputs, bits, keys, values, inputs.codes if bits else None)
+
+    @property
+    def name(self) -> str:
+        """As the tables show it."""
+        return f"{self.inputs.shape}, {FORMATS[self.bits]}"
+
+    @cached_property
+    def visible(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """begin, end and groups of `decode_attention`."""
+        whole = self.inputs.integers
+        end = self.keys.shape[3] - self.inputs.q.shape[1] + 1
+        return whole(0), whole(end), whole(self.codes.groups) if self.codes else None
+
+    def __call__(self, variant: int) -> Tensor:
+        return self._attend(variant, self.keys.dtype, "auto")
+
+    def error(self) -> float:
+        """Against the twin in float32, which reads the same codes.
+
+        It runs first, as the kernel reads lengths and codes before the one that wrote them may have ended.
+        """
+        reference = self._attend(0, torch.float32, "twin")
+        return relative_error(self(0), reference)
+
+    def _attend(self, variant: int, dtype: torch.dtype, backend: Backend) -> Tensor:
+        q, keys, values = (tensor.to(dtype) for tensor in (self.inputs.q, self.keys[variant], self.values[variant]))
+        begin, end, groups = self.visible
+        lower, codes = self.bits == 8, self._codes(variant)
+        return decode_attention(q, keys, values, begin, end, codes, groups, lower=lower, backend=backend)
+
+    def _codes(self, variant: int) -> QuantizedKV | None:
+        batch = len(self.inputs.q)
+        return self.codes and self.codes.rows(slice(variant * batch, (variant + 1) * batch))
+
+    def cost(self, processors: int) -> Cost:
+        """Of the attention kernel and the merge that ends it."""
+        q, keys, codes = self.inputs.q, self.keys[0], self._codes(0)
+        batch, queries, q_heads, head_dim = q.shape
+        tokens = self.inputs.keys.shape[3]
+        splits = int(ops.choose_splits(batch, keys.shape[1], tokens, processors))
+        quantized = codes.groups * GROUP if codes else 0
+        attention = attention_cost(q, keys, codes, self.bits == 8, quantized, keys.shape[2], splits)
+        return attention + ops.merge(batch, queries, q_heads, head_dim, splits, q.element_size())
+
+
+def attention_cases(bench: Bench, sizes: Iterable[AttentionSize]) -> Iterator[Case]:
+    """One query in all formats against the best attention in full precision."""
+    for size in sizes:
+        inputs = Inputs.draw(bench, size, 1, (bits for bits, _ in size.speedups))
+        peers = attention_peers(inputs.q, inputs.keys, inputs.values)
+        for bits, least in size.speedups:
+            yield _case("attention", Reading.of(inputs, bits), peers, SpeedUp(least))
+
+
+def verification_cases(bench: Bench, sizes: Iterable[VerificationSize]) -> Iterator[Case]:
+    """Several queries, as a verification has them, against one query of the same format.
+
+    The peers in full precision mask nothing among the queries, which costs them no less.
+    """
+    for size in sizes:
+        inputs = Inputs.draw(bench, size, size.queries, size.bits)
+        peers = attention_peers(inputs.q, inputs.keys, inputs.values)
+        one = inputs.first(1)
+        for bits in size.bits:
+            both: Peers = {ONE_QUERY: Reading.of(one, bits), **peers}
+            yield _case("verification", Reading.of(inputs, bits), both, SpeedUp(1 / MOST_SLOWDOWN), ONE_QUERY)
+
+
+def _case(kernel: str, reading: Reading, peers: Peers, target: Target, over: str | None = None) -> Case:
+    device = reading.inputs.q.device
+    cuda = device.type == "cuda"
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else torch.get_num_threads()
+    cost, variants = reading.cost(processors), reading.inputs.variants
+    return Case(kernel, reading.name, cost, reading, peers, reading.error, target, over, variants)

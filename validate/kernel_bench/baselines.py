@@ -1,0 +1,94 @@
+"""Other people's kernels that ours are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from ridgeplan.validate.kernel_bench.case import Call
+
+PAGE_TOKENS = 64
+WORKSPACE_BYTES = 128 << 20
+Product = Callable[[Tensor, int], Tensor]  # of x with a variant of a weight
+BACKENDS = {"SDPA cuDNN": SDPBackend.CUDNN_ATTENTION, "SDPA flash": SDPBackend.FLASH_ATTENTION}
+
+
+def attention_peers(q: Tensor, keys: Tensor, values: Tensor) -> dict[str, Call]:
+    """Attention in full precision: torch's kernels, and FlashInfer for one query where it is installed.
+
+    q: [B, T, Hq, D]; keys, values: [variants, B, Hkv, N, D], all of whose tokens every query sees.
+    """
+    queries = q.transpose(1, 2)
+    peers: dict[str, Call] = {name: partial(_sdpa, kind, queries, keys, values) for name, kind in BACKENDS.items()}
+    if q.is_cuda and q.shape[1] == 1 and find_spec("flashinfer"):
+        peers["FlashInfer"] = FlashInfer(q[:, 0].contiguous(), keys, values)
+    return peers
+
+
+def _sdpa(backend: SDPBackend, q: Tensor, keys: Tensor, values: Tensor, variant: int) -> Tensor:
+    grouped = q.shape[1] != keys.shape[2]
+    with sdpa_kernel(backend):
+        return scaled_dot_product_attention(q, keys[variant], values[variant], enable_gqa=grouped)
+
+
+@dataclass(frozen=True, eq=False)
+class FlashInfer:
+    """FlashInfer's paged decode attention: q [B, Hq, D] over keys, values [variants, B, Hkv, N, D], N whole pages."""
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def __call__(self, variant: int) -> Tensor:
+        return self._wrapper.run(self.q, self._pages[variant])
+
+    @cached_property
+    def _pages(self) -> Tensor:
+        """[variants, pages, 2, PAGE_TOKENS, Hkv, D]."""
+        variants, batch, kv_heads, tokens, head_dim = self.keys.shape
+        shape = (variants, batch * tokens // PAGE_TOKENS, PAGE_TOKENS, kv_heads, head_dim)
+        return torch.stack([store.transpose(2, 3).reshape(shape) for store in (self.keys, self.values)], dim=2)
+
+    @cached_property
+    def _wrapper(self) -> Any:
+        """Compiled and planned at the first call. The variant on tensor cores would compile for minutes."""
+        (_, batch, kv_heads, tokens, head_dim), q_heads = self.keys.shape, self.q.shape[1]
+        pages, numbers = tokens // PAGE_TOKENS, partial(torch.arange, dtype=torch.int32, device=self.q.device)
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.q.device)
+        wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+        last = torch.full((batch,), PAGE_TOKENS, dtype=torch.int32, device=self.q.device)
+        sizes = (q_heads, kv_heads, head_dim, PAGE_TOKENS)
+        types = {"q_data_type": self.q.dtype, "kv_data_type": self.q.dtype}
+        wrapper.plan(numbers(batch + 1) * pages, numbers(batch * pages), last, *sizes, **types)
+        return wrapper
+
+
+def tinygemm(codes: Tensor, scale: Tensor, zero: Tensor, variants: int = 1) -> Product:
+    """torch's own product with 4-bit weights: codes [outputs, inputs], scale and zero [outputs, inputs / group].
+
+    Variants are copies. It packs at the first call, so that a GPU for which torch has no such kernel shows there, as
+    with other peers.
+    """
+    ops = torch.ops.aten
+    group = codes.shape[1] // scale.shape[1]
+
+    @cache
+    def packed() -> list[tuple[Tensor, Tensor]]:
+        pairs = torch.stack([scale.t(), zero.t()], dim=2).bfloat16().contiguous()
+        weight = ops._convert_weight_to_int4pack((codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8), 8)
+        return [(weight.clone(), pairs.clone()) for _ in range(variants)]
+
+    def product(x: Tensor, variant: int) -> Tensor:
+        weight, pairs = packed()[variant]
+        return ops._weight_int4pack_mm(x.bfloat16(), weight, group, pairs)
+
+    return product

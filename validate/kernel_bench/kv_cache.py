@@ -1,0 +1,183 @@
+"""Cases of quantization: a prompt's keys and values, and what a round moves once its tokens are accepted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.kv_cache import dequantize, quantize
+from ridgeplan.kernels.kv_cache.cost import quantize_cost
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.shift import shift_slots_cost
+from ridgeplan.planner.plan import Workload
+from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.cost import Cost
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.validate.kernel_bench.case import H200_BYTES_PER_S, Call, Case, RoofShare, Within, fresh, relative_error
+from ridgeplan.validate.kernel_bench.sizes import FlushSize, QuantizeSize
+from ridgeplan.validate.random_decoder import Toy, toy_shape
+from ridgeplan.validate.timing import Bench
+
+GROUP = 128
+LEAST_SHARE = 0.5  # of the copy bandwidth
+MOST_OF_A_ROUND = 0.03
+
+
+def quantize_cases(bench: Bench, sizes: Iterable[QuantizeSize]) -> Iterator[Case]:
+    """Keys and values of whole prompts, one layer, into both planes."""
+    for size in sizes:
+        prompts = Prompts.draw(bench, size)
+        yield Case(
+            "quantize",
+            f"{size.kv_heads} x {size.head_dim}, {size.tokens} tokens, 2 planes",
+            prompts.cost,
+            prompts,
+            {},
+            prompts.error,
+            RoofShare(LEAST_SHARE),
+            variants=len(prompts.keys),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """Keys and values of prompts, [variants, Hkv, N, D], whose codes are rows of one batch."""
+
+    keys: Tensor
+    values: Tensor
+    codes: QuantizedKV
+    first: Tensor
+
+    @classmethod
+    def draw(cls, bench: Bench, size: QuantizeSize) -> Prompts:
+        """Random ones."""
+        shape = (size.kv_heads, size.tokens, size.head_dim)
+        variants = bench.variants(2 * math.prod(shape) * bench.element_bytes)
+        keys, values = fresh(bench, 2, variants, *shape)
+        return cls(keys, values, _empty_codes(keys), torch.zeros(1, dtype=torch.int32, device=bench.device))
+
+    def __call__(self, variant: int) -> None:
+        quantize(*self._one(variant), self.first)
+
+    @property
+    def cost(self) -> Cost:
+        """Of one prompt."""
+        return quantize_cost(*self._one(0))
+
+    def error(self) -> float:
+        """Of what the codes stand for, against the twin's."""
+        self(0)
+        keys, values, codes = self._one(0)
+        reference = _empty_codes(keys)
+        quantize(keys, values, reference, self.first, backend="twin")
+        pairs = zip(dequantize(codes, True), dequantize(reference, True, backend="twin"), strict=True)
+        return max(relative_error(ours, theirs) for ours, theirs in pairs)
+
+    def _one(self, variant: int) -> tuple[Tensor, Tensor, QuantizedKV]:
+        rows = slice(variant, variant + 1)
+        return self.keys[rows], self.values[rows], self.codes.rows(rows)
+
+
+def _empty_codes(keys: Tensor) -> QuantizedKV:
+    batch, kv_heads, tokens, head_dim = keys.shape
+    return QuantizedKV.allocate(batch, kv_heads, tokens // GROUP, GROUP, head_dim, keys.device, lower=True)
+
+
+def flush_cases(bench: Bench, sizes: Iterable[FlushSize]) -> Iterator[Case]:
+    """The end of a round in the cache of all layers: a group leaves the buffer, or none is complete.
+
+    The target is a share of the least that a round takes, which is to read all weights once in 16 bits.
+    """
+    for size in sizes:
+        least_round_s = 2 * size.params / H200_BYTES_PER_S
+        for length in (size.context - 1, size.context):
+            flushes = Flush.several(bench, size, length)
+            first = flushes[0]
+            yield Case(
+                "flush",
+                f"{size.layers} layers of {size.kv_heads} x {size.head_dim}, {'taken' if first.taken else 'not taken'}",
+                first.cost,
+                _flushing(flushes),
+                {},
+                first.error,
+                Within(MOST_OF_A_ROUND * least_round_s),
+                variants=len(flushes),
+            )
+
+
+def _flushing(flushes: Sequence[Flush]) -> Call:
+    return lambda i: flushes[i]()
+
+
+@dataclass(frozen=True, eq=False)
+class Flush:
+    """Adds one token to a cache of `length` tokens, again and again."""
+
+    cache: Cache
+    length: int
+
+    @classmethod
+    def build(cls, bench: Bench, size: FlushSize, length: int) -> Flush:
+        """A cache of hierarchical codes whose buffer holds random numbers."""
+        shape = toy_shape(size.layers, size.kv_heads, size.kv_heads, size.q_heads, size.kv_heads, size.head_dim)
+        config = Toy.build(bench, shape, 1, 1).decoder.config
+        plan = preset("quantspec-kv", Workload(shape.name, bench.device.type, size.context, 2))
+        cache = Cache(config, plan, bench.device, bench.pool.dtype)
+        cache.keys.copy_(fresh(bench, *cache.keys.shape))
+        cache.values.copy_(fresh(bench, *cache.values.shape))
+        return cls(cache, length)
+
+    @classmethod
+    def several(cls, bench: Bench, size: FlushSize, length: int) -> list[Flush]:
+        """As many as have buffers that exceed the caches."""
+        first = cls.build(bench, size, length)
+        count = bench.variants(first.cache.keys.nbytes + first.cache.values.nbytes)
+        return [first, *(cls.build(bench, size, length) for _ in range(count - 1))]
+
+    @property
+    def taken(self) -> bool:
+        """Whether the token completes a group."""
+        return (self.length + 1) % self.cache.group == 0
+
+    def __call__(self) -> None:
+        self.cache.lengths.fill_(self.length)
+        self.cache.advance(torch.ones_like(self.cache.lengths))
+
+    @property
+    def cost(self) -> Cost:
+        """The oldest group of all layers becomes codes and what follows takes its place, or nothing moves."""
+        if not self.taken:
+            return Cost()
+        keys, values, group = self.cache.keys, self.cache.values, self.cache.group
+        oldest = self._oldest(keys)
+        coded = quantize_cost(oldest, self._oldest(values), _empty_codes(oldest))
+        return coded + shift_slots_cost(keys.flatten(0, 1), values.flatten(0, 1), group)
+
+    def error(self) -> float:
+        """Of the buffer and of what the new codes stand for, against the twin's."""
+        group, moved = self.cache.group, self.cache.group if self.taken else 0
+        before = self.cache.keys.clone(), self.cache.values.clone()
+        self()
+        after = self.cache.keys, self.cache.values
+        buffers = (
+            relative_error(now[..., :group, :], then[..., moved : moved + group, :])
+            for now, then in zip(after, before, strict=True)
+        )
+        return max(*buffers, self._code_error(*map(self._oldest, before)) if self.taken else 0.0)
+
+    def _oldest(self, store: Tensor) -> Tensor:
+        """The oldest group in full precision, [layers, Hkv, G, D]."""
+        return store[:, 0, :, : self.cache.group]
+
+    def _code_error(self, keys: Tensor, values: Tensor) -> float:
+        reference = _empty_codes(keys)
+        first = torch.zeros(len(keys), dtype=torch.int32, device=keys.device)
+        quantize(keys, values, reference, first, backend="twin")
+        expected = torch.stack(dequantize(reference, True, backend="twin"))
+        written = slice(self.length + 1 - 2 * self.cache.group, self.length + 1 - self.cache.group)
+        layers = (torch.stack(dequantize(self.cache.codes(layer), True)) for layer in range(self.cache.layers))
+        return max(relative_error(now[:, 0, :, written], expected[:, i]) for i, now in enumerate(layers))

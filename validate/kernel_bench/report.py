@@ -1,0 +1,225 @@
+"""The kernel bench: every kernel beside its peers, its reference and its target, on this machine's GPU."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from ridgeplan.roofline.cost import Cost
+from ridgeplan.validate import machine
+from ridgeplan.validate.calibration.calibrate import Progress
+from ridgeplan.validate.kernel_bench import attention as kernel_attention
+from ridgeplan.validate.kernel_bench import kv_cache as kernel_quantize
+from ridgeplan.validate.kernel_bench import layer as kernel_fused
+from ridgeplan.validate.kernel_bench import linear as kernel_linear
+from ridgeplan.validate.kernel_bench import sampling as kernel_sampling
+from ridgeplan.validate.kernel_bench.case import Case, Peers, usable
+from ridgeplan.validate.kernel_bench.sizes import FULL, KERNELS, TINY, Sizes
+from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench
+
+POOL_BYTES = 2 << 30  # what the bandwidth is measured on
+TRIAL_S = 0.04
+MATMUL_SIZE = 8192
+MOST_ERROR = 0.02  # of a kernel that computes in bfloat16: a faster one that is further off meets no target
+PACKAGES = ("ridgeplan", "torch", "triton", "flashinfer-python")
+
+FAMILIES: Mapping[str, Callable[[Bench, Any], Iterator[Case]]] = {
+    "attention": kernel_attention.attention_cases,
+    "verification": kernel_attention.verification_cases,
+    "linear_int4": kernel_linear.int4_cases,
+    "linear_dense": kernel_linear.dense_cases,
+    "gated_int4": kernel_linear.gated_int4_cases,
+    "gated_dense": kernel_linear.gated_dense_cases,
+    "quantize": kernel_quantize.quantize_cases,
+    "flush": kernel_quantize.flush_cases,
+    "norm": kernel_fused.norm_cases,
+    "rope": kernel_fused.rope_cases,
+    "swiglu": kernel_fused.swiglu_cases,
+    "judge": kernel_sampling.judge_cases,
+    "draw": kernel_sampling.draw_cases,
+}
+
+
+class NoCudaDevice(ValueError):
+    """The kernel bench was asked for on a machine without a CUDA device."""
+
+
+@dataclass(frozen=True)
+class Roof:
+    """What the machine reaches on a large copy or sum, whichever is faster, and on a large matrix product."""
+
+    bytes_per_s: float
+    flops: float
+
+    @classmethod
+    def measure(cls, bench: Bench, matmul_size: int) -> Roof:
+        """That of the bench's device."""
+        return cls(machine.copy_bytes_per_s(bench), machine.matmul_flops(bench, matmul_size))
+
+    def seconds(self, cost: Cost) -> float:
+        """The least that `cost` takes."""
+        return float(max(cost.bytes / self.bytes_per_s, cost.flops / self.flops))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured case. Times are medians; target_s is the longest time that meets the target.
+
+    peer: the one that the target refers to, else the fastest, else None.
+    """
+
+    kernel: str
+    shape: str
+    ours_s: float
+    peers_s: Mapping[str, float]
+    peer: str | None
+    roof_s: float
+    error: float
+    target_s: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Times as fast as the peer."""
+        return None if self.peer is None else self.peers_s[self.peer] / self.ours_s
+
+    @property
+    def roof(self) -> float:
+        """Share of what bandwidth or arithmetic allow."""
+        return self.roof_s / self.ours_s
+
+    @property
+    def met(self) -> bool:
+        """Whether the target is met with an error that bfloat16 explains."""
+        return self.ours_s <= self.target_s and self.error <= MOST_ERROR
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; times in microseconds."""
+        return {
+            "kernel": self.kernel,
+            "shape": self.shape,
+            "ours_us": _us(self.ours_s),
+            "peer": self.peer,
+            "peer_us": None if self.peer is None else _us(self.peers_s[self.peer]),
+            "peers_us": {name: _us(seconds) for name, seconds in self.peers_s.items()},
+            "ratio": None if self.ratio is None else round(self.ratio, 3),
+            "roof": round(self.roof, 3),
+            "error": float(f"{self.error:.3g}") if math.isfinite(self.error) else None,
+            "target_us": _us(self.target_s) if math.isfinite(self.target_s) else None,
+            "met": self.met,
+        }
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """What a run of the bench found, and where."""
+
+    device: str
+    software: Mapping[str, str]
+    date: str
+    roof: Roof
+    rows: tuple[Row, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "device": self.device,
+            "software": dict(self.software),
+            "date": self.date,
+            "copy_bytes_per_s": round(self.roof.bytes_per_s),
+            "matmul_flops": round(self.roof.flops),
+            "rows": [row.to_dict() for row in self.rows],
+        }
+
+
+@torch.inference_mode()
+def bench_kernels(kernels: Iterable[str] = KERNELS, on_progress: Progress | None = None) -> KernelReport:
+    """Times `kernels` at all their sizes on this machine's GPU, as `Bench` does: calls chained in CUDA graphs.
+
+    Raises NoCudaDevice.
+    """
+    bench = Bench.build(_cuda_device(), POOL_BYTES, CUDA_ROTATE_BYTES, TRIAL_S)
+    roof = Roof.measure(bench, MATMUL_SIZE)
+    return KernelReport(
+        device=torch.cuda.get_device_name(bench.device),
+        software=versions(PACKAGES),
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        roof=roof,
+        rows=tuple(measured(bench, roof, cases_of(bench, FULL, kernels, on_progress))),
+    )
+
+
+@torch.inference_mode()
+def run_kernels_once(kernels: Iterable[str] = KERNELS) -> list[tuple[str, str, float]]:
+    """(kernel, shape, error) of every kernel run once at a tiny size, for memory checkers. Raises NoCudaDevice.
+
+    In bfloat16, where CUDA C++ kernels run, and in float32, which is Triton's.
+    """
+    half = Bench.build(_cuda_device(), 1 << 20, 1, TRIAL_S)
+    benches = {"bf16": half, "fp32": replace(half, pool=half.pool.float())}
+    return [
+        (case.kernel, f"{case.shape}, {name}", case.error())
+        for name, bench in benches.items()
+        for case in cases_of(bench, TINY, kernels)
+    ]
+
+
+def cases_of(bench: Bench, sizes: Sizes, kernels: Iterable[str], on_progress: Progress | None = None) -> Iterator[Case]:
+    """The cases of `kernels`, made when they are asked for, so that only one size's inputs are held."""
+    chosen = [name for name in KERNELS if name in set(kernels)]
+    for done, name in enumerate(chosen):
+        if on_progress is not None:
+            on_progress(name, done, len(chosen))
+        yield from FAMILIES[name](bench, getattr(sizes, name))
+
+
+def measured(bench: Bench, roof: Roof, cases: Iterable[Case]) -> Iterator[Row]:
+    """A row of each case; peers that neighbouring cases share are timed once, those that do not run are left out."""
+    shared: Peers | None = None
+    peers_s: dict[str, float] = {}
+    for case in cases:
+        if case.peers is not shared:
+            shared = case.peers
+            peers_s = {name: bench.median_s(case.trial(call)) for name, call in usable(shared).items()}
+        yield row_of(case, bench.median_s(case.trial(case.call)), peers_s, roof)
+
+
+def row_of(case: Case, ours_s: float, peers_s: Mapping[str, float], roof: Roof) -> Row:
+    """The row of a case that took `ours_s`, and its peers `peers_s`."""
+    roof_s = roof.seconds(case.cost)
+    peer = case.over or (min(peers_s, key=peers_s.__getitem__) if peers_s else None)
+    return Row(
+        kernel=case.kernel,
+        shape=case.shape,
+        ours_s=ours_s,
+        peers_s=peers_s,
+        peer=peer,
+        roof_s=roof_s,
+        error=case.error(),
+        target_s=case.target.limit_s(math.nan if peer is None else peers_s[peer], roof_s),
+    )
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Those of `packages` that are installed, with their versions."""
+    found = {}
+    for name in packages:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def _cuda_device() -> torch.device:
+    if not torch.cuda.is_available():
+        raise NoCudaDevice("ridgeplan bench kernels needs a CUDA device, and torch finds none here")
+    return torch.device("cuda")
+
+
+def _us(seconds: float) -> float:
+    return round(1e6 * seconds, 3)

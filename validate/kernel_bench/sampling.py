@@ -1,0 +1,158 @@
+"""Cases of sampling: a draft's next tokens, and the verdict on a round's drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.device.backend import Backend
+from ridgeplan.kernels.sampling import draw, filter_logits, judge
+from ridgeplan.kernels.sampling.cost import draw_cost, filter_cost
+from ridgeplan.kernels.sampling.distribution import Choice, Greedy, Verdict
+from ridgeplan.roofline.cost import Cost
+from ridgeplan.validate.kernel_bench.case import Case, Within, fresh
+from ridgeplan.validate.kernel_bench.sizes import SamplingSize
+from ridgeplan.validate.timing import Bench
+
+SPREAD = 4.0  # of logits around their mean, so that some tokens are likely, as in a model's
+DISAGREEMENT = 0.5  # of a draft's logits with the target's
+VERDICT_S, DRAW_S = 150e-6, 25e-6  # targets
+
+
+def draw_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[Case]:
+    """The next token of every sequence from a draft's logits, filtering included."""
+    for size in sizes:
+        variants = bench.variants(size.batch * size.vocab * bench.element_bytes)
+        logits = SPREAD * fresh(bench, variants, size.batch, size.vocab)
+        drawings = [Drawing(size, row, _uniform(bench, size.batch)) for row in logits]
+        yield _case("draw", shape_of(size), drawings, DRAW_S)
+
+
+def judge_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[Case]:
+    """The verdict on `gamma` drafts of every sequence from the target's logits, whose filtering it includes."""
+    for size in sizes:
+        variants = bench.variants((2 * size.gamma + 1) * size.batch * size.vocab * bench.element_bytes)
+        judgings = [Judging.build(bench, size) for _ in range(variants)]
+        yield _case("judge", f"{shape_of(size)}, gamma {size.gamma}", judgings, VERDICT_S)
+
+
+def _case(kernel: str, shape: str, variants: Sequence[Drawing] | Sequence[Judging], most_s: float) -> Case:
+    first = variants[0]
+    return Case(
+        kernel, shape, first.cost, lambda i: variants[i](), {}, first.error, Within(most_s), variants=len(variants)
+    )
+
+
+def shape_of(size: SamplingSize) -> str:
+    """As the tables show it."""
+    kept = f", top-k {size.top_k}, top-p {size.top_p}" if size.top_k else ""
+    return f"{size.batch} x {size.vocab}, {f'temperature {size.temperature:g}' if size.temperature else 'greedy'}{kept}"
+
+
+def misplaced(weights: Tensor, uniform: Tensor, tokens: Tensor) -> float:
+    """The largest distance of a uniform number [B] from the share of [0, 1) of its token [B], by weights [B, vocab].
+
+    Rounding moves the borders of 128k shares by some 1e-7, which decides about a draw in fifty: a token beside the
+    border is not wrong.
+    """
+    sums = weights.double().cumsum(-1)
+    at = tokens[:, None]
+    upper, share, total = sums.gather(1, at)[:, 0], weights.gather(1, at)[:, 0], sums[:, -1]
+    wanted = uniform * total
+    return float((torch.maximum(wanted - upper, upper - share - wanted).clamp_min(0) / total).max())
+
+
+@dataclass(frozen=True, eq=False)
+class Drawing:
+    """A draw from logits [B, vocab]; uniform [B]."""
+
+    size: SamplingSize
+    logits: Tensor
+    uniform: Tensor
+
+    def __call__(self) -> Tensor:
+        return draw(_filtered(self.size, self.logits, "auto"), self.uniform)
+
+    @property
+    def cost(self) -> Cost:
+        """Of filtering, which finds a greedy choice by itself, and of the draw."""
+        return filter_cost(self.logits) + (draw_cost(self.logits) if self.size.temperature else Cost())
+
+    def error(self) -> float:
+        """How far tokens are from those of the same logits in float32, see `misplaced`."""
+        exact = _filtered(self.size, self.logits.float(), "twin")
+        return misplaced(_weights(exact, self.size.vocab), self.uniform, self())
+
+
+@dataclass(frozen=True, eq=False)
+class Judging:
+    """A verdict on drafted tokens [B, gamma], drawn from logits `drafts` [gamma, B, vocab].
+
+    target: logits [B, gamma + 1, vocab]; room: int32 [B], which cuts nothing; uniform: [B, gamma + 1].
+    """
+
+    size: SamplingSize
+    target: Tensor
+    drafts: Tensor
+    drafted: Tensor
+    room: Tensor
+    uniform: Tensor
+
+    @classmethod
+    def build(cls, bench: Bench, size: SamplingSize) -> Judging:
+        """Drafts that disagree a little with the target, so that some are rejected."""
+        target = SPREAD * fresh(bench, size.batch, size.gamma + 1, size.vocab)
+        noise = DISAGREEMENT * fresh(bench, size.gamma, size.batch, size.vocab)
+        drafts = target[:, :-1].transpose(0, 1) + noise
+        drafted = draw(_filtered(size, drafts, "auto"), _uniform(bench, size.gamma, size.batch)).t().contiguous()
+        room = torch.full((size.batch,), size.gamma + 1, dtype=torch.int32, device=bench.device)
+        return cls(size, target, drafts, drafted, room, _uniform(bench, size.batch, size.gamma + 1))
+
+    def __call__(self) -> Verdict:
+        target = _filtered(self.size, self.target, "auto")
+        return judge(target, self._choices, self.drafted, self.room, self.uniform)
+
+    @property
+    def cost(self) -> Cost:
+        """Of filtering all queries' logits and, unless greedy, of a draw from what one draft leaves of the target."""
+        drawn = draw_cost(self.target[:, 0], self.drafts[0]) if self.size.temperature else Cost()
+        return filter_cost(self.target) + drawn
+
+    def error(self) -> float:
+        """Share of sequences that accept other drafts than the twin does, or how far replacements are `misplaced`.
+
+        Both against the same logits in float32. After a rejection the token is drawn from (p - q)+, at the end from p.
+        """
+        target = _filtered(self.size, self.target.float(), "twin")
+        choices = [_filtered(self.size, draft.float(), "twin") for draft in self.drafts]
+        ours, exact = self(), judge(target, choices, self.drafted, self.room, self.uniform, backend="twin")
+        rows, last = torch.arange(len(self.room), device=self.room.device), ours.accepted
+        p = _weights(target, self.size.vocab)
+        q = torch.stack([*(_weights(choice, self.size.vocab) for choice in choices), torch.zeros_like(p[:, 0])], dim=1)
+        left = (p[rows, last] - q[rows, last]).clamp_min(0)
+        wrong = float((ours.accepted != exact.accepted).double().mean())
+        return max(wrong, misplaced(left, self.uniform[:, -1], ours.tokens[rows, last]))
+
+    @cached_property
+    def _choices(self) -> list[Choice]:
+        """The drafts', which were filtered when they were drawn from."""
+        return [_filtered(self.size, draft, "auto") for draft in self.drafts]
+
+
+def _filtered(size: SamplingSize, logits: Tensor, backend: Backend) -> Choice:
+    return filter_logits(logits, size.temperature, size.top_k, size.top_p, backend=backend)
+
+
+def _uniform(bench: Bench, *shape: int) -> Tensor:
+    return torch.rand(shape, dtype=torch.float64, device=bench.device)
+
+
+def _weights(choice: Choice, vocab: int) -> Tensor:
+    """Probabilities [..., vocab]; a greedy choice has all of it on one token."""
+    if isinstance(choice, Greedy):
+        return torch.nn.functional.one_hot(choice.best, vocab).float()
+    return choice.probabilities()

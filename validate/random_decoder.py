@@ -1,0 +1,95 @@
+"""Short random decoders, to time what the runtime does around its matrix products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ridgeplan.planner.plan import Plan, Workload
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model.linear import Dense
+from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
+from ridgeplan.runtime.model_config import DecoderConfig
+from ridgeplan.validate.timing import Bench
+
+
+def toy_shape(
+    layers: int, hidden: int, intermediate: int, q_heads: int, kv_heads: int, head_dim: int, vocab: int = 128
+) -> ModelShape:
+    """A Llama-like shape."""
+    return ModelShape(
+        name="toy",
+        architecture="llama",
+        layers=layers,
+        hidden=hidden,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=intermediate,
+        vocab=vocab,
+        max_context=4096,
+        tied_embeddings=True,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Toy:
+    """A decoder of `shape` with an empty cache for plain decoding."""
+
+    shape: ModelShape
+    decoder: Decoder
+    cache: Cache
+    bench: Bench
+
+    @classmethod
+    def build(cls, bench: Bench, shape: ModelShape, context: int, new_tokens: int, batch: int = 1) -> Toy:
+        """A toy whose cache takes `context` + `new_tokens` tokens of `batch` sequences."""
+        config = DecoderConfig(
+            family="llama",
+            layers=shape.layers,
+            hidden=shape.hidden,
+            q_heads=shape.q_heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            vocab=shape.vocab,
+            norm_eps=1e-5,
+            max_context=shape.max_context,
+            windows=(None,) * shape.layers,
+            rotary_frequencies=tuple(1e-4 ** (i / shape.head_dim) for i in range(0, shape.head_dim, 2)),
+            rotary_scale=1.0,
+        )
+        plan = Plan(Workload(shape.name, bench.device.type, context, new_tokens, batch))
+        cache = Cache(config, plan, bench.device, bench.pool.dtype)
+        return cls(shape, Decoder(config, bench.device), cache, bench)
+
+    def weights(self) -> DecoderWeights:
+        """Random weights; every layer has its own, so that a step reads them from memory."""
+        hidden = self.shape.hidden
+        embedding = self.bench.random(self.shape.vocab, hidden)
+        layers = tuple(self._layer() for _ in range(self.shape.layers))
+        return DecoderWeights(embedding, layers, self.bench.random(hidden), Dense(embedding))
+
+    def tokens(self, queries: int) -> Tensor:
+        """Token ids [batch, queries]."""
+        shape = (self.cache.batch, queries)
+        return torch.randint(self.shape.vocab, shape, device=self.bench.device)
+
+    def _layer(self) -> LayerWeights:
+        shape, random = self.shape, self.bench.random
+
+        def dense(outputs: int, inputs: int) -> Dense:
+            return Dense(random(outputs, inputs) / inputs**0.5)  # keeps activations near 1 through the layers
+
+        return LayerWeights(
+            attention_norm=random(shape.hidden),
+            qkv=dense(shape.q_width + 2 * shape.kv_width, shape.hidden),
+            qk_norm=None,
+            output=dense(shape.hidden, shape.q_width),
+            mlp_norm=random(shape.hidden),
+            gate_up=dense(2 * shape.intermediate, shape.hidden),
+            down=dense(shape.hidden, shape.intermediate),
+        )
