@@ -22,7 +22,7 @@ THIS_MACHINE = "auto"
 
 
 @dataclass(frozen=True)
-class Question:
+class PageQuestion:
     """What the sidebar asks for, as typed."""
 
     model: str
@@ -68,7 +68,7 @@ def main() -> None:
     show_alternatives(recommendation)
 
 
-def ask() -> Question:
+def ask() -> PageQuestion:
     """The inputs. Their limits are the planner's to check, which says what is allowed."""
     models = [shape.name for shape in list_models()]
     gpus = [*(item.name for item in list_hardware()), THIS_MACHINE]
@@ -77,7 +77,7 @@ def ask() -> Question:
     gpu = st.selectbox("GPU", gpus, index=gpus.index(DEFAULT_GPU), key="gpu",
                        help="auto is this machine, once `ridgeplan calibrate` has run.")  # fmt: skip
     own_gpu = st.text_input("Other GPU", key="own_gpu", help="A TOML file with the figures of one GPU.")
-    return Question(
+    return PageQuestion(
         model=own_model.strip() or model,
         gpu=own_gpu.strip() or gpu,
         context=int(st.number_input("Context (tokens)", value=DEFAULT_CONTEXT, step=1024, key="context")),

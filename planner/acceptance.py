@@ -32,7 +32,7 @@ BOUNDS = ("streamingllm", "specattn")
 
 
 @dataclass(frozen=True)
-class Row:
+class AcceptanceRow:
     """One known acceptance. Raises PlanError for values out of range."""
 
     draft: str
@@ -45,7 +45,7 @@ class Row:
     ratio: float = 1.0
 
     @classmethod
-    def read(cls, row: Mapping[str, Any]) -> Row:
+    def read(cls, row: Mapping[str, Any]) -> AcceptanceRow:
         """From a profile. Raises PlanError, also for fields that are missing or unknown."""
         allowed = {field.name for field in fields(cls)}
         missing = allowed - {"ratio"} - set(row)
@@ -111,7 +111,7 @@ class Knowledge:
     @classmethod
     def about(cls, shape: ModelShape, context: int, own_rows: Iterable[Mapping[str, Any]] = ()) -> Knowledge:
         """Knowledge from the shipped rows and `own_rows`, a profile's, measured on the user's machine."""
-        rows = (*shipped_rows(), *map(Row.read, own_rows))
+        rows = (*shipped_rows(), *map(AcceptanceRow.read, own_rows))
         known = {
             kind: _look_up([row for row in rows if row.draft == kind], shape, context)
             for kind in dict.fromkeys(row.draft for row in rows)
@@ -142,11 +142,11 @@ class Knowledge:
 
 
 @cache
-def shipped_rows() -> tuple[Row, ...]:
+def shipped_rows() -> tuple[AcceptanceRow, ...]:
     """The rows of acceptance.toml."""
     tables = tomllib.loads(Path(__file__).with_name("acceptance.toml").read_text(encoding="utf-8"))["row"]
     return tuple(
-        Row(
+        AcceptanceRow(
             draft=entry["draft"],
             model=table["model"],
             parameters=table["parameters"],
@@ -172,7 +172,7 @@ def _numeric_kinds(plan: Plan) -> list[str]:
     return [] if plan.kv.format is not KVFormat.SHADOW else ["kv8"]
 
 
-def _look_up(matching: list[Row], shape: ModelShape, context: int) -> Acceptance:
+def _look_up(matching: list[AcceptanceRow], shape: ModelShape, context: int) -> Acceptance:
     """The rows of the model itself if there are any, else all, weighted by how near they are."""
     own = [row for row in matching if same_model(row.model, shape.name)]
     used = own or matching
@@ -203,7 +203,7 @@ def _between(worst: Acceptance, best: Acceptance) -> Acceptance:
     )
 
 
-def _weight(row: Row, shape: ModelShape, context: int) -> float:
+def _weight(row: AcceptanceRow, shape: ModelShape, context: int) -> float:
     """How much a row says: halves per factor of 2 in model size, quarters per factor of 2 in context."""
     size = abs(math.log2(row.parameters * 1e9 / shape.parameters))
     length = 2 * abs(math.log2(row.context / context))

@@ -11,7 +11,7 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import shipped_profiles
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.memory import LENT_PROMPT_TOKENS, prompts_lent
+from ridgeplan.roofline.memory import DRAFT_SWAP_PROMPT_TOKENS, uses_draft_swap
 from ridgeplan.roofline.placement import MAX_LENGTH, resident_memory
 
 MAX_BATCH = 4096  # the largest a plan may have
@@ -25,7 +25,7 @@ class Room:
 
     free_bytes: int
     element_bytes: int
-    processors: int
+    num_sms: int
 
 
 def missing_memory(plan: Plan, model: ModelReference, room: Room) -> str | None:
@@ -49,7 +49,7 @@ def missing_memory(plan: Plan, model: ModelReference, room: Room) -> str | None:
         longest = MAX_LENGTH - workload.new_tokens
         # Memory grows with the context but for where prompts begin to borrow, so a bisection starts there.
         return _largest(
-            lambda tokens: fits(replace(workload, context=tokens, batch=batch)), longest, LENT_PROMPT_TOKENS
+            lambda tokens: fits(replace(workload, context=tokens, batch=batch)), longest, DRAFT_SWAP_PROMPT_TOKENS
         )
 
     options = _options(workload, context_with, _largest(lambda rows: fits(replace(workload, batch=rows)), MAX_BATCH))
@@ -58,16 +58,16 @@ def missing_memory(plan: Plan, model: ModelReference, room: Room) -> str | None:
     return f"{sizes}; {allowed}"
 
 
-def prompts_borrow(plan: Plan) -> bool:
+def swaps_draft_weights(plan: Plan) -> bool:
     """Whether on a GPU prompts of the plan take their long buffers from the memory of the draft's weights."""
-    return plan.weights.draft_differs and bool(prompts_lent(plan.workload.context))
+    return plan.weights.draft_differs and bool(uses_draft_swap(plan.workload.context))
 
 
 def peak_bytes(plan: Plan, shape: ModelShape, room: Room) -> float:
     """Predicted peak of weights, caches, buffers and workspaces, everything on the device."""
     # Rates do not matter to memory, so any profile's will do.
     any_device = replace(Machine.of(shipped_profiles()[0]), asynchronous=1)
-    machine = replace(any_device, element_bytes=room.element_bytes, processors=room.processors)
+    machine = replace(any_device, element_bytes=room.element_bytes, num_sms=room.num_sms)
     return float(resident_memory(shape, machine, strategy_of(plan, shape, machine, 1.0)).peak)
 
 
@@ -77,7 +77,7 @@ def _options(workload: Workload, context_with: Callable[[int], int], batch: int)
     def contexts(batch: int) -> list[str]:
         longest = context_with(batch)
         # Of a plan that does not fit, longer ones may only where their prompts borrow.
-        first = f"from {LENT_PROMPT_TOKENS}" if longest > workload.context else "up"
+        first = f"from {DRAFT_SWAP_PROMPT_TOKENS}" if longest > workload.context else "up"
         return [f"context {first} to {longest} with batch {batch}"] if longest else []
 
     options = contexts(workload.batch)

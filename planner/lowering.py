@@ -60,7 +60,7 @@ def strategy_of(plan: Plan, shape: ModelShape, machine: Machine, acceptance: flo
         draft_ratio=speculation.ratio,
         gamma=speculation.gamma,
         acceptance=acceptance,
-        splits=choose_splits(workload.batch, shape.kv_heads, workload.context, machine.processors),
+        splits=choose_splits(workload.batch, shape.kv_heads, workload.context, machine.num_sms),
     )
 
 

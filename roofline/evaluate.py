@@ -9,7 +9,7 @@ from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import PREFILL_CHUNK_TOKENS, MemoryParts
 from ridgeplan.roofline.passes import Op, decode_pass, prefill_pass
-from ridgeplan.roofline.placement import borrowed_bytes, place
+from ridgeplan.roofline.placement import place, swapped_bytes
 from ridgeplan.roofline.speculative_round import (
     Round,
     draft_terms,
@@ -21,7 +21,7 @@ from ridgeplan.roofline.speculative_round import (
     target_terms,
 )
 from ridgeplan.roofline.strategy import Strategy
-from ridgeplan.roofline.term_math import larger, smaller
+from ridgeplan.roofline.term_math import maximum, minimum
 
 # The context grows while tokens are generated, so costs are integrated over it. Two-point Gauss-Legendre nodes on
 # [0, 1] are exact up to cubic terms, and costs are piecewise linear in the context.
@@ -64,11 +64,11 @@ def prefill_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> 
     """Time to the first token: all prompts one after another, their KV quantized as it is made, and the return of the
     draft's weights that lent them memory."""
     ops = prefill_pass(shape, 1, strategy.context, machine.element_bytes, strategy.target_weight_bytes)
-    chunks = larger(strategy.context / PREFILL_CHUNK_TOKENS, 1)  # a layer is issued once for each
+    chunks = maximum(strategy.context / PREFILL_CHUNK_TOKENS, 1)  # a layer is issued once for each
     one = machine.pass_seconds(ops, prefill_rates(machine), shape.layers * chunks, machine.prefill_layer_dispatch_s)
     cost = quantize_cost(shape, machine, strategy, 1, strategy.context)
-    codes = smaller(strategy.code_planes, 1) * shape.layers * machine.seconds(cost, machine.rates["quantize"])
-    returned_s = borrowed_bytes(shape, machine, strategy) / machine.host_link_bytes_per_s
+    codes = minimum(strategy.code_planes, 1) * shape.layers * machine.seconds(cost, machine.rates["quantize"])
+    returned_s = swapped_bytes(shape, machine, strategy) / machine.host_link_bytes_per_s
     return strategy.batch * (one + codes + sampling_seconds(shape, machine, 1)) + returned_s
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.passes import Op
-from ridgeplan.roofline.term_math import larger, where
+from ridgeplan.roofline.term_math import maximum, where
 
 # Rows up to which the runtime's dense products have kernels of their own, on a device and on a host.
 DEVICE_FEW_ROWS, HOST_FEW_ROWS = 16, 64
@@ -39,7 +39,7 @@ class Machine:
     memory_bytes: Term
     host_link_bytes_per_s: Term
     element_bytes: Term
-    processors: Term
+    num_sms: Term
     few_rows: Term  # of a dense product: more are the library's, as in prefill
     gated_rows: Term  # up to which the product of gate and up applies the activation itself
 
@@ -58,7 +58,7 @@ class Machine:
             memory_bytes=hardware.memory_bytes,
             host_link_bytes_per_s=hardware.host_link_bytes_per_s * profile.host_link_utilization,
             element_bytes=hardware.element_bytes,
-            processors=hardware.processors,
+            num_sms=hardware.num_sms,
             few_rows=DEVICE_FEW_ROWS if profile.asynchronous else HOST_FEW_ROWS,
             gated_rows=DEVICE_GATED_ROWS if profile.asynchronous else 0,
         )
@@ -67,7 +67,7 @@ class Machine:
         """launch + max(bytes / (bandwidth x utilization), FLOPs / (peak x utilization))."""
         moving = cost.bytes / (self.bandwidth_bytes_per_s * rates.bandwidth_utilization)
         computing = cost.flops / (self.compute_flops * rates.compute_utilization)
-        return rates.launch_s + larger(moving, computing)
+        return rates.launch_s + maximum(moving, computing)
 
     def op_seconds(self, op: Op, own: Mapping[str, RateTerms]) -> Term:
         """All launches of one operation; `own` holds the rates that depend on the formats the pass reads."""
@@ -87,7 +87,7 @@ class Machine:
         device = sum(self.op_seconds(op, own) for op in ops)
         per_layer_s = self.layer_dispatch_s if layer_dispatch_s is None else layer_dispatch_s
         host = self.pass_dispatch_s + layers * per_layer_s
-        return where(self.asynchronous, larger(device, host), device + host)
+        return where(self.asynchronous, maximum(device, host), device + host)
 
 
 def either(condition: Term, yes: RateTerms, no: RateTerms) -> RateTerms:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
-from ridgeplan.roofline.term_math import at_most, larger, smaller
+from ridgeplan.roofline.term_math import indicator, maximum, minimum
 
 PREFILL_CHUNK_TOKENS = 4096  # rows of one chunk of the layer-major prefill
 PREFILL_ATTENDED_TOKENS = 1 << 16  # times KV heads that attend at once
 # Plans whose prompts may be this long keep a copy of the draft's weights on the host, and prompts of any length borrow
 # their memory. To bring back what a prompt overwrote takes 0.4% to 2% of its time; shorter plans would gain so little
 # memory that the copy is not worth its making.
-LENT_PROMPT_TOKENS = 1 << 16
+DRAFT_SWAP_PROMPT_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class MemoryParts:
     @property
     def peak(self) -> Term:
         """The larger of both peaks: what must fit."""
-        return self.resident + larger(self.prefill_workspace, self.decode_workspace)
+        return self.resident + maximum(self.prefill_workspace, self.decode_workspace)
 
 
 def layer_parameters(shape: ModelShape) -> int:
@@ -80,12 +80,12 @@ def full_kv(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term) -
 def code_memory(shape: ModelShape, batch: Term, tokens: Term, planes: Term, group: Term) -> Term:
     """Codes of `planes` 4-bit planes for `tokens` tokens in every layer, with their scales and minima if any plane."""
     codes = ops.quantized_bytes(batch, shape.cached_heads, shape.head_dim, tokens, 4 * planes, group)
-    return shape.layers * smaller(planes, 1) * codes
+    return shape.layers * minimum(planes, 1) * codes
 
 
-def prompts_lent(context: Term) -> Term:
+def uses_draft_swap(context: Term) -> Term:
     """1 for plans whose prompts borrow the memory of the draft's weights, where there are any, on a GPU; else 0."""
-    return at_most(LENT_PROMPT_TOKENS, context)
+    return indicator(DRAFT_SWAP_PROMPT_TOKENS, context)
 
 
 def prompt_buffers(shape: ModelShape, tokens: Term, element_bytes: Term) -> tuple[Term, ...]:
@@ -95,28 +95,28 @@ def prompt_buffers(shape: ModelShape, tokens: Term, element_bytes: Term) -> tupl
     return tuple(tokens * width * element_bytes for width in (shape.hidden, shape.q_width, kv_width, kv_width))
 
 
-def lent_bytes(lendable: Term, buffers: Sequence[Term]) -> Term:
-    """Bytes of the buffers that `lendable` bytes hold: each in turn, if what is left of them holds it whole."""
-    lent: Term = 0
+def arena_bytes(arena_capacity: Term, buffers: Sequence[Term]) -> Term:
+    """Bytes of the buffers that `arena_capacity` bytes hold: each in turn, if what is left of them holds it whole."""
+    taken_bytes: Term = 0
     for buffer in buffers:
-        lent = lent + buffer * at_most(lent + buffer, lendable)
-    return lent
+        taken_bytes = taken_bytes + buffer * indicator(taken_bytes + buffer, arena_capacity)
+    return taken_bytes
 
 
-def prefill_workspace(shape: ModelShape, tokens: Term, element_bytes: Term, lendable: Term = 0) -> Term:
+def prefill_workspace(shape: ModelShape, tokens: Term, element_bytes: Term, arena_capacity: Term = 0) -> Term:
     """Layer-major prefill, one sequence at a time: hidden states of the prompt, one layer's queries and KV, and either
-    the attention output of a few heads or one chunk's activations. What lies in `lendable` bytes of the draft's weights
-    is counted there."""
-    chunk = smaller(tokens, PREFILL_CHUNK_TOKENS)
+    the attention output of a few heads or one chunk's activations. What lies in the draft weights' memory, of which
+    there are `arena_capacity` bytes, is counted there."""
+    chunk = minimum(tokens, PREFILL_CHUNK_TOKENS)
     kv_width = shape.kv_elements_per_token_per_layer
     projected = chunk * (shape.hidden + 2 * shape.q_width + kv_width)
     activated = chunk * (3 * shape.hidden + 3 * shape.intermediate)
     # Whole heads attend at once, one at least.
-    heads_tokens = smaller(larger(tokens, PREFILL_ATTENDED_TOKENS), tokens * shape.kv_heads)
+    heads_tokens = minimum(maximum(tokens, PREFILL_ATTENDED_TOKENS), tokens * shape.kv_heads)
     attended = heads_tokens * shape.q_width / shape.kv_heads
     buffers = prompt_buffers(shape, tokens, element_bytes)
-    allocated = sum(buffers) - lent_bytes(lendable, buffers)
-    return allocated + larger(larger(projected, activated), attended) * element_bytes
+    allocated = sum(buffers) - arena_bytes(arena_capacity, buffers)
+    return allocated + maximum(maximum(projected, activated), attended) * element_bytes
 
 
 def decode_workspace(shape: ModelShape, batch: Term, queries: Term, splits: Term, element_bytes: Term) -> Term:
@@ -124,4 +124,4 @@ def decode_workspace(shape: ModelShape, batch: Term, queries: Term, splits: Term
     rows = batch * queries
     logits = 5 * rows * shape.vocab * element_bytes
     partials = ops.partial_bytes(batch, queries, shape.q_heads, shape.value_dim, splits)
-    return logits + partials + 4 * rows * larger(shape.intermediate, shape.hidden) * element_bytes
+    return logits + partials + 4 * rows * maximum(shape.intermediate, shape.hidden) * element_bytes

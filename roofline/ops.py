@@ -8,7 +8,7 @@ same name declares, which a test holds), numpy arrays (a sweep) or sympy symbols
 from __future__ import annotations
 
 from ridgeplan.roofline.cost import Cost, Term
-from ridgeplan.roofline.term_math import larger, smaller
+from ridgeplan.roofline.term_math import maximum, minimum
 
 METADATA_BYTES = 2  # one fp16 scale or minimum
 PARTIAL_BYTES = 4  # split-KV partial outputs and their log-sum-exp are fp32
@@ -153,10 +153,10 @@ def merge(batch: Term, queries: Term, q_heads: Term, head_dim: Term, splits: Ter
     )
 
 
-def choose_splits(batch: Term, kv_heads: Term, tokens: Term, processors: Term) -> Term:
+def choose_splits(batch: Term, kv_heads: Term, tokens: Term, num_sms: Term) -> Term:
     """How many ways split-KV attention cuts each sequence: two programs per processor, 256 tokens at least."""
-    wanted = -(-2 * processors // (batch * kv_heads))
-    return larger(1, smaller(wanted, -(-tokens // 256)))
+    wanted = -(-2 * num_sms // (batch * kv_heads))
+    return maximum(1, minimum(wanted, -(-tokens // 256)))
 
 
 def causal_attention(
@@ -261,7 +261,7 @@ def draw(rows: Term, vocab: Term, element_bytes: Term, distributions: Term = 1) 
     return Cost(LOGIT_FLOPS * logits, logits * element_bytes)
 
 
-def round_with_feedback(outputs: Term, group: Term) -> Cost:
+def gptq_round(outputs: Term, group: Term) -> Cost:
     """Codes and errors of a group's weights in float32, rounded one input after another: loading, not a pass."""
     elements = outputs * group
     return Cost(

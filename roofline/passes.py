@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
-from ridgeplan.roofline.term_math import larger, smaller
+from ridgeplan.roofline.term_math import maximum, minimum
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def prefill_pass(
 
 def window_share(shape: ModelShape, tokens: Term) -> Term:
     """Share of `tokens` that a layer with a sliding window reads."""
-    return smaller(tokens, shape.window_tokens) / tokens if shape.window_tokens else 1
+    return minimum(tokens, shape.window_tokens) / tokens if shape.window_tokens else 1
 
 
 def _embedding(shape: ModelShape, rows: Term, element_bytes: Term) -> Op:
@@ -225,7 +225,7 @@ def _prefill_attention(shape: ModelShape, batch: Term, tokens: Term, element_byt
     everything = (Op("prefill attention", "prefill_attention", causal, layers),)
     if not shape.window_layers:
         return everything
-    window = smaller(tokens, shape.window_tokens)
+    window = minimum(tokens, shape.window_tokens)
     windowed = ops.windowed_attention(*arguments, window, element_bytes)
     return (*everything, Op("prefill attention (window)", "prefill_attention", windowed, shape.window_layers))
 
@@ -236,4 +236,4 @@ def quantized_tokens(tokens: Term, group: Term) -> Term:
     Exactly (QuantSpec, section 4.3.2) it is max(0, floor(tokens / group) - 1) x group; over a generation the
     buffer holds 3/2 groups on average, which this smooth form has so that sweeps integrate it exactly.
     """
-    return larger(tokens - 3 * group / 2, 0)
+    return maximum(tokens - 3 * group / 2, 0)

@@ -12,7 +12,7 @@ from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import MemoryParts
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
-from ridgeplan.roofline.term_math import is_symbolic, larger, smaller, where
+from ridgeplan.roofline.term_math import is_symbolic, maximum, minimum, where
 
 # Share of an offloaded layer's budget that the last step already loaded (SpeContext, section 5.4 and Fig 6b).
 ELASTIC_OVERLAP = 0.9
@@ -32,8 +32,8 @@ def place(shape: ModelShape, machine: Machine, strategy: Strategy) -> Placed:
     """Offload just enough layers for the peak to fit (SpeContext, Eq 8), where the strategy lets any leave."""
     parts = resident_memory(shape, machine, strategy)
     saving = _layer_saving(shape, strategy, parts)
-    excess = larger(parts.peak - machine.memory_bytes, 0)
-    layers = strategy.offload * smaller(_ceiling(excess / larger(saving, 1)), shape.layers)
+    excess = maximum(parts.peak - machine.memory_bytes, 0)
+    layers = strategy.offload * minimum(_ceiling(excess / maximum(saving, 1)), shape.layers)
     return Placed(
         memory=replace(parts, kv=parts.kv - layers * saving),
         offloaded_layers=layers,
@@ -53,7 +53,7 @@ def offload_thresholds(
     """
     layers = np.arange(shape.layers + 1)
     fits, too_long = np.zeros(layers.size), np.full(layers.size, float(MAX_LENGTH))
-    middle = np.full(layers.size, float(memory.LENT_PROMPT_TOKENS))
+    middle = np.full(layers.size, float(memory.DRAFT_SWAP_PROMPT_TOKENS))
     while (too_long - fits > 1).any():
         held = replace(strategy, context=middle, new_tokens=0)
         parts = resident_memory(shape, machine, held)
@@ -68,7 +68,7 @@ def offload_thresholds(
 def resident_memory(shape: ModelShape, machine: Machine, strategy: Strategy) -> MemoryParts:
     """Memory with everything on the device, at the longest the sequences get."""
     element_bytes, batch = machine.element_bytes, strategy.batch
-    tokens = smaller(strategy.context, strategy.eviction_budget) + strategy.new_tokens
+    tokens = minimum(strategy.context, strategy.eviction_budget) + strategy.new_tokens
     slots = strategy.keeps_full * (tokens + strategy.queries)
     buffered = (1 - strategy.keeps_full) * (2 * strategy.kv_group + strategy.queries)
     codes = memory.code_memory(shape, batch, tokens, strategy.code_planes, strategy.kv_group)
@@ -78,30 +78,30 @@ def resident_memory(shape: ModelShape, machine: Machine, strategy: Strategy) -> 
         kv=memory.full_kv(shape, batch, slots, element_bytes) + codes,
         buffers=memory.full_kv(shape, batch, buffered, element_bytes),
         prefill_workspace=memory.prefill_workspace(
-            shape, strategy.context, element_bytes, _lendable(shape, machine, strategy)
+            shape, strategy.context, element_bytes, _arena_capacity(shape, machine, strategy)
         ),
         decode_workspace=memory.decode_workspace(shape, batch, strategy.queries, strategy.splits, element_bytes),
     )
 
 
-def borrowed_bytes(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
+def swapped_bytes(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
     """Bytes of the draft's weights that prompts overwrite and that come back from the host before the first round."""
     buffers = memory.prompt_buffers(shape, strategy.context, machine.element_bytes)
-    return memory.lent_bytes(_lendable(shape, machine, strategy), buffers)
+    return memory.arena_bytes(_arena_capacity(shape, machine, strategy), buffers)
 
 
 def _draft_weights(shape: ModelShape, strategy: Strategy) -> Term:
     return strategy.has_draft_weights * memory.draft_weight_memory(shape, strategy.draft_weight_bytes)
 
 
-def _lendable(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
+def _arena_capacity(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
     """Bytes that prompts may borrow. On a host, which does not run beside another, there is nothing to gain."""
-    return machine.asynchronous * memory.prompts_lent(strategy.context) * _draft_weights(shape, strategy)
+    return machine.asynchronous * memory.uses_draft_swap(strategy.context) * _draft_weights(shape, strategy)
 
 
 def _layer_saving(shape: ModelShape, strategy: Strategy, parts: MemoryParts) -> Term:
     """Bytes that one layer's KV frees by leaving the device, its budget staying behind (SpeContext, Eq 7)."""
-    kept = smaller(strategy.offload_budget / (strategy.context + strategy.new_tokens), 1)
+    kept = minimum(strategy.offload_budget / (strategy.context + strategy.new_tokens), 1)
     return parts.kv / shape.layers * (1 - kept)
 
 
@@ -110,8 +110,8 @@ def _layer_transfer(shape: ModelShape, machine: Machine, strategy: Strategy, par
 
     They travel in the format they are stored in.
     """
-    reads_all = smaller(strategy.target_budget / UNLIMITED_TOKENS, 1)  # 1 without a budget, about 0 with one
-    budget = smaller(strategy.offload_budget, strategy.context)
+    reads_all = minimum(strategy.target_budget / UNLIMITED_TOKENS, 1)  # 1 without a budget, about 0 with one
+    budget = minimum(strategy.offload_budget, strategy.context)
     tokens = where(reads_all, strategy.context, budget * (1 - ELASTIC_OVERLAP))
     token_bytes = parts.kv / shape.layers / (strategy.context + strategy.new_tokens)
     return tokens * token_bytes / machine.host_link_bytes_per_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ridgeplan.roofline.cost import Term
-from ridgeplan.roofline.term_math import is_symbolic, smaller
+from ridgeplan.roofline.term_math import is_symbolic, minimum
 
 MAX_GAMMA = 15  # gamma + 1 verification queries fill one 16-row tensor-core tile
 
@@ -18,7 +18,7 @@ MAX_GAMMA = 15  # gamma + 1 verification queries fill one 16-row tensor-core til
 def tokens_per_round(acceptance: Term, gamma: Term) -> Term:
     """Expected tokens of a round, the one the target adds included: (1 - a^(gamma + 1)) / (1 - a) for acceptance a
     (Leviathan et al., Eq 1). The sum is continuous at a = 1, which is taken as just below."""
-    below_one = acceptance if is_symbolic(acceptance) else smaller(acceptance, 1 - 1e-9)
+    below_one = acceptance if is_symbolic(acceptance) else minimum(acceptance, 1 - 1e-9)
     return (1 - below_one ** (gamma + 1)) / (1 - below_one)
 
 

@@ -11,7 +11,7 @@ from ridgeplan.roofline.latency import Machine, RateTerms, either
 from ridgeplan.roofline.passes import PassTerms, decode_pass, quantized_tokens
 from ridgeplan.roofline.speculation import flush_capped, tokens_per_round
 from ridgeplan.roofline.strategy import Strategy
-from ridgeplan.roofline.term_math import at_most, larger, smaller
+from ridgeplan.roofline.term_math import indicator, maximum, minimum
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Round:
 def round_tokens(strategy: Strategy) -> Term:
     """Tokens of a round, less what rounds lose at flush boundaries where the target reads codes."""
     tokens = tokens_per_round(strategy.acceptance, strategy.gamma)
-    reads_codes = smaller(strategy.target_bits, 1)
+    reads_codes = minimum(strategy.target_bits, 1)
     return reads_codes * flush_capped(tokens, strategy.kv_group) + (1 - reads_codes) * tokens
 
 
 def round_at(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term, transfer_s: Term) -> Round:
     """A round whose sequences hold `context` tokens before it; `transfer_s` is hidden behind the target's pass."""
-    drafting = smaller(strategy.gamma, 1)
+    drafting = minimum(strategy.gamma, 1)
     tokens = held_tokens(strategy, context)
     draft = decode_pass(shape, draft_terms(machine, strategy, context))
     target = decode_pass(shape, target_terms(machine, strategy, context))
@@ -55,8 +55,8 @@ def round_at(shape: ModelShape, machine: Machine, strategy: Strategy, context: T
     return Round(
         gamma=strategy.gamma,
         draft_s=drafting * draft_s,
-        verify_s=larger(scored_s, transfer_s),
-        accept_s=verdict_seconds(shape, machine, strategy),
+        verify_s=maximum(scored_s, transfer_s),
+        accept_s=rejection_sampling_seconds(shape, machine, strategy),
         select_s=_scoring_seconds(machine, strategy.batch * tokens * strategy.round_score_bytes),
         flush_s=flush_seconds(shape, machine, strategy) * round_tokens(strategy) / strategy.kv_group,
     )
@@ -64,12 +64,12 @@ def round_at(shape: ModelShape, machine: Machine, strategy: Strategy, context: T
 
 def held_tokens(strategy: Strategy, context: Term) -> Term:
     """Tokens in the cache: what eviction left of the prompt, and everything generated since."""
-    return smaller(strategy.context, strategy.eviction_budget) + context - strategy.context
+    return minimum(strategy.context, strategy.eviction_budget) + context - strategy.context
 
 
 def target_terms(machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
     """What the target's pass (a plain step, or verification of gamma + 1 queries) reads."""
-    tokens = smaller(held_tokens(strategy, context), strategy.target_budget)
+    tokens = minimum(held_tokens(strategy, context), strategy.target_budget)
     weights = (strategy.target_weight_bytes, machine.element_bytes)
     return _pass_terms(machine, strategy, strategy.queries, tokens, strategy.target_bits, weights)
 
@@ -103,7 +103,7 @@ def draft_rates(machine: Machine, strategy: Strategy) -> dict[str, RateTerms]:
 
 def _product_rates(machine: Machine, rows: Term, dense: Term, few: RateTerms) -> RateTerms:
     """Rates of a product: those calibrated with `few` rows, or where a dense one has more, those of prefill."""
-    beyond = dense * smaller(larger(rows - machine.few_rows, 0), 1)
+    beyond = dense * minimum(maximum(rows - machine.few_rows, 0), 1)
     return either(beyond, machine.rates["prefill_linear"], few)
 
 
@@ -118,10 +118,10 @@ def sampling_seconds(shape: ModelShape, machine: Machine, rows: Term) -> Term:
     return machine.seconds(ops.filter_logits(*sizes) + ops.draw(*sizes), machine.rates["sampling"])
 
 
-def verdict_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
+def rejection_sampling_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
     """Filtering of all queries' logits, then one token per sequence, drawn from what the drafts left of p."""
     read = ops.filter_logits(strategy.batch * strategy.queries, shape.vocab, machine.element_bytes)
-    distributions = 1 + smaller(strategy.gamma, 1)
+    distributions = 1 + minimum(strategy.gamma, 1)
     drawn = ops.draw(strategy.batch, shape.vocab, machine.element_bytes, distributions)
     return machine.seconds(read + drawn, machine.rates["sampling"])
 
@@ -142,14 +142,14 @@ def flush_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Te
     kept = group + strategy.queries
     moved = ops.shift_slots(rows, shape.cached_heads, shape.head_dim, kept, machine.element_bytes)
     shift_s = (1 - strategy.keeps_full) * machine.seconds(moved, machine.rates["elementwise"])
-    return smaller(strategy.code_planes, 1) * (machine.seconds(encoded, machine.rates["quantize"]) + shift_s)
+    return minimum(strategy.code_planes, 1) * (machine.seconds(encoded, machine.rates["quantize"]) + shift_s)
 
 
 def _pass_terms(
     machine: Machine, strategy: Strategy, queries: Term, tokens: Term, bits: Term, weights: tuple[Term, Term]
 ) -> PassTerms:
     """`weights` are the bytes per parameter of the linear layers and of the head."""
-    codes = smaller(bits, 1) * quantized_tokens(tokens, strategy.kv_group)
+    codes = minimum(bits, 1) * quantized_tokens(tokens, strategy.kv_group)
     return PassTerms(
         batch=strategy.batch,
         queries=queries,
@@ -161,7 +161,7 @@ def _pass_terms(
         weight_bytes=weights[0],
         head_bytes=weights[1],
         element_bytes=machine.element_bytes,
-        gated=at_most(strategy.batch * queries, machine.gated_rows),
+        gated=indicator(strategy.batch * queries, machine.gated_rows),
     )
 
 

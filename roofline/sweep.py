@@ -67,6 +67,6 @@ def symbolic_figure(
     """The expression behind a sweep: to print, export with sympy.latex, differentiate or solve."""
     open_terms = symbolic_strategy(strategy, varying)
     if {"batch", "context"} & set(varying):
-        splits = choose_splits(open_terms.batch, shape.kv_heads, open_terms.context, machine.processors)
+        splits = choose_splits(open_terms.batch, shape.kv_heads, open_terms.context, machine.num_sms)
         open_terms = replace(open_terms, splits=splits)
     return sympy.sympify(FIGURES[figure](evaluate(shape, machine, open_terms)))

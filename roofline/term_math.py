@@ -12,7 +12,7 @@ def is_symbolic(*terms: Term) -> bool:
     return any(hasattr(term, "free_symbols") for term in terms)
 
 
-def larger(a: Term, b: Term) -> Term:
+def maximum(a: Term, b: Term) -> Term:
     """The element-wise maximum of two terms."""
     if is_symbolic(a, b):
         from sympy import Max
@@ -21,7 +21,7 @@ def larger(a: Term, b: Term) -> Term:
     return np.maximum(a, b)
 
 
-def smaller(a: Term, b: Term) -> Term:
+def minimum(a: Term, b: Term) -> Term:
     """The element-wise minimum of two terms."""
     if is_symbolic(a, b):
         from sympy import Min
@@ -30,7 +30,7 @@ def smaller(a: Term, b: Term) -> Term:
     return np.minimum(a, b)
 
 
-def at_most(a: Term, b: Term) -> Term:
+def indicator(a: Term, b: Term) -> Term:
     """1 where `a <= b`, else 0."""
     if is_symbolic(a, b):
         from sympy import Heaviside

@@ -15,7 +15,7 @@ from ridgeplan.runtime.drafting.round_runner import EagerRounds, GraphRounds, Ro
 from ridgeplan.runtime.drafting.speculator import Speculator
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.kv.cache import Cache, quantized_groups
-from ridgeplan.runtime.lending import LendableWeights, draft_weights_of, prompt_arena
+from ridgeplan.runtime.lending import SwappableWeights, draft_weights_of, prompt_arena
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.decoder import Decoder
@@ -23,7 +23,7 @@ from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.runtime.quantization.calibrate import quantized_draft
-from ridgeplan.runtime.request import Growing, Prompts, Request
+from ridgeplan.runtime.request import Prompts, Request, SequenceState
 from ridgeplan.runtime.sampling import Sampling
 from ridgeplan.runtime.statistics import Statistics, Tally
 from ridgeplan.runtime.stopwatch import Stopwatch
@@ -135,7 +135,7 @@ class Engine:
         self._graphs.clear()
 
     def _drafts(self, given: DecoderWeights | None, calibration: Sequence[int] | None) -> DecoderWeights:
-        if isinstance(given, LendableWeights):
+        if isinstance(given, SwappableWeights):
             return given
 
         def made() -> DecoderWeights:
@@ -167,7 +167,7 @@ class Engine:
 
     def _rounds(self, request: Request, cache: Cache) -> Iterator[list[list[int]]]:
         self._meter.restart()
-        rows = [Growing(len(p), request.max_new_tokens, request.stop_tokens) for p in request.prompts]
+        rows = [SequenceState(len(p), request.max_new_tokens, request.stop_tokens) for p in request.prompts]
         tally, stopwatch = Tally(cache.gamma, tuple(map(len, request.prompts))), Stopwatch(self.device)
         try:
             pending, rounds = self._start(request, cache, stopwatch)
@@ -228,7 +228,7 @@ class Engine:
             return speculator.first(logits)
 
     @torch.inference_mode()
-    def _round(self, rounds: Rounds, rows: list[Growing], stopwatch: Stopwatch) -> list[list[int]]:
+    def _round(self, rounds: Rounds, rows: list[SequenceState], stopwatch: Stopwatch) -> list[list[int]]:
         """Launches what rounds the device can have ahead, and waits for the oldest.
 
         Per row: tokens, then how many of them are kept, accepted and judged; nothing of rows that are done.
@@ -242,7 +242,7 @@ class Engine:
         return [[0] * len(values) if row.done else values for row, values in zip(rows, result.rows, strict=True)]
 
 
-def _extend(rows: list[Growing], tokens: list[list[int]], cache: Cache) -> list[list[int]]:
+def _extend(rows: list[SequenceState], tokens: list[list[int]], cache: Cache) -> list[list[int]]:
     """What each sequence gains; one that met a stop token ends in the cache too."""
     gained = []
     for index, (row, more) in enumerate(zip(rows, tokens, strict=True)):
@@ -253,6 +253,6 @@ def _extend(rows: list[Growing], tokens: list[list[int]], cache: Cache) -> list[
     return gained
 
 
-def _flushes(row: Growing, group: int) -> int:
+def _flushes(row: SequenceState, group: int) -> int:
     """Groups that decoding quantized."""
     return quantized_groups(row.prompt_tokens + row.cached, group) - quantized_groups(row.prompt_tokens, group)

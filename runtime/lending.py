@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ridgeplan.planner.capacity import prompts_borrow
+from ridgeplan.planner.capacity import swaps_draft_weights
 from ridgeplan.planner.plan import Plan
 from ridgeplan.runtime.model.weights import DecoderWeights
 
@@ -51,7 +51,7 @@ class Arena:
         return self._memory[start:stop].view(dtype).view(shape)
 
 
-class Lender:
+class DraftSwap:
     """The memory of weights, with a copy of them on the host. Who reads them uses the stream that prompts run on."""
 
     def __init__(self, copies: list[Tensor], device: torch.device) -> None:
@@ -68,7 +68,7 @@ class Lender:
         return [weight for weight, _ in self._pairs]
 
     @contextlib.contextmanager
-    def lend(self) -> Iterator[Arena]:
+    def scratch_arena(self) -> Iterator[Arena]:
         """The memory for as long as the body runs; when it ends, in whatever way, the weights are back."""
         arena = Arena(self._memory)
         try:
@@ -84,10 +84,10 @@ class Lender:
 
 
 @dataclass(frozen=True, eq=False)
-class LendableWeights(DecoderWeights):
+class SwappableWeights(DecoderWeights):
     """Draft weights whose own memory can be lent; engines that share them share the lender and its copy."""
 
-    lender: Lender
+    swap: DraftSwap
 
 
 def draft_weights_of(plan: Plan, target: DecoderWeights, make: Callable[[], DecoderWeights]) -> DecoderWeights:
@@ -95,14 +95,14 @@ def draft_weights_of(plan: Plan, target: DecoderWeights, make: Callable[[], Deco
 
     What `make` returns must be held by no one else for its memory to be freed before that in one piece is allocated.
     """
-    return _lendable(make, target) if _borrows(plan, target.embedding.device) else make()
+    return _arena_capacity(make, target) if _borrows(plan, target.embedding.device) else make()
 
 
 @contextlib.contextmanager
 def prompt_arena(plan: Plan, drafts: DecoderWeights, device: torch.device) -> Iterator[Arena]:
     """What prompts of the plan take their long buffers from while the body runs."""
-    if isinstance(drafts, LendableWeights) and _borrows(plan, device):
-        with drafts.lender.lend() as arena:
+    if isinstance(drafts, SwappableWeights) and _borrows(plan, device):
+        with drafts.swap.scratch_arena() as arena:
             yield arena
     else:
         yield Arena.without_memory(device)
@@ -110,10 +110,10 @@ def prompt_arena(plan: Plan, drafts: DecoderWeights, device: torch.device) -> It
 
 def _borrows(plan: Plan, device: torch.device) -> bool:
     """A CPU's memory is the host's own: there is nothing to gain."""
-    return device.type == "cuda" and prompts_borrow(plan)
+    return device.type == "cuda" and swaps_draft_weights(plan)
 
 
-def _lendable(make: Callable[[], DecoderWeights], target: DecoderWeights) -> LendableWeights:
+def _arena_capacity(make: Callable[[], DecoderWeights], target: DecoderWeights) -> SwappableWeights:
     """Through the host, so that the device never holds the weights twice."""
     shared = {tensor.data_ptr() for tensor in target.tensors()}
     copies: dict[int, Tensor] = {}  # by address on the device: tied weights stay tied
@@ -126,10 +126,10 @@ def _lendable(make: Callable[[], DecoderWeights], target: DecoderWeights) -> Len
         return copies[tensor.data_ptr()]
 
     left = make().with_tensors(leave)
-    lender = Lender(list(copies.values()), target.embedding.device)
-    back = {id(copy): weight for copy, weight in zip(copies.values(), lender.weights, strict=True)}
+    swap = DraftSwap(list(copies.values()), target.embedding.device)
+    back = {id(copy): weight for copy, weight in zip(copies.values(), swap.weights, strict=True)}
     returned = left.with_tensors(lambda tensor: back.get(id(tensor), tensor))
-    return LendableWeights(**vars(returned), lender=lender)
+    return SwappableWeights(**vars(returned), swap=swap)
 
 
 def _on_host(tensor: Tensor) -> Tensor:

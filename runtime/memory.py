@@ -61,9 +61,9 @@ def require_memory(
     if device.type != "cuda":
         return
     torch.cuda.empty_cache()  # what closed engines left with torch's allocator is free too
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    room = Room(torch.cuda.mem_get_info(device)[0] + shared_bytes, dtype.itemsize, processors)
-    missing = missing_memory(plan, model, room)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    max_tokens = Room(torch.cuda.mem_get_info(device)[0] + shared_bytes, dtype.itemsize, num_sms)
+    missing = missing_memory(plan, model, max_tokens)
     if missing:
         raise WorkloadError(missing)
 

@@ -57,7 +57,7 @@ class Request:
 
 
 @dataclass
-class Growing:
+class SequenceState:
     """One sequence while it is generated."""
 
     prompt_tokens: int

@@ -55,13 +55,13 @@ def plan_agreement(plan: Plan, model: str, prompt: Sequence[int], new_tokens: in
     return agreement(load(plan, model), load(plan, model, dtype=torch.float32), prompt, new_tokens)
 
 
-def agreement(engine: Engine, twin: Engine, prompt: Sequence[int], new_tokens: int) -> Agreement:
+def agreement(engine: Engine, reference: Engine, prompt: Sequence[int], new_tokens: int) -> Agreement:
     """Compares after each of `new_tokens` tokens that `engine` generates greedily.
 
     twin: an engine of the same plan and model in float32. Raises what `Engine.generate` raises.
     """
     tokens = engine.generate(prompt, new_tokens).tokens[0]
-    ours, exact = (forced_logits(each, prompt, tokens[:-1]).float().cpu() for each in (engine, twin))
+    ours, exact = (forced_logits(each, prompt, tokens[:-1]).float().cpu() for each in (engine, reference))
     chosen, wanted = ours.argmax(-1), exact.argmax(-1)
     differing = (chosen != wanted).nonzero()[:, 0]
     gaps = exact[differing, wanted[differing]] - exact[differing, chosen[differing]]
@@ -82,6 +82,6 @@ def forced_logits(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) 
     ids = torch.tensor([*prompt, *tokens], device=engine.device)
     logits = [prefill(decoder, weights, cache, 0, ids[: len(prompt)])]
     for token in ids[len(prompt) :]:
-        logits.append(decoder.step(weights, cache, token.view(1, 1), cache.target_reader(1))[0, 0])
+        logits.append(decoder.step(weights, cache, token.view(1, 1), cache.target_metadata(1))[0, 0])
         cache.advance(cache.active().int())
     return torch.stack(logits)

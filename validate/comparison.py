@@ -9,7 +9,7 @@ _UNITS = {"ms": (1.0, "{:.2f} ms"), "bytes": (1 / 2**20, "{:.0f} MiB"), "": (1.0
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One figure. `unit` is "ms", "bytes", "x" or "" for a plain number; `measured` is None where it was not."""
 
     name: str
@@ -39,9 +39,9 @@ class Comparison:
     new_tokens: int
     batch: int
     source: str  # of the prediction, as the planner names it
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
 
-    def row(self, name: str) -> Row:
+    def row(self, name: str) -> ComparisonRow:
         """The row of this name. Raises KeyError for a name that is not there."""
         return {row.name: row for row in self.rows}[name]
 

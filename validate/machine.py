@@ -57,7 +57,7 @@ def cpu_hardware(bandwidth_bytes_per_s: float, compute_flops: float) -> Hardware
         compute_flops=compute_flops,
         int8_flops=compute_flops,
         l2_bytes=last_cache_bytes(),
-        processors=torch.get_num_threads(),
+        num_sms=torch.get_num_threads(),
         host_link_bytes_per_s=bandwidth_bytes_per_s,
         element_bytes=4,
         sources={
@@ -66,7 +66,7 @@ def cpu_hardware(bandwidth_bytes_per_s: float, compute_flops: float) -> Hardware
             "compute_flops": f"{MEASURED}: a large fp32 product",
             "int8_flops": f"taken from {kept}",
             "host_link_bytes_per_s": "taken from bandwidth_bytes_per_s: a CPU has its memory at hand",
-            "processors": "threads that torch computes with",
+            "num_sms": "threads that torch computes with",
         },
     )
 
@@ -85,7 +85,7 @@ def cuda_hardware(bench: Bench, bandwidth_bytes_per_s: float, compute_flops: flo
         compute_flops=compute_flops,
         int8_flops=compute_flops,
         l2_bytes=properties.L2_cache_size,
-        processors=properties.multi_processor_count,
+        num_sms=properties.multi_processor_count,
         host_link_bytes_per_s=host_link_bytes_per_s(bench),
         compute_capability=f"{properties.major}.{properties.minor}",
         sources={

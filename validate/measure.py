@@ -16,7 +16,7 @@ from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.evaluate import evaluate
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.validate.comparison import Comparison, Row
+from ridgeplan.validate.comparison import Comparison, ComparisonRow
 
 if TYPE_CHECKING:
     from ridgeplan.runtime import Engine, Statistics
@@ -114,35 +114,35 @@ def shape_of(plan: Plan, engine: Engine) -> ModelShape:
     return replace(load_shape(str(engine.source)), name=plan.workload.model)
 
 
-def _time_rows(predicted: Prediction, statistics: Statistics) -> list[Row]:
-    prefill = Row("prefill", "ms", predicted.best.ttft_ms, statistics.ttft_ms)
+def _time_rows(predicted: Prediction, statistics: Statistics) -> list[ComparisonRow]:
+    prefill = ComparisonRow("prefill", "ms", predicted.best.ttft_ms, statistics.ttft_ms)
     # The engine times a verification with its verdict, which the model counts apart.
     target_ms = predicted.verify_ms + 1e3 * predicted.round_s["acceptance"]
     if not predicted.gamma:
-        return [prefill, Row("decode step", "ms", target_ms, 1e3 * statistics.verify_s)]
+        return [prefill, ComparisonRow("decode step", "ms", target_ms, 1e3 * statistics.verify_s)]
     return [
         prefill,
-        Row("draft step", "ms", predicted.draft_step_ms, 1e3 * statistics.draft_s),
-        Row("verification", "ms", target_ms, 1e3 * statistics.verify_s),
+        ComparisonRow("draft step", "ms", predicted.draft_step_ms, 1e3 * statistics.draft_s),
+        ComparisonRow("verification", "ms", target_ms, 1e3 * statistics.verify_s),
     ]
 
 
-def _token_rows(predicted: Prediction, statistics: Statistics, at_measured_ms: float) -> list[Row]:
-    tpot = Row("tpot", "ms", predicted.best.tpot_ms, statistics.tpot_ms)
+def _token_rows(predicted: Prediction, statistics: Statistics, at_measured_ms: float) -> list[ComparisonRow]:
+    tpot = ComparisonRow("tpot", "ms", predicted.best.tpot_ms, statistics.tpot_ms)
     if not predicted.gamma:
         return [tpot]
     return [
-        Row("acceptance", "", predicted.acceptance.best, statistics.acceptance),
-        Row("tokens per round", "", predicted.tokens_per_round, statistics.tokens_per_round),
+        ComparisonRow("acceptance", "", predicted.acceptance.best, statistics.acceptance),
+        ComparisonRow("tokens per round", "", predicted.tokens_per_round, statistics.tokens_per_round),
         tpot,
-        Row("tpot at the measured acceptance", "ms", at_measured_ms, statistics.tpot_ms),
+        ComparisonRow("tpot at the measured acceptance", "ms", at_measured_ms, statistics.tpot_ms),
     ]
 
 
-def _whole_rows(predicted: Prediction, statistics: Statistics, plain: Statistics | None) -> list[Row]:
+def _whole_rows(predicted: Prediction, statistics: Statistics, plain: Statistics | None) -> list[ComparisonRow]:
     peak = statistics.peak_memory_bytes
     faster = plain.tpot_ms / statistics.tpot_ms if plain and statistics.tpot_ms else None
     return [
-        Row("peak memory", "bytes", predicted.best.peak_memory_bytes, None if peak is None else float(peak)),
-        Row("speed-up over plain decoding", "x", predicted.speedup, faster),
+        ComparisonRow("peak memory", "bytes", predicted.best.peak_memory_bytes, None if peak is None else float(peak)),
+        ComparisonRow("speed-up over plain decoding", "x", predicted.speedup, faster),
     ]

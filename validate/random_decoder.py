@@ -17,7 +17,7 @@ from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.validate.timing import Bench
 
 
-def toy_shape(
+def llama_like_shape(
     layers: int, hidden: int, intermediate: int, q_heads: int, kv_heads: int, head_dim: int, vocab: int = 128
 ) -> ModelShape:
     """A Llama-like shape."""
@@ -37,7 +37,7 @@ def toy_shape(
 
 
 @dataclass(frozen=True, eq=False)
-class Toy:
+class RandomDecoder:
     """A decoder of `shape` with an empty cache for plain decoding."""
 
     shape: ModelShape
@@ -46,7 +46,7 @@ class Toy:
     bench: Bench
 
     @classmethod
-    def build(cls, bench: Bench, shape: ModelShape, context: int, new_tokens: int, batch: int = 1) -> Toy:
+    def build(cls, bench: Bench, shape: ModelShape, context: int, new_tokens: int, batch: int = 1) -> RandomDecoder:
         """A toy whose cache takes `context` + `new_tokens` tokens of `batch` sequences."""
         config = DecoderConfig(
             family="llama",

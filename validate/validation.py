@@ -22,7 +22,7 @@ RunProgress = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
-class Run:
+class PlanRun:
     """One plan's run: what was measured, beside its prediction, and the text that follows each prompt."""
 
     measured: Measured
@@ -34,8 +34,8 @@ class Run:
 class Validation:
     """Plain decoding and the plan; the plan's comparison holds the measured speed-up."""
 
-    plain: Run
-    planned: Run
+    plain: PlanRun
+    planned: PlanRun
 
     @property
     def comparison(self) -> Comparison:
@@ -75,7 +75,7 @@ def validate_plan(
     progress = on_progress or _silent
     weights: DecoderWeights | None = None
 
-    def run(name: str, item: Plan, plain: Statistics | None) -> Run:
+    def run(name: str, item: Plan, plain: Statistics | None) -> PlanRun:
         nonlocal weights
         fitted = calibration if item.weights.draft_differs else None
         engine = runtime.load(item, model, device=device, weights=weights, calibration=fitted)
@@ -93,7 +93,7 @@ def validate_plan(
         texts = tuple(engine.tokenizer.batch_decode([list(tokens) for tokens in measured.tokens]))
         shape = shape_of(item, engine)
         engine.close()
-        return Run(measured, comparison(item, shape, profile, measured, plain or measured.statistics), texts)
+        return PlanRun(measured, comparison(item, shape, profile, measured, plain or measured.statistics), texts)
 
     plain = run("plain", autoregressive(plan.workload), None)
     return Validation(plain, run("plan", plan, plain.measured.statistics))

@@ -29,7 +29,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-class Workloads(click.ParamType):
+class WorkloadParam(click.ParamType):
     """Context and batch."""
 
     name = "CONTEXTxBATCH"
@@ -44,7 +44,7 @@ class Workloads(click.ParamType):
         return self.fail(f"{value!r} is not a workload; allowed: context and batch, such as 32768x8", param, ctx)
 
 
-class Case(click.ParamType):
+class CaseParam(click.ParamType):
     """One plan at one workload."""
 
     name = "PRESET:CONTEXTxBATCH[:GAMMA]"
@@ -59,7 +59,7 @@ class Case(click.ParamType):
         if name not in ABLATION or not fits:
             allowed = f"one of {', '.join(ABLATION)}, a workload and, if it drafts, a gamma from 1 to {MAX_GAMMA}"
             self.fail(f"{value!r} is not a case; allowed: {allowed}, such as quantspec:32768x8:3", param, ctx)
-        return DecodeCase(name, *Workloads().convert(workload, param, ctx), int(gamma) if gamma else None)
+        return DecodeCase(name, *WorkloadParam().convert(workload, param, ctx), int(gamma) if gamma else None)
 
 
 def executable_presets() -> list[str]:
@@ -101,7 +101,7 @@ def decode(context: int, batch: int, chosen: str, gamma: int | None, **rest: Any
 @click.command()
 @options(
     click.option(
-        "--workload", "workloads", type=Workloads(), multiple=True, default=SUITE_WORKLOADS, show_default=True,
+        "--workload", "workloads", type=WorkloadParam(), multiple=True, default=SUITE_WORKLOADS, show_default=True,
         help="Context and batch; repeat for several.",
     ),
     click.option(
@@ -113,7 +113,7 @@ def decode(context: int, batch: int, chosen: str, gamma: int | None, **rest: Any
         help="What is run beside plain decoding; repeat for several.",
     ),
     click.option(
-        "--case", "cases", type=Case(), multiple=True,
+        "--case", "cases", type=CaseParam(), multiple=True,
         help="Run just this, and plain decoding of its workload; repeat for several.",
     ),
     shared,

@@ -28,7 +28,7 @@ COUNT = click.IntRange(min=1)  # refused before a calibration of a minute
 
 
 @dataclass(frozen=True)
-class Run:
+class DemoRun:
     """One plan, what it wrote, and its prediction against what it took."""
 
     title: str
@@ -86,7 +86,7 @@ def plans_to_run(recommendation: Recommendation) -> dict[Plan, str]:
     return titles
 
 
-def execute(plans: dict[Plan, str], source: str, profile: Profile, bars: Progress) -> Iterator[Run]:
+def execute(plans: dict[Plan, str], source: str, profile: Profile, bars: Progress) -> Iterator[DemoRun]:
     """Runs each plan on the start of the same text and the same weights; the first is what speed-ups refer to."""
     from ridgeplan import runtime, validate
 
@@ -100,7 +100,7 @@ def execute(plans: dict[Plan, str], source: str, profile: Profile, bars: Progres
         weights, plain = engine.weights, plain or measured.statistics
         comparison = validate.compare(plan, engine, plain, profile)
         engine.close()
-        yield Run(title, text_decoder(engine)(list(measured.tokens[0])), measured.statistics, comparison)
+        yield DemoRun(title, text_decoder(engine)(list(measured.tokens[0])), measured.statistics, comparison)
 
 
 def _advance(bars: Progress, bar: TaskID) -> Callable[[int], None]:

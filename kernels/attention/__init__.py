@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.attention.cuda import decode_attention_cuda, fits
-from ridgeplan.kernels.attention.reference import decode_attention_twin
+from ridgeplan.kernels.attention.reference import decode_attention_reference
 from ridgeplan.kernels.device.backend import Backend, uses_triton
 from ridgeplan.kernels.kv_cache import require_lower, require_rows
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
@@ -33,9 +33,9 @@ def decode_attention(
     D ** -0.5. splits: parts a row's tokens are cut into on CUDA, by default filled to the machine.
 
     Query heads of one KV head and all T queries share a tile, so KV is read once. On CUDA the call may begin before
-    earlier kernels of the stream have ended, where those permit it (see `ridgeplan.kernels.device.launch`): q, keys and values
-    are read only after that, but begin, end, groups and codes at once. So what writes these must not let the next
-    kernel start early, and at least one more kernel should stand between.
+    earlier kernels of the stream have ended, where those permit it (see `ridgeplan.kernels.device.launch`): q, keys
+    and values are read only after that, but begin, end, groups and codes at once. So what writes these must not let
+    the next kernel start early, and at least one more kernel should stand between.
 
     Raises ValueError when the heads do not divide, shapes disagree, lengths are not int32 [B], or `lower` is asked of
     upper-only codes.
@@ -46,7 +46,7 @@ def decode_attention(
         require_lower(codes, lower)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not uses_triton(backend, q):
-        return decode_attention_twin(q, keys, values, begin, end, codes, groups, lower, scale)
+        return decode_attention_reference(q, keys, values, begin, end, codes, groups, lower, scale)
     if backend == "auto" and fits(q, keys, values, codes, lower, scale):
         return decode_attention_cuda(q, keys, values, begin, end, codes, groups, lower, scale, splits)
     from ridgeplan.kernels.attention.triton import decode_attention_triton

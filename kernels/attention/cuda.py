@@ -69,7 +69,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.attention.schedule import BLOCKS, FOLDED_HEADS, GROUP, MAX_BLOCKS, Occupancy, Variant, folds
-from ridgeplan.kernels.device.launch import launch_early
+from ridgeplan.kernels.device.launch import launch_with_pdl
 from ridgeplan.kernels.device.nvrtc import compiled, joined
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 
@@ -174,7 +174,7 @@ def decode_attention_cuda(
     written = [partial, sums, shares, out, kernels.arrived]
     planes = [q] * len(fields(QuantizedKV)) if codes is None else codes.arguments  # any pointer will do for none
     with torch.cuda.device(q.device):
-        launch_early(
+        launch_with_pdl(
             kernels.attend,
             (blocks, 1, 1),
             (THREADS, 1, 1),
@@ -184,5 +184,5 @@ def decode_attention_cuda(
         )
         if not folded:
             merged: list[Tensor | int] = [partial, sums, shares, *lengths, out, *shape]
-            launch_early(kernels.merge, (rows, kv_rows, 1), (MERGE_PARTS * head_dim // 4, 1, 1), merged)
+            launch_with_pdl(kernels.merge, (rows, kv_rows, 1), (MERGE_PARTS * head_dim // 4, 1, 1), merged)
     return out

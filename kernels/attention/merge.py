@@ -13,13 +13,13 @@ def merge(partial: Tensor, lse: Tensor, dtype: torch.dtype, *, backend: Backend 
     empty split has lse -inf, weight 0 and an unread partial; where all are empty the result is 0.
     """
     if not uses_triton(backend, partial):
-        return merge_twin(partial, lse, dtype)
+        return merge_reference(partial, lse, dtype)
     from ridgeplan.kernels.attention.merge_triton import merge_triton
 
     return merge_triton(partial, lse, dtype)
 
 
-def merge_twin(partial: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
+def merge_reference(partial: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
     """The same in plain torch."""
     top = lse.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
     weights = torch.exp(lse - top)[..., None]

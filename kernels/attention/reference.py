@@ -12,7 +12,7 @@ from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.reference import affine, unpack
 
 
-def decode_attention_twin(
+def decode_attention_reference(
     q: Tensor,
     keys: Tensor,
     values: Tensor,

@@ -80,7 +80,7 @@ class Occupancy:
     """How blocks of a variant fill a device."""
 
     variant: Variant
-    processors: int
+    num_sms: int
     processor_bytes: int  # of shared memory
 
     @cached_property
@@ -105,9 +105,9 @@ class Occupancy:
         several, so that short rows want fewer blocks.
         """
         most = self.variant.blocks
-        blocks = min(most, max(LEAST_BLOCKS, units // (self.processors * LEAST_UNITS)))
+        blocks = min(most, max(LEAST_BLOCKS, units // (self.num_sms * LEAST_UNITS)))
         room_bytes = self.processor_bytes // blocks - RESERVED_BYTES - self.variant.static_bytes(MAX_ITEMS)
-        return blocks * self.processors, self.shared_bytes if blocks == most else room_bytes // 16 * 16
+        return blocks * self.num_sms, self.shared_bytes if blocks == most else room_bytes // 16 * 16
 
     def grid(self, kv_rows: int, row_units: int) -> tuple[int, int]:
         """Blocks for `kv_rows` (batch row, KV head) pairs of at most `row_units` units each, and their dynamic shared

@@ -111,7 +111,7 @@ def _attention_kernel(
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def _num_sms(device: torch.device) -> int:
     # Triton's interpreter has no multiprocessors; a few keep its splits interesting.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
@@ -140,7 +140,7 @@ def decode_attention_triton(
     bits = 0 if codes is None else 8 if lower else 4
     config = CONFIGS.get((head_dim, bits), DEFAULT_CONFIG) if q.element_size() == 2 else DEFAULT_CONFIG
     group_capacity = codes.groups if codes is not None else 0
-    splits = splits or int(choose_splits(batch, kv_heads, group_capacity * group + capacity, _processors(q.device)))
+    splits = splits or int(choose_splits(batch, kv_heads, group_capacity * group + capacity, _num_sms(q.device)))
     rows = min(MAX_ROWS, max(16, triton.next_power_of_2(queries * (q_heads // kv_heads))))
     partial = torch.empty(batch, queries, q_heads, splits, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch, queries, q_heads, splits, dtype=torch.float32, device=q.device)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-Backend = Literal["auto", "triton", "twin"]
+Backend = Literal["auto", "triton", "reference"]
 
 
 @cache
@@ -23,7 +23,7 @@ def uses_triton(backend: Backend, tensor: Tensor) -> bool:
     """
     if backend == "auto":
         return tensor.is_cuda and _triton_installed()
-    if backend not in ("triton", "twin"):
+    if backend not in ("triton", "reference"):
         raise ValueError(f"backend {backend!r} is none of: auto, triton, twin")
     if backend == "triton" and not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"backend 'triton' needs a CUDA tensor or TRITON_INTERPRET=1, not {tensor.device}")

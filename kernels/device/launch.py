@@ -45,7 +45,7 @@ class Configuration(ctypes.Structure):
     )
 
 
-def launch_early(
+def launch_with_pdl(
     kernel: Any,
     grid: tuple[int, int, int],
     block: tuple[int, int, int],
@@ -75,10 +75,10 @@ def launch_early(
         raise RuntimeError(f"the CUDA driver refused a launch of grid {grid}, block {block}: error {status}")
 
 
-def early_launch(tensor: Tensor) -> dict[str, bool]:
-    """What a Triton kernel that begins with `follow` is launched with: early on Hopper and newer."""
+def pdl_options(tensor: Tensor) -> dict[str, bool]:
+    """Launch options of a Triton kernel that begins with `pdl_launch_dependents_and_wait`: on Hopper and newer."""
     early = tensor.is_cuda and torch.version.cuda is not None and _capability(tensor.device) >= (9, 0)
-    return {"EARLY": early, "launch_pdl": early}
+    return {"PDL": early, "launch_pdl": early}
 
 
 @cache

@@ -6,7 +6,7 @@ from torch import Tensor
 from ridgeplan.kernels.device.backend import Backend, uses_triton
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.quantize_cuda import fits, quantize_cuda
-from ridgeplan.kernels.kv_cache.reference import dequantize_twin, quantize_twin
+from ridgeplan.kernels.kv_cache.reference import dequantize_reference, quantize_reference
 
 
 def quantize(
@@ -34,7 +34,7 @@ def quantize(
     require_rows(out.batch, torch.int32, group_index=group_index, first_slot=first_slot)
     require_rows(out.batch, torch.bool, mask=mask)
     if not uses_triton(backend, keys):
-        quantize_twin(keys, values, out, group_index, mask, first_slot)
+        quantize_reference(keys, values, out, group_index, mask, first_slot)
         return
     if backend == "auto" and fits(keys, values, out):
         quantize_cuda(keys, values, out, group_index, mask, first_slot)
@@ -53,7 +53,7 @@ def dequantize(
     """
     require_lower(codes, lower)
     if not uses_triton(backend, codes.key_upper):
-        return dequantize_twin(codes, lower, dtype)
+        return dequantize_reference(codes, lower, dtype)
     from ridgeplan.kernels.kv_cache.dequantize_triton import dequantize_triton
 
     return dequantize_triton(codes, lower, dtype)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.device.launch import launch_early
+from ridgeplan.kernels.device.launch import launch_with_pdl
 from ridgeplan.kernels.device.nvrtc import compiled, joined
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 
@@ -94,7 +94,7 @@ def quantize_cuda(
     placing: list[Tensor | int] = [group_index, 0] if first_slot is None else [first_slot.contiguous(), 1]
     strides = [stride // ALIGNMENT for tensor in (keys, values) for stride in tensor.stride()[:3]]
     with torch.cuda.device(keys.device):
-        launch_early(
+        launch_with_pdl(
             kernel,
             (batch * kv_heads, groups, 2),
             (STREAMS * out.head_dim // 8, 1, 1),

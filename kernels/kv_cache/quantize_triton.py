@@ -23,7 +23,7 @@ def _scale_min(x, AXIS: tl.constexpr):
 
 @triton.jit
 def _encode(x, scale, minimum):
-    """(upper, lower) codes of x in the low four bits, by the same float32 operations as `quantize_twin.encode`."""
+    """(upper, lower) codes of x in the low four bits, by the same float32 operations as `quantize_reference.encode`."""
     scale = scale.to(tl.float32)
     step = tl.where(scale == 0, 1.0, scale)
     position = (x - minimum.to(tl.float32)) * tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)

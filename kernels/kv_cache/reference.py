@@ -49,7 +49,7 @@ def affine(scale: Tensor, minimum: Tensor, lower: bool) -> tuple[Tensor, Tensor]
     return (scale / 16, minimum - scale / 2) if lower else (scale, minimum)
 
 
-def quantize_twin(
+def quantize_reference(
     keys: Tensor,
     values: Tensor,
     out: QuantizedKV,
@@ -86,7 +86,7 @@ def quantize_twin(
     write(out.value_min, minimum)
 
 
-def dequantize_twin(codes: QuantizedKV, lower: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def dequantize_reference(codes: QuantizedKV, lower: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """See `ridgeplan.kernels.kv_cache.dequantize`."""
     shape = (codes.batch, codes.kv_heads, codes.groups * codes.group, codes.head_dim)
     halves = unpack(codes.key_upper, codes.key_lower if lower else None)

@@ -21,14 +21,14 @@ def shift_slots(keys: Tensor, values: Tensor, group: int, mask: Tensor, *, backe
     if not 0 < group <= keys.shape[2]:
         raise ValueError(f"group is {group}; allowed: 1 to the {keys.shape[2]} slots of the buffer")
     if not uses_triton(backend, keys):
-        shift_slots_twin(keys, values, group, mask)
+        shift_slots_reference(keys, values, group, mask)
         return
     from ridgeplan.kernels.kv_cache.shift_triton import shift_slots_triton
 
     shift_slots_triton(keys, values, group, mask)
 
 
-def shift_slots_twin(keys: Tensor, values: Tensor, group: int, mask: Tensor) -> None:
+def shift_slots_reference(keys: Tensor, values: Tensor, group: int, mask: Tensor) -> None:
     """The same in plain torch; most rounds move few rows, so only those are read."""
     rows = mask.nonzero().squeeze(1)
     for store in (keys, values):

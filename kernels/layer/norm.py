@@ -21,13 +21,13 @@ def add_rms_norm(
     if update is not None and update.shape != hidden.shape:
         raise ValueError(f"update {list(update.shape)} must have the shape of hidden, {list(hidden.shape)}")
     if not uses_triton(backend, hidden):
-        return add_rms_norm_twin(hidden, update, weight, eps)
+        return add_rms_norm_reference(hidden, update, weight, eps)
     from ridgeplan.kernels.layer.norm_triton import add_rms_norm_triton
 
     return add_rms_norm_triton(hidden, update, weight, eps)
 
 
-def add_rms_norm_twin(hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm_reference(hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The same in plain torch."""
     total = hidden if update is None else hidden + update
     return total, functional.rms_norm(total, weight.shape, weight, eps)

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ridgeplan.kernels.device.launch import early_launch
+from ridgeplan.kernels.device.launch import pdl_options
 
 FEW_ROWS = 16  # up to which a row is cut into parts
 PART = 1024  # channels that a program then writes
@@ -52,9 +52,9 @@ def _add_rms_norm_kernel(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     # Volatile loads keep their order. Few rows are a matter of latency, and left to itself the compiler asks for the
     # weight only when the row has come; many rows share the weight in a cache that volatile loads pass by.
@@ -66,7 +66,7 @@ def _add_rms_norm_kernel(
         own += tl.program_id(1) * WIDTH
     written = own < HIDDEN
     scale = tl.load(weight + own, mask=written, other=0.0, volatile=ORDERED).to(tl.float32)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     x = _stream(hidden, update, row + own, written, ORDERED)
     whole = x
@@ -88,7 +88,7 @@ def add_rms_norm_triton(hidden: Tensor, update: Tensor | None, weight: Tensor, e
     width = len(weight)
     rows, block = hidden.numel() // width, triton.next_power_of_2(width)
     parts = max(1, block // PART) if rows <= FEW_ROWS else 0
-    early = early_launch(hidden)
+    early = pdl_options(hidden)
     if not weight.is_contiguous():  # its copy is too new to be read before the wait
         early = dict.fromkeys(early, False)
     _add_rms_norm_kernel[(rows, max(1, parts))](

@@ -48,13 +48,13 @@ def rope_append(
     """
     _check(qkv, tables, keys, values, slots, q_heads, qk_norm)
     if not uses_triton(backend, qkv):
-        return rope_append_twin(qkv, tables, keys, values, slots, q_heads, qk_norm, eps)
+        return rope_append_reference(qkv, tables, keys, values, slots, q_heads, qk_norm, eps)
     from ridgeplan.kernels.layer.rope_triton import rope_append_triton
 
     return rope_append_triton(qkv, tables, keys, values, slots, q_heads, qk_norm, eps)
 
 
-def rope_append_twin(
+def rope_append_reference(
     qkv: Tensor,
     tables: Tables,
     keys: Tensor,

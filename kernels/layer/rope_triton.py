@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ridgeplan.kernels.device.launch import early_launch
-from ridgeplan.kernels.device.pdl_triton import follow
+from ridgeplan.kernels.device.launch import pdl_options
+from ridgeplan.kernels.device.pdl_triton import pdl_launch_dependents_and_wait
 
 TABLE_BLOCK = 128  # angles of a program
 FEW_ELEMENTS = 300_000  # of all queries, keys and values: up to here small programs, which are many, end sooner
@@ -30,9 +30,9 @@ FEW_ELEMENTS = 300_000  # of all queries, keys and values: up to here small prog
 
 @triton.jit(do_not_specialize=["angles"])
 def _tables_kernel(
-    positions, frequencies, cos, sin, scale, angles, HALF: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    positions, frequencies, cos, sin, scale, angles, HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    follow(EARLY)
+    pdl_launch_dependents_and_wait(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < angles
     position = tl.load(positions + at // HALF, mask=inside, other=0).to(tl.float32)
@@ -95,9 +95,9 @@ def _rope_append_kernel(
     HEAD_DIM: tl.constexpr,
     HEADS: tl.constexpr,
     HALF_PADDED: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    follow(EARLY)
+    pdl_launch_dependents_and_wait(PDL)
     TURNED: tl.constexpr = Q_HEADS + KV_HEADS
     ALL: tl.constexpr = TURNED + KV_HEADS
     batch = tl.program_id(1).to(tl.int64)
@@ -143,7 +143,7 @@ def rotary_tables_triton(positions: Tensor, frequencies: Tensor, scale: float) -
         cos.numel(),
         HALF=half,
         BLOCK=TABLE_BLOCK,
-        **early_launch(cos),
+        **pdl_options(cos),
     )
     return cos, sin
 
@@ -184,6 +184,6 @@ def rope_append_triton(
         HEADS=heads,
         HALF_PADDED=padded // 2,
         num_warps=warps,
-        **early_launch(qkv),
+        **pdl_options(qkv),
     )
     return queries

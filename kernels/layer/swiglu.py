@@ -16,13 +16,13 @@ def swiglu(gate_up: Tensor, *, backend: Backend = "auto") -> Tensor:
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate and up share the last dimension, which is {gate_up.shape[-1]}; allowed: even widths")
     if not uses_triton(backend, gate_up):
-        return swiglu_twin(gate_up)
+        return swiglu_reference(gate_up)
     from ridgeplan.kernels.layer.swiglu_triton import swiglu_triton
 
     return swiglu_triton(gate_up)
 
 
-def swiglu_twin(gate_up: Tensor) -> Tensor:
+def swiglu_reference(gate_up: Tensor) -> Tensor:
     """The same in plain torch."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up

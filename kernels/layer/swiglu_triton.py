@@ -11,16 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ridgeplan.kernels.device.launch import early_launch
-from ridgeplan.kernels.device.pdl_triton import follow
+from ridgeplan.kernels.device.launch import pdl_options
+from ridgeplan.kernels.device.pdl_triton import pdl_launch_dependents_and_wait
 
 BLOCK = 1024  # channels of a program
 WARPS = 4
 
 
 @triton.jit
-def _swiglu_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    follow(EARLY)
+def _swiglu_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    pdl_launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < WIDTH
@@ -39,5 +39,5 @@ def swiglu_triton(gate_up: Tensor) -> Tensor:
     width = both // 2
     out = torch.empty(*rows, width, dtype=gate_up.dtype, device=gate_up.device)
     grid = (gate_up.numel() // both, triton.cdiv(width, BLOCK))
-    _swiglu_kernel[grid](gate_up, out, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS, **early_launch(gate_up))
+    _swiglu_kernel[grid](gate_up, out, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS, **pdl_options(gate_up))
     return out

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.device.launch import Configuration, driver, launch_early
+from ridgeplan.kernels.device.launch import Configuration, driver, launch_with_pdl
 from ridgeplan.kernels.device.nvrtc import compiled, joined
 from ridgeplan.kernels.linear.schedule import RESERVED_BYTES, SIZES, Machine, Plan
 
@@ -59,7 +59,7 @@ def launch(kernel: Any, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | No
     shape = [plan.rows, plan.inputs, plan.outputs, plan.chunk_rows, plan.own_tiles]
     ring = [plan.items, plan.weights.lead, plan.calm, plan.flight]
     with torch.cuda.device(x.device):
-        launch_early(
+        launch_with_pdl(
             kernel,
             (plan.groups * plan.cut.splits, plan.chunks, 1),
             (32 * (plan.warps + 2), 1, 1),
@@ -81,15 +81,15 @@ def _shared_bytes(device: torch.device) -> int:
 
 def _clusters(size: int, device: torch.device) -> int:
     """Clusters of `size` blocks that the device holds at once: its processors come in groups of uneven size."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     if size == 1:
-        return processors
+        return num_sms
     source = f'extern "C" __global__ void __cluster_dims__({size}, 1, 1) probe() {{}}'
     shared_bytes = _shared_bytes(device) - RESERVED_BYTES
     probe = compiled(source, "probe", (), device, shared_bytes=shared_bytes, failing="clusters cannot be counted")
     count = ctypes.c_int(0)
     if probe is not None:
-        grid, block = (ctypes.c_uint * 3)(size * (processors // size), 1, 1), (ctypes.c_uint * 3)(PROBE_THREADS, 1, 1)
+        grid, block = (ctypes.c_uint * 3)(size * (num_sms // size), 1, 1), (ctypes.c_uint * 3)(PROBE_THREADS, 1, 1)
         shape = Configuration(grid, block, shared_bytes)
         driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), probe.func, ctypes.byref(shape))
-    return count.value or processors // size
+    return count.value or num_sms // size

@@ -32,10 +32,10 @@ def linear_dense(
         return linear_dense_cuda(rows, weight, narrow, gated).view(*x.shape[:-1], -1)
     if gated:
         return swiglu(linear_dense(x, weight, bias, backend=backend), backend=backend)
-    return linear_dense_twin(x, weight, bias)
+    return linear_dense_reference(x, weight, bias)
 
 
-def linear_dense_twin(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_dense_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same by the library."""
     return functional.linear(x, weight, bias)
 

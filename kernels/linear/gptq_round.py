@@ -9,7 +9,7 @@ from ridgeplan.roofline.cost import Cost
 TOP_CODE = 15
 
 
-def round_with_feedback(steps: Tensor, feedback: Tensor, *, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
+def gptq_round(steps: Tensor, feedback: Tensor, *, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
     """Codes 0..15 and errors, float32 [outputs, group], of steps [outputs, group]: weights in units of the grid.
 
     Input i is rounded to nearest, halves to even; each later input j then moves by -feedback[i, j] times the error
@@ -19,13 +19,13 @@ def round_with_feedback(steps: Tensor, feedback: Tensor, *, backend: Backend = "
     if feedback.shape != (steps.shape[1], steps.shape[1]):
         raise ValueError(f"feedback {list(feedback.shape)} must be square, as wide as steps {list(steps.shape)}")
     if not uses_triton(backend, steps):
-        return round_with_feedback_twin(steps, feedback)
-    from ridgeplan.kernels.linear.gptq_round_triton import round_with_feedback_triton
+        return gptq_round_reference(steps, feedback)
+    from ridgeplan.kernels.linear.gptq_round_triton import gptq_round_triton
 
-    return round_with_feedback_triton(steps, feedback)
+    return gptq_round_triton(steps, feedback)
 
 
-def round_with_feedback_twin(steps: Tensor, feedback: Tensor) -> tuple[Tensor, Tensor]:
+def gptq_round_reference(steps: Tensor, feedback: Tensor) -> tuple[Tensor, Tensor]:
     """The same in plain torch."""
     columns = steps.t().clone(memory_format=torch.contiguous_format)  # an input's weights of all rows side by side
     codes, errors = torch.empty_like(columns), torch.empty_like(columns)
@@ -36,8 +36,8 @@ def round_with_feedback_twin(steps: Tensor, feedback: Tensor) -> tuple[Tensor, T
     return codes.t(), errors.t()
 
 
-def round_with_feedback_cost(steps: Tensor) -> Cost:
-    """What `round_with_feedback` does: `ridgeplan.roofline.ops.round_with_feedback` at this size."""
+def gptq_round_cost(steps: Tensor) -> Cost:
+    """What `gptq_round` does: `ridgeplan.roofline.ops.gptq_round` at this size."""
     outputs, group = steps.shape
     return Cost(
         flops=outputs * group * (group - 1) + 3 * steps.numel(),

@@ -37,8 +37,8 @@ def _round_kernel(
     tl.store(errors + at, missed, mask=inside)
 
 
-def round_with_feedback_triton(steps: Tensor, feedback: Tensor) -> tuple[Tensor, Tensor]:
-    """See `ridgeplan.kernels.linear.gptq_round.round_with_feedback`."""
+def gptq_round_triton(steps: Tensor, feedback: Tensor) -> tuple[Tensor, Tensor]:
+    """See `ridgeplan.kernels.linear.gptq_round.gptq_round`."""
     steps = steps.contiguous()
     outputs, group = steps.shape
     codes, errors = torch.empty_like(steps), torch.empty_like(steps)

@@ -34,7 +34,7 @@ def linear_int4(
     if gated:
         return swiglu(linear_int4(x, weight, bias, backend=backend), backend=backend)
     if not runs_triton:
-        out = linear_int4_twin(rows, weight, bias)
+        out = linear_int4_reference(rows, weight, bias)
     else:
         from ridgeplan.kernels.linear.int4_triton import linear_int4_triton
 
@@ -42,7 +42,7 @@ def linear_int4(
     return out.view(*x.shape[:-1], weight.outputs)
 
 
-def linear_int4_twin(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
+def linear_int4_reference(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
     """The same in plain torch, in float32 throughout."""
     return functional.linear(x.float(), weight.dequantize(), None if bias is None else bias.float()).to(x.dtype)
 

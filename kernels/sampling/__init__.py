@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ridgeplan.kernels.device.backend import Backend, uses_triton
-from ridgeplan.kernels.sampling.distribution import Choice, Distribution, Greedy, Verdict
+from ridgeplan.kernels.sampling.distribution import Choice, Distribution, Greedy, VerifyResult
 from ridgeplan.kernels.sampling.reference import (
     count_accepted,
-    draw_twin,
-    judge_twin,
+    draw_reference,
     kth_largest,
     nucleus,
-    softmax_twin,
+    rejection_sample_reference,
+    softmax_reference,
 )
 from ridgeplan.kernels.sampling.top_k_top_p_cuda import filter_cuda, fits
 
@@ -48,7 +48,7 @@ def softmax(
 ) -> Distribution:
     """The distribution of logits [..., vocab] at or above cutoff, float32 [...], at a temperature above 0."""
     if not uses_triton(backend, logits):
-        return softmax_twin(logits, temperature, cutoff)
+        return softmax_reference(logits, temperature, cutoff)
     from ridgeplan.kernels.sampling.rejection_triton import softmax_triton
 
     return softmax_triton(logits, temperature, cutoff)
@@ -68,22 +68,22 @@ def draw(choice: Choice, uniform: Tensor, *, backend: Backend = "auto") -> Tenso
     if isinstance(choice, Greedy):
         return choice.best
     if not uses_triton(backend, choice.logits):
-        return draw_twin(choice, uniform)
+        return draw_reference(choice, uniform)
     from ridgeplan.kernels.sampling.rejection_triton import draw_triton
 
     return draw_triton(choice, uniform)
 
 
-def judge(
+def rejection_sample(
     target: Choice,
     drafts: Sequence[Choice],
     drafted: Tensor,
-    room: Tensor,
+    max_tokens: Tensor,
     uniform: Tensor,
     *,
     backend: Backend = "auto",
-) -> Verdict:
-    """Speculative sampling (Leviathan et al. 2023, algorithm 1), cut at each row's `room`.
+) -> VerifyResult:
+    """Speculative sampling (Leviathan et al. 2023, algorithm 1), cut at each row's `max_tokens`.
 
     target: of [rows, gamma + 1]; drafts: gamma choices of [rows] each; drafted: int64 [rows, gamma]; room: int32
     [rows], at least 1; uniform: float64 [rows, gamma + 1] in [0, 1), of which the last draws the replacement.
@@ -93,22 +93,22 @@ def judge(
     target accepts what equals its own choice, whatever the drafts were drawn from.
     """
     if isinstance(target, Greedy):
-        return _agree(target, drafted, room, backend)
+        return _agree(target, drafted, max_tokens, backend)
     drawn = [_sampled(draft) for draft in drafts]
     if not uses_triton(backend, target.logits):
-        return judge_twin(target, drawn, drafted, room, uniform)
-    from ridgeplan.kernels.sampling.rejection_triton import judge_triton
+        return rejection_sample_reference(target, drawn, drafted, max_tokens, uniform)
+    from ridgeplan.kernels.sampling.rejection_triton import rejection_sample_triton
 
-    return judge_triton(target, drawn, drafted, room, uniform)
+    return rejection_sample_triton(target, drawn, drafted, max_tokens, uniform)
 
 
-def _agree(target: Greedy, drafted: Tensor, room: Tensor, backend: Backend) -> Verdict:
+def _agree(target: Greedy, drafted: Tensor, max_tokens: Tensor, backend: Backend) -> VerifyResult:
     if not uses_triton(backend, drafted):
-        accepted, full, judged = count_accepted(drafted == target.best[:, :-1], room)
-        return Verdict(target.best, accepted + (~full).long(), accepted, judged)
+        accepted, full, judged = count_accepted(drafted == target.best[:, :-1], max_tokens)
+        return VerifyResult(target.best, accepted + (~full).long(), accepted, judged)
     from ridgeplan.kernels.sampling.greedy_triton import agree_triton
 
-    return agree_triton(target, drafted, room)
+    return agree_triton(target, drafted, max_tokens)
 
 
 def _sampled(draft: Choice) -> Distribution:

@@ -44,7 +44,7 @@ Choice = Distribution | Greedy
 
 
 @dataclass(frozen=True, eq=False)
-class Verdict:
+class VerifyResult:
     """What a round keeps: the first advance[b] of tokens, int64 [rows, gamma + 1].
 
     advance, accepted, judged: int64 [rows]. judged are the drafts that were compared with the target, those whose

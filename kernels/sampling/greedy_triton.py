@@ -7,19 +7,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ridgeplan.kernels.device.launch import early_launch
-from ridgeplan.kernels.device.pdl_triton import follow
+from ridgeplan.kernels.device.launch import pdl_options
+from ridgeplan.kernels.device.pdl_triton import pdl_launch_dependents_and_wait
 from ridgeplan.kernels.sampling.cost import filter_metadata
-from ridgeplan.kernels.sampling.distribution import Greedy, Verdict
+from ridgeplan.kernels.sampling.distribution import Greedy, VerifyResult
 from ridgeplan.kernels.sampling.rejection_triton import _store_counts
 
 CHUNK = 8192  # tokens of a row that one program reads
 
 
 @triton.jit(launch_metadata=filter_metadata)
-def _best_kernel(logits, peaks, places, vocab, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr):
+def _best_kernel(logits, peaks, places, vocab, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """Of each chunk the largest logit and the first token that has it."""
-    follow(EARLY)
+    pdl_launch_dependents_and_wait(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     values = tl.load(logits + row * vocab + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
@@ -29,8 +29,8 @@ def _best_kernel(logits, peaks, places, vocab, CHUNKS: tl.constexpr, CHUNK: tl.c
 
 
 @triton.jit
-def _join_best_kernel(peaks, places, best, CHUNKS: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr):
-    follow(EARLY)
+def _join_best_kernel(peaks, places, best, CHUNKS: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
+    pdl_launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, PADDED)
     tops = tl.load(peaks + row * CHUNKS + every, mask=every < CHUNKS, other=float("-inf"))
@@ -39,21 +39,21 @@ def _join_best_kernel(peaks, places, best, CHUNKS: tl.constexpr, PADDED: tl.cons
 
 
 @triton.jit
-def _agree_kernel(best, drafted, rooms, counts, GAMMA: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr):
-    follow(EARLY)
+def _agree_kernel(best, drafted, max_tokens, counts, GAMMA: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
+    pdl_launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, PADDED)
     wanted = tl.load(best + row * (GAMMA + 1) + index, mask=index < GAMMA, other=-1)
     agreeing = tl.load(drafted + row * GAMMA + index, mask=index < GAMMA, other=-2) == wanted
-    room = tl.load(rooms + row)
-    _store_counts(counts, row, tl.min(tl.where(agreeing & (index < room), PADDED, index), 0), room, GAMMA)
+    limit = tl.load(max_tokens + row)
+    _store_counts(counts, row, tl.min(tl.where(agreeing & (index < limit), PADDED, index), 0), limit, GAMMA)
 
 
 def greedy_triton(logits: Tensor) -> Greedy:
     """See `ridgeplan.kernels.sampling.filter_logits`."""
     logits = logits.contiguous()
     lead, vocab = logits.shape[:-1], logits.shape[-1]
-    early = early_launch(logits)
+    early = pdl_options(logits)
     rows, chunks = lead.numel(), triton.cdiv(vocab, CHUNK)
     peaks = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
     places = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
@@ -65,12 +65,12 @@ def greedy_triton(logits: Tensor) -> Greedy:
     return Greedy(best)
 
 
-def agree_triton(target: Greedy, drafted: Tensor, room: Tensor) -> Verdict:
-    """See `ridgeplan.kernels.sampling.judge`."""
+def agree_triton(target: Greedy, drafted: Tensor, max_tokens: Tensor) -> VerifyResult:
+    """See `ridgeplan.kernels.sampling.rejection_sample`."""
     rows, gamma = drafted.shape
     counts = drafted.new_empty(rows, 3)
     _agree_kernel[(rows,)](
-        target.best, drafted.contiguous(), room, counts,
-        GAMMA=gamma, PADDED=triton.next_power_of_2(gamma + 1), num_warps=1, **early_launch(drafted),
+        target.best, drafted.contiguous(), max_tokens, counts,
+        GAMMA=gamma, PADDED=triton.next_power_of_2(gamma + 1), num_warps=1, **pdl_options(drafted),
     )  # fmt: skip
-    return Verdict(target.best, *counts.unbind(1))
+    return VerifyResult(target.best, *counts.unbind(1))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.sampling.distribution import Distribution, Verdict
+from ridgeplan.kernels.sampling.distribution import Distribution, VerifyResult
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +22,7 @@ class Table(Distribution):
         return self.table
 
 
-def softmax_twin(logits: Tensor, temperature: float, cutoff: Tensor | None) -> Table:
+def softmax_reference(logits: Tensor, temperature: float, cutoff: Tensor | None) -> Table:
     """See `ridgeplan.kernels.sampling.softmax`."""
     values = logits.float()
     peak = values.amax(-1)
@@ -56,34 +56,34 @@ def nucleus(whole: Distribution, top_p: float) -> Table:
     return Table(whole.logits, whole.temperature, whole.peak, cutoff[..., 0].contiguous(), whole.mass * kept, table)
 
 
-def draw_twin(distribution: Distribution, uniform: Tensor) -> Tensor:
+def draw_reference(distribution: Distribution, uniform: Tensor) -> Tensor:
     """See `ridgeplan.kernels.sampling.draw`."""
     return _pick(distribution.probabilities(), uniform)
 
 
-def judge_twin(
-    target: Distribution, drafts: Sequence[Distribution], drafted: Tensor, room: Tensor, uniform: Tensor
-) -> Verdict:
-    """See `ridgeplan.kernels.sampling.judge`."""
+def rejection_sample_reference(
+    target: Distribution, drafts: Sequence[Distribution], drafted: Tensor, max_tokens: Tensor, uniform: Tensor
+) -> VerifyResult:
+    """See `ridgeplan.kernels.sampling.rejection_sample`."""
     tables = target.probabilities()
     # After the last draft q is 0.
     draft = torch.stack([*(d.probabilities() for d in drafts), torch.zeros_like(tables[:, 0])], dim=1)
     p, q = (table[:, :-1].gather(-1, drafted[..., None])[..., 0] for table in (tables, draft))
-    accepted, full, judged = count_accepted(uniform[:, :-1] * q < p, room)
+    accepted, full, judged = count_accepted(uniform[:, :-1] * q < p, max_tokens)
     replacement = _pick(_residual(tables, draft, accepted), uniform[:, -1])
     tokens = torch.cat([drafted, drafted.new_zeros(len(drafted), 1)], dim=1)
     # A full row keeps its last draft, which becomes the pending token; the write beyond it is never read.
     tokens.scatter_(1, accepted[:, None], replacement[:, None])
-    return Verdict(tokens, accepted + (~full).long(), accepted, judged)
+    return VerifyResult(tokens, accepted + (~full).long(), accepted, judged)
 
 
-def count_accepted(passed: Tensor, room: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def count_accepted(passed: Tensor, max_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row the accepted drafts, whether they fill its room, and the judged ones; passed: bool [rows, gamma]."""
     gamma = passed.shape[1]
-    limit = room.long().clamp_max(gamma)
+    limit = max_tokens.long().clamp_max(gamma)
     inside = torch.arange(gamma, device=passed.device) < limit[:, None]
     accepted = (passed & inside).long().cumprod(1).sum(1)
-    return accepted, (accepted == limit) & (room <= gamma), torch.minimum(accepted + 1, limit)
+    return accepted, (accepted == limit) & (max_tokens <= gamma), torch.minimum(accepted + 1, limit)
 
 
 def _residual(target: Tensor, draft: Tensor, accepted: Tensor) -> Tensor:

@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ridgeplan.kernels.device.launch import early_launch
-from ridgeplan.kernels.device.pdl_triton import follow
+from ridgeplan.kernels.device.launch import pdl_options
+from ridgeplan.kernels.device.pdl_triton import pdl_launch_dependents_and_wait
 from ridgeplan.kernels.sampling.cost import draw_metadata, filter_metadata
-from ridgeplan.kernels.sampling.distribution import Distribution, Verdict
+from ridgeplan.kernels.sampling.distribution import Distribution, VerifyResult
 
 CHUNK = 4096  # tokens of a row that one program reads
 LOG2_E = 1.4426950408889634
@@ -41,10 +41,10 @@ def _softmax_kernel(
     FILTERED: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Of each chunk the largest logit, and relative to it the mass of those that count."""
-    follow(EARLY)
+    pdl_launch_dependents_and_wait(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     values = tl.load(logits + row * vocab + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
@@ -67,10 +67,10 @@ def _join_kernel(
     FILTERED: tl.constexpr,
     CHUNKS: tl.constexpr,
     PADDED: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Joins the chunks of a row; without a filter nothing is cut off."""
-    follow(EARLY)
+    pdl_launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, PADDED)
     tops = tl.load(peaks + row * CHUNKS + every, mask=every < CHUNKS, other=float("-inf"))
@@ -90,11 +90,11 @@ def _probability(logits, row, tokens, vocab, peaks, cutoffs, masses, scale):
 
 
 @triton.jit
-def _store_counts(counts, row, accepted, room, GAMMA: tl.constexpr):
+def _store_counts(counts, row, accepted, max_tokens, GAMMA: tl.constexpr):
     """Of a row how many tokens are kept, and how many drafts accepted and judged."""
-    limit = tl.minimum(room, GAMMA)
+    limit = tl.minimum(max_tokens, GAMMA)
     # A row that fills its room ends with an accepted draft, which becomes the pending token.
-    full = (accepted == limit) & (room <= GAMMA)
+    full = (accepted == limit) & (max_tokens <= GAMMA)
     tl.store(counts + row * 3, (accepted + 1 - full.to(tl.int32)).to(tl.int64))
     tl.store(counts + row * 3 + 1, accepted.to(tl.int64))
     tl.store(counts + row * 3 + 2, tl.minimum(accepted + 1, limit).to(tl.int64))
@@ -102,22 +102,32 @@ def _store_counts(counts, row, accepted, room, GAMMA: tl.constexpr):
 
 @triton.jit
 def _accept_kernel(
-    target, draft, drafted, rooms, uniform, counts, vocab, scale, draft_scale, GAMMA: tl.constexpr, EARLY: tl.constexpr
+    target,
+    draft,
+    drafted,
+    max_tokens,
+    uniform,
+    counts,
+    vocab,
+    scale,
+    draft_scale,
+    GAMMA: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Counts the drafts of a row up to the first rejected one, or to what it has room for."""
-    follow(EARLY)
+    pdl_launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
-    room = tl.load(rooms + row)
-    accepted = room * 0
-    going = room > 0
+    limit = tl.load(max_tokens + row)
+    accepted = limit * 0
+    going = limit > 0
     for j in tl.static_range(GAMMA):
         token = tl.load(drafted + row * GAMMA + j)
         p = _probability(target[0], row * (GAMMA + 1) + j, token, vocab, target[1], target[2], target[3], scale)
         q = _probability(draft[0][j], row, token, vocab, draft[1][j], draft[2][j], draft[3][j], draft_scale)
         passed = tl.load(uniform + row * (GAMMA + 1) + j) * q.to(tl.float64) < p.to(tl.float64)
-        going = going & passed & (j < room)
+        going = going & passed & (j < limit)
         accepted += going.to(tl.int32)
-    _store_counts(counts, row, accepted, room, GAMMA)
+    _store_counts(counts, row, accepted, limit, GAMMA)
 
 
 @triton.jit
@@ -136,10 +146,10 @@ def _weights(target, draft, accepted, row, tokens, vocab, scale, draft_scale, GA
 @triton.jit(launch_metadata=draw_metadata)
 def _weigh_kernel(
     target, draft, counts, sums, vocab, scale, draft_scale,
-    GAMMA: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    GAMMA: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sums of each chunk's weights, [rows, 2, chunks]."""
-    follow(EARLY)
+    pdl_launch_dependents_and_wait(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     accepted = tl.load(counts + row * 3 + 1) if GAMMA > 0 else 0
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -151,10 +161,10 @@ def _weigh_kernel(
 @triton.jit
 def _pick_kernel(
     target, draft, counts, sums, drafted, uniform, out, vocab, scale, draft_scale,
-    GAMMA: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    GAMMA: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Finds the chunk of a row that its uniform number falls in, then the token, which follows the accepted drafts."""
-    follow(EARLY)
+    pdl_launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     accepted = tl.load(counts + row * 3 + 1) if GAMMA > 0 else 0
     every = tl.arange(0, PADDED)
@@ -198,7 +208,7 @@ def softmax_triton(logits: Tensor, temperature: float, cutoff: Tensor | None) ->
         CHUNKS=chunks,
         CHUNK=CHUNK,
         num_warps=8,
-        **early_launch(logits),
+        **pdl_options(logits),
     )
     padded = triton.next_power_of_2(chunks)
     _join_kernel[(rows,)](
@@ -212,7 +222,7 @@ def softmax_triton(logits: Tensor, temperature: float, cutoff: Tensor | None) ->
         CHUNKS=chunks,
         PADDED=padded,
         num_warps=1,
-        **early_launch(logits),
+        **pdl_options(logits),
     )
     return Distribution(logits, temperature, peak, cutoff, mass)
 
@@ -224,25 +234,25 @@ def draw_triton(distribution: Distribution, uniform: Tensor) -> Tensor:
     return tokens
 
 
-def judge_triton(
-    target: Distribution, drafts: Sequence[Distribution], drafted: Tensor, room: Tensor, uniform: Tensor
-) -> Verdict:
-    """See `ridgeplan.kernels.sampling.judge`."""
+def rejection_sample_triton(
+    target: Distribution, drafts: Sequence[Distribution], drafted: Tensor, max_tokens: Tensor, uniform: Tensor
+) -> VerifyResult:
+    """See `ridgeplan.kernels.sampling.rejection_sample`."""
     round_, drafted, uniform = _Round(target, drafts), drafted.contiguous(), uniform.contiguous()
     tokens, counts = torch.empty_like(uniform, dtype=torch.int64), drafted.new_empty(len(drafted), 3)
     _accept_kernel[(len(drafted),)](
         *round_.figures,
         drafted,
-        room,
+        max_tokens,
         uniform,
         counts,
         *round_.sizes,
         GAMMA=round_.gamma,
         num_warps=1,
-        **early_launch(drafted),
+        **pdl_options(drafted),
     )
     _replace(round_, counts, drafted, uniform, tokens)
-    return Verdict(tokens, *counts.unbind(1))
+    return VerifyResult(tokens, *counts.unbind(1))
 
 
 class _Round:
@@ -261,7 +271,7 @@ def _replace(round_: _Round, counts: Tensor | None, drafted: Tensor | None, unif
     gamma, vocab = round_.gamma, round_.sizes[0]
     rows, chunks = uniform.numel() // (gamma + 1), triton.cdiv(vocab, CHUNK)
     sums = torch.empty(rows, 2, chunks, dtype=torch.int64, device=uniform.device)
-    sizes = {"GAMMA": gamma, "CHUNKS": chunks, "CHUNK": CHUNK, "num_warps": 8, **early_launch(uniform)}
+    sizes = {"GAMMA": gamma, "CHUNKS": chunks, "CHUNK": CHUNK, "num_warps": 8, **pdl_options(uniform)}
     _weigh_kernel[(rows, chunks)](*round_.figures, counts, sums, *round_.sizes, **sizes)
     _pick_kernel[(rows,)](
         *round_.figures, counts, sums, drafted, uniform, tokens, *round_.sizes,

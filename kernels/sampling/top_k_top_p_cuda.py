@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.device.launch import launch_early
+from ridgeplan.kernels.device.launch import launch_with_pdl
 from ridgeplan.kernels.device.nvrtc import compiled, joined
 from ridgeplan.kernels.sampling.distribution import Distribution
 
@@ -110,7 +110,7 @@ def filter_cuda(logits: Tensor, temperature: float, top_k: int | None, top_p: fl
     k = 0 if top_k is None or top_k >= vocab else top_k
     p = 1.0 if top_p is None else float(top_p)
     with torch.cuda.device(logits.device):
-        launch_early(
+        launch_with_pdl(
             kernel,
             (variant.cluster * peak.numel(), 1, 1),
             (THREADS, 1, 1),

@@ -34,7 +34,7 @@ class Hardware:
     compute_flops: float = positive(1e19)
     int8_flops: float = positive(1e19)
     l2_bytes: int = whole(1, 10**12)
-    processors: int = whole(1, 100_000)  # streaming multiprocessors, or cores
+    num_sms: int = whole(1, 100_000)  # streaming multiprocessors, or cores
     host_link_bytes_per_s: float = positive(1e14)
     compute_capability: str = text("none")
     element_bytes: int = whole(1, 8, default=2)

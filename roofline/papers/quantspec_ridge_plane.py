@@ -11,7 +11,7 @@ from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.passes import Op, PassTerms, decode_pass, prefill_pass
-from ridgeplan.roofline.term_math import larger
+from ridgeplan.roofline.term_math import maximum
 
 
 @dataclass(frozen=True)
@@ -79,4 +79,4 @@ def _intensity(ops: Sequence[Op], like: np.ndarray) -> np.ndarray:
 def _roofline_s(op: Op, hardware: Hardware) -> Term:
     """The textbook roofline: full bandwidth, full peak, no launch."""
     total = op.total
-    return larger(total.bytes / hardware.bandwidth_bytes_per_s, total.flops / hardware.compute_flops)
+    return maximum(total.bytes / hardware.bandwidth_bytes_per_s, total.flops / hardware.compute_flops)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.device.clock import stamp
-from ridgeplan.kernels.sampling.distribution import Verdict
+from ridgeplan.kernels.sampling.distribution import VerifyResult
 from ridgeplan.runtime.drafting.speculator import Speculator
 
 WARM_ROUNDS = 2  # before a capture: compiles kernels and lets libraries allocate their workspaces
@@ -69,9 +69,9 @@ class EagerRounds:
         speculator, times_ns = self._speculator, [time.perf_counter_ns()]
         drafts = speculator.draft(self._pending)
         times_ns.append(time.perf_counter_ns())
-        verdict = speculator.verify(self._pending, drafts)
+        verified = speculator.verify(self._pending, drafts)
         times_ns.append(time.perf_counter_ns())
-        self._pending, figures = speculator.keep(self._pending, verdict, speculator.cache.active())
+        self._pending, figures = speculator.keep(self._pending, verified, speculator.cache.active())
         times_ns.append(time.perf_counter_ns())
         self._results.append(RoundResult(figures.tolist(), _phases(times_ns)))
 
@@ -143,9 +143,9 @@ class GraphRounds:
         stamp(self._stamps, 0)
         drafts = speculator.draft(self._pending)
         stamp(self._stamps, 1)
-        verdict: Verdict = speculator.verify(self._pending, drafts)
+        verified: VerifyResult = speculator.verify(self._pending, drafts)
         stamp(self._stamps, 2)
-        pending, figures = speculator.keep(self._pending, verdict, speculator.cache.active())
+        pending, figures = speculator.keep(self._pending, verified, speculator.cache.active())
         self._pending.copy_(pending)
         self._figures.copy_(figures)
         stamp(self._stamps, 3)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.sampling import draw, judge
-from ridgeplan.kernels.sampling.distribution import Choice, Verdict
+from ridgeplan.kernels.sampling import draw, rejection_sample
+from ridgeplan.kernels.sampling.distribution import Choice, VerifyResult
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.weights import DecoderWeights
@@ -51,31 +51,33 @@ class Speculator:
         token, tokens, choices = pending, [], []
         uniform = self._uniform(gamma, len(pending))
         for ahead in range(gamma):
-            reader = self.cache.draft_reader(ahead)
-            logits = self.decoder.step(self.drafter, self.cache, token[:, None], reader)
+            metadata = self.cache.draft_metadata(ahead)
+            logits = self.decoder.step(self.drafter, self.cache, token[:, None], metadata)
             choices.append(self.sampling.choice(logits[:, 0]))
             token = draw(choices[-1], uniform[ahead])
             tokens.append(token)
         drafted = torch.stack(tokens, dim=1) if tokens else pending.new_zeros(len(pending), 0)
         return Drafts(drafted, choices)
 
-    def verify(self, pending: Tensor, drafts: Drafts) -> Verdict:
+    def verify(self, pending: Tensor, drafts: Drafts) -> VerifyResult:
         """One pass of the target, whose KV of all forwarded tokens replaces the drafts'."""
         tokens = torch.cat([pending[:, None], drafts.tokens], dim=1)
-        reader = self.cache.target_reader(tokens.shape[1])
-        logits = self.decoder.step(self.target, self.cache, tokens, reader)
+        metadata = self.cache.target_metadata(tokens.shape[1])
+        logits = self.decoder.step(self.target, self.cache, tokens, metadata)
         uniform = self._uniform(*tokens.shape)
-        return judge(self.sampling.choice(logits), drafts.choices, drafts.tokens, self.cache.room(), uniform)
+        return rejection_sample(
+            self.sampling.choice(logits), drafts.choices, drafts.tokens, self.cache.max_tokens(), uniform
+        )
 
-    def keep(self, pending: Tensor, verdict: Verdict, active: Tensor) -> tuple[Tensor, Tensor]:
+    def keep(self, pending: Tensor, verified: VerifyResult, active: Tensor) -> tuple[Tensor, Tensor]:
         """Advances the active rows; the others repeat their last round without effect.
 
         The next pending tokens, and int64 [rows, gamma + 4]: tokens, then how many are kept, accepted, judged.
         """
-        kept, accepted, judged = (count * active for count in (verdict.advance, verdict.accepted, verdict.judged))
+        kept, accepted, judged = (count * active for count in (verified.advance, verified.accepted, verified.judged))
         self.cache.advance(kept.int())
-        last = verdict.tokens.gather(1, (kept - 1).clamp_min(0)[:, None])[:, 0]
-        figures = torch.cat([verdict.tokens, torch.stack([kept, accepted, judged], dim=1)], dim=1)
+        last = verified.tokens.gather(1, (kept - 1).clamp_min(0)[:, None])[:, 0]
+        figures = torch.cat([verified.tokens, torch.stack([kept, accepted, judged], dim=1)], dim=1)
         return torch.where(active, last, pending), figures
 
     def _uniform(self, *shape: int) -> Tensor:

@@ -25,7 +25,7 @@ def quantized_groups(tokens: int, group: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Reader:
+class AttentionMetadata:
     """What one forward pass writes and sees; all tensors are on the device.
 
     positions, slots: int64 [rows, queries], of the new tokens in the sequence and in the store.
@@ -97,14 +97,14 @@ class Cache:
         """Rows, bool [rows], that have not reached their ends."""
         return self.lengths[: self.rows] < self.ends[: self.rows]
 
-    def room(self) -> Tensor:
+    def max_tokens(self) -> Tensor:
         """Tokens [rows], 1 or more, that a round may add to an active row.
 
         Up to the row's end, and to the next boundary, where a quantized target changes.
         """
         lengths = self.lengths[: self.rows]
-        room = (self.ends[: self.rows] - lengths).clamp_min(1)
-        return torch.minimum(room, self.group - lengths % self.group) if self.buffered else room
+        max_tokens = (self.ends[: self.rows] - lengths).clamp_min(1)
+        return torch.minimum(max_tokens, self.group - lengths % self.group) if self.buffered else max_tokens
 
     def full(self, layer: int) -> tuple[Tensor, Tensor]:
         """Full-precision keys and values [rows, kv_heads, slots, head_dim] of a layer."""
@@ -114,22 +114,22 @@ class Cache:
         """Quantized groups of a layer."""
         return self._codes(layer * self.batch, self.rows)
 
-    def target_reader(self, queries: int) -> Reader:
+    def target_metadata(self, queries: int) -> AttentionMetadata:
         """The target forwards `queries` tokens that follow the cached ones."""
-        return self._reader(queries, 0, coded=self.buffered, lower=True)
+        return self._metadata(queries, 0, coded=self.buffered, lower=True)
 
-    def draft_reader(self, ahead: int) -> Reader:
+    def draft_metadata(self, ahead: int) -> AttentionMetadata:
         """A draft forwards one token, `ahead` positions after the cached ones."""
         upper = self.draft_codes is DraftCodes.UPPER
-        return self._reader(1, ahead, coded=self.buffered or upper, lower=not upper)
+        return self._metadata(1, ahead, coded=self.buffered or upper, lower=not upper)
 
-    def _reader(self, queries: int, ahead: int, coded: bool, lower: bool) -> Reader:
+    def _metadata(self, queries: int, ahead: int, coded: bool, lower: bool) -> AttentionMetadata:
         lengths = self.lengths[: self.rows]
         quantized = self.quantized(lengths)
         first = lengths + ahead
         slot = first - quantized if self.buffered else first
         offsets = torch.arange(queries, device=lengths.device)
-        return Reader(
+        return AttentionMetadata(
             positions=first[:, None] + offsets,
             slots=slot[:, None] + offsets,
             begin=quantized if coded and not self.buffered else torch.zeros_like(lengths),

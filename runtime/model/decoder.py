@@ -9,7 +9,7 @@ from torch.nn import functional
 from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.kernels.layer.norm import add_rms_norm
 from ridgeplan.kernels.layer.rope import Tables, rope_append, rotary_tables
-from ridgeplan.runtime.kv.cache import Cache, Reader
+from ridgeplan.runtime.kv.cache import AttentionMetadata, Cache
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
 from ridgeplan.runtime.model_config import DecoderConfig
 
@@ -21,14 +21,14 @@ class Decoder:
         self.config = config
         self.frequencies = torch.tensor(config.rotary_frequencies, dtype=torch.float32, device=device)
 
-    def step(self, weights: DecoderWeights, cache: Cache, tokens: Tensor, reader: Reader) -> Tensor:
+    def step(self, weights: DecoderWeights, cache: Cache, tokens: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Logits [rows, queries, vocab] of tokens [rows, queries], whose KV enters the cache."""
         hidden, update = functional.embedding(tokens, weights.embedding), None
-        tables = self.rotary(reader.positions)
+        tables = self.rotary(metadata.positions)
         for index, layer in enumerate(weights.layers):
             hidden, normed = self.norm(hidden, update, layer.attention_norm)
-            q = self.project(layer, normed, tables, *cache.full(index), reader.slots)
-            attended = self._attend(index, cache, reader, q)
+            q = self.project(layer, normed, tables, *cache.full(index), metadata.slots)
+            attended = self._attend(index, cache, metadata, q)
             hidden, normed = self.norm(hidden, layer.output(attended.flatten(2)), layer.mlp_norm)
             update = self.mlp(layer, normed)
         return weights.head(self.norm(hidden, update, weights.norm)[1])
@@ -52,9 +52,9 @@ class Decoder:
         """The residual stream with `update` added, and that normed."""
         return add_rms_norm(hidden, update, weight, self.config.norm_eps)
 
-    def _attend(self, index: int, cache: Cache, reader: Reader, q: Tensor) -> Tensor:
+    def _attend(self, index: int, cache: Cache, metadata: AttentionMetadata, q: Tensor) -> Tensor:
         keys, values = cache.full(index)
         window = self.config.windows[index]
-        begin = reader.begin if window is None else torch.maximum(reader.begin, reader.end - window)
-        codes = None if reader.groups is None else cache.codes(index)
-        return decode_attention(q, keys, values, begin, reader.end, codes, reader.groups, lower=reader.lower)
+        begin = metadata.begin if window is None else torch.maximum(metadata.begin, metadata.end - window)
+        codes = None if metadata.groups is None else cache.codes(index)
+        return decode_attention(q, keys, values, begin, metadata.end, codes, metadata.groups, lower=metadata.lower)

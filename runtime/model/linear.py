@@ -81,14 +81,14 @@ class Int4:
     bias: Tensor | None = None
 
     @classmethod
-    def quantize(cls, dense: Dense, group: int, moment: Tensor | None = None) -> Int4:
+    def quantize(cls, dense: Dense, group: int, hessian: Tensor | None = None) -> Int4:
         """Quantizes dense weights; a `group` that does not divide the inputs falls to 64 or 32.
 
         moment: of the inputs, as `quantize_weight` takes it.
         """
         packing = Int4Weight if dense.weight.is_cuda else LibraryInt4Weight
         group = fitting_group(dense.weight.shape[1], group)
-        return cls(packing.pack(*quantize_weight(dense.weight, group, moment)), dense.bias)
+        return cls(packing.pack(*quantize_weight(dense.weight, group, hessian)), dense.bias)
 
     def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
         if isinstance(self.weight, Int4Weight):

@@ -48,25 +48,25 @@ def fitted_draft(decoder: Decoder, weights: DecoderWeights, group: int, text: Te
     hidden = functional.embedding(text.to(weights.embedding.device), weights.embedding)
     layers = []
     for layer, window in zip(weights.layers, decoder.config.windows, strict=True):
-        recording = layer.with_projections(lambda linear: _recording(linear, full))
+        recorder = layer.with_projections(lambda linear: _recorder(linear, full))
         for sequence in hidden:
-            prefill_layer(decoder, recording, sequence, window)
-        layers.append(recording.with_projections(lambda linear: _quantized(linear, group)))
-    head = _recording(weights.head, full)
-    if isinstance(head, Recording):
+            prefill_layer(decoder, recorder, sequence, window)
+        layers.append(recorder.with_projections(lambda linear: _quantized(linear, group)))
+    head = _recorder(weights.head, full)
+    if isinstance(head, HessianRecorder):
         head.record(decoder.norm(hidden, None, weights.norm)[1])
     return dataclasses.replace(weights, layers=tuple(layers), head=_quantized(head, group))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Recording(Dense):
+class HessianRecorder(Dense):
     """A dense layer that adds up the second moment of its inputs: [inputs, inputs], or the diagonal [inputs].
 
     Every token counts the same, at a mean square of 1: a few of them, the first above all, are hundreds of times
     as large as the rest in some channels, and would decide alone.
     """
 
-    moment: Tensor
+    hessian: Tensor
 
     def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
         self.record(x)
@@ -75,23 +75,23 @@ class Recording(Dense):
     def record(self, x: Tensor) -> None:
         """Adds inputs [..., inputs]."""
         rows = functional.rms_norm(x.flatten(0, -2).float(), x.shape[-1:])
-        if self.moment.dim() == 1:
-            self.moment.add_(rows.square().sum(0))
+        if self.hessian.dim() == 1:
+            self.hessian.add_(rows.square().sum(0))
         else:
-            self.moment.addmm_(rows.t(), rows)
+            self.hessian.addmm_(rows.t(), rows)
 
 
-def _recording(linear: Linear, full: bool) -> Linear:
+def _recorder(linear: Linear, full: bool) -> Linear:
     """With the `full` moment or the diagonal, nothing recorded; a layer that is in 4 bits already stays."""
     if isinstance(linear, Int4):
         return linear
     inputs = linear.weight.shape[1]
-    moment = linear.weight.new_zeros((inputs, inputs) if full else inputs, dtype=torch.float32)
-    return Recording(weight=linear.weight, bias=linear.bias, moment=moment)
+    hessian = linear.weight.new_zeros((inputs, inputs) if full else inputs, dtype=torch.float32)
+    return HessianRecorder(weight=linear.weight, bias=linear.bias, hessian=hessian)
 
 
 def _quantized(linear: Linear, group: int) -> Linear:
-    return Int4.quantize(linear, group, linear.moment) if isinstance(linear, Recording) else linear
+    return Int4.quantize(linear, group, linear.hessian) if isinstance(linear, HessianRecorder) else linear
 
 
 def _sampled(decoder: Decoder, weights: DecoderWeights) -> Tensor:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.linear.gptq_round import round_with_feedback
+from ridgeplan.kernels.linear.gptq_round import gptq_round
 
 SHRINKS = (1.0, 0.92, 0.84, 0.76, 0.68)  # candidate ranges, as shares of the group's own
 REFITS = 2  # rounds of codes, then grid, after the best range
@@ -29,19 +29,19 @@ DAMPING = 0.1  # added to M's diagonal, as a share of its mean: moments of a sho
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}  # of a weight at a time: within a CPU's cache, or a GPU's memory
 
 
-def quantize_weight(weight: Tensor, group: int, moment: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_weight(weight: Tensor, group: int, hessian: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Codes int8 [outputs, inputs] in 0..15; scale and zero, bfloat16 values in float32 [outputs, inputs / group].
 
     weight: [outputs, inputs]. moment: of the inputs, its diagonal [inputs], the whole [inputs, inputs], or unknown.
     """
-    importance = weight.new_ones(weight.shape[1]) if moment is None else moment
+    importance = weight.new_ones(weight.shape[1]) if hessian is None else hessian
     feedback = None
     if importance.dim() == 2:
         feedback, importance = _feedback(importance), importance.diagonal()
     importance = importance.float().unflatten(0, (-1, group))
     rows = max(1, CHUNK_ELEMENTS[weight.device.type] // weight.shape[1])
     parts = [
-        _to_nearest(chunk, importance) if feedback is None else _in_turn(chunk, importance, feedback)
+        _to_nearest(chunk, importance) if feedback is None else _gptq_order(chunk, importance, feedback)
         for chunk in weight.split(rows)
     ]
     codes, scale, zero = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -55,7 +55,7 @@ def _to_nearest(weight: Tensor, importance: Tensor) -> tuple[Tensor, Tensor, Ten
     return codes.flatten(1).to(torch.int8), scale.squeeze(2), zero.squeeze(2)
 
 
-def _in_turn(weight: Tensor, importance: Tensor, feedback: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _gptq_order(weight: Tensor, importance: Tensor, feedback: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rounds input after input; `rest` holds what the inputs still to come should be, given the errors so far."""
     rest = weight.to(torch.float32, copy=True)
     codes, pairs = torch.empty_like(weight, dtype=torch.int8), []
@@ -63,7 +63,7 @@ def _in_turn(weight: Tensor, importance: Tensor, feedback: Tensor) -> tuple[Tens
     for index, start in enumerate(range(0, weight.shape[1], group)):
         inside, after = slice(start, start + group), slice(start + group, None)
         scale, zero = (pair[:, 0] for pair in _grid(rest[:, None, inside], importance[None, index]))
-        rounded, errors = round_with_feedback(_steps(rest[:, inside], scale, zero), feedback[inside, inside])
+        rounded, errors = gptq_round(_steps(rest[:, inside], scale, zero), feedback[inside, inside])
         rest[:, after].addmm_(errors.mul_(scale), feedback[inside, after], alpha=-1)
         codes[:, inside] = rounded
         pairs.append((scale, zero))
@@ -71,12 +71,12 @@ def _in_turn(weight: Tensor, importance: Tensor, feedback: Tensor) -> tuple[Tens
     return codes, scale, zero
 
 
-def _feedback(moment: Tensor) -> Tensor:
+def _feedback(hessian: Tensor) -> Tensor:
     """Upper triangle with a unit diagonal [inputs, inputs]: what an error at one input takes from each later one.
 
     With M = R R^T, R upper triangular, the inverse of M is U^T U with U = R^-1: GPTQ's Cholesky factor.
     """
-    damped = moment.float().clone()
+    damped = hessian.float().clone()
     diagonal = damped.diagonal()
     diagonal += DAMPING * diagonal.mean() + torch.finfo(torch.float32).tiny
     # Factors come as lower triangles: reversing the order of the inputs makes one the upper triangle that is needed.

@@ -30,6 +30,6 @@ def own_text(decoder: Decoder, weights: DecoderWeights) -> Tensor:
     writer = Speculator(decoder, weights, weights, cache, Sampling(temperature=1.0), generator)
     tokens = [torch.randint(config.vocab, (SEQUENCES,), generator=generator, device=device)]
     while len(tokens) < TOKENS:
-        verdict = writer.verify(tokens[-1], writer.draft(tokens[-1]))
-        tokens.append(writer.keep(tokens[-1], verdict, cache.active())[0])
+        verified = writer.verify(tokens[-1], writer.draft(tokens[-1]))
+        tokens.append(writer.keep(tokens[-1], verified, cache.active())[0])
     return torch.stack(tokens, dim=1)

@@ -49,7 +49,7 @@ for name, job in json.loads(sys.stdin.read()).items():
     assert compiled.asm["cubin"], name
     # A norm's weight is constant, so it may be read while other kernels still run.
     reads_first = job["kernel"] == "_add_rms_norm_kernel"
-    assert ordered(compiled.asm["ptx"], job["constants"].get("EARLY", False), reads_first), name
+    assert ordered(compiled.asm["ptx"], job["constants"].get("PDL", False), reads_first), name
     shared[name] = compiled.metadata.shared
 print(json.dumps(shared))
 """
@@ -80,7 +80,7 @@ def attention(element: str, head_dim: int, bits: int, rows: int) -> dict[str, An
         **dict.fromkeys(absent),
     }
     options = {"num_warps": config.warps * (2 if rows >= 64 else 1), "num_stages": config.stages}
-    return job("attention_triton", "_attention_kernel", types, constants, options)
+    return job("attention.triton", "_attention_kernel", types, constants, options)
 
 
 def quantization(element: str, masked: bool) -> dict[str, Any]:
@@ -88,73 +88,75 @@ def quantization(element: str, masked: bool) -> dict[str, Any]:
     types |= {"mask": "*i1", "first_slot": "*i32"} | dict.fromkeys(STRIDES, "i32") | CODES | PAIRS
     absent = [] if masked else ["mask", "first_slot", "key_lower", "value_lower"]
     constants = {"KV_HEADS": 8, "GROUP": 128, "HEAD_DIM": 128, **dict.fromkeys(absent)}
-    return job("quantize_triton", "_quantize_kernel", types, constants, {"num_warps": 4, "enable_fp_fusion": False})
+    return job(
+        "kv_cache.quantize_triton", "_quantize_kernel", types, constants, {"num_warps": 4, "enable_fp_fusion": False}
+    )
 
 
 def shift() -> dict[str, Any]:
     types = {"keys": "*bf16", "values": "*bf16", "mask": "*i1", "capacity": "i32"} | dict.fromkeys(STRIDES, "i32")
     constants = {"KV_HEADS": 8, "GROUP": 128, "BLOCK": 64, "HEAD_DIM": 128, "PADDED": 128}
-    return job("shift_triton", "_shift_kernel", types, constants, {"num_warps": 4})
+    return job("kv_cache.shift_triton", "_shift_kernel", types, constants, {"num_warps": 4})
 
 
 def norm(updated: bool) -> dict[str, Any]:
     types = dict.fromkeys(("hidden", "update", "weight", "total", "normed"), "*bf16") | {"eps": "fp32"}
-    constants: dict[str, Any] = {"HIDDEN": 5120, "BLOCK": 8192, "PARTS": 8 if updated else 0, "EARLY": True}
+    constants: dict[str, Any] = {"HIDDEN": 5120, "BLOCK": 8192, "PARTS": 8 if updated else 0, "PDL": True}
     constants |= {} if updated else {"update": None}
-    return job("norm_triton", "_add_rms_norm_kernel", types, constants, {"num_warps": 16})
+    return job("layer.norm_triton", "_add_rms_norm_kernel", types, constants, {"num_warps": 16})
 
 
 def swiglu() -> dict[str, Any]:
     types = dict.fromkeys(("gate_up", "out"), "*bf16")
     return job(
-        "swiglu_triton", "_swiglu_kernel", types, {"WIDTH": 14336, "BLOCK": 1024, "EARLY": True}, {"num_warps": 4}
+        "layer.swiglu_triton", "_swiglu_kernel", types, {"WIDTH": 14336, "BLOCK": 1024, "PDL": True}, {"num_warps": 4}
     )
 
 
 def rope(head_dim: int, normed: bool) -> dict[str, Any]:
     types = dict.fromkeys(("qkv", "weight", "queries", "keys", "values"), "*bf16") | dict.fromkeys(STRIDES, "i64")
     types |= {"cos": "*fp32", "sin": "*fp32", "slots": "*i64", "eps": "fp32", "tokens": "i32", "capacity": "i32"}
-    constants = {"Q_HEADS": 14, "KV_HEADS": 2, "HEAD_DIM": head_dim, "HEADS": 8, "HALF_PADDED": 64, "EARLY": True}
+    constants = {"Q_HEADS": 14, "KV_HEADS": 2, "HEAD_DIM": head_dim, "HEADS": 8, "HALF_PADDED": 64, "PDL": True}
     constants |= {} if normed else {"weight": None}
-    return job("rope_triton", "_rope_append_kernel", types, constants, {"num_warps": 4})
+    return job("layer.rope_triton", "_rope_append_kernel", types, constants, {"num_warps": 4})
 
 
 def tables() -> dict[str, Any]:
     types = dict.fromkeys(("frequencies", "cos", "sin"), "*fp32")
     types |= {"positions": "*i64", "scale": "fp32", "angles": "i32"}
-    return job("rope_triton", "_tables_kernel", types, {"HALF": 64, "BLOCK": 128, "EARLY": True}, {"num_warps": 4})
+    return job("layer.rope_triton", "_tables_kernel", types, {"HALF": 64, "BLOCK": 128, "PDL": True}, {"num_warps": 4})
 
 
 def dequantization(bits: int) -> dict[str, Any]:
     types = {"keys": "*bf16", "values": "*bf16"} | CODES | PAIRS
     absent = [] if bits == 8 else ["key_lower", "value_lower"]
     constants = {"GROUP": 128, "HEAD_DIM": 128, "BITS": bits, **dict.fromkeys(absent)}
-    return job("dequantize_triton", "_dequantize_kernel", types, constants, {"num_warps": 8})
+    return job("kv_cache.dequantize_triton", "_dequantize_kernel", types, constants, {"num_warps": 8})
 
 
 def merging() -> dict[str, Any]:
     types = {"partial": "*fp32", "lse": "*fp32", "out": "*bf16", "splits": "i32"}
     constants = {"HEAD_DIM": 128, "CHUNK": 16}
-    return job("merge_triton", "_merge_kernel", types, constants, {"num_warps": 2})
+    return job("attention.merge_triton", "_merge_kernel", types, constants, {"num_warps": 2})
 
 
 def int4_product() -> dict[str, Any]:
     types = dict.fromkeys(("x", "bias", "out"), "*bf16") | {"units": "*i32"}
     types |= dict.fromkeys(("rows", "inputs", "outputs", "row_tiles"), "i32")
     constants = {"GROUP": 128, "CHUNK": 64, "TILES": 2, "ROWS": 64}
-    return job("linear_int4_triton", "_product_kernel", types, constants, {"num_warps": 4, "num_stages": 3})
+    return job("linear.int4_triton", "_product_kernel", types, constants, {"num_warps": 4, "num_stages": 3})
 
 
 def int4_copy() -> dict[str, Any]:
     types = {"units": "*i32", "out": "*bf16"} | dict.fromkeys(("first_tile", "inputs", "outputs", "row_tiles"), "i32")
     constants = {"GROUP": 128, "CHUNK": 64, "TILES": 4}
-    return job("linear_int4_triton", "_copy_kernel", types, constants, {"num_warps": 4})
+    return job("linear.int4_triton", "_copy_kernel", types, constants, {"num_warps": 4})
 
 
 def feedback_rounding() -> dict[str, Any]:
     types = dict.fromkeys(("steps", "feedback", "codes", "errors"), "*fp32") | {"outputs": "i32"}
     constants = {"GROUP": 128, "PADDED": 128, "OUTPUTS": 16}
-    return job("feedback_rounding_triton", "_round_kernel", types, constants, {"num_warps": 4})
+    return job("linear.gptq_round_triton", "_round_kernel", types, constants, {"num_warps": 4})
 
 
 def job(

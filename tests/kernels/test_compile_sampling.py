@@ -35,7 +35,7 @@ for name, job in json.loads(sys.stdin.read()).items():
 """
 
 FIGURES = ["*fp32", "*fp32", "*fp32"]  # peak, cutoff and mass
-SIZES = {"CHUNKS": 32, "PADDED": 32, "CHUNK": 4096, "FILTERED": True, "EARLY": True}
+SIZES = {"CHUNKS": 32, "PADDED": 32, "CHUNK": 4096, "FILTERED": True, "PDL": True}
 ROW = {"vocab": "i32", "scale": "fp32", "draft_scale": "fp32"}
 FILTERING = dict.fromkeys(("cutoffs", "peaks", "masses", "peak", "cutoff", "mass"), "*fp32") | ROW
 
@@ -50,22 +50,31 @@ def rounds(element: str, gamma: int) -> dict[str, dict[str, Any]]:
     types |= {"draft": [[kind] * gamma for kind in types["target"]]} | ROW
     constants: dict[str, Any] = {"GAMMA": gamma}
     if gamma:
-        types |= {"drafted": "*i64", "counts": "*i64", "rooms": "*i32"}
+        types |= {"drafted": "*i64", "counts": "*i64", "max_tokens": "*i32"}
     else:
         constants |= {"drafted": None, "counts": None}
     kernels = ["_accept_kernel"] * (gamma > 0) + ["_weigh_kernel", "_pick_kernel"]
-    return {f"{kernel} {element} {gamma}": job("sampling_triton", kernel, types, constants) for kernel in kernels}
+    return {
+        f"{kernel} {element} {gamma}": job("sampling.rejection_triton", kernel, types, constants) for kernel in kernels
+    }
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's wheels are for Linux")
 def test_every_sampling_kernel_compiles_for_hopper() -> None:
-    greedy = {"logits": "*bf16", "places": "*i32", "best": "*i64", "drafted": "*i64", "counts": "*i64", "rooms": "*i32"}
+    greedy = {
+        "logits": "*bf16",
+        "places": "*i32",
+        "best": "*i64",
+        "drafted": "*i64",
+        "counts": "*i64",
+        "max_tokens": "*i32",
+    }
     jobs = {
-        "softmax": job("sampling_triton", "_softmax_kernel", FILTERING | {"logits": "*bf16"}, {}),
-        "join": job("sampling_triton", "_join_kernel", FILTERING, {"FILTERED": False}),
-        "best": job("greedy_triton", "_best_kernel", FILTERING | greedy, {}),
-        "join best": job("greedy_triton", "_join_best_kernel", FILTERING | greedy, {}),
-        "agree": job("greedy_triton", "_agree_kernel", FILTERING | greedy, {"GAMMA": 7, "PADDED": 8}),
+        "softmax": job("sampling.rejection_triton", "_softmax_kernel", FILTERING | {"logits": "*bf16"}, {}),
+        "join": job("sampling.rejection_triton", "_join_kernel", FILTERING, {"FILTERED": False}),
+        "best": job("sampling.greedy_triton", "_best_kernel", FILTERING | greedy, {}),
+        "join best": job("sampling.greedy_triton", "_join_best_kernel", FILTERING | greedy, {}),
+        "agree": job("sampling.greedy_triton", "_agree_kernel", FILTERING | greedy, {"GAMMA": 7, "PADDED": 8}),
         **rounds("bf16", 8),
         **rounds("fp32", 0),
     }

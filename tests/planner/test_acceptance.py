@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ridgeplan.planner.acceptance import Knowledge, Row, ratio_factor, same_model, shipped_rows
+from ridgeplan.planner.acceptance import AcceptanceRow, Knowledge, ratio_factor, same_model, shipped_rows
 from ridgeplan.planner.plan import PlanError, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
@@ -137,11 +137,11 @@ ROW = {
     ],
 )
 def test_rows_from_a_profile_are_validated(change, message):
-    assert Row.read(ROW).ratio == 1
+    assert AcceptanceRow.read(ROW).ratio == 1
     with pytest.raises(PlanError, match=f"acceptance row {message}"):
-        Row.read({**ROW, **change})
+        AcceptanceRow.read({**ROW, **change})
 
 
 def test_rows_from_a_profile_name_what_is_missing():
     with pytest.raises(PlanError, match="has no source, where"):
-        Row.read({name: value for name, value in ROW.items() if name not in ("source", "where")})
+        AcceptanceRow.read({name: value for name, value in ROW.items() if name not in ("source", "where")})

@@ -9,10 +9,10 @@ from ridgeplan.planner.capacity import Room, missing_memory, peak_bytes
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.memory import LENT_PROMPT_TOKENS
+from ridgeplan.roofline.memory import DRAFT_SWAP_PROMPT_TOKENS
 
 SHAPE = load_shape("meta-llama/Llama-3.1-8B")
-ROOM = Room(free_bytes=24 * 10**9, element_bytes=2, processors=132)
+ROOM = Room(free_bytes=24 * 10**9, element_bytes=2, num_sms=132)
 
 
 def plan(name="autoregressive", context=131072, batch=2):
@@ -59,10 +59,10 @@ def test_models_are_looked_up_by_name():
 
 
 def test_a_context_long_enough_to_borrow_may_fit_where_a_shorter_one_does_not():
-    wanted = plan("quantspec", context=LENT_PROMPT_TOKENS - 1, batch=1)
-    lent = peak_bytes(resized(wanted, context=LENT_PROMPT_TOKENS), SHAPE, ROOM)
-    room = replace(ROOM, free_bytes=int(lent + 1e8))
+    wanted = plan("quantspec", context=DRAFT_SWAP_PROMPT_TOKENS - 1, batch=1)
+    taken_bytes = peak_bytes(resized(wanted, context=DRAFT_SWAP_PROMPT_TOKENS), SHAPE, ROOM)
+    room = replace(ROOM, free_bytes=int(taken_bytes + 1e8))
     message = missing_memory(wanted, SHAPE, room)
     first, context = map(int, re.search(r"context from (\d+) to (\d+) with batch 1", message).groups())
-    assert first == LENT_PROMPT_TOKENS <= context
+    assert first == DRAFT_SWAP_PROMPT_TOKENS <= context
     assert peak_bytes(resized(wanted, context=context + 1), SHAPE, ROOM) > room.free_bytes

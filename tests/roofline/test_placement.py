@@ -11,8 +11,8 @@ from ridgeplan.planner.sweeps import thresholds
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.evaluate import prefill_seconds
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.memory import LENT_PROMPT_TOKENS, full_kv
-from ridgeplan.roofline.placement import MAX_LENGTH, borrowed_bytes, offload_thresholds, place, resident_memory
+from ridgeplan.roofline.memory import DRAFT_SWAP_PROMPT_TOKENS, full_kv
+from ridgeplan.roofline.placement import MAX_LENGTH, offload_thresholds, place, resident_memory, swapped_bytes
 
 LIMIT = 24e9
 
@@ -109,13 +109,13 @@ def test_drafts_lend_a_long_prompt_their_memory(shape, machine):
     [
         ("autoregressive", LONG, {}),
         ("quantspec-kv", LONG, {}),  # drafts on the target's weights
-        ("quantspec", LENT_PROMPT_TOKENS - 1, {}),
+        ("quantspec", DRAFT_SWAP_PROMPT_TOKENS - 1, {}),
         ("quantspec", LONG, {"asynchronous": 0}),  # a CPU
     ],
 )
 def test_nothing_is_lent_where_there_is_nothing_to_lend_or_to_gain(name, context, changes, shape, machine):
     machine = replace(machine, **changes)
-    assert borrowed_bytes(shape, machine, strategy(name, machine, shape, context)) == 0
+    assert swapped_bytes(shape, machine, strategy(name, machine, shape, context)) == 0
 
 
 def test_weights_come_back_over_the_link_once_a_request(shape, machine):
@@ -132,11 +132,11 @@ def test_thresholds_look_beyond_the_step_where_lending_begins(shape, machine):
     def peak(context):
         return resident_memory(shape, machine, replace(held, context=context, new_tokens=0)).peak
 
-    before, after = peak(LENT_PROMPT_TOKENS - 1), peak(LENT_PROMPT_TOKENS)
+    before, after = peak(DRAFT_SWAP_PROMPT_TOKENS - 1), peak(DRAFT_SWAP_PROMPT_TOKENS)
     assert before - after > 1e9
     for limit in (after - 1, after, before - 1, before, before + 1e9):
         [longest, *_] = offload_thresholds(shape, replace(machine, memory_bytes=limit), held)
         fitting = [tokens for tokens in (longest, longest + 1) if peak(tokens) <= limit]
         assert fitting == [longest]
-        assert (longest >= LENT_PROMPT_TOKENS) == (limit >= after)
+        assert (longest >= DRAFT_SWAP_PROMPT_TOKENS) == (limit >= after)
         assert longest < MAX_LENGTH

@@ -47,7 +47,7 @@ def points(count):
 def test_a_sweep_equals_the_direct_evaluation(figure, shape, machine, quantspec):
     values = points(200)
     swept = compile_sweep(figure, shape, machine, quantspec, list(values))(**values)
-    splits = choose_splits(values["batch"], shape.kv_heads, values["context"], machine.processors)
+    splits = choose_splits(values["batch"], shape.kv_heads, values["context"], machine.num_sms)
     direct = FIGURES[figure](evaluate(shape, machine, replace(quantspec, **values, splits=splits)))
     np.testing.assert_allclose(swept, direct, rtol=1e-9)
 

@@ -24,7 +24,7 @@ def exact_joint(engine, prompt, sampling):
     joint = sampling.choice(logits[0]).probabilities()[first]
 
     def after(tokens):
-        logits = engine.decoder.step(engine.weights, cache, tokens[:, None], cache.target_reader(1))
+        logits = engine.decoder.step(engine.weights, cache, tokens[:, None], cache.target_metadata(1))
         cache.advance(torch.ones(rows, dtype=torch.int32))
         return sampling.choice(logits[:, 0]).probabilities()
 

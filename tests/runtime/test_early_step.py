@@ -12,11 +12,11 @@ from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense, Int4, Linear
 from ridgeplan.runtime.model.weights import DecoderWeights
-from ridgeplan.validate.random_decoder import Toy, toy_shape
+from ridgeplan.validate.random_decoder import RandomDecoder, llama_like_shape
 from ridgeplan.validate.timing import Bench
 
 CONTEXT = 1000
-SHAPE = toy_shape(3, 1024, 2816, 8, 2, 128, vocab=1000)
+SHAPE = llama_like_shape(3, 1024, 2816, 8, 2, 128, vocab=1000)
 
 
 def wait() -> None:
@@ -62,13 +62,13 @@ class Step:
 
     def __init__(self, device: str, rows: int, drafting: bool) -> None:
         bench = Bench.build(torch.device(device), 32 << 20, 1, 0.0)
-        toy = Toy.build(bench, SHAPE, 128, 1)
+        model = RandomDecoder.build(bench, SHAPE, 128, 1)
         plan = quantspec(Workload("toy", device, CONTEXT, 64, rows))
-        self.cache = Cache(toy.decoder.config, plan, bench.device, bench.pool.dtype)
+        self.cache = Cache(model.decoder.config, plan, bench.device, bench.pool.dtype)
         self._fill()
-        self.decoder, self.patient = toy.decoder, Patient(toy.decoder.config, bench.device)
-        self.reader = self.cache.draft_reader(0) if drafting else self.cache.target_reader(4)
-        self.weights = changed(toy.weights(), lambda linear: own(linear, drafting))
+        self.decoder, self.patient = model.decoder, Patient(model.decoder.config, bench.device)
+        self.metadata = self.cache.draft_metadata(0) if drafting else self.cache.target_metadata(4)
+        self.weights = changed(model.weights(), lambda linear: own(linear, drafting))
         self.tokens = torch.zeros(rows, 1 if drafting else 4, dtype=torch.int64, device=device)
         self._generator = torch.Generator(device).manual_seed(1)
 
@@ -86,10 +86,10 @@ class Step:
         self.tokens.random_(0, SHAPE.vocab, generator=self._generator)
 
     def together(self) -> Tensor:
-        return self.decoder.step(self.weights, self.cache, self.tokens, self.reader)
+        return self.decoder.step(self.weights, self.cache, self.tokens, self.metadata)
 
     def apart(self) -> Tensor:
-        return self.patient.step(changed(self.weights, Apart), self.cache, self.tokens, self.reader)
+        return self.patient.step(changed(self.weights, Apart), self.cache, self.tokens, self.metadata)
 
 
 def changed(weights: DecoderWeights, change) -> DecoderWeights:

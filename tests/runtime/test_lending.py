@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from ridgeplan import runtime
-from ridgeplan.planner.capacity import Room, peak_bytes, prompts_borrow
+from ridgeplan.planner.capacity import Room, peak_bytes, swaps_draft_weights
 from ridgeplan.roofline import memory
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.runtime import lending
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.lending import ALIGNMENT, Arena, LendableWeights, draft_weights_of
+from ridgeplan.runtime.lending import ALIGNMENT, Arena, SwappableWeights, draft_weights_of
 from ridgeplan.runtime.model.prefill import prefill
 
 
@@ -61,7 +61,7 @@ def load(tiny_model, plan, plain):
     return make
 
 
-def lendable(engine):
+def arena_capacity(engine):
     """A lendable copy of an engine's drafts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lending, "_borrows", lambda plan, device: True)
@@ -80,7 +80,7 @@ def outcome(result):
 
 
 def test_drafts_lie_in_one_piece_and_share_with_the_target_what_they_shared(plain):
-    made = lendable(plain)
+    made = arena_capacity(plain)
     assert made.bytes == plain.draft_weights.bytes
     assert made.embedding is plain.weights.embedding
     assert made.norm is plain.weights.norm
@@ -97,7 +97,7 @@ def test_drafts_lie_in_one_piece_and_share_with_the_target_what_they_shared(plai
 def test_tied_weights_stay_tied(plain):
     layers = (plain.draft_weights.layers[0],) * 2
     tied = dataclasses.replace(plain.draft_weights, layers=layers)
-    made = LendableWeights(**vars(lending._lendable(lambda: tied, plain.weights)))
+    made = SwappableWeights(**vars(lending._arena_capacity(lambda: tied, plain.weights)))
     assert made.bytes == tied.bytes
     one, other = (layer.down.weight.packed for layer in made.layers)
     assert one.data_ptr() == other.data_ptr()
@@ -112,14 +112,14 @@ def test_what_was_made_is_freed_before_the_one_piece_is_allocated(plain, monkeyp
         made.extend(weakref.ref(tensor) for tensor in drafts.tensors())
         return drafts
 
-    class Watched(lending.Lender):
+    class Watched(lending.DraftSwap):
         def __init__(self, copies, device):
             # The embedding and the norms, here no longer the target's, are copies too.
             alive.append(sum(ref() is not None for ref in made))
             super().__init__(copies, device)
 
-    monkeypatch.setattr(lending, "Lender", Watched)
-    lending._lendable(make, plain.weights)
+    monkeypatch.setattr(lending, "DraftSwap", Watched)
+    lending._arena_capacity(make, plain.weights)
     assert len(made) > 18
     assert alive == [0]
 
@@ -127,13 +127,13 @@ def test_what_was_made_is_freed_before_the_one_piece_is_allocated(plain, monkeyp
 @pytest.mark.parametrize("error", [None, WorkloadError("no"), KeyboardInterrupt()])
 @pytest.mark.parametrize("share", [0.1, 0.6, 1.0])
 def test_weights_are_back_where_they_were_however_a_prompt_ends(plain, error, share):
-    drafts = lendable(plain)
+    drafts = arena_capacity(plain)
     tensors = own(drafts, plain.weights)
     places, values = [tensor.data_ptr() for tensor in tensors], [tensor.clone() for tensor in tensors]
     held = tensors[0].untyped_storage().nbytes()
 
     def borrow():
-        with drafts.lender.lend() as arena:
+        with drafts.swap.scratch_arena() as arena:
             taken = arena.empty((int(share * held),), torch.uint8)
             assert taken.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr()
             taken.fill_(0xA5)
@@ -151,11 +151,11 @@ def test_weights_are_back_where_they_were_however_a_prompt_ends(plain, error, sh
 
 
 def test_only_what_was_overwritten_comes_back(plain):
-    drafts = lendable(plain)
+    drafts = arena_capacity(plain)
     first, *_, last = sorted(own(drafts, plain.weights), key=torch.Tensor.data_ptr)
     expected = first.clone()
     last.zero_()  # of which the copy on the host knows nothing
-    with drafts.lender.lend() as arena:
+    with drafts.swap.scratch_arena() as arena:
         arena.empty((1,), torch.uint8).fill_(~first.view(torch.uint8).flatten()[0])
         arena.clear()
     assert torch.equal(first, expected)
@@ -170,8 +170,8 @@ def test_the_arena_takes_what_the_memory_model_says():
         arena = Arena(torch.empty(lendable_bytes, dtype=torch.uint8))
         taken = [arena.empty((size // 4,), torch.float32) for size in buffers]
         inside = [one.untyped_storage().data_ptr() == arena._memory.data_ptr() for one in taken if one.nbytes]
-        lent = sum(size for size, lies in zip(filter(None, buffers), inside, strict=True) if lies)
-        assert lent == memory.lent_bytes(lendable_bytes, buffers) == arena.reached
+        taken_bytes = sum(size for size, lies in zip(filter(None, buffers), inside, strict=True) if lies)
+        assert taken_bytes == memory.arena_bytes(lendable_bytes, buffers) == arena.reached
 
 
 def test_tensors_of_an_arena_do_not_overlap_until_it_is_cleared():
@@ -207,7 +207,7 @@ def test_generation_is_the_same_on_borrowed_memory(plain, load, prompts, borrowi
     expected = [outcome(plain.generate(ids, 40, **options)) for ids in mixes]
     unlent = len(borrowing())
     engine = load(plain.draft_weights)
-    assert isinstance(engine.draft_weights, LendableWeights)
+    assert isinstance(engine.draft_weights, SwappableWeights)
     assert [outcome(engine.generate(ids, 40, **options)) for ids in (*mixes, mixes[0])] == [*expected, expected[0]]
     assert borrowing()[:unlent] == [0] * unlent
     assert min(borrowing()[unlent:]) > 0
@@ -216,7 +216,7 @@ def test_generation_is_the_same_on_borrowed_memory(plain, load, prompts, borrowi
 
 def test_an_engine_makes_its_own_lendable_drafts(plain, load, prompts, borrowing):
     engine = load()
-    assert isinstance(engine.draft_weights, LendableWeights)
+    assert isinstance(engine.draft_weights, SwappableWeights)
     ids = prompts(70, 50)
     assert outcome(engine.generate(ids, 40)) == outcome(plain.generate(ids, 40))
     assert borrowing()[0] > 0
@@ -257,10 +257,10 @@ def test_a_prefill_that_failed_leaves_the_drafts_as_they_were(plain, load, promp
 
 
 def test_who_borrows(make_plan):
-    long, short = memory.LENT_PROMPT_TOKENS, memory.LENT_PROMPT_TOKENS - 1
-    assert prompts_borrow(make_plan("int4x2", 3, draft_bits=4, context=long))
-    assert not prompts_borrow(make_plan("int4x2", 3, draft_bits=4, context=short))
-    assert not prompts_borrow(make_plan("int4x2", 3, context=long))
+    long, short = memory.DRAFT_SWAP_PROMPT_TOKENS, memory.DRAFT_SWAP_PROMPT_TOKENS - 1
+    assert swaps_draft_weights(make_plan("int4x2", 3, draft_bits=4, context=long))
+    assert not swaps_draft_weights(make_plan("int4x2", 3, draft_bits=4, context=short))
+    assert not swaps_draft_weights(make_plan("int4x2", 3, context=long))
     plan = make_plan("int4x2", 3, draft_bits=4, context=long)
     assert [lending._borrows(plan, torch.device(kind)) for kind in ("cpu", "cuda")] == [False, True]
 
@@ -279,7 +279,7 @@ def test_graphs_replay_over_drafts_that_were_lent(tiny_model, make_plan, prompts
     engine = runtime.Engine(
         plan, folder, plain.config, plain.weights, plain.device, plain._meter, draft_weights=plain.draft_weights
     )
-    assert isinstance(engine.draft_weights, LendableWeights)
+    assert isinstance(engine.draft_weights, SwappableWeights)
     places = [tensor.data_ptr() for tensor in engine.draft_weights.tensors()]
     for turn in (0, 1, 0):
         assert outcome(engine.generate(mixes[turn], 60)) == expected[turn]
@@ -295,8 +295,8 @@ def test_the_peak_is_the_predicted_one(tiny_model, make_plan, prompts, monkeypat
     more = {"head_dim": 64, "vocab_size": 1 << 16, "max_position_embeddings": 2 * context, "initializer_range": 0.02}
     folder = tiny_model(**sizes, **more).folder
     ids = prompts(context, vocab=1 << 16)
-    shape, processors = load_shape(folder), torch.cuda.get_device_properties(0).multi_processor_count
-    room = Room(free_bytes=0, element_bytes=2, processors=processors)
+    shape, num_sms = load_shape(folder), torch.cuda.get_device_properties(0).multi_processor_count
+    max_tokens = Room(free_bytes=0, element_bytes=2, num_sms=num_sms)
     runtime.load(plan, folder, device="cuda").generate(ids, 16)  # libraries keep what they allocate at first use
     gc.collect()
     torch.cuda.empty_cache()
@@ -305,7 +305,7 @@ def test_the_peak_is_the_predicted_one(tiny_model, make_plan, prompts, monkeypat
         monkeypatch.setattr(memory, "LENT_PROMPT_TOKENS", shortest)
         engine = runtime.load(plan, folder, device="cuda")
         measured = engine.generate(ids, 16).statistics.peak_memory_bytes - held
-        predicted = peak_bytes(plan, shape, room)
+        predicted = peak_bytes(plan, shape, max_tokens)
         assert measured == pytest.approx(predicted, rel=0.03)
         saved.append(np.array([measured, predicted]))
         engine.close()

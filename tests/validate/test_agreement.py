@@ -17,14 +17,14 @@ def test_gaps_beyond_the_noise_are_counted():
 @pytest.mark.model
 def test_a_bfloat16_engine_differs_only_in_close_calls(smollm2, long_text):
     plan = preset("int8", Workload("smollm2", "cpu", 200, 16))
-    twin = load(plan, str(smollm2), device="cpu")
+    reference = load(plan, str(smollm2), device="cpu")
     engine = load(plan, str(smollm2), device="cpu", dtype=torch.bfloat16)
-    prompt = twin.tokenizer(long_text[30_000:40_000])["input_ids"][:200]
-    found = agreement(engine, twin, prompt, 16)
+    prompt = reference.tokenizer(long_text[30_000:40_000])["input_ids"][:200]
+    found = agreement(engine, reference, prompt, 16)
     assert found.tokens == 16
     assert 0 < found.noise < 1
     assert found.beyond_noise == 0
-    exact = agreement(twin, twin, prompt, 16)
+    exact = agreement(reference, reference, prompt, 16)
     assert (exact.gaps, exact.noise) == ((), 0.0)
 
 

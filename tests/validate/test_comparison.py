@@ -11,7 +11,7 @@ from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile, Rates
 from ridgeplan.runtime.statistics import Statistics
-from ridgeplan.validate.comparison import Comparison, Row
+from ridgeplan.validate.comparison import Comparison, ComparisonRow
 from ridgeplan.validate.measure import Measured, comparison, tpot_ms_at
 
 SHAPE = load_shape("SmolLM2-135M")
@@ -104,9 +104,9 @@ def test_plain_decoding_has_no_rows_of_speculation(measured: Measured, statistic
 
 
 def test_errors_are_relative_to_what_was_measured() -> None:
-    assert Row("a", "ms", 12, 10).error == pytest.approx(0.2)
-    assert Row("a", "ms", 12, None).error is None
-    assert Row("a", "ms", 12, 0.0).error is None
+    assert ComparisonRow("a", "ms", 12, 10).error == pytest.approx(0.2)
+    assert ComparisonRow("a", "ms", 12, None).error is None
+    assert ComparisonRow("a", "ms", 12, 0.0).error is None
 
 
 def test_the_table_is_plain_text(compared: Comparison) -> None:

@@ -31,7 +31,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Reading:
+class DecodeSize:
     """One decode attention: `batch` sequences of `tokens` tokens, `queries` new ones each, codes of `bits` bits."""
 
     heads: Heads
@@ -68,35 +68,35 @@ class Reading:
         return f"{shape}, batch {self.batch}, {self.tokens} tokens, {self.queries} queries"
 
 
-def decode_trials(bench: Bench, readings: Iterable[Reading], processors: int) -> Iterator[Trial]:
+def decode_trials(bench: Bench, decode_sizes: Iterable[DecodeSize], num_sms: int) -> Iterator[Trial]:
     """Decode attention as the runtime calls it, each layer's cache cold."""
-    for reading in readings:
-        yield decode_trial(bench, reading, _splits(reading, processors))
+    for size in decode_sizes:
+        yield decode_trial(bench, size, _splits(size, num_sms))
 
 
-def decode_trial(bench: Bench, reading: Reading, splits: int) -> Trial:
+def decode_trial(bench: Bench, size: DecodeSize, splits: int) -> Trial:
     """The trial of one reading. Its cost is that of the attention kernel; its time holds the merge that ends it."""
-    heads, batch = reading.heads, reading.batch
+    heads, batch = size.heads, size.batch
     cost = ops.attention(
         batch,
-        reading.queries,
+        size.queries,
         heads.q_heads,
         heads.kv_heads,
         heads.head_dim,
-        reading.groups * KV_GROUP,
-        reading.full_tokens,
-        reading.bits,
+        size.groups * KV_GROUP,
+        size.full_tokens,
+        size.bits,
         bench.element_bytes,
         KV_GROUP,
         splits,
     )
     variants = bench.variants(cost.read_bytes)
-    store = bench.random(variants, 2, batch, heads.kv_heads, reading.full_tokens, heads.head_dim)
-    planes = _random_codes(bench, reading, variants) if reading.bits else None
-    q = bench.random(batch, reading.queries, heads.q_heads, heads.head_dim)
+    store = bench.random(variants, 2, batch, heads.kv_heads, size.full_tokens, heads.head_dim)
+    planes = _random_codes(bench, size, variants) if size.bits else None
+    q = bench.random(batch, size.queries, heads.q_heads, heads.head_dim)
     begin, end, groups = (
         torch.full((batch,), value, dtype=torch.int32, device=bench.device)
-        for value in (0, reading.full_tokens - reading.queries + 1, reading.groups)
+        for value in (0, size.full_tokens - size.queries + 1, size.groups)
     )
 
     def call(i: int) -> Tensor:
@@ -104,9 +104,9 @@ def decode_trial(bench: Bench, reading: Reading, splits: int) -> Trial:
         if planes is None:
             return decode_attention(q, keys, values, begin, end)
         codes = planes.rows(slice(i * batch, (i + 1) * batch))  # as the runtime's cache makes them, each time
-        return decode_attention(q, keys, values, begin, end, codes, groups, lower=reading.bits == 8)
+        return decode_attention(q, keys, values, begin, end, codes, groups, lower=size.bits == 8)
 
-    return Trial(reading.kind, reading.name, cost, call, variants)
+    return Trial(size.kind, size.name, cost, call, variants)
 
 
 def prefill_trials(bench: Bench, heads: Iterable[Heads], tokens: Iterable[int]) -> Iterator[Trial]:
@@ -159,20 +159,18 @@ def _gathering(table: Tensor, index: Tensor) -> Callable[[int], object]:
     return lambda i: table.index_select(0, index[i])
 
 
-def _splits(reading: Reading, processors: int) -> int:
-    return int(ops.choose_splits(reading.batch, reading.heads.kv_heads, reading.tokens, processors))
+def _splits(size: DecodeSize, num_sms: int) -> int:
+    return int(ops.choose_splits(size.batch, size.heads.kv_heads, size.tokens, num_sms))
 
 
-def _random_codes(bench: Bench, reading: Reading, variants: int) -> QuantizedKV:
+def _random_codes(bench: Bench, size: DecodeSize, variants: int) -> QuantizedKV:
     """Random codes of all variants that decode to about -1..1.
 
     Larger keys would make attention weights so small that CPUs slow down on their denormal numbers.
     """
-    heads, lower = reading.heads, reading.bits == 8
-    rows = variants * reading.batch
-    codes = QuantizedKV.allocate(
-        rows, heads.kv_heads, reading.groups, KV_GROUP, heads.head_dim, bench.device, lower=lower
-    )
+    heads, lower = size.heads, size.bits == 8
+    rows = variants * size.batch
+    codes = QuantizedKV.allocate(rows, heads.kv_heads, size.groups, KV_GROUP, heads.head_dim, bench.device, lower=lower)
     noise = bench.pool.view(torch.uint8)
     for field in fields(codes):
         plane = getattr(codes, field.name)

@@ -10,25 +10,25 @@ from torch import Tensor
 from ridgeplan.kernels.layer.norm import add_rms_norm_cost
 from ridgeplan.kernels.layer.rope import rope_append, rope_append_cost
 from ridgeplan.kernels.layer.swiglu import swiglu, swiglu_cost
-from ridgeplan.kernels.sampling import draw, judge, softmax
+from ridgeplan.kernels.sampling import draw, rejection_sample, softmax
 from ridgeplan.kernels.sampling.cost import draw_cost, filter_cost
 from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.validate.random_decoder import Toy
+from ridgeplan.validate.random_decoder import RandomDecoder
 from ridgeplan.validate.timing import Bench, Trial
 
 
 def elementwise_trials(bench: Bench, shape: ModelShape, rows: Iterable[int]) -> Iterator[Trial]:
     """Norm and activation of one layer on `rows` tokens of one sequence."""
     for count in rows:
-        toy = Toy.build(bench, shape, count, 1)
-        yield _norm_trial(toy, count)
-        yield _swiglu_trial(toy, count)
+        model = RandomDecoder.build(bench, shape, count, 1)
+        yield _norm_trial(model, count)
+        yield _swiglu_trial(model, count)
 
 
 def rope_trials(bench: Bench, shape: ModelShape, rows: Iterable[int]) -> Iterator[Trial]:
     """Rotary embedding and cache append of one layer on `rows` tokens of one sequence."""
     for count in rows:
-        yield _rope_trial(Toy.build(bench, shape, count, 1), count)
+        yield _rope_trial(RandomDecoder.build(bench, shape, count, 1), count)
 
 
 def sampling_trials(bench: Bench, vocabs: Iterable[int], queries: int) -> Iterator[Trial]:
@@ -42,27 +42,27 @@ def sampling_trials(bench: Bench, vocabs: Iterable[int], queries: int) -> Iterat
         yield Trial("sampling", f"a verdict on {queries} x {vocab}", judging, _judging(logits, uniform))
 
 
-def _norm_trial(toy: Toy, rows: int) -> Trial:
-    bench, hidden = toy.bench, toy.shape.hidden
+def _norm_trial(model: RandomDecoder, rows: int) -> Trial:
+    bench, hidden = model.bench, model.shape.hidden
     stream, update = bench.random(2, 1, rows, hidden)
     weight = bench.random(hidden)
     cost = add_rms_norm_cost(stream, update, weight)
-    return Trial("elementwise", f"norm, {rows} rows", cost, lambda _: toy.decoder.norm(stream, update, weight))
+    return Trial("elementwise", f"norm, {rows} rows", cost, lambda _: model.decoder.norm(stream, update, weight))
 
 
-def _rope_trial(toy: Toy, rows: int) -> Trial:
-    shape, cache, bench = toy.shape, toy.cache, toy.bench
+def _rope_trial(model: RandomDecoder, rows: int) -> Trial:
+    shape, cache, bench = model.shape, model.cache, model.bench
     qkv = bench.random(1, rows, shape.q_width + 2 * shape.kv_width)
-    slots = cache.target_reader(rows).slots
-    tables = toy.decoder.rotary(slots)
+    slots = cache.target_metadata(rows).slots
+    tables = model.decoder.rotary(slots)
     cost = rope_append_cost(qkv, tables, slots, None)
     return Trial(
         "rope", f"rope, {rows} rows", cost, lambda _: rope_append(qkv, tables, *cache.full(0), slots, shape.q_heads)
     )
 
 
-def _swiglu_trial(toy: Toy, rows: int) -> Trial:
-    both = toy.bench.random(1, rows, 2 * toy.shape.intermediate)
+def _swiglu_trial(model: RandomDecoder, rows: int) -> Trial:
+    both = model.bench.random(1, rows, 2 * model.shape.intermediate)
     return Trial("elementwise", f"swiglu, {rows} rows", swiglu_cost(both), lambda _: swiglu(both))
 
 
@@ -75,5 +75,5 @@ def _judging(logits: Tensor, uniform: Tensor) -> Callable[[int], object]:
     queries = logits.shape[1]
     drafts = [softmax(row.contiguous(), 1.0) for row in logits[:, :-1].unbind(1)]
     drafted = logits[:, :-1].argmax(-1)
-    room = torch.full((1,), queries, dtype=torch.int32, device=logits.device)
-    return lambda _: judge(softmax(logits, 1.0), drafts, drafted, room, uniform)
+    max_tokens = torch.full((1,), queries, dtype=torch.int32, device=logits.device)
+    return lambda _: rejection_sample(softmax(logits, 1.0), drafts, drafted, max_tokens, uniform)

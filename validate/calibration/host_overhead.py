@@ -15,9 +15,9 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.passes import PassTerms, decode_pass
-from ridgeplan.roofline.term_math import at_most
+from ridgeplan.roofline.term_math import indicator
 from ridgeplan.runtime.model.prefill import prefill
-from ridgeplan.validate.random_decoder import Toy
+from ridgeplan.validate.random_decoder import RandomDecoder
 from ridgeplan.validate.timing import Bench, Trial, captured
 
 CONTEXT = 64
@@ -32,13 +32,13 @@ def with_dispatch(bench: Bench, profile: Profile, shape: ModelShape, layer_count
     already, and what they leave unexplained of a step is the rest of the host's work, in prefill as in decoding.
     There the layers must be a real model's: between such, the host's own caches are cold.
     """
-    toys = [Toy.build(bench, replace(shape, layers=layers), CONTEXT, 1) for layers in layer_counts]
+    models = [RandomDecoder.build(bench, replace(shape, layers=layers), CONTEXT, 1) for layers in layer_counts]
     if profile.asynchronous:
-        pass_s, layer_s = _line(layer_counts, [_host_seconds(toy) for toy in toys])
-        _, prefill_layer_s = _line(layer_counts, [_prefill_seconds(toy) for toy in toys])
+        pass_s, layer_s = _line(layer_counts, [_host_seconds(model) for model in models])
+        _, prefill_layer_s = _line(layer_counts, [_prefill_seconds(model) for model in models])
     else:
         kernels = Machine.of(replace(profile, pass_dispatch_s=0.0, layer_dispatch_s=0.0))
-        pass_s, layer_s = _line(layer_counts, [_unexplained_seconds(toy, kernels) for toy in toys])
+        pass_s, layer_s = _line(layer_counts, [_unexplained_seconds(model, kernels) for model in models])
         prefill_layer_s = layer_s
     return replace(profile, pass_dispatch_s=pass_s, layer_dispatch_s=layer_s, prefill_layer_dispatch_s=prefill_layer_s)
 
@@ -49,38 +49,38 @@ def _line(layer_counts: Sequence[int], seconds: Sequence[float]) -> tuple[float,
     return max(0.0, float(pass_s)), max(0.0, float(layer_s))
 
 
-def _prefill_seconds(toy: Toy) -> float:
+def _prefill_seconds(model: RandomDecoder) -> float:
     """Seconds of a prompt so short that issuing its kernels is all it takes."""
-    weights, prompt = toy.weights(), toy.tokens(CONTEXT)[0]
+    weights, prompt = model.weights(), model.tokens(CONTEXT)[0]
     times = []
     for _ in range(HOST_CALLS):
         start = time.perf_counter()
-        prefill(toy.decoder, weights, toy.cache, 0, prompt)
-        torch.cuda.synchronize(toy.bench.device)
+        prefill(model.decoder, weights, model.cache, 0, prompt)
+        torch.cuda.synchronize(model.bench.device)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
-def _unexplained_seconds(toy: Toy, kernels: Machine) -> float:
-    trial = _step_trial(toy)
-    return toy.bench.seconds(trial) - _kernel_seconds(toy, kernels)
+def _unexplained_seconds(model: RandomDecoder, kernels: Machine) -> float:
+    trial = _step_trial(model)
+    return model.bench.seconds(trial) - _kernel_seconds(model, kernels)
 
 
-def _host_seconds(toy: Toy) -> float:
+def _host_seconds(model: RandomDecoder) -> float:
     """What the host spends to launch one captured step; the device works through them meanwhile."""
-    trial = _step_trial(toy)
+    trial = _step_trial(model)
     trial.call(0)
     graph = captured(lambda: trial.call(0))
-    torch.cuda.synchronize(toy.bench.device)
+    torch.cuda.synchronize(model.bench.device)
     start = time.perf_counter()
     for _ in range(HOST_CALLS):
         graph.replay()
     seconds = (time.perf_counter() - start) / HOST_CALLS
-    torch.cuda.synchronize(toy.bench.device)
+    torch.cuda.synchronize(model.bench.device)
     return seconds
 
 
-def _kernel_seconds(toy: Toy, kernels: Machine) -> float:
+def _kernel_seconds(model: RandomDecoder, kernels: Machine) -> float:
     """What the kernels of the toy's step are predicted to take."""
     terms = PassTerms(
         batch=1,
@@ -93,18 +93,18 @@ def _kernel_seconds(toy: Toy, kernels: Machine) -> float:
         weight_bytes=kernels.element_bytes,
         head_bytes=kernels.element_bytes,
         element_bytes=kernels.element_bytes,
-        gated=at_most(1, kernels.gated_rows),
+        gated=indicator(1, kernels.gated_rows),
     )
-    return float(sum(kernels.op_seconds(op, {}) for op in decode_pass(toy.shape, terms)))
+    return float(sum(kernels.op_seconds(op, {}) for op in decode_pass(model.shape, terms)))
 
 
-def _step_trial(toy: Toy) -> Trial:
+def _step_trial(model: RandomDecoder) -> Trial:
     """One decode step at the end of the context."""
-    weights, tokens, cache = toy.weights(), toy.tokens(1), toy.cache
+    weights, tokens, cache = model.weights(), model.tokens(1), model.cache
     cache.lengths.fill_(CONTEXT - 1)
     return Trial(
         "dispatch",
-        f"{toy.shape.layers} layers",
+        f"{model.shape.layers} layers",
         Cost(),
-        lambda _: toy.decoder.step(weights, cache, tokens, cache.target_reader(1)),
+        lambda _: model.decoder.step(weights, cache, tokens, cache.target_metadata(1)),
     )

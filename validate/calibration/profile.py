@@ -77,7 +77,7 @@ def _host_link_utilization(bench: Bench, hardware: Hardware) -> float:
 def _classes(
     bench: Bench, suite: Suite, hardware: Hardware, ceilings: Ceilings, on_progress: Progress
 ) -> dict[str, Rates]:
-    trials = class_trials(bench, suite, hardware.processors)
+    trials = class_trials(bench, suite, hardware.num_sms)
     rates = {"merge": NO_MERGE}
     for done, (kind, items) in enumerate(trials.items()):
         on_progress(kind, done, len(trials))
@@ -86,14 +86,14 @@ def _classes(
     return rates
 
 
-def class_trials(bench: Bench, suite: Suite, processors: int) -> Mapping[str, Iterable[Trial]]:
+def class_trials(bench: Bench, suite: Suite, num_sms: int) -> Mapping[str, Iterable[Trial]]:
     """The trials of every class, made when they are asked for."""
     linear, attention, step = linear_trials, attention_trials, step_trials
     return {
         "linear": linear.dense_trials(bench, "linear", suite.linear_shapes, suite.linear_rows),
         "head": linear.dense_trials(bench, "head", suite.head_shapes, suite.head_rows),
         "linear_int4": linear.int4_trials(bench, suite.linear_shapes, suite.int4_rows),
-        **{kind: attention.decode_trials(bench, items, processors) for kind, items in suite.readings().items()},
+        **{kind: attention.decode_trials(bench, items, num_sms) for kind, items in suite.decode_sizes().items()},
         "elementwise": (
             trial
             for shape in suite.elementwise

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.validate.calibration.attention import Heads, Reading
-from ridgeplan.validate.random_decoder import toy_shape
+from ridgeplan.validate.calibration.attention import DecodeSize, Heads
+from ridgeplan.validate.random_decoder import llama_like_shape
 
 Shapes = tuple[tuple[int, int], ...]
 MOST_ELEMENT_BYTES = 4  # of a full-precision element on any device
@@ -44,17 +44,17 @@ class Suite:
         """Vocabularies to sample from."""
         return tuple(outputs for outputs, _ in self.head_shapes)
 
-    def readings(self) -> dict[str, list[Reading]]:
+    def decode_sizes(self) -> dict[str, list[DecodeSize]]:
         """Decode attention at every length, batch and number of queries that the pool holds, by kernel class.
 
         Only drafts read 4-bit codes, and a draft forwards one token.
         """
-        found: dict[str, list[Reading]] = {}
+        found: dict[str, list[DecodeSize]] = {}
         for bits, heads, batch, tokens in product((0, 4, 8), self.heads, self.batches, self.tokens):
             for queries in (1,) if bits == 4 else self.queries:
-                reading = Reading(heads, batch, tokens, queries, bits)
-                if reading.full_kv_elements * MOST_ELEMENT_BYTES <= self.pool_bytes:
-                    found.setdefault(reading.kind, []).append(reading)
+                size = DecodeSize(heads, batch, tokens, queries, bits)
+                if size.full_kv_elements * MOST_ELEMENT_BYTES <= self.pool_bytes:
+                    found.setdefault(size.kind, []).append(size)
         return found
 
 
@@ -77,9 +77,9 @@ _CPU_QUICK = Suite(
     prefill_tokens=(256, 1024, 2048),
     quantize_tokens=(128, 1024),
     gather_rows=(256, 4096),
-    elementwise=(toy_shape(1, 576, 1536, 9, 3, 64), toy_shape(1, 2048, 8192, 32, 8, 64)),
+    elementwise=(llama_like_shape(1, 576, 1536, 9, 3, 64), llama_like_shape(1, 2048, 8192, 32, 8, 64)),
     elementwise_rows=(1, 5, 1024),
-    dispatch_shape=toy_shape(1, 576, 1536, 9, 3, 64),
+    dispatch_shape=llama_like_shape(1, 576, 1536, 9, 3, 64),
     dispatch_layers=(2, 6, 12),
 )
 _CPU_FULL = replace(
@@ -110,9 +110,9 @@ _CUDA_QUICK = Suite(
     prefill_tokens=(1024, 4096, 16384),
     quantize_tokens=(128, 1024, 16384),
     gather_rows=(256, 4096, 65536),
-    elementwise=(toy_shape(1, 4096, 14336, 32, 8, 128), toy_shape(1, 576, 1536, 9, 3, 64)),
+    elementwise=(llama_like_shape(1, 4096, 14336, 32, 8, 128), llama_like_shape(1, 576, 1536, 9, 3, 64)),
     elementwise_rows=(1, 5, 2048),
-    dispatch_shape=toy_shape(1, 64, 128, 3, 1, 64),
+    dispatch_shape=llama_like_shape(1, 64, 128, 3, 1, 64),
     dispatch_layers=(2, 8, 16),
 )
 _CUDA_FULL = replace(

@@ -17,7 +17,7 @@ class InflationError(ValueError):
 
 
 @dataclass(frozen=True)
-class Mold:
+class ChannelMap:
     """A small decoder and the large shape that holds it."""
 
     config: DecoderConfig

@@ -20,7 +20,7 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.model.linear import Dense, Linear
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
 from ridgeplan.runtime.model_config import DecoderConfig
-from ridgeplan.validate.decode_bench.channel_map import InflationError, Mold
+from ridgeplan.validate.decode_bench.channel_map import ChannelMap, InflationError
 
 CONSTANT = 2.0**-10  # in the residual stream, whose root mean square is about 0.1 to 1000
 LIFT = 2.0**10  # of the final norm on the constant channel
@@ -45,7 +45,7 @@ def inflated_config(config: DecoderConfig, shape: ModelShape) -> DecoderConfig:
         vocab=shape.vocab,
         norm_eps=config.norm_eps * config.hidden / shape.hidden,
         windows=(None,) * shape.layers,
-        rotary_frequencies=Mold(config, shape).frequencies,
+        rotary_frequencies=ChannelMap(config, shape).frequencies,
     )
 
 
@@ -57,9 +57,9 @@ def inflated_weights(
     They do not depend on how positions are stretched. Raises InflationError naming what does not fit.
     """
     shape = inflated_shape(config, shape)
-    mold = Mold(config, shape)
-    mold.check(_dense(weights.layers[0].down).weight.shape[1])
-    inflater = _Inflater(mold, torch.Generator(weights.embedding.device).manual_seed(seed))
+    channel_map = ChannelMap(config, shape)
+    channel_map.check(_dense(weights.layers[0].down).weight.shape[1])
+    inflater = _Inflater(channel_map, torch.Generator(weights.embedding.device).manual_seed(seed))
     used = [inflater.layer(layer) for layer in weights.layers]
     idle = [inflater.idle(weights.layers[0]) for _ in range(shape.layers - config.layers)]
     return DecoderWeights(
@@ -74,22 +74,24 @@ def inflated_weights(
 class _Inflater:
     """Builds large weights from small ones; `generator` draws what nothing reads."""
 
-    mold: Mold
+    channel_map: ChannelMap
     generator: torch.Generator
 
     def layer(self, small: LayerWeights) -> LayerWeights:
         """A layer of the small model."""
         if small.qk_norm is not None:
             raise InflationError("the model normalizes queries and keys; allowed: families without such norms")
-        mold = self.mold
+        channel_map = self.channel_map
         return LayerWeights(
             attention_norm=self.norm(small.attention_norm),
             qkv=self._qkv(_dense(small.qkv)),
             qk_norm=None,
-            output=self._written(_dense(small.output), mold.channels(mold.q_heads), mold.q_width),
+            output=self._written(_dense(small.output), channel_map.channels(channel_map.q_heads), channel_map.q_width),
             mlp_norm=self.norm(small.mlp_norm),
             gate_up=self._gate_up(_dense(small.gate_up)),
-            down=self._written(_dense(small.down), range(_dense(small.down).weight.shape[1]), mold.shape.intermediate),
+            down=self._written(
+                _dense(small.down), range(_dense(small.down).weight.shape[1]), channel_map.shape.intermediate
+            ),
         )
 
     def idle(self, like: LayerWeights) -> LayerWeights:
@@ -105,7 +107,7 @@ class _Inflater:
 
     def norm(self, small: Tensor, lift: float = 0.0) -> Tensor:
         """The mean square over the padded stream is hidden / width of the small model's, the scale makes up for it."""
-        width = self.mold.shape.hidden
+        width = self.channel_map.shape.hidden
         large = small.new_zeros(width)
         large[: len(small)] = small
         large[len(small)] = lift
@@ -113,7 +115,7 @@ class _Inflater:
 
     def embedding(self, small: Tensor) -> Tensor:
         """Every token carries the constant."""
-        large = small.new_zeros(self.mold.shape.vocab, self.mold.shape.hidden)
+        large = small.new_zeros(self.channel_map.shape.vocab, self.channel_map.shape.hidden)
         large[: len(small), : small.shape[1]] = small
         large[:, small.shape[1]] = CONSTANT
         return large
@@ -121,7 +123,7 @@ class _Inflater:
     def head(self, small: Tensor) -> Tensor:
         """Further tokens read the constant, and what is always zero."""
         tokens, hidden = small.shape
-        large = self._noise_like(small, self.mold.shape.vocab, self.mold.shape.hidden)
+        large = self._noise_like(small, self.channel_map.shape.vocab, self.channel_map.shape.hidden)
         large[:, : hidden + 1] = 0
         large[:tokens, :hidden] = small
         large[tokens:, hidden] = PUSH
@@ -129,15 +131,15 @@ class _Inflater:
 
     def _qkv(self, small: Dense) -> Dense:
         """Queries are stretched, as scores are divided by the root of the head's width."""
-        mold, config = self.mold, self.mold.config
-        stretch = math.sqrt(mold.shape.head_dim / config.head_dim)
-        weight = self._noise_like(small.weight, mold.qkv_width, mold.shape.hidden)
+        channel_map, config = self.channel_map, self.channel_map.config
+        stretch = math.sqrt(channel_map.shape.head_dim / config.head_dim)
+        weight = self._noise_like(small.weight, channel_map.qkv_width, channel_map.shape.hidden)
         # What a small head lacks must not add to its scores: there its queries are zero.
-        weight.unflatten(0, (-1, mold.shape.head_dim))[mold.q_heads] = 0
-        bias = None if small.bias is None else small.bias.new_zeros(mold.qkv_width)
+        weight.unflatten(0, (-1, channel_map.shape.head_dim))[channel_map.q_heads] = 0
+        bias = None if small.bias is None else small.bias.new_zeros(channel_map.qkv_width)
         q_width = config.q_heads * config.head_dim
-        rows = mold.channels(mold.qkv_heads).to(weight.device)
-        source = mold.small_channels.to(weight.device)
+        rows = channel_map.channels(channel_map.qkv_heads).to(weight.device)
+        source = channel_map.small_channels.to(weight.device)
         scale = torch.where(source < q_width, stretch, 1.0)
         weight[rows, : config.hidden] = (small.weight[source] * scale[:, None]).to(weight.dtype)
         if bias is not None and small.bias is not None:
@@ -146,8 +148,8 @@ class _Inflater:
 
     def _gate_up(self, small: Dense) -> Dense:
         """Gate and up projections, each with its further channels."""
-        width, half = self.mold.shape.intermediate, len(small.weight) // 2
-        weight = self._noise_like(small.weight, 2 * width, self.mold.shape.hidden)
+        width, half = self.channel_map.shape.intermediate, len(small.weight) // 2
+        weight = self._noise_like(small.weight, 2 * width, self.channel_map.shape.hidden)
         bias = None if small.bias is None else small.bias.new_zeros(2 * width)
         for start, rows in ((0, slice(0, half)), (width, slice(half, None))):
             weight[start : start + half, : small.weight.shape[1]] = small.weight[rows]
@@ -159,9 +161,9 @@ class _Inflater:
         """A projection into the residual stream: zero but for what the small model writes from `inputs`."""
         outputs = small.weight.shape[0]
         columns = torch.as_tensor(inputs, device=small.weight.device)
-        weight = small.weight.new_zeros(self.mold.shape.hidden, width)
+        weight = small.weight.new_zeros(self.channel_map.shape.hidden, width)
         weight[:outputs, columns] = small.weight
-        bias = None if small.bias is None else small.bias.new_zeros(self.mold.shape.hidden)
+        bias = None if small.bias is None else small.bias.new_zeros(self.channel_map.shape.hidden)
         if bias is not None and small.bias is not None:
             bias[:outputs] = small.bias
         return Dense(weight, bias)

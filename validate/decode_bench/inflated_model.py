@@ -18,7 +18,7 @@ from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, requir
 from ridgeplan.runtime.model.checkpoint import load_config, load_tokenizer, load_weights, model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.model_config import DecoderConfig, decoder_config
-from ridgeplan.validate.decode_bench.channel_map import InflationError, Mold
+from ridgeplan.validate.decode_bench.channel_map import ChannelMap, InflationError
 from ridgeplan.validate.decode_bench.inflate import inflated_config, inflated_shape, inflated_weights
 
 
@@ -48,7 +48,7 @@ class InflatedModel:
         hub = load_config(source)
         config = decoder_config(hub)
         limited = replace(inflated_shape(config, shape), max_context=config.max_context)
-        Mold(config, limited).check(hub.intermediate_size)
+        ChannelMap(config, limited).check(hub.intermediate_size)
         _require_weight_memory(limited, place, dtype)
         with readable_out_of_memory(place):
             weights = inflated_weights(config, load_weights(source, config, place, dtype), shape)

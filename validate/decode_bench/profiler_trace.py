@@ -44,12 +44,12 @@ def traced(engine: Engine, prompts: Sequence[Sequence[int]], temperature: float)
     """All launches of some rounds after the prompts, in the order of their beginnings."""
     new_tokens = min(engine.plan.workload.new_tokens, TRACED_ROUNDS * (engine.plan.speculation.gamma + 1) + 1)
     engine.generate([prompt[:WARM_TOKENS] for prompt in prompts], min(2, new_tokens), temperature=temperature)
-    recording = Recording()
+    recording = KernelRecording()
     engine.generate(prompts, new_tokens, temperature=temperature, on_progress=recording.begin)
     return recording.launches()
 
 
-class Recording:
+class KernelRecording:
     """The profiler over what a generation does after prefill."""
 
     def __init__(self) -> None:

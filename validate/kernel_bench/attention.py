@@ -18,7 +18,7 @@ from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate.kernel_bench.baselines import attention_peers
-from ridgeplan.validate.kernel_bench.case import Case, Peers, SpeedUp, Target, fresh, relative_error
+from ridgeplan.validate.kernel_bench.case import KernelCase, Peers, SpeedUp, Target, fresh, relative_error
 from ridgeplan.validate.kernel_bench.sizes import AttentionSize, VerificationSize
 from ridgeplan.validate.timing import Bench
 
@@ -81,7 +81,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class AttentionCall:
     """Decode attention over `inputs` in one format: codes in groups and a buffer, or keys and values as they are."""
 
     inputs: Inputs
@@ -91,7 +91,7 @@ class Reading:
     codes: QuantizedKV | None
 
     @classmethod
-    def of(cls, inputs: Inputs, bits: int) -> Reading:
+    def of(cls, inputs: Inputs, bits: int) -> AttentionCall:
         """`inputs` read with `bits` bits, 0 for full precision."""
         slots = BUFFER_SLOTS if bits else inputs.keys.shape[3]
         keys, values = (store[..., :slots, :].contiguous() for store in (inputs.keys, inputs.values))
@@ -117,7 +117,7 @@ class Reading:
 
         It runs first, as the kernel reads lengths and codes before the one that wrote them may have ended.
         """
-        reference = self._attend(0, torch.float32, "twin")
+        reference = self._attend(0, torch.float32, "reference")
         return relative_error(self(0), reference)
 
     def _attend(self, variant: int, dtype: torch.dtype, backend: Backend) -> Tensor:
@@ -130,27 +130,27 @@ class Reading:
         batch = len(self.inputs.q)
         return self.codes and self.codes.rows(slice(variant * batch, (variant + 1) * batch))
 
-    def cost(self, processors: int) -> Cost:
+    def cost(self, num_sms: int) -> Cost:
         """Of the attention kernel and the merge that ends it."""
         q, keys, codes = self.inputs.q, self.keys[0], self._codes(0)
         batch, queries, q_heads, head_dim = q.shape
         tokens = self.inputs.keys.shape[3]
-        splits = int(ops.choose_splits(batch, keys.shape[1], tokens, processors))
+        splits = int(ops.choose_splits(batch, keys.shape[1], tokens, num_sms))
         quantized = codes.groups * GROUP if codes else 0
         attention = attention_cost(q, keys, codes, self.bits == 8, quantized, keys.shape[2], splits)
         return attention + ops.merge(batch, queries, q_heads, head_dim, splits, q.element_size())
 
 
-def attention_cases(bench: Bench, sizes: Iterable[AttentionSize]) -> Iterator[Case]:
+def attention_cases(bench: Bench, sizes: Iterable[AttentionSize]) -> Iterator[KernelCase]:
     """One query in all formats against the best attention in full precision."""
     for size in sizes:
         inputs = Inputs.draw(bench, size, 1, (bits for bits, _ in size.speedups))
         peers = attention_peers(inputs.q, inputs.keys, inputs.values)
         for bits, least in size.speedups:
-            yield _case("attention", Reading.of(inputs, bits), peers, SpeedUp(least))
+            yield _case("attention", AttentionCall.of(inputs, bits), peers, SpeedUp(least))
 
 
-def verification_cases(bench: Bench, sizes: Iterable[VerificationSize]) -> Iterator[Case]:
+def verification_cases(bench: Bench, sizes: Iterable[VerificationSize]) -> Iterator[KernelCase]:
     """Several queries, as a verification has them, against one query of the same format.
 
     The peers in full precision mask nothing among the queries, which costs them no less.
@@ -160,13 +160,17 @@ def verification_cases(bench: Bench, sizes: Iterable[VerificationSize]) -> Itera
         peers = attention_peers(inputs.q, inputs.keys, inputs.values)
         one = inputs.first(1)
         for bits in size.bits:
-            both: Peers = {ONE_QUERY: Reading.of(one, bits), **peers}
-            yield _case("verification", Reading.of(inputs, bits), both, SpeedUp(1 / MOST_SLOWDOWN), ONE_QUERY)
+            both: Peers = {ONE_QUERY: AttentionCall.of(one, bits), **peers}
+            yield _case("verification", AttentionCall.of(inputs, bits), both, SpeedUp(1 / MOST_SLOWDOWN), ONE_QUERY)
 
 
-def _case(kernel: str, reading: Reading, peers: Peers, target: Target, over: str | None = None) -> Case:
-    device = reading.inputs.q.device
+def _case(
+    kernel: str, attention_call: AttentionCall, peers: Peers, target: Target, over: str | None = None
+) -> KernelCase:
+    device = attention_call.inputs.q.device
     cuda = device.type == "cuda"
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else torch.get_num_threads()
-    cost, variants = reading.cost(processors), reading.inputs.variants
-    return Case(kernel, reading.name, cost, reading, peers, reading.error, target, over, variants)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if cuda else torch.get_num_threads()
+    cost, variants = attention_call.cost(num_sms), attention_call.inputs.variants
+    return KernelCase(
+        kernel, attention_call.name, cost, attention_call, peers, attention_call.error, target, over, variants
+    )

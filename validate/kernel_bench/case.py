@@ -54,10 +54,10 @@ Target = SpeedUp | RoofShare | Within
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One kernel at one size.
 
-    call: `call(i)` runs it on variant i of `variants` of its inputs, see `ridgeplan.validate.timing.Trial`; so do peers.
+    call: `call(i)` runs it on variant i of `variants` of its inputs, see `timing.Trial`; so do peers.
     cost: what all launches of a call declare. peers: other implementations on the same inputs; cases that follow
     each other may share them. error: runs one call and compares with a float32 reference (`relative_error`).
     over: the peer that counts, by default the fastest.

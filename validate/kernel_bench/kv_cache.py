@@ -17,9 +17,17 @@ from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.validate.kernel_bench.case import H200_BYTES_PER_S, Call, Case, RoofShare, Within, fresh, relative_error
+from ridgeplan.validate.kernel_bench.case import (
+    H200_BYTES_PER_S,
+    Call,
+    KernelCase,
+    RoofShare,
+    Within,
+    fresh,
+    relative_error,
+)
 from ridgeplan.validate.kernel_bench.sizes import FlushSize, QuantizeSize
-from ridgeplan.validate.random_decoder import Toy, toy_shape
+from ridgeplan.validate.random_decoder import RandomDecoder, llama_like_shape
 from ridgeplan.validate.timing import Bench
 
 GROUP = 128
@@ -27,11 +35,11 @@ LEAST_SHARE = 0.5  # of the copy bandwidth
 MOST_OF_A_ROUND = 0.03
 
 
-def quantize_cases(bench: Bench, sizes: Iterable[QuantizeSize]) -> Iterator[Case]:
+def quantize_cases(bench: Bench, sizes: Iterable[QuantizeSize]) -> Iterator[KernelCase]:
     """Keys and values of whole prompts, one layer, into both planes."""
     for size in sizes:
         prompts = Prompts.draw(bench, size)
-        yield Case(
+        yield KernelCase(
             "quantize",
             f"{size.kv_heads} x {size.head_dim}, {size.tokens} tokens, 2 planes",
             prompts.cost,
@@ -73,8 +81,8 @@ class Prompts:
         self(0)
         keys, values, codes = self._one(0)
         reference = _empty_codes(keys)
-        quantize(keys, values, reference, self.first, backend="twin")
-        pairs = zip(dequantize(codes, True), dequantize(reference, True, backend="twin"), strict=True)
+        quantize(keys, values, reference, self.first, backend="reference")
+        pairs = zip(dequantize(codes, True), dequantize(reference, True, backend="reference"), strict=True)
         return max(relative_error(ours, theirs) for ours, theirs in pairs)
 
     def _one(self, variant: int) -> tuple[Tensor, Tensor, QuantizedKV]:
@@ -87,7 +95,7 @@ def _empty_codes(keys: Tensor) -> QuantizedKV:
     return QuantizedKV.allocate(batch, kv_heads, tokens // GROUP, GROUP, head_dim, keys.device, lower=True)
 
 
-def flush_cases(bench: Bench, sizes: Iterable[FlushSize]) -> Iterator[Case]:
+def flush_cases(bench: Bench, sizes: Iterable[FlushSize]) -> Iterator[KernelCase]:
     """The end of a round in the cache of all layers: a group leaves the buffer, or none is complete.
 
     The target is a share of the least that a round takes, which is to read all weights once in 16 bits.
@@ -97,7 +105,7 @@ def flush_cases(bench: Bench, sizes: Iterable[FlushSize]) -> Iterator[Case]:
         for length in (size.context - 1, size.context):
             flushes = Flush.several(bench, size, length)
             first = flushes[0]
-            yield Case(
+            yield KernelCase(
                 "flush",
                 f"{size.layers} layers of {size.kv_heads} x {size.head_dim}, {'taken' if first.taken else 'not taken'}",
                 first.cost,
@@ -123,8 +131,8 @@ class Flush:
     @classmethod
     def build(cls, bench: Bench, size: FlushSize, length: int) -> Flush:
         """A cache of hierarchical codes whose buffer holds random numbers."""
-        shape = toy_shape(size.layers, size.kv_heads, size.kv_heads, size.q_heads, size.kv_heads, size.head_dim)
-        config = Toy.build(bench, shape, 1, 1).decoder.config
+        shape = llama_like_shape(size.layers, size.kv_heads, size.kv_heads, size.q_heads, size.kv_heads, size.head_dim)
+        config = RandomDecoder.build(bench, shape, 1, 1).decoder.config
         plan = preset("quantspec-kv", Workload(shape.name, bench.device.type, size.context, 2))
         cache = Cache(config, plan, bench.device, bench.pool.dtype)
         cache.keys.copy_(fresh(bench, *cache.keys.shape))
@@ -176,8 +184,8 @@ class Flush:
     def _code_error(self, keys: Tensor, values: Tensor) -> float:
         reference = _empty_codes(keys)
         first = torch.zeros(len(keys), dtype=torch.int32, device=keys.device)
-        quantize(keys, values, reference, first, backend="twin")
-        expected = torch.stack(dequantize(reference, True, backend="twin"))
+        quantize(keys, values, reference, first, backend="reference")
+        expected = torch.stack(dequantize(reference, True, backend="reference"))
         written = slice(self.length + 1 - 2 * self.cache.group, self.length + 1 - self.cache.group)
         layers = (torch.stack(dequantize(self.cache.codes(layer), True)) for layer in range(self.cache.layers))
         return max(relative_error(now[:, 0, :, written], expected[:, i]) for i, now in enumerate(layers))

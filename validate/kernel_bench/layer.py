@@ -14,7 +14,7 @@ from ridgeplan.kernels.layer.norm import add_rms_norm, add_rms_norm_cost
 from ridgeplan.kernels.layer.rope import rope_append, rope_append_cost, rotary_tables
 from ridgeplan.kernels.layer.swiglu import swiglu, swiglu_cost
 from ridgeplan.roofline.cost import Cost
-from ridgeplan.validate.kernel_bench.case import H200_BYTES_PER_S, Case, Within, fresh, relative_error
+from ridgeplan.validate.kernel_bench.case import H200_BYTES_PER_S, KernelCase, Within, fresh, relative_error
 from ridgeplan.validate.kernel_bench.sizes import LayerSize
 from ridgeplan.validate.timing import Bench
 
@@ -25,29 +25,29 @@ Results = Tensor | tuple[Tensor, ...]
 Variants = Callable[[int], Results]
 
 
-def norm_cases(bench: Bench, sizes: Iterable[LayerSize]) -> Iterator[Case]:
+def norm_cases(bench: Bench, sizes: Iterable[LayerSize]) -> Iterator[KernelCase]:
     """Residual addition and RMSNorm."""
     for size in sizes:
         inputs = _activations(bench, 2, size.rows, size.hidden)
         hidden, update = inputs[0]
         weight = fresh(bench, size.hidden)
-        exact = partial(add_rms_norm, hidden.float(), update.float(), weight.float(), EPS, backend="twin")
+        exact = partial(add_rms_norm, hidden.float(), update.float(), weight.float(), EPS, backend="reference")
         cost = add_rms_norm_cost(hidden, update, weight)
-        calls = _norm(inputs, weight, "auto"), _norm(inputs, weight, "twin")
+        calls = _norm(inputs, weight, "auto"), _norm(inputs, weight, "reference")
         yield _case("norm", f"{size.rows} x {size.hidden}", cost, *calls, exact, len(inputs))
 
 
-def swiglu_cases(bench: Bench, sizes: Iterable[LayerSize]) -> Iterator[Case]:
+def swiglu_cases(bench: Bench, sizes: Iterable[LayerSize]) -> Iterator[KernelCase]:
     """The gated activation."""
     for size in sizes:
         inputs = _activations(bench, size.rows, 2 * size.intermediate)
-        exact = partial(swiglu, inputs[0].float(), backend="twin")
-        calls = _swiglu(inputs, "auto"), _swiglu(inputs, "twin")
+        exact = partial(swiglu, inputs[0].float(), backend="reference")
+        calls = _swiglu(inputs, "auto"), _swiglu(inputs, "reference")
         shape = f"{size.rows} x {size.intermediate}"
         yield _case("swiglu", shape, swiglu_cost(inputs[0]), *calls, exact, len(inputs))
 
 
-def rope_cases(bench: Bench, sizes: Iterable[LayerSize]) -> Iterator[Case]:
+def rope_cases(bench: Bench, sizes: Iterable[LayerSize]) -> Iterator[KernelCase]:
     """Rotary embedding and cache append of one sequence, without and with a norm of queries and keys."""
     for size in sizes:
         qk_norm = fresh(bench, size.q_heads + size.kv_heads, size.head_dim)
@@ -69,7 +69,7 @@ def _swiglu(inputs: Tensor, backend: Backend) -> Variants:
     return lambda i: swiglu(inputs[i], backend=backend)
 
 
-def _rope_case(bench: Bench, size: LayerSize, qk_norm: Tensor | None) -> Case:
+def _rope_case(bench: Bench, size: LayerSize, qk_norm: Tensor | None) -> KernelCase:
     inputs = _activations(bench, 1, size.rows, (size.q_heads + 2 * size.kv_heads) * size.head_dim)
     slots = torch.arange(size.rows, device=bench.device)[None]
     frequencies = 1e-4 ** torch.linspace(0, 1, size.head_dim // 2, device=bench.device)
@@ -89,8 +89,8 @@ def _rope_case(bench: Bench, size: LayerSize, qk_norm: Tensor | None) -> Case:
         return call
 
     shape = f"{size.rows} x {size.q_heads}/{size.kv_heads} x {size.head_dim}{'' if qk_norm is None else ', QK-norm'}"
-    ours, eager = append(inputs.dtype, "auto", len(inputs)), append(inputs.dtype, "twin", len(inputs))
-    exact = partial(append(torch.float32, "twin", 1), 0)
+    ours, eager = append(inputs.dtype, "auto", len(inputs)), append(inputs.dtype, "reference", len(inputs))
+    exact = partial(append(torch.float32, "reference", 1), 0)
     cost = rope_append_cost(inputs[0], tables, slots, qk_norm)
     return _case("rope", shape, cost, ours, eager, exact, len(inputs))
 
@@ -103,11 +103,11 @@ def _case(
     eager: Variants,
     exact: Callable[[], Results],
     variants: int,
-) -> Case:
+) -> KernelCase:
     """The twin in the model's type is how eager torch does it; in float32 it is the reference of the first variant."""
     target = Within(1.5 * cost.bytes / H200_BYTES_PER_S + 2e-6)
     error = partial(_error, ours, exact)
-    return Case(kernel, shape, cost, ours, {EAGER: eager}, error, target, variants=variants)
+    return KernelCase(kernel, shape, cost, ours, {EAGER: eager}, error, target, variants=variants)
 
 
 def _error(ours: Variants, exact: Callable[[], Results]) -> float:

@@ -16,7 +16,7 @@ from ridgeplan.kernels.linear.int4 import linear_int4, linear_int4_cost
 from ridgeplan.kernels.linear.int4_weight import Int4Weight
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate.kernel_bench.baselines import Product, tinygemm
-from ridgeplan.validate.kernel_bench.case import Call, Case, SpeedUp, fresh, relative_error
+from ridgeplan.validate.kernel_bench.case import Call, KernelCase, SpeedUp, fresh, relative_error
 from ridgeplan.validate.kernel_bench.sizes import LinearSize
 from ridgeplan.validate.timing import Bench
 
@@ -26,7 +26,7 @@ APART = "ours, swiglu apart"
 STEP = 0.01  # of a code, so that weights are about as large as a model's
 
 
-def int4_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[Case]:
+def int4_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[KernelCase]:
     """4-bit weights against 16-bit weights in cuBLAS, and against torch's own 4-bit product.
 
     As packing takes long, variants are copies of one weight, each in memory of its own; x is the same.
@@ -41,7 +41,7 @@ def int4_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[Case]:
             products["torch tinygemm"] = tinygemm(codes, scale, zero, variants)
         for rows, least in size.speedups:
             x = fresh(bench, rows, size.inputs)
-            yield Case(
+            yield KernelCase(
                 "linear_int4",
                 f"{rows} x {size.inputs} -> {size.outputs}",
                 linear_int4_cost(x, weight),
@@ -54,7 +54,7 @@ def int4_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[Case]:
             )
 
 
-def dense_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[Case]:
+def dense_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[KernelCase]:
     """16-bit weights against cuBLAS; variants are copies of one weight."""
     for size in sizes:
         weight = STEP * fresh(bench, size.outputs, size.inputs)
@@ -62,7 +62,7 @@ def dense_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[Case]:
         peer = _dense(weights)
         for rows, least in size.speedups:
             x = fresh(bench, rows, size.inputs)
-            yield Case(
+            yield KernelCase(
                 "linear_dense",
                 f"{rows} x {size.inputs} -> {size.outputs}",
                 linear_dense_cost(x, weight),
@@ -75,7 +75,7 @@ def dense_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[Case]:
             )
 
 
-def gated_int4_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[Case]:
+def gated_int4_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[KernelCase]:
     """4-bit weights of gate and up with the activation inside, against the same product and `swiglu` after it."""
     for size in sizes:
         weight = Int4Weight.pack(*_int4_parts(bench, size))
@@ -87,7 +87,7 @@ def gated_int4_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[Case
             yield _gated("gated_int4", size, x, cost, products, weight.dequantize, least)
 
 
-def gated_dense_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[Case]:
+def gated_dense_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[KernelCase]:
     """The same of 16-bit weights."""
     for size in sizes:
         weight = STEP * fresh(bench, size.outputs, size.inputs)
@@ -107,12 +107,12 @@ def _gated(
     products: Sequence[Callable[..., Tensor]],
     exact: Callable[[], Tensor],
     least: float,
-) -> Case:
+) -> KernelCase:
     def error() -> float:
-        reference = swiglu(x.float() @ exact().t(), backend="twin")
+        reference = swiglu(x.float() @ exact().t(), backend="reference")
         return relative_error(products[0](x, gated=True), reference)
 
-    return Case(
+    return KernelCase(
         kernel,
         f"{len(x)} x {size.inputs} -> {size.outputs // 2}",
         cost,

@@ -20,7 +20,7 @@ from ridgeplan.validate.kernel_bench import kv_cache as kernel_quantize
 from ridgeplan.validate.kernel_bench import layer as kernel_fused
 from ridgeplan.validate.kernel_bench import linear as kernel_linear
 from ridgeplan.validate.kernel_bench import sampling as kernel_sampling
-from ridgeplan.validate.kernel_bench.case import Case, Peers, usable
+from ridgeplan.validate.kernel_bench.case import KernelCase, Peers, usable
 from ridgeplan.validate.kernel_bench.sizes import FULL, KERNELS, TINY, Sizes
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench
 
@@ -30,7 +30,7 @@ MATMUL_SIZE = 8192
 MOST_ERROR = 0.02  # of a kernel that computes in bfloat16: a faster one that is further off meets no target
 PACKAGES = ("ridgeplan", "torch", "triton", "flashinfer-python")
 
-FAMILIES: Mapping[str, Callable[[Bench, Any], Iterator[Case]]] = {
+FAMILIES: Mapping[str, Callable[[Bench, Any], Iterator[KernelCase]]] = {
     "attention": kernel_attention.attention_cases,
     "verification": kernel_attention.verification_cases,
     "linear_int4": kernel_linear.int4_cases,
@@ -42,7 +42,7 @@ FAMILIES: Mapping[str, Callable[[Bench, Any], Iterator[Case]]] = {
     "norm": kernel_fused.norm_cases,
     "rope": kernel_fused.rope_cases,
     "swiglu": kernel_fused.swiglu_cases,
-    "judge": kernel_sampling.judge_cases,
+    "rejection_sample": kernel_sampling.rejection_sample_cases,
     "draw": kernel_sampling.draw_cases,
 }
 
@@ -69,7 +69,7 @@ class Roof:
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRow:
     """One measured case. Times are medians; target_s is the longest time that meets the target.
 
     peer: the one that the target refers to, else the fastest, else None.
@@ -124,7 +124,7 @@ class KernelReport:
     software: Mapping[str, str]
     date: str
     roof: Roof
-    rows: tuple[Row, ...]
+    rows: tuple[KernelRow, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -170,7 +170,9 @@ def run_kernels_once(kernels: Iterable[str] = KERNELS) -> list[tuple[str, str, f
     ]
 
 
-def cases_of(bench: Bench, sizes: Sizes, kernels: Iterable[str], on_progress: Progress | None = None) -> Iterator[Case]:
+def cases_of(
+    bench: Bench, sizes: Sizes, kernels: Iterable[str], on_progress: Progress | None = None
+) -> Iterator[KernelCase]:
     """The cases of `kernels`, made when they are asked for, so that only one size's inputs are held."""
     chosen = [name for name in KERNELS if name in set(kernels)]
     for done, name in enumerate(chosen):
@@ -179,7 +181,7 @@ def cases_of(bench: Bench, sizes: Sizes, kernels: Iterable[str], on_progress: Pr
         yield from FAMILIES[name](bench, getattr(sizes, name))
 
 
-def measured(bench: Bench, roof: Roof, cases: Iterable[Case]) -> Iterator[Row]:
+def measured(bench: Bench, roof: Roof, cases: Iterable[KernelCase]) -> Iterator[KernelRow]:
     """A row of each case; peers that neighbouring cases share are timed once, those that do not run are left out."""
     shared: Peers | None = None
     peers_s: dict[str, float] = {}
@@ -190,11 +192,11 @@ def measured(bench: Bench, roof: Roof, cases: Iterable[Case]) -> Iterator[Row]:
         yield row_of(case, bench.median_s(case.trial(case.call)), peers_s, roof)
 
 
-def row_of(case: Case, ours_s: float, peers_s: Mapping[str, float], roof: Roof) -> Row:
+def row_of(case: KernelCase, ours_s: float, peers_s: Mapping[str, float], roof: Roof) -> KernelRow:
     """The row of a case that took `ours_s`, and its peers `peers_s`."""
     roof_s = roof.seconds(case.cost)
     peer = case.over or (min(peers_s, key=peers_s.__getitem__) if peers_s else None)
-    return Row(
+    return KernelRow(
         kernel=case.kernel,
         shape=case.shape,
         ours_s=ours_s,

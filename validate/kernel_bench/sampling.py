@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.device.backend import Backend
-from ridgeplan.kernels.sampling import draw, filter_logits, judge
+from ridgeplan.kernels.sampling import draw, filter_logits, rejection_sample
 from ridgeplan.kernels.sampling.cost import draw_cost, filter_cost
-from ridgeplan.kernels.sampling.distribution import Choice, Greedy, Verdict
+from ridgeplan.kernels.sampling.distribution import Choice, Greedy, VerifyResult
 from ridgeplan.roofline.cost import Cost
-from ridgeplan.validate.kernel_bench.case import Case, Within, fresh
+from ridgeplan.validate.kernel_bench.case import KernelCase, Within, fresh
 from ridgeplan.validate.kernel_bench.sizes import SamplingSize
 from ridgeplan.validate.timing import Bench
 
@@ -23,7 +23,7 @@ DISAGREEMENT = 0.5  # of a draft's logits with the target's
 VERDICT_S, DRAW_S = 150e-6, 25e-6  # targets
 
 
-def draw_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[Case]:
+def draw_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[KernelCase]:
     """The next token of every sequence from a draft's logits, filtering included."""
     for size in sizes:
         variants = bench.variants(size.batch * size.vocab * bench.element_bytes)
@@ -32,17 +32,19 @@ def draw_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[Case]:
         yield _case("draw", shape_of(size), drawings, DRAW_S)
 
 
-def judge_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[Case]:
+def rejection_sample_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[KernelCase]:
     """The verdict on `gamma` drafts of every sequence from the target's logits, whose filtering it includes."""
     for size in sizes:
         variants = bench.variants((2 * size.gamma + 1) * size.batch * size.vocab * bench.element_bytes)
-        judgings = [Judging.build(bench, size) for _ in range(variants)]
-        yield _case("judge", f"{shape_of(size)}, gamma {size.gamma}", judgings, VERDICT_S)
+        samplings = [RejectionSampling.build(bench, size) for _ in range(variants)]
+        yield _case("rejection_sample", f"{shape_of(size)}, gamma {size.gamma}", samplings, VERDICT_S)
 
 
-def _case(kernel: str, shape: str, variants: Sequence[Drawing] | Sequence[Judging], most_s: float) -> Case:
+def _case(
+    kernel: str, shape: str, variants: Sequence[Drawing] | Sequence[RejectionSampling], most_s: float
+) -> KernelCase:
     first = variants[0]
-    return Case(
+    return KernelCase(
         kernel, shape, first.cost, lambda i: variants[i](), {}, first.error, Within(most_s), variants=len(variants)
     )
 
@@ -84,12 +86,12 @@ class Drawing:
 
     def error(self) -> float:
         """How far tokens are from those of the same logits in float32, see `misplaced`."""
-        exact = _filtered(self.size, self.logits.float(), "twin")
+        exact = _filtered(self.size, self.logits.float(), "reference")
         return misplaced(_weights(exact, self.size.vocab), self.uniform, self())
 
 
 @dataclass(frozen=True, eq=False)
-class Judging:
+class RejectionSampling:
     """A verdict on drafted tokens [B, gamma], drawn from logits `drafts` [gamma, B, vocab].
 
     target: logits [B, gamma + 1, vocab]; room: int32 [B], which cuts nothing; uniform: [B, gamma + 1].
@@ -99,22 +101,22 @@ class Judging:
     target: Tensor
     drafts: Tensor
     drafted: Tensor
-    room: Tensor
+    max_tokens: Tensor
     uniform: Tensor
 
     @classmethod
-    def build(cls, bench: Bench, size: SamplingSize) -> Judging:
+    def build(cls, bench: Bench, size: SamplingSize) -> RejectionSampling:
         """Drafts that disagree a little with the target, so that some are rejected."""
         target = SPREAD * fresh(bench, size.batch, size.gamma + 1, size.vocab)
         noise = DISAGREEMENT * fresh(bench, size.gamma, size.batch, size.vocab)
         drafts = target[:, :-1].transpose(0, 1) + noise
         drafted = draw(_filtered(size, drafts, "auto"), _uniform(bench, size.gamma, size.batch)).t().contiguous()
-        room = torch.full((size.batch,), size.gamma + 1, dtype=torch.int32, device=bench.device)
-        return cls(size, target, drafts, drafted, room, _uniform(bench, size.batch, size.gamma + 1))
+        max_tokens = torch.full((size.batch,), size.gamma + 1, dtype=torch.int32, device=bench.device)
+        return cls(size, target, drafts, drafted, max_tokens, _uniform(bench, size.batch, size.gamma + 1))
 
-    def __call__(self) -> Verdict:
+    def __call__(self) -> VerifyResult:
         target = _filtered(self.size, self.target, "auto")
-        return judge(target, self._choices, self.drafted, self.room, self.uniform)
+        return rejection_sample(target, self._choices, self.drafted, self.max_tokens, self.uniform)
 
     @property
     def cost(self) -> Cost:
@@ -127,10 +129,13 @@ class Judging:
 
         Both against the same logits in float32. After a rejection the token is drawn from (p - q)+, at the end from p.
         """
-        target = _filtered(self.size, self.target.float(), "twin")
-        choices = [_filtered(self.size, draft.float(), "twin") for draft in self.drafts]
-        ours, exact = self(), judge(target, choices, self.drafted, self.room, self.uniform, backend="twin")
-        rows, last = torch.arange(len(self.room), device=self.room.device), ours.accepted
+        target = _filtered(self.size, self.target.float(), "reference")
+        choices = [_filtered(self.size, draft.float(), "reference") for draft in self.drafts]
+        ours, exact = (
+            self(),
+            rejection_sample(target, choices, self.drafted, self.max_tokens, self.uniform, backend="reference"),
+        )
+        rows, last = torch.arange(len(self.max_tokens), device=self.max_tokens.device), ours.accepted
         p = _weights(target, self.size.vocab)
         q = torch.stack([*(_weights(choice, self.size.vocab) for choice in choices), torch.zeros_like(p[:, 0])], dim=1)
         left = (p[rows, last] - q[rows, last]).clamp_min(0)

@@ -106,7 +106,7 @@ class Sizes:
     norm: tuple[LayerSize, ...]
     rope: tuple[LayerSize, ...]
     swiglu: tuple[LayerSize, ...]
-    judge: tuple[SamplingSize, ...]
+    rejection_sample: tuple[SamplingSize, ...]
     draw: tuple[SamplingSize, ...]
 
 
@@ -152,7 +152,7 @@ FULL = Sizes(
     norm=_LAYERS,
     rope=_LAYERS,
     swiglu=_LAYERS,
-    judge=_SAMPLINGS,
+    rejection_sample=_SAMPLINGS,
     draw=_SAMPLINGS,
 )
 # Every kernel in every variant, small enough for checkers that slow it down a hundred times. Products have one row tile
@@ -184,6 +184,6 @@ TINY = Sizes(
     norm=_TINY_LAYERS,
     rope=_TINY_LAYERS,
     swiglu=_TINY_LAYERS,
-    judge=_TINY_SAMPLINGS,
+    rejection_sample=_TINY_SAMPLINGS,
     draw=_TINY_SAMPLINGS,
 )

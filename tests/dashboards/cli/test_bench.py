@@ -10,14 +10,16 @@ import torch
 from click.testing import Result
 
 from ridgeplan.validate.kernel_bench import report as kernel_bench
-from ridgeplan.validate.kernel_bench.report import KernelReport, Roof, Row
+from ridgeplan.validate.kernel_bench.report import KernelReport, KernelRow, Roof
 from ridgeplan.validate.kernel_bench.sizes import KERNELS
 
 ROOT = Path(__file__).parents[2]
 Invoke = Callable[..., Result]
 ROWS = (
-    Row("attention", "32/8 x 128", 4e-5, {"SDPA cuDNN": 1.2e-4, "FlashInfer": 1.3e-4}, "SDPA cuDNN", 3e-5, 1e-3, 5e-5),
-    Row("draw", "32 x 128256", 3e-5, {}, None, 1e-5, 0.0, 2.5e-5),
+    KernelRow(
+        "attention", "32/8 x 128", 4e-5, {"SDPA cuDNN": 1.2e-4, "FlashInfer": 1.3e-4}, "SDPA cuDNN", 3e-5, 1e-3, 5e-5
+    ),
+    KernelRow("draw", "32 x 128256", 3e-5, {}, None, 1e-5, 0.0, 2.5e-5),
 )
 COLUMNS = {"kernel", "shape", "ours_us", "peer", "peer_us", "peers_us", "ratio", "roof", "error", "target_us", "met"}
 

@@ -9,7 +9,7 @@ import torch
 
 from ridgeplan.dashboards.cli.bench_decode import SUITE_WORKLOADS, row_texts
 from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.validate.random_decoder import toy_shape
+from ridgeplan.validate.random_decoder import llama_like_shape
 
 CASES = (("autoregressive", 0), ("quantspec-kv", 2))
 
@@ -17,7 +17,7 @@ CASES = (("autoregressive", 0), ("quantspec-kv", 2))
 @pytest.fixture
 def small_shape(monkeypatch: pytest.MonkeyPatch) -> ModelShape:
     """A shape little larger than SmolLM2's, under a name of the catalog."""
-    shape = toy_shape(30, 640, 1600, 9, 3, 64, vocab=49_200)
+    shape = llama_like_shape(30, 640, 1600, 9, 3, 64, vocab=49_200)
     monkeypatch.setattr("ridgeplan.dashboards.cli.bench_decode.load_shape", lambda name: shape)
     return shape
 
@@ -113,7 +113,7 @@ def test_the_text_that_comes_with_python_holds_the_default_suite(smollm2: Path) 
 def test_a_shape_too_small_for_the_model_is_one_line(
     refuses: Any, profile_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2: Path
 ) -> None:
-    shape = toy_shape(30, 512, 1600, 9, 3, 64, vocab=49_200)
+    shape = llama_like_shape(30, 512, 1600, 9, 3, 64, vocab=49_200)
     monkeypatch.setattr("ridgeplan.dashboards.cli.bench_decode.load_shape", lambda name: shape)
     arguments = ("bench", "decode", "--model-shape", "toy", "--ctx", 64, "--profile", profile_path)
     assert "needs 577 hidden channels and a constant" in refuses(*arguments)

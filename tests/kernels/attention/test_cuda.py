@@ -80,10 +80,10 @@ def test_compiles_for_hopper_within_its_registers_and_shared_memory(variant: Var
     assert spilled[0] <= MOST_SPILLED[variant.rows] and static[0] <= variant.static_bytes(items)
 
 
-def test_cpu_calls_are_left_to_the_twin() -> None:
+def test_cpu_calls_are_left_to_the_reference() -> None:
     case = build(Case(2, 1, 64, 1, ((1, 0, 3),), 4), "cpu")
     assert not case.fits()
-    assert torch.equal(case.run(), case.run(backend="twin"))
+    assert torch.equal(case.run(), case.run(backend="reference"))
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def build(case: Case, device: str) -> Problem:
     codes = QuantizedKV.allocate(batch, case.kv_heads, held, 128, case.head_dim, device, case.bits == 8)
     shape = (batch, case.kv_heads, held * 128, case.head_dim)
     quantize(case.magnitude * (random(*shape) + case.bias), case.magnitude * random(*shape), codes,
-             torch.zeros_like(groups), backend="twin")  # fmt: skip
+             torch.zeros_like(groups), backend="reference")  # fmt: skip
     for b, (count, _, _) in enumerate(case.rows):
         for pair in (codes.key_scale, codes.key_min, codes.value_scale, codes.value_min):
             pair[b, :, count:] = torch.nan
@@ -162,7 +162,7 @@ def naive(problem: Problem) -> Tensor:
     buffers = (problem.keys, problem.values)
     decoded = (problem.keys[:, :, :0], problem.values[:, :, :0])
     if problem.codes is not None:
-        decoded = dequantize(problem.codes, problem.lower, backend="twin")
+        decoded = dequantize(problem.codes, problem.lower, backend="reference")
     out = torch.zeros(problem.q.shape, dtype=torch.float64, device=problem.q.device)
     for b in range(batch):
         count = int(problem.groups[b]) * 128 if problem.groups is not None else 0
@@ -208,7 +208,7 @@ def test_against_naive(case: Case) -> None:
     out = problem.run(case.splits)
     assert out.dtype == case.dtype and out.shape == problem.q.shape
     assert relative_error(out, naive(problem)) < 5e-3
-    assert relative_error(out, problem.run(backend="twin").double()) < 8e-3  # the twin multiplies in bf16
+    assert relative_error(out, problem.run(backend="reference").double()) < 8e-3  # the twin multiplies in bf16
 
 
 @pytest.mark.gpu

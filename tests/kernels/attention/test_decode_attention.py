@@ -84,7 +84,7 @@ def build(case: Case, device: str) -> Problem:
     lower = case.bits == 8
     codes = QuantizedKV.allocate(batch, case.kv_heads, held, case.group, case.head_dim, device, lower)
     # Keys far from zero, as biased projections make them: the minima carry most of the score.
-    quantize(random(*shape) + 3, random(*shape), codes, torch.zeros_like(groups), backend="twin")
+    quantize(random(*shape) + 3, random(*shape), codes, torch.zeros_like(groups), backend="reference")
     for b, (count, _, _) in enumerate(case.rows):
         for pair in (codes.key_scale, codes.key_min, codes.value_scale, codes.value_min):
             pair[b, :, count:] = torch.nan
@@ -95,7 +95,7 @@ def naive(problem: Problem) -> Tensor:
     """One query head of one query at a time, over concatenated dequantized and full-precision tokens."""
     batch, queries, q_heads, head_dim = problem.q.shape
     ratio = q_heads // problem.keys.shape[1]
-    decoded = dequantize(problem.codes, problem.lower, backend="twin") if problem.codes is not None else None
+    decoded = dequantize(problem.codes, problem.lower, backend="reference") if problem.codes is not None else None
     out = torch.zeros(problem.q.shape, dtype=torch.float64, device=problem.q.device)
     for b in range(batch):
         for t in range(queries):
@@ -130,7 +130,7 @@ SWEEP = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["twin", "triton"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("case", SWEEP, ids=str)
 def test_against_naive(case: Case, backend: str, device: str) -> None:
     problem = build(case, device)
@@ -140,7 +140,7 @@ def test_against_naive(case: Case, backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [0, 4])
-@pytest.mark.parametrize("backend", ["twin", "triton"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_rows_that_see_nothing_are_zero(backend: str, bits: int, device: str) -> None:
     """An empty row, a row whose queries see 0, 1 and 2 tokens, and a row with quantized groups alone."""
     rows = ((0, 4, 4), (0, 0, 0), (bits // 4, 6, 4))
@@ -162,7 +162,7 @@ def test_upper_and_lower_read_different_planes(lower: bool, device: str) -> None
     assert torch.equal(before, problem.run("triton", 2)) != lower
 
 
-@pytest.mark.parametrize("backend", ["twin", "triton"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_strided_buffers(backend: str, device: str) -> None:
     """Token-major storage and fused QKV views need no copy."""
     case = Case(4, 2, 32, 2, ((0, 1, 20), (0, 0, 33)), 0)
@@ -178,7 +178,7 @@ def test_strided_buffers(backend: str, device: str) -> None:
     assert relative_error(strided.run(backend, 2), naive(problem)) < 1e-5
 
 
-@pytest.mark.parametrize("backend", ["twin", "triton"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_scale_and_full_precision_dtype(backend: str, device: str) -> None:
     """An explicit scale multiplies scores; the KV buffer may be narrower than the queries."""
     problem = build(Case(2, 2, 64, 1, ((0, 0, 50),), 0), device)
@@ -190,7 +190,7 @@ def test_scale_and_full_precision_dtype(backend: str, device: str) -> None:
     assert relative_error(narrow.run(backend), naive(narrow)) < 1e-5
 
 
-@pytest.mark.parametrize("backend", ["twin", "triton"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_large_scores_do_not_overflow(backend: str, device: str) -> None:
     problem = build(Case(2, 1, 32, 2, ((2, 0, 40),), 8), device)
     hot = replace(problem, q=problem.q * 300)

@@ -11,8 +11,13 @@ import pytest
 import torch
 
 from ridgeplan.kernels.device import launch
-from ridgeplan.kernels.device.launch import PROGRAMMATIC_STREAM_SERIALIZATION, Configuration, early_launch, launch_early
-from ridgeplan.kernels.kv_cache import quantize_cuda
+from ridgeplan.kernels.device.launch import (
+    PROGRAMMATIC_STREAM_SERIALIZATION,
+    Configuration,
+    launch_with_pdl,
+    pdl_options,
+)
+from ridgeplan.kernels.kv_cache.quantize_cuda import source
 
 KERNELS = Path(launch.__file__).parent
 KERNEL = SimpleNamespace(func="kernel")
@@ -64,11 +69,11 @@ def test_a_launch_is_early_and_passes_its_arguments(driver: Driver) -> None:
         return Driver.cuLaunchKernelEx(driver, configuration, kernel, values, extra)
 
     driver.cuLaunchKernelEx = reading  # type: ignore[method-assign]
-    launch_early(KERNEL, (5, 6, 7), (128, 2, 1), [x, -9, 0.25], 4096)
+    launch_with_pdl(KERNEL, (5, 6, 7), (128, 2, 1), [x, -9, 0.25], 4096)
     assert driver.asked == [("kernel", [5, 6, 7], [128, 2, 1], 4096, 77)]
     assert read == [x.data_ptr(), -9, 0.25]
     assert driver.early
-    launch_early(KERNEL, (5, 6, 7), (128, 2, 1), [x, -9, 0.25], early=False)
+    launch_with_pdl(KERNEL, (5, 6, 7), (128, 2, 1), [x, -9, 0.25], early=False)
     assert not driver.early
 
 
@@ -76,22 +81,22 @@ def test_a_launch_is_early_and_passes_its_arguments(driver: Driver) -> None:
 def test_integers_beyond_32_bits_are_refused(driver: Driver, number: int) -> None:
     """ctypes would pass their lower halves."""
     with pytest.raises(ValueError, match=f"{number} does not fit"):
-        launch_early(KERNEL, (1, 1, 1), (1, 1, 1), [number])
-    launch_early(KERNEL, (1, 1, 1), (1, 1, 1), [(1 << 31) - 1, -(1 << 31)])
+        launch_with_pdl(KERNEL, (1, 1, 1), (1, 1, 1), [number])
+    launch_with_pdl(KERNEL, (1, 1, 1), (1, 1, 1), [(1 << 31) - 1, -(1 << 31)])
     assert len(driver.asked) == 1
 
 
 def test_what_the_driver_refuses_is_an_error(driver: Driver) -> None:
     driver.status = 701
     with pytest.raises(RuntimeError, match=r"grid \(1, 2, 3\), block \(4, 1, 1\): error 701"):
-        launch_early(KERNEL, (1, 2, 3), (4, 1, 1), [])
+        launch_with_pdl(KERNEL, (1, 2, 3), (4, 1, 1), [])
 
 
 def test_on_a_cpu_nothing_starts_early() -> None:
-    assert early_launch(torch.zeros(1)) == {"EARLY": False, "launch_pdl": False}
+    assert pdl_options(torch.zeros(1)) == {"PDL": False, "launch_pdl": False}
 
 
-@pytest.mark.parametrize("path", sorted(KERNELS.glob("*.cu")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.cu")), ids=lambda path: path.name)
 def test_a_cuda_source_that_lets_the_next_start_waits_for_the_last(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert TRIGGER not in text or WAIT in text
@@ -99,7 +104,7 @@ def test_a_cuda_source_that_lets_the_next_start_waits_for_the_last(path: Path) -
 
 def test_quantization_waits_and_lets_none_start() -> None:
     """Attention reads codes before it waits."""
-    text = quantize_cuda.source()
+    text = source()
     body = text[re.search(r"__global__.*?\{", text, re.S).end() :]  # type: ignore[union-attr]
     assert TRIGGER not in text
     assert WAIT in body.strip().splitlines()[1]

@@ -31,7 +31,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_sources_are_joined_in_order() -> None:
     folder = Path(nvrtc.__file__).parents[1] / "sampling" / "csrc"
     first, second = ((folder / name).read_text(encoding="utf-8") for name in ("radix_select.cuh", "top_k_top_p.cu"))
-    assert nvrtc.joined("radix_select.cuh", "top_k_top_p.cu") == f"{first}\n{second}"
+    assert nvrtc.joined("sampling", "radix_select.cuh", "top_k_top_p.cu") == f"{first}\n{second}"
 
 
 def test_a_kernel_gets_its_options_and_shared_memory(compiling: Any) -> None:

@@ -60,11 +60,11 @@ def test_kernel_equals_twin_bit_by_bit(group: int, head_dim: int, dtype: torch.d
     index = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
     mask = torch.tensor([True, False, True], device=device)
     made = {}
-    for backend in ("twin", "triton"):
+    for backend in ("reference", "triton"):
         codes = poisoned_codes(batch, kv_heads, groups, group, head_dim, device, lower)
         quantize(keys, values, codes, index, mask, backend=backend)
         made[backend] = tensors(codes)
-    for name, tensor in made["twin"].items():
+    for name, tensor in made["reference"].items():
         assert torch.equal(tensor.nan_to_num(-7.0), made["triton"][name].nan_to_num(-7.0)), name
         untouched = torch.stack([tensor[0, :, 0], tensor[0, :, 1], tensor[1, :, 0], tensor[2, :, 3]])
         assert (untouched.isnan() if tensor.is_floating_point() else untouched == POISON).all(), name
@@ -74,12 +74,12 @@ def test_kernel_equals_twin_bit_by_bit(group: int, head_dim: int, dtype: torch.d
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("lower", [False, True], ids=["int4", "int8"])
 @pytest.mark.parametrize(("group", "head_dim"), [(128, 64), (32, 128), (32, 32)])
-def test_dequantize_kernel_equals_twin(group: int, head_dim: int, lower: bool, device: str) -> None:
+def test_dequantize_kernel_equals_reference(group: int, head_dim: int, lower: bool, device: str) -> None:
     keys, values = random_kv((2, 3, 2 * group, head_dim), torch.float32, device)
     codes = poisoned_codes(2, 3, 2, group, head_dim, device)
-    quantize(keys, values, codes, first_groups(2, device), backend="twin")
+    quantize(keys, values, codes, first_groups(2, device), backend="reference")
     made = dequantize(codes, lower, backend="triton")
-    for decoded, expected in zip(made, dequantize(codes, lower, backend="twin"), strict=True):
+    for decoded, expected in zip(made, dequantize(codes, lower, backend="reference"), strict=True):
         torch.testing.assert_close(decoded, expected, rtol=1e-5, atol=1e-5)
     halved = dequantize(codes, lower, torch.bfloat16, backend="triton")
     for decoded, full in zip(halved, made, strict=True):
@@ -87,7 +87,7 @@ def test_dequantize_kernel_equals_twin(group: int, head_dim: int, lower: bool, d
         torch.testing.assert_close(decoded.float(), full, rtol=2**-7, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["twin", "triton"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_no_row_flushes(backend: str, device: str) -> None:
     keys, values = random_kv((2, 1, 32, 32), torch.float32, device)
     codes = poisoned_codes(2, 1, 1, 32, 32, device)
@@ -96,20 +96,20 @@ def test_no_row_flushes(backend: str, device: str) -> None:
     assert codes.key_scale.isnan().all() and (codes.value_upper == POISON).all()
 
 
-@pytest.mark.parametrize("backend", ["twin", "triton"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_token_major_buffers(backend: str, device: str) -> None:
     """[B, tokens, Hkv, D] storage seen as [B, Hkv, tokens, D] quantizes like a contiguous copy."""
     keys, values = random_kv((2, 64, 3, 32), torch.float32, device)
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     strided, plain = (poisoned_codes(2, 3, 2, 32, 32, device) for _ in range(2))
     quantize(keys, values, strided, first_groups(2, device), backend=backend)
-    quantize(keys.contiguous(), values.contiguous(), plain, first_groups(2, device), backend="twin")
+    quantize(keys.contiguous(), values.contiguous(), plain, first_groups(2, device), backend="reference")
     for name, tensor in tensors(plain).items():
         assert torch.equal(tensor, tensors(strided)[name]), name
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["every row", "one row"])
-@pytest.mark.parametrize("backend", ["twin", "triton"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_a_group_anywhere_in_a_store(backend: str, masked: bool, device: str) -> None:
     """One group of each row from its own slot; masked rows may point past the end."""
     keys, values = random_kv((2, 3, 75, 32), torch.float32, device)
@@ -119,7 +119,7 @@ def test_a_group_anywhere_in_a_store(backend: str, masked: bool, device: str) ->
     index = torch.tensor([0, 1], dtype=torch.int32, device=device)
     quantize(keys, values, codes, index, mask, first_slot=slots, backend=backend)
     oldest = [torch.stack([row[:, at : at + 32] for row, at in zip(x, (9, 41), strict=True)]) for x in (keys, values)]
-    quantize(*oldest, expected, index, mask, backend="twin")
+    quantize(*oldest, expected, index, mask, backend="reference")
     for name, tensor in tensors(expected).items():
         assert torch.equal(tensor.nan_to_num(-7.0), tensors(codes)[name].nan_to_num(-7.0)), name
 

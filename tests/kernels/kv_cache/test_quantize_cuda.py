@@ -24,6 +24,6 @@ def test_compiles_for_hopper_without_spills(head_dim: int, planes: int, bf16: bo
     assert "0 bytes stack frame, 0 bytes spill stores" in done.stderr
 
 
-def test_cpu_tensors_are_left_to_the_twin() -> None:
+def test_cpu_tensors_are_left_to_the_reference() -> None:
     keys = torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16)
     assert not fits(keys, keys, QuantizedKV.allocate(1, 2, 1, 128, 64, "cpu", lower=True))

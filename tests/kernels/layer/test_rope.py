@@ -16,7 +16,7 @@ EPS = 1e-6
 HEADS = pytest.mark.parametrize(
     "heads", [(9, 3, 64), (14, 2, 64), (4, 4, 96), (8, 1, 128), (2, 1, 256), (3, 3, 10)], ids=str
 )
-BACKENDS = pytest.mark.parametrize("backend", ["twin", "triton"])
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])
 
 
 def frequencies(head_dim: int, device: str) -> Tensor:
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
-        return rotary_tables(100 * self.slots, frequencies(self.heads[2], self.device), 1.1, backend="twin")
+        return rotary_tables(100 * self.slots, frequencies(self.heads[2], self.device), 1.1, backend="reference")
 
     def cache(self) -> tuple[Tensor, Tensor]:
         """Keys and values [layers, batch, kv_heads, slots, head_dim], poisoned."""
@@ -113,7 +113,7 @@ def test_large_programs(heads: tuple[int, int, int], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("ridgeplan.kernels.layer.rope_triton.FEW_ELEMENTS", 0)
     case = Case(heads, torch.float32, device)
     made = []
-    for backend in ("twin", "triton"):
+    for backend in ("reference", "triton"):
         keys, values = (store.nan_to_num() for store in case.cache())
         queries = rope_append(
             case.qkv,
@@ -127,8 +127,8 @@ def test_large_programs(heads: tuple[int, int, int], monkeypatch: pytest.MonkeyP
             backend=backend,
         )
         made.append((queries, keys, values))
-    for twin, triton in zip(*made, strict=True):
-        torch.testing.assert_close(triton, twin, atol=4e-6, rtol=4e-6)
+    for reference, triton in zip(*made, strict=True):
+        torch.testing.assert_close(triton, reference, atol=4e-6, rtol=4e-6)
 
 
 @BACKENDS
@@ -207,7 +207,7 @@ def test_compiled_equals_the_twin_at_real_sizes(batch: int, tokens: int, heads: 
     slots = torch.arange(tokens, device="cuda") + torch.arange(batch, device="cuda")[:, None]
     tables = rotary_tables(slots + 10**6, frequencies(head_dim, "cuda"), 1.0)
     made = []
-    for backend in ("twin", "triton"):
+    for backend in ("reference", "triton"):
         keys, values = (torch.zeros(batch, kv_heads, tokens + batch, head_dim, device="cuda").bfloat16() for _ in "kv")
         queries = rope_append(
             qkv,
@@ -221,8 +221,8 @@ def test_compiled_equals_the_twin_at_real_sizes(batch: int, tokens: int, heads: 
             backend=backend,  # type: ignore[arg-type]
         )
         made.append((queries, keys, values))
-    for twin, compiled in zip(*made, strict=True):
-        torch.testing.assert_close(compiled, twin, atol=2**-7, rtol=2**-7)
+    for reference, compiled in zip(*made, strict=True):
+        torch.testing.assert_close(compiled, reference, atol=2**-7, rtol=2**-7)
 
 
 @pytest.mark.gpu

@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.linear.gptq_round import (
-    round_with_feedback,
-    round_with_feedback_cost,
-    round_with_feedback_twin,
+    gptq_round,
+    gptq_round_cost,
+    gptq_round_reference,
 )
 from ridgeplan.roofline import ops
 
-BACKENDS = pytest.mark.parametrize("backend", ["twin", "triton"])
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])
 
 
 def exact(outputs: int, group: int, device: str) -> tuple[Tensor, Tensor]:
@@ -27,7 +27,7 @@ def exact(outputs: int, group: int, device: str) -> tuple[Tensor, Tensor]:
 @BACKENDS
 def test_each_input_takes_the_errors_before_it(backend: str, outputs: int, group: int, device: str) -> None:
     steps, feedback = exact(outputs, group, device)
-    codes, errors = round_with_feedback(steps, feedback, backend=backend)
+    codes, errors = gptq_round(steps, feedback, backend=backend)
     upper = feedback.double().triu(1)
     moved = steps.double() - errors.double() @ upper
     assert torch.equal(codes.double(), moved.round().clamp(0, 15))
@@ -37,7 +37,7 @@ def test_each_input_takes_the_errors_before_it(backend: str, outputs: int, group
 @BACKENDS
 def test_halves_go_to_even_and_far_numbers_are_clamped(backend: str, device: str) -> None:
     steps = torch.tensor([[0.5, 1.5, 2.5, 14.5, 15.5, -3.0, 3e9, -3e38]], device=device)
-    codes, errors = round_with_feedback(steps, torch.zeros(8, 8, device=device), backend=backend)
+    codes, errors = gptq_round(steps, torch.zeros(8, 8, device=device), backend=backend)
     assert codes.tolist() == [[0, 2, 2, 14, 15, 0, 15, 0]]
     assert torch.equal(errors, steps - codes)
 
@@ -47,17 +47,17 @@ def test_the_kernel_agrees_with_the_twin_on_the_gpu() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     steps = 8 + 4 * torch.randn(4096, 128, generator=generator, device="cuda")
     feedback = 0.05 * torch.randn(128, 128, generator=generator, device="cuda")
-    codes, errors = round_with_feedback(steps, feedback)
-    expected, missed = round_with_feedback_twin(steps, feedback)
+    codes, errors = gptq_round(steps, feedback)
+    expected, missed = gptq_round_reference(steps, feedback)
     same = (codes == expected).all(1)  # a number on the edge of two codes may fall either way, and all after it move
     assert same.float().mean() > 0.98
     assert torch.allclose(errors[same], missed[same], atol=1e-4)
 
 
 def test_declared_cost_is_the_models() -> None:
-    assert round_with_feedback_cost(torch.zeros(12, 32)) == ops.round_with_feedback(12, 32)
+    assert gptq_round_cost(torch.zeros(12, 32)) == ops.gptq_round(12, 32)
 
 
 def test_a_feedback_of_another_width_is_refused() -> None:
     with pytest.raises(ValueError, match=r"feedback \[8, 4\] must be square, as wide as steps \[2, 8\]"):
-        round_with_feedback(torch.zeros(2, 8), torch.zeros(8, 4))
+        gptq_round(torch.zeros(2, 8), torch.zeros(8, 4))

@@ -70,7 +70,7 @@ def test_disagreeing_shapes_are_refused() -> None:
 
 @pytest.mark.parametrize(("outputs", "inputs", "group"), SHAPES)
 @pytest.mark.parametrize("shape", [(), (5,), (2, 9), (67,)], ids=str)
-@pytest.mark.parametrize("backend", ["twin", "triton"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.usefixtures("poisoned_empty")
 def test_product_equals_the_definition(
@@ -85,7 +85,7 @@ def test_product_equals_the_definition(
     assert relative_error(actual, expected) < 1e-5
 
 
-@pytest.mark.parametrize("backend", ["twin", "triton"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_a_bias_may_be_strided(backend: str, device: str) -> None:
     codes, scale, zero = parts(48, 128, 64, device)
     x, bias = torch.ones(3, 128, device=device), torch.linspace(-9, 9, 96, device=device)[::2]
@@ -95,7 +95,7 @@ def test_a_bias_may_be_strided(backend: str, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [3, 70])
-@pytest.mark.parametrize("backend", ["twin", "triton"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_product_in_16_bits(dtype: torch.dtype, rows: int, backend: str, device: str) -> None:
     codes, scale, zero = parts(50, 256, 64, device)
     x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(1)).to(device, dtype)
@@ -114,7 +114,7 @@ def test_declared_cost_is_the_models(rows: int, inputs: int, group: int) -> None
     assert linear_int4_cost(x, weight, gated=True) == ops.gated_linear(rows, inputs, 24, weight_bytes(4, group, 2), 2)
 
 
-@pytest.mark.parametrize("backend", ["twin", "triton"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("rows", [1, 70])
 def test_gated_products_are_activated(backend: str, rows: int, device: str) -> None:
     codes, scale, zero = parts(64, 128, 64, device)

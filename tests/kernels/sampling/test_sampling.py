@@ -5,14 +5,14 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from ridgeplan.kernels.sampling import draw, filter_logits, greedy_triton, judge, softmax
+from ridgeplan.kernels.sampling import draw, filter_logits, greedy_triton, rejection_sample, softmax
 from ridgeplan.kernels.sampling import rejection_triton as sampling_triton
 from ridgeplan.kernels.sampling.cost import draw_cost, draw_metadata, filter_cost, filter_metadata
 from ridgeplan.kernels.sampling.distribution import Distribution, Greedy
 from ridgeplan.roofline import ops
 
 VOCAB = 6
-BACKENDS = pytest.mark.parametrize("backend", ["twin", "triton"])
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])
 FILTERS = pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
     [(1.0, None, None), (0.7, 5, None), (1.3, None, 0.8), (0.8, 9, 0.7), (1.0, 10_000, 1.0), (1.0, 1, None)],
@@ -138,7 +138,7 @@ def test_rare_tokens_keep_their_share(backend: str, device: str) -> None:
     assert tokens.tolist() == [24, 25, 26]
 
 
-@pytest.mark.parametrize(("backend", "rows"), [("twin", 20_000), ("triton", 150)])
+@pytest.mark.parametrize(("backend", "rows"), [("reference", 20_000), ("triton", 150)])
 def test_draws_follow_the_distribution(backend: str, rows: int, device: str) -> None:
     logits = random_logits(12, seed=4).expand(rows, -1).contiguous()
     choice = filter_logits(logits.to(device), 0.8, 9, 0.9)
@@ -151,7 +151,7 @@ def test_draws_follow_the_distribution(backend: str, rows: int, device: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("target", "drafted", "room", "expected"),
+    ("target", "drafted", "max_tokens", "expected"),
     [
         ([1, 2, 3, 4], [1, 2, 3], 9, ([1, 2, 3, 4], 3, 3)),  # all accepted: one more from the target
         ([1, 2, 3, 4], [1, 2, 3], 4, ([1, 2, 3, 4], 3, 3)),  # which may just fit
@@ -172,7 +172,7 @@ def test_draws_follow_the_distribution(backend: str, rows: int, device: str) -> 
 def test_verdicts_on_certain_rows(
     target: list[int],
     drafted: list[int],
-    room: int,
+    max_tokens: int,
     expected: tuple[list[int], int, int],
     kind: str,
     backend: str,
@@ -180,22 +180,22 @@ def test_verdicts_on_certain_rows(
 ) -> None:
     certain = one_hot if kind == "sampled" else Greedy
     drafts = torch.tensor([drafted], dtype=torch.int64, device=device).view(1, -1)
-    verdict = judge(
+    verified = rejection_sample(
         certain(torch.tensor([target], device=device)),
         [certain(token) for token in drafts.unbind(1)],
         drafts,
-        torch.tensor([room], dtype=torch.int32, device=device),
+        torch.tensor([max_tokens], dtype=torch.int32, device=device),
         torch.full((1, len(target)), 1 - 2**-53, dtype=torch.float64, device=device),
         backend=backend,
     )
-    kept = int(verdict.advance)
-    assert (verdict.tokens[0, :kept].tolist(), int(verdict.accepted), int(verdict.judged)) == expected
+    kept = int(verified.advance)
+    assert (verified.tokens[0, :kept].tolist(), int(verified.accepted), int(verified.judged)) == expected
 
 
 @BACKENDS
 def test_rows_are_judged_independently(backend: str, device: str) -> None:
     drafted = torch.tensor([[1, 2], [0, 2], [1, 2]], device=device)
-    verdict = judge(
+    verified = rejection_sample(
         one_hot(torch.tensor([[1, 2, 3]] * 3, device=device)),
         [one_hot(tokens) for tokens in drafted.unbind(1)],
         drafted,
@@ -203,14 +203,14 @@ def test_rows_are_judged_independently(backend: str, device: str) -> None:
         torch.full((3, 3), 0.5, dtype=torch.float64, device=device),
         backend=backend,
     )
-    assert verdict.advance.tolist() == [3, 1, 1]
-    assert verdict.accepted.tolist() == [2, 0, 1]
-    assert verdict.judged.tolist() == [2, 1, 1]
+    assert verified.advance.tolist() == [3, 1, 1]
+    assert verified.accepted.tolist() == [2, 0, 1]
+    assert verified.judged.tolist() == [2, 1, 1]
 
 
 @FILTERS
 @pytest.mark.parametrize(("vocab", "gamma"), [(6, 1), (203, 0), (203, 3)])
-def test_the_kernels_judge_as_the_twin(
+def test_the_kernels_judge_as_the_reference(
     vocab: int, gamma: int, temperature: float, top_k: int | None, top_p: float | None, device: str
 ) -> None:
     rows = 12
@@ -220,9 +220,10 @@ def test_the_kernels_judge_as_the_twin(
     drafts = [filter_logits(logits[:, j] + noise[j], temperature, top_k, top_p) for j in range(gamma)]
     uniform = random_uniform(2, rows, gamma + 1, seed=7).to(device)
     drafted = torch.stack([draw(d, uniform[0, :, j]) for j, d in enumerate(drafts)] or [uniform[0, :, 0].long()], 1)
-    room = torch.arange(rows, dtype=torch.int32, device=device) % (gamma + 2) + 1
+    max_tokens = torch.arange(rows, dtype=torch.int32, device=device) % (gamma + 2) + 1
     actual, expected = (
-        judge(target, drafts, drafted[:, :gamma], room, uniform[1], backend=backend) for backend in ("triton", "twin")
+        rejection_sample(target, drafts, drafted[:, :gamma], max_tokens, uniform[1], backend=backend)
+        for backend in ("triton", "reference")
     )
     for name in ("advance", "accepted", "judged"):
         assert torch.equal(getattr(actual, name), getattr(expected, name))
@@ -230,21 +231,21 @@ def test_the_kernels_judge_as_the_twin(
     assert torch.equal(actual.tokens[kept], expected.tokens[kept])
 
 
-@pytest.mark.parametrize("room", [1, 2, 3, 9])
-def test_tokens_of_a_round_follow_the_target_whatever_the_draft(room: int) -> None:
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 9])
+def test_tokens_of_a_round_follow_the_target_whatever_the_draft(max_tokens: int) -> None:
     rows, gamma = 40_000, 2
     target = softmax(random_logits(gamma + 1, VOCAB, seed=1).expand(rows, -1, -1), 1.0)
     drafts = [softmax(row.expand(rows, -1), 1.0) for row in random_logits(gamma, VOCAB, seed=2)]
     uniform = random_uniform(2, rows, gamma + 1, seed=3)
     drafted = torch.stack([draw(draft, uniform[0, :, j]) for j, draft in enumerate(drafts)], dim=1)
-    verdict = judge(target, drafts, drafted, torch.full((rows,), room, dtype=torch.int32), uniform[1])
+    verified = rejection_sample(target, drafts, drafted, torch.full((rows,), max_tokens, dtype=torch.int32), uniform[1])
     probabilities = target.probabilities()[0]
-    for position in range(min(room, gamma + 1)):
+    for position in range(min(max_tokens, gamma + 1)):
         # Every position follows its own target distribution, given that the round reached it.
-        tokens = verdict.tokens[verdict.advance > position, position]
+        tokens = verified.tokens[verified.advance > position, position]
         assert chi_square(tokens.bincount(minlength=VOCAB), probabilities[position]) > 1e-3
     overlap = torch.minimum(probabilities[0], drafts[0].probabilities()[0]).sum()
-    assert (verdict.accepted > 0).float().mean() == pytest.approx(float(overlap), abs=0.01)
+    assert (verified.accepted > 0).float().mean() == pytest.approx(float(overlap), abs=0.01)
 
 
 @BACKENDS
@@ -255,16 +256,16 @@ def test_a_rejection_by_rounding_alone_draws_from_the_target(backend: str, devic
     target, draft = softmax(logits, 1.0), softmax(logits[:, 0].contiguous(), 1.0)
     less = Distribution(logits, 1.0, target.peak, target.cutoff, target.mass * (1 + 2**-22))
     uniform = torch.tensor([[1 - 2**-26, 0.5]], dtype=torch.float64, device=device)
-    drafted, room = torch.tensor([[2]], device=device), torch.tensor([9], dtype=torch.int32, device=device)
-    verdict = judge(less, [draft], drafted, room, uniform, backend=backend)
-    assert (verdict.advance.item(), verdict.accepted.item()) == (1, 0)
-    assert verdict.tokens[0, 0] == 2
+    drafted, max_tokens = torch.tensor([[2]], device=device), torch.tensor([9], dtype=torch.int32, device=device)
+    verified = rejection_sample(less, [draft], drafted, max_tokens, uniform, backend=backend)
+    assert (verified.advance.item(), verified.accepted.item()) == (1, 0)
+    assert verified.tokens[0, 0] == 2
 
 
 def test_sampled_targets_refuse_greedy_drafts() -> None:
     greedy, target = Greedy(torch.tensor([2])), one_hot(torch.tensor([[2, 4]]))
     with pytest.raises(ValueError, match="allowed: both filtered alike"):
-        judge(target, [greedy], torch.tensor([[2]]), torch.tensor([9]).int(), random_uniform(1, 2, seed=0))
+        rejection_sample(target, [greedy], torch.tensor([[2]]), torch.tensor([9]).int(), random_uniform(1, 2, seed=0))
 
 
 def test_costs_equal_the_roofline() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.sampling import draw, filter_logits, judge
+from ridgeplan.kernels.sampling import draw, filter_logits, rejection_sample
 from ridgeplan.kernels.sampling.distribution import Distribution
 from ridgeplan.kernels.sampling.top_k_top_p_cuda import (
     CLUSTERS,
@@ -51,7 +51,7 @@ def test_compiles_for_hopper_without_spills(dtype: torch.dtype, wide: bool, clus
     assert int(done.stderr.partition("bytes smem")[0].split()[-1]) <= TABLES_BYTES
 
 
-def test_cpu_logits_are_left_to_the_twin() -> None:
+def test_cpu_logits_are_left_to_the_reference() -> None:
     assert not fits(torch.zeros(2, 8))
 
 
@@ -66,7 +66,7 @@ def random_logits(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_top_k_keeps_what_the_twin_keeps(dtype: torch.dtype, vocab: int, top_k: int) -> None:
     logits = random_logits(7, vocab, dtype=dtype)
-    actual, expected = (filter_logits(logits, 0.9, top_k, backend=b).probabilities() for b in ("auto", "twin"))
+    actual, expected = (filter_logits(logits, 0.9, top_k, backend=b).probabilities() for b in ("auto", "reference"))
     assert torch.equal(actual > 0, expected > 0)
     torch.testing.assert_close(actual, expected, atol=1e-7, rtol=1e-4)
 
@@ -77,7 +77,9 @@ def test_top_k_keeps_what_the_twin_keeps(dtype: torch.dtype, vocab: int, top_k: 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_top_p_keeps_what_the_twin_keeps(dtype: torch.dtype, vocab: int, top_k: int | None, top_p: float) -> None:
     logits = random_logits(7, vocab, dtype=dtype)
-    actual, expected = (filter_logits(logits, 0.9, top_k, top_p, backend=b).probabilities() for b in ("auto", "twin"))
+    actual, expected = (
+        filter_logits(logits, 0.9, top_k, top_p, backend=b).probabilities() for b in ("auto", "reference")
+    )
     # Where the mass reaches top_p within rounding, a token more or less may be kept.
     assert (actual - expected).abs().sum(-1).max() < 2e-5
 
@@ -88,7 +90,7 @@ def test_masked_tokens_stay_without_probability() -> None:
     logits[:, 20:] = -torch.inf
     for top_k, top_p in [(50, None), (50, 0.9), (None, 1 - 1e-9)]:
         actual, expected = (
-            filter_logits(logits, 1.0, top_k, top_p, backend=b).probabilities() for b in ("auto", "twin")
+            filter_logits(logits, 1.0, top_k, top_p, backend=b).probabilities() for b in ("auto", "reference")
         )
         torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-4)
 
@@ -105,7 +107,7 @@ def test_a_round_of_sampling_is_captured_whole() -> None:
     rows, gamma, vocab = 3, 2, 128_256
     logits = random_logits(rows, gamma + 1, vocab, dtype=torch.bfloat16)
     uniform = torch.rand(gamma + 2, rows, dtype=torch.float64, device="cuda")
-    room = torch.full((rows,), gamma + 1, dtype=torch.int32, device="cuda")
+    max_tokens = torch.full((rows,), gamma + 1, dtype=torch.int32, device="cuda")
 
     def choice(x: Tensor) -> Distribution:
         filtered = filter_logits(x, 0.8, 50, 0.9)
@@ -115,7 +117,7 @@ def test_a_round_of_sampling_is_captured_whole() -> None:
     def body() -> Tensor:
         drafts = [choice(logits[:, j].contiguous()) for j in range(gamma)]
         drafted = torch.stack([draw(draft, uniform[j]) for j, draft in enumerate(drafts)], dim=1)
-        return judge(choice(logits), drafts, drafted, room, uniform[:-1].T).tokens
+        return rejection_sample(choice(logits), drafts, drafted, max_tokens, uniform[:-1].T).tokens
 
     body()
     graph = torch.cuda.CUDAGraph()

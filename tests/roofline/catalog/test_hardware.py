@@ -28,7 +28,7 @@ bandwidth_bytes_per_s = 500e9
 compute_flops = 50e12
 int8_flops = 100e12
 l2_bytes = 4_000_000
-processors = 30
+num_sms = 30
 host_link_bytes_per_s = 16e9
 """
 
@@ -63,7 +63,7 @@ def test_the_promised_gpus_are_there() -> None:
 
 def test_datasheet_figures_of_the_h200() -> None:
     h200 = load_hardware("h200")
-    assert (h200.bandwidth_bytes_per_s, h200.compute_flops, h200.processors) == (4.8e12, 989.5e12, 132)
+    assert (h200.bandwidth_bytes_per_s, h200.compute_flops, h200.num_sms) == (4.8e12, 989.5e12, 132)
     assert h200.memory_bytes == 143771 * 2**20
     assert h200.ridge_point == pytest.approx(206.1, abs=0.1)
 
@@ -114,7 +114,7 @@ def test_a_users_own_toml(tmp_path: Path) -> None:
     mine = load_hardware(write(tmp_path, MINE + '[my-card.sources]\nl2_bytes = "measured"\n'))
     assert (mine.name, mine.ridge_point, mine.kind, mine.element_bytes) == ("my-card", 100, "gpu", 2)
     assert mine.sources["l2_bytes"] == "measured"
-    assert mine.sources["processors"] == "given in mine.toml"
+    assert mine.sources["num_sms"] == "given in mine.toml"
 
 
 @pytest.mark.parametrize("item", list_hardware(), ids=lambda item: item.name)
@@ -139,14 +139,14 @@ def test_a_shipped_table_works_as_a_users_file(tmp_path: Path, item: Hardware) -
         (MINE.replace("50e12", "inf"), "compute_flops must be"),
         (MINE.replace("50e12", '"fast"'), "compute_flops must be"),
         (MINE.replace("8_000_000_000", "8e9"), "memory_bytes must be a whole number"),
-        (MINE.replace("= 30", "= 0"), "processors must be a whole number from 1 to 100000, not 0"),
-        (MINE.replace("processors = 30", ""), "processors is missing"),
+        (MINE.replace("= 30", "= 0"), "num_sms must be a whole number from 1 to 100000, not 0"),
+        (MINE.replace("num_sms = 30", ""), "num_sms is missing"),
         (MINE + "speed = 1\n", "'speed' is not a figure; allowed: "),
         (MINE + "aliases = 3\n", "aliases must be a list of names"),
         (MINE + "note = 3\n", "note must be"),
         (MINE + 'kind = "tpu"\n', "kind must be one of gpu, cpu, not 'tpu'"),
         (MINE + "sources = 3\n", "sources must be a table"),
-        (MINE + "[my-card.sources]\nprocessors = 3\n", "sources must say where processors comes from"),
+        (MINE + "[my-card.sources]\nnum_sms = 3\n", "sources must say where num_sms comes from"),
     ],
 )
 def test_bad_files_are_one_line_naming_the_file(tmp_path: Path, content: str, message: str) -> None:

@@ -50,22 +50,22 @@ def prefill(cache, kv, lengths):
 def decode(cache, kv, tokens):
     """Appends tokens[row] tokens to each row in one round."""
     queries = max(tokens)
-    reader = cache.target_reader(queries)
-    at = reader.positions.clamp_max(299)
+    metadata = cache.target_metadata(queries)
+    at = metadata.positions.clamp_max(299)
     for layer, row in product(range(2), range(2)):
         for store, new in zip(cache.full(layer), kv, strict=True):
-            store[row, :, reader.slots[row]] = new[layer, row, :, at[row]]
+            store[row, :, metadata.slots[row]] = new[layer, row, :, at[row]]
     cache.advance(torch.tensor(tokens, dtype=torch.int32))
 
 
 def contents(cache, layer, row):
     """Everything the target sees of a row: dequantized groups, then full-precision tokens."""
     length = int(cache.lengths[row])
-    reader = cache.target_reader(1)
-    full = cache.full(layer)[0][row, :, int(reader.begin[row]) : int(reader.end[row]) - 1]
-    if reader.groups is None:
+    metadata = cache.target_metadata(1)
+    full = cache.full(layer)[0][row, :, int(metadata.begin[row]) : int(metadata.end[row]) - 1]
+    if metadata.groups is None:
         return full
-    count = int(reader.groups[row]) * GROUP
+    count = int(metadata.groups[row]) * GROUP
     codes = dequantize(cache.codes(layer), lower=True)[0][row, :, :count]
     assert count + full.shape[1] == length
     return torch.cat([codes, full], dim=1)
@@ -98,7 +98,7 @@ def test_contents_depend_on_the_length_alone(kv_format, rounds, make_plan, kv):
     lengths = [40, 61]
     prefill(cache, kv, lengths)
     for wanted in rounds:
-        tokens = [min(wanted, int(room), gamma + 1) for room in cache.room()]
+        tokens = [min(wanted, int(max_tokens), gamma + 1) for max_tokens in cache.max_tokens()]
         decode(cache, kv, tokens)
         lengths = [a + b for a, b in zip(lengths, tokens, strict=True)]
     assert cache.lengths.tolist() == lengths
@@ -116,24 +116,24 @@ def test_a_shadow_holds_the_upper_codes_of_old_tokens(make_plan, kv):
     prefill(cache, kv, [62, 90])
     for _ in range(4):
         decode(cache, kv, [4, 3])
-    reader = cache.draft_reader(0)
-    assert reader.groups.tolist() == [1, 2]
-    assert reader.begin.tolist() == [32, 64]
+    metadata = cache.draft_metadata(0)
+    assert metadata.groups.tolist() == [1, 2]
+    assert metadata.begin.tolist() == [32, 64]
     expected = QuantizedKV.allocate(1, 2, 2, GROUP, 16, "cpu", lower=False)
     quantize(*(store[1, 1:, :, : 2 * GROUP] for store in kv), expected, torch.zeros(1, dtype=torch.int32))
     assert torch.equal(cache.codes(1).key_upper[1, :, :2], expected.key_upper[0])
     assert torch.equal(cache.codes(1).value_upper[1, :, :2], expected.value_upper[0])
-    assert cache.target_reader(1).groups is None
+    assert cache.target_metadata(1).groups is None
 
 
 def test_room_ends_at_the_row_and_at_the_next_boundary_of_a_quantized_target(make_plan):
-    rooms = {"int4x2": [1, 32, 8], "int8": [1, 32, 8], "bf16": [237, 236, 8], "bf16+int4": [237, 236, 8]}
-    for kv_format, expected in rooms.items():
+    max_tokens_rows = {"int4x2": [1, 32, 8], "int8": [1, 32, 8], "bf16": [237, 236, 8], "bf16+int4": [237, 236, 8]}
+    for kv_format, expected in max_tokens_rows.items():
         cache = build(make_plan, kv_format)
         found = []
         for lengths in ([63, 64], [292, 64]):
             cache.lengths.copy_(torch.tensor(lengths))
-            found += cache.room().tolist()
+            found += cache.max_tokens().tolist()
         assert found[:3] == expected
 
 
@@ -143,7 +143,7 @@ def test_rows_are_active_until_their_ends(make_plan):
     assert cache.active().tolist() == [True, True]
     cache.ends.copy_(torch.tensor([64, 64]))
     assert cache.active().tolist() == [True, False]
-    assert cache.room().tolist() == [1, 1]
+    assert cache.max_tokens().tolist() == [1, 1]
 
 
 def test_the_buffer_never_overflows(make_plan):
@@ -158,7 +158,7 @@ def test_rows_that_do_not_advance_stay_as_they_are(make_plan, kv):
     before = contents(cache, 0, 1).clone()
     decode(cache, kv, [1, 0])
     assert cache.lengths.tolist() == [96, 95]
-    assert cache.target_reader(1).groups.tolist() == [2, 1]
+    assert cache.target_metadata(1).groups.tolist() == [2, 1]
     assert torch.equal(contents(cache, 0, 1), before)
 
 

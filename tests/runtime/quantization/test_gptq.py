@@ -10,7 +10,7 @@ from ridgeplan import runtime
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.model.linear import Dense, fitting_group
 from ridgeplan.runtime.model.prefill import prefill_layer
-from ridgeplan.runtime.quantization.calibrate import Recording, fitted_draft, quantized_draft
+from ridgeplan.runtime.quantization.calibrate import HessianRecorder, fitted_draft, quantized_draft
 from ridgeplan.runtime.quantization.gptq import DAMPING, quantize_weight
 from ridgeplan.runtime.quantization.self_generated import SEQUENCES, TOKENS, own_text
 
@@ -46,8 +46,8 @@ SHAPES = [(48, 64, 32), (23, 128, 128), (33, 192, 64), (7, 512, 256)]
 @pytest.mark.parametrize("knowledge", ["none", "diagonal", "full"])
 def test_codes_and_grid_are_what_the_kernels_take(outputs, inputs, group, knowledge):
     weight, x = random(outputs, inputs).bfloat16(), correlated(300, inputs)
-    moment = {"none": None, "diagonal": x.square().sum(0), "full": x.T @ x}[knowledge]
-    codes, scale, zero = quantize_weight(weight, group, moment)
+    hessian = {"none": None, "diagonal": x.square().sum(0), "full": x.T @ x}[knowledge]
+    codes, scale, zero = quantize_weight(weight, group, hessian)
     assert codes.dtype == torch.int8
     assert (codes.min(), codes.max()) == (0, 15)
     assert codes.shape == weight.shape
@@ -79,9 +79,9 @@ def test_feedback_follows_the_formula():
     """GPTQ, equations 2 and 3, with the inverse of what is left computed anew for every input."""
     outputs, inputs, group = 5, 64, 32
     weight, x = random(outputs, inputs).double(), correlated(100, inputs).double()
-    moment = x.T @ x
-    codes, scale, zero = quantize_weight(weight.float(), group, moment.float())
-    damped = moment + DAMPING * moment.diagonal().mean() * torch.eye(inputs)
+    hessian = x.T @ x
+    codes, scale, zero = quantize_weight(weight.float(), group, hessian.float())
+    damped = hessian + DAMPING * hessian.diagonal().mean() * torch.eye(inputs)
     rest, expected = weight.clone(), torch.empty_like(codes)
     for column in range(inputs):
         inverse = torch.linalg.inv(damped[column:, column:])
@@ -99,12 +99,12 @@ def test_uncorrelated_inputs_need_no_feedback():
     assert all(torch.equal(one, other) for one, other in zip(full, diagonal, strict=True))
 
 
-@pytest.mark.parametrize("moment", [None, torch.zeros(64), torch.zeros(64, 64)], ids=["none", "diagonal", "full"])
-def test_constant_groups_and_silent_inputs_stay_finite(moment):
+@pytest.mark.parametrize("hessian", [None, torch.zeros(64), torch.zeros(64, 64)], ids=["none", "diagonal", "full"])
+def test_constant_groups_and_silent_inputs_stay_finite(hessian):
     constant = torch.full((16, 64), 0.25)
-    assert torch.equal(decoded(*quantize_weight(constant, 32, moment)), constant)
+    assert torch.equal(decoded(*quantize_weight(constant, 32, hessian)), constant)
     weight = random(16, 64)
-    assert (decoded(*quantize_weight(weight, 32, moment)) - weight).abs().max() < 0.5
+    assert (decoded(*quantize_weight(weight, 32, hessian)) - weight).abs().max() < 0.5
 
 
 def test_large_offsets_cost_no_accuracy():
@@ -118,11 +118,11 @@ def test_large_offsets_cost_no_accuracy():
 def test_every_token_counts_the_same():
     x = random(2, 10, 32) * torch.tensor([1.0, 1000.0])[:, None, None]
     weight = random(4, 32)
-    diagonal, full = (Recording(weight=weight, moment=torch.zeros(shape)) for shape in [(32,), (32, 32)])
+    diagonal, full = (HessianRecorder(weight=weight, hessian=torch.zeros(shape)) for shape in [(32,), (32, 32)])
     outputs = [layer(x) for layer in (Dense(weight), diagonal, full)]
     rows = functional.normalize(x.flatten(0, 1), dim=1) * 32**0.5
-    torch.testing.assert_close(full.moment, rows.T @ rows)
-    torch.testing.assert_close(diagonal.moment, full.moment.diagonal())
+    torch.testing.assert_close(full.hessian, rows.T @ rows)
+    torch.testing.assert_close(diagonal.hessian, full.hessian.diagonal())
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
 

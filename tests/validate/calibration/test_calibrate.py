@@ -15,11 +15,11 @@ from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profile_path
 from ridgeplan.roofline.latency import KINDS
-from ridgeplan.validate.calibration.attention import Heads, Reading, decode_trial
+from ridgeplan.validate.calibration.attention import DecodeSize, Heads, decode_trial
 from ridgeplan.validate.calibration.linear import int4_trials
 from ridgeplan.validate.calibration.profile import class_trials
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
-from ridgeplan.validate.random_decoder import toy_shape
+from ridgeplan.validate.random_decoder import llama_like_shape
 from ridgeplan.validate.timing import Bench, Trial
 
 TINY = Suite(
@@ -29,8 +29,8 @@ TINY = Suite(
     heads=(Heads(3, 1, 32), Heads(2, 1, 128)), batches=(1, 2), tokens=(64, 512), queries=(1, 5),
     prefill_shapes=((64, 64),), prefill_rows=(64, 128), prefill_tokens=(64,),
     quantize_tokens=(128,), gather_rows=(16, 64),
-    elementwise=(toy_shape(1, 64, 128, 3, 1, 32),), elementwise_rows=(1, 5),
-    dispatch_shape=toy_shape(1, 64, 128, 3, 1, 32), dispatch_layers=(1, 2),
+    elementwise=(llama_like_shape(1, 64, 128, 3, 1, 32),), elementwise_rows=(1, 5),
+    dispatch_shape=llama_like_shape(1, 64, 128, 3, 1, 32), dispatch_layers=(1, 2),
 )  # fmt: skip
 
 
@@ -124,10 +124,10 @@ def test_trials_compute_finite_numbers(bench: Bench) -> None:
 
 
 def test_a_reading_is_priced_by_what_it_reads(bench: Bench) -> None:
-    reading = Reading(Heads(3, 1, 32), 2, 512, 5, 8)
-    assert (reading.groups, reading.full_tokens) == (2, 197)
+    size = DecodeSize(Heads(3, 1, 32), 2, 512, 5, 8)
+    assert (size.groups, size.full_tokens) == (2, 197)
     expected = ops.attention(2, 5, 3, 1, 32, 256, 197, 8, 4, 128, 1)
-    assert decode_trial(bench, reading, 1).cost == expected
+    assert decode_trial(bench, size, 1).cost == expected
 
 
 def test_variants_of_a_trial_are_different_memory(bench: Bench) -> None:
@@ -138,7 +138,7 @@ def test_variants_of_a_trial_are_different_memory(bench: Bench) -> None:
 
 @pytest.mark.parametrize("bits", [0, 4, 8])
 def test_caches_that_a_trial_rotates_over_amount_to_what_is_asked(bench: Bench, bits: int) -> None:
-    trial = decode_trial(bench, Reading(Heads(3, 1, 32), 2, 2048, 1, bits), 1)
+    trial = decode_trial(bench, DecodeSize(Heads(3, 1, 32), 2, 2048, 1, bits), 1)
     assert (trial.variants - 1) * trial.cost.read_bytes < bench.rotate_bytes <= trial.variants * trial.cost.read_bytes
     results = [trial.call(variant) for variant in range(trial.variants)]
     assert all(isinstance(result, torch.Tensor) and result.isfinite().all() for result in results)
@@ -163,6 +163,6 @@ def test_the_clock_takes_the_undisturbed_calls(bench: Bench) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_quick_suites_are_part_of_the_full_ones(device: str) -> None:
     quick, full = suite_for(device, True), suite_for(device, False)
-    assert all(set(items) <= set(full.readings()[kind]) for kind, items in quick.readings().items())
+    assert all(set(items) <= set(full.decode_sizes()[kind]) for kind, items in quick.decode_sizes().items())
     assert set(quick.linear_shapes) <= set(full.linear_shapes)
     assert quick.trial_s < full.trial_s

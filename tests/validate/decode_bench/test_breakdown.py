@@ -30,7 +30,7 @@ from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
 from ridgeplan.validate.decode_bench.profiler_trace import TRACED_ROUNDS, Launch
 from ridgeplan.validate.decode_bench.report import DecodeCase, bench_decode
 from ridgeplan.validate.measure import Measured
-from ridgeplan.validate.random_decoder import toy_shape
+from ridgeplan.validate.random_decoder import llama_like_shape
 
 KERNELS = Path(__file__).parents[3] / "kernels"
 OUTSIDE_ROUNDS = {"_stamp_kernel", "_dequantize_kernel", "_round_kernel"}  # or between their parts
@@ -113,7 +113,9 @@ def test_a_kernels_class_is_told_by_its_name(name: str, kind: str) -> None:
 def test_every_kernel_of_a_round_has_a_class() -> None:
     triton = {path.read_text(encoding="utf-8") for path in KERNELS.rglob("*triton.py")}
     # Launch bounds and the preprocessor's lines stand between `void` and the name.
-    cuda = {re.sub(r"__\w+__\([^)]*\)|^#.*$", "", path.read_text("utf-8"), flags=re.M) for path in KERNELS.rglob("*.cu")}
+    cuda = {
+        re.sub(r"__\w+__\([^)]*\)|^#.*$", "", path.read_text("utf-8"), flags=re.M) for path in KERNELS.rglob("*.cu")
+    }
     names = {name for text in triton for name in re.findall(r"^def (_\w+_kernel)\(", text, re.M)}
     names |= {name for text in cuda for name in re.findall(r"__global__\s+void\s+(\w+)\s*\(", text)}
     assert {"attend", "merge", "linear", "quantize", "filter", "_swiglu_kernel", "_shift_kernel"} <= names
@@ -183,7 +185,7 @@ def test_a_generation_without_rounds_still_has_its_prediction(h200_profile: Prof
 def test_every_case_of_a_report_is_traced_and_drafts_are_made_once(
     smollm2: Path, h200_profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = InflatedModel.load(str(smollm2), toy_shape(30, 640, 1600, 9, 3, 64, vocab=49_200), "cpu")
+    model = InflatedModel.load(str(smollm2), llama_like_shape(30, 640, 1600, 9, 3, 64, vocab=49_200), "cpu")
     cases = [DecodeCase("quantspec", 64, 2, 2), DecodeCase("autoregressive", 64, 2), DecodeCase("quantspec", 64, 1, 1)]
     report = bench_decode(model, cases, h200_profile, 4, temperature=0.5)
     with pytest.raises(NoBreakdown, match="needs a CUDA device"):
@@ -210,7 +212,7 @@ def test_every_case_of_a_report_is_traced_and_drafts_are_made_once(
 @pytest.mark.gpu
 @pytest.mark.model
 def test_a_traced_round_on_cuda_is_whole(smollm2: Path, h200_profile: Profile) -> None:
-    model = InflatedModel.load(str(smollm2), toy_shape(30, 640, 1600, 9, 3, 64, vocab=49_200), "cuda")
+    model = InflatedModel.load(str(smollm2), llama_like_shape(30, 640, 1600, 9, 3, 64, vocab=49_200), "cuda")
     report = bench_decode(model, [DecodeCase("quantspec", 512, 1, 2)], h200_profile, 32, temperature=1.0)
     (found,) = breakdowns(model, report.rows, h200_profile, 32, temperature=1.0)
     launches = {(row.part, row.operation): row.launches for row in found.rows}

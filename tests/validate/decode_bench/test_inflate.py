@@ -17,7 +17,7 @@ from ridgeplan.runtime.model.linear import Dense
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.validate.decode_bench.channel_map import InflationError
 from ridgeplan.validate.decode_bench.inflate import inflated_config, inflated_shape, inflated_weights
-from ridgeplan.validate.random_decoder import Toy, toy_shape
+from ridgeplan.validate.random_decoder import RandomDecoder, llama_like_shape
 from ridgeplan.validate.timing import Bench
 
 CPU = torch.device("cpu")
@@ -27,15 +27,15 @@ PROMPT = torch.randint(128, (90,), generator=torch.Generator().manual_seed(2))
 def small(q_heads=6, kv_heads=2, biased=False):
     """A toy decoder's configuration and weights."""
     bench = Bench.build(CPU, 1 << 20, 1, 0.0)
-    toy = Toy.build(bench, toy_shape(2, 48, 80, q_heads, kv_heads, 16), 100, 1)
-    weights = toy.weights()
+    model = RandomDecoder.build(bench, llama_like_shape(2, 48, 80, q_heads, kv_heads, 16), 100, 1)
+    weights = model.weights()
     if biased:
         layers = tuple(
             replace(layer, **{name: with_bias(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")})
             for layer in weights.layers
         )
         weights = replace(weights, layers=layers)
-    return toy.decoder.config, weights
+    return model.decoder.config, weights
 
 
 def with_bias(linear):
@@ -50,7 +50,7 @@ def logits(config, weights, prompt=PROMPT):
 @pytest.mark.parametrize("q_heads, kv_heads, biased", [(6, 2, False), (4, 4, True), (8, 1, True)])
 def test_logits_are_the_small_models(q_heads, kv_heads, biased):
     config, weights = small(q_heads, kv_heads, biased)
-    shape = toy_shape(3, 160, 200, 8, 4, 32, vocab=300)
+    shape = llama_like_shape(3, 160, 200, 8, 4, 32, vocab=300)
     large_config, large = inflated_config(config, shape), inflated_weights(config, weights, shape)
     expected, actual = logits(config, weights), logits(large_config, large)
     assert (actual[:128] - expected).abs().max() < 1e-4 * expected.std()
@@ -61,7 +61,7 @@ def test_logits_are_the_small_models(q_heads, kv_heads, biased):
 
 def test_the_vocabulary_grows_to_hold_the_small_models():
     config, weights = small()
-    shape = inflated_shape(config, toy_shape(2, 160, 200, 8, 4, 32, vocab=64))
+    shape = inflated_shape(config, llama_like_shape(2, 160, 200, 8, 4, 32, vocab=64))
     assert (shape.vocab, shape.tied_embeddings) == (128, False)
     assert inflated_weights(config, weights, shape).head.weight.shape == (128, 160)
 
@@ -69,11 +69,11 @@ def test_the_vocabulary_grows_to_hold_the_small_models():
 @pytest.mark.parametrize(
     "shape, message",
     [
-        (toy_shape(1, 160, 200, 8, 4, 32), "needs 2 layers; allowed by 'toy': up to 1"),
-        (toy_shape(2, 48, 200, 8, 4, 32), "needs 49 hidden"),
-        (toy_shape(2, 160, 200, 8, 4, 8), "needs 16 head_dim"),
-        (toy_shape(2, 160, 79, 8, 4, 32), "needs 80 MLP channels"),
-        (toy_shape(2, 160, 200, 2, 1, 32), "needs 4 KV heads"),
+        (llama_like_shape(1, 160, 200, 8, 4, 32), "needs 2 layers; allowed by 'toy': up to 1"),
+        (llama_like_shape(2, 48, 200, 8, 4, 32), "needs 49 hidden"),
+        (llama_like_shape(2, 160, 200, 8, 4, 8), "needs 16 head_dim"),
+        (llama_like_shape(2, 160, 79, 8, 4, 32), "needs 80 MLP channels"),
+        (llama_like_shape(2, 160, 200, 2, 1, 32), "needs 4 KV heads"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(shape, message):
@@ -85,7 +85,7 @@ def test_a_model_with_norms_of_queries_and_keys_is_refused():
     config, weights = small()
     layers = tuple(replace(layer, qk_norm=torch.ones(8, 16)) for layer in weights.layers)
     with pytest.raises(InflationError, match="normalizes queries and keys; allowed: families without such norms"):
-        inflated_weights(config, replace(weights, layers=layers), toy_shape(3, 160, 200, 8, 4, 32))
+        inflated_weights(config, replace(weights, layers=layers), llama_like_shape(3, 160, 200, 8, 4, 32))
 
 
 @pytest.mark.model
@@ -94,7 +94,7 @@ def test_smollm2_generates_the_same_tokens(smollm2, long_text):
     """Speculation included: the codes hold the small model's KV, so drafts are accepted as its are."""
     workload = Workload("smollm2", "cpu", 400, 40, 1)
     source = load(quantspec_kv(workload), str(smollm2))
-    shape = toy_shape(32, 1024, 2048, 16, 4, 128, vocab=50_000)
+    shape = llama_like_shape(32, 1024, 2048, 16, 4, 128, vocab=50_000)
     config = inflated_config(source.config, shape)
     weights = inflated_weights(source.config, source.weights, shape)
     engine = Engine(quantspec_kv(workload), str(smollm2), config, weights, CPU, MemoryMeter(CPU))

@@ -14,7 +14,7 @@ from ridgeplan.validate.decode_bench import profiler_trace as trace
 from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
 from ridgeplan.validate.decode_bench.profiler_trace import Launch, busy_us
 from ridgeplan.validate.decode_bench.report import DecodeCase
-from ridgeplan.validate.random_decoder import toy_shape
+from ridgeplan.validate.random_decoder import llama_like_shape
 
 
 def test_time_in_which_several_kernels_run_counts_once() -> None:
@@ -48,7 +48,7 @@ class FakeProfiler:
 def test_the_profiler_runs_from_the_end_of_prefill_to_that_of_decoding(
     smollm2: Path, h200_profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = InflatedModel.load(str(smollm2), toy_shape(30, 640, 1600, 9, 3, 64, vocab=49_200), "cpu")
+    model = InflatedModel.load(str(smollm2), llama_like_shape(30, 640, 1600, 9, 3, 64, vocab=49_200), "cpu")
     log: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("synchronize"))
     monkeypatch.setattr(trace.profiler, "profile", lambda activities: FakeProfiler(log))

@@ -12,7 +12,7 @@ from ridgeplan.validate.decode_bench.channel_map import InflationError
 from ridgeplan.validate.decode_bench.report import PLAIN, DecodeCase, bench_decode, suite_cases, with_plain
 from ridgeplan.validate.decode_bench.vllm_baseline import vllm_tpot_ms
 from ridgeplan.validate.prompts import PromptError, prompt_batch
-from ridgeplan.validate.random_decoder import toy_shape
+from ridgeplan.validate.random_decoder import llama_like_shape
 
 
 class Letters:
@@ -56,7 +56,7 @@ def test_peers_are_looked_up_by_device_model_and_workload():
 def small_model(smollm2):
     from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
 
-    return InflatedModel.load(str(smollm2), toy_shape(30, 640, 1600, 9, 3, 64, vocab=49_200), "cpu")
+    return InflatedModel.load(str(smollm2), llama_like_shape(30, 640, 1600, 9, 3, 64, vocab=49_200), "cpu")
 
 
 @pytest.mark.model
@@ -137,7 +137,7 @@ def test_shapes_that_cannot_be_held_are_refused_before_anything_is_loaded(smollm
     from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
 
     with pytest.raises(InflationError, match=r"weights of .* take \d+\.\d GB; allowed here: \d+\.\d GB"):
-        InflatedModel.load(str(smollm2), toy_shape(10_000, 8192, 32768, 64, 8, 128), "cpu")
+        InflatedModel.load(str(smollm2), llama_like_shape(10_000, 8192, 32768, 64, 8, 128), "cpu")
     with pytest.raises(InflationError, match="is not a plain dense decoder"):
         InflatedModel.load(str(smollm2), load_shape("Qwen/Qwen3-30B-A3B"), "cpu")
 

@@ -18,7 +18,7 @@ from ridgeplan.validate.kernel_bench import layer as kernel_fused
 from ridgeplan.validate.kernel_bench import linear as kernel_linear
 from ridgeplan.validate.kernel_bench import report as kernel_bench
 from ridgeplan.validate.kernel_bench import sampling as kernel_sampling
-from ridgeplan.validate.kernel_bench.case import Case, RoofShare, SpeedUp, Target, Within, relative_error, usable
+from ridgeplan.validate.kernel_bench.case import KernelCase, RoofShare, SpeedUp, Target, Within, relative_error, usable
 from ridgeplan.validate.kernel_bench.report import (
     FAMILIES,
     MOST_ERROR,
@@ -47,10 +47,10 @@ def cold() -> Bench:
     return Bench.build(torch.device("cpu"), 2 << 20, 1 << 20, 0.002)
 
 
-def case(target: Target, peers: tuple[str, ...] = (), over: str | None = None, error: float = 0.0) -> Case:
+def case(target: Target, peers: tuple[str, ...] = (), over: str | None = None, error: float = 0.0) -> KernelCase:
     """A kernel whose roof is a microsecond."""
     cost = Cost(read_bytes=1e6)
-    return Case("k", "s", cost, lambda i: None, dict.fromkeys(peers, print), lambda: error, target, over)
+    return KernelCase("k", "s", cost, lambda i: None, dict.fromkeys(peers, print), lambda: error, target, over)
 
 
 def test_every_kernel_has_a_family_and_sizes() -> None:
@@ -71,7 +71,7 @@ def test_cases_run_and_agree_with_their_references(bench: Bench, name: str) -> N
 
 
 LINEAR = {"linear_int4", "linear_dense", "gated_int4", "gated_dense"}
-ROTATED = LINEAR | {"attention", "verification", "quantize", "flush", "judge", "draw"}
+ROTATED = LINEAR | {"attention", "verification", "quantize", "flush", "rejection_sample", "draw"}
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -109,7 +109,7 @@ def scaled(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         result = kernel(*args, **kwargs)
-        if kwargs.get("backend") == "twin":
+        if kwargs.get("backend") == "reference":
             return result
         return tuple(1.01 * part for part in result) if isinstance(result, tuple) else 1.01 * result
 
@@ -139,7 +139,7 @@ def test_a_wrong_kernel_shows(
         assert one.error() == pytest.approx(0.01, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["draw", "judge"])
+@pytest.mark.parametrize("name", ["draw", "rejection_sample"])
 def test_wrong_tokens_show(bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     right = getattr(kernel_sampling, name)
 

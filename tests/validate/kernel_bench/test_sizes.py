@@ -71,5 +71,5 @@ def test_gated_products_share_x() -> None:
 
 
 def test_rows_of_logits_are_aligned_or_not() -> None:
-    alignments = {size.vocab * torch.bfloat16.itemsize % 16 == 0 for size in (*TINY.judge, *TINY.draw)}
+    alignments = {size.vocab * torch.bfloat16.itemsize % 16 == 0 for size in (*TINY.rejection_sample, *TINY.draw)}
     assert alignments == {False, True}
