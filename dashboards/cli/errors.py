@@ -10,15 +10,12 @@ from typing import Any
 
 import click
 
+from ridgeplan.dashboards.user_errors import about_input
 from ridgeplan.planner import NothingFits
 
 BAD_INPUT, NOTHING_FITS, INTERRUPTED = 2, 3, 130
 # What a full or failing disk answers where stdout is a file on it.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-
-
-class FileProblem(ValueError):
-    """A file named on the command line that cannot be read or written."""
 
 
 class OneLineGroup(click.Group):
@@ -48,11 +45,6 @@ def exit_code(action: Callable[[], Any]) -> int:
         _drop_output()
         return _fail(f"cannot write the output: {error.strerror}", BAD_INPUT)
     return code if isinstance(code, int) else 0
-
-
-def about_input(error: ValueError) -> bool:
-    """Whether the message is for the user: the package's own errors are, any other one is a defect and must show."""
-    return type(error).__module__.startswith("ridgeplan.")
 
 
 def _drop_output() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 
-from ridgeplan.dashboards.cli.errors import FileProblem
 from ridgeplan.dashboards.cli.options import OutputFile, as_json, options
 from ridgeplan.dashboards.cli.output import print_json, print_table, progress
+from ridgeplan.dashboards.user_errors import FileProblem
 from ridgeplan.roofline.catalog.profile import Profile, user_profile_path
 
 APP = Path(__file__).parents[1] / "app.py"
