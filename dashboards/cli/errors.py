@@ -10,12 +10,14 @@ from typing import Any
 
 import click
 
+from ridgeplan.dashboards.cli.streams import prepare_process
 from ridgeplan.dashboards.user_errors import about_input
 from ridgeplan.planner import NothingFits
 
 BAD_INPUT, NOTHING_FITS, INTERRUPTED = 2, 3, 130
 # What a full or failing disk answers where stdout is a file on it.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+LONGEST_WORD, LONGEST_MESSAGE = 250, 1500  # characters of an error's line
 
 
 class OneLineGroup(click.Group):
@@ -24,7 +26,12 @@ class OneLineGroup(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """As click's, which would print errors over several lines by itself."""
         run = super().main
-        raise SystemExit(exit_code(lambda: run(*args, **{**kwargs, "standalone_mode": False})))
+
+        def command() -> Any:
+            prepare_process()
+            return run(*args, **{**kwargs, "standalone_mode": False})
+
+        raise SystemExit(exit_code(command))
 
 
 def exit_code(action: Callable[[], Any]) -> int:
@@ -47,6 +54,14 @@ def exit_code(action: Callable[[], Any]) -> int:
     return code if isinstance(code, int) else 0
 
 
+def shortened(message: str) -> str:
+    """`message` on one line, without words or tails that fill a screen."""
+    line = re.sub(
+        rf"\S{{{LONGEST_WORD},}}", lambda word: f"{word[0][: LONGEST_WORD - 3]}...", " ".join(message.split())
+    )
+    return line if len(line) <= LONGEST_MESSAGE else f"{line[: LONGEST_MESSAGE - 3]}..."
+
+
 def _drop_output() -> None:
     """Sends what is still buffered for stdout nowhere; the interpreter would fail on it once more at its end."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -55,5 +70,5 @@ def _drop_output() -> None:
 
 
 def _fail(message: str, code: int) -> int:
-    click.echo(f"error: {' '.join(message.split())}", err=True)
+    click.echo(f"error: {shortened(message)}", err=True)
     return code

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 
@@ -45,13 +45,14 @@ def calibrate(quick: bool, output: Path | None, as_json: bool) -> None:
 
 @click.command()
 @click.option("--port", type=click.IntRange(1, 65535), default=8501, show_default=True, help="Port on 127.0.0.1.")
-def dashboard(port: int) -> int:
+def dashboard(port: int) -> None:
     """Serve the page to this machine's browser, and to nobody else."""
     # -P keeps the working directory off sys.path, where a folder such as kernels/ would shadow installed packages.
     serve = [sys.executable, "-P", "-m", "streamlit", "run", str(APP)]
     local = ["--server.address", "127.0.0.1", "--server.port", str(port), "--server.headless", "true"]
     quiet = ["--browser.gatherUsageStats", "false", "--client.toolbarMode", "minimal"]
-    return subprocess.run([*serve, *local, *quiet], check=False).returncode
+    # The server takes this process's place, so that whatever ends the command ends the server.
+    os.execv(sys.executable, [*serve, *local, *quiet])
 
 
 def calibrate_with_progress(quick: bool, output: Path | None) -> Profile:

@@ -112,8 +112,10 @@ def test_dashboard_serves_this_machine_only() -> None:
         with socket.socket() as other, pytest.raises(OSError, match="refused"):
             other.connect(("127.0.0.2", port))
     finally:
-        os.killpg(process.pid, signal.SIGINT)
-        process.wait(timeout=30)
+        process.terminate()  # the command only, not its group
+        process.wait(timeout=60)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", port))
 
 
 def answers(url: str, seconds: float = 30) -> bool:
