@@ -56,9 +56,8 @@ def exit_code(action: Callable[[], Any]) -> int:
 
 def shortened(message: str) -> str:
     """`message` on one line, without words or tails that fill a screen."""
-    line = re.sub(
-        rf"\S{{{LONGEST_WORD},}}", lambda word: f"{word[0][: LONGEST_WORD - 3]}...", " ".join(message.split())
-    )
+    words = (word if len(word) < LONGEST_WORD else f"{word[: LONGEST_WORD - 3]}..." for word in message.split())
+    line = " ".join(words)
     return line if len(line) <= LONGEST_MESSAGE else f"{line[: LONGEST_MESSAGE - 3]}..."
 
 
