@@ -19,7 +19,7 @@ DRAFT_SWAP_PROMPT_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
-class MemoryParts:
+class MemoryBreakdown:
     """Bytes on the device by purpose. Terms may be arrays or sympy expressions.
 
     prefill_workspace: what prompts need beyond what the draft's weights lend them.
@@ -95,27 +95,29 @@ def prompt_buffers(shape: ModelShape, tokens: Term, element_bytes: Term) -> tupl
     return tuple(tokens * width * element_bytes for width in (shape.hidden, shape.q_width, kv_width, kv_width))
 
 
-def arena_bytes(arena_capacity: Term, buffers: Sequence[Term]) -> Term:
-    """Bytes of the buffers that `arena_capacity` bytes hold: each in turn, if what is left of them holds it whole."""
+def bytes_in_arena(arena_bytes: Term, buffers: Sequence[Term]) -> Term:
+    """Bytes of the buffers that an arena of `arena_bytes` holds: each in turn, where the rest of it holds it whole."""
     taken_bytes: Term = 0
     for buffer in buffers:
-        taken_bytes = taken_bytes + buffer * indicator(taken_bytes + buffer, arena_capacity)
+        taken_bytes = taken_bytes + buffer * indicator(taken_bytes + buffer, arena_bytes)
     return taken_bytes
 
 
-def prefill_workspace(shape: ModelShape, tokens: Term, element_bytes: Term, arena_capacity: Term = 0) -> Term:
-    """Layer-major prefill, one sequence at a time: hidden states of the prompt, one layer's queries and KV, and either
-    the attention output of a few heads or one chunk's activations. What lies in the draft weights' memory, of which
-    there are `arena_capacity` bytes, is counted there."""
+def prefill_workspace(shape: ModelShape, tokens: Term, element_bytes: Term, arena_bytes: Term = 0) -> Term:
+    """Workspace of layer-major prefill, one sequence at a time.
+
+    It holds the prompt's hidden states, one layer's queries and KV, and either the attention output of a few heads or
+    one chunk's activations. Buffers that lie in the draft weights' memory, of `arena_bytes`, are counted there.
+    """
     chunk = minimum(tokens, PREFILL_CHUNK_TOKENS)
     kv_width = shape.kv_elements_per_token_per_layer
     projected = chunk * (shape.hidden + 2 * shape.q_width + kv_width)
     activated = chunk * (3 * shape.hidden + 3 * shape.intermediate)
-    # Whole heads attend at once, one at least.
+    # Whole heads attend at once, at least one.
     heads_tokens = minimum(maximum(tokens, PREFILL_ATTENDED_TOKENS), tokens * shape.kv_heads)
     attended = heads_tokens * shape.q_width / shape.kv_heads
     buffers = prompt_buffers(shape, tokens, element_bytes)
-    allocated = sum(buffers) - arena_bytes(arena_capacity, buffers)
+    allocated = sum(buffers) - bytes_in_arena(arena_bytes, buffers)
     return allocated + maximum(maximum(projected, activated), attended) * element_bytes
 
 

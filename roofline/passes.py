@@ -59,7 +59,7 @@ class PassTerms:
     weight_bytes: Term  # per parameter of a linear layer, with scales and minima
     head_bytes: Term  # per parameter of the output head
     element_bytes: Term
-    gated: Term = 0  # 1 where the product of gate and up applies the activation itself
+    fused_swiglu: Term = 0  # 1 where the product of gate and up applies the activation itself
 
     @property
     def rows(self) -> Term:
@@ -79,7 +79,7 @@ def decode_pass(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
         *_attention_linears(shape, terms.rows, terms.weight_bytes, terms.element_bytes),
         *_rope(shape, terms.rows, terms.element_bytes),
         *_attention(shape, terms),
-        *_mlps(shape, terms.rows, terms.weight_bytes, terms.element_bytes, terms.gated),
+        *_mlps(shape, terms.rows, terms.weight_bytes, terms.element_bytes, terms.fused_swiglu),
         *_norms(shape, terms.rows, terms.element_bytes),
         _head(shape, terms.rows, terms.head_bytes, terms.element_bytes),
     )
@@ -98,7 +98,7 @@ def prefill_pass(
         *_attention_linears(shape, rows, weight_bytes, element_bytes),
         *_rope(shape, rows, element_bytes),
         *_prefill_attention(shape, batch, tokens, element_bytes),
-        *_mlps(shape, rows, weight_bytes, element_bytes, gated=0),
+        *_mlps(shape, rows, weight_bytes, element_bytes, fused_swiglu=0),
         *_norms(shape, rows, element_bytes),
         _head(shape, batch, element_bytes, element_bytes),
     )
@@ -149,16 +149,16 @@ def _attention_linears(shape: ModelShape, rows: Term, weight_bytes: Term, elemen
     )
 
 
-def _mlps(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term, gated: Term) -> tuple[Op, ...]:
+def _mlps(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term, fused_swiglu: Term) -> tuple[Op, ...]:
     dense_layers, sizes = shape.layers - shape.moe_layers, (rows, weight_bytes, element_bytes)
-    dense = _gated_mlp("mlp", shape.hidden, shape.intermediate, dense_layers, *sizes, gated)
+    dense = _gated_mlp("mlp", shape.hidden, shape.intermediate, dense_layers, *sizes, fused_swiglu)
     if not shape.is_moe:
         return dense
     router = ops.linear(rows, shape.hidden, shape.experts, element_bytes, element_bytes)
     counts = shape.expert_params, shape.experts, shape.experts_per_token
     routed = ops.experts(rows, shape.hidden, *counts, weight_bytes, element_bytes)
     width = shape.shared_experts_intermediate
-    shared = _gated_mlp("shared experts", shape.hidden, width, shape.moe_layers, *sizes, gated)
+    shared = _gated_mlp("shared experts", shape.hidden, width, shape.moe_layers, *sizes, fused_swiglu)
     return (
         *(dense if shape.dense_layers else ()),
         Op("router", "linear", router, shape.moe_layers),
@@ -175,14 +175,14 @@ def _gated_mlp(
     rows: Term,
     weight_bytes: Term,
     element_bytes: Term,
-    gated: Term,
+    fused_swiglu: Term,
 ) -> tuple[Op, ...]:
-    gate_up = ops.gated_linear(rows, hidden, width, weight_bytes, element_bytes, gated)
+    gate_up = ops.gated_linear(rows, hidden, width, weight_bytes, element_bytes, fused_swiglu)
     down = ops.linear(rows, width, hidden, weight_bytes, element_bytes)
     swiglu = ops.swiglu(rows, width, element_bytes)
     return (
         Op(f"{name} gate + up", "linear", gate_up, layers),
-        Op(f"{name} swiglu", "elementwise", swiglu, layers * (1 - gated)),
+        Op(f"{name} swiglu", "elementwise", swiglu, layers * (1 - fused_swiglu)),
         Op(f"{name} down", "linear", down, layers),
     )
 

@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[1]
 LAYERS: dict[str, tuple[set[str], set[str] | None]] = {
     "roofline": (set(), {"sympy", "numpy", "scipy"}),
     "planner": ({"roofline"}, {"sympy", "numpy", "scipy"}),
-    "kernels": ({"roofline.cost", "roofline.ops"}, {"torch", "triton"}),
+    "kernels": ({"roofline.cost", "roofline.ops", "roofline.execution"}, {"torch", "triton"}),
     "runtime": (
-        {"kernels", "planner.plan", "planner.executable", "planner.capacity"},
+        {"kernels", "planner.plan", "planner.support", "planner.capacity", "roofline.device", "roofline.execution"},
         {"torch", "transformers", "safetensors", "gguf", "numpy"},
     ),
     "validate": ({"roofline", "planner", "kernels", "runtime"}, {"torch", "triton", "transformers", "numpy", "scipy"}),

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from ridgeplan import runtime
-from ridgeplan.planner.capacity import Room, peak_bytes, swaps_draft_weights
+from ridgeplan.planner.capacity import peak_bytes, swaps_draft_weights
 from ridgeplan.roofline import memory
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.device import Device
 from ridgeplan.runtime import lending
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.lending import ALIGNMENT, Arena, SwappableWeights, draft_weights_of
@@ -275,7 +276,7 @@ def test_graphs_replay_over_drafts_that_were_lent(tiny_model, make_plan, prompts
     plain = runtime.load(plan, folder, device="cuda")
     mixes = prompts(128, 90), prompts(128, 40, seed=2)
     expected = [outcome(plain.generate(ids, 60)) for ids in mixes]
-    monkeypatch.setattr(memory, "LENT_PROMPT_TOKENS", 128)
+    monkeypatch.setattr(memory, "DRAFT_SWAP_PROMPT_TOKENS", 128)
     engine = runtime.Engine(
         plan, folder, plain.config, plain.weights, plain.device, plain._meter, draft_weights=plain.draft_weights
     )
@@ -296,16 +297,16 @@ def test_the_peak_is_the_predicted_one(tiny_model, make_plan, prompts, monkeypat
     folder = tiny_model(**sizes, **more).folder
     ids = prompts(context, vocab=1 << 16)
     shape, num_sms = load_shape(folder), torch.cuda.get_device_properties(0).multi_processor_count
-    max_tokens = Room(free_bytes=0, element_bytes=2, num_sms=num_sms)
+    gpu = Device(memory_bytes=0, element_bytes=2, num_sms=num_sms)
     runtime.load(plan, folder, device="cuda").generate(ids, 16)  # libraries keep what they allocate at first use
     gc.collect()
     torch.cuda.empty_cache()
     held, saved = torch.cuda.memory_allocated(), []
     for shortest in (2 * context, context):
-        monkeypatch.setattr(memory, "LENT_PROMPT_TOKENS", shortest)
+        monkeypatch.setattr(memory, "DRAFT_SWAP_PROMPT_TOKENS", shortest)
         engine = runtime.load(plan, folder, device="cuda")
         measured = engine.generate(ids, 16).statistics.peak_memory_bytes - held
-        predicted = peak_bytes(plan, shape, max_tokens)
+        predicted = peak_bytes(plan, shape, gpu)
         assert measured == pytest.approx(predicted, rel=0.03)
         saved.append(np.array([measured, predicted]))
         engine.close()

@@ -206,8 +206,8 @@ def predicted_us(plan: Plan, measured: Measured, shape: ModelShape, profile: Pro
     predicted = predict(replace(plan, workload=workload), shape, profile)
     seconds: defaultdict[Key, float] = defaultdict(float)
     for op in predicted.breakdown:
-        if op.part != "prefill":
-            part, times = (DRAFT, plan.speculation.gamma) if op.part == "draft" else (VERIFY, 1)
+        if op.phase != "prefill":
+            part, times = (DRAFT, plan.speculation.gamma) if op.phase == "draft" else (VERIFY, 1)
             seconds[part, class_of_op(op)] += times * op.seconds
     a_draw_s = sampling_seconds(shape, Machine.of(profile), workload.batch)
     seconds[DRAFT, SAMPLING] += plan.speculation.gamma * a_draw_s

@@ -73,7 +73,7 @@ def test_each_operation_of_the_model_is_in_one_class(h200_profile: Profile, name
     plan = plan_of(name)
     parts = predicted_us(plan, measured(), LLAMA, h200_profile)
     run = replace(plan, workload=measured().workload(plan.workload))
-    found = {(op.part, op.op): 1e6 * op.seconds for op in predict(run, LLAMA, h200_profile).breakdown}
+    found = {(op.phase, op.op): 1e6 * op.seconds for op in predict(run, LLAMA, h200_profile).breakdown}
     linears = ("qkv projection", "output projection", "mlp gate + up", "mlp down")
     assert parts["verify", "linear"] == pytest.approx(sum(found["target", op] for op in linears))
     assert parts["verify", "head"] == pytest.approx(found["target", "lm head"])
