@@ -58,8 +58,8 @@ def operation_ms(prediction: Prediction) -> dict[str, float]:
     spent = dict.fromkeys(OPERATION_COLORS, 0.0)
     times = {"draft": prediction.gamma, "target": 1}
     for op in prediction.breakdown:
-        if op.phase in times:
-            spent[_operation(op.kind)] += times[op.phase] * 1e3 * op.seconds / prediction.tokens_per_round
+        if op.part in times:
+            spent[_operation(op.kind)] += times[op.part] * 1e3 * op.seconds / prediction.tokens_per_round
     total = prediction.round_ms / prediction.tokens_per_round
     *_, rest = OPERATION_COLORS
     # Operations are taken halfway through the generation, the round is its average: their rest may be below 0.
@@ -99,7 +99,7 @@ def roofline(prediction: Prediction, hardware: Hardware) -> go.Figure:
     roof = np.minimum(hardware.compute_flops, intensities * hardware.bandwidth_bytes_per_s)
     figure.add_scatter(name="roof", x=intensities, y=roof, mode="lines", line_color=GREY, hoverinfo="skip")
     for part, color in PASS_COLORS.items():
-        ops = [op for op in dots if op.phase == part]
+        ops = [op for op in dots if op.part == part]
         if ops:
             figure.add_scatter(
                 name=part, x=[op.intensity for op in ops], y=[op.flops / op.seconds for op in ops], mode="markers",

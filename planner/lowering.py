@@ -58,22 +58,22 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
 def rates_of(plan: Plan, shape: ModelShape, machine: Machine) -> StrategyRates:
     """Rates of the kernel classes that the plan's formats choose."""
 
-    def of(phase: str) -> PassRates:
+    def of(part: str) -> PassRates:
         kinds = ("linear", "head", "attention")
-        return PassRates(*(machine.rates[kernel_class(plan, shape.head_dim, phase, kind)] for kind in kinds))
+        return PassRates(*(machine.rates[kernel_class(plan, shape.head_dim, part, kind)] for kind in kinds))
 
     return StrategyRates(target=of("target"), draft=of("draft"))
 
 
-def kernel_class(plan: Plan, head_dim: int, phase: str, kind: str) -> str:
-    """The calibrated class behind an operation's kind in a phase: "prefill", "draft" or "target"."""
-    drafting = phase == "draft"
+def kernel_class(plan: Plan, head_dim: int, part: str, kind: str) -> str:
+    """The calibrated class behind an operation's kind in a part of the work: "prefill", "draft" or "target"."""
+    drafting = part == "draft"
     if kind == "head":
         bits = draft_head_bits(plan) if drafting else 16
         return "head" if bits == 16 else linear_kind(bits)
     if kind == "linear":
         bits = plan.weights.draft_bits if drafting else plan.weights.target_bits
-        return "prefill_linear" if phase == "prefill" else linear_kind(bits)
+        return "prefill_linear" if part == "prefill" else linear_kind(bits)
     if kind == "attention":
         return attention_kind(draft_code_bits(plan) if drafting else target_code_bits(plan), head_dim)
     return kind

@@ -33,9 +33,9 @@ class Figures:
 
 @dataclass(frozen=True)
 class OpTime:
-    """One operation of a phase ("prefill", "draft" or "target"), all its launches together."""
+    """One operation of a part of the work ("prefill", "draft" or "target"), all its launches together."""
 
-    phase: str
+    part: str
     op: str
     kind: str
     launches: int
@@ -50,10 +50,10 @@ class OpTime:
 
 
 @dataclass(frozen=True)
-class PhaseTimes:
-    """One phase of all plans predicted together: its operations, their seconds, and the spread of its time [plans]."""
+class PartTimes:
+    """One part of the work of all plans predicted together; seconds per operation and spread of the time: [plans]."""
 
-    phase: str
+    part: str
     ops: tuple[Op, ...]
     seconds: tuple[np.ndarray, ...]
     spread: np.ndarray
@@ -61,24 +61,24 @@ class PhaseTimes:
 
 @dataclass(frozen=True)
 class BreakdownSource:
-    """What a plan's breakdown is made from: its phases, and the plan's index in their arrays."""
+    """What a plan's breakdown is made from: the parts of the work, and the plan's index in their arrays."""
 
     plan: Plan
     head_dim: int
-    phases: tuple[PhaseTimes, ...]
+    parts: tuple[PartTimes, ...]
     index: int
 
     def op_times(self) -> Iterator[OpTime]:
-        """The operations of every phase that the plan has; those that it never launches are left out."""
-        for times in self.phases:
-            if times.phase == "draft" and not self.plan.speculation.active:
+        """The operations of every part that the plan has; those that it never launches are left out."""
+        for times in self.parts:
+            if times.part == "draft" and not self.plan.speculation.active:
                 continue
             for op, seconds in zip(times.ops, times.seconds, strict=True):
-                total, kind = op.total, kernel_class(self.plan, self.head_dim, times.phase, op.kind)
+                total, kind = op.total, kernel_class(self.plan, self.head_dim, times.part, op.kind)
                 flops, moved = _at(total.flops, self.index), _at(total.bytes, self.index)
                 launches = int(_at(op.launches, self.index))
                 if launches:
-                    yield OpTime(times.phase, op.name, kind, launches, float(seconds[self.index]), flops, moved)
+                    yield OpTime(times.part, op.name, kind, launches, float(seconds[self.index]), flops, moved)
 
 
 @dataclass(frozen=True)
@@ -152,29 +152,29 @@ def predict_all(
         evaluate(shape, machine, replace(strategy, acceptance=np.array([getattr(item, end) for item in known])), rates)
         for end in ("low", "best", "high")
     )
-    phases = _phases(shape, machine, strategy, rates, len(plans))
+    parts = _parts(shape, machine, strategy, rates, len(plans))
     return [
-        _prediction(index, plan, shape.head_dim, known[index], (slow, best, fast), phases, profile)
+        _prediction(index, plan, shape.head_dim, known[index], (slow, best, fast), parts, profile)
         for index, plan in enumerate(plans)
     ]
 
 
-def _phases(
+def _parts(
     shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates, count: int
-) -> tuple[PhaseTimes, ...]:
+) -> tuple[PartTimes, ...]:
     pass_rates = {
         "prefill": prefill_rates(machine),
         "draft": draft_rates(machine, strategy, rates),
         "target": target_rates(machine, strategy, rates),
     }
     passes = pass_ops(shape, machine, strategy)
-    return tuple(_phase(name, ops, machine, pass_rates[name], count) for name, ops in passes.items())
+    return tuple(_part(name, ops, machine, pass_rates[name], count) for name, ops in passes.items())
 
 
-def _phase(name: str, ops: tuple[Op, ...], machine: Machine, rates: dict[str, RateTerms], count: int) -> PhaseTimes:
+def _part(name: str, ops: tuple[Op, ...], machine: Machine, rates: dict[str, RateTerms], count: int) -> PartTimes:
     seconds = tuple(np.broadcast_to(machine.op_seconds(op, rates), (count,)) for op in ops)
     spreads = [np.broadcast_to(machine.rates_for(op, rates).spread, (count,)) for op in ops]
-    return PhaseTimes(name, ops, seconds, np.average(spreads, axis=0, weights=seconds))
+    return PartTimes(name, ops, seconds, np.average(spreads, axis=0, weights=seconds))
 
 
 def _prediction(
@@ -183,11 +183,11 @@ def _prediction(
     head_dim: int,
     acceptance: Acceptance,
     estimates: tuple[Estimate, Estimate, Estimate],
-    phases: tuple[PhaseTimes, ...],
+    parts: tuple[PartTimes, ...],
     profile: Profile,
 ) -> Prediction:
     slow, best, fast = estimates
-    prefill, draft, target = phases
+    prefill, draft, target = parts
     drafted = float(_at(best.round.gamma * best.round.draft_s, index) / _at(best.round.total_s, index))
     spread = float(drafted * draft.spread[index] + (1 - drafted) * target.spread[index])
     prefill_spread = float(prefill.spread[index])
@@ -207,7 +207,7 @@ def _prediction(
         prefill_peak_bytes=_at(memory.prefill_peak, index),
         decode_peak_bytes=_at(memory.decode_peak, index),
         offloaded_layers=int(_at(best.offloaded_layers, index)),
-        breakdown_source=BreakdownSource(plan, head_dim, phases, index),
+        breakdown_source=BreakdownSource(plan, head_dim, parts, index),
     )
 
 
@@ -253,10 +253,10 @@ def _round_s(estimate: Estimate, index: int) -> dict[str, float]:
 
 def _source(plan: Plan, head_dim: int, profile: Profile, acceptance: Acceptance) -> str:
     """The weakest source among the linear layers, attention and, where it counts, acceptance and selection."""
-    phases = ("target", "draft") if plan.speculation.active else ("target",)
+    parts = ("target", "draft") if plan.speculation.active else ("target",)
     used = [
-        profile.rates(kernel_class(plan, head_dim, phase, kind)).source
-        for phase in phases
+        profile.rates(kernel_class(plan, head_dim, part, kind)).source
+        for part in parts
         for kind in ("linear", "attention")
     ]
     if plan.speculation.active:

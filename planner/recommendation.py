@@ -94,7 +94,7 @@ class Recommendation:
         return lines
 
     def _attention_share(self) -> float:
-        target = [op for op in self.baseline.breakdown if op.phase == "target"]
+        target = [op for op in self.baseline.breakdown if op.part == "target"]
         return sum(op.seconds for op in target if category(op.kind) == "attention") / sum(op.seconds for op in target)
 
 

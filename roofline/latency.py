@@ -121,7 +121,7 @@ def select_rates(condition: Term, yes: RateTerms, no: RateTerms) -> RateTerms:
 # Every class of kernels that a pass or a round launches.
 KERNEL_CLASSES = (
     "linear", "linear_int8", "linear_int4", "head", "attention", "attention_int4", "attention_int8", "attention_d64",
-    "attention_int4_d64", "attention_int8_d64", "merge",
+    "attention_int4_d64", "attention_int8_d64",
     "elementwise", "rope", "quantize", "sampling", "gather", "prefill_attention", "prefill_linear",
 )  # fmt: skip
 

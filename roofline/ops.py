@@ -96,19 +96,20 @@ def attention(
     group: Term,
     splits: Term,
 ) -> Cost:
-    """Split-KV attention of `queries` tokens per sequence over quantized tokens and full-precision ones.
+    """Split-KV attention of `queries` tokens per sequence over quantized and full-precision tokens, merge included.
 
     `bits` is 4 (upper codes), 8 (upper and lower) or 0 where nothing is quantized. Each KV head's cache is read
-    once for all query heads of its group and all queries. Writes one fp32 partial and log-sum-exp per split.
+    once for all query heads of its group and all queries. Every split writes an fp32 partial and its log-sum-exp.
     """
     quantized = quantized_bytes(batch, kv_heads, head_dim, quantized_tokens, bits, group)
     full = batch * 2 * kv_heads * head_dim * full_tokens * element_bytes
     query = batch * queries * q_heads * head_dim * element_bytes
-    return Cost(
+    attending = Cost(
         flops=4 * batch * queries * q_heads * head_dim * (quantized_tokens + full_tokens),
         read_bytes=quantized + full + query,
         write_bytes=partial_bytes(batch, queries, q_heads, head_dim, splits),
     )
+    return attending + merge(batch, queries, q_heads, head_dim, splits, element_bytes)
 
 
 def latent_attention(
@@ -125,18 +126,19 @@ def latent_attention(
     group: Term,
     splits: Term,
 ) -> Cost:
-    """Multi-head latent attention with absorbed projections: all heads read one latent row per token.
+    """As `attention`, multi-head latent with absorbed projections: all heads read one latent row per token.
 
     Codes of a row have scales and minima as those of row / (2 x head_dim) heads of keys and values would.
     """
     row = latent + rope_dim
     quantized = quantized_bytes(batch, row / (2 * head_dim), head_dim, quantized_tokens, bits, group)
     full = (batch * row * full_tokens + batch * queries * q_heads * row) * element_bytes
-    return Cost(
+    attending = Cost(
         flops=2 * batch * queries * q_heads * (row + latent) * (quantized_tokens + full_tokens),
         read_bytes=quantized + full,
         write_bytes=partial_bytes(batch, queries, q_heads, latent, splits),
     )
+    return attending + merge(batch, queries, q_heads, latent, splits, element_bytes)
 
 
 def partial_bytes(batch: Term, queries: Term, q_heads: Term, head_dim: Term, splits: Term) -> Term:
@@ -145,7 +147,7 @@ def partial_bytes(batch: Term, queries: Term, q_heads: Term, head_dim: Term, spl
 
 
 def merge(batch: Term, queries: Term, q_heads: Term, head_dim: Term, splits: Term, element_bytes: Term) -> Cost:
-    """Log-sum-exp merge of the partials of all splits."""
+    """Merge of all splits' partials by their log-sum-exp: a part of `attention`."""
     return Cost(
         flops=2 * batch * queries * q_heads * splits * head_dim,
         read_bytes=partial_bytes(batch, queries, q_heads, head_dim, splits),

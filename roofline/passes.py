@@ -40,7 +40,7 @@ class Op:
 
 def category(kind: str) -> str:
     """What a kernel class belongs to: "linear", "attention" or "other"."""
-    if "attention" in kind or kind == "merge":
+    if "attention" in kind:
         return "attention"
     return "linear" if "linear" in kind or kind == "head" else "other"
 
@@ -194,25 +194,23 @@ def _head(shape: ModelShape, rows: Term, head_bytes: Term, element_bytes: Term) 
 
 
 def _attention(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
-    """Decode attention and its merge, of layers that read everything and of layers with a sliding window."""
-    everything = _attention_layers(shape, terms, "", 1, shape.layers - shape.window_layers)
+    """Decode attention of layers that read all tokens and of layers with a sliding window."""
+    full = Op("attention", "attention", _attention_cost(shape, terms, 1), shape.layers - shape.window_layers)
     if not shape.window_layers:
-        return everything
-    tokens = terms.quantized_tokens + terms.full_tokens
-    return everything + _attention_layers(shape, terms, " (window)", window_share(shape, tokens), shape.window_layers)
+        return (full,)
+    share = window_share(shape, terms.quantized_tokens + terms.full_tokens)
+    return full, Op("attention (window)", "attention", _attention_cost(shape, terms, share), shape.window_layers)
 
 
-def _attention_layers(shape: ModelShape, terms: PassTerms, suffix: str, share: Term, layers: Term) -> tuple[Op, ...]:
-    asking = terms.batch, terms.queries, shape.q_heads
+def _attention_cost(shape: ModelShape, terms: PassTerms, share: Term) -> Cost:
+    """One layer's decode attention over `share` of the tokens."""
+    query_sizes = terms.batch, terms.queries, shape.q_heads
     tokens = share * terms.quantized_tokens, share * terms.full_tokens
-    read = *tokens, terms.bits, terms.element_bytes, terms.group, terms.splits
-    width = shape.value_dim
+    formats = terms.bits, terms.element_bytes, terms.group, terms.splits
     if shape.is_mla:
-        cost = ops.latent_attention(*asking, width, shape.score_dim - width, shape.head_dim, *read)
-    else:
-        cost = ops.attention(*asking, shape.kv_heads, shape.head_dim, *read)
-    merge = ops.merge(*asking, width, terms.splits, terms.element_bytes)
-    return (Op(f"attention{suffix}", "attention", cost, layers), Op(f"merge{suffix}", "merge", merge, layers))
+        rope_dim = shape.score_dim - shape.value_dim
+        return ops.latent_attention(*query_sizes, shape.value_dim, rope_dim, shape.head_dim, *tokens, *formats)
+    return ops.attention(*query_sizes, shape.kv_heads, shape.head_dim, *tokens, *formats)
 
 
 def _prefill_attention(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term) -> tuple[Op, ...]:

@@ -139,6 +139,6 @@ def _report_estimate(plan: Plan, shape: ModelShape, profile: Profile, as_json: b
     print_table(
         "Operations of one prompt's prefill, a draft step and a target step",
         ("operation", "launches", "ms", "GFLOP", "MB", "FLOP/byte", "kernel class"),
-        ((f"{op.phase}: {op.op}", f"{op.launches}", number(1e3 * op.seconds), number(op.flops / 1e9),
+        ((f"{op.part}: {op.op}", f"{op.launches}", number(1e3 * op.seconds), number(op.flops / 1e9),
           number(op.bytes / 1e6), number(op.intensity), op.kind) for op in predicted.breakdown),
     )  # fmt: skip

@@ -75,7 +75,7 @@ def decode_trials(bench: Bench, decode_sizes: Iterable[DecodeSize], num_sms: int
 
 
 def decode_trial(bench: Bench, size: DecodeSize, splits: int) -> Trial:
-    """The trial of one reading. Its cost is that of the attention kernel; its time holds the merge that ends it."""
+    """The trial of one reading; its cost and its time both hold the merge of the splits."""
     heads, batch = size.heads, size.batch
     cost = ops.attention(
         batch,

@@ -73,7 +73,7 @@ def test_each_operation_of_the_model_is_in_one_class(h200_profile: Profile, name
     plan = plan_of(name)
     parts = predicted_us(plan, measured(), LLAMA, h200_profile)
     run = replace(plan, workload=measured().workload(plan.workload))
-    found = {(op.phase, op.op): 1e6 * op.seconds for op in predict(run, LLAMA, h200_profile).breakdown}
+    found = {(op.part, op.op): 1e6 * op.seconds for op in predict(run, LLAMA, h200_profile).breakdown}
     linears = ("qkv projection", "output projection", "mlp gate + up", "mlp down")
     assert parts["verify", "linear"] == pytest.approx(sum(found["target", op] for op in linears))
     assert parts["verify", "head"] == pytest.approx(found["target", "lm head"])
@@ -97,7 +97,7 @@ def test_each_operation_of_the_model_is_in_one_class(h200_profile: Profile, name
         ("void gemv2T_kernel_val<int, int, __nv_bfloat16, 128, 16, 4>(float)", "linear"),
         ("linear", "linear"),
         ("attend", "attention"),
-        ("merge", "merge"),
+        ("merge", "attention"),
         ("filter", "sampling and verdict"),
         ("quantize", "flush and shift"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int> >(int)", "other"),
