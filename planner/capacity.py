@@ -10,7 +10,7 @@ from ridgeplan.planner.plan import Plan, Workload
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
-from ridgeplan.roofline.memory import DRAFT_SWAP_PROMPT_TOKENS, uses_draft_swap
+from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, uses_draft_swap
 from ridgeplan.roofline.placement import MAX_LENGTH, resident_memory
 
 MAX_BATCH = 4096  # the largest a plan may have

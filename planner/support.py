@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ridgeplan.planner.plan import DraftSelection, EvictionPolicy, Plan, TargetSelection
 from ridgeplan.roofline.catalog.shapes import ModelShape
-
-EXECUTABLE_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 
 
 def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
+from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.latency import Machine, StrategyRates
-from ridgeplan.roofline.memory import PREFILL_CHUNK_TOKENS, MemoryBreakdown
+from ridgeplan.roofline.memory import MemoryBreakdown
 from ridgeplan.roofline.passes import Op, decode_pass, prefill_pass
 from ridgeplan.roofline.placement import offload_layers, swapped_bytes
 from ridgeplan.roofline.speculative_round import (

@@ -8,12 +8,9 @@ from dataclasses import dataclass, fields
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.device import Device
+from ridgeplan.roofline.execution import CPU_SKINNY_GEMM_ROWS, CUDA_FUSED_SWIGLU_ROWS, CUDA_SKINNY_GEMM_ROWS
 from ridgeplan.roofline.passes import Op
 from ridgeplan.roofline.term_math import maximum, minimum, where
-
-# Rows up to which dense products run skinny GEMM kernels: the package's on a device, a few-row path on a host.
-DEVICE_FEW_ROWS, HOST_FEW_ROWS = 16, 64
-DEVICE_GATED_ROWS = 8  # up to which a device's product of gate and up applies the activation, dense or 4-bit
 
 
 @dataclass(frozen=True)
@@ -73,8 +70,8 @@ class Machine(Device):
             pass_dispatch_s=profile.pass_dispatch_s,
             layer_dispatch_s=profile.layer_dispatch_s,
             prefill_layer_dispatch_s=profile.prefill_layer_dispatch_s,
-            skinny_gemm_rows=DEVICE_FEW_ROWS if profile.asynchronous else HOST_FEW_ROWS,
-            fused_swiglu_rows=DEVICE_GATED_ROWS if profile.asynchronous else 0,
+            skinny_gemm_rows=CUDA_SKINNY_GEMM_ROWS if profile.asynchronous else CPU_SKINNY_GEMM_ROWS,
+            fused_swiglu_rows=CUDA_FUSED_SWIGLU_ROWS if profile.asynchronous else 0,
         )
 
     def seconds(self, cost: Cost, rates: RateTerms) -> Term:

@@ -8,14 +8,8 @@ from dataclasses import dataclass
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
+from ridgeplan.roofline.execution import PREFILL_ATTENDED_TOKENS, PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.term_math import indicator, maximum, minimum
-
-PREFILL_CHUNK_TOKENS = 4096  # rows of one chunk of the layer-major prefill
-PREFILL_ATTENDED_TOKENS = 1 << 16  # times KV heads that attend at once
-# Plans whose prompts may be this long keep a copy of the draft's weights on the host, and prompts of any length borrow
-# their memory. To bring back what a prompt overwrote takes 0.4% to 2% of its time; shorter plans would gain so little
-# memory that the copy is not worth its making.
-DRAFT_SWAP_PROMPT_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -81,11 +75,6 @@ def code_memory(shape: ModelShape, batch: Term, tokens: Term, planes: Term, grou
     """Codes of `planes` 4-bit planes for `tokens` tokens in every layer, with their scales and minima if any plane."""
     codes = ops.quantized_bytes(batch, shape.cached_heads, shape.head_dim, tokens, 4 * planes, group)
     return shape.layers * minimum(planes, 1) * codes
-
-
-def uses_draft_swap(context: Term) -> Term:
-    """1 for plans whose prompts borrow the memory of the draft's weights, where there are any, on a GPU; else 0."""
-    return indicator(DRAFT_SWAP_PROMPT_TOKENS, context)
 
 
 def prompt_buffers(shape: ModelShape, tokens: Term, element_bytes: Term) -> tuple[Term, ...]:

@@ -8,7 +8,6 @@ same name declares, which a test holds), numpy arrays (a sweep) or sympy symbols
 from __future__ import annotations
 
 from ridgeplan.roofline.cost import Cost, Term
-from ridgeplan.roofline.term_math import maximum, minimum
 
 METADATA_BYTES = 2  # one fp16 scale or minimum
 PARTIAL_BYTES = 4  # split-KV partial outputs and their log-sum-exp are fp32
@@ -153,12 +152,6 @@ def merge(batch: Term, queries: Term, q_heads: Term, head_dim: Term, splits: Ter
         read_bytes=partial_bytes(batch, queries, q_heads, head_dim, splits),
         write_bytes=batch * queries * q_heads * head_dim * element_bytes,
     )
-
-
-def choose_splits(batch: Term, kv_heads: Term, tokens: Term, num_sms: Term) -> Term:
-    """How many ways split-KV attention cuts each sequence: two programs per processor, 256 tokens at least."""
-    wanted = -(-2 * num_sms // (batch * kv_heads))
-    return maximum(1, minimum(wanted, -(-tokens // 256)))
 
 
 def causal_attention(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
-from ridgeplan.roofline.term_math import maximum, minimum
+from ridgeplan.roofline.term_math import minimum
 
 
 @dataclass(frozen=True)
@@ -226,12 +226,3 @@ def _prefill_attention(shape: ModelShape, batch: Term, tokens: Term, element_byt
     window = minimum(tokens, shape.window_tokens)
     windowed = ops.windowed_attention(*arguments, window, element_bytes)
     return (*everything, Op("prefill attention (window)", "prefill_attention", windowed, shape.window_layers))
-
-
-def quantized_tokens(tokens: Term, group: Term) -> Term:
-    """Tokens held as codes, averaged over lengths: `group` to 2 x `group` recent ones are full precision.
-
-    Exactly (QuantSpec, section 4.3.2) it is max(0, floor(tokens / group) - 1) x group; over a generation the
-    buffer holds 3/2 groups on average, which this smooth form has so that sweeps integrate it exactly.
-    """
-    return maximum(tokens - 3 * group / 2, 0)

@@ -10,9 +10,9 @@ from ridgeplan.roofline import memory
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.device import Device
+from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, choose_splits, uses_draft_swap
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import MemoryBreakdown
-from ridgeplan.roofline.ops import choose_splits
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
 from ridgeplan.roofline.term_math import is_symbolic, maximum, minimum, where
 
@@ -55,7 +55,7 @@ def offload_thresholds(
     """
     layers = np.arange(shape.layers + 1)
     fits, too_long = np.zeros(layers.size), np.full(layers.size, float(MAX_LENGTH))
-    middle = np.full(layers.size, float(memory.DRAFT_SWAP_PROMPT_TOKENS))
+    middle = np.full(layers.size, float(DRAFT_SWAP_PROMPT_TOKENS))
     while (too_long - fits > 1).any():
         at_length = replace(strategy, context=middle, new_tokens=0)
         parts = resident_memory(shape, device, at_length)
@@ -98,7 +98,7 @@ def _draft_weights(shape: ModelShape, strategy: Strategy) -> Term:
 
 def _arena_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
     """The draft weights' bytes where prompts may overwrite them. On a CPU a copy on the host would save nothing."""
-    return device.asynchronous * memory.uses_draft_swap(strategy.context) * _draft_weights(shape, strategy)
+    return device.asynchronous * uses_draft_swap(strategy.context) * _draft_weights(shape, strategy)
 
 
 def _freed_bytes_per_layer(shape: ModelShape, strategy: Strategy, parts: MemoryBreakdown) -> Term:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
+from ridgeplan.roofline.execution import choose_splits, mean_quantized_tokens
 from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
-from ridgeplan.roofline.passes import PassTerms, decode_pass, quantized_tokens
+from ridgeplan.roofline.passes import PassTerms, decode_pass
 from ridgeplan.roofline.speculation import flush_capped, tokens_per_round
 from ridgeplan.roofline.strategy import Strategy
 from ridgeplan.roofline.term_math import indicator, maximum, minimum
@@ -148,7 +149,7 @@ def _pass_terms(
     weights: tuple[Term, Term],
 ) -> PassTerms:
     """`weights` are the bytes per parameter of the linear layers and of the head."""
-    codes = minimum(bits, 1) * quantized_tokens(tokens, strategy.kv_group)
+    codes = minimum(bits, 1) * mean_quantized_tokens(tokens, strategy.kv_group)
     return PassTerms(
         batch=strategy.batch,
         queries=queries,
@@ -156,7 +157,7 @@ def _pass_terms(
         full_tokens=tokens - codes + queries,
         bits=bits,
         group=strategy.kv_group,
-        splits=ops.choose_splits(strategy.batch, shape.kv_heads, strategy.context, machine.num_sms),
+        splits=choose_splits(strategy.batch, shape.kv_heads, strategy.context, machine.num_sms),
         weight_bytes=weights[0],
         head_bytes=weights[1],
         element_bytes=machine.element_bytes,

@@ -10,7 +10,7 @@ from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.device import Device
-from ridgeplan.roofline.memory import DRAFT_SWAP_PROMPT_TOKENS
+from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS
 
 SHAPE = load_shape("meta-llama/Llama-3.1-8B")
 GPU = Device(memory_bytes=24 * 10**9, element_bytes=2, num_sms=132)

@@ -154,14 +154,6 @@ def test_windowed_prefill_equals_causal_when_the_window_covers_the_prompt():
     assert ops.windowed_attention(*arguments, 1000, 2).flops == ops.causal_attention(*arguments, 2).flops
 
 
-@pytest.mark.parametrize(
-    ("batch", "heads", "tokens", "splits"),
-    [(1, 8, 131072, 33), (1, 8, 500, 2), (64, 8, 131072, 1), (1, 8, 1, 1)],
-)
-def test_splits_fill_the_machine_but_keep_256_tokens_each(batch, heads, tokens, splits):
-    assert ops.choose_splits(batch, heads, tokens, 132) == splits
-
-
 def test_verification_costs_attention_no_more_bytes_than_one_query_but_for_queries_and_partials():
     one, eight = (ops.attention(1, queries, 32, 8, 128, 131072, 200, 8, 2, 128, 33) for queries in (1, 8))
     assert eight.read_bytes - one.read_bytes == 7 * (QUERY + 33 * MERGED)

@@ -10,8 +10,9 @@ from ridgeplan.planner.presets import preset
 from ridgeplan.planner.sweeps import thresholds
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.evaluate import prefill_seconds
+from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.memory import DRAFT_SWAP_PROMPT_TOKENS, full_kv
+from ridgeplan.roofline.memory import full_kv
 from ridgeplan.roofline.placement import (
     MAX_LENGTH,
     offload_layers,

@@ -8,16 +8,15 @@ import pytest
 from ridgeplan.kernels.linear import dense_schedule as linear_dense_plan
 from ridgeplan.kernels.linear import int4_schedule as linear_int4_plan
 from ridgeplan.kernels.linear import schedule as linear_plan
-from ridgeplan.kernels.linear.dense_schedule import MAX_ROWS
 from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Rates
-from ridgeplan.roofline.latency import DEVICE_FEW_ROWS, DEVICE_GATED_ROWS, HOST_FEW_ROWS, Machine
+from ridgeplan.roofline.execution import CUDA_FUSED_SWIGLU_ROWS
+from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.passes import decode_pass
 from ridgeplan.roofline.speculative_round import draft_rates, target_rates, target_terms
-from ridgeplan.runtime.model.linear import THIN_ROWS
 
 H200 = linear_plan.Machine(shared_bytes=228 * 1024, clusters=(132, 66, 30, 15))
 
@@ -37,16 +36,14 @@ def lowered(name, machine, batch):
     return strategy_of(plan, SHAPE, machine, 0.9), rates_of(plan, SHAPE, machine)
 
 
-def test_the_limits_are_the_runtimes():
-    assert (DEVICE_FEW_ROWS, HOST_FEW_ROWS) == (MAX_ROWS, THIN_ROWS)
-    assert DEVICE_GATED_ROWS == linear_plan.MOST_GATED_ROWS
+def test_products_of_gate_and_up_fit_the_kernels_up_to_the_priced_rows():
     shape = load_shape("Llama-3.1-8B")
     outputs, inputs = 2 * shape.intermediate, shape.hidden
-    for rows in range(1, DEVICE_GATED_ROWS + 1):
+    for rows in range(1, CUDA_FUSED_SWIGLU_ROWS + 1):
         assert linear_dense_plan.make_plan(rows, outputs, inputs, True, True, H200)
         assert linear_int4_plan.make_plan(rows, outputs, inputs, 128, True, True, H200)
-    assert linear_dense_plan.make_plan(DEVICE_GATED_ROWS + 1, outputs, inputs, True, True, H200) is None
-    assert linear_int4_plan.make_plan(DEVICE_GATED_ROWS + 1, outputs, inputs, 128, True, True, H200) is None
+    assert linear_dense_plan.make_plan(CUDA_FUSED_SWIGLU_ROWS + 1, outputs, inputs, True, True, H200) is None
+    assert linear_int4_plan.make_plan(CUDA_FUSED_SWIGLU_ROWS + 1, outputs, inputs, 128, True, True, H200) is None
 
 
 @pytest.mark.parametrize("batch, fused", [(8, 1), (9, 0)])

@@ -13,6 +13,7 @@ from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
+from ridgeplan.roofline.execution import choose_splits
 from ridgeplan.roofline.latency import attention_kind
 from ridgeplan.runtime.model.prefill import causal_attention
 from ridgeplan.validate.timing import Bench, Trial
@@ -160,7 +161,7 @@ def _gathering(table: Tensor, index: Tensor) -> Callable[[int], object]:
 
 
 def _splits(size: DecodeSize, num_sms: int) -> int:
-    return int(ops.choose_splits(size.batch, size.heads.kv_heads, size.tokens, num_sms))
+    return int(choose_splits(size.batch, size.heads.kv_heads, size.tokens, num_sms))
 
 
 def _random_codes(bench: Bench, size: DecodeSize, variants: int) -> QuantizedKV:

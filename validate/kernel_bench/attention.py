@@ -15,8 +15,8 @@ from ridgeplan.kernels.attention.cost import attention_cost
 from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
+from ridgeplan.roofline.execution import choose_splits
 from ridgeplan.validate.kernel_bench.baselines import attention_peers
 from ridgeplan.validate.kernel_bench.case import KernelCase, Peers, SpeedUp, Target, fresh, relative_error
 from ridgeplan.validate.kernel_bench.sizes import AttentionSize, VerificationSize
@@ -134,7 +134,7 @@ class AttentionCall:
         """Of the attention, its merge included."""
         q, keys, codes = self.inputs.q, self.keys[0], self._codes(0)
         tokens = self.inputs.keys.shape[3]
-        splits = int(ops.choose_splits(len(q), keys.shape[1], tokens, num_sms))
+        splits = int(choose_splits(len(q), keys.shape[1], tokens, num_sms))
         quantized = codes.groups * GROUP if codes else 0
         return attention_cost(q, keys, codes, self.bits == 8, quantized, keys.shape[2], splits)
 
