@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan, require
+from ridgeplan.planner.policies import draft_selection, target_selection
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.latency import Machine, PassRates, StrategyRates, attention_kind, linear_kind
 from ridgeplan.roofline.passes import weight_bytes
-from ridgeplan.roofline.selection import SELECTION_COSTS
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
 
 CODE_PLANES = {KVFormat.FULL: 0, KVFormat.SHADOW: 1, KVFormat.INT8: 2, KVFormat.HIERARCHICAL: 2}
@@ -25,8 +25,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
     workload, kv, weights, speculation = plan.workload, plan.kv, plan.weights, plan.speculation
     # "16 bits" is what the checkpoint holds: some are published in 8 or 4 bits and stay so.
     full_bytes = shape.native_bits / 8 if shape.native_bits < 16 else device.element_bytes
-    target_scores = SELECTION_COSTS[plan.attention.selection.value]
-    draft_scores = SELECTION_COSTS[speculation.selection.value]
+    drafts_read, target_reads = draft_selection(plan), target_selection(plan)
     return Strategy(
         batch=workload.batch,
         context=workload.context,
@@ -47,9 +46,9 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         offload_budget=plan.placement.budget or UNLIMITED_TOKENS,
         target_budget=plan.attention.budget or UNLIMITED_TOKENS,
         draft_ratio=speculation.ratio,
-        target_scored_keys=target_scores.step_keys * _scored_layers(target_scores.one_layer, shape),
-        draft_scored_keys=draft_scores.step_keys * _scored_layers(draft_scores.one_layer, shape),
-        round_score_bytes=draft_scores.round_score_bytes * shape.layers,
+        target_scored_keys=target_reads.scored_keys_of(shape.layers) if target_reads else 0,
+        draft_scored_keys=drafts_read.scored_keys_of(shape.layers),
+        round_score_bytes=drafts_read.round_score_bytes * shape.layers,
         gamma=speculation.gamma,
         acceptance=acceptance,
     )
@@ -106,7 +105,3 @@ def stack(items: Sequence[Any], counts: Sequence[int]) -> Any:
     if all(item == first for item in items):
         return first
     return np.repeat(np.asarray(items, dtype=float), counts)
-
-
-def _scored_layers(one_layer: bool, shape: ModelShape) -> int:
-    return 1 if one_layer else shape.layers

@@ -13,8 +13,9 @@ import numpy as np
 from ridgeplan.planner.acceptance import Knowledge
 from ridgeplan.planner.lowering import rates_of, stack, strategy_of
 from ridgeplan.planner.plan import Plan, Workload, require
+from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.prediction import predict_all
-from ridgeplan.planner.presets import PRESETS, autoregressive
+from ridgeplan.planner.presets import PRESETS
 from ridgeplan.planner.quality import Quality, losses, quality_of
 from ridgeplan.planner.recommendation import GIB, Alternative, Recommendation
 from ridgeplan.planner.resolution import resolve, workload_for

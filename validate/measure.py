@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.plan import Plan, Workload
+from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.prediction import Prediction, predict
-from ridgeplan.planner.presets import autoregressive, preset_name
+from ridgeplan.planner.presets import preset_name
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
