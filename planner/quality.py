@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from ridgeplan.planner.plan import EvictionPolicy, Plan, TargetSelection
+from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.policies import eviction, target_selection
 
 
 class Quality(StrEnum):
@@ -32,13 +33,8 @@ def losses(plan: Plan) -> list[str]:
         found.append("INT8 weights: no figure is published for this rounding")
     if plan.weights.target_bits == 4:
         found.append("INT4 weights: perplexity 5.47 to 5.73 for Llama-2-7B, rounded to nearest (AWQ, Table 4)")
-    if plan.eviction.policy is not EvictionPolicy.NONE:
-        found.append(
-            f"{plan.eviction.policy.value} keeps {plan.eviction.budget} of {plan.workload.context} prompt tokens"
-        )
-    if plan.attention.selection is not TargetSelection.FULL:
-        found.append(f"{plan.attention.selection.value} reads {plan.attention.budget} tokens a step")
-    return found
+    policies = (eviction(plan), target_selection(plan))
+    return found + [policy.loss(plan) for policy in policies if policy]
 
 
 def quality_of(plan: Plan) -> Quality:

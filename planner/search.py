@@ -11,10 +11,11 @@ from typing import TypeVar
 import numpy as np
 
 from ridgeplan.planner.acceptance import Knowledge
-from ridgeplan.planner.lowering import stack, strategy_of
+from ridgeplan.planner.lowering import rates_of, stack, strategy_of
 from ridgeplan.planner.plan import Plan, Workload, require
+from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.prediction import predict_all
-from ridgeplan.planner.presets import PRESETS, autoregressive
+from ridgeplan.planner.presets import PRESETS
 from ridgeplan.planner.quality import Quality, losses, quality_of
 from ridgeplan.planner.recommendation import GIB, Alternative, Recommendation
 from ridgeplan.planner.resolution import resolve, workload_for
@@ -24,7 +25,7 @@ from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.placement import place
+from ridgeplan.roofline.placement import resident_memory
 
 MAX_UNNAMED = 8
 Choice = TypeVar("Choice", bound=StrEnum)
@@ -133,21 +134,23 @@ def search(question: Question) -> list[Candidate]:
     knowledge = Knowledge.about(question.shape, question.workload.context, question.profile.acceptance)
     machine = question.machine
     templates = [strategy_of(space.template, question.shape, machine, 1.0) for space in spaces]
+    rates = [rates_of(space.template, question.shape, machine) for space in spaces]
     grids = [space.grid() for space in spaces]
     gamma, ratio = (np.concatenate(axis) for axis in zip(*grids, strict=True))
     acceptance = np.concatenate(
         [knowledge.best(space.template, grid[1]) for space, grid in zip(spaces, grids, strict=True)]
     )
-    strategy = stack(templates, [space.size for space in spaces])
-    strategy = replace(strategy, gamma=gamma, draft_ratio=ratio, acceptance=acceptance)
-    estimate = evaluate(question.shape, machine, strategy)
+    sizes = [space.size for space in spaces]
+    strategy = replace(stack(templates, sizes), gamma=gamma, draft_ratio=ratio, acceptance=acceptance)
+    estimate = evaluate(question.shape, machine, strategy, stack(rates, sizes))
     return list(_best_of_each(spaces, (gamma, ratio), estimate, question))
 
 
 def fits_whole(question: Question) -> bool:
     """Whether plain decoding with everything on the device fits, so that no layer needs to leave it."""
-    plain = strategy_of(autoregressive(question.workload), question.shape, question.machine, 1.0)
-    return bool(place(question.shape, question.machine, plain).memory.peak <= question.memory_limit_bytes)
+    machine = question.machine
+    plain = strategy_of(autoregressive(question.workload), question.shape, machine, 1.0)
+    return bool(resident_memory(question.shape, machine, plain).peak <= question.memory_limit_bytes)
 
 
 def _best_of_each(

@@ -20,7 +20,8 @@ from ridgeplan.planner.plan import (
     Weights,
     Workload,
 )
-from ridgeplan.planner.presets import KV_BUDGET, PRESETS, describe, family_key
+from ridgeplan.planner.policies.policy import KV_BUDGET
+from ridgeplan.planner.presets import PRESETS, describe, family_key
 
 RATIOS = (0.02, 0.04, 0.07, 0.1, 0.15, 0.25, 0.5)
 GAMMAS = tuple(range(1, MAX_GAMMA + 1))

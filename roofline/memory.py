@@ -8,18 +8,12 @@ from dataclasses import dataclass
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
+from ridgeplan.roofline.execution import PREFILL_ATTENDED_TOKENS, PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.term_math import indicator, maximum, minimum
-
-PREFILL_CHUNK_TOKENS = 4096  # rows of one chunk of the layer-major prefill
-PREFILL_ATTENDED_TOKENS = 1 << 16  # times KV heads that attend at once
-# Plans whose prompts may be this long keep a copy of the draft's weights on the host, and prompts of any length borrow
-# their memory. To bring back what a prompt overwrote takes 0.4% to 2% of its time; shorter plans would gain so little
-# memory that the copy is not worth its making.
-DRAFT_SWAP_PROMPT_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
-class MemoryParts:
+class MemoryBreakdown:
     """Bytes on the device by purpose. Terms may be arrays or sympy expressions.
 
     prefill_workspace: what prompts need beyond what the draft's weights lend them.
@@ -83,11 +77,6 @@ def code_memory(shape: ModelShape, batch: Term, tokens: Term, planes: Term, grou
     return shape.layers * minimum(planes, 1) * codes
 
 
-def uses_draft_swap(context: Term) -> Term:
-    """1 for plans whose prompts borrow the memory of the draft's weights, where there are any, on a GPU; else 0."""
-    return indicator(DRAFT_SWAP_PROMPT_TOKENS, context)
-
-
 def prompt_buffers(shape: ModelShape, tokens: Term, element_bytes: Term) -> tuple[Term, ...]:
     """Bytes of what lasts through a prompt's prefill, in the order in which it is taken: hidden states, and one layer's
     queries, keys and values."""
@@ -95,27 +84,29 @@ def prompt_buffers(shape: ModelShape, tokens: Term, element_bytes: Term) -> tupl
     return tuple(tokens * width * element_bytes for width in (shape.hidden, shape.q_width, kv_width, kv_width))
 
 
-def arena_bytes(arena_capacity: Term, buffers: Sequence[Term]) -> Term:
-    """Bytes of the buffers that `arena_capacity` bytes hold: each in turn, if what is left of them holds it whole."""
+def bytes_in_arena(arena_bytes: Term, buffers: Sequence[Term]) -> Term:
+    """Bytes of the buffers that an arena of `arena_bytes` holds: each in turn, where the rest of it holds it whole."""
     taken_bytes: Term = 0
     for buffer in buffers:
-        taken_bytes = taken_bytes + buffer * indicator(taken_bytes + buffer, arena_capacity)
+        taken_bytes = taken_bytes + buffer * indicator(taken_bytes + buffer, arena_bytes)
     return taken_bytes
 
 
-def prefill_workspace(shape: ModelShape, tokens: Term, element_bytes: Term, arena_capacity: Term = 0) -> Term:
-    """Layer-major prefill, one sequence at a time: hidden states of the prompt, one layer's queries and KV, and either
-    the attention output of a few heads or one chunk's activations. What lies in the draft weights' memory, of which
-    there are `arena_capacity` bytes, is counted there."""
+def prefill_workspace(shape: ModelShape, tokens: Term, element_bytes: Term, arena_bytes: Term = 0) -> Term:
+    """Workspace of layer-major prefill, one sequence at a time.
+
+    It holds the prompt's hidden states, one layer's queries and KV, and either the attention output of a few heads or
+    one chunk's activations. Buffers that lie in the draft weights' memory, of `arena_bytes`, are counted there.
+    """
     chunk = minimum(tokens, PREFILL_CHUNK_TOKENS)
     kv_width = shape.kv_elements_per_token_per_layer
     projected = chunk * (shape.hidden + 2 * shape.q_width + kv_width)
     activated = chunk * (3 * shape.hidden + 3 * shape.intermediate)
-    # Whole heads attend at once, one at least.
+    # Whole heads attend at once, at least one.
     heads_tokens = minimum(maximum(tokens, PREFILL_ATTENDED_TOKENS), tokens * shape.kv_heads)
     attended = heads_tokens * shape.q_width / shape.kv_heads
     buffers = prompt_buffers(shape, tokens, element_bytes)
-    allocated = sum(buffers) - arena_bytes(arena_capacity, buffers)
+    allocated = sum(buffers) - bytes_in_arena(arena_bytes, buffers)
     return allocated + maximum(maximum(projected, activated), attended) * element_bytes
 
 

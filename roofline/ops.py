@@ -8,7 +8,6 @@ same name declares, which a test holds), numpy arrays (a sweep) or sympy symbols
 from __future__ import annotations
 
 from ridgeplan.roofline.cost import Cost, Term
-from ridgeplan.roofline.term_math import maximum, minimum
 
 METADATA_BYTES = 2  # one fp16 scale or minimum
 PARTIAL_BYTES = 4  # split-KV partial outputs and their log-sum-exp are fp32
@@ -96,19 +95,20 @@ def attention(
     group: Term,
     splits: Term,
 ) -> Cost:
-    """Split-KV attention of `queries` tokens per sequence over quantized tokens and full-precision ones.
+    """Split-KV attention of `queries` tokens per sequence over quantized and full-precision tokens, merge included.
 
     `bits` is 4 (upper codes), 8 (upper and lower) or 0 where nothing is quantized. Each KV head's cache is read
-    once for all query heads of its group and all queries. Writes one fp32 partial and log-sum-exp per split.
+    once for all query heads of its group and all queries. Every split writes an fp32 partial and its log-sum-exp.
     """
     quantized = quantized_bytes(batch, kv_heads, head_dim, quantized_tokens, bits, group)
     full = batch * 2 * kv_heads * head_dim * full_tokens * element_bytes
     query = batch * queries * q_heads * head_dim * element_bytes
-    return Cost(
+    attending = Cost(
         flops=4 * batch * queries * q_heads * head_dim * (quantized_tokens + full_tokens),
         read_bytes=quantized + full + query,
         write_bytes=partial_bytes(batch, queries, q_heads, head_dim, splits),
     )
+    return attending + merge(batch, queries, q_heads, head_dim, splits, element_bytes)
 
 
 def latent_attention(
@@ -125,18 +125,19 @@ def latent_attention(
     group: Term,
     splits: Term,
 ) -> Cost:
-    """Multi-head latent attention with absorbed projections: all heads read one latent row per token.
+    """As `attention`, multi-head latent with absorbed projections: all heads read one latent row per token.
 
     Codes of a row have scales and minima as those of row / (2 x head_dim) heads of keys and values would.
     """
     row = latent + rope_dim
     quantized = quantized_bytes(batch, row / (2 * head_dim), head_dim, quantized_tokens, bits, group)
     full = (batch * row * full_tokens + batch * queries * q_heads * row) * element_bytes
-    return Cost(
+    attending = Cost(
         flops=2 * batch * queries * q_heads * (row + latent) * (quantized_tokens + full_tokens),
         read_bytes=quantized + full,
         write_bytes=partial_bytes(batch, queries, q_heads, latent, splits),
     )
+    return attending + merge(batch, queries, q_heads, latent, splits, element_bytes)
 
 
 def partial_bytes(batch: Term, queries: Term, q_heads: Term, head_dim: Term, splits: Term) -> Term:
@@ -145,18 +146,12 @@ def partial_bytes(batch: Term, queries: Term, q_heads: Term, head_dim: Term, spl
 
 
 def merge(batch: Term, queries: Term, q_heads: Term, head_dim: Term, splits: Term, element_bytes: Term) -> Cost:
-    """Log-sum-exp merge of the partials of all splits."""
+    """Merge of all splits' partials by their log-sum-exp: a part of `attention`."""
     return Cost(
         flops=2 * batch * queries * q_heads * splits * head_dim,
         read_bytes=partial_bytes(batch, queries, q_heads, head_dim, splits),
         write_bytes=batch * queries * q_heads * head_dim * element_bytes,
     )
-
-
-def choose_splits(batch: Term, kv_heads: Term, tokens: Term, num_sms: Term) -> Term:
-    """How many ways split-KV attention cuts each sequence: two programs per processor, 256 tokens at least."""
-    wanted = -(-2 * num_sms // (batch * kv_heads))
-    return maximum(1, minimum(wanted, -(-tokens // 256)))
 
 
 def causal_attention(

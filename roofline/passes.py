@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
-from ridgeplan.roofline.term_math import maximum, minimum
+from ridgeplan.roofline.term_math import minimum
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Op:
 
 def category(kind: str) -> str:
     """What a kernel class belongs to: "linear", "attention" or "other"."""
-    if "attention" in kind or kind == "merge":
+    if "attention" in kind:
         return "attention"
     return "linear" if "linear" in kind or kind == "head" else "other"
 
@@ -59,7 +59,7 @@ class PassTerms:
     weight_bytes: Term  # per parameter of a linear layer, with scales and minima
     head_bytes: Term  # per parameter of the output head
     element_bytes: Term
-    gated: Term = 0  # 1 where the product of gate and up applies the activation itself
+    fused_swiglu: Term = 0  # 1 where the product of gate and up applies the activation itself
 
     @property
     def rows(self) -> Term:
@@ -79,7 +79,7 @@ def decode_pass(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
         *_attention_linears(shape, terms.rows, terms.weight_bytes, terms.element_bytes),
         *_rope(shape, terms.rows, terms.element_bytes),
         *_attention(shape, terms),
-        *_mlps(shape, terms.rows, terms.weight_bytes, terms.element_bytes, terms.gated),
+        *_mlps(shape, terms.rows, terms.weight_bytes, terms.element_bytes, terms.fused_swiglu),
         *_norms(shape, terms.rows, terms.element_bytes),
         _head(shape, terms.rows, terms.head_bytes, terms.element_bytes),
     )
@@ -98,7 +98,7 @@ def prefill_pass(
         *_attention_linears(shape, rows, weight_bytes, element_bytes),
         *_rope(shape, rows, element_bytes),
         *_prefill_attention(shape, batch, tokens, element_bytes),
-        *_mlps(shape, rows, weight_bytes, element_bytes, gated=0),
+        *_mlps(shape, rows, weight_bytes, element_bytes, fused_swiglu=0),
         *_norms(shape, rows, element_bytes),
         _head(shape, batch, element_bytes, element_bytes),
     )
@@ -149,16 +149,16 @@ def _attention_linears(shape: ModelShape, rows: Term, weight_bytes: Term, elemen
     )
 
 
-def _mlps(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term, gated: Term) -> tuple[Op, ...]:
+def _mlps(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term, fused_swiglu: Term) -> tuple[Op, ...]:
     dense_layers, sizes = shape.layers - shape.moe_layers, (rows, weight_bytes, element_bytes)
-    dense = _gated_mlp("mlp", shape.hidden, shape.intermediate, dense_layers, *sizes, gated)
+    dense = _gated_mlp("mlp", shape.hidden, shape.intermediate, dense_layers, *sizes, fused_swiglu)
     if not shape.is_moe:
         return dense
     router = ops.linear(rows, shape.hidden, shape.experts, element_bytes, element_bytes)
     counts = shape.expert_params, shape.experts, shape.experts_per_token
     routed = ops.experts(rows, shape.hidden, *counts, weight_bytes, element_bytes)
     width = shape.shared_experts_intermediate
-    shared = _gated_mlp("shared experts", shape.hidden, width, shape.moe_layers, *sizes, gated)
+    shared = _gated_mlp("shared experts", shape.hidden, width, shape.moe_layers, *sizes, fused_swiglu)
     return (
         *(dense if shape.dense_layers else ()),
         Op("router", "linear", router, shape.moe_layers),
@@ -175,14 +175,14 @@ def _gated_mlp(
     rows: Term,
     weight_bytes: Term,
     element_bytes: Term,
-    gated: Term,
+    fused_swiglu: Term,
 ) -> tuple[Op, ...]:
-    gate_up = ops.gated_linear(rows, hidden, width, weight_bytes, element_bytes, gated)
+    gate_up = ops.gated_linear(rows, hidden, width, weight_bytes, element_bytes, fused_swiglu)
     down = ops.linear(rows, width, hidden, weight_bytes, element_bytes)
     swiglu = ops.swiglu(rows, width, element_bytes)
     return (
         Op(f"{name} gate + up", "linear", gate_up, layers),
-        Op(f"{name} swiglu", "elementwise", swiglu, layers * (1 - gated)),
+        Op(f"{name} swiglu", "elementwise", swiglu, layers * (1 - fused_swiglu)),
         Op(f"{name} down", "linear", down, layers),
     )
 
@@ -194,25 +194,23 @@ def _head(shape: ModelShape, rows: Term, head_bytes: Term, element_bytes: Term) 
 
 
 def _attention(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
-    """Decode attention and its merge, of layers that read everything and of layers with a sliding window."""
-    everything = _attention_layers(shape, terms, "", 1, shape.layers - shape.window_layers)
+    """Decode attention of layers that read all tokens and of layers with a sliding window."""
+    full = Op("attention", "attention", _attention_cost(shape, terms, 1), shape.layers - shape.window_layers)
     if not shape.window_layers:
-        return everything
-    tokens = terms.quantized_tokens + terms.full_tokens
-    return everything + _attention_layers(shape, terms, " (window)", window_share(shape, tokens), shape.window_layers)
+        return (full,)
+    share = window_share(shape, terms.quantized_tokens + terms.full_tokens)
+    return full, Op("attention (window)", "attention", _attention_cost(shape, terms, share), shape.window_layers)
 
 
-def _attention_layers(shape: ModelShape, terms: PassTerms, suffix: str, share: Term, layers: Term) -> tuple[Op, ...]:
-    asking = terms.batch, terms.queries, shape.q_heads
+def _attention_cost(shape: ModelShape, terms: PassTerms, share: Term) -> Cost:
+    """One layer's decode attention over `share` of the tokens."""
+    query_sizes = terms.batch, terms.queries, shape.q_heads
     tokens = share * terms.quantized_tokens, share * terms.full_tokens
-    read = *tokens, terms.bits, terms.element_bytes, terms.group, terms.splits
-    width = shape.value_dim
+    formats = terms.bits, terms.element_bytes, terms.group, terms.splits
     if shape.is_mla:
-        cost = ops.latent_attention(*asking, width, shape.score_dim - width, shape.head_dim, *read)
-    else:
-        cost = ops.attention(*asking, shape.kv_heads, shape.head_dim, *read)
-    merge = ops.merge(*asking, width, terms.splits, terms.element_bytes)
-    return (Op(f"attention{suffix}", "attention", cost, layers), Op(f"merge{suffix}", "merge", merge, layers))
+        rope_dim = shape.score_dim - shape.value_dim
+        return ops.latent_attention(*query_sizes, shape.value_dim, rope_dim, shape.head_dim, *tokens, *formats)
+    return ops.attention(*query_sizes, shape.kv_heads, shape.head_dim, *tokens, *formats)
 
 
 def _prefill_attention(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term) -> tuple[Op, ...]:
@@ -228,12 +226,3 @@ def _prefill_attention(shape: ModelShape, batch: Term, tokens: Term, element_byt
     window = minimum(tokens, shape.window_tokens)
     windowed = ops.windowed_attention(*arguments, window, element_bytes)
     return (*everything, Op("prefill attention (window)", "prefill_attention", windowed, shape.window_layers))
-
-
-def quantized_tokens(tokens: Term, group: Term) -> Term:
-    """Tokens held as codes, averaged over lengths: `group` to 2 x `group` recent ones are full precision.
-
-    Exactly (QuantSpec, section 4.3.2) it is max(0, floor(tokens / group) - 1) x group; over a generation the
-    buffer holds 3/2 groups on average, which this smooth form has so that sweeps integrate it exactly.
-    """
-    return maximum(tokens - 3 * group / 2, 0)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ridgeplan.planner.plan import Plan
+from ridgeplan.roofline.execution import quantized_groups
 from ridgeplan.runtime.drafting.round_runner import EagerRounds, GraphRounds, Rounds
 from ridgeplan.runtime.drafting.speculator import Speculator
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.kv.cache import Cache, quantized_groups
+from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.lending import SwappableWeights, draft_weights_of, prompt_arena
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.model.checkpoint import load_tokenizer

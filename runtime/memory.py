@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from ridgeplan.planner.capacity import ModelReference, Room, missing_memory
+from ridgeplan.planner.capacity import ModelReference, missing_memory
 from ridgeplan.planner.plan import Plan
+from ridgeplan.roofline.device import Device
 from ridgeplan.runtime.errors import WorkloadError
 
 _STATUS = Path("/proc/self/status")
@@ -62,8 +63,9 @@ def require_memory(
         return
     torch.cuda.empty_cache()  # what closed engines left with torch's allocator is free too
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    max_tokens = Room(torch.cuda.mem_get_info(device)[0] + shared_bytes, dtype.itemsize, num_sms)
-    missing = missing_memory(plan, model, max_tokens)
+    free_bytes = torch.cuda.mem_get_info(device)[0] + shared_bytes
+    available = Device(memory_bytes=free_bytes, element_bytes=dtype.itemsize, num_sms=num_sms)
+    missing = missing_memory(plan, model, available)
     if missing:
         raise WorkloadError(missing)
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.runtime.errors import ModelError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROTARY_TYPES = ("default", "linear", "yarn", "llama3")  # the others change with the length of the sequence
 
 
@@ -38,7 +38,7 @@ def decoder_config(hub: Any, yarn_factor: float = 1.0) -> DecoderConfig:
 
     Raises ModelError for other families, activations or rotary embeddings than the decoder computes.
     """
-    _require(hub.model_type in FAMILIES, "model_type", hub.model_type, FAMILIES)
+    _require(hub.model_type in EXECUTABLE_ARCHITECTURES, "model_type", hub.model_type, EXECUTABLE_ARCHITECTURES)
     _require(hub.hidden_act == "silu", "hidden_act", hub.hidden_act, ("silu",))
     hub = _stretched(hub, yarn_factor)
     frequencies, scale = _rotary(hub)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.profile import Profile, Rates
-from ridgeplan.roofline.latency import KINDS
+from ridgeplan.roofline.latency import KERNEL_CLASSES
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -71,5 +71,5 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 def h200_profile() -> Profile:
     """An H200 with round utilizations, so that tests of the model do not depend on a measurement."""
     quantized = ("linear_int4", "attention_int4", "attention_int8")
-    rates = {kind: Rates(0.6 if kind in quantized else 0.85, 0.7, 2e-6, 0.05) for kind in KINDS}
+    rates = {kind: Rates(0.6 if kind in quantized else 0.85, 0.7, 2e-6, 0.05) for kind in KERNEL_CLASSES}
     return Profile(load_hardware("h200"), "test H200", {"torch": "none"}, "2026-01-01", rates)

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MOST_FILES, MOST_LINES, MEDIAN_LINES = 14, 60, 8
-MODEL = {"sympy", "numpy", "scipy", "pydantic"}
+MODEL = {"sympy", "numpy", "scipy", "pydantic_core"}
 RUNTIME = {"torch", "transformers", "safetensors", "gguf", "numpy"}
 VALIDATE = {"torch", "triton", "transformers", "numpy", "scipy", "flashinfer"}  # the last is a peer, where installed
 # What each room may import beside itself: modules of the package (with all below them, but for rooms of their own),
@@ -61,7 +61,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "runtime": (
         {
             "kernels.sampling", "planner.capacity", "planner.plan", "planner.support", "roofline.catalog",
-            "roofline.execution", "runtime.drafting", "runtime.kv", "runtime.model", "runtime.quantization",
+            "roofline.device", "roofline.execution", "runtime.drafting", "runtime.kv", "runtime.model", "runtime.quantization",
         },
         RUNTIME,
     ),

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ridgeplan.planner.lowering import strategy_of
+from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.plan import Plan, Workload
+from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.prediction import Prediction, predict
-from ridgeplan.planner.presets import autoregressive, preset_name
+from ridgeplan.planner.presets import preset_name
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
@@ -106,7 +107,8 @@ def comparison(
 def tpot_ms_at(plan: Plan, shape: ModelShape, profile: Profile, acceptance: float) -> float:
     """Predicted time per output token where drafts are accepted at this conditional rate."""
     machine = Machine.of(profile)
-    return 1e3 * float(evaluate(shape, machine, strategy_of(plan, shape, machine, acceptance)).tpot_s)
+    strategy, rates = strategy_of(plan, shape, machine, acceptance), rates_of(plan, shape, machine)
+    return 1e3 * float(evaluate(shape, machine, strategy, rates).tpot_s)
 
 
 def shape_of(plan: Plan, engine: Engine) -> ModelShape:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ridgeplan.planner.plan import Plan
-from ridgeplan.planner.presets import autoregressive
+from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.validate.comparison import Comparison

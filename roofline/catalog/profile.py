@@ -17,7 +17,7 @@ from typing import Any
 from ridgeplan.roofline.catalog.checks import InvalidField, brief
 from ridgeplan.roofline.catalog.hardware import FIGURES, Hardware
 
-PROFILE_SCHEMA = 1
+PROFILE_SCHEMA = 2  # 1 rated the merge of split-KV attention apart
 _SHIPPED = Path(__file__).with_name("profiles")
 SOURCES = ("measured", "calibrated", "transferred", "published", "prior")  # from strongest to weakest
 
@@ -32,7 +32,6 @@ RELATIVES = {
     "attention_int8": "attention_int4",
     "attention_int4": "attention",
     "attention": "linear",
-    "merge": "elementwise",
     "rope": "elementwise",
     "quantize": "elementwise",
     "sampling": "elementwise",
@@ -145,7 +144,11 @@ class Profile:
             schema <= PROFILE_SCHEMA,
             f"profile schema {schema} is newer than this version reads; allowed: up to {PROFILE_SCHEMA}",
         )
-        _require(schema == PROFILE_SCHEMA, f"profile schema is {schema}; allowed: {PROFILE_SCHEMA}")
+        _require(
+            schema == PROFILE_SCHEMA,
+            f"profile schema {schema} is older than this version reads; allowed: {PROFILE_SCHEMA}; "
+            "make it again with `ridgeplan calibrate`",
+        )
         try:
             return cls._from_fields(data)
         except (KeyError, TypeError, AttributeError) as error:

@@ -15,7 +15,7 @@ import sympy
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.passes import Op, PassTerms, decode_pass, prefill_pass
-from ridgeplan.roofline.symbols import symbol, symbolic_shape
+from ridgeplan.roofline.symbolic.symbols import symbol, symbolic_shape
 
 GROWING = ("batch", "context", "hidden", "new_tokens")
 

@@ -16,12 +16,8 @@ from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.shift import shift_slots
 from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan
+from ridgeplan.roofline.execution import quantized_groups
 from ridgeplan.runtime.model_config import DecoderConfig
-
-
-def quantized_groups(tokens: int, group: int) -> int:
-    """Groups of a row of `tokens` tokens that are held as codes, as `Cache.quantized` says of rows on the device."""
-    return max(0, tokens // group - 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +86,7 @@ class Cache:
         self.ends[:rows] = self._capacity
 
     def quantized(self, lengths: Tensor) -> Tensor:
-        """Tokens held as codes at these lengths."""
+        """Tokens held as codes at these lengths: `quantized_groups` on the device."""
         return (lengths // self.group - 1).clamp_min(0) * self.group
 
     def active(self) -> Tensor:

@@ -12,10 +12,11 @@ from ridgeplan.kernels.layer.swiglu import swiglu
 from ridgeplan.kernels.linear.dense import linear_dense
 from ridgeplan.kernels.linear.int4 import linear_int4
 from ridgeplan.kernels.linear.int4_weight import Int4Weight
+from ridgeplan.roofline import execution
+from ridgeplan.roofline.execution import CPU_SKINNY_GEMM_ROWS
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.quantization.gptq import quantize_weight
 
-THIN_ROWS = 64  # below, a CPU's float32 product is bound by reading the weight
 ROW_MULTIPLE = 16  # torch's int4 kernel takes output widths in such steps
 
 
@@ -28,7 +29,7 @@ class Dense:
 
     def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
         rows = x.numel() // x.shape[-1]
-        if rows > THIN_ROWS or x.is_cuda or x.dtype != torch.float32:
+        if rows > CPU_SKINNY_GEMM_ROWS or x.is_cuda or x.dtype != torch.float32:
             return linear_dense(x, self.weight, self.bias, gated=gated)
         out = _thin_product(x.reshape(rows, -1), self.weight).view(*x.shape[:-1], -1)
         out = out if self.bias is None else out + self.bias
@@ -118,8 +119,8 @@ def _thin_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def fitting_group(inputs: int, group: int) -> int:
-    """The largest of group, 64 and 32 that divides the input width. Raises ModelError when none does."""
-    for candidate in sorted({group, 64, 32}, reverse=True):
-        if candidate <= group and inputs % candidate == 0:
-            return candidate
-    raise ModelError(f"a linear layer has {inputs} inputs; allowed for 4-bit weights: multiples of 32")
+    """`ridgeplan.roofline.execution.fitting_group`. Raises ModelError where no group divides the inputs."""
+    fitting = execution.fitting_group(inputs, group)
+    if fitting is None:
+        raise ModelError(f"a linear layer has {inputs} inputs; allowed for 4-bit weights: multiples of 32")
+    return fitting

@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ridgeplan.roofline.execution import PREFILL_ATTENDED_TOKENS, PREFILL_CHUNK_TOKENS
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.lending import Arena
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
 from ridgeplan.runtime.model_config import DecoderConfig
 
-CHUNK_TOKENS = 4096  # of the projections and the MLP: enough rows for full speed, few enough for a small workspace
-ATTENDED_TOKENS = 1 << 16  # times KV heads that attend at once: enough to fill a GPU
 # On an H200 cuDNN reaches 580 to 690 TFLOP/s on prompts of 8k to 128k tokens, FlashAttention-2 310 to 340.
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -38,7 +37,7 @@ def prefill(
     cache: Cache,
     row: int,
     prompt: Tensor,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int = PREFILL_CHUNK_TOKENS,
     arena: Arena | None = None,
 ) -> Tensor:
     """Fills `row` of the cache from prompt [tokens]; logits [vocab] that follow its last token.
@@ -78,7 +77,7 @@ def prefill_layer(
     layer: LayerWeights,
     hidden: Tensor,
     window: int | None,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int = PREFILL_CHUNK_TOKENS,
     buffers: LayerBuffers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Updates hidden [tokens, hidden] in place; keys and values [kv_heads, tokens, head_dim].
@@ -105,7 +104,7 @@ def attend_in_place(queries: Tensor, keys: Tensor, values: Tensor, window: int |
     Of long prompts few heads at a time, so that the output beside the queries stays small.
     """
     kv_heads, tokens = keys.shape[:2]
-    ratio, together = queries.shape[1] // kv_heads, max(1, ATTENDED_TOKENS // tokens)
+    ratio, together = queries.shape[1] // kv_heads, max(1, PREFILL_ATTENDED_TOKENS // tokens)
     for first in range(0, kv_heads, together):
         heads = slice(first, first + together)
         part = queries[:, first * ratio : (first + together) * ratio].transpose(0, 1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.planner.plan import Workload
-from ridgeplan.planner.presets import quantspec
+from ridgeplan.planner.policies.selection.all import quantspec
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense, Int4, Linear

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from ridgeplan import runtime
-from ridgeplan.planner.capacity import Room, peak_bytes, swaps_draft_weights
-from ridgeplan.roofline import memory
+from ridgeplan.planner.capacity import peak_bytes, swaps_draft_weights
+from ridgeplan.roofline import execution, memory
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.device import Device
 from ridgeplan.runtime import lending
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.lending import ALIGNMENT, Arena, SwappableWeights, draft_weights_of
@@ -171,7 +172,7 @@ def test_the_arena_takes_what_the_memory_model_says():
         taken = [arena.empty((size // 4,), torch.float32) for size in buffers]
         inside = [one.untyped_storage().data_ptr() == arena._memory.data_ptr() for one in taken if one.nbytes]
         taken_bytes = sum(size for size, lies in zip(filter(None, buffers), inside, strict=True) if lies)
-        assert taken_bytes == memory.arena_bytes(lendable_bytes, buffers) == arena.reached
+        assert taken_bytes == memory.bytes_in_arena(lendable_bytes, buffers) == arena.reached
 
 
 def test_tensors_of_an_arena_do_not_overlap_until_it_is_cleared():
@@ -257,7 +258,7 @@ def test_a_prefill_that_failed_leaves_the_drafts_as_they_were(plain, load, promp
 
 
 def test_who_borrows(make_plan):
-    long, short = memory.DRAFT_SWAP_PROMPT_TOKENS, memory.DRAFT_SWAP_PROMPT_TOKENS - 1
+    long, short = execution.DRAFT_SWAP_PROMPT_TOKENS, execution.DRAFT_SWAP_PROMPT_TOKENS - 1
     assert swaps_draft_weights(make_plan("int4x2", 3, draft_bits=4, context=long))
     assert not swaps_draft_weights(make_plan("int4x2", 3, draft_bits=4, context=short))
     assert not swaps_draft_weights(make_plan("int4x2", 3, context=long))
@@ -275,7 +276,7 @@ def test_graphs_replay_over_drafts_that_were_lent(tiny_model, make_plan, prompts
     plain = runtime.load(plan, folder, device="cuda")
     mixes = prompts(128, 90), prompts(128, 40, seed=2)
     expected = [outcome(plain.generate(ids, 60)) for ids in mixes]
-    monkeypatch.setattr(memory, "LENT_PROMPT_TOKENS", 128)
+    monkeypatch.setattr(execution, "DRAFT_SWAP_PROMPT_TOKENS", 128)
     engine = runtime.Engine(
         plan, folder, plain.config, plain.weights, plain.device, plain._meter, draft_weights=plain.draft_weights
     )
@@ -296,16 +297,16 @@ def test_the_peak_is_the_predicted_one(tiny_model, make_plan, prompts, monkeypat
     folder = tiny_model(**sizes, **more).folder
     ids = prompts(context, vocab=1 << 16)
     shape, num_sms = load_shape(folder), torch.cuda.get_device_properties(0).multi_processor_count
-    max_tokens = Room(free_bytes=0, element_bytes=2, num_sms=num_sms)
+    gpu = Device(memory_bytes=0, element_bytes=2, num_sms=num_sms)
     runtime.load(plan, folder, device="cuda").generate(ids, 16)  # libraries keep what they allocate at first use
     gc.collect()
     torch.cuda.empty_cache()
     held, saved = torch.cuda.memory_allocated(), []
     for shortest in (2 * context, context):
-        monkeypatch.setattr(memory, "LENT_PROMPT_TOKENS", shortest)
+        monkeypatch.setattr(execution, "DRAFT_SWAP_PROMPT_TOKENS", shortest)
         engine = runtime.load(plan, folder, device="cuda")
         measured = engine.generate(ids, 16).statistics.peak_memory_bytes - held
-        predicted = peak_bytes(plan, shape, max_tokens)
+        predicted = peak_bytes(plan, shape, gpu)
         assert measured == pytest.approx(predicted, rel=0.03)
         saved.append(np.array([measured, predicted]))
         engine.close()

@@ -154,7 +154,7 @@ def test_nothing_fits_is_3_and_says_what_it_takes(refuses: Any) -> None:
         ('{"schema": 1, "device"', "not a JSON profile"),
         ('{"schema": 99}', "profile schema 99 is newer"),
         ('{"schema": NaN}', "number NaN in a profile"),
-        ('{"schema": 1}', "lacks or garbles"),
+        ('{"schema": 2}', "lacks or garbles"),
         ("[]", "a profile is a JSON object"),
     ],
 )

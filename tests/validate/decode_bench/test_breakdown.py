@@ -97,7 +97,7 @@ def test_each_operation_of_the_model_is_in_one_class(h200_profile: Profile, name
         ("void gemv2T_kernel_val<int, int, __nv_bfloat16, 128, 16, 4>(float)", "linear"),
         ("linear", "linear"),
         ("attend", "attention"),
-        ("merge", "merge"),
+        ("merge", "attention"),
         ("filter", "sampling and verdict"),
         ("quantize", "flush and shift"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int> >(int)", "other"),

@@ -69,7 +69,7 @@ def symbolic_shape(**sizes: Any) -> SymbolicShape:
 
 
 def symbolic_strategy(strategy: Strategy, names: Iterable[str]) -> Strategy:
-    """`strategy` with the named fields as symbols. Raises ValueError for a field that does not exist."""
+    """`strategy` with the named fields as symbols. Raises ValueError for a field that it does not have."""
     allowed = {field.name for field in fields(Strategy)}
     for name in names:
         if name not in allowed:
