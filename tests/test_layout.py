@@ -10,11 +10,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # What each folder may import: modules of the package (with all below them), then installed packages; None is any.
 LAYERS: dict[str, tuple[set[str], set[str] | None]] = {
-    "roofline": (set(), {"sympy", "numpy", "scipy"}),
+    "roofline": (set(), {"sympy", "numpy", "scipy", "pydantic_core"}),
     "planner": ({"roofline"}, {"sympy", "numpy", "scipy"}),
     "kernels": ({"roofline.cost", "roofline.ops"}, {"torch", "triton"}),
     "runtime": (
-        {"kernels", "planner.plan", "planner.executable", "planner.capacity"},
+        {"kernels", "planner.plan", "planner.support", "planner.capacity", "roofline.catalog"},
         {"torch", "transformers", "safetensors", "gguf", "numpy"},
     ),
     "validate": ({"roofline", "planner", "kernels", "runtime"}, {"torch", "triton", "transformers", "numpy", "scipy"}),

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ridgeplan.roofline.catalog.profile import Profile, user_profile_path
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
 
 if TYPE_CHECKING:
     from ridgeplan.validate.calibration.sizes import Suite
