@@ -61,7 +61,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "runtime": (
         {
             "kernels.sampling", "planner.capacity", "planner.plan", "planner.support", "roofline.catalog",
-            "roofline.device", "roofline.execution", "runtime.drafting", "runtime.kv", "runtime.model", "runtime.quantization",
+            "roofline.device", "roofline.execution", "runtime.drafting", "runtime.kv", "runtime.model",
+            "runtime.quantization",
         },
         RUNTIME,
     ),

@@ -16,6 +16,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from ridgeplan.roofline.catalog.gguf_header import read_gguf_header
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model.quiet import no_progress_bars
 
@@ -83,6 +84,7 @@ def _convert(path: Path, staging: Path) -> None:
     """Writes config, weights and tokenizer; in float32, since decoded 4-bit values need more than 16 bits."""
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
+        read_gguf_header(path)  # raises for counts and sizes that the file does not hold, which the readers follow
         config = transformers.AutoConfig.from_pretrained(**where)
         tensors = _tensors(path, config)
         tokenizer = transformers.AutoTokenizer.from_pretrained(**where)

@@ -114,7 +114,8 @@ def test_dashboard_serves_this_machine_only() -> None:
     finally:
         process.terminate()  # the command only, not its group
         process.wait(timeout=60)
-    with socket.socket() as free:
+    with socket.socket() as free:  # nothing listens there any more
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         free.bind(("127.0.0.1", port))
 
 

@@ -196,15 +196,15 @@ def test_config_families(tmp_path: Path, changes: dict[str, Any], expected: dict
         ({"model_type": ["llama"]}, "is not supported"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": float("nan")}, "hidden_size must be a whole number"),
-        ({"num_attention_heads": 0}, "q_heads must be a whole number from 1"),
-        ({"num_attention_heads": 10**8}, "q_heads must be a whole number from 1 to 10000, not 100000000"),
+        ({"num_attention_heads": 0}, "q_heads is 0; allowed: a whole number from 1"),
+        ({"num_attention_heads": 10**8}, "q_heads is 100000000; allowed: a whole number from 1 to 10000"),
         ({"num_hidden_layers": -3}, "num_hidden_layers must be"),
         ({"vocab_size": "many"}, "vocab_size must be"),
         ({"rope_scaling": 7}, "rope_parameters must be an object"),
         ({"rope_scaling": {"factor": float("inf"), "original_max_position_embeddings": 9}}, "factor must be"),
-        ({"rope_theta": "x"}, "rope_theta must be a number"),
-        ({"rope_theta": 0}, "rope_theta must be a number above 0"),
-        ({"tie_word_embeddings": "no"}, "tied_embeddings must be true or false"),
+        ({"rope_theta": "x"}, "rope_theta is 'x'; allowed: a number"),
+        ({"rope_theta": 0}, "rope_theta is 0; allowed: a number from 0.001"),
+        ({"tie_word_embeddings": "no"}, "tied_embeddings is 'no'; allowed: true or false"),
     ],
 )
 def test_bad_configs_are_one_line_naming_the_file(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -340,9 +340,9 @@ def test_gguf_window_and_head_dim(tmp_path: Path) -> None:
     [
         ("gemma3", {}, "architecture 'gemma3' is not supported; supported: llama, qwen2, qwen3"),
         ("llama", {"expert_count": 8}, "mixtures of experts"),
-        ("llama", {"attention.head_count": 0}, "q_heads must be"),
-        ("llama", {"attention.head_count_kv": 3}, "q_heads 4 must be a multiple of kv_heads 3"),
-        ("llama", {"block_count": 4_000_000_000}, "layers must be a whole number from 1 to 10000"),
+        ("llama", {"attention.head_count": 0}, "q_heads is 0; allowed"),
+        ("llama", {"attention.head_count_kv": 3}, "q_heads is 4; allowed: a multiple of kv_heads, 3"),
+        ("llama", {"block_count": 4_000_000_000}, "layers is 4000000000; allowed: a whole number from 1 to 10000"),
     ],
 )
 def test_bad_gguf_metadata(tmp_path: Path, architecture: str, metadata: dict[str, int], message: str) -> None:

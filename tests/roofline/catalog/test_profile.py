@@ -5,7 +5,8 @@ import json
 import pytest
 
 from ridgeplan.roofline.catalog.hardware import load_hardware
-from ridgeplan.roofline.catalog.profile import Profile, ProfileError, load_profile, profile_for, shipped_profiles
+from ridgeplan.roofline.catalog.profile import Profile, ProfileError, load_profile
+from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles
 
 
 def test_round_trip(h200_profile):
@@ -30,18 +31,28 @@ def edited(profile, path, value):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("schema", 3, "newer than this version reads"),
-        ("schema", 1, "older than this version reads; allowed: 2; make it again with `ridgeplan calibrate`"),
-        ("schema", None, "profile schema is None"),
-        ("classes.linear.bandwidth_utilization", 40, "bandwidth_utilization is 40; allowed: 1e-09 to 4"),
+        ("schema", 3, "schema 3 is newer than this version reads; allowed: up to 2"),
+        ("schema", 1, "schema 1 is of an older version; make it again with `ridgeplan calibrate`"),
+        ("schema", 0, "schema is 0; allowed: 2"),
+        ("schema", True, "schema is True; allowed: 2"),
+        ("schema", None, "schema is None; allowed: 2"),
+        (
+            "classes.linear.bandwidth_utilization",
+            40,
+            "classes.linear.bandwidth_utilization is 40; allowed: a number from 1e-09 to 4",
+        ),
         ("classes.linear.launch_s", -1, "launch_s is -1"),
         ("classes.linear.source", "guess", "source is 'guess'; allowed: measured"),
-        ("classes.linear.colour", 1, "lacks or garbles"),
-        ("classes", 3, "lacks or garbles"),
-        ("hardware.memory_bytes", -5, "memory_bytes must be"),
-        ("hardware", None, "lacks or garbles"),
-        ("asynchronous", 3, "asynchronous must be true or false"),
-        ("pass_dispatch_s", "x", "pass_dispatch_s is 'x'"),
+        ("classes.linear.colour", 1, "classes.linear.colour is not a field; allowed: bandwidth_utilization"),
+        ("classes", 3, "classes is 3; allowed: an object"),
+        ("classes", [], r"classes is \[\]; allowed: an object"),
+        ("hardware.memory_bytes", -5, "hardware.memory_bytes is -5; allowed: a whole number from"),
+        ("hardware", None, "hardware is missing; make it again with `ridgeplan calibrate`"),
+        ("pass_dispatch_s", None, "pass_dispatch_s is missing"),
+        ("hardware.sources", {}, "hardware: hardware 'h200': sources must say where these come from: memory_bytes"),
+        ("acceptance", [{"draft": []}], r"acceptance\[0\].draft is \[\]; allowed: a text or a finite number"),
+        ("asynchronous", 3, "asynchronous is 3; allowed: true or false"),
+        ("pass_dispatch_s", "x", "pass_dispatch_s is 'x'; allowed: a number from 0 to 10"),
     ],
 )
 def test_damage_is_named(h200_profile, path, value, message):
