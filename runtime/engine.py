@@ -64,7 +64,7 @@ class Engine:
         self.draft_weights = weights
         if plan.weights.draft_differs:
             self.draft_weights = self._drafts(draft_weights, calibration)
-        self.cache: Cache | None = Cache(config, plan, device, weights.embedding.dtype)
+        self.cache: Cache | None = Cache(config.shape, plan, device, weights.embedding.dtype)
         self._meter = meter
         self._statistics: Statistics | None = None
         self._running = False
@@ -145,7 +145,7 @@ class Engine:
 
     def _run(self, request: Request) -> Iterator[list[list[int]]]:
         """New tokens of every sequence, first from prefill, then from each round."""
-        request.check(self.plan.workload, self.config.vocab)
+        request.check(self.plan.workload, self.config.shape.vocab)
         if self.cache is None:
             raise WorkloadError("the engine is closed; load it again")
         if self._running:

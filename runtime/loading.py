@@ -9,12 +9,13 @@ import torch
 
 from ridgeplan.planner.plan import KVFormat, Plan
 from ridgeplan.planner.support import missing_execution
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory
 from ridgeplan.runtime.model.checkpoint import load_config, load_weights, model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
-from ridgeplan.runtime.model_config import DecoderConfig, decoder_config
+from ridgeplan.runtime.model_config import decoder_config
 
 
 def load(
@@ -44,11 +45,11 @@ def load(
     dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
     meter = MemoryMeter(place, weights.bytes if weights else 0)
     source = model_source(model)
-    config = decoder_config(load_config(source), plan.workload.yarn_factor)
-    _check_context(plan, config)
-    require_memory(plan, source, place, dtype, weights.bytes if weights else 0)
+    config = decoder_config(load_config(source), source, plan.workload.yarn_factor)
+    _check_context(plan, config.shape)
+    require_memory(plan, config.shape, place, dtype, weights.bytes if weights else 0)
     with readable_out_of_memory(place):
-        target = weights or load_weights(source, config, place, dtype)
+        target = weights or load_weights(source, config.shape, place, dtype)
         return Engine(plan, source, config, target, place, meter, calibration=calibration)
 
 
@@ -67,18 +68,18 @@ def _device(name: str | None) -> torch.device:
     return torch.device(name)
 
 
-def _check_context(plan: Plan, config: DecoderConfig) -> None:
+def _check_context(plan: Plan, shape: ModelShape) -> None:
     """Raises UnsupportedPlan when a sliding window would cut what the plan's cache layout assumes whole."""
     final = plan.workload.final_context
-    window = min((window for window in config.windows if window is not None), default=final)
+    window = shape.window_tokens or final
     plain = plan.kv.format is KVFormat.FULL and not plan.speculation.active
     if final > window and not plain:
         raise UnsupportedPlan(
             f"the model's sliding window is {window} tokens and the plan's sequences reach {final}; "
             f"allowed there: kv format {KVFormat.FULL.value!r} with gamma 0"
         )
-    if final > config.max_context:
+    if final > shape.max_context:
         warnings.warn(
-            f"sequences of {final} tokens pass the model's limit of {config.max_context}; set yarn_factor",
+            f"sequences of {final} tokens pass the model's limit of {shape.max_context}; set yarn_factor",
             stacklevel=3,
         )

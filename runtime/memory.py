@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from ridgeplan.planner.capacity import ModelReference, Room, missing_memory
+from ridgeplan.planner.capacity import Room, missing_memory
 from ridgeplan.planner.plan import Plan
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.errors import WorkloadError
 
 _STATUS = Path("/proc/self/status")
@@ -51,9 +52,7 @@ class MemoryMeter:
         return None if peak is None else max(0, peak - self._before_bytes)
 
 
-def require_memory(
-    plan: Plan, model: ModelReference, device: torch.device, dtype: torch.dtype, shared_bytes: int
-) -> None:
+def require_memory(plan: Plan, shape: ModelShape, device: torch.device, dtype: torch.dtype, shared_bytes: int) -> None:
     """Raises WorkloadError where the plan's prediction exceeds what a GPU has free, before anything is allocated.
 
     shared_bytes: of weights that are on the device already. On a CPU the system decides.
@@ -63,7 +62,7 @@ def require_memory(
     torch.cuda.empty_cache()  # what closed engines left with torch's allocator is free too
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     max_tokens = Room(torch.cuda.mem_get_info(device)[0] + shared_bytes, dtype.itemsize, num_sms)
-    missing = missing_memory(plan, model, max_tokens)
+    missing = missing_memory(plan, shape, max_tokens)
     if missing:
         raise WorkloadError(missing)
 

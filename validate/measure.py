@@ -11,7 +11,6 @@ from ridgeplan.planner.plan import Plan, Workload
 from ridgeplan.planner.prediction import Prediction, predict
 from ridgeplan.planner.presets import autoregressive, preset_name
 from ridgeplan.planner.resolution import this_machine
-from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.evaluate import evaluate
@@ -111,7 +110,7 @@ def tpot_ms_at(plan: Plan, shape: ModelShape, profile: Profile, acceptance: floa
 
 def shape_of(plan: Plan, engine: Engine) -> ModelShape:
     """The shape of the engine's model, under the plan's name for it, by which acceptance is looked up."""
-    return replace(load_shape(str(engine.source)), name=plan.workload.model)
+    return replace(engine.config.shape, name=plan.workload.model)
 
 
 def _time_rows(predicted: Prediction, statistics: Statistics) -> list[ComparisonRow]:

@@ -48,23 +48,9 @@ class RandomDecoder:
     @classmethod
     def build(cls, bench: Bench, shape: ModelShape, context: int, new_tokens: int, batch: int = 1) -> RandomDecoder:
         """A toy whose cache takes `context` + `new_tokens` tokens of `batch` sequences."""
-        config = DecoderConfig(
-            family="llama",
-            layers=shape.layers,
-            hidden=shape.hidden,
-            q_heads=shape.q_heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            vocab=shape.vocab,
-            norm_eps=1e-5,
-            max_context=shape.max_context,
-            windows=(None,) * shape.layers,
-            rotary_frequencies=tuple(1e-4 ** (i / shape.head_dim) for i in range(0, shape.head_dim, 2)),
-            rotary_scale=1.0,
-        )
         plan = Plan(Workload(shape.name, bench.device.type, context, new_tokens, batch))
-        cache = Cache(config, plan, bench.device, bench.pool.dtype)
-        return cls(shape, Decoder(config, bench.device), cache, bench)
+        cache = Cache(shape, plan, bench.device, bench.pool.dtype)
+        return cls(shape, Decoder(DecoderConfig.plain(shape), bench.device), cache, bench)
 
     def weights(self) -> DecoderWeights:
         """Random weights; every layer has its own, so that a step reads them from memory."""

@@ -16,7 +16,7 @@ from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.shift import shift_slots
 from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan
-from ridgeplan.runtime.model_config import DecoderConfig
+from ridgeplan.roofline.catalog.shapes import ModelShape
 
 
 def quantized_groups(tokens: int, group: int) -> int:
@@ -48,25 +48,25 @@ class Cache:
     lengths, ends: int32 [batch], cached tokens of each row and where its generation stops.
     """
 
-    def __init__(self, config: DecoderConfig, plan: Plan, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, model: ModelShape, plan: Plan, device: torch.device, dtype: torch.dtype) -> None:
         self.group = plan.kv.group
         self.gamma = plan.speculation.gamma
         self.buffered = plan.kv.format in (KVFormat.INT8, KVFormat.HIERARCHICAL)
         self.draft_codes = plan.speculation.codes
         self.batch = self.rows = plan.workload.batch
-        self.layers = config.layers
+        self.layers = model.layers
         last = plan.workload.final_context + self.gamma + 1
         slots = plan.buffer_tokens if self.buffered else last
-        shape = (config.layers, self.batch, config.kv_heads, slots, config.head_dim)
+        shape = (model.layers, self.batch, model.kv_heads, slots, model.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.all_codes = (
             QuantizedKV.allocate(
-                config.layers * self.batch,
-                config.kv_heads,
+                model.layers * self.batch,
+                model.kv_heads,
                 max(1, quantized_groups(last, self.group)),
                 self.group,
-                config.head_dim,
+                model.head_dim,
                 device,
                 lower=self.buffered,
             )

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.lending import Arena
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
-from ridgeplan.runtime.model_config import DecoderConfig
 
 CHUNK_TOKENS = 4096  # of the projections and the MLP: enough rows for full speed, few enough for a small workspace
 ATTENDED_TOKENS = 1 << 16  # times KV heads that attend at once: enough to fill a GPU
@@ -47,8 +47,8 @@ def prefill(
     """
     arena = arena or Arena.without_memory(prompt.device)
     arena.clear()
-    hidden = arena.empty((len(prompt), decoder.config.hidden), weights.embedding.dtype)
-    buffers = LayerBuffers.take(arena, decoder.config, hidden)
+    hidden = arena.empty((len(prompt), decoder.config.shape.hidden), weights.embedding.dtype)
+    buffers = LayerBuffers.take(arena, decoder.config.shape, hidden)
     torch.index_select(weights.embedding, 0, prompt, out=hidden)
     for index, layer in enumerate(weights.layers):
         keys, values = prefill_layer(decoder, layer, hidden, decoder.config.windows[index], chunk_tokens, buffers)
@@ -65,12 +65,12 @@ class LayerBuffers(NamedTuple):
     values: Tensor
 
     @classmethod
-    def take(cls, arena: Arena, config: DecoderConfig, hidden: Tensor) -> LayerBuffers:
+    def take(cls, arena: Arena, shape: ModelShape, hidden: Tensor) -> LayerBuffers:
         """For a prompt with these hidden states [tokens, hidden]."""
         tokens = len(hidden)
-        kv_shape = (1, config.kv_heads, tokens, config.head_dim)
-        shapes = (tokens, config.q_heads, config.head_dim), kv_shape, kv_shape
-        return cls(*(arena.empty(shape, hidden.dtype) for shape in shapes))
+        kv_sizes = (1, shape.kv_heads, tokens, shape.head_dim)
+        q_sizes = (tokens, shape.q_heads, shape.head_dim)
+        return cls(*(arena.empty(sizes, hidden.dtype) for sizes in (q_sizes, kv_sizes, kv_sizes)))
 
 
 def prefill_layer(
@@ -86,7 +86,8 @@ def prefill_layer(
     They are views of `buffers`, which are allocated unless given.
     """
     tokens = len(hidden)
-    queries, keys, values = buffers or LayerBuffers.take(Arena.without_memory(hidden.device), decoder.config, hidden)
+    shape = decoder.config.shape
+    queries, keys, values = buffers or LayerBuffers.take(Arena.without_memory(hidden.device), shape, hidden)
     chunks = [slice(start, min(start + chunk_tokens, tokens)) for start in range(0, tokens, chunk_tokens)]
     for chunk in chunks:
         positions = torch.arange(chunk.start, chunk.stop, device=hidden.device)[None]

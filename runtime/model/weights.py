@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.model.linear import Dense, Linear
-from ridgeplan.runtime.model_config import DecoderConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,14 +72,12 @@ class DecoderWeights:
                 stack.extend(vars(item).values())
 
 
-def decoder_weights(
-    config: DecoderConfig, state: dict[str, Tensor], tied: bool, device: torch.device
-) -> DecoderWeights:
+def decoder_weights(shape: ModelShape, state: dict[str, Tensor], device: torch.device) -> DecoderWeights:
     """Fuses a transformers state dict, emptying it layer by layer so that it is not held twice."""
     embedding = _own(state.pop("model.embed_tokens.weight"), device)
     head = state.pop("lm_head.weight", None)
-    layers = tuple(_layer(config, state, f"model.layers.{index}.", device) for index in range(config.layers))
-    head_weight = embedding if tied or head is None else _own(head, device)
+    layers = tuple(_layer(shape, state, f"model.layers.{index}.", device) for index in range(shape.layers))
+    head_weight = embedding if shape.tied_embeddings or head is None else _own(head, device)
     return DecoderWeights(embedding, layers, _own(state.pop("model.norm.weight"), device), Dense(head_weight))
 
 
@@ -99,7 +97,7 @@ def _own(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, copy=True)
 
 
-def _layer(config: DecoderConfig, state: dict[str, Tensor], prefix: str, device: torch.device) -> LayerWeights:
+def _layer(shape: ModelShape, state: dict[str, Tensor], prefix: str, device: torch.device) -> LayerWeights:
     def fused(*names: str) -> Dense:
         weight = torch.cat([state.pop(f"{prefix}{name}.weight") for name in names])
         biases = [state.pop(f"{prefix}{name}.bias", None) for name in names]
@@ -112,7 +110,7 @@ def _layer(config: DecoderConfig, state: dict[str, Tensor], prefix: str, device:
     return LayerWeights(
         attention_norm=norm("input_layernorm"),
         qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        qk_norm=_qk_norm(config, state, prefix, device),
+        qk_norm=_qk_norm(shape, state, prefix, device),
         output=fused("self_attn.o_proj"),
         mlp_norm=norm("post_attention_layernorm"),
         gate_up=fused("mlp.gate_proj", "mlp.up_proj"),
@@ -120,10 +118,10 @@ def _layer(config: DecoderConfig, state: dict[str, Tensor], prefix: str, device:
     )
 
 
-def _qk_norm(config: DecoderConfig, state: dict[str, Tensor], prefix: str, device: torch.device) -> Tensor | None:
+def _qk_norm(shape: ModelShape, state: dict[str, Tensor], prefix: str, device: torch.device) -> Tensor | None:
     """Qwen3's per-head norms, one row per query head and KV head, so that one product serves both."""
     if f"{prefix}self_attn.q_norm.weight" not in state:
         return None
     q_norm, k_norm = (state.pop(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
-    rows = [q_norm.expand(config.q_heads, -1), k_norm.expand(config.kv_heads, -1)]
+    rows = [q_norm.expand(shape.q_heads, -1), k_norm.expand(shape.kv_heads, -1)]
     return torch.cat(rows).to(device)

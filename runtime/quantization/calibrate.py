@@ -31,7 +31,7 @@ def quantized_draft(
     each input is.
     Raises WorkloadError for token ids that are not the model's.
     """
-    _check(calibration, decoder.config.vocab)
+    _check(calibration, decoder.config.shape.vocab)
     if calibration is not None:
         return fitted_draft(decoder, weights, group, torch.tensor(calibration)[None], full=True)
     if weights.embedding.is_cuda:
@@ -99,7 +99,7 @@ def _sampled(decoder: Decoder, weights: DecoderWeights) -> Tensor:
 
     One pass: this is no text, but its tokens are as frequent as the model's own, which is what the diagonal needs.
     """
-    device, vocab = weights.embedding.device, decoder.config.vocab
+    device, vocab = weights.embedding.device, decoder.config.shape.vocab
     generator = torch.Generator(device).manual_seed(0)
     tokens = torch.randint(vocab, (SAMPLED_TOKENS,), generator=generator, device=device)
     hidden = functional.embedding(tokens, weights.embedding)

@@ -22,13 +22,13 @@ def own_text(decoder: Decoder, weights: DecoderWeights) -> Tensor:
 
     Source: data-free quantization of LLM-QAT (Liu et al. 2023, arXiv 2305.17888, sec. 2.1), there for training.
     """
-    config, device = decoder.config, weights.embedding.device
+    shape, device = decoder.config.shape, weights.embedding.device
     plan = Plan(Workload("own text", device.type, context=1, new_tokens=TOKENS - 1, batch=SEQUENCES))
-    cache = Cache(config, plan, device, weights.embedding.dtype)
+    cache = Cache(shape, plan, device, weights.embedding.dtype)
     cache.reset(SEQUENCES)
     generator = torch.Generator(device).manual_seed(0)
     writer = Speculator(decoder, weights, weights, cache, Sampling(temperature=1.0), generator)
-    tokens = [torch.randint(config.vocab, (SEQUENCES,), generator=generator, device=device)]
+    tokens = [torch.randint(shape.vocab, (SEQUENCES,), generator=generator, device=device)]
     while len(tokens) < TOKENS:
         verified = writer.verify(tokens[-1], writer.draft(tokens[-1]))
         tokens.append(writer.keep(tokens[-1], verified, cache.active())[0])

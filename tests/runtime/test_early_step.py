@@ -64,7 +64,7 @@ class Step:
         bench = Bench.build(torch.device(device), 32 << 20, 1, 0.0)
         model = RandomDecoder.build(bench, SHAPE, 128, 1)
         plan = quantspec(Workload("toy", device, CONTEXT, 64, rows))
-        self.cache = Cache(model.decoder.config, plan, bench.device, bench.pool.dtype)
+        self.cache = Cache(model.shape, plan, bench.device, bench.pool.dtype)
         self._fill()
         self.decoder, self.patient = model.decoder, Patient(model.decoder.config, bench.device)
         self.metadata = self.cache.draft_metadata(0) if drafting else self.cache.target_metadata(4)

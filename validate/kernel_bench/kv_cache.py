@@ -27,7 +27,7 @@ from ridgeplan.validate.kernel_bench.case import (
     relative_error,
 )
 from ridgeplan.validate.kernel_bench.sizes import FlushSize, QuantizeSize
-from ridgeplan.validate.random_decoder import RandomDecoder, llama_like_shape
+from ridgeplan.validate.random_decoder import llama_like_shape
 from ridgeplan.validate.timing import Bench
 
 GROUP = 128
@@ -132,9 +132,8 @@ class Flush:
     def build(cls, bench: Bench, size: FlushSize, length: int) -> Flush:
         """A cache of hierarchical codes whose buffer holds random numbers."""
         shape = llama_like_shape(size.layers, size.kv_heads, size.kv_heads, size.q_heads, size.kv_heads, size.head_dim)
-        config = RandomDecoder.build(bench, shape, 1, 1).decoder.config
         plan = preset("quantspec-kv", Workload(shape.name, bench.device.type, size.context, 2))
-        cache = Cache(config, plan, bench.device, bench.pool.dtype)
+        cache = Cache(shape, plan, bench.device, bench.pool.dtype)
         cache.keys.copy_(fresh(bench, *cache.keys.shape))
         cache.values.copy_(fresh(bench, *cache.values.shape))
         return cls(cache, length)

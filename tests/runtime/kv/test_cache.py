@@ -8,23 +8,10 @@ import torch
 from ridgeplan.kernels.kv_cache import dequantize, quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.model_config import DecoderConfig
+from ridgeplan.validate.random_decoder import llama_like_shape
 
 GROUP = 32
-CONFIG = DecoderConfig(
-    family="llama",
-    layers=2,
-    hidden=32,
-    q_heads=2,
-    kv_heads=2,
-    head_dim=16,
-    vocab=8,
-    norm_eps=1e-5,
-    max_context=512,
-    windows=(None, None),
-    rotary_frequencies=(1.0,) * 8,
-    rotary_scale=1.0,
-)
+SHAPE = llama_like_shape(layers=2, hidden=32, intermediate=64, q_heads=2, kv_heads=2, head_dim=16)
 
 
 @pytest.fixture
@@ -36,7 +23,7 @@ def kv():
 
 def build(make_plan, kv_format, gamma=0):
     plan = make_plan(kv_format, gamma, context=200, new_tokens=100, batch=2, group=GROUP)
-    return Cache(CONFIG, plan, torch.device("cpu"), torch.float32)
+    return Cache(SHAPE, plan, torch.device("cpu"), torch.float32)
 
 
 def prefill(cache, kv, lengths):

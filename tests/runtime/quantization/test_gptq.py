@@ -176,7 +176,7 @@ def test_a_model_writes_what_it_finds_likely(tiny_model, make_plan):
 
     with torch.inference_mode():
         assert surprise(text) == pytest.approx(1, abs=0.03)  # as drawn from the model's own distribution
-        assert surprise(torch.randint(engine.config.vocab, text.shape)) > 1.1
+        assert surprise(torch.randint(engine.config.shape.vocab, text.shape)) > 1.1
 
 
 def test_sequences_of_a_text_do_not_see_each_other(tiny_model, make_plan, prompts):

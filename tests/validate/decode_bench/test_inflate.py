@@ -44,7 +44,7 @@ def with_bias(linear):
 
 def logits(config, weights, prompt=PROMPT):
     plan = Plan(Workload("toy", "cpu", len(prompt), 1, 1))
-    return prefill(Decoder(config, CPU), weights, Cache(config, plan, CPU, torch.float32), 0, prompt)
+    return prefill(Decoder(config, CPU), weights, Cache(config.shape, plan, CPU, torch.float32), 0, prompt)
 
 
 @pytest.mark.parametrize("q_heads, kv_heads, biased", [(6, 2, False), (4, 4, True), (8, 1, True)])
@@ -102,7 +102,7 @@ def test_smollm2_generates_the_same_tokens(smollm2, long_text):
     plain, inflated = source.generate(prompt, 40), engine.generate(prompt, 40)
     assert inflated.tokens == plain.tokens
     assert inflated.statistics.acceptance > plain.statistics.acceptance - 0.1
-    difference = logits(config, weights, torch.tensor(prompt))[: source.config.vocab] - logits(
+    difference = logits(config, weights, torch.tensor(prompt))[: source.config.shape.vocab] - logits(
         source.config, source.weights, torch.tensor(prompt)
     )
     assert difference.abs().max() < 1e-3
