@@ -14,7 +14,8 @@ from ridgeplan.planner.plan import Plan
 from ridgeplan.runtime.drafting.round_runner import EagerRounds, GraphRounds, Rounds
 from ridgeplan.runtime.drafting.speculator import Speculator
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.kv.cache import Cache, quantized_groups
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.lending import SwappableWeights, draft_weights_of, prompt_arena
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
@@ -64,7 +65,7 @@ class Engine:
         self.draft_weights = weights
         if plan.weights.draft_differs:
             self.draft_weights = self._drafts(draft_weights, calibration)
-        self.cache: Cache | None = Cache(config.shape, plan, device, weights.embedding.dtype)
+        self.cache: Cache | None = Cache(config.shape, KVCacheConfig.of(plan), device, weights.embedding.dtype)
         self._meter = meter
         self._statistics: Statistics | None = None
         self._running = False
@@ -168,7 +169,7 @@ class Engine:
     def _rounds(self, request: Request, cache: Cache) -> Iterator[list[list[int]]]:
         self._meter.restart()
         rows = [SequenceState(len(p), request.max_new_tokens, request.stop_tokens) for p in request.prompts]
-        tally, stopwatch = Tally(cache.gamma, tuple(map(len, request.prompts))), Stopwatch(self.device)
+        tally, stopwatch = Tally(cache.config.gamma, tuple(map(len, request.prompts))), Stopwatch(self.device)
         try:
             pending, rounds = self._start(request, cache, stopwatch)
             yield _extend(rows, [[token] for token in pending], cache)
@@ -179,7 +180,7 @@ class Engine:
                     row.cached += values[-3]
                 yield _extend(rows, [values[: values[-3]] for values in figures], cache)
         finally:
-            tally.flushes = sum(_flushes(row, cache.group) for row in rows) if self.plan.kv.quantized else 0
+            tally.flushes = sum(_flushes(row, cache.config) for row in rows)
             generated = sum(len(row.tokens) for row in rows)
             self._statistics = tally.statistics(generated, stopwatch, self._meter.peak_bytes())
 
@@ -193,7 +194,7 @@ class Engine:
         self._generator.manual_seed(request.seed)
         pending = self._prefill(request, speculator, stopwatch)
         # The first token is drawn already, and the last one never enters the cache.
-        cache.ends[: cache.rows] = cache.lengths[: cache.rows] + request.max_new_tokens - 1
+        cache.limit(request.max_new_tokens - 1)
         rounds = self._prepared(speculator, request.seed, stopwatch)
         rounds.start(pending)
         return pending.tolist(), rounds
@@ -249,10 +250,10 @@ def _extend(rows: list[SequenceState], tokens: list[list[int]], cache: Cache) ->
         running = not row.done
         gained.append(row.extend(more))
         if running and row.stopped:
-            cache.ends[index] = 0
+            cache.stop(index)
     return gained
 
 
-def _flushes(row: SequenceState, group: int) -> int:
+def _flushes(row: SequenceState, cache: KVCacheConfig) -> int:
     """Groups that decoding quantized."""
-    return quantized_groups(row.prompt_tokens + row.cached, group) - quantized_groups(row.prompt_tokens, group)
+    return cache.quantized_groups(row.prompt_tokens + row.cached) - cache.quantized_groups(row.prompt_tokens)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ridgeplan.planner.plan import Plan, Workload
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
@@ -48,8 +48,8 @@ class RandomDecoder:
     @classmethod
     def build(cls, bench: Bench, shape: ModelShape, context: int, new_tokens: int, batch: int = 1) -> RandomDecoder:
         """A toy whose cache takes `context` + `new_tokens` tokens of `batch` sequences."""
-        plan = Plan(Workload(shape.name, bench.device.type, context, new_tokens, batch))
-        cache = Cache(shape, plan, bench.device, bench.pool.dtype)
+        sizes = KVCacheConfig(batch, context + new_tokens)
+        cache = Cache(shape, sizes, bench.device, bench.pool.dtype)
         return cls(shape, Decoder(DecoderConfig.plain(shape), bench.device), cache, bench)
 
     def weights(self) -> DecoderWeights:
@@ -61,7 +61,7 @@ class RandomDecoder:
 
     def tokens(self, queries: int) -> Tensor:
         """Token ids [batch, queries]."""
-        shape = (self.cache.batch, queries)
+        shape = (self.cache.config.batch, queries)
         return torch.randint(self.shape.vocab, shape, device=self.bench.device)
 
     def _layer(self) -> LayerWeights:

@@ -99,7 +99,9 @@ class GraphRounds:
         rows, device = speculator.cache.rows, speculator.cache.lengths.device
         self._pending = torch.zeros(rows, dtype=torch.int64, device=device)
         # Figures of all rows, then the device's clock before and after each phase.
-        figures = torch.zeros(rows * (speculator.cache.gamma + 4) + len(PHASES) + 1, dtype=torch.int64, device=device)
+        figures = torch.zeros(
+            rows * (speculator.cache.config.gamma + 4) + len(PHASES) + 1, dtype=torch.int64, device=device
+        )
         self._figures, self._stamps = figures[: -len(PHASES) - 1].view(rows, -1), figures[-len(PHASES) - 1 :]
         self._out = figures
         self._landing = [(torch.empty_like(figures, device="cpu", pin_memory=True), torch.cuda.Event()) for _ in "ab"]
@@ -159,15 +161,13 @@ class GraphRounds:
         return graph
 
     def _warm(self, speculator: Speculator) -> None:
-        """Rounds in which no row is active: they write only to slots that the next round overwrites.
+        """Rounds in which no row is active, so that they change nothing.
 
         On the current stream: cuBLAS keeps a workspace of 32 MiB for every stream that it was ever called on.
         """
-        ends = speculator.cache.ends.clone()
-        speculator.cache.ends.zero_()
-        for _ in range(WARM_ROUNDS):
-            self._round(speculator)
-        speculator.cache.ends.copy_(ends)
+        with speculator.cache.all_stopped():
+            for _ in range(WARM_ROUNDS):
+                self._round(speculator)
 
 
 def _phases(times_ns: list[int]) -> dict[str, float]:

@@ -47,7 +47,7 @@ class Speculator:
 
     def draft(self, pending: Tensor) -> Drafts:
         """gamma tokens, one forward pass of the draft each."""
-        gamma = self.cache.gamma
+        gamma = self.cache.config.gamma
         token, tokens, choices = pending, [], []
         uniform = self._uniform(gamma, len(pending))
         for ahead in range(gamma):

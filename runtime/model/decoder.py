@@ -9,7 +9,8 @@ from torch.nn import functional
 from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.kernels.layer.norm import add_rms_norm
 from ridgeplan.kernels.layer.rope import Tables, rope_append, rotary_tables
-from ridgeplan.runtime.kv.cache import AttentionMetadata, Cache
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.metadata import AttentionMetadata
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
 from ridgeplan.runtime.model_config import DecoderConfig
 

@@ -53,7 +53,7 @@ def prefill(
     for index, layer in enumerate(weights.layers):
         keys, values = prefill_layer(decoder, layer, hidden, decoder.config.windows[index], chunk_tokens, buffers)
         cache.store_prompt(index, row, keys, values)
-    cache.lengths[row] = len(prompt)
+    cache.finish_prompt(row, len(prompt))
     return weights.head(decoder.norm(hidden[-1:], None, weights.norm)[1])[0]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ridgeplan.planner.plan import Plan, Workload
 from ridgeplan.runtime.drafting.speculator import Speculator
 from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.sampling import Sampling
@@ -23,8 +23,7 @@ def own_text(decoder: Decoder, weights: DecoderWeights) -> Tensor:
     Source: data-free quantization of LLM-QAT (Liu et al. 2023, arXiv 2305.17888, sec. 2.1), there for training.
     """
     shape, device = decoder.config.shape, weights.embedding.device
-    plan = Plan(Workload("own text", device.type, context=1, new_tokens=TOKENS - 1, batch=SEQUENCES))
-    cache = Cache(shape, plan, device, weights.embedding.dtype)
+    cache = Cache(shape, KVCacheConfig(batch=SEQUENCES, context=TOKENS), device, weights.embedding.dtype)
     cache.reset(SEQUENCES)
     generator = torch.Generator(device).manual_seed(0)
     writer = Speculator(decoder, weights, weights, cache, Sampling(temperature=1.0), generator)

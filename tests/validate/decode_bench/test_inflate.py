@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ridgeplan.planner.plan import Plan, Workload
+from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import quantspec_kv
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.memory import MemoryMeter
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense
@@ -43,8 +44,8 @@ def with_bias(linear):
 
 
 def logits(config, weights, prompt=PROMPT):
-    plan = Plan(Workload("toy", "cpu", len(prompt), 1, 1))
-    return prefill(Decoder(config, CPU), weights, Cache(config.shape, plan, CPU, torch.float32), 0, prompt)
+    cache = Cache(config.shape, KVCacheConfig(1, len(prompt) + 1), CPU, torch.float32)
+    return prefill(Decoder(config, CPU), weights, cache, 0, prompt)
 
 
 @pytest.mark.parametrize("q_heads, kv_heads, biased", [(6, 2, False), (4, 4, True), (8, 1, True)])
