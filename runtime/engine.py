@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.planner.plan import Plan
+from ridgeplan.runtime.drafting.round_result import NOTHING, RowResult
 from ridgeplan.runtime.drafting.round_runner import EagerRounds, GraphRounds, Rounds
 from ridgeplan.runtime.drafting.speculator import Speculator
 from ridgeplan.runtime.errors import WorkloadError
@@ -174,11 +175,11 @@ class Engine:
             pending, rounds = self._start(request, cache, stopwatch)
             yield _extend(rows, [[token] for token in pending], cache)
             while not all(row.done for row in rows):
-                figures = self._round(rounds, rows, stopwatch)
-                tally.add(*(list(column) for column in zip(*(row[-3:] for row in figures), strict=True)))
-                for row, values in zip(rows, figures, strict=True):
-                    row.cached += values[-3]
-                yield _extend(rows, [values[: values[-3]] for values in figures], cache)
+                results = self._round(rounds, rows, stopwatch)
+                tally.add(results)
+                for row, result in zip(rows, results, strict=True):
+                    row.cached += len(result.tokens)
+                yield _extend(rows, [result.tokens for result in results], cache)
         finally:
             tally.flushes = sum(_flushes(row, cache.config) for row in rows)
             generated = sum(len(row.tokens) for row in rows)
@@ -229,18 +230,15 @@ class Engine:
             return speculator.first(logits)
 
     @torch.inference_mode()
-    def _round(self, rounds: Rounds, rows: list[SequenceState], stopwatch: Stopwatch) -> list[list[int]]:
-        """Launches what rounds the device can have ahead, and waits for the oldest.
-
-        Per row: tokens, then how many of them are kept, accepted and judged; nothing of rows that are done.
-        """
+    def _round(self, rounds: Rounds, rows: list[SequenceState], stopwatch: Stopwatch) -> list[RowResult]:
+        """Launches as many rounds as may be in flight, and waits for the oldest; nothing of rows that are done."""
         with stopwatch.measure_wall("round"):
             # A round brings each row a token at least, so that many rounds may be needed.
             while rounds.in_flight < rounds.depth and any(row.left > rounds.in_flight for row in rows):
                 rounds.launch()
             result = rounds.collect()
         stopwatch.add(result.seconds)
-        return [[0] * len(values) if row.done else values for row, values in zip(rows, result.rows, strict=True)]
+        return [NOTHING if row.done else found for row, found in zip(rows, result.rows, strict=True)]
 
 
 def _extend(rows: list[SequenceState], tokens: list[list[int]], cache: Cache) -> list[list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
+from ridgeplan.runtime.drafting.round_result import RowResult
 from ridgeplan.runtime.stopwatch import Stopwatch
 
 
@@ -101,14 +102,14 @@ class Tally:
         self.judged_at = [0] * self.gamma
         self.accepted_at = [0] * self.gamma
 
-    def add(self, advance: list[int], accepted: list[int], judged: list[int]) -> None:
-        """One round's verdict; rows that did not advance were not active."""
+    def add(self, rows: list[RowResult]) -> None:
+        """One round; rows that kept nothing were not active."""
         self.rounds += 1
-        self.sequence_rounds += sum(tokens > 0 for tokens in advance)
-        self.decoded += sum(advance)
+        self.sequence_rounds += sum(bool(row.tokens) for row in rows)
+        self.decoded += sum(len(row.tokens) for row in rows)
         for position in range(self.gamma):
-            self.accepted_at[position] += sum(count > position for count in accepted)
-            self.judged_at[position] += sum(count > position for count in judged)
+            self.accepted_at[position] += sum(row.accepted > position for row in rows)
+            self.judged_at[position] += sum(row.judged > position for row in rows)
 
     def statistics(self, generated: int, stopwatch: Stopwatch, peak_memory_bytes: int | None) -> Statistics:
         """The finished figures."""

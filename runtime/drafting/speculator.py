@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.sampling import draw, rejection_sample
 from ridgeplan.kernels.sampling.distribution import Choice, VerifyResult
+from ridgeplan.runtime.drafting.round_result import RoundFigures
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.weights import DecoderWeights
@@ -69,16 +70,15 @@ class Speculator:
             self.sampling.choice(logits), drafts.choices, drafts.tokens, self.cache.max_tokens(), uniform
         )
 
-    def keep(self, pending: Tensor, verified: VerifyResult, active: Tensor) -> tuple[Tensor, Tensor]:
+    def keep(self, pending: Tensor, verified: VerifyResult, active: Tensor) -> tuple[Tensor, RoundFigures]:
         """Advances the active rows; the others repeat their last round without effect.
 
-        The next pending tokens, and int64 [rows, gamma + 4]: tokens, then how many are kept, accepted, judged.
+        The next pending tokens, and the round's figures.
         """
         kept, accepted, judged = (count * active for count in (verified.advance, verified.accepted, verified.judged))
         self.cache.advance(kept.int())
         last = verified.tokens.gather(1, (kept - 1).clamp_min(0)[:, None])[:, 0]
-        figures = torch.cat([verified.tokens, torch.stack([kept, accepted, judged], dim=1)], dim=1)
-        return torch.where(active, last, pending), figures
+        return torch.where(active, last, pending), RoundFigures.of(verified.tokens, kept, accepted, judged)
 
     def _uniform(self, *shape: int) -> Tensor:
         device = self.generator.device
