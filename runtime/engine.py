@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,10 +26,11 @@ from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.runtime.quantization.calibrate import quantized_draft
 from ridgeplan.runtime.request import Prompts, Request, SequenceState
-from ridgeplan.runtime.sampling import Sampling
+from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.statistics import Statistics, Tally
 from ridgeplan.runtime.stopwatch import Stopwatch
 
+GraphKey = tuple[int, tuple[float, int | None, float | None]]  # rows, and the sampling's constants
 KEPT_GRAPHS = 8  # each holds a round's workspace, of which a plan's prediction counts one
 
 
@@ -71,7 +72,7 @@ class Engine:
         self._statistics: Statistics | None = None
         self._running = False
         self._generator = torch.Generator(device)
-        self._graphs: dict[tuple[int, Sampling], GraphRounds] = {}
+        self._graphs: dict[GraphKey, GraphRounds] = {}
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -89,21 +90,16 @@ class Engine:
         self,
         prompts: Prompts,
         max_new_tokens: int,
+        sampling: SamplingParams | None = None,
         *,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        stop_tokens: Iterable[int] = (),
-        seed: int = 0,
         on_progress: Callable[[int], None] | None = None,
     ) -> Generation:
-        """Continues each prompt of token ids by up to `max_new_tokens`.
+        """Continues each prompt of token ids by up to `max_new_tokens`, greedily without `sampling`.
 
         on_progress is called after prefill and after each round with the tokens delivered so far.
         Raises WorkloadError for a request that the plan, the model or the vocabulary does not allow.
         """
-        sampling = Sampling(temperature, top_k, top_p)
-        request = Request.build(prompts, max_new_tokens, sampling, stop_tokens, seed)
+        request = Request.build(prompts, max_new_tokens, sampling)
         results: list[list[int]] = [[] for _ in request.prompts]
         for step in self._run(request):
             for result, tokens in zip(results, step, strict=True):
@@ -112,20 +108,9 @@ class Engine:
                 on_progress(sum(map(len, results)))
         return Generation(results, self.statistics)
 
-    def stream(
-        self,
-        prompt_ids: Prompts,
-        max_new_tokens: int,
-        *,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        stop_tokens: Iterable[int] = (),
-        seed: int = 0,
-    ) -> Iterator[int]:
+    def stream(self, prompt_ids: Prompts, max_new_tokens: int, sampling: SamplingParams | None = None) -> Iterator[int]:
         """Tokens of one prompt as rounds finish; otherwise as `generate`, whose tokens they equal."""
-        sampling = Sampling(temperature, top_k, top_p)
-        request = Request.build(prompt_ids, max_new_tokens, sampling, stop_tokens, seed)
+        request = Request.build(prompt_ids, max_new_tokens, sampling)
         if len(request.prompts) != 1:
             raise WorkloadError(f"stream got {len(request.prompts)} prompts; allowed: 1")
         for step in self._run(request):
@@ -169,7 +154,8 @@ class Engine:
 
     def _rounds(self, request: Request, cache: Cache) -> Iterator[list[list[int]]]:
         self._meter.restart()
-        rows = [SequenceState(len(p), request.max_new_tokens, request.stop_tokens) for p in request.prompts]
+        stops = frozenset(request.sampling.stop_token_ids)
+        rows = [SequenceState(len(prompt), request.max_new_tokens, stops) for prompt in request.prompts]
         tally, stopwatch = Tally(cache.config.gamma, tuple(map(len, request.prompts))), Stopwatch(self.device)
         try:
             pending, rounds = self._start(request, cache, stopwatch)
@@ -192,19 +178,19 @@ class Engine:
         speculator = Speculator(
             self.decoder, self.weights, self.draft_weights, cache, request.sampling, self._generator
         )
-        self._generator.manual_seed(request.seed)
+        self._generator.manual_seed(request.sampling.seed)
         pending = self._prefill(request, speculator, stopwatch)
         # The first token is drawn already, and the last one never enters the cache.
         cache.limit(request.max_new_tokens - 1)
-        rounds = self._prepared(speculator, request.seed, stopwatch)
+        rounds = self._prepared(speculator, stopwatch)
         rounds.start(pending)
         return pending.tolist(), rounds
 
-    def _prepared(self, speculator: Speculator, seed: int, stopwatch: Stopwatch) -> Rounds:
+    def _prepared(self, speculator: Speculator, stopwatch: Stopwatch) -> Rounds:
         """Rounds for this number of rows and sampling; on CUDA their graph is captured once."""
         if self.device.type != "cuda":
             return EagerRounds(speculator)
-        kind = speculator.cache.rows, speculator.sampling
+        kind = speculator.cache.rows, speculator.sampling.graph_key
         rounds = self._graphs.pop(kind, None)
         if rounds is None:
             with stopwatch.measure_wall("capture"):
@@ -213,7 +199,7 @@ class Engine:
         if len(self._graphs) > KEPT_GRAPHS:
             del self._graphs[next(iter(self._graphs))]  # unused for longest; the capture waited for its last replay
         # Capturing draws numbers; a generation must not depend on whether it was the first of its kind.
-        self._generator.manual_seed(seed + 1)
+        self._generator.manual_seed(speculator.sampling.seed + 1)
         return rounds
 
     def _prefill(self, request: Request, speculator: Speculator, stopwatch: Stopwatch) -> Tensor:

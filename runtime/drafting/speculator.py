@@ -17,7 +17,7 @@ from ridgeplan.runtime.drafting.round_result import RoundFigures
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.weights import DecoderWeights
-from ridgeplan.runtime.sampling import Sampling
+from ridgeplan.runtime.sampling import SamplingParams
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Speculator:
     target: DecoderWeights
     drafter: DecoderWeights
     cache: Cache
-    sampling: Sampling
+    sampling: SamplingParams
     generator: torch.Generator
 
     def first(self, logits: Tensor) -> Tensor:

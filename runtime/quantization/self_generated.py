@@ -10,7 +10,7 @@ from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.weights import DecoderWeights
-from ridgeplan.runtime.sampling import Sampling
+from ridgeplan.runtime.sampling import SamplingParams
 
 SEQUENCES = 64
 TOKENS = 128  # of each
@@ -26,7 +26,7 @@ def own_text(decoder: Decoder, weights: DecoderWeights) -> Tensor:
     cache = Cache(shape, KVCacheConfig(batch=SEQUENCES, context=TOKENS), device, weights.embedding.dtype)
     cache.reset(SEQUENCES)
     generator = torch.Generator(device).manual_seed(0)
-    writer = Speculator(decoder, weights, weights, cache, Sampling(temperature=1.0), generator)
+    writer = Speculator(decoder, weights, weights, cache, SamplingParams(temperature=1.0), generator)
     tokens = [torch.randint(shape.vocab, (SEQUENCES,), generator=generator, device=device)]
     while len(tokens) < TOKENS:
         verified = writer.verify(tokens[-1], writer.draft(tokens[-1]))

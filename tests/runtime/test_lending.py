@@ -204,11 +204,12 @@ def test_prefill_reads_nothing_that_its_memory_held(plain, prompts, lendable_byt
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
 def test_generation_is_the_same_on_borrowed_memory(plain, load, prompts, borrowing, options):
     mixes = prompts(70, 50), prompts(20, seed=2), prompts(128, 128, seed=3)
-    expected = [outcome(plain.generate(ids, 40, **options)) for ids in mixes]
+    sampling = runtime.SamplingParams(**options)
+    expected = [outcome(plain.generate(ids, 40, sampling)) for ids in mixes]
     unlent = len(borrowing())
     engine = load(plain.draft_weights)
     assert isinstance(engine.draft_weights, SwappableWeights)
-    assert [outcome(engine.generate(ids, 40, **options)) for ids in (*mixes, mixes[0])] == [*expected, expected[0]]
+    assert [outcome(engine.generate(ids, 40, sampling)) for ids in (*mixes, mixes[0])] == [*expected, expected[0]]
     assert borrowing()[:unlent] == [0] * unlent
     assert min(borrowing()[unlent:]) > 0
     assert sum(map(sum, (found[1] for found in expected))) > 0
