@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from ridgeplan.planner.plan import Plan
+from ridgeplan.runtime.draft_swap import SwappableWeights, draft_weights_for, prompt_arena
+from ridgeplan.runtime.drafting.policies import POLICIES
 from ridgeplan.runtime.drafting.round_result import NOTHING, RowResult
 from ridgeplan.runtime.drafting.round_runner import EagerRounds, GraphRounds, Rounds
 from ridgeplan.runtime.drafting.speculator import Speculator
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
-from ridgeplan.runtime.lending import SwappableWeights, draft_weights_of, prompt_arena
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.decoder import Decoder
@@ -58,7 +59,7 @@ class Engine:
     ) -> None:
         """draft_weights: what the plan's drafts run on, made from `weights` and `calibration` unless given.
 
-        Where prompts borrow their memory, those that another engine made lendable are shared; others are copied.
+        Where prompts take their memory, swappable weights of another engine are shared, others are copied.
         Raises WorkloadError for a calibration that is no text of the model.
         """
         self.plan, self.source, self.config, self.device = plan, source, config, device
@@ -128,7 +129,7 @@ class Engine:
         def made() -> DecoderWeights:
             return given or quantized_draft(self.decoder, self.weights, self.plan.weights.group, calibration)
 
-        return draft_weights_of(self.plan, self.weights, made)
+        return draft_weights_for(self.plan, self.weights, made)
 
     def _run(self, request: Request) -> Iterator[list[list[int]]]:
         """New tokens of every sequence, first from prefill, then from each round."""
@@ -175,9 +176,7 @@ class Engine:
     def _start(self, request: Request, cache: Cache, stopwatch: Stopwatch) -> tuple[list[int], Rounds]:
         """Prefills; the first token of each sequence, and the rounds that continue them."""
         cache.reset(len(request.prompts))
-        speculator = Speculator(
-            self.decoder, self.weights, self.draft_weights, cache, request.sampling, self._generator
-        )
+        speculator = self._speculator(cache, request.sampling)
         self._generator.manual_seed(request.sampling.seed)
         pending = self._prefill(request, speculator, stopwatch)
         # The first token is drawn already, and the last one never enters the cache.
@@ -185,6 +184,10 @@ class Engine:
         rounds = self._prepared(speculator, stopwatch)
         rounds.start(pending)
         return pending.tolist(), rounds
+
+    def _speculator(self, cache: Cache, sampling: SamplingParams) -> Speculator:
+        policy = POLICIES[self.plan.speculation.selection]()
+        return Speculator(self.decoder, self.weights, self.draft_weights, cache, policy, sampling, self._generator)
 
     def _prepared(self, speculator: Speculator, stopwatch: Stopwatch) -> Rounds:
         """Rounds for this number of rows and sampling; on CUDA their graph is captured once."""
@@ -204,8 +207,8 @@ class Engine:
 
     def _prefill(self, request: Request, speculator: Speculator, stopwatch: Stopwatch) -> Tensor:
         """Fills the cache; the first token of each sequence, int64 [rows]."""
-        borrowing = prompt_arena(self.plan, self.draft_weights, self.device)
-        with stopwatch.measure("prefill"), borrowing as arena:
+        scratch = prompt_arena(self.plan, self.draft_weights, self.device)
+        with stopwatch.measure("prefill"), scratch as arena:
             prompts = (torch.tensor(prompt, device=self.device) for prompt in request.prompts)
             logits = torch.stack(
                 [

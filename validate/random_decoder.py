@@ -12,6 +12,7 @@ from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense
+from ridgeplan.runtime.model.mlp import GatedMLP
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
 from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.validate.timing import Bench
@@ -76,6 +77,5 @@ class RandomDecoder:
             qk_norm=None,
             output=dense(shape.hidden, shape.q_width),
             mlp_norm=random(shape.hidden),
-            gate_up=dense(2 * shape.intermediate, shape.hidden),
-            down=dense(shape.hidden, shape.intermediate),
+            mlp=GatedMLP(dense(2 * shape.intermediate, shape.hidden), dense(shape.hidden, shape.intermediate)),
         )

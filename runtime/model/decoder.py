@@ -31,7 +31,7 @@ class Decoder:
             q = self.project(layer, normed, tables, *cache.full(index), metadata.slots)
             attended = self._attend(index, cache, metadata, q)
             hidden, normed = self.norm(hidden, layer.output(attended.flatten(2)), layer.mlp_norm)
-            update = self.mlp(layer, normed)
+            update = layer.mlp(normed)
         return weights.head(self.norm(hidden, update, weights.norm)[1])
 
     def rotary(self, positions: Tensor) -> Tables:
@@ -44,10 +44,6 @@ class Decoder:
         """Rotated queries [rows, queries, q_heads, head_dim]; KV of the tokens enters `slots` of keys and values."""
         q_heads, eps = self.config.shape.q_heads, self.config.norm_eps
         return rope_append(layer.qkv(normed), tables, keys, values, slots, q_heads, qk_norm=layer.qk_norm, eps=eps)
-
-    def mlp(self, layer: LayerWeights, normed: Tensor) -> Tensor:
-        """What the MLP adds to the residual stream."""
-        return layer.down(layer.gate_up(normed, gated=True))
 
     def norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream with `update` added, and that normed."""

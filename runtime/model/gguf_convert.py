@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
+from transformers.utils import logging
 
 from ridgeplan.runtime.errors import ModelError
-from ridgeplan.runtime.model.quiet import no_progress_bars
 
 # The readers index and unpack whatever the file holds, so a corrupt one fails in any of these ways.
 _READ_ERRORS = (
@@ -54,6 +54,18 @@ def cache_root() -> Path:
     """$XDG_CACHE_HOME/ridgeplan, by default ~/.cache/ridgeplan."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "ridgeplan"
+
+
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Silences transformers' progress bars inside the body."""
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
 
 
 def _key(path: Path) -> str:

@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.runtime.arena import Arena
 from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.lending import Arena
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
 
@@ -96,7 +96,7 @@ def prefill_layer(
     attend_in_place(queries, keys[0], values[0], window)
     for chunk in chunks:
         residual, normed = decoder.norm(hidden[chunk], layer.output(queries[chunk].flatten(1)), layer.mlp_norm)
-        torch.add(residual, decoder.mlp(layer, normed), out=hidden[chunk])
+        torch.add(residual, layer.mlp(normed), out=hidden[chunk])
     return keys[0], values[0]
 
 

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.model.linear import Dense, Linear
+from ridgeplan.runtime.model.mlp import GatedMLP
 
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """One layer. qkv: queries, keys, values stacked; gate_up: gate, then up.
+    """One layer. qkv: projections to queries, keys and values, stacked in this order.
 
     qk_norm: [q_heads + kv_heads, head_dim], for families that normalize queries and keys.
     """
@@ -26,8 +27,7 @@ class LayerWeights:
     qk_norm: Tensor | None
     output: Linear
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: GatedMLP
 
     def with_projections(self, change: Callable[[Linear], Linear]) -> LayerWeights:
         """The same layer with each projection as `change` makes it."""
@@ -35,8 +35,7 @@ class LayerWeights:
             self,
             qkv=change(self.qkv),
             output=change(self.output),
-            gate_up=change(self.gate_up),
-            down=change(self.down),
+            mlp=self.mlp.with_projections(change),
         )
 
 
@@ -113,8 +112,7 @@ def _layer(shape: ModelShape, state: dict[str, Tensor], prefix: str, device: tor
         qk_norm=_qk_norm(shape, state, prefix, device),
         output=fused("self_attn.o_proj"),
         mlp_norm=norm("post_attention_layernorm"),
-        gate_up=fused("mlp.gate_proj", "mlp.up_proj"),
-        down=fused("mlp.down_proj"),
+        mlp=GatedMLP(fused("mlp.gate_proj", "mlp.up_proj"), fused("mlp.down_proj")),
     )
 
 

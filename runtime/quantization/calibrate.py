@@ -13,9 +13,10 @@ from torch.nn import functional
 
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.model.decoder import Decoder
-from ridgeplan.runtime.model.linear import Dense, Int4, Linear
+from ridgeplan.runtime.model.linear import Dense, Linear
 from ridgeplan.runtime.model.prefill import prefill_layer
 from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.quantization.pack import int4_linear
 from ridgeplan.runtime.quantization.self_generated import own_text
 
 SAMPLED_TOKENS = 512
@@ -82,8 +83,8 @@ class HessianRecorder(Dense):
 
 
 def _recorder(linear: Linear, full: bool) -> Linear:
-    """With the `full` moment or the diagonal, nothing recorded; a layer that is in 4 bits already stays."""
-    if isinstance(linear, Int4):
+    """Records the `full` Hessian or its diagonal; a layer that is quantized already stays as it is."""
+    if not isinstance(linear, Dense):
         return linear
     inputs = linear.weight.shape[1]
     hessian = linear.weight.new_zeros((inputs, inputs) if full else inputs, dtype=torch.float32)
@@ -91,7 +92,7 @@ def _recorder(linear: Linear, full: bool) -> Linear:
 
 
 def _quantized(linear: Linear, group: int) -> Linear:
-    return Int4.quantize(linear, group, linear.hessian) if isinstance(linear, HessianRecorder) else linear
+    return int4_linear(linear, group, linear.hessian) if isinstance(linear, HessianRecorder) else linear
 
 
 def _sampled(decoder: Decoder, weights: DecoderWeights) -> Tensor:

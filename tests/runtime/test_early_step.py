@@ -10,8 +10,9 @@ from ridgeplan.planner.plan import DraftCodes, KVFormat
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.model.decoder import Decoder
-from ridgeplan.runtime.model.linear import Dense, Int4, Linear
+from ridgeplan.runtime.model.linear import Dense, Linear
 from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.quantization.pack import int4_linear
 from ridgeplan.validate.random_decoder import RandomDecoder, llama_like_shape
 from ridgeplan.validate.timing import Bench
 
@@ -100,7 +101,7 @@ def changed(weights: DecoderWeights, change) -> DecoderWeights:
 def own(linear: Dense, narrow: bool) -> Linear:
     """A product with random weights that no other has."""
     dense = Dense(torch.randn_like(linear.weight) / linear.weight.shape[1] ** 0.5)
-    return Int4.quantize(dense, 128) if narrow else dense
+    return int4_linear(dense, 128) if narrow else dense
 
 
 @pytest.mark.parametrize("drafting", [False, True])

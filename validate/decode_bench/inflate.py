@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.model.linear import Dense, Linear
+from ridgeplan.runtime.model.mlp import GatedMLP
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
 from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.validate.decode_bench.channel_map import ChannelMap, InflationError
@@ -84,10 +85,7 @@ class _Inflater:
             qk_norm=None,
             output=self._written(_dense(small.output), channel_map.channels(channel_map.q_heads), channel_map.q_width),
             mlp_norm=self.norm(small.mlp_norm),
-            gate_up=self._gate_up(_dense(small.gate_up)),
-            down=self._written(
-                _dense(small.down), range(_dense(small.down).weight.shape[1]), channel_map.shape.intermediate
-            ),
+            mlp=self._mlp(small.mlp),
         )
 
     def idle(self, like: LayerWeights) -> LayerWeights:
@@ -97,8 +95,10 @@ class _Inflater:
             layer,
             qkv=Dense(self._noise(_dense(layer.qkv).weight)),
             output=Dense(torch.zeros_like(_dense(layer.output).weight)),
-            gate_up=Dense(self._noise(_dense(layer.gate_up).weight)),
-            down=Dense(torch.zeros_like(_dense(layer.down).weight)),
+            mlp=GatedMLP(
+                Dense(self._noise(_dense(layer.mlp.gate_up).weight)),
+                Dense(torch.zeros_like(_dense(layer.mlp.down).weight)),
+            ),
         )
 
     def norm(self, small: Tensor, lift: float = 0.0) -> Tensor:
@@ -141,6 +141,12 @@ class _Inflater:
         if bias is not None and small.bias is not None:
             bias[rows] = (small.bias[source] * scale).to(bias.dtype)
         return Dense(weight, bias)
+
+    def _mlp(self, small: GatedMLP) -> GatedMLP:
+        shape, used = self.channel_map.shape, range(self.channel_map.config.shape.intermediate)
+        return GatedMLP(
+            self._gate_up(_dense(small.gate_up)), self._written(_dense(small.down), used, shape.intermediate)
+        )
 
     def _gate_up(self, small: Dense) -> Dense:
         """Gate and up projections, each with its further channels."""

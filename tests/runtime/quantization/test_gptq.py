@@ -8,10 +8,11 @@ from torch.nn import functional
 
 from ridgeplan import runtime
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.model.linear import Dense, fitting_group
+from ridgeplan.runtime.model.linear import Dense
 from ridgeplan.runtime.model.prefill import prefill_layer
 from ridgeplan.runtime.quantization.calibrate import HessianRecorder, fitted_draft, quantized_draft
 from ridgeplan.runtime.quantization.gptq import DAMPING, quantize_weight
+from ridgeplan.runtime.quantization.pack import fitting_group
 from ridgeplan.runtime.quantization.self_generated import SEQUENCES, TOKENS, own_text
 
 

@@ -31,10 +31,7 @@ def small(q_heads=6, kv_heads=2, biased=False):
     model = RandomDecoder.build(bench, llama_like_shape(2, 48, 80, q_heads, kv_heads, 16), 100, 1)
     weights = model.weights()
     if biased:
-        layers = tuple(
-            replace(layer, **{name: with_bias(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")})
-            for layer in weights.layers
-        )
+        layers = tuple(layer.with_projections(with_bias) for layer in weights.layers)
         weights = replace(weights, layers=layers)
     return model.decoder.config, weights
 
