@@ -32,19 +32,19 @@ from ridgeplan.runtime.statistics import Statistics, Tally
 from ridgeplan.runtime.stopwatch import Stopwatch
 
 GraphKey = tuple[int, tuple[float, int | None, float | None]]  # rows, and the sampling's constants
-KEPT_GRAPHS = 8  # each holds a round's workspace, of which a plan's prediction counts one
+KEPT_GRAPHS = 8  # each holds a round's workspace; a plan's predicted memory counts one
 
 
 @dataclass(frozen=True)
 class Generation:
-    """New tokens of each prompt, a stop token included, and what it took."""
+    """The new tokens of each prompt, a stop token included, and the statistics of generating them."""
 
     tokens: list[list[int]]
     statistics: Statistics
 
 
 class Engine:
-    """Executes one plan. Caches are allocated here, for `plan.workload`; one generation runs at a time."""
+    """Executes one plan. The cache is allocated here, for `plan.workload`; one generation runs at a time."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class Engine:
         draft_weights: DecoderWeights | None = None,
         calibration: Sequence[int] | None = None,
     ) -> None:
-        """draft_weights: what the plan's drafts run on, made from `weights` and `calibration` unless given.
+        """draft_weights: of the plan's drafts, quantized from `weights` and `calibration` unless given.
 
-        Where prompts take their memory, swappable weights of another engine are shared, others are copied.
-        Raises WorkloadError for a calibration that is no text of the model.
+        Where prompts take their memory, swappable weights of another engine are shared and others copied.
+        Raises WorkloadError for a calibration with tokens that are not the model's.
         """
         self.plan, self.source, self.config, self.device = plan, source, config, device
         self.weights = weights
@@ -149,7 +149,7 @@ class Engine:
             self._running = False
 
     def _release(self) -> None:
-        """Frees what a generation that ran out of memory left: the next one, if smaller, starts afresh."""
+        """Frees what a generation that ran out of memory left behind, so that a smaller one can run."""
         self._graphs.clear()
         torch.cuda.empty_cache()
 
@@ -174,12 +174,12 @@ class Engine:
 
     @torch.inference_mode()
     def _start(self, request: Request, cache: Cache, stopwatch: Stopwatch) -> tuple[list[int], Rounds]:
-        """Prefills; the first token of each sequence, and the rounds that continue them."""
+        """Prefills; returns the first token of each sequence, and the rounds that continue them."""
         cache.reset(len(request.prompts))
         speculator = self._speculator(cache, request.sampling)
         self._generator.manual_seed(request.sampling.seed)
         pending = self._prefill(request, speculator, stopwatch)
-        # The first token is drawn already, and the last one never enters the cache.
+        # Prefill draws the first token, and the last one never enters the cache.
         cache.limit(request.max_new_tokens - 1)
         rounds = self._prepared(speculator, stopwatch)
         rounds.start(pending)
@@ -190,7 +190,7 @@ class Engine:
         return Speculator(self.decoder, self.weights, self.draft_weights, cache, policy, sampling, self._generator)
 
     def _prepared(self, speculator: Speculator, stopwatch: Stopwatch) -> Rounds:
-        """Rounds for this number of rows and sampling; on CUDA their graph is captured once."""
+        """Rounds for this number of rows and this sampling; on CUDA their graph is captured once."""
         if self.device.type != "cuda":
             return EagerRounds(speculator)
         kind = speculator.cache.rows, speculator.sampling.graph_key
@@ -200,13 +200,13 @@ class Engine:
                 rounds = GraphRounds(speculator)
         self._graphs[kind] = rounds
         if len(self._graphs) > KEPT_GRAPHS:
-            del self._graphs[next(iter(self._graphs))]  # unused for longest; the capture waited for its last replay
-        # Capturing draws numbers; a generation must not depend on whether it was the first of its kind.
+            del self._graphs[next(iter(self._graphs))]  # least recently used; the capture waited for its last replay
+        # Capturing draws random numbers; a generation must not depend on whether it was the first of its kind.
         self._generator.manual_seed(speculator.sampling.seed + 1)
         return rounds
 
     def _prefill(self, request: Request, speculator: Speculator, stopwatch: Stopwatch) -> Tensor:
-        """Fills the cache; the first token of each sequence, int64 [rows]."""
+        """Fills the cache; returns the first token of each sequence, int64 [rows]."""
         scratch = prompt_arena(self.plan, self.draft_weights, self.device)
         with stopwatch.measure("prefill"), scratch as arena:
             prompts = (torch.tensor(prompt, device=self.device) for prompt in request.prompts)
@@ -231,7 +231,7 @@ class Engine:
 
 
 def _extend(rows: list[SequenceState], tokens: list[list[int]], cache: Cache) -> list[list[int]]:
-    """What each sequence gains; one that met a stop token ends in the cache too."""
+    """The tokens that each sequence gains; one that met a stop token ends in the cache as well."""
     gained = []
     for index, (row, more) in enumerate(zip(rows, tokens, strict=True)):
         running = not row.done
@@ -242,5 +242,5 @@ def _extend(rows: list[SequenceState], tokens: list[list[int]], cache: Cache) ->
 
 
 def _flushes(row: SequenceState, cache: KVCacheConfig) -> int:
-    """Groups that decoding quantized."""
+    """Groups of a sequence that were quantized while it was decoded."""
     return cache.quantized_groups(row.prompt_tokens + row.cached) - cache.quantized_groups(row.prompt_tokens)

@@ -1,4 +1,4 @@
-"""From a plan and a model's name to an engine."""
+"""Loading: from a plan and a model's name to an engine."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def load(
 ) -> Engine:
     """An engine that executes `plan` with `model`: a safetensors folder, a GGUF file or a hub id.
 
-    device: "cuda" where there is one (of several, CUDA_VISIBLE_DEVICES chooses), else "cpu". dtype: bfloat16 on CUDA,
-    else float32. weights: another engine's `weights` of the same model, to share instead of reading them again.
-    calibration: token ids of a text like what will be decoded, 1000 or more; drafts with 4-bit weights are quantized
-    for it (see `quantized_draft`).
-    Raises UnsupportedPlan, ModelError, or WorkloadError for a device that is not there, not the weights' or, on
-    CUDA, too small: before anything is allocated, naming the largest context and batch that would fit.
+    device: by default "cuda" where there is one (of several, CUDA_VISIBLE_DEVICES chooses), else "cpu". dtype: by
+    default bfloat16 on CUDA, else float32. weights: another engine's `weights` of the same model, to share instead of
+    reading them again. calibration: token ids, 1000 or more, of a text like what will be decoded; drafts with 4-bit
+    weights are quantized for it (see `quantized_draft`).
+    Raises UnsupportedPlan; ModelError; or WorkloadError for a device that does not exist, is not that of `weights` or,
+    on CUDA, has too little memory. The last names the largest context and batch that would fit, and is raised before
+    anything is allocated.
     """
     require_executable(plan)
     if calibration is not None and not plan.weights.draft_differs:
@@ -54,7 +55,7 @@ def load(
 
 
 def require_executable(plan: Plan) -> None:
-    """Raises UnsupportedPlan naming what of the plan can only be estimated."""
+    """Raises UnsupportedPlan, naming what of the plan can be estimated only."""
     missing = missing_execution(plan)
     if missing:
         raise UnsupportedPlan(f"this plan can be estimated but not executed: {'; '.join(missing)}")
@@ -69,7 +70,10 @@ def _device(name: str | None) -> torch.device:
 
 
 def _check_context(plan: Plan, shape: ModelShape) -> None:
-    """Raises UnsupportedPlan when a sliding window would cut what the plan's cache layout assumes whole."""
+    """Raises UnsupportedPlan where a sliding window would cut into what the plan's drafts or codes read.
+
+    Warns where sequences pass the model's context limit.
+    """
     final = plan.workload.final_context
     window = shape.window_tokens or final
     plain = plan.kv.format is KVFormat.FULL and not plan.speculation.active

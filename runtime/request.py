@@ -1,4 +1,4 @@
-"""A checked request, and the sequences that it grows."""
+"""A checked request, and the state of its sequences while they are generated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Prompts = Sequence[Sequence[int]] | Sequence[int] | Tensor
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate. Raises WorkloadError for values out of range; `check` compares it with an engine."""
+    """What to generate. Raises WorkloadError for values out of range; `check` adds the engine's limits."""
 
     prompts: tuple[tuple[int, ...], ...]
     max_new_tokens: int
@@ -54,21 +54,21 @@ class SequenceState:
     limit: int
     stop_token_ids: frozenset[int]
     tokens: list[int] = field(default_factory=list)
-    cached: int = 0  # tokens that rounds kept, with those past the end
+    cached: int = 0  # tokens that rounds kept, those past a stop token included
     stopped: bool = False
 
     @property
     def left(self) -> int:
-        """Tokens that may still follow."""
+        """New tokens that may still follow."""
         return 0 if self.stopped else self.limit - len(self.tokens)
 
     @property
     def done(self) -> bool:
-        """Whether it reached its limit or a stop token."""
+        """Whether it has reached its limit or a stop token."""
         return self.left == 0
 
     def extend(self, tokens: Iterable[int]) -> list[int]:
-        """Appends up to the limit or a stop token, which is kept; returns what was appended."""
+        """Appends tokens up to the limit or a stop token, which is kept; returns those appended."""
         start = len(self.tokens)
         for token in tokens:
             if self.done:

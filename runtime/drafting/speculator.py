@@ -1,6 +1,6 @@
-"""The parts of a round: draft gamma tokens, verify them in one pass of the target, keep what it agrees with.
+"""The parts of a round: draft gamma tokens, verify them in one pass of the target, keep those that are accepted.
 
-With gamma 0 a round is one step of plain decoding, on the same code path and with the same flush rule.
+With gamma 0 a round is one step of plain decoding, on the same code path and with the same rule for flushes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ridgeplan.runtime.sampling import SamplingParams
 
 @dataclass(frozen=True, eq=False)
 class Drafts:
-    """Drafted tokens int64 [rows, gamma] and what each of the gamma was drawn from, of [rows]."""
+    """Drafted tokens int64 [rows, gamma], and for each of the gamma what it was drawn from, [rows]."""
 
     tokens: Tensor
     choices: Sequence[Choice]
@@ -31,9 +31,9 @@ class Drafts:
 
 @dataclass(frozen=True, eq=False)
 class Speculator:
-    """What rounds are made of. Nothing here asks the device for a value, so each part can be captured whole.
+    """What rounds are made of. Nothing here waits for the device, so a whole round can be captured as a graph.
 
-    Between rounds `pending` [rows] is each row's last token, emitted but not yet in the cache.
+    Between rounds `pending` [rows] is each row's last token: emitted, but not in the cache yet.
     """
 
     decoder: Decoder
@@ -49,7 +49,7 @@ class Speculator:
         return draw(self.sampling.choice(logits), self._uniform(len(logits)))
 
     def draft(self, pending: Tensor) -> Drafts:
-        """gamma tokens, one forward pass of the draft each."""
+        """gamma tokens, with one forward pass of the draft for each."""
         gamma = self.cache.config.gamma
         token, tokens, choices = pending, [], []
         uniform = self._uniform(gamma, len(pending))
@@ -73,9 +73,9 @@ class Speculator:
         )
 
     def keep(self, pending: Tensor, verified: VerifyResult, active: Tensor) -> tuple[Tensor, RoundFigures]:
-        """Advances the active rows; the others repeat their last round without effect.
+        """Advances the rows in `active`, bool [rows]; the others repeat their last round without effect.
 
-        The next pending tokens, and the round's figures.
+        Returns the next pending tokens and the round's figures.
         """
         kept, accepted, judged = (count * active for count in (verified.advance, verified.accepted, verified.judged))
         self.cache.advance(kept.int())

@@ -71,7 +71,7 @@ def load_tokenizer(source: str) -> Any:
 
 
 def _read(load: Any, source: str) -> Any:
-    # Without trust_remote_code, so a checkpoint's own Python is refused by transformers with a ValueError.
+    # Never with trust_remote_code: transformers then refuses a checkpoint's own Python with a ValueError.
     try:
         with no_progress_bars():
             return load()

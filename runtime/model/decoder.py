@@ -16,7 +16,7 @@ from ridgeplan.runtime.model_config import DecoderConfig
 
 
 class Decoder:
-    """Computes layers of `config` on one device; weights and cache are arguments, so drafts share it."""
+    """Computes layers of `config` on one device; weights and cache are arguments, so that drafts use it too."""
 
     def __init__(self, config: DecoderConfig, device: torch.device) -> None:
         self.config = config
@@ -41,12 +41,12 @@ class Decoder:
     def project(
         self, layer: LayerWeights, normed: Tensor, tables: Tables, keys: Tensor, values: Tensor, slots: Tensor
     ) -> Tensor:
-        """Rotated queries [rows, queries, q_heads, head_dim]; KV of the tokens enters `slots` of keys and values."""
+        """Rotated queries [rows, queries, q_heads, head_dim]; the tokens' KV is written to `slots` of keys and values."""
         q_heads, eps = self.config.shape.q_heads, self.config.norm_eps
         return rope_append(layer.qkv(normed), tables, keys, values, slots, q_heads, qk_norm=layer.qk_norm, eps=eps)
 
     def norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream with `update` added, and that normed."""
+        """The residual stream with `update` added, and its norm."""
         return add_rms_norm(hidden, update, weight, self.config.norm_eps)
 
     def _attend(self, index: int, cache: Cache, metadata: AttentionMetadata, q: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Prefill of one prompt, layer by layer.
 
-A layer runs over the whole prompt with exact attention, hands its KV to the cache and leaves its place to the next
-layer's. So the workspace is the prompt's hidden states, one layer's queries and KV, all of which may lie in borrowed
-memory, and either one chunk of the MLP or the attention of a few heads; a full-precision copy of all layers' KV never
+A layer runs over the whole prompt with exact attention, hands its KV to the cache, and its buffers serve the next
+layer. So the workspace is the prompt's hidden states and one layer's queries and KV, all of which may lie in a scratch
+arena, and either one chunk of the MLP or the attention of a few heads. A full-precision copy of all layers' KV never
 exists.
 """
 
@@ -22,8 +22,8 @@ from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
 
 CHUNK_TOKENS = 4096  # of the projections and the MLP: enough rows for full speed, few enough for a small workspace
-ATTENDED_TOKENS = 1 << 16  # times KV heads that attend at once: enough to fill a GPU
-# On an H200 cuDNN reaches 580 to 690 TFLOP/s on prompts of 8k to 128k tokens, FlashAttention-2 310 to 340.
+ATTENDED_TOKENS = 1 << 16  # tokens times KV heads that attend at once: enough to fill a GPU
+# cuDNN first: on long prompts it is about twice as fast as FlashAttention-2 (H200, 8k to 128k tokens).
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -41,9 +41,9 @@ def prefill(
     chunk_tokens: int = CHUNK_TOKENS,
     arena: Arena | None = None,
 ) -> Tensor:
-    """Fills `row` of the cache from prompt [tokens]; logits [vocab] that follow its last token.
+    """Fills `row` of the cache from prompt [tokens]; returns the logits [vocab] that follow its last token.
 
-    arena: what the long buffers are taken from, emptied first; without one they are allocated.
+    arena: what the long buffers are taken from, cleared first; without one they are allocated.
     """
     arena = arena or Arena.without_memory(prompt.device)
     arena.clear()
@@ -58,7 +58,9 @@ def prefill(
 
 
 class LayerBuffers(NamedTuple):
-    """What each layer fills anew: queries [tokens, q_heads, head_dim]; keys, values [1, kv_heads, tokens, head_dim]."""
+    """Filled by one layer after another: queries [tokens, q_heads, head_dim]; keys, values [1, kv_heads, tokens,
+    head_dim].
+    """
 
     queries: Tensor
     keys: Tensor
@@ -66,7 +68,7 @@ class LayerBuffers(NamedTuple):
 
     @classmethod
     def take(cls, arena: Arena, shape: ModelShape, hidden: Tensor) -> LayerBuffers:
-        """For a prompt with these hidden states [tokens, hidden]."""
+        """Buffers for a prompt with these hidden states [tokens, hidden]."""
         tokens = len(hidden)
         kv_sizes = (1, shape.kv_heads, tokens, shape.head_dim)
         q_sizes = (tokens, shape.q_heads, shape.head_dim)
@@ -81,9 +83,9 @@ def prefill_layer(
     chunk_tokens: int = CHUNK_TOKENS,
     buffers: LayerBuffers | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Updates hidden [tokens, hidden] in place; keys and values [kv_heads, tokens, head_dim].
+    """Updates hidden [tokens, hidden] in place; returns keys and values [kv_heads, tokens, head_dim].
 
-    They are views of `buffers`, which are allocated unless given.
+    These are views of `buffers`, which are allocated unless given.
     """
     tokens = len(hidden)
     shape = decoder.config.shape
@@ -101,9 +103,9 @@ def prefill_layer(
 
 
 def attend_in_place(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> None:
-    """`causal_attention` of queries [tokens, q_heads, head_dim], whose place the output takes.
+    """`causal_attention` of queries [tokens, q_heads, head_dim], which the output overwrites.
 
-    Of long prompts few heads at a time, so that the output beside the queries stays small.
+    A long prompt's heads attend a few at a time, so that the part of the output beside the queries stays small.
     """
     kv_heads, tokens = keys.shape[:2]
     ratio, together = queries.shape[1] // kv_heads, max(1, ATTENDED_TOKENS // tokens)
@@ -116,7 +118,7 @@ def attend_in_place(queries: Tensor, keys: Tensor, values: Tensor, window: int |
 def causal_attention(q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
     """Attention of a whole prompt: q [q_heads, tokens, head_dim]; keys, values [kv_heads, tokens, head_dim].
 
-    A token sees itself and the ones before it, with `window` at most so many in all.
+    A token attends to itself and to those before it, to at most `window` in all.
     """
     tokens = q.shape[1]
     if window is None or tokens <= window:

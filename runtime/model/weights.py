@@ -92,7 +92,7 @@ def _with_tensors(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _own(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy: a single view would keep the whole mapped checkpoint in memory."""
+    """A copy: one view is enough to keep the whole mapped checkpoint in memory."""
     return tensor.to(device, copy=True)
 
 
@@ -117,7 +117,7 @@ def _layer(shape: ModelShape, state: dict[str, Tensor], prefix: str, device: tor
 
 
 def _qk_norm(shape: ModelShape, state: dict[str, Tensor], prefix: str, device: torch.device) -> Tensor | None:
-    """Qwen3's per-head norms, one row per query head and KV head, so that one product serves both."""
+    """Qwen3's norms, one row for each query head and KV head, so that one operation applies both."""
     if f"{prefix}self_attn.q_norm.weight" not in state:
         return None
     q_norm, k_norm = (state.pop(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")

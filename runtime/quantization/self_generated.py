@@ -1,4 +1,4 @@
-"""Text that a model writes by itself, for what has to be fitted to its inputs where no text is given."""
+"""Calibration text that a model writes itself, for where no text is given."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TOKENS = 128  # of each
 
 
 @torch.inference_mode()
-def own_text(decoder: Decoder, weights: DecoderWeights) -> Tensor:
-    """Token ids int64 [SEQUENCES, TOKENS], always the same: a random token, and what is drawn from there on.
+def self_generated_text(decoder: Decoder, weights: DecoderWeights) -> Tensor:
+    """Token ids int64 [SEQUENCES, TOKENS], the same for every call: a random token, then what the model samples.
 
-    Source: data-free quantization of LLM-QAT (Liu et al. 2023, arXiv 2305.17888, sec. 2.1), there for training.
+    Source: data-free quantization of LLM-QAT (Liu et al. 2023, arXiv 2305.17888, section 2.1), there for training.
     """
     shape, device = decoder.config.shape, weights.embedding.device
     cache = Cache(shape, KVCacheConfig(batch=SEQUENCES, context=TOKENS), device, weights.embedding.dtype)
