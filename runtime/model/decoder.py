@@ -41,7 +41,7 @@ class Decoder:
     def project(
         self, layer: LayerWeights, normed: Tensor, tables: Tables, keys: Tensor, values: Tensor, slots: Tensor
     ) -> Tensor:
-        """Rotated queries [rows, queries, q_heads, head_dim]; the tokens' KV is written to `slots` of keys and values."""
+        """Rotated queries [rows, queries, q_heads, head_dim]; the tokens' KV goes to `slots` of keys and values."""
         q_heads, eps = self.config.shape.q_heads, self.config.norm_eps
         return rope_append(layer.qkv(normed), tables, keys, values, slots, q_heads, qk_norm=layer.qk_norm, eps=eps)
 
