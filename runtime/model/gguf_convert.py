@@ -1,4 +1,4 @@
-"""GGUF files are converted once to a safetensors folder in the user's cache, which later loads read."""
+"""A GGUF file is converted once, to a safetensors folder in the user's cache that later loads read."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
+from transformers.utils import logging
 
 from ridgeplan.roofline.catalog.gguf_header import read_gguf_header
 from ridgeplan.runtime.errors import ModelError
-from ridgeplan.runtime.model.quiet import no_progress_bars
 
-# The readers index and unpack whatever the file holds, so a corrupt one fails in any of these ways.
+# transformers and gguf index and unpack whatever the file holds, so a corrupt one fails in any of these ways.
 _READ_ERRORS = (
     ValueError,
     TypeError,
@@ -57,8 +57,20 @@ def cache_root() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "ridgeplan"
 
 
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Silences transformers' progress bars inside the body."""
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
 def _key(path: Path) -> str:
-    """A file's identity without reading it: its place, size and time of change."""
+    """A file's identity without reading it: path, size and modification time."""
     status = path.stat()
     text = f"{CONVERSION}\n{path.resolve()}\n{status.st_size}\n{status.st_mtime_ns}"
     return f"{path.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -81,7 +93,7 @@ def _staging(folder: Path) -> Iterator[Path]:
 
 
 def _convert(path: Path, staging: Path) -> None:
-    """Writes config, weights and tokenizer; in float32, since decoded 4-bit values need more than 16 bits."""
+    """Writes config, weights and tokenizer; in float32, since dequantized 4-bit values need more than 16 bits."""
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
         read_gguf_header(path)  # raises for counts and sizes that the file does not hold, which the readers follow
@@ -97,8 +109,8 @@ def _convert(path: Path, staging: Path) -> None:
 
 
 def _tensors(path: Path, config: Any) -> dict[str, torch.Tensor]:
-    """The decoded tensors under transformers' names, which it derives from an empty model."""
-    # Loading through from_pretrained would need the accelerate package for the same conversion.
+    """The dequantized tensors under transformers' names, which it derives from an empty model."""
+    # from_pretrained would do the same conversion, but needs the accelerate package for it.
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     with torch.device("meta"):

@@ -11,6 +11,7 @@ import torch
 from ridgeplan import runtime
 from ridgeplan.runtime import engine as engine_module
 from ridgeplan.runtime.errors import ModelError, UnsupportedPlan, WorkloadError
+from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.stopwatch import Stopwatch
 
 
@@ -23,7 +24,7 @@ def test_stop_tokens_end_a_sequence_and_are_kept(engine, prompts):
     ids = prompts(50, 70)
     whole = engine.generate(ids, 40).tokens
     stop = whole[0][11]
-    stopped = engine.generate(ids, 40, stop_tokens=[stop]).tokens
+    stopped = engine.generate(ids, 40, SamplingParams(stop_token_ids=[stop])).tokens
     for tokens, full in zip(stopped, whole, strict=True):
         end = full.index(stop) + 1 if stop in full else len(full)
         assert tokens == full[:end]
@@ -43,7 +44,7 @@ def test_the_graphs_of_the_latest_kinds_are_kept(monkeypatch):
     captured = []
 
     def capture(speculator):
-        captured.append(speculator.sampling)
+        captured.append(speculator.sampling.temperature)
         return object()
 
     monkeypatch.setattr(engine_module, "GraphRounds", capture)
@@ -52,30 +53,33 @@ def test_the_graphs_of_the_latest_kinds_are_kept(monkeypatch):
     engine = SimpleNamespace(device=device, _graphs={}, _generator=generator)
     stopwatch = Stopwatch(torch.device("cpu"))
 
-    def prepared(sampling):
+    def prepared(temperature, seed=0):
+        sampling = SamplingParams(temperature, seed=seed, stop_token_ids=(seed,))
         speculator = SimpleNamespace(cache=SimpleNamespace(rows=1), sampling=sampling)
-        return engine_module.Engine._prepared(engine, speculator, 0, stopwatch)
+        return engine_module.Engine._prepared(engine, speculator, stopwatch)
 
-    first = prepared("a")
-    for sampling in "bcad":  # "a" is used again, so "b" goes
-        prepared(sampling)
+    first = prepared(1)
+    for temperature in (2, 3, 1, 4):  # 1 is used again, so 2 goes
+        prepared(temperature, seed=temperature)  # a graph serves all seeds and stop tokens
     assert len(engine._graphs) == 3
-    assert prepared("a") is first
-    prepared("b")
-    assert captured == [*"abcdb"]
+    assert prepared(1) is first
+    prepared(2)
+    assert captured == [1, 2, 3, 4, 2]
 
 
 def test_seeds_reproduce_and_differ(engine, prompts):
     ids = prompts(50, 70)
-    first = engine.generate(ids, 30, temperature=1.0, seed=1).tokens
-    assert engine.generate(ids, 30, temperature=1.0, seed=1).tokens == first
-    assert engine.generate(ids, 30, temperature=1.0, seed=2).tokens != first
+    first, again, other = (
+        engine.generate(ids, 30, SamplingParams(temperature=1.0, seed=seed)).tokens for seed in (1, 1, 2)
+    )
+    assert again == first
+    assert other != first
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_k": 20, "seed": 3}], ids=["greedy", "sampled"])
 def test_streaming_equals_generating(engine, prompts, options):
-    [ids] = prompts(50)
-    assert list(engine.stream(ids, 30, **options)) == engine.generate(ids, 30, **options).tokens[0]
+    [ids], sampling = prompts(50), SamplingParams(**options)
+    assert list(engine.stream(ids, 30, sampling)) == engine.generate(ids, 30, sampling).tokens[0]
 
 
 @pytest.mark.parametrize("convert", [list, torch.tensor, lambda ids: torch.tensor([ids]), lambda ids: [ids]])
@@ -185,33 +189,26 @@ def test_a_closed_engine_says_so(tiny_model, make_plan, prompts):
 
 
 @pytest.mark.parametrize(
-    "ids, new_tokens, options, message",
+    "ids, new_tokens, message",
     [
-        ([], 5, {}, "no prompt was given"),
-        ([[]], 5, {}, "prompt 0 is empty"),
-        ([[1], []], 5, {}, "prompt 1 is empty"),
-        ([1] * 129, 5, {}, "the length of prompt 0 is 129; allowed by the plan: up to 128"),
-        ([[1]] * 4, 5, {}, "the batch is 4; allowed by the plan: up to 3"),
-        ([1, 128], 5, {}, "a token of prompt 0 is 128; allowed: a whole number from 0 to 127"),
-        ([1, -1], 5, {}, "a token of prompt 0 is -1"),
-        ([1, 2.5], 5, {}, "a token of prompt 0 is 2.5"),
-        ([1], 129, {}, "max_new_tokens is 129; allowed by the plan: up to 128"),
-        ([1], 0, {}, "max_new_tokens is 0; allowed: a whole number 1 or more"),
-        ([1], True, {}, "max_new_tokens is True"),
-        ([1], 5, {"seed": -1}, "seed is -1"),
-        ([1], 5, {"stop_tokens": 2}, "stop_tokens is 2; allowed: several token ids"),
-        ([1], 5, {"stop_tokens": ["</s>"]}, "a stop token is '</s>'; allowed: a whole number 0 or more"),
-        ([1], 5, {"temperature": -0.5}, "temperature is -0.5"),
-        ([1], 5, {"temperature": float("nan")}, "temperature is nan"),
-        ([1], 5, {"top_p": 2.0}, "top_p is 2.0"),
-        ([1], 5, {"top_k": 0}, "top_k is 0"),
-        ("text", 5, {}, "prompts are of type str; allowed: token ids, not text"),
-        (torch.ones(3), 5, {}, "prompts are torch.float32 of 1 dimensions"),
+        ([], 5, "no prompt was given"),
+        ([[]], 5, "prompt 0 is empty"),
+        ([[1], []], 5, "prompt 1 is empty"),
+        ([1] * 129, 5, "the length of prompt 0 is 129; allowed by the plan: up to 128"),
+        ([[1]] * 4, 5, "the batch is 4; allowed by the plan: up to 3"),
+        ([1, 128], 5, "a token of prompt 0 is 128; allowed: a whole number from 0 to 127"),
+        ([1, -1], 5, "a token of prompt 0 is -1"),
+        ([1, 2.5], 5, "a token of prompt 0 is 2.5"),
+        ([1], 129, "max_new_tokens is 129; allowed by the plan: up to 128"),
+        ([1], 0, "max_new_tokens is 0; allowed: a whole number 1 or more"),
+        ([1], True, "max_new_tokens is True"),
+        ("text", 5, "prompts are of type str; allowed: token ids, not text"),
+        (torch.ones(3), 5, "prompts are torch.float32 of 1 dimensions"),
     ],
 )
-def test_bad_requests_are_named_in_one_line(engine, ids, new_tokens, options, message):
+def test_bad_requests_are_named_in_one_line(engine, ids, new_tokens, message):
     with pytest.raises(WorkloadError, match=message) as caught:
-        engine.generate(ids, new_tokens, **options)
+        engine.generate(ids, new_tokens)
     assert "\n" not in str(caught.value)
 
 
