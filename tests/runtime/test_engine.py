@@ -31,6 +31,53 @@ def test_stop_tokens_end_a_sequence_and_are_kept(engine, prompts):
     assert len(stopped[0]) <= 12
 
 
+def test_a_stopped_row_rests_in_the_cache(engine, prompts):
+    ids = prompts(50, 70)
+    stopping, whole = engine.generate(ids, 60).tokens
+    stop = next(token for token in stopping if token not in whole)
+    place = stopping.index(stop)
+    engine.generate(ids, 60, SamplingParams(stop_token_ids=[stop]))
+    # At most the round in which it stopped was kept whole; the other row's last token never enters the cache.
+    assert 50 + place <= engine.cache.lengths[0] <= 50 + place + engine.plan.speculation.gamma
+    assert engine.cache.lengths[1] == 70 + 59
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "a round late"])
+def test_stops_and_limits_hold_also_where_the_host_reads_a_round_late(engine, prompts, monkeypatch, late):
+    """As with CUDA graphs, where the next round runs before the host has seen a stop token in the last one."""
+    ids = prompts(50, 70, 33)
+    whole = engine.generate(ids, 60)
+    stop = whole.tokens[0][20]
+    expected = engine.generate(ids, 60, SamplingParams(stop_token_ids=[stop]))
+    monkeypatch.setattr(engine_module.EagerRounds, "depth", 2 if late else 1)
+    assert counts(engine.generate(ids, 60)) == counts(whole)
+    found = engine.generate(ids, 60, SamplingParams(stop_token_ids=[stop]))
+    assert counts(found) == counts(expected)
+    assert found.tokens == [row[: row.index(stop) + 1] if stop in row else row for row in whole.tokens]
+    assert engine.generate(ids, 7).tokens == [row[:7] for row in whole.tokens]
+
+
+def counts(generation):
+    """All of a generation but its times."""
+    figures = generation.statistics
+    return generation.tokens, figures.rounds, figures.sequence_rounds, figures.decoded, figures.flushes
+
+
+def test_no_more_rounds_are_launched_than_may_be_needed(engine, prompts, monkeypatch):
+    launched = []
+
+    class Counted(engine_module.EagerRounds):
+        depth = 2
+
+        def launch(self):
+            launched.append(self.in_flight)
+            super().launch()
+
+    monkeypatch.setattr(engine_module, "EagerRounds", Counted)
+    engine.generate(prompts(50, 70), 2)  # of which prefill gives the first, and a round at least one more
+    assert launched == [0]
+
+
 @pytest.mark.parametrize("new_tokens", [1, 2, 3, 4, 5, 17])
 def test_exactly_the_asked_tokens_are_delivered(engine, prompts, new_tokens):
     ids = prompts(50, 70, 33)
@@ -44,7 +91,7 @@ def test_the_graphs_of_the_latest_kinds_are_kept(monkeypatch):
     captured = []
 
     def capture(speculator):
-        captured.append(speculator.sampling.temperature)
+        captured.append((speculator.cache.rows, speculator.sampling.temperature))
         return object()
 
     monkeypatch.setattr(engine_module, "GraphRounds", capture)
@@ -53,9 +100,9 @@ def test_the_graphs_of_the_latest_kinds_are_kept(monkeypatch):
     engine = SimpleNamespace(device=device, _graphs={}, _generator=generator)
     stopwatch = Stopwatch(torch.device("cpu"))
 
-    def prepared(temperature, seed=0):
+    def prepared(temperature, seed=0, rows=1):
         sampling = SamplingParams(temperature, seed=seed, stop_token_ids=(seed,))
-        speculator = SimpleNamespace(cache=SimpleNamespace(rows=1), sampling=sampling)
+        speculator = SimpleNamespace(cache=SimpleNamespace(rows=rows), sampling=sampling)
         return engine_module.Engine._prepared(engine, speculator, stopwatch)
 
     first = prepared(1)
@@ -64,7 +111,8 @@ def test_the_graphs_of_the_latest_kinds_are_kept(monkeypatch):
     assert len(engine._graphs) == 3
     assert prepared(1) is first
     prepared(2)
-    assert captured == [1, 2, 3, 4, 2]
+    prepared(2, rows=2)
+    assert captured == [(1, 1), (1, 2), (1, 3), (1, 4), (1, 2), (2, 2)]
 
 
 def test_seeds_reproduce_and_differ(engine, prompts):
@@ -80,12 +128,6 @@ def test_seeds_reproduce_and_differ(engine, prompts):
 def test_streaming_equals_generating(engine, prompts, options):
     [ids], sampling = prompts(50), SamplingParams(**options)
     assert list(engine.stream(ids, 30, sampling)) == engine.generate(ids, 30, sampling).tokens[0]
-
-
-@pytest.mark.parametrize("convert", [list, torch.tensor, lambda ids: torch.tensor([ids]), lambda ids: [ids]])
-def test_prompts_come_as_lists_or_tensors(engine, prompts, convert):
-    [ids] = prompts(50)
-    assert engine.generate(convert(ids), 5).tokens == engine.generate([ids], 5).tokens
 
 
 def test_progress_counts_delivered_tokens(engine, prompts):
@@ -114,6 +156,8 @@ def test_statistics_follow_their_definitions(engine, prompts):
     assert statistics.ttft_ms == pytest.approx(1e3 * statistics.prefill_s)
     round_ms = 1e3 * statistics.decode_s / statistics.rounds
     assert statistics.tpot_ms == pytest.approx(round_ms / statistics.tokens_per_round)
+    # Groups of 32 tokens: 50 tokens become 109 and 70 become 129 in the cache, with 0 to 2 and 1 to 3 groups of codes.
+    assert statistics.flushes == 4
     assert statistics.decode_s >= statistics.rounds * statistics.verify_s * 0.5
     assert 0 < statistics.draft_s < statistics.decode_s
     assert statistics.flush_s < statistics.decode_s
@@ -177,6 +221,14 @@ def test_peak_memory_covers_weights_and_cache(make_plan, tiny_model):
     command = [sys.executable, "-c", code, make_plan("int4x2", 2).to_json(), model.folder]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
     assert printed == "None" or 100e6 < int(printed) < 1e9  # its weights are 103 MB
+
+
+def test_the_peak_is_each_generations_own(engine, prompts, monkeypatch):
+    calls = []
+    meter = SimpleNamespace(restart=lambda: calls.append("restart"), peak_bytes=lambda: len(calls))
+    monkeypatch.setattr(engine, "_meter", meter)
+    peaks = [engine.generate(prompts(50), 5).statistics.peak_memory_bytes for _ in "ab"]
+    assert (calls, peaks) == (["restart", "restart"], [1, 2])
 
 
 def test_a_closed_engine_says_so(tiny_model, make_plan, prompts):

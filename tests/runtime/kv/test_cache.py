@@ -130,6 +130,63 @@ def test_rows_are_active_until_their_ends():
     assert cache.max_tokens().tolist() == [1, 1]
 
 
+def test_ends_are_set_by_limits_and_stops():
+    cache = build("int4x2")
+    cache.lengths.copy_(torch.tensor([50, 60]))
+    cache.limit(10)
+    assert cache.ends.tolist() == [60, 70]
+    with cache.all_stopped():
+        assert cache.active().tolist() == [False, False]
+    assert cache.active().tolist() == [True, True]
+    cache.stop(1)
+    assert cache.ends.tolist() == [60, 0]
+    assert cache.active().tolist() == [True, False]
+
+
+def test_a_reset_forgets_the_last_generation():
+    cache = build("int4x2")
+    cache.lengths.copy_(torch.tensor([63, 64]))
+    cache.ends.copy_(torch.tensor([70, 80]))
+    cache.reset(1)
+    assert cache.lengths.tolist() == [0, 0]
+    assert cache.ends.tolist() == [300, 0]  # rows that are in use go up to the context
+    assert cache.active().tolist() == [True]
+
+
+def test_a_row_alone_has_the_codes_of_its_own_layers(kv):
+    cache, both = build("int4x2"), build("int4x2")
+    prefill(both, kv, [90, 90])
+    cache.reset(1)
+    for layer in range(2):
+        cache.store_prompt(layer, 0, *(store[layer, 0, :, :90] for store in kv))
+    cache.finish_prompt(0, 90)
+    for layer in range(2):
+        assert torch.equal(contents(cache, layer, 0), contents(both, layer, 0))
+        assert (contents(cache, layer, 0) - kv[0][layer, 0, :, :90]).abs().max() < 0.05
+
+
+def test_positions_count_from_the_texts_start_and_slots_from_the_buffers():
+    lengths = torch.tensor([63, 100])
+    for kv_format, slots in {"int4x2": [[64, 65], [37, 38]], "bf16+int4": [[64, 65], [101, 102]]}.items():
+        cache = build(kv_format, gamma=3)
+        cache.lengths.copy_(lengths)
+        one = cache.draft_metadata(1)
+        assert one.positions.tolist() == [[64], [101]]
+        assert one.slots.tolist() == [row[:1] for row in slots]
+        assert one.end.tolist() == [row[0] + 1 for row in slots]
+        assert cache.target_metadata(3).positions.tolist() == [[63, 64, 65], [100, 101, 102]]
+        assert [row[1:] for row in cache.target_metadata(3).slots.tolist()] == slots
+
+
+def test_only_targets_read_lower_codes_where_drafts_have_the_upper():
+    for kv_format, lower in {"int4x2": False, "bf16+int4": False, "int8": True}.items():
+        cache = build(kv_format, gamma=3)
+        assert cache.draft_metadata(0).lower == lower
+        assert cache.target_metadata(1).lower
+        assert cache.draft_metadata(0).groups is not None
+    assert build("bf16", gamma=3).draft_metadata(0).groups is None
+
+
 def test_the_buffer_never_overflows():
     cache = build("int4x2", gamma=7)
     last = max(int(cache.quantized(torch.tensor(n)) * -1 + n + 7) for n in range(300))
