@@ -22,7 +22,7 @@ def test_json_and_toml_as_text_and_as_bytes() -> None:
         ('{"a": 1, "b": {"c": 1, "c": 1}}', "the key 'c' stands twice in one object"),
         ("[NaN]", "NaN stands for a number; allowed: finite numbers"),
         ("[-Infinity]", "-Infinity stands for a number"),
-        ("1" * 401, "a number has 401 digits; allowed: up to 400"),
+        ("1" * 4001, "a number has 4001 digits; allowed: up to 4000"),
         ("1" * 10_000, "a number has 10000 digits"),
         ("[" * 100_000, "it is nested too deeply"),
         (b"\xff{}", "it is not UTF-8 text: byte 0 is 0xff"),
@@ -39,7 +39,7 @@ def test_json_that_is_refused(document: str | bytes, message: str) -> None:
 
 
 def test_numbers_within_a_floats_range_and_somewhat_beyond_are_left_to_the_fields() -> None:
-    assert parse_json("1" * 400) == int("1" * 400)
+    assert parse_json("1" * 4000) == int("1" * 4000)
     assert parse_json("1e999") == float("inf")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ridgeplan.roofline.catalog.gguf_header import MAX_ITEMS, read_gguf_header
+from ridgeplan.roofline.catalog.gguf_header import read_gguf_header
 
 # Types of values, by the specification.
 UINT8, INT8, UINT16, INT16, UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64, INT64, FLOAT64 = range(13)
@@ -85,7 +85,7 @@ HUGE = (2**40, 2**63 - 1, 2**64 - 1)
 )
 def test_counts_that_the_file_cannot_hold_are_not_followed(tmp_path: Path, content, count: int) -> None:
     path = written(tmp_path / "bad.gguf", content(count), size=4096)
-    with pytest.raises(ValueError, match=rf"^{count} items of \d+ bytes or more are announced where \d+ bytes follow"):
+    with pytest.raises(ValueError, match=rf"^it announces {count} items in its header; allowed here: up to \d+$"):
         read_gguf_header(path)
 
 
@@ -101,8 +101,8 @@ def test_counts_that_the_file_cannot_hold_are_not_followed(tmp_path: Path, conte
 def test_a_count_is_refused_from_the_first_that_does_not_fit(tmp_path: Path, content, room: int) -> None:
     """Room for ten of the shortest items, in zeros."""
     size = len(content(0)) + room
-    assert "announced" not in problem(written(tmp_path / "ten.gguf", content(10), size=size))
-    assert "11 items" in problem(written(tmp_path / "eleven.gguf", content(11), size=size))
+    assert "announces" not in problem(written(tmp_path / "ten.gguf", content(10), size=size))
+    assert problem(written(tmp_path / "eleven.gguf", content(11), size=size)).startswith("it announces 11 items")
 
 
 def problem(path: Path) -> str:
@@ -114,15 +114,30 @@ def problem(path: Path) -> str:
     return ""
 
 
-def test_counts_are_limited_even_in_files_that_could_hold_them(tmp_path: Path) -> None:
-    """4 million empty strings are zeros, of which a model file of some gigabytes may have any number."""
-    several = [value(f"words{index}", ARRAY, array(STRING, 4, bytes(32))) for index in range(2)]
-    head = start(0, 3) + b"".join(several) + string("many") + struct.pack("<I", ARRAY)
-    allowed = MAX_ITEMS - 3 - 2 * 4
-    size = 8 * MAX_ITEMS + 4096
-    assert problem(written(tmp_path / "zeros.gguf", head + array(STRING, allowed, b""), size=size)) == ""
-    longer = written(tmp_path / "zeros.gguf", head + array(STRING, allowed + 1, b""), size=size)
-    assert problem(longer).endswith("allowed: as many as fit, and 4194304 in all")
+def test_entries_are_limited_even_in_files_that_could_hold_more(tmp_path: Path) -> None:
+    """A model file of some gigabytes has room for any number of values and tensors."""
+    for head in (start(0, 2**16 + 1), start(2**16 + 1, 0)):
+        assert problem(written(tmp_path / "x.gguf", head, size=2**22)).endswith("up to 65536")
+    for head in (start(0, 2**16), start(2**16, 0)):
+        assert problem(written(tmp_path / "x.gguf", head, size=2**22)) == "'' stands twice in it"
+
+
+def test_headers_are_limited_to_64_mib(tmp_path: Path) -> None:
+    """In a file that could hold more, which costs no disk: it is zeros."""
+    size = 2**26 + 4096
+    head = start(0, 1) + string("types") + struct.pack("<I", ARRAY)
+    fitting = 2**26 - len(head) - 12
+    assert problem(written(tmp_path / "x.gguf", head + array(UINT8, fitting, b""), size=size)) == ""
+    longer = written(tmp_path / "x.gguf", head + array(UINT8, fitting + 1, b""), size=size)
+    assert "the header is larger than 64 MiB" in problem(longer)
+    words = written(tmp_path / "x.gguf", head + array(STRING, fitting // 8 + 1, b""), size=size)
+    assert problem(words) == f"it announces {fitting // 8 + 1} items in its header; allowed here: up to {fitting // 8}"
+
+
+def test_tensors_may_lie_behind_64_mib(tmp_path: Path) -> None:
+    head = start(2, 0) + tensor("first", 2**20) + tensor("last", 8, offset=2**27)
+    assert problem(written(tmp_path / "x.gguf", head, size=len(head) + 2**27 + 1)) == ""
+    assert problem(written(tmp_path / "x.gguf", head, size=len(head) + 2**27)) == "the file ends before its last tensor"
 
 
 @pytest.mark.parametrize("length", HUGE)
