@@ -12,7 +12,7 @@ from typing import Any
 from ridgeplan.roofline.catalog.mistakes import brief
 
 MAX_DOCUMENT_BYTES = 16 << 20  # plans, profiles and hardware files have a few kilobytes
-MAX_DIGITS = 400  # more than a float's range needs; Python refuses to read integers of thousands
+MAX_DIGITS = 4000  # a little less than the most that Python reads
 
 
 def read_document(path: Path) -> bytes:

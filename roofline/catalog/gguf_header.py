@@ -13,7 +13,8 @@ from pathlib import Path
 
 from ridgeplan.roofline.catalog.mistakes import brief
 
-MAX_ITEMS = 1 << 22  # values, strings and tensors of one header; large vocabularies have a million with their merges
+MAX_HEADER_BYTES = 64 << 20  # a vocabulary of 262144 tokens and its merges take about 15 MB
+MAX_ENTRIES = 1 << 16  # of values, and of tensors
 MAX_DIMENSIONS = 4  # as GGML's
 _STRING, _ARRAY = 8, 9
 # struct formats of the scalar value types, by the number that stands in the file.
@@ -36,7 +37,7 @@ def read_gguf_header(path: Path) -> GGUFHeader:
     """The header of a little-endian GGUF file, version 2 or 3.
 
     Raises OSError, or ValueError (one line, without the path) if the file is damaged. Every count and length is
-    compared with the size of the file before it is followed, so that damage shows at once.
+    compared with the bytes that are left before it is followed, so that damage shows at once.
     """
     with path.open("rb") as file:
         if not file.read(1):
@@ -45,21 +46,21 @@ def read_gguf_header(path: Path) -> GGUFHeader:
             try:
                 return _header(_Cursor(data))
             except (struct.error, OverflowError):  # of positions behind the end, and of those beyond 64 bits
-                raise ValueError("the file ends within its header") from None
+                limit = f"{MAX_HEADER_BYTES >> 20} MiB"
+                raise ValueError(f"the file ends within its header, or the header is larger than {limit}") from None
 
 
 class _Cursor:
-    """Reads on from a position. Reading beyond the end raises struct.error."""
+    """Reads on from a position. Reading beyond the end, or beyond the largest header, raises struct.error."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
         self.at = 0
-        self.items = 0
 
     @property
     def left(self) -> int:
-        """Bytes from here to the end of the file."""
-        return len(self.data) - self.at
+        """Bytes from here to the end of the file or of the largest header."""
+        return min(len(self.data), MAX_HEADER_BYTES) - self.at
 
     def scalar(self, code: str) -> int | float | bool:
         (value,) = struct.unpack_from(f"<{code}", self.data, self.at)
@@ -69,15 +70,11 @@ class _Cursor:
     def whole(self, code: str = "Q") -> int:
         return int(self.scalar(code))
 
-    def count(self, item_bytes: int) -> int:
+    def count(self, item_bytes: int, most: int = MAX_HEADER_BYTES) -> int:
         """How many items of at least `item_bytes` follow. Raises ValueError if they cannot."""
-        found = self.whole()
-        self.items += found
-        if found * item_bytes > self.left or self.items > MAX_ITEMS:
-            raise ValueError(
-                f"{found} items of {item_bytes} bytes or more are announced where {self.left} bytes follow; "
-                f"allowed: as many as fit, and {MAX_ITEMS} in all"
-            )
+        found, fitting = self.whole(), self.left // item_bytes
+        if found > min(fitting, most):
+            raise ValueError(f"it announces {found} items in its header; allowed here: up to {min(fitting, most)}")
         return found
 
     def string(self) -> str:
@@ -104,7 +101,7 @@ def _header(cursor: _Cursor) -> GGUFHeader:
     version = cursor.whole("I")
     if version not in (2, 3):
         raise ValueError(f"GGUF version {version} is not supported; supported: 2, 3 (little-endian)")
-    tensor_count, value_count = cursor.count(_TENSOR_BYTES), cursor.count(_VALUE_BYTES)
+    tensor_count, value_count = cursor.count(_TENSOR_BYTES, MAX_ENTRIES), cursor.count(_VALUE_BYTES, MAX_ENTRIES)
     metadata: dict[str, object] = {}
     for _ in range(value_count):
         key = _new_name(cursor.string(), metadata)
@@ -127,7 +124,7 @@ def _tensors(cursor: _Cursor, count: int) -> dict[str, tuple[int, ...]]:
         cursor.skip(4)  # its type
         smallest_bytes = math.prod(tensors[name]) // 8  # no type takes less than a bit per element
         end = max(end, cursor.whole() + max(smallest_bytes, 1))
-    if end > cursor.left:
+    if end > len(cursor.data) - cursor.at:
         raise ValueError("the file ends before its last tensor")
     return tensors
 

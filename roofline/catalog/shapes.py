@@ -20,6 +20,8 @@ ARCHITECTURES = (
     "deepseek_v3",
 )
 MAX_PARAMETERS = 10**15
+# Of one token, all layers together. With more, the bytes of the largest workload would overflow 64-bit integers.
+MAX_CACHED_ELEMENTS = 2**22
 
 
 class UnknownModel(ValueError):
@@ -109,9 +111,12 @@ class ModelShape(Checked):
         return None
 
     def _size_problem(self) -> str | None:
-        if self.parameters <= MAX_PARAMETERS:
-            return None
-        return f"these sizes make {self.parameters:.3g} parameters; allowed: up to {MAX_PARAMETERS:.0e}"
+        if self.parameters > MAX_PARAMETERS:
+            return f"these sizes make {self.parameters:.3g} parameters; allowed: up to {MAX_PARAMETERS:.0e}"
+        cached = self.layers * self.kv_elements_per_token_per_layer
+        if cached > MAX_CACHED_ELEMENTS:
+            return f"these sizes cache {cached:.3g} numbers per token; allowed: up to {MAX_CACHED_ELEMENTS:.3g}"
+        return None
 
     @property
     def is_moe(self) -> bool:

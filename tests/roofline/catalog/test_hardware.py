@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from ridgeplan.roofline.catalog import hardware as hardware_module
 from ridgeplan.roofline.catalog.checks import InvalidField
@@ -169,17 +167,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_hardware(str(tmp_path / "folder.toml"))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(cut=st.integers(0, len(MINE)), junk=st.binary(max_size=6))
-def test_damaged_toml_is_a_device_or_a_bad_file(tmp_path: Path, cut: int, junk: bytes) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_bytes(MINE.encode()[:cut] + junk)
-    try:
-        assert load_hardware(str(path)).ridge_point > 0
-    except BadHardwareFile as error:
-        assert str(path) in str(error)
-
-
 def test_a_figure_without_a_source_is_refused() -> None:
     h200 = load_hardware("h200")
     with pytest.raises(InvalidField, match="sources must say where these come from: l2_bytes"):
@@ -193,6 +180,10 @@ def test_a_figure_without_a_source_is_refused() -> None:
         ("NVIDIA H200, 143771\nNVIDIA H200, 143771\n", "h200"),
         ("NVIDIA GeForce RTX 4060 Laptop GPU, 8188\n", "rtx4060-laptop"),
         ("NVIDIA H20, 143771\n", None),  # the variant with 141 GB
+        ("NVIDIA H200, 129401\n", "h200"),  # nine tenths of 143771 are 129393.9
+        ("NVIDIA H200, 129393\n", None),
+        ("NVIDIA H200, 158141\n", "h200"),  # eleven tenths are 158148.1
+        ("NVIDIA H200, 158149\n", None),
         ("NVIDIA A100-PCIE-40GB, 40960\n", None),
         ("NVIDIA H200, [N/A]\n", None),
         ("", None),
