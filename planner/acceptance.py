@@ -17,19 +17,27 @@ from typing import Any
 
 import numpy as np
 
-from ridgeplan.planner.plan import MAX_TOKENS, MIN_RATIO, DraftCodes, DraftSelection, KVFormat, Plan, PlanError
+from ridgeplan.planner.plan import (
+    MAX_TOKENS,
+    MIN_RATIO,
+    DraftCodes,
+    DraftSelection,
+    KVFormat,
+    Plan,
+    PlanError,
+)
+from ridgeplan.planner.policies import selections
+from ridgeplan.planner.policies.policy import Role
+from ridgeplan.planner.policies.selection.all import ALL
 from ridgeplan.roofline.catalog.checks import Checked, build, number, one_of, text, whole
 from ridgeplan.roofline.catalog.profile import SOURCES
 from ridgeplan.roofline.catalog.shapes import ModelShape
 
 REFERENCE_RATIO = 0.25
 # How a draft differs from the target: in the bits that it reads, or in the tokens.
-DRAFTS = ("kv8", "kv4", "w4", "w4kv4", *(kind.value for kind in DraftSelection if kind is not DraftSelection.ALL))
+DRAFTS = ("kv8", "kv4", "w4", "w4kv4", *(policy.name for policy in selections(Role.DRAFT) if policy is not ALL))
 # Drafts that read fewer bits of both weights and KV, and of either alone, which can only agree more often.
 JOINT, JOINT_PARTS = "w4kv4", ("w4", "kv4")
-# Policies nobody has published a figure for: SpecAttn reports them between these two (its section 5.3, Fig 10a).
-UNPUBLISHED = ("quest", "specextend", "retrieval-head")
-BOUNDS = ("streamingllm", "specattn")
 
 
 @dataclass(frozen=True)
@@ -99,8 +107,9 @@ class Knowledge:
         }
         for kind in JOINT_PARTS:
             known[kind] = _at_least(known[kind], known[JOINT])
-        for kind in UNPUBLISHED:
-            known.setdefault(kind, _between(*(known[bound] for bound in BOUNDS)))
+        for policy in selections(Role.DRAFT):
+            if policy.acceptance_between:
+                known.setdefault(policy.name, _between(known, *policy.acceptance_between))
         return cls(known)
 
     def of(self, plan: Plan) -> Acceptance:
@@ -160,14 +169,15 @@ def _at_least(part: Acceptance, joint: Acceptance) -> Acceptance:
     return joint if part.source == "transferred" and part.best < joint.best else part
 
 
-def _between(worst: Acceptance, best: Acceptance) -> Acceptance:
+def _between(known: Mapping[str, Acceptance], below: str, above: str) -> Acceptance:
+    worst, best = known[below], known[above]
     middle = (worst.best + best.best) / 2
     return Acceptance(
         min(worst.low, best.low),
         middle,
         max(worst.high, best.high),
         "prior",
-        f"between {' and '.join(BOUNDS)}",
+        f"between {below} and {above}",
     )
 
 

@@ -1,4 +1,4 @@
-"""A plan in numbers: what the cost model needs to know of it, one plan or many at once."""
+"""From a plan to the terms of the cost model: what the plan is, and at which rates a machine runs it."""
 
 from __future__ import annotations
 
@@ -9,59 +9,78 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan, require
+from ridgeplan.planner.policies import draft_selection, target_selection
 from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.latency import Machine, attention_kind, linear_kind
-from ridgeplan.roofline.ops import choose_splits
+from ridgeplan.roofline.device import Device
+from ridgeplan.roofline.latency import Machine, PassRates, StrategyRates, attention_kind, linear_kind
 from ridgeplan.roofline.passes import weight_bytes
-from ridgeplan.roofline.selection import SELECTION_COSTS
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
 
 CODE_PLANES = {KVFormat.FULL: 0, KVFormat.SHADOW: 1, KVFormat.INT8: 2, KVFormat.HIERARCHICAL: 2}
 
 
-def strategy_of(plan: Plan, shape: ModelShape, machine: Machine, acceptance: float) -> Strategy:
+def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float) -> Strategy:
     """The plan's axes as plain numbers. Raises PlanError for tensor parallelism, which is not modelled yet."""
     require(plan.tensor_parallel == 1, f"tensor_parallel is {plan.tensor_parallel}; allowed: 1 for a prediction")
-    workload, kv, speculation = plan.workload, plan.kv, plan.speculation
-    weights = plan.weights
+    workload, kv, weights, speculation = plan.workload, plan.kv, plan.weights, plan.speculation
     # "16 bits" is what the checkpoint holds: some are published in 8 or 4 bits and stay so.
-    full_bytes = shape.native_bits / 8 if shape.native_bits < 16 else machine.element_bytes
-    target_bits, draft_bits = target_code_bits(plan), draft_code_bits(plan)
-    head_bits = weights.draft_bits if weights.draft_differs else 16
-    target_scores = SELECTION_COSTS[plan.attention.selection.value]
-    draft_scores = SELECTION_COSTS[speculation.selection.value]
+    full_bytes = shape.native_bits / 8 if shape.native_bits < 16 else device.element_bytes
+    drafts_read, target_reads = draft_selection(plan), target_selection(plan)
     return Strategy(
         batch=workload.batch,
         context=workload.context,
         new_tokens=workload.new_tokens,
         target_weight_bytes=weight_bytes(weights.target_bits, weights.group, full_bytes),
         draft_weight_bytes=weight_bytes(weights.draft_bits, weights.group, full_bytes),
+        draft_head_bytes=weight_bytes(draft_head_bits(plan), weights.group, device.element_bytes),
         has_draft_weights=int(weights.draft_differs),
         target_dense=int(weights.target_bits == 16),
         draft_dense=int(weights.draft_bits == 16),
-        draft_head_bytes=weight_bytes(head_bits, weights.group, machine.element_bytes),
-        target_linear=machine.rates[linear_kind(weights.target_bits)],
-        draft_linear=machine.rates[linear_kind(weights.draft_bits)],
-        draft_head=machine.rates[linear_kind(head_bits) if head_bits != 16 else "head"],
-        keeps_full=int(target_bits == 0),
+        stores_full_kv=int(target_code_bits(plan) == 0),
         code_planes=CODE_PLANES[kv.format],
         kv_group=kv.group,
-        target_bits=target_bits,
-        draft_bits=draft_bits,
-        target_attention=machine.rates[attention_kind(target_bits, shape.head_dim)],
-        draft_attention=machine.rates[attention_kind(draft_bits, shape.head_dim)],
+        target_bits=target_code_bits(plan),
+        draft_bits=draft_code_bits(plan),
         eviction_budget=plan.eviction.budget or UNLIMITED_TOKENS,
         offload=int(plan.placement.offload),
         offload_budget=plan.placement.budget or UNLIMITED_TOKENS,
         target_budget=plan.attention.budget or UNLIMITED_TOKENS,
-        target_step_keys=target_scores.step_keys * _scored_layers(target_scores.one_layer, shape),
-        draft_step_keys=draft_scores.step_keys * _scored_layers(draft_scores.one_layer, shape),
-        round_score_bytes=draft_scores.round_score_bytes * shape.layers,
         draft_ratio=speculation.ratio,
+        target_scored_keys=target_reads.scored_keys_of(shape.layers) if target_reads else 0,
+        draft_scored_keys=drafts_read.scored_keys_of(shape.layers),
+        round_score_bytes=drafts_read.round_score_bytes * shape.layers,
         gamma=speculation.gamma,
         acceptance=acceptance,
-        splits=choose_splits(workload.batch, shape.kv_heads, workload.context, machine.num_sms),
     )
+
+
+def rates_of(plan: Plan, shape: ModelShape, machine: Machine) -> StrategyRates:
+    """Rates of the kernel classes that the plan's formats choose."""
+
+    def of(part: str) -> PassRates:
+        kinds = ("linear", "head", "attention")
+        return PassRates(*(machine.rates[kernel_class(plan, shape.head_dim, part, kind)] for kind in kinds))
+
+    return StrategyRates(target=of("target"), draft=of("draft"))
+
+
+def kernel_class(plan: Plan, head_dim: int, part: str, kind: str) -> str:
+    """The calibrated class behind an operation's kind in a part of the work: "prefill", "draft" or "target"."""
+    drafting = part == "draft"
+    if kind == "head":
+        bits = draft_head_bits(plan) if drafting else 16
+        return "head" if bits == 16 else linear_kind(bits)
+    if kind == "linear":
+        bits = plan.weights.draft_bits if drafting else plan.weights.target_bits
+        return "prefill_linear" if part == "prefill" else linear_kind(bits)
+    if kind == "attention":
+        return attention_kind(draft_code_bits(plan) if drafting else target_code_bits(plan), head_dim)
+    return kind
+
+
+def draft_head_bits(plan: Plan) -> int:
+    """Bits of the output head that drafts use: those of their own weights, or the target's 16."""
+    return plan.weights.draft_bits if plan.weights.draft_differs else 16
 
 
 def target_code_bits(plan: Plan) -> int:
@@ -77,7 +96,7 @@ def draft_code_bits(plan: Plan) -> int:
 def stack(items: Sequence[Any], counts: Sequence[int]) -> Any:
     """One dataclass of arrays from many of numbers, item i repeated counts[i] times; nested dataclasses too.
 
-    A field that is the same in all items stays a number, which is cheaper to compute with than an array.
+    A field that is the same in all items stays a number: cheaper to compute with than an array.
     """
     first = items[0]
     if is_dataclass(first):
@@ -86,7 +105,3 @@ def stack(items: Sequence[Any], counts: Sequence[int]) -> Any:
     if all(item == first for item in items):
         return first
     return np.repeat(np.asarray(items, dtype=float), counts)
-
-
-def _scored_layers(one_layer: bool, shape: ModelShape) -> int:
-    return 1 if one_layer else shape.layers

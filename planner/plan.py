@@ -228,11 +228,6 @@ class Plan(_PlanPart):
             return "gamma is 0 with draft codes or draft weights set; allowed: gamma of 1 or more"
         return None
 
-    @property
-    def buffer_tokens(self) -> int:
-        """Slots of the double full-precision buffer: 2 groups plus one round's drafts and bonus token."""
-        return 2 * self.kv.group + self.speculation.gamma + 1
-
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain JSON values, with its schema version first."""
         return {"schema": SCHEMA, **asdict(self)}

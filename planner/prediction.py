@@ -1,4 +1,4 @@
-"""What plans are predicted to do: figures with a band and a source, and where the time goes."""
+"""Predictions of plans: figures with a band and a source, and a breakdown of the time by operation."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.acceptance import Acceptance, Knowledge
-from ridgeplan.planner.lowering import draft_code_bits, stack, strategy_of, target_code_bits
+from ridgeplan.planner.lowering import kernel_class, rates_of, stack, strategy_of
 from ridgeplan.planner.plan import DraftSelection, Plan, TargetSelection
 from ridgeplan.roofline.catalog.profile import SOURCES, Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.evaluate import Estimate, evaluate, pass_ops
-from ridgeplan.roofline.latency import Machine, RateTerms, attention_kind, linear_kind
+from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.passes import Op
 from ridgeplan.roofline.speculative_round import draft_rates, prefill_rates, target_rates
 from ridgeplan.roofline.strategy import Strategy
@@ -33,7 +33,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class OpTime:
-    """One operation of a prefill, a draft step or a target step, all its launches together."""
+    """One operation of a part of the work ("prefill", "draft" or "target"), all its launches together."""
 
     part: str
     op: str
@@ -50,40 +50,40 @@ class OpTime:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One part of the work for every plan: its operations, their seconds, and the spread of its time [plans]."""
+class PartTimes:
+    """One part of the work of all plans predicted together; seconds per operation and spread of the time: [plans]."""
 
-    name: str
+    part: str
     ops: tuple[Op, ...]
     seconds: tuple[np.ndarray, ...]
     spread: np.ndarray
 
 
 @dataclass(frozen=True)
-class Detail:
-    """Where the operations of one plan are found: its entry in the parts of all plans predicted together."""
+class BreakdownSource:
+    """What a plan's breakdown is made from: the parts of the work, and the plan's index in their arrays."""
 
     plan: Plan
     head_dim: int
-    parts: tuple[Part, ...]
+    parts: tuple[PartTimes, ...]
     index: int
 
     def op_times(self) -> Iterator[OpTime]:
-        """The operations of every part the plan has, without those that others do on the side."""
-        for part in self.parts:
-            if part.name == "draft" and not self.plan.speculation.active:
+        """The operations of every part that the plan has; those that it never launches are left out."""
+        for times in self.parts:
+            if times.part == "draft" and not self.plan.speculation.active:
                 continue
-            for op, seconds in zip(part.ops, part.seconds, strict=True):
-                total, kind = op.total, kernel_class(self.plan, self.head_dim, part.name, op.kind)
+            for op, seconds in zip(times.ops, times.seconds, strict=True):
+                total, kind = op.total, kernel_class(self.plan, self.head_dim, times.part, op.kind)
                 flops, moved = _at(total.flops, self.index), _at(total.bytes, self.index)
                 launches = int(_at(op.launches, self.index))
                 if launches:
-                    yield OpTime(part.name, op.name, kind, launches, float(seconds[self.index]), flops, moved)
+                    yield OpTime(times.part, op.name, kind, launches, float(seconds[self.index]), flops, moved)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted figures of a plan: best estimate, the band around it, and what they rest on.
+    """Predicted figures of a plan: the best estimate, a band around it, and the weakest source they rest on.
 
     `round_s` holds the seconds of a round by part, `memory_bytes` the bytes by purpose.
     """
@@ -102,13 +102,13 @@ class Prediction:
     prefill_peak_bytes: float
     decode_peak_bytes: float
     offloaded_layers: int
-    detail: Detail = field(repr=False, compare=False)
+    breakdown_source: BreakdownSource = field(repr=False, compare=False)
     speedup: float = 1.0
 
     @cached_property
     def breakdown(self) -> tuple[OpTime, ...]:
         """Every operation of a prefill, a draft step and a target step."""
-        return tuple(self.detail.op_times())
+        return tuple(self.breakdown_source.op_times())
 
     @property
     def round_ms(self) -> float:
@@ -120,8 +120,8 @@ class Prediction:
         return replace(self, speedup=baseline.best.tpot_ms / self.best.tpot_ms)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values: headline figures at the top, `low` and `high` of them beside, then the parts."""
-        skipped = ("best", "low", "high", "acceptance", "detail")
+        """Plain JSON values: the best figures at the top level, `low` and `high` beside them, then the parts."""
+        skipped = ("best", "low", "high", "acceptance", "breakdown_source")
         plain = {name: value for name, value in vars(self).items() if name not in (*skipped, "breakdown")}
         bands = {name: asdict(getattr(self, name)) for name in ("low", "high", "acceptance")}
         return {**asdict(self.best), **bands, **plain, "round_ms": self.round_ms}
@@ -137,41 +137,44 @@ def predict_all(
 ) -> list[Prediction]:
     """Predictions of several plans of one context, in one evaluation.
 
-    `machine` is the profile's unless given: one with less memory lets layers leave the device earlier.
-    Bands come from the spread of the calibration's fit, weighted by the time each class takes, and from the band of
-    the acceptance.
+    `machine` is the profile's unless given: with less memory, layers are offloaded earlier.
+    Bands come from the spread of the calibration's fit, weighted by the time of each kernel class, and from the band
+    of the acceptance.
     """
     machine = machine or Machine.of(profile)
     knowledge = Knowledge.about(shape, plans[0].workload.context, profile.acceptance)
     known = [knowledge.of(plan) for plan in plans]
-    strategies = [strategy_of(plan, shape, machine, item.best) for plan, item in zip(plans, known, strict=True)]
     # One plan stays in numbers; several become arrays with an entry each.
-    strategy = stack(strategies, [1] * len(plans)) if len(plans) > 1 else strategies[0]
+    ones = [1] * len(plans)
+    strategy = stack([strategy_of(plan, shape, machine, 1.0) for plan in plans], ones)
+    rates = stack([rates_of(plan, shape, machine) for plan in plans], ones)
     slow, best, fast = (
-        evaluate(shape, machine, replace(strategy, acceptance=np.array([getattr(item, end) for item in known])))
+        evaluate(shape, machine, replace(strategy, acceptance=np.array([getattr(item, end) for item in known])), rates)
         for end in ("low", "best", "high")
     )
-    parts = _parts(shape, machine, strategy, len(plans))
+    parts = _parts(shape, machine, strategy, rates, len(plans))
     return [
         _prediction(index, plan, shape.head_dim, known[index], (slow, best, fast), parts, profile)
         for index, plan in enumerate(plans)
     ]
 
 
-def _parts(shape: ModelShape, machine: Machine, strategy: Strategy, count: int) -> tuple[Part, ...]:
-    own = {
+def _parts(
+    shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates, count: int
+) -> tuple[PartTimes, ...]:
+    pass_rates = {
         "prefill": prefill_rates(machine),
-        "draft": draft_rates(machine, strategy),
-        "target": target_rates(machine, strategy),
+        "draft": draft_rates(machine, strategy, rates),
+        "target": target_rates(machine, strategy, rates),
     }
     passes = pass_ops(shape, machine, strategy)
-    return tuple(_part(name, ops, machine, own[name], count) for name, ops in passes.items())
+    return tuple(_part(name, ops, machine, pass_rates[name], count) for name, ops in passes.items())
 
 
-def _part(name: str, ops: tuple[Op, ...], machine: Machine, own: dict[str, RateTerms], count: int) -> Part:
-    seconds = tuple(np.broadcast_to(machine.op_seconds(op, own), (count,)) for op in ops)
-    spreads = [np.broadcast_to(machine.rates_of(op, own).spread, (count,)) for op in ops]
-    return Part(name, ops, seconds, np.average(spreads, axis=0, weights=seconds))
+def _part(name: str, ops: tuple[Op, ...], machine: Machine, rates: dict[str, RateTerms], count: int) -> PartTimes:
+    seconds = tuple(np.broadcast_to(machine.op_seconds(op, rates), (count,)) for op in ops)
+    spreads = [np.broadcast_to(machine.rates_for(op, rates).spread, (count,)) for op in ops]
+    return PartTimes(name, ops, seconds, np.average(spreads, axis=0, weights=seconds))
 
 
 def _prediction(
@@ -180,7 +183,7 @@ def _prediction(
     head_dim: int,
     acceptance: Acceptance,
     estimates: tuple[Estimate, Estimate, Estimate],
-    parts: tuple[Part, ...],
+    parts: tuple[PartTimes, ...],
     profile: Profile,
 ) -> Prediction:
     slow, best, fast = estimates
@@ -204,14 +207,14 @@ def _prediction(
         prefill_peak_bytes=_at(memory.prefill_peak, index),
         decode_peak_bytes=_at(memory.decode_peak, index),
         offloaded_layers=int(_at(best.offloaded_layers, index)),
-        detail=Detail(plan, head_dim, parts, index),
+        breakdown_source=BreakdownSource(plan, head_dim, parts, index),
     )
 
 
 def _figures(
     estimate: Estimate, index: int, batch: int, spread: float, prefill_spread: float, workspace: float
 ) -> Figures:
-    """Figures with times longer by the spreads, and `workspace` times the predicted workspace."""
+    """Figures with times longer by the relative spreads, and `workspace` times the predicted workspace."""
     tpot_s = _at(estimate.tpot_s, index) * max(1 + spread, 0.1)
     resident = _at(estimate.memory.resident, index)
     return Figures(
@@ -231,7 +234,7 @@ def _ordered(
     prefill_spread: float,
     workspace: float,
 ) -> Figures:
-    """One end of the band. Throughput runs against time, so its end comes from the opposite estimate."""
+    """One end of the band. Throughput is inverse to time, so it comes from the opposite estimate."""
     figures = _figures(near, index, batch, spread, prefill_spread, workspace)
     return replace(figures, tokens_per_s=_figures(far, index, batch, -spread, 0, workspace).tokens_per_s)
 
@@ -248,20 +251,8 @@ def _round_s(estimate: Estimate, index: int) -> dict[str, float]:
     return {name: _at(value, index) for name, value in parts.items()}
 
 
-def kernel_class(plan: Plan, head_dim: int, part: str, kind: str) -> str:
-    """The calibrated class behind an operation's kind in a part of the work."""
-    drafting = part == "draft"
-    if kind == "head":
-        return linear_kind(4) if drafting and plan.weights.draft_differs else "head"
-    if kind not in ("linear", "attention") or part == "prefill":
-        return "prefill_linear" if kind == "linear" else kind
-    if kind == "linear":
-        return linear_kind(plan.weights.draft_bits if drafting else plan.weights.target_bits)
-    return attention_kind(draft_code_bits(plan) if drafting else target_code_bits(plan), head_dim)
-
-
 def _source(plan: Plan, head_dim: int, profile: Profile, acceptance: Acceptance) -> str:
-    """The weakest source among the linear layers, attention and, where it counts, acceptance and selection."""
+    """The weakest source among linear layers, attention and, where they matter, acceptance and selection."""
     parts = ("target", "draft") if plan.speculation.active else ("target",)
     used = [
         profile.rates(kernel_class(plan, head_dim, part, kind)).source
@@ -279,6 +270,6 @@ def _source(plan: Plan, head_dim: int, profile: Profile, acceptance: Acceptance)
 
 
 def _at(value: Any, index: int) -> float:
-    """The entry of one plan in a term that may be one number for all."""
+    """One plan's entry of an array, or the number that all plans share."""
     array = np.asarray(value, dtype=float)
     return float(array[index] if array.ndim else array)

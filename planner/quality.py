@@ -1,10 +1,11 @@
-"""Quality as a constraint: how far a plan's target may be from the model itself."""
+"""Quality as a constraint: how far a plan's target may deviate from the model."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-from ridgeplan.planner.plan import EvictionPolicy, Plan, TargetSelection
+from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.policies import eviction, target_selection
 
 
 class Quality(StrEnum):
@@ -15,15 +16,15 @@ class Quality(StrEnum):
     LOSSY = "lossy"
 
     def allows(self, other: Quality) -> bool:
-        """Whether a plan of quality `other` satisfies this constraint."""
+        """Whether this constraint admits a plan of quality `other`."""
         order = list(Quality)
         return order.index(other) <= order.index(self)
 
 
 def losses(plan: Plan) -> list[str]:
-    """What the plan's target gives up, each with the published loss; empty for an exact plan.
+    """What the plan's target gives up, with the published loss where there is one; empty for an exact plan.
 
-    Speculation never appears: its output follows the target's distribution whatever drafts read.
+    Speculation is never a loss: whatever drafts read, the output has the target's distribution.
     """
     found = []
     if plan.kv.target_bits == 8:
@@ -32,17 +33,12 @@ def losses(plan: Plan) -> list[str]:
         found.append("INT8 weights: no figure is published for this rounding")
     if plan.weights.target_bits == 4:
         found.append("INT4 weights: perplexity 5.47 to 5.73 for Llama-2-7B, rounded to nearest (AWQ, Table 4)")
-    if plan.eviction.policy is not EvictionPolicy.NONE:
-        found.append(
-            f"{plan.eviction.policy.value} keeps {plan.eviction.budget} of {plan.workload.context} prompt tokens"
-        )
-    if plan.attention.selection is not TargetSelection.FULL:
-        found.append(f"{plan.attention.selection.value} reads {plan.attention.budget} tokens a step")
-    return found
+    policies = (eviction(plan), target_selection(plan))
+    return found + [policy.loss(plan) for policy in policies if policy]
 
 
 def quality_of(plan: Plan) -> Quality:
-    """The strictest quality whose constraint the plan satisfies."""
+    """The strictest quality that admits the plan."""
     if not losses(plan):
         return Quality.EXACT
     only_kv = plan.kv.target_bits == 8 and len(losses(plan)) == 1

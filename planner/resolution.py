@@ -1,4 +1,4 @@
-"""From what a user names (a model, a GPU, a profile) to a shape and a calibrated machine."""
+"""From what a user names (a model, a GPU, a profile) to a model shape and a calibration profile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 def resolve(
     model: str | ModelShape, gpu: str, profile: Profile | str | Path | None = None
 ) -> tuple[ModelShape, Profile]:
-    """The model's shape and the profile to predict with.
+    """The model's shape and the profile to predict by.
 
     "auto" is this machine: its own profile where `ridgeplan calibrate` saved one, else its GPU by name. Raises
     UnknownModel, BadModelFile, UnknownHardware, BadHardwareFile or ProfileError (all ValueError).
@@ -44,7 +44,7 @@ def this_machine() -> Profile:
 def workload_for(
     shape: ModelShape, profile: Profile, context: int, new_tokens: int, batch: int, *, yarn: bool
 ) -> Workload:
-    """A validated workload; with `yarn`, rotary embeddings stretched in halves to reach it. Raises PlanError."""
+    """A validated workload; with `yarn`, RoPE is stretched in steps of 0.5 to reach it. Raises PlanError."""
     workload = Workload(shape.name, profile.hardware.name, context, new_tokens, batch)
     if not yarn or workload.final_context <= shape.max_context:
         return workload

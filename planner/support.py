@@ -1,11 +1,12 @@
-"""What the runtime can execute today, in one place: the planner never recommends the rest, the runtime refuses it."""
+"""What the runtime can execute today. The planner never recommends the rest, and the runtime refuses it."""
 
 from __future__ import annotations
 
-from ridgeplan.planner.plan import DraftSelection, EvictionPolicy, Plan, TargetSelection
+from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.policies import draft_selection, eviction, target_selection
+from ridgeplan.planner.policies.policy import Role
 from ridgeplan.roofline.catalog.shapes import ModelShape
-
-EXECUTABLE_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 
 
 def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
@@ -13,13 +14,14 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
 
     With `shape`, also what it cannot execute for this model.
     """
+    evicting, target, drafts = eviction(plan), target_selection(plan), draft_selection(plan)
     window = shape.window_tokens if shape else None
     plain = not (plan.kv.quantized or plan.speculation.active)
     checks = {
-        f"eviction {plan.eviction.policy.value!r}": plan.eviction.policy is not EvictionPolicy.NONE,
+        f"eviction {plan.eviction.policy.value!r}": evicting and not evicting.executable,
         "offloaded KV": plan.placement.offload,
-        f"target selection {plan.attention.selection.value!r}": plan.attention.selection is not TargetSelection.FULL,
-        f"draft selection {plan.speculation.selection.value!r}": plan.speculation.selection is not DraftSelection.ALL,
+        f"target selection {plan.attention.selection.value!r}": target and Role.TARGET not in target.executable,
+        f"draft selection {drafts.name!r}": Role.DRAFT not in drafts.executable,
         f"{plan.weights.target_bits}-bit target weights": plan.weights.target_bits != 16,
         f"tensor parallelism {plan.tensor_parallel}": plan.tensor_parallel != 1,
         f"codes or drafts beyond a sliding window of {window} tokens": (

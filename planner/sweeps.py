@@ -1,4 +1,4 @@
-"""A plan's figures as compiled functions of its hyperparameters, and the lengths at which layers leave the device."""
+"""A plan's figures as compiled functions of its hyperparameters, and the lengths at which layers are offloaded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ridgeplan.planner.acceptance import Knowledge
-from ridgeplan.planner.lowering import strategy_of
+from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.plan import Plan
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
@@ -15,21 +15,23 @@ from ridgeplan.roofline.placement import offload_thresholds
 from ridgeplan.roofline.strategy import Strategy
 
 if TYPE_CHECKING:
-    from ridgeplan.roofline.sweep import Sweep
+    from ridgeplan.roofline.symbolic.sweep import Sweep
 
 
 def sweep(plan: Plan, shape: ModelShape, profile: Profile, figure: str, varying: Sequence[str]) -> Sweep:
     """`figure` (tpot_s, ttft_s, peak_bytes or tokens_per_round) of a plan as a function of the terms `varying`.
 
-    Terms are the fields of a `Strategy`, such as context, batch, gamma or acceptance. Raises ValueError for others.
+    These are fields of a `Strategy`, such as context, batch, gamma or acceptance. Raises ValueError for others.
     """
-    from ridgeplan.roofline.sweep import compile_sweep  # brings sympy, which nothing else here needs
+    from ridgeplan.roofline.symbolic.sweep import compile_sweep  # brings sympy, which nothing else here needs
 
-    return compile_sweep(figure, shape, Machine.of(profile), _strategy(plan, shape, profile), varying)
+    machine = Machine.of(profile)
+    strategy, rates = _strategy(plan, shape, profile), rates_of(plan, shape, machine)
+    return compile_sweep(figure, shape, machine, strategy, rates, varying)
 
 
 def thresholds(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[int, ...]:
-    """Sequence lengths S_0..S_L of Algorithm 1 (SpeContext): from S_i on, more than i layers are off the device."""
+    """Sequence lengths S_0..S_L of Algorithm 1 (SpeContext): from S_i on, more than i layers are offloaded."""
     reserved = plan.speculation.gamma + 1
     return offload_thresholds(shape, Machine.of(profile), _strategy(plan, shape, profile), reserved)
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
-from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.memory import PREFILL_CHUNK_TOKENS, MemoryParts
+from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
+from ridgeplan.roofline.latency import Machine, StrategyRates
+from ridgeplan.roofline.memory import MemoryBreakdown
 from ridgeplan.roofline.passes import Op, decode_pass, prefill_pass
-from ridgeplan.roofline.placement import place, swapped_bytes
+from ridgeplan.roofline.placement import offload_layers, swapped_bytes
 from ridgeplan.roofline.speculative_round import (
     Round,
     draft_terms,
@@ -23,19 +24,19 @@ from ridgeplan.roofline.speculative_round import (
 from ridgeplan.roofline.strategy import Strategy
 from ridgeplan.roofline.term_math import maximum, minimum
 
-# The context grows while tokens are generated, so costs are integrated over it. Two-point Gauss-Legendre nodes on
-# [0, 1] are exact up to cubic terms, and costs are piecewise linear in the context.
+# The context grows while tokens are generated, so costs are averaged over the generation by two-point Gauss-Legendre
+# quadrature on [0, 1]: exact for polynomials up to cubic, and costs are piecewise linear in the context.
 GENERATION_NODES = (0.5 - 0.5 / 3**0.5, 0.5 + 0.5 / 3**0.5)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a strategy takes, averaged over the generation. Seconds and bytes."""
+    """Latency and memory of a strategy, averaged over the generation. Seconds and bytes."""
 
     ttft_s: Term
     round: Round
     tokens_per_round: Term
-    memory: MemoryParts
+    memory: MemoryBreakdown
     offloaded_layers: Term
 
     @property
@@ -44,32 +45,34 @@ class Estimate:
         return self.round.total_s / self.tokens_per_round
 
 
-def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy) -> Estimate:
-    """Latency, tokens per round and memory of `strategy` for `shape` on `machine`."""
-    placed = place(shape, machine, strategy)
+def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates) -> Estimate:
+    """Latency, tokens per round and memory of `strategy` for `shape` on `machine`, which runs it at `rates`."""
+    offloading = offload_layers(shape, machine, strategy)
     early, late = (
-        round_at(shape, machine, strategy, strategy.context + node * strategy.new_tokens, placed.transfer_s)
+        round_at(shape, machine, strategy, rates, strategy.context + node * strategy.new_tokens, offloading.transfer_s)
         for node in GENERATION_NODES
     )
     return Estimate(
         ttft_s=prefill_seconds(shape, machine, strategy),
         round=_mean(early, late),
         tokens_per_round=round_tokens(strategy),
-        memory=placed.memory,
-        offloaded_layers=placed.offloaded_layers,
+        memory=offloading.memory,
+        offloaded_layers=offloading.offloaded_layers,
     )
 
 
 def prefill_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
-    """Time to the first token: all prompts one after another, their KV quantized as it is made, and the return of the
-    draft's weights that lent them memory."""
+    """Time to the first token: all prompts one after another, with the quantization of their KV.
+
+    Where prompts overwrote the draft's weights, these are copied back from the host once, after the last prompt.
+    """
     ops = prefill_pass(shape, 1, strategy.context, machine.element_bytes, strategy.target_weight_bytes)
-    chunks = maximum(strategy.context / PREFILL_CHUNK_TOKENS, 1)  # a layer is issued once for each
-    one = machine.pass_seconds(ops, prefill_rates(machine), shape.layers * chunks, machine.prefill_layer_dispatch_s)
+    chunks = maximum(strategy.context / PREFILL_CHUNK_TOKENS, 1)  # each layer is launched once per chunk
+    one_s = machine.pass_seconds(ops, prefill_rates(machine), shape.layers * chunks, machine.prefill_layer_dispatch_s)
     cost = quantize_cost(shape, machine, strategy, 1, strategy.context)
-    codes = minimum(strategy.code_planes, 1) * shape.layers * machine.seconds(cost, machine.rates["quantize"])
-    returned_s = swapped_bytes(shape, machine, strategy) / machine.host_link_bytes_per_s
-    return strategy.batch * (one + codes + sampling_seconds(shape, machine, 1)) + returned_s
+    quantize_s = minimum(strategy.code_planes, 1) * shape.layers * machine.seconds(cost, machine.rates["quantize"])
+    swap_in_s = swapped_bytes(shape, machine, strategy) / machine.host_link_bytes_per_s
+    return strategy.batch * (one_s + quantize_s + sampling_seconds(shape, machine, 1)) + swap_in_s
 
 
 def pass_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> dict[str, tuple[Op, ...]]:
@@ -77,8 +80,8 @@ def pass_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> dict[st
     middle = strategy.context + strategy.new_tokens / 2
     return {
         "prefill": prefill_pass(shape, 1, strategy.context, machine.element_bytes, strategy.target_weight_bytes),
-        "draft": decode_pass(shape, draft_terms(machine, strategy, middle)),
-        "target": decode_pass(shape, target_terms(machine, strategy, middle)),
+        "draft": decode_pass(shape, draft_terms(shape, machine, strategy, middle)),
+        "target": decode_pass(shape, target_terms(shape, machine, strategy, middle)),
     }
 
 

@@ -1,4 +1,4 @@
-"""Seconds: the roofline time of an operation on a machine, at the utilization its kernel class reaches."""
+"""Seconds: the roofline time of an operation on a machine, at the utilization that its kernel class reaches."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from dataclasses import dataclass, fields
 
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.cost import Cost, Term
+from ridgeplan.roofline.device import Device
+from ridgeplan.roofline.execution import CPU_SKINNY_GEMM_ROWS, CUDA_FUSED_SWIGLU_ROWS, CUDA_SKINNY_GEMM_ROWS
 from ridgeplan.roofline.passes import Op
-from ridgeplan.roofline.term_math import maximum, where
-
-# Rows up to which the runtime's dense products have kernels of their own, on a device and on a host.
-DEVICE_FEW_ROWS, HOST_FEW_ROWS = 16, 64
-DEVICE_GATED_ROWS = 8  # up to which a device's product of gate and up applies the activation, dense or 4-bit
+from ridgeplan.roofline.term_math import maximum, minimum, where
 
 
 @dataclass(frozen=True)
@@ -26,79 +24,101 @@ class RateTerms:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """A machine's ceilings and the rates of its kernel classes."""
+class PassRates:
+    """Rates of the classes that depend on the formats a decode pass reads: bits of its weights and of its codes."""
+
+    linear: RateTerms
+    head: RateTerms
+    attention: RateTerms
+
+
+@dataclass(frozen=True)
+class StrategyRates:
+    """What a machine makes of a strategy's formats: rates of the target's passes and of the drafts'."""
+
+    target: PassRates
+    draft: PassRates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine(Device):
+    """A device with its ceilings, the rates of its kernel classes and what the host spends to issue work."""
 
     bandwidth_bytes_per_s: Term
-    compute_flops: Term
+    compute_flops: Term  # per second
+    host_link_bytes_per_s: Term
     rates: Mapping[str, RateTerms]
     pass_dispatch_s: Term
     layer_dispatch_s: Term
     prefill_layer_dispatch_s: Term
-    asynchronous: Term
-    memory_bytes: Term
-    host_link_bytes_per_s: Term
-    element_bytes: Term
-    num_sms: Term
-    few_rows: Term  # of a dense product: more are the library's, as in prefill
-    gated_rows: Term  # up to which the product of gate and up applies the activation itself
+    skinny_gemm_rows: Term  # up to which dense products have kernels of their own; beyond, they run the library's
+    fused_swiglu_rows: Term  # up to which the product of gate and up applies the activation itself
 
     @classmethod
     def of(cls, profile: Profile) -> Machine:
-        """The machine a calibration profile describes."""
+        """The machine that a calibration profile describes."""
         hardware = profile.hardware
         return cls(
+            memory_bytes=hardware.memory_bytes,
+            element_bytes=hardware.element_bytes,
+            num_sms=hardware.num_sms,
+            asynchronous=int(profile.asynchronous),
             bandwidth_bytes_per_s=hardware.bandwidth_bytes_per_s,
             compute_flops=hardware.compute_flops,
-            rates={kind: _rate_terms(profile, kind) for kind in KINDS},
+            host_link_bytes_per_s=hardware.host_link_bytes_per_s * profile.host_link_utilization,
+            rates={kernel_class: _rate_terms(profile, kernel_class) for kernel_class in KERNEL_CLASSES},
             pass_dispatch_s=profile.pass_dispatch_s,
             layer_dispatch_s=profile.layer_dispatch_s,
             prefill_layer_dispatch_s=profile.prefill_layer_dispatch_s,
-            asynchronous=int(profile.asynchronous),
-            memory_bytes=hardware.memory_bytes,
-            host_link_bytes_per_s=hardware.host_link_bytes_per_s * profile.host_link_utilization,
-            element_bytes=hardware.element_bytes,
-            num_sms=hardware.num_sms,
-            few_rows=DEVICE_FEW_ROWS if profile.asynchronous else HOST_FEW_ROWS,
-            gated_rows=DEVICE_GATED_ROWS if profile.asynchronous else 0,
+            skinny_gemm_rows=CUDA_SKINNY_GEMM_ROWS if profile.asynchronous else CPU_SKINNY_GEMM_ROWS,
+            fused_swiglu_rows=CUDA_FUSED_SWIGLU_ROWS if profile.asynchronous else 0,
         )
 
     def seconds(self, cost: Cost, rates: RateTerms) -> Term:
         """launch + max(bytes / (bandwidth x utilization), FLOPs / (peak x utilization))."""
-        moving = cost.bytes / (self.bandwidth_bytes_per_s * rates.bandwidth_utilization)
-        computing = cost.flops / (self.compute_flops * rates.compute_utilization)
-        return rates.launch_s + maximum(moving, computing)
+        memory_s = cost.bytes / (self.bandwidth_bytes_per_s * rates.bandwidth_utilization)
+        compute_s = cost.flops / (self.compute_flops * rates.compute_utilization)
+        return rates.launch_s + maximum(memory_s, compute_s)
 
-    def op_seconds(self, op: Op, own: Mapping[str, RateTerms]) -> Term:
-        """All launches of one operation; `own` holds the rates that depend on the formats the pass reads."""
-        return op.launches * self.seconds(op.cost, self.rates_of(op, own))
+    def op_seconds(self, op: Op, pass_rates: Mapping[str, RateTerms]) -> Term:
+        """All launches of one operation of a pass; `pass_rates` as of `rates_for`."""
+        return op.launches * self.seconds(op.cost, self.rates_for(op, pass_rates))
 
-    def rates_of(self, op: Op, own: Mapping[str, RateTerms]) -> RateTerms:
-        """The pass's own rates where the operation's class has any, else the machine's."""
-        return own[op.kind] if op.kind in own else self.rates[op.kind]
+    def rates_for(self, op: Op, pass_rates: Mapping[str, RateTerms]) -> RateTerms:
+        """The pass's own rates of the operation's class where it has any, else the machine's."""
+        return pass_rates[op.kind] if op.kind in pass_rates else self.rates[op.kind]
+
+    def gemm_rates(self, rows: Term, dense: Term, few_rows: RateTerms) -> RateTerms:
+        """Rates of a matrix product: `few_rows`, or prefill's where it is dense and has too many rows for them."""
+        beyond = dense * minimum(maximum(rows - self.skinny_gemm_rows, 0), 1)
+        return select_rates(beyond, self.rates["prefill_linear"], few_rows)
 
     def pass_seconds(
-        self, ops: Iterable[Op], own: Mapping[str, RateTerms], layers: Term, layer_dispatch_s: Term | None = None
+        self,
+        ops: Iterable[Op],
+        pass_rates: Mapping[str, RateTerms],
+        layers: Term,
+        layer_dispatch_s: Term | None = None,
     ) -> Term:
-        """One forward pass: the device's work, and the host's, which a device that runs by itself overlaps.
+        """One forward pass: the device's work and the host's, which overlap on a device that works by itself.
 
         `layer_dispatch_s` is a decode pass's unless given.
         """
-        device = sum(self.op_seconds(op, own) for op in ops)
+        device_s = sum(self.op_seconds(op, pass_rates) for op in ops)
         per_layer_s = self.layer_dispatch_s if layer_dispatch_s is None else layer_dispatch_s
-        host = self.pass_dispatch_s + layers * per_layer_s
-        return where(self.asynchronous, maximum(device, host), device + host)
+        host_s = self.pass_dispatch_s + layers * per_layer_s
+        return where(self.asynchronous, maximum(device_s, host_s), device_s + host_s)
 
 
-def either(condition: Term, yes: RateTerms, no: RateTerms) -> RateTerms:
+def select_rates(condition: Term, yes: RateTerms, no: RateTerms) -> RateTerms:
     """`yes` where the 0-or-1 term `condition` is 1, else `no`."""
     return RateTerms(*(where(condition, getattr(yes, f.name), getattr(no, f.name)) for f in fields(RateTerms)))
 
 
 # Every class of kernels that a pass or a round launches.
-KINDS = (
+KERNEL_CLASSES = (
     "linear", "linear_int8", "linear_int4", "head", "attention", "attention_int4", "attention_int8", "attention_d64",
-    "attention_int4_d64", "attention_int8_d64", "merge",
+    "attention_int4_d64", "attention_int8_d64",
     "elementwise", "rope", "quantize", "sampling", "gather", "prefill_attention", "prefill_linear",
 )  # fmt: skip
 
@@ -109,12 +129,15 @@ def linear_kind(bits: int) -> str:
 
 
 def attention_kind(bits: int, head_dim: int) -> str:
-    """Kernel class of attention over codes of `bits` bits; 0 is full precision. Narrow heads are classes of their own:
-    a kernel does as much work around each token of a head of 64 as of one of 128, for half the bytes."""
+    """Kernel class of decode attention over codes of `bits` bits; 0 is full precision.
+
+    Heads of up to 64 elements are classes of their own: the work around each token is that of a head of 128, for half
+    the bytes.
+    """
     codes = {0: "attention", 8: "attention_int8", 4: "attention_int4"}[bits]
     return codes if head_dim > 64 else f"{codes}_d64"
 
 
-def _rate_terms(profile: Profile, kind: str) -> RateTerms:
-    rates = profile.rates(kind)
+def _rate_terms(profile: Profile, kernel_class: str) -> RateTerms:
+    rates = profile.rates(kernel_class)
     return RateTerms(rates.bandwidth_utilization, rates.compute_utilization, rates.launch_s, rates.spread)

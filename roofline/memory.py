@@ -1,4 +1,4 @@
-"""Bytes of everything a plan keeps on the device: weights, caches, buffers and workspaces."""
+"""Bytes of what a plan holds on the device: weights, caches, buffers and workspaces."""
 
 from __future__ import annotations
 
@@ -8,21 +8,15 @@ from dataclasses import dataclass
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
+from ridgeplan.roofline.execution import PREFILL_ATTENDED_TOKENS, PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.term_math import indicator, maximum, minimum
-
-PREFILL_CHUNK_TOKENS = 4096  # rows of one chunk of the layer-major prefill
-PREFILL_ATTENDED_TOKENS = 1 << 16  # times KV heads that attend at once
-# Plans whose prompts may be this long keep a copy of the draft's weights on the host, and prompts of any length borrow
-# their memory. To bring back what a prompt overwrote takes 0.4% to 2% of its time; shorter plans would gain so little
-# memory that the copy is not worth its making.
-DRAFT_SWAP_PROMPT_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
-class MemoryParts:
-    """Bytes on the device by purpose. Terms may be arrays or sympy expressions.
+class MemoryBreakdown:
+    """Bytes on the device by purpose.
 
-    prefill_workspace: what prompts need beyond what the draft's weights lend them.
+    prefill_workspace: without the buffers that lie in the draft weights' memory.
     """
 
     weights: Term
@@ -34,7 +28,7 @@ class MemoryParts:
 
     @property
     def resident(self) -> Term:
-        """What stays for the whole generation."""
+        """Held for the whole generation."""
         return self.weights + self.draft_weights + self.kv + self.buffers
 
     @property
@@ -49,78 +43,82 @@ class MemoryParts:
 
     @property
     def peak(self) -> Term:
-        """The larger of both peaks: what must fit."""
+        """The larger of both peaks, which must fit."""
         return self.resident + maximum(self.prefill_workspace, self.decode_workspace)
 
 
 def layer_parameters(shape: ModelShape) -> int:
-    """Parameters of all matrices that weight quantization may touch: linear layers and experts, not the router."""
+    """Parameters of the matrices that may be quantized: linear layers and experts, not routers or embeddings."""
     dense = (shape.layers - shape.moe_layers) * shape.dense_mlp_params
     sparse = shape.moe_layers * (shape.experts * shape.expert_params + shape.shared_experts_params)
     return shape.layers * shape.attention_params_per_layer + dense + sparse
 
 
 def weight_memory(shape: ModelShape, weight_bytes: Term, element_bytes: Term) -> Term:
-    """One copy of the weights: matrices at `weight_bytes` per parameter, embeddings and vectors in full precision."""
+    """The target's weights: matrices at `weight_bytes` per parameter, all others in full precision.
+
+    The others are embeddings, the head, routers and vectors.
+    """
     matrices = layer_parameters(shape)
     return matrices * weight_bytes + (shape.parameters - matrices) * element_bytes
 
 
 def draft_weight_memory(shape: ModelShape, weight_bytes: Term) -> Term:
-    """The drafts' second copy of the linear layers and the head; the input table and norms are the target's."""
+    """The drafts' own copy of the linear layers and the head; they share the target's embeddings and norms."""
     return (layer_parameters(shape) + shape.embedding_params) * weight_bytes
 
 
 def full_kv(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term) -> Term:
-    """Full-precision keys and values of `tokens` tokens in every layer. Layers with a sliding window keep all of them
-    too, as the runtime does; they only read less."""
+    """Full-precision keys and values of `tokens` tokens in every layer.
+
+    Sliding-window layers store the whole context too, as the runtime does; they only read less of it.
+    """
     return shape.layers * batch * shape.kv_elements_per_token_per_layer * tokens * element_bytes
 
 
 def code_memory(shape: ModelShape, batch: Term, tokens: Term, planes: Term, group: Term) -> Term:
-    """Codes of `planes` 4-bit planes for `tokens` tokens in every layer, with their scales and minima if any plane."""
+    """Codes of `tokens` tokens in every layer in `planes` 4-bit planes, with scales and minima; 0 without planes."""
     codes = ops.quantized_bytes(batch, shape.cached_heads, shape.head_dim, tokens, 4 * planes, group)
     return shape.layers * minimum(planes, 1) * codes
 
 
-def uses_draft_swap(context: Term) -> Term:
-    """1 for plans whose prompts borrow the memory of the draft's weights, where there are any, on a GPU; else 0."""
-    return indicator(DRAFT_SWAP_PROMPT_TOKENS, context)
-
-
 def prompt_buffers(shape: ModelShape, tokens: Term, element_bytes: Term) -> tuple[Term, ...]:
-    """Bytes of what lasts through a prompt's prefill, in the order in which it is taken: hidden states, and one layer's
-    queries, keys and values."""
+    """Bytes of the buffers that last through a prompt's prefill, in the order of their allocation.
+
+    These are the prompt's hidden states, and one layer's queries, keys and values.
+    """
     kv_width = shape.kv_elements_per_token_per_layer / 2
     return tuple(tokens * width * element_bytes for width in (shape.hidden, shape.q_width, kv_width, kv_width))
 
 
-def arena_bytes(arena_capacity: Term, buffers: Sequence[Term]) -> Term:
-    """Bytes of the buffers that `arena_capacity` bytes hold: each in turn, if what is left of them holds it whole."""
+def bytes_in_arena(arena_bytes: Term, buffers: Sequence[Term]) -> Term:
+    """Bytes of the buffers that an arena of `arena_bytes` holds: each in turn, where the rest of it holds it whole."""
     taken_bytes: Term = 0
     for buffer in buffers:
-        taken_bytes = taken_bytes + buffer * indicator(taken_bytes + buffer, arena_capacity)
+        taken_bytes = taken_bytes + buffer * indicator(taken_bytes + buffer, arena_bytes)
     return taken_bytes
 
 
-def prefill_workspace(shape: ModelShape, tokens: Term, element_bytes: Term, arena_capacity: Term = 0) -> Term:
-    """Layer-major prefill, one sequence at a time: hidden states of the prompt, one layer's queries and KV, and either
-    the attention output of a few heads or one chunk's activations. What lies in the draft weights' memory, of which
-    there are `arena_capacity` bytes, is counted there."""
+def prefill_workspace(shape: ModelShape, tokens: Term, element_bytes: Term, arena_bytes: Term = 0) -> Term:
+    """Workspace of layer-major prefill, one sequence at a time.
+
+    It holds the prompt's hidden states, one layer's queries and KV, and either the attention output of a few heads or
+    one chunk's activations. Buffers that lie in the draft weights' memory, of `arena_bytes`, are counted there.
+    """
     chunk = minimum(tokens, PREFILL_CHUNK_TOKENS)
     kv_width = shape.kv_elements_per_token_per_layer
     projected = chunk * (shape.hidden + 2 * shape.q_width + kv_width)
     activated = chunk * (3 * shape.hidden + 3 * shape.intermediate)
-    # Whole heads attend at once, one at least.
+    # Whole heads attend at once, at least one.
     heads_tokens = minimum(maximum(tokens, PREFILL_ATTENDED_TOKENS), tokens * shape.kv_heads)
     attended = heads_tokens * shape.q_width / shape.kv_heads
     buffers = prompt_buffers(shape, tokens, element_bytes)
-    allocated = sum(buffers) - arena_bytes(arena_capacity, buffers)
+    allocated = sum(buffers) - bytes_in_arena(arena_bytes, buffers)
     return allocated + maximum(maximum(projected, activated), attended) * element_bytes
 
 
 def decode_workspace(shape: ModelShape, batch: Term, queries: Term, splits: Term, element_bytes: Term) -> Term:
-    """Logits and distributions of one round, split-KV partials and activations of the widest layer."""
+    """Logits and distributions of one round, split-KV partials, and activations of the widest layer."""
     rows = batch * queries
     logits = 5 * rows * shape.vocab * element_bytes
     partials = ops.partial_bytes(batch, queries, shape.q_heads, shape.value_dim, splits)

@@ -1,7 +1,7 @@
-"""The operations of one forward pass of a decoder: of a decode step or a verification, and of prefill.
+"""The operations of one forward pass of a decoder: a decode step, a verification, or prefill.
 
-A pass is a tuple of `Op`. Model shapes, formats and selections change the terms that go in, never the code path;
-the only branches are on what a model has at all (experts, latent attention, a sliding window).
+A pass is a tuple of `Op`. Formats and selections only change the terms that go in. Code branches only on what a model
+consists of: experts, latent attention, a sliding window.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
-from ridgeplan.roofline.term_math import maximum, minimum
+from ridgeplan.roofline.term_math import minimum
 
 
 @dataclass(frozen=True)
 class Op:
-    """One kind of launch in a pass: its cost, how often it runs, and whose utilization it has.
+    """One kind of launch in a pass: the cost of one, how many there are, and the kernel class that sets its rates.
 
-    `kind` names the kernel class; `linear`, `head` and `attention` stand for the class of the weights or codes that
-    the pass reads, such as `linear_int4` or `attention_int8`.
+    Of the classes in `kind`, `linear`, `head` and `attention` stand for that of the weights or codes which the pass
+    reads, such as `linear_int4` or `attention_int8`.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Op:
 
     @property
     def total(self) -> Cost:
-        """The cost of all launches of the pass."""
+        """The cost of all launches together."""
         return self.cost * self.launches
 
     @property
@@ -39,27 +39,27 @@ class Op:
 
 
 def category(kind: str) -> str:
-    """What a kernel class belongs to: "linear", "attention" or "other"."""
-    if "attention" in kind or kind == "merge":
+    """The category of a kernel class: "linear", "attention" or "other"."""
+    if "attention" in kind:
         return "attention"
     return "linear" if "linear" in kind or kind == "head" else "other"
 
 
 @dataclass(frozen=True)
 class PassTerms:
-    """What one decode pass processes and reads. Lengths are per sequence and per layer."""
+    """What one decode pass processes and reads. Lengths are in tokens, per sequence and layer."""
 
     batch: Term
-    queries: Term  # tokens per sequence that go through the model at once
-    quantized_tokens: Term  # tokens whose codes are read
-    full_tokens: Term  # tokens read in full precision, those of the pass included
-    bits: Term  # of a code: 4, 8, or 0 where nothing is quantized
+    queries: Term  # tokens per sequence that the pass processes
+    quantized_tokens: Term  # read as codes
+    full_tokens: Term  # read in full precision, those of the pass included
+    bits: Term  # of a code: 4, 8, or 0 without codes
     group: Term
     splits: Term
     weight_bytes: Term  # per parameter of a linear layer, with scales and minima
     head_bytes: Term  # per parameter of the output head
     element_bytes: Term
-    gated: Term = 0  # 1 where the product of gate and up applies the activation itself
+    fused_swiglu: Term = 0  # 1 where the product of gate and up applies the activation itself
 
     @property
     def rows(self) -> Term:
@@ -68,7 +68,7 @@ class PassTerms:
 
 
 def weight_bytes(bits: int, group: int, full_bytes: float) -> float:
-    """Bytes per parameter: those of the checkpoint at 16 bits, else codes and an fp16 scale and minimum per group."""
+    """Bytes per parameter: `full_bytes` at 16 bits, else a code and its share of the group's fp16 scale and minimum."""
     return full_bytes if bits == 16 else bits / 8 + 2 * ops.METADATA_BYTES / group
 
 
@@ -79,7 +79,7 @@ def decode_pass(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
         *_attention_linears(shape, terms.rows, terms.weight_bytes, terms.element_bytes),
         *_rope(shape, terms.rows, terms.element_bytes),
         *_attention(shape, terms),
-        *_mlps(shape, terms.rows, terms.weight_bytes, terms.element_bytes, terms.gated),
+        *_mlps(shape, terms.rows, terms.weight_bytes, terms.element_bytes, terms.fused_swiglu),
         *_norms(shape, terms.rows, terms.element_bytes),
         _head(shape, terms.rows, terms.head_bytes, terms.element_bytes),
     )
@@ -98,14 +98,14 @@ def prefill_pass(
         *_attention_linears(shape, rows, weight_bytes, element_bytes),
         *_rope(shape, rows, element_bytes),
         *_prefill_attention(shape, batch, tokens, element_bytes),
-        *_mlps(shape, rows, weight_bytes, element_bytes, gated=0),
+        *_mlps(shape, rows, weight_bytes, element_bytes, fused_swiglu=0),
         *_norms(shape, rows, element_bytes),
         _head(shape, batch, element_bytes, element_bytes),
     )
 
 
 def window_share(shape: ModelShape, tokens: Term) -> Term:
-    """Share of `tokens` that a layer with a sliding window reads."""
+    """Share of `tokens` that a sliding-window layer reads."""
     return minimum(tokens, shape.window_tokens) / tokens if shape.window_tokens else 1
 
 
@@ -114,7 +114,7 @@ def _embedding(shape: ModelShape, rows: Term, element_bytes: Term) -> Op:
 
 
 def _norms(shape: ModelShape, rows: Term, element_bytes: Term) -> tuple[Op, ...]:
-    """RMSNorm before every block and before the head; all but the first add the block before them."""
+    """RMSNorm before every block and before the head; all but the first are fused with a residual addition."""
     first = ops.add_rms_norm(rows, shape.hidden, element_bytes, streams=1)
     others = ops.add_rms_norm(rows, shape.hidden, element_bytes)
     return (
@@ -124,7 +124,7 @@ def _norms(shape: ModelShape, rows: Term, element_bytes: Term) -> tuple[Op, ...]
 
 
 def _rope(shape: ModelShape, rows: Term, element_bytes: Term) -> tuple[Op, ...]:
-    """Rotary tables of the pass; rotation of queries and keys with the append to the cache in every layer."""
+    """Rotary tables once a pass; RoPE with the append to the cache in every layer."""
     rotary_dim = shape.rope_head_dim or shape.head_dim
     width = shape.q_width + shape.kv_elements_per_token_per_layer
     normed_width = shape.q_width + shape.kv_width if shape.qk_norm else 0
@@ -136,7 +136,7 @@ def _rope(shape: ModelShape, rows: Term, element_bytes: Term) -> tuple[Op, ...]:
 
 
 def _attention_linears(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term) -> tuple[Op, ...]:
-    """Projections into and out of attention; MLA's chain of factors counts by its parameters."""
+    """The QKV and output projections; under MLA a chain of factors counts as one projection of its parameters."""
     out_inputs = shape.q_heads * (shape.v_head_dim or shape.head_dim)
     out_params = out_inputs * shape.hidden
     in_params = shape.attention_params_per_layer - out_params
@@ -149,16 +149,16 @@ def _attention_linears(shape: ModelShape, rows: Term, weight_bytes: Term, elemen
     )
 
 
-def _mlps(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term, gated: Term) -> tuple[Op, ...]:
+def _mlps(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term, fused_swiglu: Term) -> tuple[Op, ...]:
     dense_layers, sizes = shape.layers - shape.moe_layers, (rows, weight_bytes, element_bytes)
-    dense = _gated_mlp("mlp", shape.hidden, shape.intermediate, dense_layers, *sizes, gated)
+    dense = _gated_mlp("mlp", shape.hidden, shape.intermediate, dense_layers, *sizes, fused_swiglu)
     if not shape.is_moe:
         return dense
     router = ops.linear(rows, shape.hidden, shape.experts, element_bytes, element_bytes)
     counts = shape.expert_params, shape.experts, shape.experts_per_token
     routed = ops.experts(rows, shape.hidden, *counts, weight_bytes, element_bytes)
     width = shape.shared_experts_intermediate
-    shared = _gated_mlp("shared experts", shape.hidden, width, shape.moe_layers, *sizes, gated)
+    shared = _gated_mlp("shared experts", shape.hidden, width, shape.moe_layers, *sizes, fused_swiglu)
     return (
         *(dense if shape.dense_layers else ()),
         Op("router", "linear", router, shape.moe_layers),
@@ -175,48 +175,46 @@ def _gated_mlp(
     rows: Term,
     weight_bytes: Term,
     element_bytes: Term,
-    gated: Term,
+    fused_swiglu: Term,
 ) -> tuple[Op, ...]:
-    gate_up = ops.gated_linear(rows, hidden, width, weight_bytes, element_bytes, gated)
+    gate_up = ops.gated_linear(rows, hidden, width, weight_bytes, element_bytes, fused_swiglu)
     down = ops.linear(rows, width, hidden, weight_bytes, element_bytes)
     swiglu = ops.swiglu(rows, width, element_bytes)
     return (
         Op(f"{name} gate + up", "linear", gate_up, layers),
-        Op(f"{name} swiglu", "elementwise", swiglu, layers * (1 - gated)),
+        Op(f"{name} swiglu", "elementwise", swiglu, layers * (1 - fused_swiglu)),
         Op(f"{name} down", "linear", down, layers),
     )
 
 
 def _head(shape: ModelShape, rows: Term, head_bytes: Term, element_bytes: Term) -> Op:
-    """The output head: full precision for the target, with the linear layers' bits for drafts that have their own."""
+    """The output head: in full precision for the target, quantized for drafts with weights of their own."""
     cost = ops.linear(rows, shape.hidden, shape.vocab, head_bytes, element_bytes)
     return Op("lm head", "head", cost, 1)
 
 
 def _attention(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
-    """Decode attention and its merge, of layers that read everything and of layers with a sliding window."""
-    everything = _attention_layers(shape, terms, "", 1, shape.layers - shape.window_layers)
+    """Decode attention of layers that read all tokens and of layers with a sliding window."""
+    full = Op("attention", "attention", _attention_cost(shape, terms, 1), shape.layers - shape.window_layers)
     if not shape.window_layers:
-        return everything
-    tokens = terms.quantized_tokens + terms.full_tokens
-    return everything + _attention_layers(shape, terms, " (window)", window_share(shape, tokens), shape.window_layers)
+        return (full,)
+    share = window_share(shape, terms.quantized_tokens + terms.full_tokens)
+    return full, Op("attention (window)", "attention", _attention_cost(shape, terms, share), shape.window_layers)
 
 
-def _attention_layers(shape: ModelShape, terms: PassTerms, suffix: str, share: Term, layers: Term) -> tuple[Op, ...]:
-    asking = terms.batch, terms.queries, shape.q_heads
+def _attention_cost(shape: ModelShape, terms: PassTerms, share: Term) -> Cost:
+    """One layer's decode attention over `share` of the tokens."""
+    query_sizes = terms.batch, terms.queries, shape.q_heads
     tokens = share * terms.quantized_tokens, share * terms.full_tokens
-    read = *tokens, terms.bits, terms.element_bytes, terms.group, terms.splits
-    width = shape.value_dim
+    formats = terms.bits, terms.element_bytes, terms.group, terms.splits
     if shape.is_mla:
-        cost = ops.latent_attention(*asking, width, shape.score_dim - width, shape.head_dim, *read)
-    else:
-        cost = ops.attention(*asking, shape.kv_heads, shape.head_dim, *read)
-    merge = ops.merge(*asking, width, terms.splits, terms.element_bytes)
-    return (Op(f"attention{suffix}", "attention", cost, layers), Op(f"merge{suffix}", "merge", merge, layers))
+        rope_dim = shape.score_dim - shape.value_dim
+        return ops.latent_attention(*query_sizes, shape.value_dim, rope_dim, shape.head_dim, *tokens, *formats)
+    return ops.attention(*query_sizes, shape.kv_heads, shape.head_dim, *tokens, *formats)
 
 
 def _prefill_attention(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term) -> tuple[Op, ...]:
-    """FlashAttention over the prompt; MLA runs it unabsorbed, with per-head keys and values."""
+    """FlashAttention over the prompt; under MLA with per-head keys and values, not absorbed."""
     value_dim = shape.v_head_dim or shape.head_dim
     kv_elements = shape.kv_heads * (shape.head_dim + value_dim)
     arguments = (batch, shape.q_heads, kv_elements, shape.head_dim, value_dim, tokens)
@@ -228,12 +226,3 @@ def _prefill_attention(shape: ModelShape, batch: Term, tokens: Term, element_byt
     window = minimum(tokens, shape.window_tokens)
     windowed = ops.windowed_attention(*arguments, window, element_bytes)
     return (*everything, Op("prefill attention (window)", "prefill_attention", windowed, shape.window_layers))
-
-
-def quantized_tokens(tokens: Term, group: Term) -> Term:
-    """Tokens held as codes, averaged over lengths: `group` to 2 x `group` recent ones are full precision.
-
-    Exactly (QuantSpec, section 4.3.2) it is max(0, floor(tokens / group) - 1) x group; over a generation the
-    buffer holds 3/2 groups on average, which this smooth form has so that sweeps integrate it exactly.
-    """
-    return maximum(tokens - 3 * group / 2, 0)

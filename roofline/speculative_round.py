@@ -1,4 +1,4 @@
-"""One round of speculation, or one plain step: which passes it runs and what each part takes."""
+"""One round of speculation, or one plain step: which passes it runs and how long each part takes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
-from ridgeplan.roofline.latency import Machine, RateTerms, either
-from ridgeplan.roofline.passes import PassTerms, decode_pass, quantized_tokens
+from ridgeplan.roofline.execution import choose_splits, mean_quantized_tokens
+from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
+from ridgeplan.roofline.passes import PassTerms, decode_pass
 from ridgeplan.roofline.speculation import flush_capped, tokens_per_round
 from ridgeplan.roofline.strategy import Strategy
 from ridgeplan.roofline.term_math import indicator, maximum, minimum
@@ -16,7 +17,7 @@ from ridgeplan.roofline.term_math import indicator, maximum, minimum
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of a round's parts; without speculation gamma is 0 and `verify_s` is the plain step."""
+    """Seconds of a round's parts. Without speculation gamma is 0 and `verify_s` is the plain step."""
 
     gamma: Term
     draft_s: Term  # one draft step
@@ -32,79 +33,72 @@ class Round:
 
 
 def round_tokens(strategy: Strategy) -> Term:
-    """Tokens of a round, less what rounds lose at flush boundaries where the target reads codes."""
+    """Tokens per round, less what rounds lose at flush boundaries where the target reads codes."""
     tokens = tokens_per_round(strategy.acceptance, strategy.gamma)
     reads_codes = minimum(strategy.target_bits, 1)
     return reads_codes * flush_capped(tokens, strategy.kv_group) + (1 - reads_codes) * tokens
 
 
-def round_at(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term, transfer_s: Term) -> Round:
-    """A round whose sequences hold `context` tokens before it; `transfer_s` is hidden behind the target's pass."""
-    drafting = minimum(strategy.gamma, 1)
-    tokens = held_tokens(strategy, context)
-    draft = decode_pass(shape, draft_terms(machine, strategy, context))
-    target = decode_pass(shape, target_terms(machine, strategy, context))
+def round_at(
+    shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates, context: Term, transfer_s: Term
+) -> Round:
+    """A round whose sequences hold `context` tokens before it; `transfer_s` overlaps the target's pass."""
+    tokens = cached_tokens(strategy, context)
+    draft = decode_pass(shape, draft_terms(shape, machine, strategy, context))
+    target = decode_pass(shape, target_terms(shape, machine, strategy, context))
+    draft_s = machine.pass_seconds(draft, draft_rates(machine, strategy, rates), shape.layers)
+    target_s = machine.pass_seconds(target, target_rates(machine, strategy, rates), shape.layers)
     key_bytes = strategy.batch * tokens * shape.kv_elements_per_token_per_layer / 2 * machine.element_bytes
-    draft_s = (
-        machine.pass_seconds(draft, draft_rates(machine, strategy), shape.layers)
-        + _scoring_seconds(machine, key_bytes * strategy.draft_step_keys)
-        + sampling_seconds(shape, machine, strategy.batch)
-    )
-    target_s = machine.pass_seconds(target, target_rates(machine, strategy), shape.layers)
-    scored_s = target_s + _scoring_seconds(machine, key_bytes * strategy.target_step_keys)
+    draft_scoring_s = _scoring_seconds(machine, key_bytes * strategy.draft_scored_keys)
+    target_scoring_s = _scoring_seconds(machine, key_bytes * strategy.target_scored_keys)
+    drafting = minimum(strategy.gamma, 1)
     return Round(
         gamma=strategy.gamma,
-        draft_s=drafting * draft_s,
-        verify_s=maximum(scored_s, transfer_s),
+        draft_s=drafting * (draft_s + draft_scoring_s + sampling_seconds(shape, machine, strategy.batch)),
+        verify_s=maximum(target_s + target_scoring_s, transfer_s),
         accept_s=rejection_sampling_seconds(shape, machine, strategy),
         select_s=_scoring_seconds(machine, strategy.batch * tokens * strategy.round_score_bytes),
         flush_s=flush_seconds(shape, machine, strategy) * round_tokens(strategy) / strategy.kv_group,
     )
 
 
-def held_tokens(strategy: Strategy, context: Term) -> Term:
+def cached_tokens(strategy: Strategy, context: Term) -> Term:
     """Tokens in the cache: what eviction left of the prompt, and everything generated since."""
     return minimum(strategy.context, strategy.eviction_budget) + context - strategy.context
 
 
-def target_terms(machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
+def target_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
     """What the target's pass (a plain step, or verification of gamma + 1 queries) reads."""
-    tokens = minimum(held_tokens(strategy, context), strategy.target_budget)
+    tokens = minimum(cached_tokens(strategy, context), strategy.target_budget)
     weights = (strategy.target_weight_bytes, machine.element_bytes)
-    return _pass_terms(machine, strategy, strategy.queries, tokens, strategy.target_bits, weights)
+    return _pass_terms(shape, machine, strategy, strategy.queries, tokens, strategy.target_bits, weights)
 
 
-def draft_terms(machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
+def draft_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
     """What one draft step reads."""
-    tokens = strategy.draft_ratio * held_tokens(strategy, context)
+    tokens = strategy.draft_ratio * cached_tokens(strategy, context)
     weights = (strategy.draft_weight_bytes, strategy.draft_head_bytes)
-    return _pass_terms(machine, strategy, 1, tokens, strategy.draft_bits, weights)
+    return _pass_terms(shape, machine, strategy, 1, tokens, strategy.draft_bits, weights)
 
 
-def target_rates(machine: Machine, strategy: Strategy) -> dict[str, RateTerms]:
-    """Rates of the target's linear layers, head (which is full precision) and attention."""
-    rows = strategy.batch * strategy.queries
+def target_rates(machine: Machine, strategy: Strategy, rates: StrategyRates) -> dict[str, RateTerms]:
+    """Rates of the target's linear layers, head (which is full precision) and attention, by an op's kind."""
+    rows, own = strategy.batch * strategy.queries, rates.target
     return {
-        "linear": _product_rates(machine, rows, strategy.target_dense, strategy.target_linear),
-        "head": _product_rates(machine, rows, 1, machine.rates["head"]),
-        "attention": strategy.target_attention,
+        "linear": machine.gemm_rates(rows, strategy.target_dense, own.linear),
+        "head": machine.gemm_rates(rows, 1, own.head),
+        "attention": own.attention,
     }
 
 
-def draft_rates(machine: Machine, strategy: Strategy) -> dict[str, RateTerms]:
-    """Rates of the draft's linear layers, head and attention."""
-    rows, dense = strategy.batch, strategy.draft_dense
+def draft_rates(machine: Machine, strategy: Strategy, rates: StrategyRates) -> dict[str, RateTerms]:
+    """Rates of the drafts' linear layers, head and attention, by an op's kind."""
+    rows, dense, own = strategy.batch, strategy.draft_dense, rates.draft
     return {
-        "linear": _product_rates(machine, rows, dense, strategy.draft_linear),
-        "head": _product_rates(machine, rows, dense, strategy.draft_head),
-        "attention": strategy.draft_attention,
+        "linear": machine.gemm_rates(rows, dense, own.linear),
+        "head": machine.gemm_rates(rows, dense, own.head),
+        "attention": own.attention,
     }
-
-
-def _product_rates(machine: Machine, rows: Term, dense: Term, few: RateTerms) -> RateTerms:
-    """Rates of a product: those calibrated with `few` rows, or where a dense one has more, those of prefill."""
-    beyond = dense * minimum(maximum(rows - machine.few_rows, 0), 1)
-    return either(beyond, machine.rates["prefill_linear"], few)
 
 
 def prefill_rates(machine: Machine) -> dict[str, RateTerms]:
@@ -113,43 +107,49 @@ def prefill_rates(machine: Machine) -> dict[str, RateTerms]:
 
 
 def sampling_seconds(shape: ModelShape, machine: Machine, rows: Term) -> Term:
-    """A token for each of `rows` rows of logits, at a temperature: greedy choice takes less."""
+    """A token for each of `rows` rows of logits, drawn at a temperature: greedy choice takes less."""
     sizes = rows, shape.vocab, machine.element_bytes
     return machine.seconds(ops.filter_logits(*sizes) + ops.draw(*sizes), machine.rates["sampling"])
 
 
 def rejection_sampling_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
-    """Filtering of all queries' logits, then one token per sequence, drawn from what the drafts left of p."""
-    read = ops.filter_logits(strategy.batch * strategy.queries, shape.vocab, machine.element_bytes)
-    distributions = 1 + minimum(strategy.gamma, 1)
+    """Filtering of all queries' logits, then one token per sequence, drawn from the residual distribution."""
+    filtered = ops.filter_logits(strategy.batch * strategy.queries, shape.vocab, machine.element_bytes)
+    distributions = 1 + minimum(strategy.gamma, 1)  # the residual needs the draft's beside the target's
     drawn = ops.draw(strategy.batch, shape.vocab, machine.element_bytes, distributions)
-    return machine.seconds(read + drawn, machine.rates["sampling"])
+    return machine.seconds(filtered + drawn, machine.rates["sampling"])
 
 
 def quantize_cost(shape: ModelShape, machine: Machine, strategy: Strategy, batch: Term, tokens: Term) -> Cost:
-    """Quantizing `tokens` tokens of one layer into the planes the strategy stores."""
+    """Quantization of `tokens` tokens of one layer into the planes that the strategy stores."""
     group, planes = strategy.kv_group, strategy.code_planes
     return ops.quantize(batch, shape.cached_heads, shape.head_dim, tokens, machine.element_bytes, group, planes)
 
 
 def flush_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
-    """Quantizing one group of tokens of every sequence in every layer, all at once; 0 where no codes are stored.
+    """A flush: one group of tokens of every sequence and layer is quantized in one launch; 0 without codes.
 
-    Where the target reads codes, the recent tokens' buffer moves up by a group.
+    Where only codes are stored, the buffer's remaining tokens then move up by a group.
     """
     rows, group = shape.layers * strategy.batch, strategy.kv_group
-    encoded = quantize_cost(shape, machine, strategy, rows, group)
+    quantize_s = machine.seconds(quantize_cost(shape, machine, strategy, rows, group), machine.rates["quantize"])
     kept = group + strategy.queries
-    moved = ops.shift_slots(rows, shape.cached_heads, shape.head_dim, kept, machine.element_bytes)
-    shift_s = (1 - strategy.keeps_full) * machine.seconds(moved, machine.rates["elementwise"])
-    return minimum(strategy.code_planes, 1) * (machine.seconds(encoded, machine.rates["quantize"]) + shift_s)
+    shift = ops.shift_slots(rows, shape.cached_heads, shape.head_dim, kept, machine.element_bytes)
+    shift_s = (1 - strategy.stores_full_kv) * machine.seconds(shift, machine.rates["elementwise"])
+    return minimum(strategy.code_planes, 1) * (quantize_s + shift_s)
 
 
 def _pass_terms(
-    machine: Machine, strategy: Strategy, queries: Term, tokens: Term, bits: Term, weights: tuple[Term, Term]
+    shape: ModelShape,
+    machine: Machine,
+    strategy: Strategy,
+    queries: Term,
+    tokens: Term,
+    bits: Term,
+    weights: tuple[Term, Term],
 ) -> PassTerms:
     """`weights` are the bytes per parameter of the linear layers and of the head."""
-    codes = minimum(bits, 1) * quantized_tokens(tokens, strategy.kv_group)
+    codes = minimum(bits, 1) * mean_quantized_tokens(tokens, strategy.kv_group)
     return PassTerms(
         batch=strategy.batch,
         queries=queries,
@@ -157,14 +157,14 @@ def _pass_terms(
         full_tokens=tokens - codes + queries,
         bits=bits,
         group=strategy.kv_group,
-        splits=strategy.splits,
+        splits=choose_splits(strategy.batch, shape.kv_heads, strategy.context, machine.num_sms),
         weight_bytes=weights[0],
         head_bytes=weights[1],
         element_bytes=machine.element_bytes,
-        gated=indicator(strategy.batch * queries, machine.gated_rows),
+        fused_swiglu=indicator(strategy.batch * queries, machine.fused_swiglu_rows),
     )
 
 
 def _scoring_seconds(machine: Machine, read_bytes: Term) -> Term:
-    """Traffic of a selection, at the rate of gathers; nothing where nothing is read."""
+    """Traffic of a selection, at the rate of gathers; 0 where nothing is scored."""
     return read_bytes / (machine.bandwidth_bytes_per_s * machine.rates["gather"].bandwidth_utilization)

@@ -1,11 +1,10 @@
-"""A plan in numbers: the terms that the cost model takes."""
+"""A plan in numbers: lengths, formats, budgets and acceptance. How fast a machine is at it lies in latency.py."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ridgeplan.roofline.cost import Term
-from ridgeplan.roofline.latency import RateTerms
 
 UNLIMITED_TOKENS = float(1 << 40)  # a budget that never binds
 
@@ -14,46 +13,41 @@ UNLIMITED_TOKENS = float(1 << 40)  # a budget that never binds
 class Strategy:
     """A plan's axes. Every field is a number, an array with one entry per plan, or a sympy symbol.
 
-    Flags are 0 or 1, bits of codes are 0 for full precision, budgets are UNLIMITED_TOKENS where there is none.
+    Flags are 0 or 1. Bits of codes are 0 where full precision is read. Budgets are in tokens, UNLIMITED_TOKENS where
+    there is none.
     """
 
     batch: Term
     context: Term
     new_tokens: Term
-    # weights: bytes per parameter of a linear layer
+    # Weights: bytes per parameter, scales and zeros included
     target_weight_bytes: Term
     draft_weight_bytes: Term
-    has_draft_weights: Term
-    target_dense: Term  # weights of 16 bits; so those of drafts, head included
-    draft_dense: Term
     draft_head_bytes: Term  # the target's head is full precision
-    target_linear: RateTerms
-    draft_linear: RateTerms
-    draft_head: RateTerms
+    has_draft_weights: Term  # drafts have a copy of the weights of their own
+    target_dense: Term  # 16-bit weights, not quantized ones
+    draft_dense: Term
     # KV cache
-    keeps_full: Term  # the whole context is stored in full precision
-    code_planes: Term  # 4-bit planes stored: 0, 1 or 2
-    kv_group: Term
-    target_bits: Term
+    stores_full_kv: Term  # the whole context is stored in full precision
+    code_planes: Term  # 4-bit planes stored: 0, 1 (upper) or 2 (upper and lower)
+    kv_group: Term  # tokens
+    target_bits: Term  # of the codes that a pass reads
     draft_bits: Term
-    target_attention: RateTerms
-    draft_attention: RateTerms
     eviction_budget: Term
-    # placement
+    # Offload
     offload: Term
     offload_budget: Term
-    # what is read at a step, and what choosing it costs
+    # Sparse attention: tokens read at a step, and the traffic of choosing them
     target_budget: Term
-    draft_ratio: Term
-    target_step_keys: Term  # keys scored at a step, in multiples of one layer's, summed over layers
-    draft_step_keys: Term
-    round_score_bytes: Term  # score bytes of a round per cached token, summed over layers
-    # speculation
+    draft_ratio: Term  # share of the cached tokens
+    target_scored_keys: Term  # of every cached token, at each step: in keys of one layer, summed over layers
+    draft_scored_keys: Term
+    round_score_bytes: Term  # of every cached token, once a round, summed over layers
+    # Speculation
     gamma: Term
-    acceptance: Term
-    splits: Term
+    acceptance: Term  # conditional
 
     @property
     def queries(self) -> Term:
-        """Tokens of a sequence in the target's pass: gamma drafts and the token before them."""
+        """Tokens per sequence in the target's pass: gamma drafts and the token before them."""
         return self.gamma + 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.profile import Profile, Rates
-from ridgeplan.roofline.latency import KINDS
+from ridgeplan.roofline.latency import KERNEL_CLASSES
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -50,6 +50,26 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of two layers whose tokens are bytes, for tests of what happens around a model."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("bytes")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    letters.pre_tokenizer, letters.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=16384, initializer_range=0.2,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def long_text() -> str:
     """About 465 kB of English prose: the Python language reference's topics."""
     return "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
@@ -71,5 +91,5 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 def h200_profile() -> Profile:
     """An H200 with round utilizations, so that tests of the model do not depend on a measurement."""
     quantized = ("linear_int4", "attention_int4", "attention_int8")
-    rates = {kind: Rates(0.6 if kind in quantized else 0.85, 0.7, 2e-6, 0.05) for kind in KINDS}
+    rates = {kind: Rates(0.6 if kind in quantized else 0.85, 0.7, 2e-6, 0.05) for kind in KERNEL_CLASSES}
     return Profile(load_hardware("h200"), "test H200", {"torch": "none"}, "2026-01-01", rates)

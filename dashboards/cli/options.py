@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ridgeplan.dashboards.cli.errors import FileProblem
+from ridgeplan.dashboards.user_errors import FileProblem
 from ridgeplan.planner import Plan, PlanError
 from ridgeplan.roofline.catalog.documents import read_document
 

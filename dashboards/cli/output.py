@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeplan.dashboards.cli.errors import FileProblem
+from ridgeplan.dashboards.user_errors import FileProblem
 
 if TYPE_CHECKING:
     from rich.console import Console

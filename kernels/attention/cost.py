@@ -1,4 +1,4 @@
-"""What decode attention and its merge declare that they cost, counted from the tensors they touch.
+"""What decode attention declares that it costs, counted from the tensors it touches.
 
 The model prices kernels by the formulas of `ridgeplan.roofline.ops`; a test holds both equal.
 """
@@ -6,6 +6,7 @@ The model prices kernels by the formulas of `ridgeplan.roofline.ops`; a test hol
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ridgeplan.kernels.device.launch_metadata import launch_metadata
@@ -23,10 +24,27 @@ def attention_cost(
     full_tokens: int,
     splits: int,
 ) -> Cost:
-    """Decode attention where each row sees `quantized_tokens` (whole groups) and `full_tokens` slots.
+    """Decode attention where each row sees `quantized_tokens` (whole groups) and `full_tokens` slots, merge included.
 
-    Lengths live on the device, so the caller says them. Writes are the float32 partials and log-sum-exps of
-    all splits; reads count KV once, as all query heads of a KV head share a tile.
+    Lengths live on the device, so the caller says them.
+    """
+    attending = split_attention_cost(q, keys, codes, lower, quantized_tokens, full_tokens, splits)
+    partial = torch.empty(*q.shape[:3], splits, q.shape[3], dtype=torch.float32, device="meta")
+    return attending + merge_cost(partial, partial[..., 0], q.element_size())
+
+
+def split_attention_cost(
+    q: Tensor,
+    keys: Tensor,
+    codes: QuantizedKV | None,
+    lower: bool,
+    quantized_tokens: int,
+    full_tokens: int,
+    splits: int,
+) -> Cost:
+    """As `attention_cost` without the merge: each split writes a float32 partial and its log-sum-exp.
+
+    KV is read once, as all query heads of a KV head share a tile.
     """
     kv_rows = keys.shape[0] * keys.shape[1]
     read_bytes = q.numel() * q.element_size()
@@ -43,7 +61,7 @@ def attention_cost(
 
 
 def merge_cost(partial: Tensor, lse: Tensor, element_bytes: int) -> Cost:
-    """Merge of all splits into an output of `element_bytes` per element."""
+    """Merge of all splits' partials [..., splits, D] into an output of `element_bytes` per element."""
     return Cost(
         flops=2 * partial.numel(),
         read_bytes=partial.nbytes + lse.nbytes,
@@ -52,10 +70,10 @@ def merge_cost(partial: Tensor, lse: Tensor, element_bytes: int) -> Cost:
 
 
 def attention_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Launch metadata of the attention kernel, priced at full capacity: reading lengths would synchronize."""
+    """Launch metadata of the kernel before the merge, priced at full capacity: reading lengths would synchronize."""
     codes = codes_of(args) if args["BITS"] else None
     quantized_tokens = codes.groups * codes.group if codes is not None else 0
-    cost = attention_cost(
+    cost = split_attention_cost(
         args["q"], args["keys"], codes, args["BITS"] == 8, quantized_tokens, args["capacity"], args["splits"]
     )
     return launch_metadata(f"decode_attention_{args['BITS']}bit", cost, args["q"])

@@ -18,7 +18,7 @@ from ridgeplan.kernels.attention.cost import attention_metadata
 from ridgeplan.kernels.attention.merge import merge
 from ridgeplan.kernels.attention.triton_blocks import full_block, quantized_block
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.roofline.ops import choose_splits
+from ridgeplan.roofline.execution import choose_splits
 
 LOG2_E = 1.4426950408889634
 MAX_ROWS = 128  # query rows of one tile; beyond it (wide MQA with many queries) further tiles read KV again

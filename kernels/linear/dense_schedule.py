@@ -3,9 +3,10 @@
 from functools import cache
 
 from ridgeplan.kernels.linear.schedule import ROWS, Cut, Format, Machine, Plan
+from ridgeplan.roofline.execution import CUDA_SKINNY_GEMM_ROWS
 
 UNIT_INPUTS = 32
-MAX_ROWS = 16
+MAX_ROWS = CUDA_SKINNY_GEMM_ROWS
 FEW_ROWS = 8
 FEW_CHANNELS = 8192  # of inputs and outputs: beyond, the library's product of more than FEW_ROWS rows is as fast
 NARROW_INPUTS = 768  # below, adding up and storing what warps found decides: half as many rows

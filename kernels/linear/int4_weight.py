@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ridgeplan.roofline.execution import QUANTIZATION_GROUPS
+
 ROWS = 16  # of a tile
 CHUNK = 64  # inputs that a warp takes at once
 PAIR_BYTES = 4 * ROWS  # scale and zero of each row of a unit
-GROUPS = (256, 128, 64, 32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,14 +46,14 @@ class Int4Weight:
     def pack(cls, codes: Tensor, scale: Tensor, zero: Tensor) -> Int4Weight:
         """codes: [outputs, inputs] integers of 0..15; scale, zero: [outputs, inputs / group], rounded to bfloat16.
 
-        Raises ValueError for groups that are not of 256, 128, 64 or 32 inputs, and for shapes that disagree.
+        Raises ValueError for groups of other than 32, 64, 128 or 256 inputs, and for shapes that disagree.
         """
         outputs, inputs = codes.shape
         if scale.shape != zero.shape or scale.shape[0] != outputs:
             raise ValueError(f"scale {list(scale.shape)}, zero {list(zero.shape)} do not fit codes {[outputs, inputs]}")
         group = inputs // max(1, scale.shape[1])
-        if group not in GROUPS or group * scale.shape[1] != inputs:
-            allowed = ", ".join(map(str, GROUPS))
+        if group not in QUANTIZATION_GROUPS or group * scale.shape[1] != inputs:
+            allowed = ", ".join(map(str, QUANTIZATION_GROUPS))
             raise ValueError(f"{inputs} inputs with {scale.shape[1]} scales a row; allowed are groups of {allowed}")
         units = torch.cat([_code_bytes(codes, group), _pair_bytes(scale, zero)], dim=2)
         return cls(units, group, inputs, outputs)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from ridgeplan.roofline.execution import CUDA_FUSED_SWIGLU_ROWS
+
 ROWS = 16  # outputs of a row tile
 SIZES = (1, 2, 4, 8)  # of clusters
 BUFFERS = 2  # of a row tile's sums, as in linear_roles.cu
@@ -15,7 +17,7 @@ X_PARTS = 4  # in which many rows of x arrive
 FEW_ROWS = 1  # of x: so few arrive at once, and each block fetches its own
 FEW_TILES = 4  # row tiles per block: a short product, which gains nothing from more copies under way
 MOST_ITEMS = 16  # slots of a ring
-MOST_GATED_ROWS = 8  # of x: more may take shorter rings or several passes, for a small kernel less
+MOST_GATED_ROWS = CUDA_FUSED_SWIGLU_ROWS  # of x: more may take shorter rings or several passes, for a small kernel less
 RESERVED_BYTES = 2 * 1024  # of a block's shared memory: the driver's and the kernel's static variables
 BESIDE_BYTES = 6 * 1024  # of a multiprocessor's, for blocks of a small kernel that waits for this one
 

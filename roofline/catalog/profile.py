@@ -43,7 +43,6 @@ RELATIVES = {
     "attention_int8": "attention_int4",
     "attention_int4": "attention",
     "attention": "linear",
-    "merge": "elementwise",
     "rope": "elementwise",
     "quantize": "elementwise",
     "sampling": "elementwise",

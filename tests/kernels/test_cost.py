@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from ridgeplan.kernels.attention.cost import attention_cost, attention_metadata, merge_cost, merge_metadata
+from ridgeplan.kernels.attention.cost import (
+    attention_cost,
+    attention_metadata,
+    merge_cost,
+    merge_metadata,
+    split_attention_cost,
+)
 from ridgeplan.kernels.attention.merge_triton import _merge_kernel
 from ridgeplan.kernels.attention.triton import _attention_kernel
 from ridgeplan.kernels.kv_cache.cost import dequantize_cost, dequantize_metadata, quantize_cost, quantize_metadata
@@ -84,7 +90,7 @@ def test_launch_metadata_reads_the_kernels_own_arguments() -> None:
     q, keys = torch.zeros(1, 2, 4, 64), torch.zeros(1, 2, 10, 64)
     known = {**vars(codes), "q": q, "keys": keys, "values": keys, "BITS": 8, "capacity": 10, "splits": 3}
     args = {name: known.get(name) for name in _attention_kernel.arg_names}
-    cost = attention_cost(q, keys, codes, True, 96, 10, 3)
+    cost = split_attention_cost(q, keys, codes, True, 96, 10, 3)
     assert attention_metadata((1,), None, args) == {
         "name": "decode_attention_8bit",
         "flops32": cost.flops,

@@ -1,4 +1,4 @@
-"""Fault injection: applies each mutation of tests/mutants/*.toml to a copy of the sources and runs the tests named there.
+"""Fault injection: applies each mutation of tests/mutants/*.toml to a copy of the sources and runs the tests it names.
 
     python tests/mutants/run.py [AREA ...] [--jobs N]
 

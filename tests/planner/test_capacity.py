@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from ridgeplan.planner.capacity import Room, missing_memory, peak_bytes
+from ridgeplan.planner.capacity import missing_memory, peak_bytes
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.memory import DRAFT_SWAP_PROMPT_TOKENS
+from ridgeplan.roofline.device import Device
+from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS
 
 SHAPE = load_shape("meta-llama/Llama-3.1-8B")
-ROOM = Room(free_bytes=24 * 10**9, element_bytes=2, num_sms=132)
+GPU = Device(memory_bytes=24 * 10**9, element_bytes=2, num_sms=132)
 
 
 def plan(name="autoregressive", context=131072, batch=2):
@@ -24,45 +25,45 @@ def resized(plan, **changes):
 
 
 def test_a_plan_that_fits_misses_nothing():
-    assert missing_memory(plan(context=4096), SHAPE, ROOM) is None
+    assert missing_memory(plan(context=4096), SHAPE, GPU) is None
 
 
 @pytest.mark.parametrize("name", ["autoregressive", "quantspec", "int8"])
 def test_the_largest_context_and_batch_are_named(name):
     wanted = plan(name)
-    message = missing_memory(wanted, SHAPE, ROOM)
+    message = missing_memory(wanted, SHAPE, GPU)
     assert re.match(r"the plan needs \d+\.\d GB and 24\.0 GB are free; allowed: ", message)
     context = int(re.search(r"context up to (\d+) with batch 2", message).group(1))
-    assert peak_bytes(resized(wanted, context=context), SHAPE, ROOM) <= ROOM.free_bytes
-    assert peak_bytes(resized(wanted, context=context + 1), SHAPE, ROOM) > ROOM.free_bytes
+    assert peak_bytes(resized(wanted, context=context), SHAPE, GPU) <= GPU.memory_bytes
+    assert peak_bytes(resized(wanted, context=context + 1), SHAPE, GPU) > GPU.memory_bytes
     batch = re.search(r"batch up to (\d+) with context 131072", message)
     alone = resized(wanted, batch=1)
-    assert (batch is None) == (peak_bytes(alone, SHAPE, ROOM) > ROOM.free_bytes)
+    assert (batch is None) == (peak_bytes(alone, SHAPE, GPU) > GPU.memory_bytes)
     assert batch is None or batch.group(1) == "1"
 
 
 def test_weights_alone_can_be_too_much():
-    message = missing_memory(plan(), SHAPE, replace(ROOM, free_bytes=10**9))
+    message = missing_memory(plan(), SHAPE, replace(GPU, memory_bytes=10**9))
     assert message.endswith("no context fits with these formats")
 
 
 def test_a_smaller_context_and_batch_together_are_named():
     wanted = plan(context=2**23, batch=4096)
-    message = missing_memory(wanted, SHAPE, ROOM)
+    message = missing_memory(wanted, SHAPE, GPU)
     context = int(re.search(r"; allowed: context up to (\d+) with batch 1$", message).group(1))
-    assert peak_bytes(resized(wanted, context=context, batch=1), SHAPE, ROOM) <= ROOM.free_bytes
-    assert peak_bytes(resized(wanted, context=context + 1, batch=1), SHAPE, ROOM) > ROOM.free_bytes
+    assert peak_bytes(resized(wanted, context=context, batch=1), SHAPE, GPU) <= GPU.memory_bytes
+    assert peak_bytes(resized(wanted, context=context + 1, batch=1), SHAPE, GPU) > GPU.memory_bytes
 
 
 def test_models_are_looked_up_by_name():
-    assert missing_memory(plan(), "meta-llama/Llama-3.1-8B", ROOM) == missing_memory(plan(), SHAPE, ROOM)
+    assert missing_memory(plan(), "meta-llama/Llama-3.1-8B", GPU) == missing_memory(plan(), SHAPE, GPU)
 
 
 def test_a_context_long_enough_to_borrow_may_fit_where_a_shorter_one_does_not():
     wanted = plan("quantspec", context=DRAFT_SWAP_PROMPT_TOKENS - 1, batch=1)
-    taken_bytes = peak_bytes(resized(wanted, context=DRAFT_SWAP_PROMPT_TOKENS), SHAPE, ROOM)
-    room = replace(ROOM, free_bytes=int(taken_bytes + 1e8))
-    message = missing_memory(wanted, SHAPE, room)
+    taken_bytes = peak_bytes(resized(wanted, context=DRAFT_SWAP_PROMPT_TOKENS), SHAPE, GPU)
+    smaller = replace(GPU, memory_bytes=int(taken_bytes + 1e8))
+    message = missing_memory(wanted, SHAPE, smaller)
     first, context = map(int, re.search(r"context from (\d+) to (\d+) with batch 1", message).groups())
     assert first == DRAFT_SWAP_PROMPT_TOKENS <= context
-    assert peak_bytes(resized(wanted, context=context + 1), SHAPE, ROOM) > room.free_bytes
+    assert peak_bytes(resized(wanted, context=context + 1), SHAPE, GPU) > smaller.memory_bytes

@@ -46,7 +46,7 @@ def test_int8_codes_take_less_than_bf16_in_every_kind_of_model(name):
 
 
 @pytest.mark.parametrize(
-    "arena_capacity, taken_bytes",
+    "arena_bytes, taken_bytes",
     [
         (0, 0),
         (99, 90),  # neither hidden states nor queries, but keys, and values no longer
@@ -62,17 +62,17 @@ def test_int8_codes_take_less_than_bf16_in_every_kind_of_model(name):
         (10_000, 480),
     ],
 )
-def test_buffers_are_lent_whole_and_in_turn(arena_capacity, taken_bytes):
-    assert memory.arena_bytes(arena_capacity, (100, 200, 90, 90)) == taken_bytes
+def test_buffers_are_lent_whole_and_in_turn(arena_bytes, taken_bytes):
+    assert memory.bytes_in_arena(arena_bytes, (100, 200, 90, 90)) == taken_bytes
 
 
 def test_lent_bytes_of_arrays_and_symbols_are_those_of_numbers():
     held, tokens = np.arange(0, 700, 7), np.arange(1, 101)
     widths = (4, 4, 1, 1)
-    expected = [memory.arena_bytes(h, [t * w for w in widths]) for h, t in zip(held, tokens, strict=True)]
-    np.testing.assert_array_equal(memory.arena_bytes(held, [tokens * w for w in widths]), expected)
+    expected = [memory.bytes_in_arena(h, [t * w for w in widths]) for h, t in zip(held, tokens, strict=True)]
+    np.testing.assert_array_equal(memory.bytes_in_arena(held, [tokens * w for w in widths]), expected)
     h, t = sympy.symbols("h t", positive=True)
-    function = sympy.lambdify([h, t], memory.arena_bytes(h, [t * w for w in widths]), modules="numpy", cse=True)
+    function = sympy.lambdify([h, t], memory.bytes_in_arena(h, [t * w for w in widths]), modules="numpy", cse=True)
     np.testing.assert_array_equal(function(held.astype(float), tokens.astype(float)), expected)
 
 
@@ -89,5 +89,5 @@ def test_what_is_lent_is_not_allocated():
 
 def test_memory_of_a_prompt_that_borrows_grows_with_it():
     shape, tokens = load_shape("Llama-3.1-8B"), np.arange(1, 400_000, 37)
-    for arena_capacity in (0, 10**8, 4 * 10**9):
-        assert (np.diff(memory.prefill_workspace(shape, tokens, 2, arena_capacity)) >= 0).all()
+    for arena_bytes in (0, 10**8, 4 * 10**9):
+        assert (np.diff(memory.prefill_workspace(shape, tokens, 2, arena_bytes)) >= 0).all()

@@ -24,6 +24,10 @@ def terms(**changes):
     return PassTerms(**{**plain, **changes})
 
 
+QUERY = 32 * 128 * 2  # one query of 32 heads of 128 elements in bf16
+MERGED = 32 * (128 + 1) * 4  # its partial output and log-sum-exp of one split, fp32: written, then read by the merge
+
+
 def by_name(passes):
     return {op.name: op for op in passes}
 
@@ -51,15 +55,22 @@ def test_quantized_weights_reach_the_byte_limit_of_their_format(bits, saving):
 def test_hierarchical_codes_with_scales_and_minima_at_head_dim_128(bits, bytes_per_element):
     tokens, heads = 65536, 8
     with_codes = ops.attention(1, 1, 32, heads, 128, tokens, 0, bits, 2, 128, 1)
-    query = 32 * 128 * 2
-    assert (with_codes.read_bytes - query) / (2 * tokens * heads * 128) == bytes_per_element
+    assert (with_codes.read_bytes - QUERY - MERGED) / (2 * tokens * heads * 128) == bytes_per_element
 
 
 def test_gqa_reads_kv_once_per_group_but_computes_for_every_query_head():
     many, few = (ops.attention(1, 1, 32, heads, 128, 0, 4096, 0, 2, 128, 1) for heads in (32, 8))
-    query = 32 * 128 * 2
     assert many.flops == few.flops
-    assert (many.read_bytes - query) == 4 * (few.read_bytes - query)
+    assert (many.read_bytes - QUERY - MERGED) == 4 * (few.read_bytes - QUERY - MERGED)
+
+
+def test_attention_holds_its_merge():
+    """3 queries of 32 heads in 5 splits: fp32 partials go out and come back, and one bf16 output remains."""
+    cost = ops.attention(1, 3, 32, 8, 128, 0, 4096, 0, 2, 128, 5)
+    partials = 3 * 5 * MERGED
+    assert cost.read_bytes == 2 * 8 * 128 * 4096 * 2 + 3 * QUERY + partials
+    assert cost.write_bytes == partials + 3 * QUERY
+    assert cost.flops == 4 * 3 * 32 * 128 * 4096 + 2 * 3 * 32 * 5 * 128
 
 
 def test_plain_decode_step_of_llama_3_1_8b_reads_what_the_facts_say():
@@ -76,25 +87,26 @@ def test_decode_flops_are_two_per_active_parameter_plus_attention():
     linear = sum(op.total.flops for op in step.values() if op.category == "linear")
     vectors = shape.layers * shape.vector_params_per_layer + shape.hidden
     assert linear == 2 * (shape.active_parameters - vectors)
-    assert step["attention"].total.flops == 4 * 32 * 4096 * 2048
+    assert step["attention"].total.flops == 32 * (4 * 4096 * 2048 + 2 * 4096)  # 32 layers, each with its merge
 
 
 def test_mla_caches_one_latent_row_per_token():
     shape = load_shape("DeepSeek-V3")
     attention = by_name(decode_pass(shape, terms(full_tokens=4096)))["attention"]
     row = (512 + 64) * 2
-    queries = 128 * (512 + 64) * 2
-    assert attention.cost.read_bytes == 4096 * row + queries
-    assert attention.cost.flops == 2 * 128 * (576 + 512) * 4096
+    queries, partials = 128 * (512 + 64) * 2, 128 * (512 + 1) * 4
+    assert attention.cost.read_bytes == 4096 * row + queries + partials
+    assert attention.cost.write_bytes == partials + 128 * 512 * 2
+    assert attention.cost.flops == 2 * 128 * (576 + 512) * 4096 + 2 * 128 * 512
 
 
 def test_codes_of_a_latent_row_are_fewer_bytes_than_the_row():
     shape = load_shape("DeepSeek-V3")
     codes = by_name(decode_pass(shape, terms(quantized_tokens=4096, full_tokens=0, bits=8)))["attention"].cost
     full = by_name(decode_pass(shape, terms(full_tokens=4096)))["attention"].cost
-    queries = 128 * (512 + 64) * 2
+    queries, partials = 128 * (512 + 64) * 2, 128 * (512 + 1) * 4
     # one byte an element, and 1.5 "heads" of 192: 192 x 4 bytes per 128 tokens for keys, 4 bytes a token for values
-    assert codes.read_bytes - queries == 4096 * (576 + 1.5 * (192 * 4 / 128 + 4))
+    assert codes.read_bytes - queries - partials == 4096 * (576 + 1.5 * (192 * 4 / 128 + 4))
     assert codes.flops == full.flops
 
 
@@ -110,18 +122,20 @@ def test_sliding_window_layers_read_at_most_their_window():
     step = by_name(decode_pass(shape, terms(full_tokens=8192)))
     full, window = step["attention"], step["attention (window)"]
     assert full.launches == window.launches == 12
-    assert window.cost.flops / full.cost.flops == 128 / 8192
+    merge_flops = 2 * 64 * 64
+    assert full.cost.flops - merge_flops == 4 * 64 * 64 * 8192
+    assert window.cost.flops - merge_flops == 4 * 64 * 64 * 128
 
 
-def test_routed_experts_touched_grow_with_the_batch_and_never_beyond_all():
-    touched = [ops.touched_experts(128, 8, rows) for rows in (1, 2, 8, 64, 4096)]
-    assert touched[0] == pytest.approx(8)
-    assert touched == sorted(touched)
-    assert touched[1] < 16  # two tokens share some experts
-    assert touched[-1] == pytest.approx(128)
+def test_activated_experts_grow_with_the_batch_and_never_beyond_all():
+    activated = [ops.activated_experts(128, 8, rows) for rows in (1, 2, 8, 64, 4096)]
+    assert activated[0] == pytest.approx(8)
+    assert activated == sorted(activated)
+    assert activated[1] < 16  # two tokens share some experts
+    assert activated[-1] == pytest.approx(128)
 
 
-def test_moe_step_moves_the_touched_experts_only():
+def test_a_moe_step_reads_the_activated_experts_only():
     shape = load_shape("Qwen/Qwen3-30B-A3B")
     alone, many = (by_name(decode_pass(shape, terms(batch=batch)))["routed experts"].cost for batch in (1, 512))
     assert alone.read_bytes == pytest.approx(8 * shape.expert_params * 2, rel=1e-3)
@@ -140,17 +154,9 @@ def test_windowed_prefill_equals_causal_when_the_window_covers_the_prompt():
     assert ops.windowed_attention(*arguments, 1000, 2).flops == ops.causal_attention(*arguments, 2).flops
 
 
-@pytest.mark.parametrize(
-    ("batch", "heads", "tokens", "splits"),
-    [(1, 8, 131072, 33), (1, 8, 500, 2), (64, 8, 131072, 1), (1, 8, 1, 1)],
-)
-def test_splits_fill_the_machine_but_keep_256_tokens_each(batch, heads, tokens, splits):
-    assert ops.choose_splits(batch, heads, tokens, 132) == splits
-
-
 def test_verification_costs_attention_no_more_bytes_than_one_query_but_for_queries_and_partials():
     one, eight = (ops.attention(1, queries, 32, 8, 128, 131072, 200, 8, 2, 128, 33) for queries in (1, 8))
-    assert eight.read_bytes - one.read_bytes == 7 * 32 * 128 * 2
+    assert eight.read_bytes - one.read_bytes == 7 * (QUERY + 33 * MERGED)
     assert eight.flops == 8 * one.flops
 
 

@@ -10,9 +10,16 @@ from ridgeplan.planner.presets import preset
 from ridgeplan.planner.sweeps import thresholds
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.evaluate import prefill_seconds
+from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.memory import DRAFT_SWAP_PROMPT_TOKENS, full_kv
-from ridgeplan.roofline.placement import MAX_LENGTH, offload_thresholds, place, resident_memory, swapped_bytes
+from ridgeplan.roofline.memory import full_kv
+from ridgeplan.roofline.placement import (
+    MAX_LENGTH,
+    offload_layers,
+    offload_thresholds,
+    resident_memory,
+    swapped_bytes,
+)
 
 LIMIT = 24e9
 
@@ -30,7 +37,7 @@ def small(h200_profile):
 
 def placed(plan, shape, profile):
     machine = Machine.of(profile)
-    return place(shape, machine, strategy_of(plan, shape, machine, 0.9))
+    return offload_layers(shape, machine, strategy_of(plan, shape, machine, 0.9))
 
 
 def offloading(context):

@@ -8,16 +8,15 @@ import pytest
 from ridgeplan.kernels.linear import dense_schedule as linear_dense_plan
 from ridgeplan.kernels.linear import int4_schedule as linear_int4_plan
 from ridgeplan.kernels.linear import schedule as linear_plan
-from ridgeplan.kernels.linear.dense_schedule import MAX_ROWS
-from ridgeplan.planner.lowering import strategy_of
+from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Rates
-from ridgeplan.roofline.latency import DEVICE_FEW_ROWS, DEVICE_GATED_ROWS, HOST_FEW_ROWS, Machine
+from ridgeplan.roofline.execution import CUDA_FUSED_SWIGLU_ROWS
+from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.passes import decode_pass
 from ridgeplan.roofline.speculative_round import draft_rates, target_rates, target_terms
-from ridgeplan.runtime.model.linear import THIN_ROWS
 
 H200 = linear_plan.Machine(shared_bytes=228 * 1024, clusters=(132, 66, 30, 15))
 
@@ -28,50 +27,53 @@ def machine(h200_profile):
     return Machine.of(replace(h200_profile, classes=classes))
 
 
-def strategy(name, machine, batch):
+SHAPE = load_shape("Llama-3.1-8B")
+
+
+def lowered(name, machine, batch):
+    """Strategy and rates of a preset."""
     plan = preset(name, Workload("Llama-3.1-8B", "h200", 4096, batch=batch))
-    return strategy_of(plan, load_shape("Llama-3.1-8B"), machine, 0.9)
+    return strategy_of(plan, SHAPE, machine, 0.9), rates_of(plan, SHAPE, machine)
 
 
-def test_the_limits_are_the_runtimes():
-    assert (DEVICE_FEW_ROWS, HOST_FEW_ROWS) == (MAX_ROWS, THIN_ROWS)
-    assert DEVICE_GATED_ROWS == linear_plan.MOST_GATED_ROWS
+def test_products_of_gate_and_up_fit_the_kernels_up_to_the_priced_rows():
     shape = load_shape("Llama-3.1-8B")
     outputs, inputs = 2 * shape.intermediate, shape.hidden
-    for rows in range(1, DEVICE_GATED_ROWS + 1):
+    for rows in range(1, CUDA_FUSED_SWIGLU_ROWS + 1):
         assert linear_dense_plan.make_plan(rows, outputs, inputs, True, True, H200)
         assert linear_int4_plan.make_plan(rows, outputs, inputs, 128, True, True, H200)
-    assert linear_dense_plan.make_plan(DEVICE_GATED_ROWS + 1, outputs, inputs, True, True, H200) is None
-    assert linear_int4_plan.make_plan(DEVICE_GATED_ROWS + 1, outputs, inputs, 128, True, True, H200) is None
+    assert linear_dense_plan.make_plan(CUDA_FUSED_SWIGLU_ROWS + 1, outputs, inputs, True, True, H200) is None
+    assert linear_int4_plan.make_plan(CUDA_FUSED_SWIGLU_ROWS + 1, outputs, inputs, 128, True, True, H200) is None
 
 
 @pytest.mark.parametrize("batch, fused", [(8, 1), (9, 0)])
 def test_products_of_few_rows_on_a_device_activate_what_they_write(machine, batch, fused):
     shape = load_shape("Llama-3.1-8B")
-    terms = target_terms(machine, strategy("autoregressive", machine, batch), 4096)
+    terms = target_terms(shape, machine, lowered("autoregressive", machine, batch)[0], 4096)
     found = {op.name: op for op in decode_pass(shape, terms)}
     assert found["mlp swiglu"].launches == (1 - fused) * shape.layers
     assert found["mlp gate + up"].cost.write_bytes == batch * (2 - fused) * shape.intermediate * 2
-    host = replace(machine, gated_rows=0)
-    assert target_terms(host, strategy("autoregressive", host, 1), 4096).gated == 0
+    host = replace(machine, fused_swiglu_rows=0)
+    assert target_terms(shape, host, lowered("autoregressive", host, 1)[0], 4096).fused_swiglu == 0
 
 
 @pytest.mark.parametrize("batch, many", [(3, False), (4, True)])
 def test_a_verification_of_many_rows_runs_the_librarys_products(machine, batch, many):
-    plan = replace(strategy("quantspec", machine, batch), gamma=4)  # 15 or 20 rows
-    rates = target_rates(machine, plan)
+    strategy, rates = lowered("quantspec", machine, batch)
+    rates = target_rates(machine, replace(strategy, gamma=4), rates)  # 15 or 20 rows
     for kind in ("linear", "head"):
         assert rates[kind] == machine.rates["prefill_linear" if many else kind]
 
 
 def test_drafts_have_a_row_a_sequence_and_4_bit_products_no_other_kernel(machine):
-    dense, narrow = (draft_rates(machine, strategy(name, machine, 17)) for name in ("quantspec-kv", "quantspec"))
+    dense, narrow = (draft_rates(machine, *lowered(name, machine, 17)) for name in ("quantspec-kv", "quantspec"))
     assert dense["linear"] == dense["head"] == machine.rates["prefill_linear"]
     assert narrow["linear"] == narrow["head"] == machine.rates["linear_int4"]
 
 
 def test_a_batch_of_plans_at_once(machine):
     gammas = np.array([1.0, 15.0, 16.0])
-    rates = target_rates(machine, replace(strategy("quantspec", machine, 1), gamma=gammas))["linear"]
+    strategy, rates = lowered("quantspec", machine, 1)
+    linear = target_rates(machine, replace(strategy, gamma=gammas), rates)["linear"]
     few, many = (machine.rates[kind].launch_s for kind in ("linear", "prefill_linear"))
-    np.testing.assert_allclose(rates.launch_s, [few, few, many])
+    np.testing.assert_allclose(linear.launch_s, [few, few, many])

@@ -13,6 +13,7 @@ from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
+from ridgeplan.roofline.execution import choose_splits
 from ridgeplan.roofline.latency import attention_kind
 from ridgeplan.runtime.model.prefill import causal_attention
 from ridgeplan.validate.timing import Bench, Trial
@@ -75,7 +76,7 @@ def decode_trials(bench: Bench, decode_sizes: Iterable[DecodeSize], num_sms: int
 
 
 def decode_trial(bench: Bench, size: DecodeSize, splits: int) -> Trial:
-    """The trial of one reading. Its cost is that of the attention kernel; its time holds the merge that ends it."""
+    """The trial of one reading; its cost and its time both hold the merge of the splits."""
     heads, batch = size.heads, size.batch
     cost = ops.attention(
         batch,
@@ -160,7 +161,7 @@ def _gathering(table: Tensor, index: Tensor) -> Callable[[int], object]:
 
 
 def _splits(size: DecodeSize, num_sms: int) -> int:
-    return int(ops.choose_splits(size.batch, size.heads.kv_heads, size.tokens, num_sms))
+    return int(choose_splits(size.batch, size.heads.kv_heads, size.tokens, num_sms))
 
 
 def _random_codes(bench: Bench, size: DecodeSize, variants: int) -> QuantizedKV:

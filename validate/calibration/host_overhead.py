@@ -93,7 +93,7 @@ def _kernel_seconds(model: RandomDecoder, kernels: Machine) -> float:
         weight_bytes=kernels.element_bytes,
         head_bytes=kernels.element_bytes,
         element_bytes=kernels.element_bytes,
-        gated=indicator(1, kernels.gated_rows),
+        fused_swiglu=indicator(1, kernels.fused_swiglu_rows),
     )
     return float(sum(kernels.op_seconds(op, {}) for op in decode_pass(model.shape, terms)))
 

@@ -15,15 +15,13 @@ from ridgeplan.validate import machine
 from ridgeplan.validate.calibration import attention as attention_trials
 from ridgeplan.validate.calibration import elementwise as step_trials
 from ridgeplan.validate.calibration import linear as linear_trials
-from ridgeplan.validate.calibration.calibrate import Progress
 from ridgeplan.validate.calibration.fit import Ceilings, Sample, fit_rates
 from ridgeplan.validate.calibration.host_overhead import with_dispatch
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
+from ridgeplan.validate.progress import Progress
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, Trial
 
 GATHERED_BYTES = 256  # one token's key at head_dim 128 in 16 bits
-# Attention is timed with the merge that ends it, on devices that split it at all: the class itself costs nothing.
-NO_MERGE = Rates(bandwidth_utilization=4.0, compute_utilization=4.0, launch_s=0.0, spread=0.0)
 
 
 @torch.inference_mode()
@@ -78,7 +76,7 @@ def _classes(
     bench: Bench, suite: Suite, hardware: Hardware, ceilings: Ceilings, on_progress: Progress
 ) -> dict[str, Rates]:
     trials = class_trials(bench, suite, hardware.num_sms)
-    rates = {"merge": NO_MERGE}
+    rates = {}
     for done, (kind, items) in enumerate(trials.items()):
         on_progress(kind, done, len(trials))
         samples = [Sample(trial.cost, bench.seconds(trial)) for trial in items]

@@ -22,6 +22,7 @@ from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.speculative_round import sampling_seconds
 from ridgeplan.runtime.drafting.round_runner import PHASES
 from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
 from ridgeplan.validate.decode_bench.profiler_trace import Launch, attach, busy_us, traced
@@ -34,8 +35,7 @@ LINEAR, HEAD, SAMPLING, OTHER = "linear", "head", "sampling and verdict", "other
 STAMP = "_stamp_kernel"
 # Names of kernels by class, whole for those of this package; the others are cuBLAS's.
 KERNELS = {
-    "attention": r"attend|_attention_kernel",
-    "merge": r"merge|_merge_kernel",
+    "attention": r"attend|_attention_kernel|merge|_merge_kernel",
     LINEAR: r"linear|_product_kernel|_copy_kernel|.*(nvjet|gemm|gemv|cutlass|xmma|splitKreduce).*",
     "norm": r"_add_rms_norm_kernel",
     "rope + append": r"_rope_append_kernel|_tables_kernel",
@@ -135,7 +135,7 @@ def _launches(
     """A plan's launches; of its engine only draft weights outlive this, by group in `drafts`."""
     prompts = prompt_batch(model.tokenizer, plan.workload.context, plan.workload.batch, text)
     with model.shared_engine(plan, drafts) as engine:
-        return traced(engine, prompts, temperature)
+        return traced(engine, prompts, SamplingParams(temperature))
 
 
 def breakdown(
@@ -199,8 +199,7 @@ def class_of(kernel: str) -> str:
 def predicted_us(plan: Plan, measured: Measured, shape: ModelShape, profile: Profile) -> dict[Key, float]:
     """Microseconds of a predicted round by part and class; they add up to the round.
 
-    What a part takes beside its operations (selection, a host or a link that the device waits for) is OTHER. The
-    merge's time is in attention's, as it is in the trials that calibrate it.
+    What a part takes beside its operations (selection, a host or a link that the device waits for) is OTHER.
     """
     workload = measured.workload(plan.workload)
     predicted = predict(replace(plan, workload=workload), shape, profile)
@@ -224,7 +223,7 @@ def class_of_op(op: OpTime) -> str:
     """The class of an operation of the model."""
     if op.op == "lm head":
         return HEAD
-    kind = re.match("linear|attention|merge|rope", op.kind)
+    kind = re.match("linear|attention|rope", op.kind)
     named = re.search("norm|swiglu|rotary", op.op)
     found = kind or named
     return {"rope": "rope + append", "rotary": "rope + append"}.get(found[0], found[0]) if found else OTHER

@@ -15,8 +15,8 @@ from ridgeplan.kernels.attention.cost import attention_cost
 from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
+from ridgeplan.roofline.execution import choose_splits
 from ridgeplan.validate.kernel_bench.baselines import attention_peers
 from ridgeplan.validate.kernel_bench.case import KernelCase, Peers, SpeedUp, Target, fresh, relative_error
 from ridgeplan.validate.kernel_bench.sizes import AttentionSize, VerificationSize
@@ -131,14 +131,12 @@ class AttentionCall:
         return self.codes and self.codes.rows(slice(variant * batch, (variant + 1) * batch))
 
     def cost(self, num_sms: int) -> Cost:
-        """Of the attention kernel and the merge that ends it."""
+        """Of the attention, its merge included."""
         q, keys, codes = self.inputs.q, self.keys[0], self._codes(0)
-        batch, queries, q_heads, head_dim = q.shape
         tokens = self.inputs.keys.shape[3]
-        splits = int(ops.choose_splits(batch, keys.shape[1], tokens, num_sms))
+        splits = int(choose_splits(len(q), keys.shape[1], tokens, num_sms))
         quantized = codes.groups * GROUP if codes else 0
-        attention = attention_cost(q, keys, codes, self.bits == 8, quantized, keys.shape[2], splits)
-        return attention + ops.merge(batch, queries, q_heads, head_dim, splits, q.element_size())
+        return attention_cost(q, keys, codes, self.bits == 8, quantized, keys.shape[2], splits)
 
 
 def attention_cases(bench: Bench, sizes: Iterable[AttentionSize]) -> Iterator[KernelCase]:

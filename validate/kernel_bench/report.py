@@ -14,7 +14,6 @@ import torch
 
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate import machine
-from ridgeplan.validate.calibration.calibrate import Progress
 from ridgeplan.validate.kernel_bench import attention as kernel_attention
 from ridgeplan.validate.kernel_bench import kv_cache as kernel_quantize
 from ridgeplan.validate.kernel_bench import layer as kernel_fused
@@ -22,6 +21,7 @@ from ridgeplan.validate.kernel_bench import linear as kernel_linear
 from ridgeplan.validate.kernel_bench import sampling as kernel_sampling
 from ridgeplan.validate.kernel_bench.case import KernelCase, Peers, usable
 from ridgeplan.validate.kernel_bench.sizes import FULL, KERNELS, TINY, Sizes
+from ridgeplan.validate.progress import Progress
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench
 
 POOL_BYTES = 2 << 30  # what the bandwidth is measured on

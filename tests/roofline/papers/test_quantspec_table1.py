@@ -4,7 +4,7 @@ import pytest
 import sympy
 
 from ridgeplan.roofline.papers.quantspec_table1 import leading_terms, table_1
-from ridgeplan.roofline.symbols import symbol
+from ridgeplan.roofline.symbolic.symbols import symbol
 
 B, S, d, k = (symbol(name) for name in ("batch", "context", "hidden", "new_tokens"))
 

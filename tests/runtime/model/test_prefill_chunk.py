@@ -1,15 +1,9 @@
-"""What the cost model assumes of prefill is what prefill does."""
+"""Attention of long prompts, few heads at a time."""
 
 import pytest
 import torch
 
-from ridgeplan.roofline.memory import PREFILL_ATTENDED_TOKENS, PREFILL_CHUNK_TOKENS
-from ridgeplan.runtime.model.prefill import ATTENDED_TOKENS, CHUNK_TOKENS, attend_in_place, causal_attention
-
-
-def test_the_priced_chunk_is_the_executed_one() -> None:
-    assert PREFILL_CHUNK_TOKENS == CHUNK_TOKENS
-    assert PREFILL_ATTENDED_TOKENS == ATTENDED_TOKENS
+from ridgeplan.runtime.model.prefill import attend_in_place, causal_attention
 
 
 def test_heads_may_attend_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +12,7 @@ def test_heads_may_attend_one_after_another(monkeypatch: pytest.MonkeyPatch) -> 
     keys, values = torch.randn(2, 3, 50, 16, generator=generator)
     expected = causal_attention(queries.transpose(0, 1), keys, values, None).transpose(0, 1)
     for tokens in (1, 100, 1000):
-        monkeypatch.setattr("ridgeplan.runtime.model.prefill.ATTENDED_TOKENS", tokens)
+        monkeypatch.setattr("ridgeplan.runtime.model.prefill.PREFILL_ATTENDED_TOKENS", tokens)
         attended = queries.clone()
         attend_in_place(attended, keys, values, None)
         torch.testing.assert_close(attended, expected)

@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 import sympy
 
-from ridgeplan.planner.lowering import strategy_of
+from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.evaluate import evaluate
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.ops import choose_splits
-from ridgeplan.roofline.sweep import FIGURES, compile_sweep, symbolic_figure
-from ridgeplan.roofline.symbols import symbol
+from ridgeplan.roofline.symbolic.sweep import FIGURES, compile_sweep, symbolic_figure
+from ridgeplan.roofline.symbolic.symbols import symbol
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,8 @@ def machine(h200_profile):
 
 @pytest.fixture(scope="module")
 def quantspec(shape, machine):
-    return strategy_of(preset("quantspec", Workload("Llama-3.1-8B", "h200", 131072)), shape, machine, 0.93)
+    plan = preset("quantspec", Workload("Llama-3.1-8B", "h200", 131072))
+    return strategy_of(plan, shape, machine, 0.93), rates_of(plan, shape, machine)
 
 
 def points(count):
@@ -46,15 +46,15 @@ def points(count):
 @pytest.mark.parametrize("figure", FIGURES)
 def test_a_sweep_equals_the_direct_evaluation(figure, shape, machine, quantspec):
     values = points(200)
-    swept = compile_sweep(figure, shape, machine, quantspec, list(values))(**values)
-    splits = choose_splits(values["batch"], shape.kv_heads, values["context"], machine.num_sms)
-    direct = FIGURES[figure](evaluate(shape, machine, replace(quantspec, **values, splits=splits)))
+    swept = compile_sweep(figure, shape, machine, *quantspec, list(values))(**values)
+    strategy, rates = quantspec
+    direct = FIGURES[figure](evaluate(shape, machine, replace(strategy, **values), rates))
     np.testing.assert_allclose(swept, direct, rtol=1e-9)
 
 
 def test_a_million_plans_a_second(shape, machine, quantspec):
     values = points(1_000_000)
-    sweep = compile_sweep("tpot_s", shape, machine, quantspec, list(values))
+    sweep = compile_sweep("tpot_s", shape, machine, *quantspec, list(values))
     sweep(**{name: array[:10_000] for name, array in values.items()})
     start = time.perf_counter()
     sweep(**values)
@@ -62,7 +62,7 @@ def test_a_million_plans_a_second(shape, machine, quantspec):
 
 
 def test_the_expression_prints_and_differentiates(shape, machine, quantspec):
-    expression = symbolic_figure("tpot_s", shape, machine, quantspec, ["acceptance"])
+    expression = symbolic_figure("tpot_s", shape, machine, *quantspec, ["acceptance"])
     assert r"\alpha" in sympy.latex(expression)
     slope = sympy.diff(expression, symbol("acceptance"))
     assert float(slope.subs(symbol("acceptance"), 0.9)) < 0  # more acceptance, less time
@@ -70,8 +70,8 @@ def test_the_expression_prints_and_differentiates(shape, machine, quantspec):
 
 def test_wrong_names_are_named(shape, machine, quantspec):
     with pytest.raises(ValueError, match="'speed'; allowed: tpot_s"):
-        compile_sweep("speed", shape, machine, quantspec, ["gamma"])
+        compile_sweep("speed", shape, machine, *quantspec, ["gamma"])
     with pytest.raises(ValueError, match="'gama' is not a term"):
-        compile_sweep("tpot_s", shape, machine, quantspec, ["gama"])
+        compile_sweep("tpot_s", shape, machine, *quantspec, ["gama"])
     with pytest.raises(ValueError, match="needed: gamma"):
-        compile_sweep("tpot_s", shape, machine, quantspec, ["gamma"])(context=1)
+        compile_sweep("tpot_s", shape, machine, *quantspec, ["gamma"])(context=1)

@@ -1,13 +1,13 @@
 """Sweeps: the cost model as one compiled function over arrays, for millions of plans a second.
 
-`evaluate` runs on sympy symbols once, sympy folds the constants and shares common subexpressions, and the result is
-lambdified to numpy. A test holds it equal to `evaluate` on the same numbers.
+`evaluate` runs once on sympy symbols. Sympy folds the constants, shares common subexpressions, and lambdifies the
+result to numpy. A test holds it equal to `evaluate` on the same numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import sympy
@@ -15,10 +15,9 @@ import sympy
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.evaluate import Estimate, evaluate
-from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.ops import choose_splits
+from ridgeplan.roofline.latency import Machine, StrategyRates
 from ridgeplan.roofline.strategy import Strategy
-from ridgeplan.roofline.symbols import symbol, symbolic_strategy
+from ridgeplan.roofline.symbolic.symbols import symbol, symbolic_strategy
 
 FIGURES: dict[str, Callable[[Estimate], Term]] = {
     "tpot_s": lambda estimate: estimate.tpot_s,
@@ -26,19 +25,19 @@ FIGURES: dict[str, Callable[[Estimate], Term]] = {
     "peak_bytes": lambda estimate: estimate.memory.peak,
     "tokens_per_round": lambda estimate: estimate.tokens_per_round,
 }
-CHUNK = 8192  # plans at once: temporaries of 64 KiB stay in a core's second-level cache
+CHUNK = 8192  # plans at once: temporaries of 64 KiB stay in a core's L2 cache
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """One figure of a strategy as a function of the terms that vary."""
+    """One figure of a strategy as a function of those of its fields that vary."""
 
     varying: tuple[str, ...]
     expression: sympy.Expr
     function: Callable[..., np.ndarray]
 
     def __call__(self, **values: Term) -> np.ndarray:
-        """The figure for arrays of every varying term (numbers and arrays broadcast). Raises ValueError for others."""
+        """The figure at arrays of every varying field (numbers and arrays broadcast). Raises ValueError for others."""
         if set(values) != set(self.varying):
             raise ValueError(f"sweep terms are {', '.join(values) or 'none'}; needed: {', '.join(self.varying)}")
         arrays = np.broadcast_arrays(*(np.asarray(values[name], dtype=float) for name in self.varying))
@@ -51,22 +50,32 @@ class Sweep:
 
 
 def compile_sweep(
-    figure: str, shape: ModelShape, machine: Machine, strategy: Strategy, varying: Sequence[str]
+    figure: str,
+    shape: ModelShape,
+    machine: Machine,
+    strategy: Strategy,
+    rates: StrategyRates,
+    varying: Sequence[str],
 ) -> Sweep:
-    """Compile one of `FIGURES` of `strategy` with the terms `varying` left open. Raises ValueError for other names."""
+    """Compile one of `FIGURES` of `strategy`, run at `rates`, as a function of its fields `varying`.
+
+    Raises ValueError for other names.
+    """
     if figure not in FIGURES:
         raise ValueError(f"figure is {figure!r}; allowed: {', '.join(FIGURES)}")
-    expression = symbolic_figure(figure, shape, machine, strategy, varying)
+    expression = symbolic_figure(figure, shape, machine, strategy, rates, varying)
     symbols = [symbol(name) for name in varying]
     return Sweep(tuple(varying), expression, sympy.lambdify(symbols, expression, modules="numpy", cse=True))
 
 
 def symbolic_figure(
-    figure: str, shape: ModelShape, machine: Machine, strategy: Strategy, varying: Sequence[str]
+    figure: str,
+    shape: ModelShape,
+    machine: Machine,
+    strategy: Strategy,
+    rates: StrategyRates,
+    varying: Sequence[str],
 ) -> sympy.Expr:
     """The expression behind a sweep: to print, export with sympy.latex, differentiate or solve."""
-    open_terms = symbolic_strategy(strategy, varying)
-    if {"batch", "context"} & set(varying):
-        splits = choose_splits(open_terms.batch, shape.kv_heads, open_terms.context, machine.num_sms)
-        open_terms = replace(open_terms, splits=splits)
-    return sympy.sympify(FIGURES[figure](evaluate(shape, machine, open_terms)))
+    estimate = evaluate(shape, machine, symbolic_strategy(strategy, varying), rates)
+    return sympy.sympify(FIGURES[figure](estimate))

@@ -1,0 +1,64 @@
+"""What the planner knows of policies that choose tokens: those a step reads, and those that leave the cache for good.
+
+Not here: how the runtime carries them out (runtime/drafting/policies).
+"""
+
+from ridgeplan.planner.plan import EvictionPolicy, Plan, TargetSelection
+from ridgeplan.planner.policies.eviction.dapq import DAPQ
+from ridgeplan.planner.policies.eviction.h2o import H2O
+from ridgeplan.planner.policies.eviction.lacache import LACACHE
+from ridgeplan.planner.policies.eviction.pyramidkv import PYRAMIDKV
+from ridgeplan.planner.policies.eviction.snapkv import SNAPKV as SNAPKV_EVICTION
+from ridgeplan.planner.policies.eviction.streamingllm import STREAMINGLLM as STREAMINGLLM_EVICTION
+from ridgeplan.planner.policies.policy import Policy, Role, TokenEviction, TokenSelection
+from ridgeplan.planner.policies.selection.all import ALL
+from ridgeplan.planner.policies.selection.clusterkv import CLUSTERKV
+from ridgeplan.planner.policies.selection.quest import QUEST
+from ridgeplan.planner.policies.selection.retrieval_head import RETRIEVAL_HEAD
+from ridgeplan.planner.policies.selection.shadowkv import SHADOWKV
+from ridgeplan.planner.policies.selection.snapkv import SNAPKV
+from ridgeplan.planner.policies.selection.specattn import SPECATTN
+from ridgeplan.planner.policies.selection.specextend import SPECEXTEND
+from ridgeplan.planner.policies.selection.streamingllm import STREAMINGLLM
+
+# By their names in plans, in the order in which presets are listed.
+SELECTIONS: dict[str, TokenSelection] = {
+    policy.name: policy
+    for policy in (
+        ALL,
+        STREAMINGLLM,
+        SNAPKV,
+        QUEST,
+        SPECEXTEND,
+        SPECATTN,
+        RETRIEVAL_HEAD,
+        CLUSTERKV,
+        SHADOWKV,
+    )
+}
+EVICTIONS: dict[str, TokenEviction] = {
+    policy.name: policy for policy in (DAPQ, SNAPKV_EVICTION, H2O, PYRAMIDKV, STREAMINGLLM_EVICTION, LACACHE)
+}
+POLICIES: tuple[Policy, ...] = (*SELECTIONS.values(), *EVICTIONS.values())
+
+
+def selections(role: Role) -> tuple[TokenSelection, ...]:
+    """Policies that plans may use in this role."""
+    return tuple(policy for policy in SELECTIONS.values() if role in policy.roles)
+
+
+def draft_selection(plan: Plan) -> TokenSelection:
+    """The policy by which the plan's drafts choose the tokens they read."""
+    return SELECTIONS[plan.speculation.selection.value]
+
+
+def target_selection(plan: Plan) -> TokenSelection | None:
+    """The policy by which the plan's target chooses the tokens it reads; None where it reads all."""
+    selection = plan.attention.selection
+    return None if selection is TargetSelection.FULL else SELECTIONS[selection.value]
+
+
+def eviction(plan: Plan) -> TokenEviction | None:
+    """The policy that evicts tokens after prefill, if the plan has one."""
+    policy = plan.eviction.policy
+    return None if policy is EvictionPolicy.NONE else EVICTIONS[policy.value]

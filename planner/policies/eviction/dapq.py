@@ -1,0 +1,19 @@
+"""DapQ: tokens stay that pseudo queries attend to, placed at the positions of the coming tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ridgeplan.planner.plan import EvictionPolicy, Plan, Workload
+from ridgeplan.planner.policies.policy import TokenEviction, evicting
+from ridgeplan.planner.policies.selection.all import quantspec
+
+dapq = evicting(EvictionPolicy.DAPQ)
+
+
+def dapq_quantspec(workload: Workload) -> Plan:
+    """DapQ evicts after prefill, QuantSpec decodes what is left; no paper has tried it."""
+    return replace(quantspec(workload), eviction=dapq(workload).eviction)
+
+
+DAPQ = TokenEviction(name="dapq", presets={"dapq": dapq, "dapq-quantspec": dapq_quantspec})

@@ -1,0 +1,6 @@
+"""SnapKV (Li et al. 2024): tokens that the prompt's last window attends to most stay."""
+
+from ridgeplan.planner.plan import EvictionPolicy
+from ridgeplan.planner.policies.policy import TokenEviction, evicting
+
+SNAPKV = TokenEviction(name="snapkv", presets={"snapkv": evicting(EvictionPolicy.SNAPKV)})

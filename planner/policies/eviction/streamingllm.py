@@ -1,0 +1,6 @@
+"""StreamingLLM (Xiao et al. 2024): attention sinks and the most recent tokens stay."""
+
+from ridgeplan.planner.plan import EvictionPolicy
+from ridgeplan.planner.policies.policy import TokenEviction, evicting
+
+STREAMINGLLM = TokenEviction(name="streamingllm", presets={"streamingllm": evicting(EvictionPolicy.STREAMING)})

@@ -1,0 +1,109 @@
+"""What a policy states of itself: its name in plans, its cost, what is known of its quality, and its presets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ridgeplan.planner.plan import (
+    DraftSelection,
+    Eviction,
+    EvictionPolicy,
+    Plan,
+    Speculation,
+    TargetAttention,
+    TargetSelection,
+    Workload,
+)
+
+Preset = Callable[[Workload], Plan]
+SPARSE_RATIO = 0.07  # SpecAttn, appendix: near-optimal for all its designs
+MAGICDEC_RATIO = 0.25  # QuantSpec, section 5.1: the baselines' budget is a quarter of the context
+KV_BUDGET = 2048  # tokens; SpeContext, section 7.3
+EVICTION_BUDGET = 1024  # tokens
+
+
+class Role(StrEnum):
+    """Whose reads a selection narrows."""
+
+    DRAFT = "draft"
+    TARGET = "target"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A policy by its name in plans, with the named plans that use it."""
+
+    name: str
+    presets: Mapping[str, Preset] = field(default_factory=dict)
+
+    def loss(self, plan: Plan) -> str:
+        """What the plan's target gives up by it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSelection(Policy):
+    """A policy that chooses the tokens a step reads.
+
+    roles: whose reads plans may narrow by it. executable: of these, where the runtime can; it is estimated elsewhere.
+    scored_keys: keys read at every step to score the cached tokens, as a share of one layer's keys. scores_one_layer:
+    once for all layers, not in each. round_score_bytes: of scores written and read once a round, per cached token and
+    layer.
+    acceptance_between: two selections whose acceptances bound its own where nobody has published any. Published and
+    measured figures stand in acceptance.toml.
+    """
+
+    roles: frozenset[Role]
+    executable: frozenset[Role] = frozenset()
+    scored_keys: float = 0.0
+    scores_one_layer: bool = False
+    round_score_bytes: float = 0.0
+    acceptance_between: tuple[str, str] | None = None
+
+    def scored_keys_of(self, layers: int) -> float:
+        """Keys scored at a step of a model with so many layers, in multiples of one layer's keys."""
+        return self.scored_keys * (1 if self.scores_one_layer else layers)
+
+    def loss(self, plan: Plan) -> str:
+        """What the plan's target gives up by it."""
+        return f"{self.name} reads {plan.attention.budget} tokens a step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenEviction(Policy):
+    """A policy that evicts tokens from the cache once, after prefill. executable: by the runtime, else estimated."""
+
+    executable: bool = False
+
+    def loss(self, plan: Plan) -> str:
+        """What the plan's target gives up by it."""
+        return f"{self.name} keeps {plan.eviction.budget} of {plan.workload.context} prompt tokens"
+
+
+def drafting(selection: DraftSelection, gamma: int, ratio: float) -> Preset:
+    """Full-precision drafts that read `ratio` of the tokens."""
+
+    def preset(workload: Workload) -> Plan:
+        return Plan(workload, speculation=Speculation(gamma, selection=selection, ratio=ratio))
+
+    return preset
+
+
+def selecting(selection: TargetSelection) -> Preset:
+    """Plain decoding whose target reads up to KV_BUDGET tokens a step."""
+
+    def preset(workload: Workload) -> Plan:
+        return Plan(workload, attention=TargetAttention(selection, min(KV_BUDGET, workload.context)))
+
+    return preset
+
+
+def evicting(policy: EvictionPolicy) -> Preset:
+    """Plain decoding on up to EVICTION_BUDGET tokens of the prompt."""
+
+    def preset(workload: Workload) -> Plan:
+        return Plan(workload, eviction=Eviction(policy, min(EVICTION_BUDGET, workload.context)))
+
+    return preset

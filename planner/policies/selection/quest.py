@@ -1,0 +1,16 @@
+"""Quest (Tang et al. 2024): pages of 16 tokens, scored at every step by the minimum and maximum of their keys."""
+
+from ridgeplan.planner.plan import DraftSelection, TargetSelection
+from ridgeplan.planner.policies.policy import SPARSE_RATIO, Role, TokenSelection, drafting, selecting
+
+QUEST = TokenSelection(
+    name="quest",
+    roles=frozenset({Role.DRAFT, Role.TARGET}),
+    scored_keys=2 / 16,
+    # SpecAttn reports it between these two (section 5.3, Fig 10a).
+    acceptance_between=("streamingllm", "specattn"),
+    presets={
+        "magicdec-quest": drafting(DraftSelection.QUEST, 4, SPARSE_RATIO),
+        "quest": selecting(TargetSelection.QUEST),
+    },
+)

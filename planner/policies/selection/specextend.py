@@ -1,0 +1,13 @@
+"""SpecExtend (Cha et al. 2025): the tokens that the last accepted token attended to most, chosen once a round."""
+
+from ridgeplan.planner.plan import DraftSelection
+from ridgeplan.planner.policies.policy import SPARSE_RATIO, Role, TokenSelection, drafting
+
+SPECEXTEND = TokenSelection(
+    name="specextend",
+    roles=frozenset({Role.DRAFT}),
+    round_score_bytes=3 * 4,  # one fp32 row of scores: written once, read twice by top-k
+    # SpecAttn reports it between these two (section 5.3, Fig 10a).
+    acceptance_between=("streamingllm", "specattn"),
+    presets={"specextend": drafting(DraftSelection.LAST_ACCEPTED, 4, SPARSE_RATIO)},
+)

@@ -1,0 +1,22 @@
+"""What memory use depends on of a device; rates are `ridgeplan.roofline.latency.Machine`'s."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ridgeplan.roofline.cost import Term
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device's memory, and what sizes buffers on it.
+
+    memory_bytes: available to plans. element_bytes: of a full-precision element, 2 for bf16 on a GPU, 4 for fp32 on a
+    CPU. num_sms: streaming multiprocessors, or cores of a CPU. asynchronous: 1 where the device works while the host
+    issues more (a GPU), 0 where both are one (a CPU).
+    """
+
+    memory_bytes: Term
+    element_bytes: Term
+    num_sms: Term
+    asynchronous: Term = 1

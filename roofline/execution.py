@@ -1,0 +1,67 @@
+"""What the planner, the runtime and the kernels must agree on, each fact once.
+
+Predictions hold only for what really runs. So a limit or a rule that decides how a plan is executed stands here, and
+both who executes by it and who predicts it import it.
+"""
+
+from __future__ import annotations
+
+from ridgeplan.roofline.cost import Term
+from ridgeplan.roofline.term_math import indicator, maximum, minimum
+
+# Model families that the runtime executes, as `model_type` of a Hugging Face config names them.
+EXECUTABLE_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+
+# Prefill runs layer by layer over a whole prompt: projections and MLPs in chunks of tokens, attention of as many KV
+# heads at once as keep tokens x heads within a bound.
+PREFILL_CHUNK_TOKENS = 4096  # enough rows for full speed, few enough for a small workspace
+PREFILL_ATTENDED_TOKENS = 1 << 16  # enough to fill a GPU
+
+# Rows of activations up to which matrix products run kernels of their own; beyond, the library's are faster.
+CUDA_SKINNY_GEMM_ROWS = 16
+CPU_SKINNY_GEMM_ROWS = 64
+CUDA_FUSED_SWIGLU_ROWS = 8  # up to which the product of gate and up applies the activation too, dense or 4-bit
+
+QUANTIZATION_GROUPS = (32, 64, 128, 256)  # weights, or tokens of the KV cache, that share a scale and a minimum
+
+# Plans with prompts this long keep a copy of the draft's weights on the host, so that prompts may use the weights'
+# memory on the device. Restoring what a prompt overwrote takes 0.4% to 2% of its time; with shorter prompts too little
+# memory would be saved to be worth the copy.
+DRAFT_SWAP_PROMPT_TOKENS = 1 << 16
+
+SPLIT_TOKENS = 256  # of a split of split-KV attention, at least
+
+
+def uses_draft_swap(context: Term) -> Term:
+    """1 where prompts of plans with this context use the memory of the draft's weights, if there are any; else 0."""
+    return indicator(DRAFT_SWAP_PROMPT_TOKENS, context)
+
+
+def fitting_group(inputs: int, group: int) -> int | None:
+    """The group in which a weight with `inputs` inputs is quantized where a plan asks for `group`.
+
+    The largest of `group`, 64 and 32 that is at most `group` and divides the inputs; None where none does.
+    """
+    return max((size for size in (group, 64, 32) if size <= group and inputs % size == 0), default=None)
+
+
+def quantized_groups(tokens: int, group: int) -> int:
+    """Groups held as codes of a sequence of `tokens` tokens: all whole ones but the last (QuantSpec, section 4.3.2).
+
+    So `group` to 2 x `group` - 1 recent tokens stay in full precision, however rounds divided the text.
+    """
+    return max(0, tokens // group - 1)
+
+
+def mean_quantized_tokens(tokens: Term, group: Term) -> Term:
+    """Tokens held as codes, averaged over lengths around `tokens`.
+
+    The smooth form of `quantized_groups` x `group`: the buffer holds 3/2 groups on average.
+    """
+    return maximum(tokens - 3 * group / 2, 0)
+
+
+def choose_splits(batch: Term, kv_heads: Term, tokens: Term, num_sms: Term) -> Term:
+    """How many ways split-KV attention cuts each sequence: two programs per SM, each of at least SPLIT_TOKENS."""
+    wanted = -(-2 * num_sms // (batch * kv_heads))
+    return maximum(1, minimum(wanted, -(-tokens // SPLIT_TOKENS)))

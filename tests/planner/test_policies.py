@@ -1,0 +1,95 @@
+"""Policies: the registry holds what plans can name, and each states its cost and its presets."""
+
+import pytest
+
+from ridgeplan.planner.acceptance import Knowledge
+from ridgeplan.planner.plan import DraftSelection, EvictionPolicy, Plan, TargetSelection, Workload
+from ridgeplan.planner.policies import (
+    EVICTIONS,
+    POLICIES,
+    SELECTIONS,
+    draft_selection,
+    eviction,
+    selections,
+    target_selection,
+)
+from ridgeplan.planner.policies.policy import Role
+from ridgeplan.planner.presets import PRESETS, preset
+from ridgeplan.planner.support import missing_execution
+from ridgeplan.roofline.catalog.models import load_shape
+
+WORKLOAD = Workload("Llama-3.1-8B", "h200", 32768)
+
+
+def test_plans_can_name_exactly_the_registered_policies():
+    assert {policy.name for policy in selections(Role.DRAFT)} == set(DraftSelection)
+    assert {policy.name for policy in selections(Role.TARGET)} == set(TargetSelection) - {"full"}
+    assert set(EVICTIONS) == set(EvictionPolicy) - {"none"}
+
+
+def test_every_policy_has_presets_of_its_own():
+    for policy in POLICIES:
+        for name, make in policy.presets.items():
+            plan = make(WORKLOAD)
+            assert policy in (draft_selection(plan), target_selection(plan), eviction(plan)), name
+    assert len(PRESETS) == sum(len(policy.presets) for policy in POLICIES)  # no two of one name
+
+
+def test_plain_decoding_uses_no_policy():
+    plan = Plan(WORKLOAD)
+    assert (draft_selection(plan).name, target_selection(plan), eviction(plan)) == ("all", None, None)
+
+
+@pytest.mark.parametrize(
+    "name, layers_of_keys",
+    [
+        ("all", 0),
+        ("streamingllm", 0),
+        ("snapkv", 0),
+        ("specattn", 0),
+        ("quest", 4),  # 2 of 16 keys in each of 32 layers
+        ("shadowkv", 4),  # 1 of 8
+        ("clusterkv", 0.4),  # 1 of 80
+        ("retrieval-head", 1),  # a head of its own scores once for all layers
+    ],
+)
+def test_keys_scored_at_a_step_of_32_layers(name, layers_of_keys):
+    assert SELECTIONS[name].scored_keys_of(32) == pytest.approx(layers_of_keys)
+
+
+def test_score_rows_are_written_once_and_read_twice():
+    assert SELECTIONS["specextend"].round_score_bytes == 12  # one fp32 row
+    assert SELECTIONS["specattn"].round_score_bytes == 24  # two
+
+
+def test_losses_name_the_policy_and_what_it_keeps():
+    evicting, selecting = preset("snapkv", WORKLOAD), preset("clusterkv", WORKLOAD)
+    assert eviction(evicting).loss(evicting) == "snapkv keeps 1024 of 32768 prompt tokens"
+    assert target_selection(selecting).loss(selecting) == "clusterkv reads 2048 tokens a step"
+
+
+def test_something_is_known_of_every_draft_selections_acceptance():
+    known = Knowledge.about(load_shape("Llama-3.1-8B"), 32768).by_kind
+    for policy in selections(Role.DRAFT):
+        if policy.name != "all":
+            assert 0 < known[policy.name].best < 1
+        if policy.acceptance_between:
+            below, above = (known[name] for name in policy.acceptance_between)
+            assert known[policy.name].best == pytest.approx((below.best + above.best) / 2)
+            assert known[policy.name].low == min(below.low, above.low)
+            assert known[policy.name].where == "between streamingllm and specattn"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_run_unless_they_need_a_policy_that_is_only_estimated(name):
+    plan = preset(name, WORKLOAD)
+    estimated = (eviction(plan), target_selection(plan), draft_selection(plan).name != "all")
+    assert bool(missing_execution(plan)) == (any(estimated) or name == "int4-weights")
+
+
+def test_what_is_missing_is_named():
+    assert missing_execution(preset("specontext", WORKLOAD)) == ["offloaded KV", "target selection 'retrieval-head'"]
+    assert missing_execution(preset("dapq", WORKLOAD)) == ["eviction 'dapq'"]
+    assert missing_execution(preset("specattn", WORKLOAD)) == ["draft selection 'specattn'"]
+    assert missing_execution(preset("int4-weights", WORKLOAD)) == ["4-bit target weights"]
+    assert not missing_execution(preset("quantspec", WORKLOAD))

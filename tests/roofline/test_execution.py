@@ -1,0 +1,72 @@
+"""What planner, runtime and kernels agree on: each rule against its statement, each constant against its users."""
+
+import numpy as np
+import pytest
+
+from ridgeplan.planner.plan import KVCache, PlanError, Weights
+from ridgeplan.roofline import execution
+from ridgeplan.roofline.catalog import gguf_shape
+from ridgeplan.roofline.catalog.shapes import ARCHITECTURES
+
+
+def test_executable_families_can_be_read_from_configs_and_from_gguf_files():
+    assert set(execution.EXECUTABLE_ARCHITECTURES) < set(ARCHITECTURES)
+    # Mistral models are stored as "llama".
+    assert set(execution.EXECUTABLE_ARCHITECTURES) - {"mistral"} == set(gguf_shape._SUPPORTED)
+
+
+@pytest.mark.parametrize("group", [16, 32, 64, 128, 256, 512])
+def test_plans_take_the_groups_that_kernels_have(group):
+    for axis in (KVCache, Weights):
+        if group in execution.QUANTIZATION_GROUPS:
+            assert axis(group=group).group == group
+        else:
+            with pytest.raises(PlanError, match=f"group is {group}"):
+                axis(group=group)
+
+
+@pytest.mark.parametrize(
+    "tokens, groups", [(0, 0), (127, 0), (128, 0), (255, 0), (256, 1), (383, 1), (384, 2), (12_800, 99)]
+)
+def test_all_whole_groups_but_the_last_are_codes(tokens, groups):
+    assert execution.quantized_groups(tokens, 128) == groups
+    assert tokens < 128 or 128 <= tokens - 128 * groups < 256  # in the buffer
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_the_smooth_rule_is_the_mean_of_the_stepwise_one(group):
+    """Over whole groups of lengths, each counted halfway through its token."""
+    lengths = range(4 * group, 14 * group)
+    stepwise = np.mean([group * execution.quantized_groups(length, group) for length in lengths])
+    smooth = np.mean([execution.mean_quantized_tokens(length + 0.5, group) for length in lengths])
+    assert smooth == pytest.approx(stepwise)
+    assert execution.mean_quantized_tokens(group, group) == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "tokens", "splits"),
+    [
+        (1, 8, 131072, 33),  # 2 x 132 programs over 8 KV heads
+        (1, 8, 500, 2),  # of 256 tokens at least
+        (1, 8, 256, 1),
+        (1, 8, 257, 2),
+        (3, 8, 131072, 11),
+        (5, 8, 131072, 7),  # 264 / 40, rounded up
+        (64, 8, 131072, 1),
+        (1, 8, 1, 1),
+    ],
+)
+def test_splits_fill_the_machine_but_keep_256_tokens_each(batch, heads, tokens, splits):
+    assert execution.choose_splits(batch, heads, tokens, 132) == splits
+
+
+@pytest.mark.parametrize(
+    "inputs, group, fitting",
+    [(576, 128, 64), (4096, 128, 128), (96, 128, 32), (64, 32, 32), (512, 256, 256), (96, 64, 32), (100, 128, None)],
+)
+def test_a_group_that_does_not_divide_the_inputs_falls_to_64_or_32(inputs, group, fitting):
+    assert execution.fitting_group(inputs, group) == fitting
+
+
+def test_prompts_of_65536_tokens_and_more_use_the_draft_weights_memory():
+    assert [execution.uses_draft_swap(context) for context in (65535, 65536, 65537)] == [0, 1, 1]
