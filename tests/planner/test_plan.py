@@ -204,8 +204,11 @@ def test_drafts_have_no_other_bits(bits):
 
 
 def test_axes_that_exclude_each_other():
-    with pytest.raises(PlanError, match="codes is 'upper' with kv format 'bf16'"):
-        Plan(WORKLOAD, speculation=Speculation(4, DraftCodes.UPPER))
+    for stored in (KVFormat.SHADOW, KVFormat.HIERARCHICAL):
+        Plan(WORKLOAD, kv=KVCache(stored), speculation=Speculation(4, DraftCodes.UPPER))
+    for stored in (KVFormat.FULL, KVFormat.INT8):
+        with pytest.raises(PlanError, match=f"^codes is 'upper' with kv format '{stored.value}'; allowed: 'bf16"):
+            Plan(WORKLOAD, kv=KVCache(stored), speculation=Speculation(4, DraftCodes.UPPER))
     with pytest.raises(PlanError, match="gamma is 0 with draft"):
         Plan(WORKLOAD, weights=Weights(draft_bits=4))
 

@@ -92,17 +92,17 @@ def test_counts_that_the_file_cannot_hold_are_not_followed(tmp_path: Path, conte
 @pytest.mark.parametrize(
     ("content", "room"),
     [
-        (lambda count: start(0, count), 10 * 13),
-        (lambda count: start(count, 0), 10 * 24 - 8),  # the number of values, 8 bytes, still follows
-        (lambda count: start(0, 1) + value("words", ARRAY, array(STRING, count, b"")), 10 * 8),
+        (lambda count: start(0, count), 30 * 13),
+        (lambda count: start(count, 0), 30 * 24 - 8),  # the number of values, 8 bytes, still follows
+        (lambda count: start(0, 1) + value("words", ARRAY, array(STRING, count, b"")), 30 * 8),
     ],
     ids=["values", "tensors", "strings"],
 )
 def test_a_count_is_refused_from_the_first_that_does_not_fit(tmp_path: Path, content, room: int) -> None:
-    """Room for ten of the shortest items, in zeros."""
+    """Room for thirty of the shortest items, in zeros."""
     size = len(content(0)) + room
-    assert "announces" not in problem(written(tmp_path / "ten.gguf", content(10), size=size))
-    assert problem(written(tmp_path / "eleven.gguf", content(11), size=size)).startswith("it announces 11 items")
+    assert "announces" not in problem(written(tmp_path / "thirty.gguf", content(30), size=size))
+    assert problem(written(tmp_path / "more.gguf", content(31), size=size)).startswith("it announces 31 items")
 
 
 def problem(path: Path) -> str:

@@ -167,10 +167,11 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_hardware(str(tmp_path / "folder.toml"))
 
 
-def test_a_figure_without_a_source_is_refused() -> None:
+@pytest.mark.parametrize("figure", FIGURES)
+def test_a_figure_without_a_source_is_refused(figure: str) -> None:
     h200 = load_hardware("h200")
-    with pytest.raises(InvalidField, match="sources must say where these come from: l2_bytes"):
-        replace(h200, sources={key: value for key, value in h200.sources.items() if key != "l2_bytes"})
+    with pytest.raises(InvalidField, match=f"^hardware 'h200': sources must say where these come from: {figure}$"):
+        replace(h200, sources={key: value for key, value in h200.sources.items() if key != figure})
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,16 @@ def nested(depth: int) -> list[object]:
 
 @pytest.mark.parametrize(
     "value",
-    ["x" * 10**6, "\n" * 100, list(range(10**6)), nested(100_000), np.zeros((50, 50)), {str(i): i for i in range(99)}],
-    ids=["text", "newlines", "list", "nested", "array", "dict"],
+    [
+        "x" * 10**6,
+        "\n" * 100,
+        list(range(10**6)),
+        nested(100_000),
+        np.zeros((50, 50)),
+        {str(i): i for i in range(99)},
+        ["x" * 75, "y" * 75],
+    ],
+    ids=["text", "newlines", "list", "nested", "array", "dict", "texts"],
 )
 def test_long_values_are_cut_at_80_characters_of_one_line(value: object) -> None:
     assert "\n" not in brief(value)
