@@ -50,9 +50,7 @@ def test_a_plan_has_to_fit_into_what_is_free_beside_shared_weights(make_plan, mo
     plan, shape, shared = make_plan("int4x2", 3, context=4096), load_shape("meta-llama/Llama-3.1-8B"), 16 * 10**9
     needed = int(peak_bytes(plan, shape, Room(free_bytes=0, element_bytes=2, num_sms=132)))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132)
-    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     for missing in (0, 2):
         free = needed + 1 - shared - missing
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * 10**9))
