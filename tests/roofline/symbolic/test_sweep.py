@@ -51,6 +51,18 @@ def test_a_sweep_equals_the_direct_evaluation(figure, shape, machine, quantspec)
     np.testing.assert_allclose(swept, direct, rtol=1e-9)
 
 
+def test_many_plans_are_swept_in_pieces(shape, machine, quantspec):
+    """20,000 points in a grid of 100 x 200, more than one piece holds: time per token grows with context and batch."""
+    sweep = compile_sweep("tpot_s", shape, machine, *quantspec, ["batch", "context"])
+    batch, context = np.arange(1.0, 101)[:, None], np.linspace(1000, 200_000, 200)[None]
+    found = sweep(batch=batch, context=context)
+    assert found.shape == (100, 200)
+    assert (np.diff(found, axis=0) > 0).mean() > 0.97  # but where a batch no longer fits the skinny kernels' rows
+    assert (np.diff(found, axis=1) > 0).all()
+    for row, column in ((0, 0), (47, 113), (99, 199)):
+        assert found[row, column] == sweep(batch=batch[row, 0], context=context[0, column])
+
+
 def test_the_expression_prints_and_differentiates(shape, machine, quantspec):
     expression = symbolic_figure("tpot_s", shape, machine, *quantspec, ["acceptance"])
     assert r"\alpha" in sympy.latex(expression)
