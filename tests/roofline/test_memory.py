@@ -76,16 +76,16 @@ def test_int8_codes_take_less_than_bf16_in_every_kind_of_model(name):
     ],
 )
 def test_an_arena_takes_buffers_whole_and_in_turn(arena_bytes, taken_bytes):
-    assert memory.bytes_in_arena(arena_bytes, (100, 200, 90, 90)) == taken_bytes
+    assert memory.arena_bytes(arena_bytes, (100, 200, 90, 90)) == taken_bytes
 
 
 def test_an_arena_of_arrays_and_symbols_takes_what_one_of_numbers_does():
     held, tokens = np.arange(0, 700, 7), np.arange(1, 101)
     widths = (4, 4, 1, 1)
-    expected = [memory.bytes_in_arena(h, [t * w for w in widths]) for h, t in zip(held, tokens, strict=True)]
-    np.testing.assert_array_equal(memory.bytes_in_arena(held, [tokens * w for w in widths]), expected)
+    expected = [memory.arena_bytes(h, [t * w for w in widths]) for h, t in zip(held, tokens, strict=True)]
+    np.testing.assert_array_equal(memory.arena_bytes(held, [tokens * w for w in widths]), expected)
     h, t = sympy.symbols("h t", positive=True)
-    function = sympy.lambdify([h, t], memory.bytes_in_arena(h, [t * w for w in widths]), modules="numpy", cse=True)
+    function = sympy.lambdify([h, t], memory.arena_bytes(h, [t * w for w in widths]), modules="numpy", cse=True)
     np.testing.assert_array_equal(function(held.astype(float), tokens.astype(float)), expected)
 
 
