@@ -80,7 +80,7 @@ class QuantizedKV:
         )
 
     def rows(self, rows: slice) -> "QuantizedKV":
-        """Those of some rows of the batch; no copy."""
+        """The codes of some rows of the batch, without a copy."""
         whole: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         part: dict[str, Any] = {name: tensor if tensor is None else tensor[rows] for name, tensor in whole.items()}
         return QuantizedKV(**part)
@@ -114,20 +114,6 @@ class QuantizedKV:
     def planes(self) -> int:
         """1: upper codes only; 2: upper and lower."""
         return 1 if self.key_lower is None else 2
-
-    @property
-    def arguments(self) -> list[Tensor]:
-        """What CUDA C++ kernels take, in the order of the fields; where there are no lower codes, the upper ones."""
-        return [
-            self.key_upper,
-            self.key_upper if self.key_lower is None else self.key_lower,
-            self.key_scale,
-            self.key_min,
-            self.value_upper,
-            self.value_upper if self.value_lower is None else self.value_lower,
-            self.value_scale,
-            self.value_min,
-        ]
 
     @property
     def bytes(self) -> int:

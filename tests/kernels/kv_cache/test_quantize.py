@@ -156,7 +156,7 @@ def test_errors_name_the_value() -> None:
         replace(codes, key_lower=codes.key_upper)
     with pytest.raises(ValueError, match="upper plane only"):
         dequantize(codes, lower=True)
-    with pytest.raises(ValueError, match="none of: auto, triton, twin"):
+    with pytest.raises(ValueError, match="none of: auto, triton, reference"):
         quantize(x[:, :, :32], x[:, :, :32], codes, first_groups(1, "cpu"), backend="cuda")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="even"):
         QuantizedKV.allocate(1, 1, 1, 33, 32, "cpu", lower=False)
