@@ -1,4 +1,4 @@
-"""What plans are predicted to do: figures with a band and a source, and where the time goes."""
+"""Predictions of plans: figures with a band and a source, and a breakdown of the time by operation."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class BreakdownSource:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted figures of a plan: best estimate, the band around it, and what they rest on.
+    """Predicted figures of a plan: the best estimate, a band around it, and the weakest source they rest on.
 
     `round_s` holds the seconds of a round by part, `memory_bytes` the bytes by purpose.
     """
@@ -120,7 +120,7 @@ class Prediction:
         return replace(self, speedup=baseline.best.tpot_ms / self.best.tpot_ms)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values: headline figures at the top, `low` and `high` of them beside, then the parts."""
+        """Plain JSON values: the best figures at the top level, `low` and `high` beside them, then the parts."""
         skipped = ("best", "low", "high", "acceptance", "breakdown_source")
         plain = {name: value for name, value in vars(self).items() if name not in (*skipped, "breakdown")}
         bands = {name: asdict(getattr(self, name)) for name in ("low", "high", "acceptance")}
@@ -137,9 +137,9 @@ def predict_all(
 ) -> list[Prediction]:
     """Predictions of several plans of one context, in one evaluation.
 
-    `machine` is the profile's unless given: one with less memory lets layers leave the device earlier.
-    Bands come from the spread of the calibration's fit, weighted by the time each class takes, and from the band of
-    the acceptance.
+    `machine` is the profile's unless given: with less memory, layers are offloaded earlier.
+    Bands come from the spread of the calibration's fit, weighted by the time of each kernel class, and from the band
+    of the acceptance.
     """
     machine = machine or Machine.of(profile)
     knowledge = Knowledge.about(shape, plans[0].workload.context, profile.acceptance)
@@ -214,7 +214,7 @@ def _prediction(
 def _figures(
     estimate: Estimate, index: int, batch: int, spread: float, prefill_spread: float, workspace: float
 ) -> Figures:
-    """Figures with times longer by the spreads, and `workspace` times the predicted workspace."""
+    """Figures with times longer by the relative spreads, and `workspace` times the predicted workspace."""
     tpot_s = _at(estimate.tpot_s, index) * max(1 + spread, 0.1)
     resident = _at(estimate.memory.resident, index)
     return Figures(
@@ -234,7 +234,7 @@ def _ordered(
     prefill_spread: float,
     workspace: float,
 ) -> Figures:
-    """One end of the band. Throughput runs against time, so its end comes from the opposite estimate."""
+    """One end of the band. Throughput is inverse to time, so it comes from the opposite estimate."""
     figures = _figures(near, index, batch, spread, prefill_spread, workspace)
     return replace(figures, tokens_per_s=_figures(far, index, batch, -spread, 0, workspace).tokens_per_s)
 
@@ -252,7 +252,7 @@ def _round_s(estimate: Estimate, index: int) -> dict[str, float]:
 
 
 def _source(plan: Plan, head_dim: int, profile: Profile, acceptance: Acceptance) -> str:
-    """The weakest source among the linear layers, attention and, where it counts, acceptance and selection."""
+    """The weakest source among linear layers, attention and, where they matter, acceptance and selection."""
     parts = ("target", "draft") if plan.speculation.active else ("target",)
     used = [
         profile.rates(kernel_class(plan, head_dim, part, kind)).source
@@ -270,6 +270,6 @@ def _source(plan: Plan, head_dim: int, profile: Profile, acceptance: Acceptance)
 
 
 def _at(value: Any, index: int) -> float:
-    """The entry of one plan in a term that may be one number for all."""
+    """One plan's entry of an array, or the number that all plans share."""
     array = np.asarray(value, dtype=float)
     return float(array[index] if array.ndim else array)

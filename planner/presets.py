@@ -21,13 +21,13 @@ def preset(name: str, workload: Workload) -> Plan:
 
 
 def preset_name(plan: Plan) -> str:
-    """The preset a plan is a point of, hyperparameters aside, else a description of its axes."""
+    """The preset that the plan equals but for hyperparameters, else a description of its axes."""
     key = family_key(plan)
     return next((name for name, make in PRESETS.items() if family_key(make(plan.workload)) == key), describe(plan))
 
 
 def describe(plan: Plan) -> str:
-    """The axes that differ from plain decoding, in a few words."""
+    """What differs from plain decoding, in a few words."""
     speculation = plan.speculation
     words = [
         f"w{plan.weights.target_bits}" if plan.weights.target_bits != 16 else "",
@@ -45,7 +45,7 @@ def describe(plan: Plan) -> str:
 
 
 def family_key(plan: Plan) -> tuple[object, ...]:
-    """What names a system: everything but gamma, ratio, budgets and group sizes."""
+    """What distinguishes one system from another: everything but gamma, ratio, budgets and group sizes."""
     speculation = plan.speculation
     return (
         plan.weights.target_bits,

@@ -1,4 +1,4 @@
-"""Quality as a constraint: how far a plan's target may be from the model itself."""
+"""Quality as a constraint: how far a plan's target may deviate from the model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Quality(StrEnum):
     LOSSY = "lossy"
 
     def allows(self, other: Quality) -> bool:
-        """Whether a plan of quality `other` satisfies this constraint."""
+        """Whether this constraint admits a plan of quality `other`."""
         order = list(Quality)
         return order.index(other) <= order.index(self)
 
 
 def losses(plan: Plan) -> list[str]:
-    """What the plan's target gives up, each with the published loss; empty for an exact plan.
+    """What the plan's target gives up, with the published loss where there is one; empty for an exact plan.
 
-    Speculation never appears: its output follows the target's distribution whatever drafts read.
+    Speculation is never a loss: whatever drafts read, the output has the target's distribution.
     """
     found = []
     if plan.kv.target_bits == 8:
@@ -38,7 +38,7 @@ def losses(plan: Plan) -> list[str]:
 
 
 def quality_of(plan: Plan) -> Quality:
-    """The strictest quality whose constraint the plan satisfies."""
+    """The strictest quality that admits the plan."""
     if not losses(plan):
         return Quality.EXACT
     only_kv = plan.kv.target_bits == 8 and len(losses(plan)) == 1

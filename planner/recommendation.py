@@ -1,4 +1,4 @@
-"""What `recommend` answers: the plan, what it is predicted to do, and why the others lost."""
+"""The answer of `recommend`: the plan, its prediction, and why the others lost."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Recommendation:
     memory_limit_bytes: float
 
     def to_dict(self) -> dict[str, Any]:
-        """One JSON object: plan, predicted, baseline, alternatives, and what to know about them."""
+        """Plain JSON values: plan, prediction, baseline, alternatives, losses and notes."""
         return {
             "plan": self.plan.to_dict(),
             "preset": self.name,

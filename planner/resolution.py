@@ -1,30 +1,22 @@
-"""From what a user names (a model, a GPU, a profile) to a shape and a calibrated machine."""
+"""From what a user names (a model, a GPU, a profile) to a model shape and a calibration profile."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 
-from ridgeplan.planner.plan import Workload, require
+from ridgeplan.planner.plan import MAX_YARN_FACTOR, Workload, require
 from ridgeplan.roofline.catalog.hardware import detect_hardware, load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.profile import (
-    Profile,
-    ProfileError,
-    load_profile,
-    profile_for,
-    shipped_profiles,
-    user_profile_path,
-)
+from ridgeplan.roofline.catalog.profile import Profile, ProfileError, load_profile
+from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles, user_profile_path
 from ridgeplan.roofline.catalog.shapes import ModelShape
-
-MAX_YARN_FACTOR = 64
 
 
 def resolve(
     model: str | ModelShape, gpu: str, profile: Profile | str | Path | None = None
 ) -> tuple[ModelShape, Profile]:
-    """The model's shape and the profile to predict with.
+    """The model's shape and the profile to predict by.
 
     "auto" is this machine: its own profile where `ridgeplan calibrate` saved one, else its GPU by name. Raises
     UnknownModel, BadModelFile, UnknownHardware, BadHardwareFile or ProfileError (all ValueError).
@@ -52,7 +44,7 @@ def this_machine() -> Profile:
 def workload_for(
     shape: ModelShape, profile: Profile, context: int, new_tokens: int, batch: int, *, yarn: bool
 ) -> Workload:
-    """A validated workload; with `yarn`, rotary embeddings stretched in halves to reach it. Raises PlanError."""
+    """A validated workload; with `yarn`, RoPE is stretched in steps of 0.5 to reach it. Raises PlanError."""
     workload = Workload(shape.name, profile.hardware.name, context, new_tokens, batch)
     if not yarn or workload.final_context <= shape.max_context:
         return workload

@@ -1,4 +1,4 @@
-"""The joint search: every family of plans over its whole grid, in one vectorized evaluation."""
+"""The joint search: the grids of all families of plans in one vectorized evaluation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Objective(StrEnum):
 
 
 class NothingFits(ValueError):
-    """No plan of the allowed quality that can be executed fits the memory."""
+    """No executable plan of the allowed quality fits into memory."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Question:
 
     @property
     def machine(self) -> Machine:
-        """The machine with the memory that may be used."""
+        """The profile's machine with the memory limit."""
         return replace(Machine.of(self.profile), memory_bytes=self.memory_limit_bytes)
 
 
@@ -70,8 +70,8 @@ class Candidate:
     tpot_s: float
     peak_bytes: float
 
-    def refusal(self, question: Question) -> str | None:
-        """Why this plan must not be recommended whatever its speed, or None."""
+    def rejection(self, question: Question) -> str | None:
+        """Why this plan cannot be recommended, however fast it is; None where it can."""
         if self.peak_bytes > question.memory_limit_bytes:
             needed, limit = self.peak_bytes / GIB, question.memory_limit_bytes / GIB
             return f"does not fit: needs {needed:.1f} GiB of {limit:.1f} GiB"
@@ -106,7 +106,7 @@ def recommend(
     workload = workload_for(shape, used, ctx, new_tokens, batch, yarn=yarn)
     question = Question(shape, used, workload, wanted, aim, _memory_limit(memory_limit, used))
     candidates = sorted(search(question), key=lambda one: one.score)
-    chosen = next((one for one in candidates if one.refusal(question) is None), None)
+    chosen = next((one for one in candidates if one.rejection(question) is None), None)
     if chosen is None:
         raise NothingFits(_why_nothing_fits(candidates, question))
     others = _others(candidates, chosen, question)
@@ -119,7 +119,7 @@ def recommend(
         predicted=best,
         baseline=baseline,
         alternatives=tuple(
-            Alternative(one.name, one.plan, prediction, one.refusal(question) or _slower(one, chosen, question))
+            Alternative(one.name, one.plan, prediction, one.rejection(question) or _slower(one, chosen, question))
             for one, prediction in zip(others, rest, strict=True)
         ),
         losses=tuple(losses(chosen.plan)),
@@ -129,36 +129,36 @@ def recommend(
 
 
 def search(question: Question) -> list[Candidate]:
-    """The best plan of every family, from one evaluation over all their grids together."""
-    spaces = families(question.workload, offload=not fits_whole(question))
+    """The best plan of every family, from one evaluation of all their grids."""
+    searched = families(question.workload, offload=not fits_whole(question))
     knowledge = Knowledge.about(question.shape, question.workload.context, question.profile.acceptance)
     machine = question.machine
-    templates = [strategy_of(space.template, question.shape, machine, 1.0) for space in spaces]
-    rates = [rates_of(space.template, question.shape, machine) for space in spaces]
-    grids = [space.grid() for space in spaces]
+    templates = [strategy_of(family.template, question.shape, machine, 1.0) for family in searched]
+    rates = [rates_of(family.template, question.shape, machine) for family in searched]
+    grids = [family.grid() for family in searched]
     gamma, ratio = (np.concatenate(axis) for axis in zip(*grids, strict=True))
     acceptance = np.concatenate(
-        [knowledge.best(space.template, grid[1]) for space, grid in zip(spaces, grids, strict=True)]
+        [knowledge.best(family.template, grid[1]) for family, grid in zip(searched, grids, strict=True)]
     )
-    sizes = [space.size for space in spaces]
+    sizes = [family.size for family in searched]
     strategy = replace(stack(templates, sizes), gamma=gamma, draft_ratio=ratio, acceptance=acceptance)
     estimate = evaluate(question.shape, machine, strategy, stack(rates, sizes))
-    return list(_best_of_each(spaces, (gamma, ratio), estimate, question))
+    return list(_best_of_each(searched, (gamma, ratio), estimate, question))
 
 
 def fits_whole(question: Question) -> bool:
-    """Whether plain decoding with everything on the device fits, so that no layer needs to leave it."""
+    """Whether plain decoding fits without offloading."""
     machine = question.machine
     plain = strategy_of(autoregressive(question.workload), question.shape, machine, 1.0)
     return bool(resident_memory(question.shape, machine, plain).peak <= question.memory_limit_bytes)
 
 
 def _best_of_each(
-    spaces: tuple[Family, ...], grid: tuple[np.ndarray, ...], estimate: Estimate, question: Question
+    searched: tuple[Family, ...], grid: tuple[np.ndarray, ...], estimate: Estimate, question: Question
 ) -> Iterator[Candidate]:
-    """The grid point of lowest objective that fits; where none fits, the one that needs least memory.
+    """Of each family the plan with the lowest objective that fits; where none fits, the one that needs least memory.
 
-    A member of the joint space that may offload but need not is the one that may not, and is left out.
+    Plans of the joint space that may offload but need not are left out: they are in it without offloading already.
     """
     size = len(grid[0])
     offloaded = np.broadcast_to(estimate.offloaded_layers, (size,))
@@ -166,15 +166,15 @@ def _best_of_each(
     score = _score(estimate, question, size)
     fits = peak <= question.memory_limit_bytes
     start = 0
-    for space in spaces:
-        part = slice(start, start + space.size)
-        start += space.size
+    for family in searched:
+        part = slice(start, start + family.size)
+        start += family.size
         ranked = np.where(fits[part], score[part], math.inf) if fits[part].any() else peak[part]
         best = part.start + int(np.argmin(ranked))
-        if space.template.placement.offload and space.name not in PRESETS and not offloaded[best]:
+        if family.template.placement.offload and family.name not in PRESETS and not offloaded[best]:
             continue
-        plan = space.plan(*(axis[best] for axis in grid))
-        yield Candidate(space.name, plan, float(score[best]), float(tpot[best]), float(peak[best]))
+        plan = family.plan(*(axis[best] for axis in grid))
+        yield Candidate(family.name, plan, float(score[best]), float(tpot[best]), float(peak[best]))
 
 
 def _score(estimate: Estimate, question: Question, size: int) -> np.ndarray:
@@ -187,10 +187,10 @@ def _score(estimate: Estimate, question: Question, size: int) -> np.ndarray:
 
 
 def _others(candidates: list[Candidate], chosen: Candidate, question: Question) -> list[Candidate]:
-    """All presets and the best few other families: first those that only lost, then those that are ruled out."""
+    """All presets and the best few other families: first those that are slower, then those that are ruled out."""
     unnamed = [one for one in candidates if one.name not in PRESETS]
     listed = [one for one in candidates if one is not chosen and (one.name in PRESETS or one in unnamed[:MAX_UNNAMED])]
-    return sorted(listed, key=lambda one: one.refusal(question) is not None)
+    return sorted(listed, key=lambda one: one.rejection(question) is not None)
 
 
 def _slower(one: Candidate, chosen: Candidate, question: Question) -> str:
@@ -200,9 +200,9 @@ def _slower(one: Candidate, chosen: Candidate, question: Question) -> str:
 
 
 def _why_nothing_fits(candidates: list[Candidate], question: Question) -> str:
-    """The reason, with the least memory that an allowed plan needs."""
+    """One line that names the allowed plan which needs least memory."""
     unlimited = replace(question, memory_limit_bytes=math.inf)
-    allowed = [one for one in candidates if one.refusal(unlimited) is None]
+    allowed = [one for one in candidates if one.rejection(unlimited) is None]
     workload, limit = question.workload, question.memory_limit_bytes / GIB
     least = min(allowed, key=lambda one: one.peak_bytes)
     return (
@@ -212,7 +212,7 @@ def _why_nothing_fits(candidates: list[Candidate], question: Question) -> str:
 
 
 def notes(shape: ModelShape, profile: Profile, workload: Workload) -> Iterator[str]:
-    """What to know about any prediction for this model, machine and workload."""
+    """Caveats of any prediction for this model, machine and workload."""
     missing = missing_architecture(shape)
     if missing:
         yield missing

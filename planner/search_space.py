@@ -1,4 +1,4 @@
-"""The space that is searched: families of plans that differ in kind, each with a grid of hyperparameters."""
+"""The search space: families of plans, each with a grid over gamma and the drafts' sparse ratio."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ GAMMAS = tuple(range(1, MAX_GAMMA + 1))
 
 @dataclass(frozen=True)
 class Family:
-    """Plans of one kind: a template, and the values its gamma and ratio may take.
+    """Plans that differ only in gamma and ratio: a template, and the values that both may take.
 
-    Budgets of lossy policies stay the template's: fewer tokens are always faster, and what they cost in quality is
-    not something a latency model can weigh.
+    Budgets of lossy policies stay the template's: fewer tokens are always faster, and a latency model cannot weigh
+    the loss of quality against that.
     """
 
     name: str
@@ -42,11 +42,11 @@ class Family:
 
     @property
     def size(self) -> int:
-        """How many plans the grid has."""
+        """Number of plans in the grid."""
         return len(self.gammas) * len(self.ratios)
 
     def grid(self) -> tuple[np.ndarray, np.ndarray]:
-        """gamma and ratio of every plan of the family, each [size]."""
+        """gamma and ratio of every plan, each [size]."""
         return np.repeat(self.gammas, len(self.ratios)), np.tile(self.ratios, len(self.gammas))
 
     def plan(self, gamma: int, ratio: float) -> Plan:
@@ -58,7 +58,7 @@ class Family:
 def families(workload: Workload, *, offload: bool) -> tuple[Family, ...]:
     """Every preset, and the joint space of cache formats, draft weights, draft codes and selections.
 
-    `offload` adds the joint space again with layers that may leave the device, for what else would not fit.
+    `offload` adds the joint space again with layers that may be offloaded, for plans that would not fit otherwise.
     """
     named = {
         family_key(plan): (name, plan) for name, plan in ((name, make(workload)) for name, make in PRESETS.items())
@@ -68,7 +68,7 @@ def families(workload: Workload, *, offload: bool) -> tuple[Family, ...]:
     return tuple(_family(name, plan) for name, plan in named.values())
 
 
-# Caches and the codes drafts read from them; one that stores upper codes is pointless unless drafts read them.
+# Cache formats with the codes that drafts read of them. Where upper codes are stored, drafts read these.
 DRAFT_READS = (
     (KVFormat.FULL, DraftCodes.FULL),
     (KVFormat.INT8, DraftCodes.FULL),

@@ -1,1 +1,4 @@
-"""What every operation costs, how long it takes on a machine, and what fits its memory."""
+"""The cost of every operation, its time on a machine, and the memory of a plan.
+
+Not here: which plans there are and which is best (planner).
+"""

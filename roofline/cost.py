@@ -1,4 +1,4 @@
-"""What an operation costs the machine: floating-point operations and bytes moved through device memory."""
+"""The cost of an operation: floating-point operations and traffic through device memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Term = Any
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs and device-memory traffic (bytes) of one launch, or of several added up."""
+    """FLOPs and device-memory traffic in bytes, of one launch or the sum of several."""
 
     flops: Term = 0
     read_bytes: Term = 0
@@ -19,7 +19,7 @@ class Cost:
 
     @property
     def bytes(self) -> Term:
-        """All traffic through device memory, in bytes."""
+        """Reads and writes of device memory."""
         return self.read_bytes + self.write_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""Bytes of everything a plan keeps on the device: weights, caches, buffers and workspaces."""
+"""Bytes of what a plan holds on the device: weights, caches, buffers and workspaces."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ridgeplan.roofline.term_math import indicator, maximum, minimum
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
-    """Bytes on the device by purpose. Terms may be arrays or sympy expressions.
+    """Bytes on the device by purpose.
 
-    prefill_workspace: what prompts need beyond what the draft's weights lend them.
+    prefill_workspace: without the buffers that lie in the draft weights' memory.
     """
 
     weights: Term
@@ -28,7 +28,7 @@ class MemoryBreakdown:
 
     @property
     def resident(self) -> Term:
-        """What stays for the whole generation."""
+        """Held for the whole generation."""
         return self.weights + self.draft_weights + self.kv + self.buffers
 
     @property
@@ -43,43 +43,50 @@ class MemoryBreakdown:
 
     @property
     def peak(self) -> Term:
-        """The larger of both peaks: what must fit."""
+        """The larger of both peaks, which must fit."""
         return self.resident + maximum(self.prefill_workspace, self.decode_workspace)
 
 
 def layer_parameters(shape: ModelShape) -> int:
-    """Parameters of all matrices that weight quantization may touch: linear layers and experts, not the router."""
+    """Parameters of the matrices that may be quantized: linear layers and experts, not routers or embeddings."""
     dense = (shape.layers - shape.moe_layers) * shape.dense_mlp_params
     sparse = shape.moe_layers * (shape.experts * shape.expert_params + shape.shared_experts_params)
     return shape.layers * shape.attention_params_per_layer + dense + sparse
 
 
 def weight_memory(shape: ModelShape, weight_bytes: Term, element_bytes: Term) -> Term:
-    """One copy of the weights: matrices at `weight_bytes` per parameter, embeddings and vectors in full precision."""
+    """The target's weights: matrices at `weight_bytes` per parameter, all others in full precision.
+
+    The others are embeddings, the head, routers and vectors.
+    """
     matrices = layer_parameters(shape)
     return matrices * weight_bytes + (shape.parameters - matrices) * element_bytes
 
 
 def draft_weight_memory(shape: ModelShape, weight_bytes: Term) -> Term:
-    """The drafts' second copy of the linear layers and the head; the input table and norms are the target's."""
+    """The drafts' own copy of the linear layers and the head; they share the target's embeddings and norms."""
     return (layer_parameters(shape) + shape.embedding_params) * weight_bytes
 
 
 def full_kv(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term) -> Term:
-    """Full-precision keys and values of `tokens` tokens in every layer. Layers with a sliding window keep all of them
-    too, as the runtime does; they only read less."""
+    """Full-precision keys and values of `tokens` tokens in every layer.
+
+    Sliding-window layers store the whole context too, as the runtime does; they only read less of it.
+    """
     return shape.layers * batch * shape.kv_elements_per_token_per_layer * tokens * element_bytes
 
 
 def code_memory(shape: ModelShape, batch: Term, tokens: Term, planes: Term, group: Term) -> Term:
-    """Codes of `planes` 4-bit planes for `tokens` tokens in every layer, with their scales and minima if any plane."""
+    """Codes of `tokens` tokens in every layer in `planes` 4-bit planes, with scales and minima; 0 without planes."""
     codes = ops.quantized_bytes(batch, shape.cached_heads, shape.head_dim, tokens, 4 * planes, group)
     return shape.layers * minimum(planes, 1) * codes
 
 
 def prompt_buffers(shape: ModelShape, tokens: Term, element_bytes: Term) -> tuple[Term, ...]:
-    """Bytes of what lasts through a prompt's prefill, in the order in which it is taken: hidden states, and one layer's
-    queries, keys and values."""
+    """Bytes of the buffers that last through a prompt's prefill, in the order of their allocation.
+
+    These are the prompt's hidden states, and one layer's queries, keys and values.
+    """
     kv_width = shape.kv_elements_per_token_per_layer / 2
     return tuple(tokens * width * element_bytes for width in (shape.hidden, shape.q_width, kv_width, kv_width))
 
@@ -111,7 +118,7 @@ def prefill_workspace(shape: ModelShape, tokens: Term, element_bytes: Term, aren
 
 
 def decode_workspace(shape: ModelShape, batch: Term, queries: Term, splits: Term, element_bytes: Term) -> Term:
-    """Logits and distributions of one round, split-KV partials and activations of the widest layer."""
+    """Logits and distributions of one round, split-KV partials, and activations of the widest layer."""
     rows = batch * queries
     logits = 5 * rows * shape.vocab * element_bytes
     partials = ops.partial_bytes(batch, queries, shape.q_heads, shape.value_dim, splits)

@@ -1,7 +1,7 @@
 """The cost of every operation of a decoder, each formula once.
 
-Every function is plain arithmetic over its arguments, so it takes ints (and then equals what the kernel of the
-same name declares, which a test holds), numpy arrays (a sweep) or sympy symbols (printed, solved, lambdified).
+Every function is plain arithmetic on its arguments. They may be ints (tests hold the result equal to the cost that the
+kernel declares), numpy arrays (for sweeps) or sympy symbols (to print, solve or lambdify).
 `element_bytes` is the size of a full-precision element: 2 for bf16 on a GPU, 4 for fp32 on a CPU.
 """
 
@@ -11,8 +11,8 @@ from ridgeplan.roofline.cost import Cost, Term
 
 METADATA_BYTES = 2  # one fp16 scale or minimum
 PARTIAL_BYTES = 4  # split-KV partial outputs and their log-sum-exp are fp32
-LOGIT_FLOPS = 5  # of each logit that sampling reads: difference, scaling, exponential, comparison and sum
-TABLE_BYTES = 4  # a cosine or sine is fp32
+LOGIT_FLOPS = 5  # per logit that sampling reads: subtract, scale, exponentiate, compare, add
+TABLE_BYTES = 4  # cosines and sines are fp32
 INDEX_BYTES = 8  # positions and slots are int64
 
 
@@ -24,13 +24,15 @@ def linear(rows: Term, inputs: Term, outputs: Term, weight_bytes: Term, element_
 def gated_linear(
     rows: Term, inputs: Term, outputs: Term, weight_bytes: Term, element_bytes: Term, fused: Term = 1
 ) -> Cost:
-    """Two such weights, gate and up, whose products leave as one activated `rows x outputs`, or where `fused` is 0 as
-    they are."""
+    """Gate and up projections as one product over both weights.
+
+    Where `fused` is 1 it applies SwiGLU and writes one `rows x outputs` result, where it is 0 both products.
+    """
     return matmul(rows, inputs, (2 - fused) * outputs, 2 * inputs * outputs, weight_bytes, element_bytes)
 
 
 def matmul(rows: Term, inputs: Term, outputs: Term, params: Term, weight_bytes: Term, element_bytes: Term) -> Cost:
-    """A projection of `params` parameters, which MLA's chain of factors makes fewer than inputs x outputs."""
+    """A projection of `params` parameters: inputs x outputs, or fewer where MLA factors it into a chain."""
     return Cost(
         flops=2 * rows * params,
         read_bytes=params * weight_bytes + rows * inputs * element_bytes,
@@ -38,10 +40,10 @@ def matmul(rows: Term, inputs: Term, outputs: Term, params: Term, weight_bytes: 
     )
 
 
-def touched_experts(experts: Term, per_token: Term, rows: Term) -> Term:
-    """Expected number of distinct experts that `rows` tokens route to, each choosing `per_token` of `experts`.
+def activated_experts(experts: Term, per_token: Term, rows: Term) -> Term:
+    """Expected number of distinct experts that `rows` tokens are routed to, `per_token` of `experts` each.
 
-    With routing uniform and independent an expert is missed by all rows with probability (1 - k/E)^rows.
+    Under uniform, independent routing all rows miss an expert with probability (1 - k/E)^rows.
     """
     return experts * (1 - (1 - per_token / experts) ** rows)
 
@@ -55,10 +57,10 @@ def experts(
     weight_bytes: Term,
     element_bytes: Term,
 ) -> Cost:
-    """Routed experts of a mixture-of-experts layer: weights of the touched ones, FLOPs of the active ones."""
+    """Routed experts of one layer: the weights of all activated experts are read, FLOPs are per token."""
     return Cost(
         flops=2 * rows * per_token * expert_params,
-        read_bytes=touched_experts(count, per_token, rows) * expert_params * weight_bytes
+        read_bytes=activated_experts(count, per_token, rows) * expert_params * weight_bytes
         + rows * hidden * element_bytes,
         write_bytes=rows * hidden * element_bytes,
     )
@@ -70,7 +72,7 @@ def code_bytes(batch: Term, kv_elements: Term, tokens: Term, bits: Term) -> Term
 
 
 def metadata_bytes(batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, group: Term) -> Term:
-    """Scales and minima: keys per channel per group of tokens, values per token (QuantSpec, section 4.3)."""
+    """Scales and minima: of keys per channel and group of tokens, of values per token (QuantSpec, section 4.3)."""
     keys = tokens / group * head_dim * 2 * METADATA_BYTES
     values = tokens * 2 * METADATA_BYTES
     return batch * kv_heads * (keys + values)
@@ -125,9 +127,9 @@ def latent_attention(
     group: Term,
     splits: Term,
 ) -> Cost:
-    """As `attention`, multi-head latent with absorbed projections: all heads read one latent row per token.
+    """`attention` under MLA with absorbed projections: all heads read one latent row per token.
 
-    Codes of a row have scales and minima as those of row / (2 x head_dim) heads of keys and values would.
+    A quantized row has the scales and minima of row / (2 x head_dim) heads of keys and values.
     """
     row = latent + rope_dim
     quantized = quantized_bytes(batch, row / (2 * head_dim), head_dim, quantized_tokens, bits, group)
@@ -141,7 +143,7 @@ def latent_attention(
 
 
 def partial_bytes(batch: Term, queries: Term, q_heads: Term, head_dim: Term, splits: Term) -> Term:
-    """fp32 partial outputs and one log-sum-exp per query head, query and split."""
+    """An fp32 partial output and its log-sum-exp per query head, query and split."""
     return batch * queries * q_heads * splits * (head_dim + 1) * PARTIAL_BYTES
 
 
@@ -163,7 +165,7 @@ def causal_attention(
     tokens: Term,
     element_bytes: Term,
 ) -> Cost:
-    """Prefill attention (FlashAttention: scores stay on chip); half of all query-key pairs are masked away."""
+    """Causal prefill attention (FlashAttention: scores stay on chip): half of all query-key pairs are masked."""
     width = q_heads * (score_dim + value_dim)
     return Cost(
         flops=batch * width * tokens**2,
@@ -182,7 +184,7 @@ def windowed_attention(
     window: Term,
     element_bytes: Term,
 ) -> Cost:
-    """Prefill attention where a token sees at most `window` tokens; `window <= tokens`."""
+    """Prefill attention with a sliding window: each token sees at most `window` tokens; `window <= tokens`."""
     causal = causal_attention(batch, q_heads, kv_elements, score_dim, value_dim, tokens, element_bytes)
     pairs = tokens * window - window**2 / 2
     width = q_heads * (score_dim + value_dim)
@@ -192,7 +194,7 @@ def windowed_attention(
 def quantize(
     batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, element_bytes: Term, group: Term, planes: Term
 ) -> Cost:
-    """Full-precision keys and values to `planes` planes of 4-bit codes with scales and minima."""
+    """Full-precision keys and values into `planes` planes of 4-bit codes, with scales and minima."""
     elements = 2 * kv_heads * head_dim
     return Cost(
         flops=6 * batch * elements * tokens,
@@ -202,20 +204,20 @@ def quantize(
 
 
 def shift_slots(batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, element_bytes: Term) -> Cost:
-    """Keys and values of `tokens` recent tokens move to the front of the buffer."""
+    """Move of the `tokens` most recent tokens' keys and values to the front of the buffer."""
     moved_bytes = batch * 2 * kv_heads * head_dim * tokens * element_bytes
     return Cost(read_bytes=moved_bytes, write_bytes=moved_bytes)
 
 
 def elementwise(rows: Term, read_width: Term, write_width: Term, element_bytes: Term) -> Cost:
-    """A few operations on each element read: look-ups, activations, the moving part of norms and rotation."""
+    """A few operations per element read: look-ups, activations, the memory traffic of norms and RoPE."""
     return Cost(4 * rows * read_width, rows * read_width * element_bytes, rows * write_width * element_bytes)
 
 
 def add_rms_norm(rows: Term, width: Term, element_bytes: Term, streams: Term = 2) -> Cost:
-    """Residual addition and RMSNorm, fused: both streams are read, the sum and the normed rows written.
+    """Residual addition fused with RMSNorm: reads both streams, writes their sum and the normalized rows.
 
-    With `streams` 1 nothing is added, and only the normed rows are written.
+    With `streams` 1 there is nothing to add, and only normalized rows are written.
     """
     moved = elementwise(rows, streams * width, streams * width, element_bytes)
     return moved + Cost(read_bytes=width * element_bytes)
@@ -237,27 +239,27 @@ def rotary_tables(rows: Term, head_dim: Term) -> Cost:
 
 
 def rope_append(rows: Term, width: Term, rotary_dim: Term, normed_width: Term, element_bytes: Term) -> Cost:
-    """Rotation of queries and keys, and the append of keys and values: `width` is that of all three together.
+    """RoPE on queries and keys, fused with the append to the cache; `width` is that of queries, keys and values.
 
-    Reads a row of both tables and a slot per token, and the weights of `normed_width` queries and keys, if any.
+    Per token it also reads a row of both tables and a slot, and once the QK-norm weights of `normed_width`, if any.
     """
-    beside = rows * (rotary_dim * TABLE_BYTES + INDEX_BYTES) + normed_width * element_bytes
-    return elementwise(rows, width, width, element_bytes) + Cost(read_bytes=beside)
+    other_bytes = rows * (rotary_dim * TABLE_BYTES + INDEX_BYTES) + normed_width * element_bytes
+    return elementwise(rows, width, width, element_bytes) + Cost(read_bytes=other_bytes)
 
 
 def filter_logits(rows: Term, vocab: Term, element_bytes: Term) -> Cost:
-    """What rows of logits are drawn from: the likeliest token, or peak, cutoff and mass under top-k and top-p."""
+    """What sampling needs to know of each row of logits: the argmax, or maximum, cutoff and mass of top-k and top-p."""
     return Cost(LOGIT_FLOPS * rows * vocab, rows * vocab * element_bytes)
 
 
 def draw(rows: Term, vocab: Term, element_bytes: Term, distributions: Term = 1) -> Cost:
-    """One token per row: of a distribution, or of what the target's exceeds the draft's by (2 distributions)."""
+    """One token per row: from one distribution, or from the residual of target and draft (2 distributions)."""
     logits = distributions * rows * vocab
     return Cost(LOGIT_FLOPS * logits, logits * element_bytes)
 
 
 def gptq_round(outputs: Term, group: Term) -> Cost:
-    """Codes and errors of a group's weights in float32, rounded one input after another: loading, not a pass."""
+    """GPTQ rounding of a group of weights in float32, one input after another; part of loading, not of a pass."""
     elements = outputs * group
     return Cost(
         flops=elements * (group - 1) + 3 * elements,

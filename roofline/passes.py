@@ -1,7 +1,7 @@
-"""The operations of one forward pass of a decoder: of a decode step or a verification, and of prefill.
+"""The operations of one forward pass of a decoder: a decode step, a verification, or prefill.
 
-A pass is a tuple of `Op`. Model shapes, formats and selections change the terms that go in, never the code path;
-the only branches are on what a model has at all (experts, latent attention, a sliding window).
+A pass is a tuple of `Op`. Formats and selections only change the terms that go in. Code branches only on what a model
+consists of: experts, latent attention, a sliding window.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ridgeplan.roofline.term_math import minimum
 
 @dataclass(frozen=True)
 class Op:
-    """One kind of launch in a pass: its cost, how often it runs, and whose utilization it has.
+    """One kind of launch in a pass: the cost of one, how many there are, and the kernel class that sets its rates.
 
-    `kind` names the kernel class; `linear`, `head` and `attention` stand for the class of the weights or codes that
-    the pass reads, such as `linear_int4` or `attention_int8`.
+    Of the classes in `kind`, `linear`, `head` and `attention` stand for that of the weights or codes which the pass
+    reads, such as `linear_int4` or `attention_int8`.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Op:
 
     @property
     def total(self) -> Cost:
-        """The cost of all launches of the pass."""
+        """The cost of all launches together."""
         return self.cost * self.launches
 
     @property
@@ -39,7 +39,7 @@ class Op:
 
 
 def category(kind: str) -> str:
-    """What a kernel class belongs to: "linear", "attention" or "other"."""
+    """The category of a kernel class: "linear", "attention" or "other"."""
     if "attention" in kind:
         return "attention"
     return "linear" if "linear" in kind or kind == "head" else "other"
@@ -47,13 +47,13 @@ def category(kind: str) -> str:
 
 @dataclass(frozen=True)
 class PassTerms:
-    """What one decode pass processes and reads. Lengths are per sequence and per layer."""
+    """What one decode pass processes and reads. Lengths are in tokens, per sequence and layer."""
 
     batch: Term
-    queries: Term  # tokens per sequence that go through the model at once
-    quantized_tokens: Term  # tokens whose codes are read
-    full_tokens: Term  # tokens read in full precision, those of the pass included
-    bits: Term  # of a code: 4, 8, or 0 where nothing is quantized
+    queries: Term  # tokens per sequence that the pass processes
+    quantized_tokens: Term  # read as codes
+    full_tokens: Term  # read in full precision, those of the pass included
+    bits: Term  # of a code: 4, 8, or 0 without codes
     group: Term
     splits: Term
     weight_bytes: Term  # per parameter of a linear layer, with scales and minima
@@ -68,7 +68,7 @@ class PassTerms:
 
 
 def weight_bytes(bits: int, group: int, full_bytes: float) -> float:
-    """Bytes per parameter: those of the checkpoint at 16 bits, else codes and an fp16 scale and minimum per group."""
+    """Bytes per parameter: `full_bytes` at 16 bits, else a code and its share of the group's fp16 scale and minimum."""
     return full_bytes if bits == 16 else bits / 8 + 2 * ops.METADATA_BYTES / group
 
 
@@ -105,7 +105,7 @@ def prefill_pass(
 
 
 def window_share(shape: ModelShape, tokens: Term) -> Term:
-    """Share of `tokens` that a layer with a sliding window reads."""
+    """Share of `tokens` that a sliding-window layer reads."""
     return minimum(tokens, shape.window_tokens) / tokens if shape.window_tokens else 1
 
 
@@ -114,7 +114,7 @@ def _embedding(shape: ModelShape, rows: Term, element_bytes: Term) -> Op:
 
 
 def _norms(shape: ModelShape, rows: Term, element_bytes: Term) -> tuple[Op, ...]:
-    """RMSNorm before every block and before the head; all but the first add the block before them."""
+    """RMSNorm before every block and before the head; all but the first are fused with a residual addition."""
     first = ops.add_rms_norm(rows, shape.hidden, element_bytes, streams=1)
     others = ops.add_rms_norm(rows, shape.hidden, element_bytes)
     return (
@@ -124,7 +124,7 @@ def _norms(shape: ModelShape, rows: Term, element_bytes: Term) -> tuple[Op, ...]
 
 
 def _rope(shape: ModelShape, rows: Term, element_bytes: Term) -> tuple[Op, ...]:
-    """Rotary tables of the pass; rotation of queries and keys with the append to the cache in every layer."""
+    """Rotary tables once a pass; RoPE with the append to the cache in every layer."""
     rotary_dim = shape.rope_head_dim or shape.head_dim
     width = shape.q_width + shape.kv_elements_per_token_per_layer
     normed_width = shape.q_width + shape.kv_width if shape.qk_norm else 0
@@ -136,7 +136,7 @@ def _rope(shape: ModelShape, rows: Term, element_bytes: Term) -> tuple[Op, ...]:
 
 
 def _attention_linears(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term) -> tuple[Op, ...]:
-    """Projections into and out of attention; MLA's chain of factors counts by its parameters."""
+    """The QKV and output projections; under MLA a chain of factors counts as one projection of its parameters."""
     out_inputs = shape.q_heads * (shape.v_head_dim or shape.head_dim)
     out_params = out_inputs * shape.hidden
     in_params = shape.attention_params_per_layer - out_params
@@ -188,7 +188,7 @@ def _gated_mlp(
 
 
 def _head(shape: ModelShape, rows: Term, head_bytes: Term, element_bytes: Term) -> Op:
-    """The output head: full precision for the target, with the linear layers' bits for drafts that have their own."""
+    """The output head: in full precision for the target, quantized for drafts with weights of their own."""
     cost = ops.linear(rows, shape.hidden, shape.vocab, head_bytes, element_bytes)
     return Op("lm head", "head", cost, 1)
 
@@ -214,7 +214,7 @@ def _attention_cost(shape: ModelShape, terms: PassTerms, share: Term) -> Cost:
 
 
 def _prefill_attention(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term) -> tuple[Op, ...]:
-    """FlashAttention over the prompt; MLA runs it unabsorbed, with per-head keys and values."""
+    """FlashAttention over the prompt; under MLA with per-head keys and values, not absorbed."""
     value_dim = shape.v_head_dim or shape.head_dim
     kv_elements = shape.kv_heads * (shape.head_dim + value_dim)
     arguments = (batch, shape.q_heads, kv_elements, shape.head_dim, value_dim, tokens)

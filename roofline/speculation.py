@@ -1,8 +1,8 @@
-"""Speculative decoding: expected tokens per round, and what acceptance or gamma it takes to win.
+"""Speculative decoding: expected tokens per round, break-even acceptance and best gamma.
 
-Acceptance is conditional throughout: the probability that a drafted token is accepted given that all earlier ones
-of its round were (Leviathan et al. 2023; SpecAttn, section 3.2). QuantSpec's tables report another figure,
-accepted / (gamma x rounds), to which `accepted_share` converts.
+Acceptance is conditional throughout: the probability that a drafted token is accepted, given that all earlier ones of
+its round were (Leviathan et al. 2023; SpecAttn, section 3.2). QuantSpec's tables report accepted / (gamma x rounds)
+instead, which `accepted_share` computes.
 """
 
 from __future__ import annotations
@@ -16,34 +16,36 @@ MAX_GAMMA = 15  # gamma + 1 verification queries fill one 16-row tensor-core til
 
 
 def tokens_per_round(acceptance: Term, gamma: Term) -> Term:
-    """Expected tokens of a round, the one the target adds included: (1 - a^(gamma + 1)) / (1 - a) for acceptance a
-    (Leviathan et al., Eq 1). The sum is continuous at a = 1, which is taken as just below."""
+    """Expected tokens per round, the target's own included: (1 - a^(gamma + 1)) / (1 - a) at acceptance a.
+
+    Leviathan et al., Eq 1. The limit at a = 1 is gamma + 1; numbers are evaluated just below.
+    """
     below_one = acceptance if is_symbolic(acceptance) else minimum(acceptance, 1 - 1e-9)
     return (1 - below_one ** (gamma + 1)) / (1 - below_one)
 
 
 def accepted_share(acceptance: Term, gamma: Term) -> Term:
-    """Accepted drafts over drafted ones, which QuantSpec calls acceptance rate (errata 6)."""
+    """Accepted over drafted tokens, which QuantSpec calls acceptance rate (errata 6)."""
     return (tokens_per_round(acceptance, gamma) - 1) / gamma
 
 
 def flush_capped(tokens: Term, group: Term) -> Term:
-    """Tokens per round where rounds end at flush boundaries, every `group` tokens (errata 4 of QuantSpec).
+    """Tokens per round where rounds end at flush boundaries, every `group` tokens (QuantSpec, errata 4).
 
-    A round that would cross the boundary loses the tokens beyond it, (tokens - 1) / 2 on average per boundary.
+    A round that would cross a boundary loses the tokens beyond it: (tokens - 1) / 2 per boundary on average.
     """
     return tokens * group / (group + (tokens - 1) / 2)
 
 
 def speedup(acceptance: Any, gamma: Any, draft_cost: Any, verify_cost: Any) -> Any:
-    """Speed-up over plain decoding, costs in units of one plain step (Leviathan et al., Theorem 3.8)."""
+    """Speed-up over plain decoding; costs are in units of one plain step (Leviathan et al., Theorem 3.8)."""
     return tokens_per_round(acceptance, gamma) / (gamma * draft_cost + verify_cost)
 
 
 def break_even_acceptance(gamma: int, draft_cost: float, verify_cost: float = 1.0) -> float | None:
-    """The acceptance above which speculation wins; None where even acceptance 1 loses.
+    """The acceptance above which speculation is faster than plain decoding; None where even acceptance 1 is not.
 
-    `draft_cost` and `verify_cost` are in units of one plain decode step.
+    Costs are in units of one plain decode step.
     """
     from scipy.optimize import brentq
 
@@ -56,7 +58,7 @@ def break_even_acceptance(gamma: int, draft_cost: float, verify_cost: float = 1.
 
 
 def best_gamma(acceptance: float, draft_cost: float, verify_cost: float = 1.0) -> int:
-    """The gamma in 0..15 of the highest speed-up; 0 where no gamma beats plain decoding."""
+    """The gamma in 0..15 with the highest speed-up; 0 where none is faster than plain decoding."""
     gains = {
         gamma: tokens_per_round(acceptance, gamma) / (gamma * draft_cost + verify_cost)
         for gamma in range(1, MAX_GAMMA + 1)

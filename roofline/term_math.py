@@ -1,4 +1,4 @@
-"""Arithmetic that works alike on numbers, numpy arrays and sympy expressions."""
+"""Functions that accept numbers, numpy arrays and sympy expressions alike."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ridgeplan.roofline.cost import Term
 
 
 def is_symbolic(*terms: Term) -> bool:
-    """Whether any term is a sympy expression; asks without importing sympy, which most callers never need."""
+    """Whether any term is a sympy expression. Does not import sympy, which most callers never need."""
     return any(hasattr(term, "free_symbols") for term in terms)
 
 
@@ -40,5 +40,5 @@ def indicator(a: Term, b: Term) -> Term:
 
 
 def where(condition: Term, yes: Term, no: Term) -> Term:
-    """`yes` where the 0-or-1 term `condition` is 1, else `no`; both must be finite."""
+    """As numpy.where for a term `condition` of 0 or 1; `yes` and `no` must be finite."""
     return condition * yes + (1 - condition) * no

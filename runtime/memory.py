@@ -1,7 +1,4 @@
-"""Memory: whether a plan fits, and the peak of a generation.
-
-On CUDA the peak is all that torch holds on the device, on Linux the process's growth.
-"""
+"""Memory: whether a plan fits, and the peak of a generation."""
 
 from __future__ import annotations
 
@@ -12,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from ridgeplan.planner.capacity import ModelReference, missing_memory
+from ridgeplan.planner.capacity import missing_memory
 from ridgeplan.planner.plan import Plan
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
 from ridgeplan.runtime.errors import WorkloadError
 
@@ -24,9 +22,9 @@ _CLEAR = Path("/proc/self/clear_refs")
 class MemoryMeter:
     """Peak bytes since construction, or since the last `restart`.
 
-    On CUDA this is everything on the device, as that is what must fit. On a CPU it is what the process holds above
-    what it held before: the interpreter and its libraries are not the engine's, `shared_bytes` of weights that were
-    loaded earlier are.
+    On CUDA these are all bytes that torch has allocated on the device, since that is what must fit. On a CPU they are
+    what the process has grown by: the interpreter and its libraries do not count, while `shared_bytes` of weights that
+    were loaded earlier do.
     """
 
     def __init__(self, device: torch.device, shared_bytes: int = 0) -> None:
@@ -52,31 +50,29 @@ class MemoryMeter:
         return None if peak is None else max(0, peak - self._before_bytes)
 
 
-def require_memory(
-    plan: Plan, model: ModelReference, device: torch.device, dtype: torch.dtype, shared_bytes: int
-) -> None:
-    """Raises WorkloadError where the plan's prediction exceeds what a GPU has free, before anything is allocated.
+def require_memory(plan: Plan, shape: ModelShape, device: torch.device, dtype: torch.dtype, shared_bytes: int) -> None:
+    """Raises WorkloadError if the plan's predicted peak exceeds what a GPU has free, before anything is allocated.
 
-    shared_bytes: of weights that are on the device already. On a CPU the system decides.
+    shared_bytes: of weights that are on the device already. On a CPU nothing is checked.
     """
     if device.type != "cuda":
         return
-    torch.cuda.empty_cache()  # what closed engines left with torch's allocator is free too
+    torch.cuda.empty_cache()  # memory of closed engines that torch's allocator still holds is free too
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     free_bytes = torch.cuda.mem_get_info(device)[0] + shared_bytes
     available = Device(memory_bytes=free_bytes, element_bytes=dtype.itemsize, num_sms=num_sms)
-    missing = missing_memory(plan, model, available)
+    missing = missing_memory(plan, shape, available)
     if missing:
         raise WorkloadError(missing)
 
 
 @contextlib.contextmanager
 def readable_out_of_memory(device: torch.device) -> Iterator[None]:
-    """Turns an allocation that fails on a GPU into a WorkloadError of one line, and frees what its body had made."""
+    """Turns an allocation that fails on a GPU into a one-line WorkloadError, and frees what the body had allocated."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        # The error's frames hold their tensors for as long as someone holds the error.
+        # The error's frames keep their tensors alive for as long as someone holds the error.
         traceback.clear_frames(error.__traceback__)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)

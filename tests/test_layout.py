@@ -21,11 +21,20 @@ VALIDATE = {"torch", "triton", "transformers", "numpy", "scipy", "flashinfer"}  
 # What each room may import beside itself: modules of the package (with all below them, but for rooms of their own),
 # then installed packages; None is any. A file belongs to the room with the longest name that fits it.
 ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
-    "roofline.catalog": ({"roofline.execution"}, MODEL),
+    "roofline.catalog": (set(), MODEL),
     "roofline": ({"roofline.catalog"}, MODEL),
-    "roofline.papers": ({"roofline", "roofline.catalog"}, MODEL),
-    "planner.policies": ({"roofline", "planner.plan"}, MODEL),
-    "planner": ({"roofline", "roofline.catalog", "planner.policies"}, MODEL),
+    "roofline.symbolic": ({"roofline", "roofline.catalog"}, MODEL),
+    "roofline.papers": ({"roofline", "roofline.catalog", "roofline.symbolic"}, MODEL),
+    "planner.policies.selection": ({"planner.plan", "planner.policies"}, MODEL),
+    "planner.policies.eviction": ({"planner.plan", "planner.policies", "planner.policies.selection"}, MODEL),
+    "planner.policies": ({"planner.plan", "planner.policies.eviction", "planner.policies.selection"}, MODEL),
+    "planner": (
+        {
+            "planner.policies", "planner.policies.eviction", "planner.policies.selection", "roofline",
+            "roofline.catalog", "roofline.symbolic",
+        },
+        MODEL,
+    ),
     "kernels.device": ({"roofline.cost"}, {"torch", "triton"}),
     "kernels.kv_cache": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
     "kernels.attention": (
@@ -35,7 +44,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "kernels.layer": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
     "kernels.linear": ({"kernels.device", "kernels.layer", "roofline.cost", "roofline.execution"}, {"torch", "triton"}),
     "kernels.sampling": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
-    "runtime.kv": ({"kernels.kv_cache", "planner.plan", "roofline.execution", "runtime.model_config"}, RUNTIME),
+    "runtime.kv": ({"kernels.kv_cache", "planner.plan", "roofline.catalog", "roofline.execution"}, RUNTIME),
     "runtime.model": (
         {
             "kernels.attention", "kernels.layer", "kernels.linear", "roofline.catalog", "roofline.execution",
@@ -43,7 +52,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         RUNTIME,
     ),
-    "runtime.drafting.policies": ({"planner.plan", "runtime.kv"}, RUNTIME),
+    "runtime.drafting.policies": ({"runtime.kv"}, RUNTIME),
     "runtime.drafting": (
         {
             "kernels.device", "kernels.sampling", "runtime.drafting.policies", "runtime.kv", "runtime.model",
@@ -53,15 +62,16 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "runtime.quantization": (
         {
-            "kernels.linear", "planner.plan", "roofline.execution", "runtime.drafting", "runtime.errors", "runtime.kv",
-            "runtime.model", "runtime.sampling",
+            "kernels.linear", "roofline.execution", "runtime.drafting", "runtime.drafting.policies", "runtime.errors",
+            "runtime.kv", "runtime.model", "runtime.sampling",
         },
         RUNTIME,
     ),
     "runtime": (
         {
             "kernels.sampling", "planner.capacity", "planner.plan", "planner.support", "roofline.catalog",
-            "roofline.device", "roofline.execution", "runtime.drafting", "runtime.kv", "runtime.model", "runtime.quantization",
+            "roofline.device", "roofline.execution", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
+            "runtime.model", "runtime.quantization",
         },
         RUNTIME,
     ),
@@ -76,7 +86,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "validate.kernel_bench": (
         {
             "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.layer", "kernels.linear",
-            "kernels.sampling", "roofline", "runtime.kv", "validate.machine", "validate.progress",
+            "kernels.sampling", "planner.plan", "roofline", "runtime.kv", "validate.machine", "validate.progress",
             "validate.random_decoder", "validate.timing",
         },
         VALIDATE,
@@ -90,8 +100,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate": (
         {
-            "planner", "roofline", "roofline.catalog", "runtime", "runtime.kv", "runtime.model",
-            "validate.calibration",
+            "planner", "planner.policies.selection", "roofline", "roofline.catalog", "runtime", "runtime.kv",
+            "runtime.model", "validate.calibration",
         },
         VALIDATE,
     ),

@@ -12,7 +12,8 @@ import click
 from ridgeplan.dashboards.cli.options import OutputFile, as_json, options
 from ridgeplan.dashboards.cli.output import print_json, print_table, progress
 from ridgeplan.dashboards.user_errors import FileProblem
-from ridgeplan.roofline.catalog.profile import Profile, user_profile_path
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
 
 APP = Path(__file__).parents[1] / "app.py"
 

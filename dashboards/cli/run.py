@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,7 @@ def run(
     # Importing torch takes seconds, so it waits until the plan's file is known to be good.
     from ridgeplan import runtime
 
+    params = runtime.SamplingParams(**sampling)
     with warnings_as_notes():
         source = embedded_or(model)
         engine = runtime.load(plan, source, calibration=calibration_tokens(source, calibration))
@@ -58,7 +60,7 @@ def run(
             note_substitute(plan)
         prompt_ids = prompt_tokens(engine, prompt, prompt_file)
         stop = engine.tokenizer.eos_token_id
-        stream = engine.stream(prompt_ids, limit, stop_tokens=() if stop is None else (stop,), **sampling)
+        stream = engine.stream(prompt_ids, limit, replace(params, stop_token_ids=() if stop is None else (stop,)))
         tokens: list[int] = []
         for piece in text_pieces(_kept(stream, tokens), text_decoder(engine)):
             if not as_json:

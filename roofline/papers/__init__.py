@@ -1,4 +1,4 @@
-"""Results of the papers derived from the package's own costs, and published models kept for comparison.
+"""Results of papers derived from the package's own costs, and published models kept for comparison.
 
-Not here: what predictions of plans use.
+Not here: anything that predictions of plans use.
 """

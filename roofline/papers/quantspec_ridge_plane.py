@@ -28,7 +28,7 @@ class Plane:
 
     @property
     def memory_bound(self) -> np.ndarray:
-        """Where the aggregate lies below the ridge plane."""
+        """Where the aggregate intensity is below the ridge point."""
         return self.aggregate < self.ridge_point
 
 
@@ -39,7 +39,7 @@ def decode_plane(
     batches: Sequence[int],
     new_tokens: int = 1000,
 ) -> Plane:
-    """Fig 2: generating `new_tokens` tokens, costs taken at the mean context, where they are linear."""
+    """Fig 2: generation of `new_tokens` tokens, priced at the mean context, as costs are linear in it."""
     context, batch = np.meshgrid(np.asarray(contexts, float), np.asarray(batches, float), indexing="ij")
     terms = PassTerms(
         batch=batch, queries=1, quantized_tokens=0, full_tokens=context + new_tokens / 2, bits=0, group=1, splits=1,
@@ -49,7 +49,7 @@ def decode_plane(
 
 
 def prefill_plane(shape: ModelShape, hardware: Hardware, contexts: Sequence[int], batches: Sequence[int]) -> Plane:
-    """Fig 5: processing prompts of these lengths, a batch at once."""
+    """Fig 5: prefill of prompts of these lengths, a batch at once."""
     context, batch = np.meshgrid(np.asarray(contexts, float), np.asarray(batches, float), indexing="ij")
     return _plane(prefill_pass(shape, batch, context, hardware.element_bytes), hardware, context, batch)
 
@@ -77,6 +77,6 @@ def _intensity(ops: Sequence[Op], like: np.ndarray) -> np.ndarray:
 
 
 def _roofline_s(op: Op, hardware: Hardware) -> Term:
-    """The textbook roofline: full bandwidth, full peak, no launch."""
+    """The textbook roofline: full bandwidth, full peak, no launch time."""
     total = op.total
     return maximum(total.bytes / hardware.bandwidth_bytes_per_s, total.flops / hardware.compute_flops)

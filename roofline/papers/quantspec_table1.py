@@ -1,8 +1,8 @@
 """QuantSpec's Table 1: asymptotic FLOPs, memory operations and arithmetic intensity, derived from the exact costs.
 
-Batch B, context S and hidden dimension d grow; the number of layers, the head dimension, the ratio of the MLP's
-width to d and the size of an element are constants. The output head and non-linear operations are left out, as in
-the paper (section 3.1).
+Batch B, context S and hidden dimension d grow. The number of layers, the head dimension, the ratio of the MLP's width
+to d and the size of an element are constants. The output head and non-linear operations are left out, as in the paper
+(section 3.1).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GROWING = ("batch", "context", "hidden", "new_tokens")
 
 @dataclass(frozen=True)
 class Asymptotic:
-    """Leading terms of one column of Table 1, coefficients dropped."""
+    """Leading terms of one column of Table 1, without coefficients."""
 
     flops: sympy.Expr
     bytes: sympy.Expr
@@ -43,7 +43,7 @@ def table_1() -> dict[tuple[str, str], Asymptotic]:
 
 
 def categories(ops: Iterable[Op]) -> dict[str, Cost]:
-    """Costs of the linear layers, of attention, and of both together, the output head left out."""
+    """Costs of the linear layers, of attention, and of both together, without the output head."""
     linear, attention = Cost(), Cost()
     for op in ops:
         if op.category == "attention":
@@ -59,9 +59,9 @@ def asymptotic(cost: Cost) -> Asymptotic:
 
 
 def leading_terms(expression: sympy.Expr) -> sympy.Expr:
-    """The sum of the monomials in the growing symbols that no other monomial dominates, without coefficients.
+    """The sum of those monomials in the growing symbols that no other dominates, without coefficients.
 
-    A monomial dominates those that divide it, as all growing quantities are at least 1.
+    A monomial dominates its divisors, as every growing quantity is at least 1.
     """
     growing = [symbol(name) for name in GROWING]
     polynomial = sympy.Poly(sympy.expand(expression), *growing)
@@ -75,7 +75,7 @@ def _divides(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def _multi_head_shape() -> ModelShape:
-    """Multi-head attention with heads that fill the hidden dimension, and an MLP of fixed ratio to it."""
+    """Multi-head attention whose heads fill the hidden dimension, and an MLP in a fixed ratio to it."""
     hidden, head_dim = symbol("hidden"), symbol("head_dim")
     heads = hidden / head_dim
     ratio = sympy.Symbol("mlp_ratio", positive=True)
@@ -87,7 +87,7 @@ def _prefill() -> tuple[Op, ...]:
 
 
 def _decode() -> tuple[Op, ...]:
-    """k steps at context S: what the paper counts for generating k tokens when k is small against S."""
+    """k steps at context S, as the paper counts generation of k tokens where k is small against S."""
     element_bytes = symbol("element_bytes")
     terms = PassTerms(
         batch=symbol("batch"), queries=1, quantized_tokens=0, full_tokens=symbol("context"), bits=0,

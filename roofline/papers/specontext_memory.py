@@ -1,7 +1,7 @@
 """SpeContext's memory model as published: Eq 6 to 8, the thresholds of Algorithm 1, the policy of Algorithm 2.
 
-The package's own plans are priced by `ridgeplan.roofline.placement`, whose formats and workspaces this model does
-not know; it is here to reproduce the paper and to show what its errata change.
+It is here to reproduce the paper and to show what its errata change. Plans are priced by
+`ridgeplan.roofline.placement`, which also knows formats and workspaces.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ridgeplan.roofline.cost import Term
 class SpeContextMemory:
     """SpeContext's memory model, Table 1's symbols: Eq 6 and 7, and Algorithm 1's thresholds.
 
-    `retrieval_layers` is the '+1' of Eq 6: the retrieval head's cache in units of a layer; the paper counts 1,
-    but the pruned head keeps keys only, so 0.5 is exact (errata 4). `repeat_buffers` is alpha: one layer of
-    repeat_kv per group of heads in the paper, 0 with kernels that group heads (errata 4).
-    `paper_form` drops the factor 4 from Algorithm 1's offload term as the paper's line 3 does (errata 1).
+    `retrieval_layers` is the '+1' of Eq 6, the retrieval head's cache in units of a layer: the paper counts 1, but
+    the pruned head keeps only keys, so 0.5 is exact (errata 4). `repeat_buffers` is alpha: one layer of repeat_kv
+    per group of heads in the paper, 0 with kernels that group heads (errata 4). `paper_form` drops the factor 4 of
+    Algorithm 1's offload term, as line 3 of the paper does (errata 1).
     """
 
     model_bytes: Term
@@ -42,12 +42,12 @@ class SpeContextMemory:
 
     @property
     def extra_layers(self) -> Term:
-        """What Eq 6 adds to the layers of the model: 1 + alpha."""
+        """The layers that Eq 6 adds to the model's: 1 + alpha."""
         return self.retrieval_layers + self.repeat_buffers
 
     @property
     def row_bytes(self) -> Term:
-        """One token of one layer for all requests: 4 R H D."""
+        """Bytes of one token in one layer for all requests: 4 R H D."""
         return self.kv_bytes * self.requests * self.kv_heads * self.head_dim
 
     def all_bytes(self, tokens: Term) -> Term:
@@ -83,6 +83,8 @@ class SpeContextMemory:
 
 
 def layers_to_offload(thresholds: tuple[int, ...], tokens: int) -> int:
-    """Algorithm 2, lines 4 to 7: layers on the CPU at length `tokens`; the text's off-by-one is not followed
-    (errata 2). Returns at most the number of layers."""
+    """Algorithm 2, lines 4 to 7: layers on the CPU at length `tokens`, at most all.
+
+    The off-by-one of the paper's text is not followed (errata 2).
+    """
     return min(sum(tokens >= threshold for threshold in thresholds), len(thresholds) - 1)

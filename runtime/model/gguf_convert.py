@@ -1,4 +1,4 @@
-"""GGUF files are converted once to a safetensors folder in the user's cache, which later loads read."""
+"""A GGUF file is converted once, to a safetensors folder in the user's cache that later loads read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import shutil
-import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,21 +14,11 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
+from transformers.utils import logging
 
+from ridgeplan.roofline.catalog.gguf_header import read_gguf_header
 from ridgeplan.runtime.errors import ModelError
-from ridgeplan.runtime.model.quiet import no_progress_bars
 
-# The readers index and unpack whatever the file holds, so a corrupt one fails in any of these ways.
-_READ_ERRORS = (
-    ValueError,
-    TypeError,
-    LookupError,
-    OSError,
-    ArithmeticError,
-    AttributeError,
-    MemoryError,
-    struct.error,
-)
 CONVERSION = "1"  # part of the folder's name: a change of what is written makes a new folder
 
 
@@ -56,8 +45,20 @@ def cache_root() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "ridgeplan"
 
 
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Silences transformers' progress bars inside the body."""
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
 def _key(path: Path) -> str:
-    """A file's identity without reading it: its place, size and time of change."""
+    """A file's identity without reading it: path, size and modification time."""
     status = path.stat()
     text = f"{CONVERSION}\n{path.resolve()}\n{status.st_size}\n{status.st_mtime_ns}"
     return f"{path.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -80,13 +81,14 @@ def _staging(folder: Path) -> Iterator[Path]:
 
 
 def _convert(path: Path, staging: Path) -> None:
-    """Writes config, weights and tokenizer; in float32, since decoded 4-bit values need more than 16 bits."""
+    """Writes config, weights and tokenizer; in float32, since dequantized 4-bit values need more than 16 bits."""
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
+        read_gguf_header(path)  # raises for counts and sizes that the file does not hold, which the readers follow
         config = transformers.AutoConfig.from_pretrained(**where)
         tensors = _tensors(path, config)
         tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-    except _READ_ERRORS as error:
+    except Exception as error:  # the readers unpack whatever the file holds, and a corrupt one fails in any way
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"cannot read the GGUF file {path}: {reason[:200]}") from error
     config.save_pretrained(staging)
@@ -95,8 +97,8 @@ def _convert(path: Path, staging: Path) -> None:
 
 
 def _tensors(path: Path, config: Any) -> dict[str, torch.Tensor]:
-    """The decoded tensors under transformers' names, which it derives from an empty model."""
-    # Loading through from_pretrained would need the accelerate package for the same conversion.
+    """The dequantized tensors under transformers' names, which it derives from an empty model."""
+    # from_pretrained would do the same conversion, but needs the accelerate package for it.
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     with torch.device("meta"):

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -198,16 +197,6 @@ def test_preset_names_survive_other_hyperparameters():
     assert preset_name(replace(plan, speculation=replace(plan.speculation, gamma=9))) == "quantspec"
     with pytest.raises(PlanError, match="Did you mean quantspec"):
         preset("quantspek", plan.workload)
-
-
-def test_a_warm_call_takes_less_than_50_ms(h200_profile):
-    ask(h200_profile)
-    times = []
-    for _ in range(10):
-        start = time.perf_counter()
-        ask(h200_profile)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.05  # the least disturbed of the runs: other processes share the cores
 
 
 def test_the_planner_imports_fast_and_without_torch():

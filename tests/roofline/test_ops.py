@@ -127,15 +127,15 @@ def test_sliding_window_layers_read_at_most_their_window():
     assert window.cost.flops - merge_flops == 4 * 64 * 64 * 128
 
 
-def test_routed_experts_touched_grow_with_the_batch_and_never_beyond_all():
-    touched = [ops.touched_experts(128, 8, rows) for rows in (1, 2, 8, 64, 4096)]
-    assert touched[0] == pytest.approx(8)
-    assert touched == sorted(touched)
-    assert touched[1] < 16  # two tokens share some experts
-    assert touched[-1] == pytest.approx(128)
+def test_activated_experts_grow_with_the_batch_and_never_beyond_all():
+    activated = [ops.activated_experts(128, 8, rows) for rows in (1, 2, 8, 64, 4096)]
+    assert activated[0] == pytest.approx(8)
+    assert activated == sorted(activated)
+    assert activated[1] < 16  # two tokens share some experts
+    assert activated[-1] == pytest.approx(128)
 
 
-def test_moe_step_moves_the_touched_experts_only():
+def test_a_moe_step_reads_the_activated_experts_only():
     shape = load_shape("Qwen/Qwen3-30B-A3B")
     alone, many = (by_name(decode_pass(shape, terms(batch=batch)))["routed experts"].cost for batch in (1, 512))
     assert alone.read_bytes == pytest.approx(8 * shape.expert_params * 2, rel=1e-3)

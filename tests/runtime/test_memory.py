@@ -1,12 +1,65 @@
-"""What runs out of memory is freed, also while someone keeps the error."""
+"""Peaks of memory, plans that do not fit, and what is freed when memory runs out."""
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ridgeplan.planner.capacity import Room, peak_bytes
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.runtime import memory
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.memory import readable_out_of_memory
+from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def process(tmp_path, monkeypatch):
+    """Says what /proc would: resident memory now and at its peak, in kB."""
+    status, clear = tmp_path / "status", tmp_path / "clear_refs"
+    clear.write_text("")
+    monkeypatch.setattr(memory, "_STATUS", status)
+    monkeypatch.setattr(memory, "_CLEAR", clear)
+
+    def says(resident, peak):
+        status.write_text(f"Name:\tpython\nVmHWM:\t{peak} kB\nVmRSS:\t{resident} kB\n")
+        return clear
+
+    return says
+
+
+def test_a_cpus_peak_is_what_the_process_grew_by_and_the_weights_it_had(process):
+    clear = process(resident=500, peak=800)
+    meter = MemoryMeter(CPU, shared_bytes=100 * 1024)
+    assert clear.read_text() == "5"  # as proc(5) has it, resets the peak
+    process(resident=600, peak=900)
+    assert meter.peak_bytes() == (900 - 500 + 100) * 1024
+    process(resident=100, peak=300)
+    assert meter.peak_bytes() == 0
+
+
+def test_an_unknown_peak_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "absent")
+    monkeypatch.setattr(memory, "_CLEAR", tmp_path / "absent")
+    assert MemoryMeter(CPU).peak_bytes() is None
+
+
+def test_a_plan_has_to_fit_into_what_is_free_beside_shared_weights(make_plan, monkeypatch):
+    plan, shape, shared = make_plan("int4x2", 3, context=4096), load_shape("meta-llama/Llama-3.1-8B"), 16 * 10**9
+    needed = int(peak_bytes(plan, shape, Room(free_bytes=0, element_bytes=2, num_sms=132)))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    for missing in (0, 2):
+        free = needed + 1 - shared - missing
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * 10**9))
+        if missing:
+            with pytest.raises(WorkloadError, match=r"the plan needs .* GB are free; allowed: context up to"):
+                require_memory(plan, shape, CUDA, torch.bfloat16, shared)
+            require_memory(plan, shape, CPU, torch.bfloat16, shared)
+        else:
+            require_memory(plan, shape, CUDA, torch.bfloat16, shared)
 
 
 def test_tensors_of_what_failed_are_freed_although_the_error_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

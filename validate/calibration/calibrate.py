@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ridgeplan.roofline.catalog.profile import Profile, user_profile_path
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
 from ridgeplan.validate.progress import Progress, silent
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.speculative_round import sampling_seconds
 from ridgeplan.runtime.drafting.round_runner import PHASES
 from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
 from ridgeplan.validate.decode_bench.profiler_trace import Launch, attach, busy_us, traced
@@ -134,7 +135,7 @@ def _launches(
     """A plan's launches; of its engine only draft weights outlive this, by group in `drafts`."""
     prompts = prompt_batch(model.tokenizer, plan.workload.context, plan.workload.batch, text)
     with model.shared_engine(plan, drafts) as engine:
-        return traced(engine, prompts, temperature)
+        return traced(engine, prompts, SamplingParams(temperature))
 
 
 def breakdown(

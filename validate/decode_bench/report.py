@@ -198,8 +198,10 @@ class _Run:
 
     def _measured(self, plan: Plan, prompts: list[list[int]]) -> Measured:
         """Of the plan's engine only the draft weights outlive this."""
+        from ridgeplan.runtime import SamplingParams
+
         with self.model.shared_engine(plan, self.drafts, self.calibration or None) as engine:
-            return measure(engine, prompts, plan.workload.new_tokens, temperature=self.temperature)
+            return measure(engine, prompts, plan.workload.new_tokens, SamplingParams(self.temperature))
 
 
 def _device_name(model: InflatedModel) -> str:

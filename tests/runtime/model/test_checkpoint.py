@@ -201,8 +201,8 @@ def test_a_checkpoints_own_code_is_never_run(broken_copy, make_plan):
 )
 def test_weights_are_held_once(family, changes, tiny_model):
     model = tiny_model(family, **changes)
-    config = decoder_config(load_config(model.folder))
-    weights = load_weights(model.folder, config, torch.device("cpu"), torch.float32)
+    shape = decoder_config(load_config(model.folder), model.folder).shape
+    weights = load_weights(model.folder, shape, torch.device("cpu"), torch.float32)
     expected = sum(parameter.numel() * 4 for parameter in model.reference.parameters())
-    stretched_norms = config.layers * (config.q_heads + config.kv_heads - 2) * config.head_dim * 4
+    stretched_norms = shape.layers * (shape.q_heads + shape.kv_heads - 2) * shape.head_dim * 4
     assert weights.bytes == expected + (stretched_norms if family == "qwen3" else 0)

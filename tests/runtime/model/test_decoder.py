@@ -99,7 +99,7 @@ def test_plan_stretches_positions_by_yarn(tiny_model, make_plan, prompts):
     assert (logits_of(engine, tokens, 70) - expected).abs().max() < TOLERANCE
     plain = reference_logits(tiny_model("llama").reference, tokens, 70)
     assert (expected - plain).abs().max() > 10 * TOLERANCE
-    assert engine.config.max_context == 2048
+    assert engine.config.shape.max_context == 2048
 
 
 def test_yarn_on_an_already_scaled_model_is_refused(tiny_model, make_plan):

@@ -8,11 +8,12 @@ from torch.nn import functional
 
 from ridgeplan import runtime
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.model.linear import Dense, fitting_group
+from ridgeplan.runtime.model.linear import Dense
 from ridgeplan.runtime.model.prefill import prefill_layer
 from ridgeplan.runtime.quantization.calibrate import HessianRecorder, fitted_draft, quantized_draft
 from ridgeplan.runtime.quantization.gptq import DAMPING, quantize_weight
-from ridgeplan.runtime.quantization.self_generated import SEQUENCES, TOKENS, own_text
+from ridgeplan.runtime.quantization.pack import fitting_group
+from ridgeplan.runtime.quantization.self_generated import SEQUENCES, TOKENS, self_generated_text
 
 
 def random(*shape, seed=0):
@@ -160,9 +161,9 @@ def test_calibration_that_is_no_text_of_the_model_is_refused(tiny_model, make_pl
 
 def test_a_model_writes_what_it_finds_likely(tiny_model, make_plan):
     engine = runtime.load(make_plan(), tiny_model().folder, device="cpu")
-    text = own_text(engine.decoder, engine.weights)
+    text = self_generated_text(engine.decoder, engine.weights)
     assert text.shape == (SEQUENCES, TOKENS)
-    assert torch.equal(text, own_text(engine.decoder, engine.weights))
+    assert torch.equal(text, self_generated_text(engine.decoder, engine.weights))
 
     def surprise(tokens):
         """Mean over all but the first token of each sequence."""
@@ -176,7 +177,7 @@ def test_a_model_writes_what_it_finds_likely(tiny_model, make_plan):
 
     with torch.inference_mode():
         assert surprise(text) == pytest.approx(1, abs=0.03)  # as drawn from the model's own distribution
-        assert surprise(torch.randint(engine.config.vocab, text.shape)) > 1.1
+        assert surprise(torch.randint(engine.config.shape.vocab, text.shape)) > 1.1
 
 
 def test_sequences_of_a_text_do_not_see_each_other(tiny_model, make_plan, prompts):
@@ -233,7 +234,9 @@ def test_acceptance_of_real_drafts_rises(real, rounded):
 def test_acceptance_rises_further_with_a_text_that_the_model_writes(real, rounded, monkeypatch):
     monkeypatch.setattr("ridgeplan.runtime.quantization.self_generated.SEQUENCES", 8)  # more take a CPU minutes
     engine, _, acceptance = real
-    draft = fitted_draft(engine.decoder, engine.weights, 128, own_text(engine.decoder, engine.weights), full=True)
+    draft = fitted_draft(
+        engine.decoder, engine.weights, 128, self_generated_text(engine.decoder, engine.weights), full=True
+    )
     assert acceptance(draft) > rounded + 0.08
 
 

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ridgeplan.planner.plan import Plan, Workload
+from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.policies.selection.all import quantspec_kv
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.memory import MemoryMeter
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense
@@ -30,10 +31,7 @@ def small(q_heads=6, kv_heads=2, biased=False):
     model = RandomDecoder.build(bench, llama_like_shape(2, 48, 80, q_heads, kv_heads, 16), 100, 1)
     weights = model.weights()
     if biased:
-        layers = tuple(
-            replace(layer, **{name: with_bias(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")})
-            for layer in weights.layers
-        )
+        layers = tuple(layer.with_projections(with_bias) for layer in weights.layers)
         weights = replace(weights, layers=layers)
     return model.decoder.config, weights
 
@@ -43,8 +41,8 @@ def with_bias(linear):
 
 
 def logits(config, weights, prompt=PROMPT):
-    plan = Plan(Workload("toy", "cpu", len(prompt), 1, 1))
-    return prefill(Decoder(config, CPU), weights, Cache(config, plan, CPU, torch.float32), 0, prompt)
+    cache = Cache(config.shape, KVCacheConfig(1, len(prompt) + 1), CPU, torch.float32)
+    return prefill(Decoder(config, CPU), weights, cache, 0, prompt)
 
 
 @pytest.mark.parametrize("q_heads, kv_heads, biased", [(6, 2, False), (4, 4, True), (8, 1, True)])
@@ -102,7 +100,7 @@ def test_smollm2_generates_the_same_tokens(smollm2, long_text):
     plain, inflated = source.generate(prompt, 40), engine.generate(prompt, 40)
     assert inflated.tokens == plain.tokens
     assert inflated.statistics.acceptance > plain.statistics.acceptance - 0.1
-    difference = logits(config, weights, torch.tensor(prompt))[: source.config.vocab] - logits(
+    difference = logits(config, weights, torch.tensor(prompt))[: source.config.shape.vocab] - logits(
         source.config, source.weights, torch.tensor(prompt)
     )
     assert difference.abs().max() < 1e-3
