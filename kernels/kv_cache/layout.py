@@ -7,9 +7,9 @@ B batch rows, Hkv KV heads, G tokens of a group, D head_dim:
     value_upper, value_lower  uint8   [B, Hkv, groups, D, G/2]   token j low nibble, token j + G/2 high
     value_scale, value_min    float16 [B, Hkv, groups, G]        one pair per token
 
-Nibbles pair the two halves of the packed axis, so unpacking never interleaves; values are stored transposed,
-so both dot products of attention read their operand contiguously along the contraction; the planes are
-separate, so a draft that reads upper codes never touches the lower ones.
+A byte pairs the two halves of the packed axis, so unpacking never interleaves. Values are stored transposed, so that
+both dot products of attention read codes contiguously along the contraction. The planes are separate, so a draft that
+reads upper codes never touches the lower ones.
 """
 
 from dataclasses import dataclass, fields
@@ -21,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class QuantizedKV:
-    """Codes, scales and minima of one layer (shapes above); the lower planes are None in an INT4-only shadow.
+    """Codes, scales and minima of one layer (shapes above). The lower planes are None where only drafts read the codes.
 
     Source: QuantSpec sec. 4.2 (upper codes asymmetric, lower codes the residual in steps of scale / 16).
     Raises ValueError for tensors that are not contiguous: the kernels compute one flat offset per group.
