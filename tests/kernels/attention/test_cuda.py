@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.kernels.attention.cost import attention_cost
-from ridgeplan.kernels.attention.cuda import find_kernel
+from ridgeplan.kernels.attention.cuda import AttentionKernel, find_kernel
 from ridgeplan.kernels.attention.schedule import (
     MAX_STAGES,
     MIN_CTAS_PER_SM,
@@ -293,3 +293,66 @@ def test_misaligned_buffers_are_left_to_triton() -> None:
     moved = replace(problem, keys=shifted)
     assert problem.runs_cuda() and not moved.runs_cuda()
     assert relative_error(moved.run(), naive(moved)) < 1e-2
+
+
+def launched(
+    launches: Any, q: Tensor, keys: Tensor, lengths: tuple[Tensor, Tensor, Tensor], splits: int | None
+) -> tuple[Tensor, Any]:
+    """Runs 12 query heads of 4 KV heads over INT4 codes of 5 groups, as on an H200."""
+    variant = AttentionVariant(64, 4, True, 8)
+    kernel = AttentionKernel("attend", "merge", hopper(variant), torch.zeros(4096, dtype=torch.int32))
+    codes = QuantizedKV.allocate(2, 4, 5, 128, 64, "cpu", lower=False)
+    out = kernel.run(q, keys, keys + 1, *lengths[:2], codes, lengths[2], 0.25, splits)
+    return out, launches.asked
+
+
+def cpu_case() -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    q = torch.zeros(2, 2, 12, 64, dtype=torch.bfloat16)
+    keys = torch.zeros(2, 4, 100, 64, dtype=torch.bfloat16)
+    begin, end, groups = (torch.full((2,), i, dtype=torch.int32) for i in range(3))
+    return q, keys, (begin, end, groups)
+
+
+def test_the_launch_passes_pointers_strides_and_sizes(launches: Any) -> None:
+    """Eight (batch row, KV head) pairs of 5 groups and 4 tiles of 32 tokens: short rows, so three CTAs per SM."""
+    q, keys, lengths = cpu_case()
+    out, asked = launched(launches, q, keys, lengths, None)
+    kernel, grid, threads, params, shared_bytes, early = asked[0]
+    assert (kernel, grid, threads, early) == ("attend", (3 * HOPPER_SMS // 8 * 8, 1, 1), 128, True)
+    assert HOPPER_BYTES // (shared_bytes + RESERVED_BYTES) == 3
+    assert (params.q, params.keys, params.out) == (q.data_ptr(), keys.data_ptr(), out.data_ptr())
+    assert [params.begin, params.end, params.groups] == [length.data_ptr() for length in lengths]
+    sizes = (
+        params.batch,
+        params.kv_heads,
+        params.q_heads_per_kv,
+        params.queries,
+        params.capacity,
+        params.group_capacity,
+    )
+    assert sizes == (2, 4, 3, 2, 100, 5)
+    assert (params.q_batch_stride, params.q_query_stride, params.q_head_stride) == (2 * 12 * 8, 12 * 8, 8)
+    assert (params.key_batch_stride, params.key_head_stride, params.key_stride) == (4 * 100 * 8, 100 * 8, 8)
+    assert params.value_codes.lower is None
+    assert params.scale == 0.25
+    assert out.shape == q.shape
+
+
+def test_many_splits_are_reduced_by_a_kernel_of_their_own(launches: Any) -> None:
+    """Six rows of 64 channels: 42 splits are 16128 elements, 43 are 16512, beyond the 16384 that one CTA reduces."""
+    q, keys, lengths = cpu_case()
+    for splits, fused in ((42, True), (43, False)):
+        launches.asked.clear()
+        _, asked = launched(launches, q, keys, lengths, splits)
+        assert asked[0][1] == (8 * splits, 1, 1)
+        assert asked[0][3].fuse_reduction == fused
+        # One CTA per query row and pair; 16 parts of a row's 16 lanes.
+        merges = [(kernel, grid, threads) for kernel, grid, threads, *_ in asked[1:]]
+        assert merges == ([] if fused else [("merge", (6, 8, 1), 256)])
+
+
+def test_lengths_that_must_be_copied_first_are_not_read_early(launches: Any) -> None:
+    q, keys, lengths = cpu_case()
+    begin = torch.zeros(4, dtype=torch.int32)[::2]
+    _, asked = launched(launches, q, keys, (begin, *lengths[1:]), None)
+    assert not asked[0][-1]

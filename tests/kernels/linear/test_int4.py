@@ -1,11 +1,13 @@
 """4-bit weights and their product: packing, reference and kernels, declared cost, CUDA's schedules."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.linear.cuda_launch import LinearKernel
 from ridgeplan.kernels.linear.int4 import linear_int4, linear_int4_cost
 from ridgeplan.kernels.linear.int4_cuda import find_kernel
 from ridgeplan.kernels.linear.int4_schedule import MAX_ROWS, make_schedule
@@ -236,3 +238,27 @@ def test_dependent_products_wait_for_each_other(rows: int, chained: Callable[...
         return Int4Weight.pack(codes, scale, scale / 2)
 
     chained(linear_int4, weight, rows)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_launch_passes_the_schedule(gated: bool, launches: Any) -> None:
+    """Eight rows of 4096 inputs: pairs of CTAs fetch x together, and 128 output tiles are fewer than SMs."""
+    schedule = make_schedule(8, 2048, 4096, 128, True, gated, H200)
+    assert schedule is not None
+    weight = Int4Weight(torch.zeros(128, 32, 8 * 128 + 64, dtype=torch.uint8), 128, 4096, 2048)
+    x, bias = torch.zeros(8, 4096, dtype=torch.bfloat16), torch.zeros(2048, dtype=torch.bfloat16)
+    y = LinearKernel("linear", schedule).run(x, weight.packed, None if gated else bias)
+    ((kernel, grid, threads, params, shared_bytes, early),) = launches.asked
+    assert y.shape == (8, 1024 if gated else 2048)
+    assert (kernel, grid, threads, early) == ("linear", (64 if gated else 128, 1, 1), 32 * (8 + 2), True)
+    assert (params.x, params.weight, params.y) == (x.data_ptr(), weight.packed.data_ptr(), y.data_ptr())
+    assert params.bias == (None if gated else bias.data_ptr())
+    assert (params.rows, params.inputs, params.outputs, params.rows_per_pass) == (8, 4096, 2048, 8)
+    assert params.max_tiles == (2 if gated else 1)
+    # A stage is 4096 inputs of an output tile: 32 groups of 128, with 8 bytes of codes an input and 64 of scales.
+    # Beside are rows of x, which start an odd number of 64 bytes apart, its sums for each group, and two buffers of the
+    # warps'.
+    stage, beside = 32 * (8 * 128 + 64), 8 * (2 * 4096 + 64) + 32 * 8 * 4 + 2 * 8 * 16 * 8 * 4
+    assert params.stages == (228 * 1024 - 8 * 1024 - beside) // stage
+    assert shared_bytes == params.stages * stage + beside
+    assert (params.stages_before_x, params.stages_after_x, params.trigger_stages) == (1, 1, 0)

@@ -1,5 +1,7 @@
 """CUDA kernel of top-k and top-p: its variants anywhere, its results and capture on a GPU."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from ridgeplan.kernels.sampling.top_k_top_p_cuda import (
     PACK_BYTES,
     THREADS,
     TWO_CTA_LOADS,
+    TopKTopPKernel,
     find_kernel,
     variant_of,
 )
@@ -108,3 +111,30 @@ def test_a_round_of_sampling_is_captured_whole() -> None:
         logits.copy_(random_logits(rows, gamma + 1, vocab, dtype=torch.bfloat16, seed=seed))
         graph.replay()
         assert torch.equal(tokens, body())
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "passed"),
+    [
+        (50, 0.9, (50, 0.9)),
+        (None, 0.9, (0, 0.9)),
+        (50, None, (50, 1.0)),
+        (1024, 0.5, (0, 0.5)),
+        (1023, None, (1023, 1.0)),
+    ],
+)
+def test_the_launch_passes_filters(
+    top_k: int | None, top_p: float | None, passed: tuple[int, float], launches: Any
+) -> None:
+    """What keeps all has a number too; a cluster of four CTAs takes a row, and each thread one pack of it."""
+    logits = torch.zeros(2, 3, 1024, dtype=torch.bfloat16)
+    made = TopKTopPKernel("filter", variant_of(logits)).run(logits, 0.5, top_k, top_p)
+    ((kernel, grid, threads, params, shared_bytes, early),) = launches.asked
+    assert (kernel, grid, threads, shared_bytes, early) == ("filter", (4 * 6, 1, 1), 512, 512 * 16, True)
+    assert params.logits == logits.data_ptr()
+    outputs = (made.peak, made.cutoff, made.mass)
+    assert (params.peaks, params.cutoffs, params.masses) == tuple(tensor.data_ptr() for tensor in outputs)
+    assert (params.vocab, params.loads, params.top_k, params.top_p) == (1024, 1, *passed)
+    assert params.scale == pytest.approx(2.885390, rel=1e-6)  # log2(e) / 0.5
+    assert made.logits is logits
+    assert made.temperature == 0.5
