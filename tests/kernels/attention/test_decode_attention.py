@@ -1,4 +1,4 @@
-"""Decode attention, twin and Triton kernel, against a naive reference in float64."""
+"""Decode attention, the torch reference and the Triton kernel, against a naive computation in float64."""
 
 from dataclasses import dataclass, replace
 

@@ -1,4 +1,4 @@
-"""Quantization and its way back: kernels against their twins, and what is refused."""
+"""Quantization and its way back: kernels against their references, and what is refused."""
 
 from dataclasses import fields, replace
 
@@ -50,7 +50,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("group", "head_dim", "dtype", "lower"), CASES)
-def test_kernel_equals_twin_bit_by_bit(group: int, head_dim: int, dtype: torch.dtype, lower: bool, device: str) -> None:
+def test_kernel_equals_reference_bit_by_bit(group: int, head_dim: int, dtype: torch.dtype, lower: bool, device: str) -> None:
     """Ragged group indices, a masked row and strided inputs: the same bytes, nothing else touched."""
     batch, kv_heads, groups = 3, 2, 4
     buffer_keys, buffer_values = random_kv((batch, kv_heads, 3 * group + 5, head_dim), dtype, device)
@@ -182,7 +182,7 @@ def test_triton_on_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_compiled_kernels_equal_the_cpu_twin_at_real_size(
+def test_compiled_kernels_equal_the_cpu_reference_at_real_size(
     backend: str, head_dim: int, dtype: torch.dtype, lower: bool
 ) -> None:
     """Strided, masked rows, bit by bit; "auto" is the CUDA C++ kernel on Hopper."""

@@ -199,7 +199,7 @@ def test_errors_name_the_shapes() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64), (32, 32, 96), (8, 2, 256)], ids=str)
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (33, 9), (1, 2048)], ids=str)
-def test_compiled_equals_the_twin_at_real_sizes(batch: int, tokens: int, heads: tuple[int, int, int]) -> None:
+def test_compiled_equals_the_reference_at_real_sizes(batch: int, tokens: int, heads: tuple[int, int, int]) -> None:
     q_heads, kv_heads, head_dim = heads
     generator = torch.Generator().manual_seed(batch)
     qkv = torch.randn(batch, tokens, (q_heads + 2 * kv_heads) * head_dim, generator=generator).bfloat16().cuda()

@@ -1,4 +1,4 @@
-"""Filtering, draws and speculative acceptance: twins against plain definitions, kernels against twins."""
+"""Filtering, draws and speculative acceptance: references against plain definitions, kernels against references."""
 
 import pytest
 import torch
@@ -154,14 +154,14 @@ def test_draws_follow_the_distribution(backend: str, rows: int, device: str) -> 
     ("target", "drafted", "max_tokens", "expected"),
     [
         ([1, 2, 3, 4], [1, 2, 3], 9, ([1, 2, 3, 4], 3, 3)),  # all accepted: one more from the target
-        ([1, 2, 3, 4], [1, 2, 3], 4, ([1, 2, 3, 4], 3, 3)),  # which may just fit
+        ([1, 2, 3, 4], [1, 2, 3], 4, ([1, 2, 3, 4], 3, 3)),  # which just reaches max_tokens
         ([1, 2, 3, 4], [1, 2, 3], 3, ([1, 2, 3], 3, 3)),  # or not: the round ends at the boundary
         ([1, 2, 3, 4], [1, 2, 3], 2, ([1, 2], 2, 2)),
         ([1, 2, 3, 4], [1, 2, 3], 1, ([1], 1, 1)),
         ([1, 2, 3, 4], [1, 5, 3], 9, ([1, 2], 1, 2)),  # a rejected draft is replaced by the target's token
         ([1, 2, 3, 4], [5, 2, 3], 9, ([1], 0, 1)),
         ([1, 2, 3, 4], [1, 2, 5], 3, ([1, 2, 3], 2, 3)),
-        ([1, 2, 3, 4], [1, 2, 5], 2, ([1, 2], 2, 2)),  # a wrong draft beyond the boundary is never judged
+        ([1, 2, 3, 4], [1, 2, 5], 2, ([1, 2], 2, 2)),  # a wrong draft beyond the boundary is not compared
         ([1, 2, 3, 4], [5, 2, 3], 1, ([1], 0, 1)),
         ([4], [], 1, ([4], 0, 0)),  # plain decoding
         ([4], [], 9, ([4], 0, 0)),
@@ -169,7 +169,7 @@ def test_draws_follow_the_distribution(backend: str, rows: int, device: str) -> 
 )
 @BACKENDS
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
-def test_verdicts_on_certain_rows(
+def test_verification_of_certain_rows(
     target: list[int],
     drafted: list[int],
     max_tokens: int,
@@ -193,7 +193,7 @@ def test_verdicts_on_certain_rows(
 
 
 @BACKENDS
-def test_rows_are_judged_independently(backend: str, device: str) -> None:
+def test_rows_are_verified_independently(backend: str, device: str) -> None:
     drafted = torch.tensor([[1, 2], [0, 2], [1, 2]], device=device)
     verified = rejection_sample(
         one_hot(torch.tensor([[1, 2, 3]] * 3, device=device)),
@@ -210,7 +210,7 @@ def test_rows_are_judged_independently(backend: str, device: str) -> None:
 
 @FILTERS
 @pytest.mark.parametrize(("vocab", "gamma"), [(6, 1), (203, 0), (203, 3)])
-def test_the_kernels_judge_as_the_reference(
+def test_the_kernels_verify_as_the_reference(
     vocab: int, gamma: int, temperature: float, top_k: int | None, top_p: float | None, device: str
 ) -> None:
     rows = 12
