@@ -17,6 +17,7 @@ from ridgeplan.kernels.attention.schedule import (
     RESERVED_BYTES,
     AttentionVariant,
     Occupancy,
+    fuses_reduction,
 )
 from ridgeplan.kernels.kv_cache import dequantize, quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
@@ -56,6 +57,28 @@ def test_short_rows_have_fewer_ctas_and_these_fill_the_sm(variant: AttentionVari
         assert padded_bytes >= shared_bytes
         assert HOPPER_BYTES // (padded_bytes + RESERVED_BYTES) == few
         assert few * (padded_bytes + variant.static_bytes(MAX_STAGES) + RESERVED_BYTES) <= HOPPER_BYTES
+
+
+def test_shared_memory_holds_stages_queries_and_probabilities() -> None:
+    """By hand, for 8 query rows of 128 channels and INT4: 32 tokens a dense tile, probabilities of 128 tokens, fp16."""
+    variant = AttentionVariant(128, 4, True, 8)
+    assert variant.stage_bytes == 32 * 128 * 2 + 512
+    assert variant.shared_bytes(3) == 3 * variant.stage_bytes + 8 * 128 * 2 + 8 * 128 * 2
+
+
+def test_grids_divide_rows_evenly_if_that_leaves_few_sms_idle() -> None:
+    """Of 528 CTAs: 8 rows take 66 each; 500 rows one each, as 28 idle ones are few; 300 rows would leave 228 idle."""
+    occupancy = hopper(AttentionVariant(128, 4, True, 8))
+    ctas = {kv_rows: occupancy.grid(kv_rows, 2112)[0] for kv_rows in (1, 8, 500, 300, 5000)}
+    assert ctas == {1: 528, 8: 528, 500: 500, 300: 528, 5000: 528}
+
+
+def test_reductions_of_few_elements_and_rows_are_fused() -> None:
+    """By one CTA up to 16384 elements of partials; rows as far as there are 4096 counters."""
+    assert fuses_reduction(32, 1, 512)
+    assert not fuses_reduction(33, 1, 512)
+    assert fuses_reduction(4096, 4096, 512)
+    assert not fuses_reduction(4097, 4097, 512)
 
 
 def test_cpu_calls_are_left_to_the_reference() -> None:
@@ -356,3 +379,19 @@ def test_lengths_that_must_be_copied_first_are_not_read_early(launches: Any) -> 
     begin = torch.zeros(4, dtype=torch.int32)[::2]
     _, asked = launched(launches, q, keys, (begin, *lengths[1:]), None)
     assert not asked[0][-1]
+
+
+def test_a_started_tile_counts_as_one() -> None:
+    """8 rows of 263 groups and 10 tokens are 8 x 264 tiles: four for each of four CTAs per SM."""
+    kernel = AttentionKernel("attend", "merge", hopper(AttentionVariant(128, 4, True, 8)), torch.zeros(1))
+    assert kernel._grid(8, (2, 4, 1, 1, 10, 263), None)[0] == 4 * HOPPER_SMS
+    assert kernel._grid(8, (2, 4, 1, 1, 0, 263), None)[0] == 3 * HOPPER_SMS // 8 * 8
+
+
+def test_every_split_has_a_partial_of_its_own() -> None:
+    """42 CTAs cut a list of 8 rows into at most 42 + 7 splits; indices go up to 42 + 8."""
+    kernel = AttentionKernel("attend", "merge", hopper(AttentionVariant(64, 4, True, 8)), torch.zeros(1))
+    outputs = kernel._outputs(torch.zeros(2, 2, 12, 64), kv_rows=8, rows=6, ctas=42)
+    assert outputs["partial"].shape == (50, 6, 64)
+    assert outputs["lse"].shape == (50, 6)
+    assert outputs["row_ctas"].shape == (8, 2)

@@ -50,7 +50,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("group", "head_dim", "dtype", "lower"), CASES)
-def test_kernel_equals_reference_bit_by_bit(group: int, head_dim: int, dtype: torch.dtype, lower: bool, device: str) -> None:
+def test_kernel_equals_reference_bit_by_bit(
+    group: int, head_dim: int, dtype: torch.dtype, lower: bool, device: str
+) -> None:
     """Ragged group indices, a masked row and strided inputs: the same bytes, nothing else touched."""
     batch, kv_heads, groups = 3, 2, 4
     buffer_keys, buffer_values = random_kv((batch, kv_heads, 3 * group + 5, head_dim), dtype, device)

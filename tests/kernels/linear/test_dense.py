@@ -92,6 +92,29 @@ def test_ctas_fit_an_sm(rows: int, outputs: int, inputs: int, gated: bool) -> No
     assert schedule.workers * (schedule.max_tiles - (2 if gated else 1)) * 16 < outputs  # as csrc/pipeline.cuh counts
 
 
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "taken"),
+    [
+        (16, 8192, 8192, True),
+        (8, 28672, 4096, True),  # of many outputs or inputs, eight rows
+        (9, 28672, 4096, False),
+        (9, 4096, 14336, False),
+        (4, 49152, 576, True),  # of many outputs and few inputs, four
+        (5, 49152, 576, False),
+        (16, 1536, 576, True),
+        (17, 64, 64, False),
+    ],
+)
+def test_the_library_takes_what_it_is_as_fast_at(rows: int, outputs: int, inputs: int, taken: bool) -> None:
+    assert (make_schedule(rows, outputs, inputs, True, False, H200) is not None) == taken
+
+
+def test_warps_divide_a_stage_evenly() -> None:
+    """Of 18 K tiles three warps take six each, where four would take four or five."""
+    counts = {inputs: make_schedule(1, 64, inputs, True, False, H200) for inputs in (512, 576, 608)}
+    assert {inputs: schedule and schedule.mma_warps for inputs, schedule in counts.items()} == {512: 4, 576: 3, 608: 4}
+
+
 def runs_cuda(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
     return find_kernel(x, weight, gated) is not None
 

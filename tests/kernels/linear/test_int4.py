@@ -103,6 +103,18 @@ def test_product_in_16_bits(dtype: torch.dtype, rows: int, backend: str, device:
     assert relative_error(actual, x.double() @ definition(codes, scale, zero).T) < torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+def test_many_rows_take_the_weight_in_slabs(biased: bool, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Slabs of two output tiles, of 50 outputs: the last is part of a tile."""
+    monkeypatch.setattr("ridgeplan.kernels.linear.int4_triton.SLAB_BYTES", 32 * 128 * 4)
+    codes, scale, zero = parts(50, 128, 64, device)
+    x = torch.randn(70, 128, generator=torch.Generator().manual_seed(1)).to(device)
+    bias = torch.linspace(-3, 3, 50, device=device) if biased else None
+    actual = linear_int4(x, Int4Weight.pack(codes, scale, zero), bias, backend="triton")
+    expected = x.double() @ definition(codes, scale, zero).T + (0 if bias is None else bias)
+    assert relative_error(actual, expected) < 1e-5
+
+
 @pytest.mark.parametrize("rows", [1, 7])
 @pytest.mark.parametrize(("inputs", "group"), [(512, 256), (256, 128), (256, 64), (256, 32)])
 def test_declared_cost_is_the_models(rows: int, inputs: int, group: int) -> None:
@@ -147,6 +159,30 @@ def test_ctas_fit_an_sm(rows: int, outputs: int, inputs: int, gated: bool) -> No
     )  # resident at once
     assert schedule.workers * schedule.max_tiles * 16 >= outputs
     assert schedule.workers * (schedule.max_tiles - (2 if gated else 1)) * 16 < outputs  # as csrc/pipeline.cuh counts
+
+
+def test_stages_in_flight_double_in_long_products() -> None:
+    """Up to four output tiles a CTA are short. Stages are of 34 KiB, of which 36 KiB hold one and 72 KiB two."""
+    tile = 132 * 16  # outputs, one tile for each SM
+    short, long = (make_schedule(1, count * tile, 4096, 128, True, False, H200) for count in (4, 5))
+    assert short is not None and long is not None
+    assert (short.max_tiles, short.stages_after_x) == (4, 1)
+    assert (long.max_tiles, long.stages_after_x) == (5, 2)
+
+
+def test_stages_are_whole_groups_and_about_equal() -> None:
+    """17 groups of 256 inputs are more than a stage of 4096 holds: 9 and 8."""
+    schedule = make_schedule(1, 16, 4352, 256, True, False, H200)
+    assert schedule is not None
+    assert (schedule.k_tiles, schedule.stage_inputs) == (17, 9 * 256)
+
+
+@pytest.mark.parametrize(("rows", "passes"), [(1, 1), (16, 1), (17, 2), (64, 4)])
+def test_a_pass_over_the_weight_takes_up_to_16_rows(rows: int, passes: int) -> None:
+    schedule = make_schedule(rows, 4096, 4096, 128, True, False, H200)
+    assert schedule is not None
+    assert schedule.passes == schedule.grid[1] == passes
+    assert schedule.x_multicast == (1 if rows == 1 else 2)
 
 
 def test_inputs_beyond_shared_memory_have_no_schedule() -> None:

@@ -1,5 +1,7 @@
 """Filtering, draws and speculative acceptance: references against plain definitions, kernels against references."""
 
+import math
+
 import pytest
 import torch
 from scipy import stats
@@ -9,6 +11,7 @@ from ridgeplan.kernels.sampling import draw, filter_logits, greedy_triton, rejec
 from ridgeplan.kernels.sampling import rejection_triton as sampling_triton
 from ridgeplan.kernels.sampling.cost import draw_cost, draw_metadata, filter_cost, filter_metadata
 from ridgeplan.kernels.sampling.distribution import Distribution, Greedy
+from ridgeplan.kernels.sampling.reference import Table, nucleus
 from ridgeplan.roofline import ops
 
 VOCAB = 6
@@ -88,6 +91,36 @@ def test_top_p_keeps_the_smallest_set_of_that_mass(top_p: float, kept: int) -> N
     assert (probabilities > 0).sum() == kept
     assert probabilities.sum() == pytest.approx(1)
     assert probabilities.argmax() == 1
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.5, 1), (0.5 + 2**-20, 2), (0.75, 2), (0.75 + 2**-20, 4)])
+def test_a_set_whose_mass_is_just_top_p_is_enough(top_p: float, kept: int) -> None:
+    """Probabilities 1/2, 1/4, 1/8 and 1/8, whose sums are exact; the last two are equally likely."""
+    table = torch.tensor([0.125, 0.5, 0.25, 0.125])
+    whole = Table(
+        table.log2(), math.log2(math.e), torch.tensor(-1.0), torch.tensor(-torch.inf), torch.tensor(2.0), table
+    )
+    assert (nucleus(whole, top_p).probabilities() > 0).sum() == kept
+
+
+@FILTERS
+def test_peak_cutoff_and_mass_describe_the_distribution(
+    temperature: float, top_k: int | None, top_p: float | None
+) -> None:
+    """By the formula of `Distribution`, which kernels compute with."""
+    choice = filter_logits(random_logits(3, 40, seed=2), temperature, top_k, top_p)
+    assert isinstance(choice, Distribution)
+    by_formula = Distribution(choice.logits, choice.temperature, choice.peak, choice.cutoff, choice.mass)
+    torch.testing.assert_close(by_formula.probabilities(), choice.probabilities())
+
+
+@BACKENDS
+def test_a_uniform_number_that_was_rounded_up_to_one_draws_the_last_token(backend: str, device: str) -> None:
+    """As one of float32 may be; tokens after the last with probability are not drawn."""
+    logits = torch.full((1, 200), -torch.inf, device=device)
+    logits[0, [3, 120]] = 0.0
+    uniform = torch.ones(1, dtype=torch.float64, device=device)
+    assert draw(softmax(logits, 1.0, backend=backend), uniform, backend=backend).tolist() == [120]
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(2, None), (None, 0.7), (2, 0.7)])

@@ -35,6 +35,15 @@ def test_a_cluster_holds_a_row(dtype: torch.dtype, vocab: int) -> None:
     assert 2 * (TWO_CTA_LOADS * THREADS * PACK_BYTES + HISTOGRAM_BYTES) <= HOPPER_CTA_BYTES
 
 
+def test_rows_take_four_ctas_as_long_as_two_fit_an_sm() -> None:
+    """12 packs of 8 logits for each of 4 x 512 threads."""
+    most = 12 * 8 * 4 * 512
+    clusters = [
+        variant_of(torch.empty(1, vocab, dtype=torch.bfloat16, device="meta")).cluster for vocab in (most, most + 1)
+    ]
+    assert clusters == [4, 8]
+
+
 def test_cpu_logits_are_left_to_the_reference() -> None:
     assert find_kernel(torch.zeros(2, 8)) is None
 
