@@ -1,4 +1,4 @@
-"""Triton kernels of greedy decoding: the likeliest tokens of rows, and how many drafts agree with them."""
+"""Triton kernels of greedy decoding: the likeliest token of each row, and how many drafts agree with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHUNK = 8192  # tokens of a row that one program reads
 
 @triton.jit(launch_metadata=filter_metadata)
 def _best_kernel(logits, peaks, places, vocab, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """Of each chunk the largest logit and the first token that has it."""
+    """The largest logit of each chunk, and the first token that has it."""
     pdl_launch_dependents_and_wait(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -33,9 +33,9 @@ def _join_best_kernel(peaks, places, best, CHUNKS: tl.constexpr, PADDED: tl.cons
     pdl_launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, PADDED)
-    tops = tl.load(peaks + row * CHUNKS + every, mask=every < CHUNKS, other=float("-inf"))
+    chunk_peaks = tl.load(peaks + row * CHUNKS + every, mask=every < CHUNKS, other=float("-inf"))
     first = tl.load(places + row * CHUNKS + every, mask=every < CHUNKS, other=2147483647)
-    tl.store(best + row, tl.min(tl.where(tops == tl.max(tops, 0), first, 2147483647), 0).to(tl.int64))
+    tl.store(best + row, tl.min(tl.where(chunk_peaks == tl.max(chunk_peaks, 0), first, 2147483647), 0).to(tl.int64))
 
 
 @triton.jit
