@@ -1,5 +1,6 @@
 """The engine's surface: stop tokens, seeds, streaming, statistics, and errors of one line."""
 
+import dataclasses
 import subprocess
 import sys
 from types import SimpleNamespace
