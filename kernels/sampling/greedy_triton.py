@@ -29,13 +29,15 @@ def _best_kernel(logits, peaks, places, vocab, CHUNKS: tl.constexpr, CHUNK: tl.c
 
 
 @triton.jit
-def _join_best_kernel(peaks, places, best, CHUNKS: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
+def _join_best_kernel(peaks, places, best, vocab, CHUNKS: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
+    """The first token that has a row's largest logit; the last of the vocabulary where the logits are NaN."""
     pdl_launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, PADDED)
     chunk_peaks = tl.load(peaks + row * CHUNKS + every, mask=every < CHUNKS, other=float("-inf"))
     first = tl.load(places + row * CHUNKS + every, mask=every < CHUNKS, other=2147483647)
-    tl.store(best + row, tl.min(tl.where(chunk_peaks == tl.max(chunk_peaks, 0), first, 2147483647), 0).to(tl.int64))
+    token = tl.min(tl.where(chunk_peaks == tl.max(chunk_peaks, 0), first, 2147483647), 0)
+    tl.store(best + row, tl.minimum(token, vocab - 1).to(tl.int64))
 
 
 @triton.jit
@@ -60,7 +62,7 @@ def greedy_triton(logits: Tensor) -> Greedy:
     best = torch.empty(lead, dtype=torch.int64, device=logits.device)
     _best_kernel[(rows, chunks)](logits, peaks, places, vocab, CHUNKS=chunks, CHUNK=CHUNK, num_warps=8, **early)
     _join_best_kernel[(rows,)](
-        peaks, places, best, CHUNKS=chunks, PADDED=triton.next_power_of_2(chunks), num_warps=1, **early
+        peaks, places, best, vocab, CHUNKS=chunks, PADDED=triton.next_power_of_2(chunks), num_warps=1, **early
     )
     return Greedy(best)
 

@@ -101,9 +101,10 @@ def _residual(target: Tensor, draft: Tensor, accepted: Tensor) -> Tensor:
 def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
     """Tokens [...] by inverse CDF from weights [..., vocab] of any sum.
 
-    Sums are float64, so that tokens of weight 0 are never drawn and rare ones keep their probability.
+    Sums are float64, so that tokens of weight 0 are never drawn and rare ones keep their probability. Weights that are
+    NaN give some token of the vocabulary: the caller may not know yet.
     """
     sums = weights.cumsum(-1, dtype=torch.float64)
     total = sums[..., -1:]
     wanted = torch.minimum(uniform[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(sums, wanted, right=True)[..., 0]
+    return torch.searchsorted(sums, wanted, right=True)[..., 0].clamp_max_(weights.shape[-1] - 1)

@@ -295,6 +295,29 @@ def test_a_rejection_by_rounding_alone_draws_from_the_target(backend: str, devic
     assert verified.tokens[0, 0] == 2
 
 
+@BACKENDS
+@pytest.mark.parametrize("vocab", [6, 203])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_give_tokens_of_the_vocabulary(
+    backend: str, device: str, temperature: float, value: float, vocab: int
+) -> None:
+    """Which ones is of no account, but they must index the embedding until the engine has seen that logits broke."""
+    whole = torch.full((2, 3, vocab), value, device=device)
+    partly = random_logits(2, 3, vocab, seed=5).to(device)
+    partly[:, :, vocab // 2] = value
+    for logits in (whole, partly):
+        target = filter_logits(logits, temperature, backend=backend)
+        drafts = [filter_logits(logits[:, j].contiguous(), temperature, backend=backend) for j in range(2)]
+        uniform = random_uniform(2, 3, seed=6).to(device)
+        drafted = torch.stack([draw(draft, uniform[:, 0], backend=backend) for draft in drafts], dim=1)
+        assert ((drafted >= 0) & (drafted < vocab)).all()
+        limit = torch.full((2,), 9, dtype=torch.int32, device=device)
+        verified = rejection_sample(target, drafts, drafted, limit, uniform, backend=backend)
+        assert ((verified.tokens >= 0) & (verified.tokens < vocab)).all()
+        assert ((verified.advance >= 1) & (verified.advance <= 3)).all()
+
+
 def test_sampled_targets_refuse_greedy_drafts() -> None:
     greedy, target = Greedy(torch.tensor([2])), one_hot(torch.tensor([[2, 4]]))
     with pytest.raises(ValueError, match="allowed: both filtered alike"):

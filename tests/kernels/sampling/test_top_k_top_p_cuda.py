@@ -89,6 +89,20 @@ def test_masked_tokens_stay_without_probability() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("top_k", "top_p"), [(50, None), (50, 0.9), (None, 0.9)])
+def test_logits_that_are_no_numbers_give_tokens_of_the_vocabulary(
+    value: float, top_k: int | None, top_p: float | None
+) -> None:
+    logits = random_logits(3, 2000, dtype=torch.bfloat16)
+    logits[0] = value
+    logits[1, 1000] = value
+    choice = filter_logits(logits, 1.0, top_k, top_p)
+    tokens = draw(choice, torch.rand(3, dtype=torch.float64, device="cuda"))
+    assert ((tokens >= 0) & (tokens < 2000)).all()
+
+
+@pytest.mark.gpu
 def test_zeros_of_both_signs_are_equal() -> None:
     logits = torch.tensor([[-0.0, 0.0, -1.0, 1.0] * 100], device="cuda")
     for top_k, top_p in [(101, None), (200, None), (None, 0.6), (None, 0.75)]:
