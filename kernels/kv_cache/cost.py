@@ -1,7 +1,7 @@
 """The declared costs of quantization and dequantization, counted from the tensors that the kernels touch.
 
 The roofline prices kernels by the formulas of `ridgeplan.roofline.ops`; a test holds both equal, so that no change of
-the layout or of a formula goes unnoticed. The `*_metadata` functions give the same figures to Triton's launch hooks, as
+the layout or of a formula goes unnoticed. The `*_metadata` functions give the same numbers to Triton's launch hooks, as
 `triton.profiler` reads them.
 """
 

@@ -67,8 +67,8 @@ class DeviceLimits:
 class LinearSchedule:
     """A product's launch: passes over the weight, of at most `rows_per_pass` rows of x each, side by side.
 
-    gated: the first half of the outputs are gates. A CTA takes their tiles in turn with the tiles that they multiply,
-    and y is half as wide.
+    gated: the first half of the outputs are gates. A CTA alternates between their tiles and the tiles that they
+    multiply, and y is half as wide.
     """
 
     weights: WeightFormat

@@ -52,7 +52,7 @@ __device__ __forceinline__ void reduce_row(const QueryRows& rows, const Results&
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attend(const __grid_constant__ AttentionParams p) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ QueryRows rows;
-    __shared__ DenseKV dense;  // here for want of registers
+    __shared__ DenseKV dense;  // in shared memory to save registers
     __shared__ int2 row_ctas;  // the row's first and last CTA
     __shared__ i64 barriers[STAGES];
     const float scale = p.scale;  // both stay in registers: loaded again in every loop, the compiler spills more

@@ -126,7 +126,7 @@ __device__ __forceinline__ void scale_queries(
 }
 
 // A lane's codes of two rows of some 16-row tiles, a few words of each row.
-template <int NUM_TILES, int NUM_WORDS> struct Codes {
+template <int NUM_TILES, int NUM_WORDS> struct CodeFragments {
     u32 upper[NUM_TILES][2][NUM_WORDS], lower[NUM_TILES][2][NUM_WORDS];
 
     __device__ __forceinline__ void load(u32 first, int row_bytes, int tile_bytes) {
@@ -151,7 +151,7 @@ __device__ __forceinline__ void multiply_keys(float (&x)[2][Q_TILES][4], u32 sta
     for (int i = 0; i < 8 * Q_TILES; i++) x[i / (4 * Q_TILES)][i / 4 % Q_TILES][i % 4] = 0;
 #pragma unroll
     for (int tile = 0; tile < 2; tile += AT_ONCE) {
-        Codes<AT_ONCE, WORDS> codes;
+        CodeFragments<AT_ONCE, WORDS> codes;
         codes.load(stage + thread.key_codes + tile * 64 * HEAD_DIM / 2, HEAD_DIM / 2, 64 * HEAD_DIM / 2);
 #pragma unroll
         for (int w = 0; w < WORDS; w++) {
@@ -192,7 +192,7 @@ __device__ __forceinline__ void scale_scores(
 
 // Adds a group's values times probabilities, for the warp's channels.
 __device__ __forceinline__ void add_values(Accumulator& sums, u32 stage, const ThreadLayout& thread) {
-    Codes<OUT_TILES, 4> codes;
+    CodeFragments<OUT_TILES, 4> codes;
     codes.load(stage + thread.value_codes, 8 * GROUP / 2, 16 * GROUP / 2);
     // Where a warp has one tile, its products form two chains, as each waits for the one before.
     constexpr bool TWO_CHAINS = OUT_TILES * Q_TILES == 1;

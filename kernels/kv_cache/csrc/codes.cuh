@@ -25,10 +25,10 @@ struct Affine {
 
 // Codes of two elements that share a byte, each by the {inverse, low} of its range; only the low byte of each word
 // counts.
-struct Codes {
+struct PackedCodes {
     u32 upper, lower;
 
-    __device__ __forceinline__ Codes(float first, float second, float2 first_affine, float2 second_affine) {
+    __device__ __forceinline__ PackedCodes(float first, float second, float2 first_affine, float2 second_affine) {
         u32 upper0, lower0, upper1, lower1;
         encode(first, first_affine, upper0, lower0);
         encode(second, second_affine, upper1, lower1);

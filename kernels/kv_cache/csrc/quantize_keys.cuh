@@ -82,7 +82,7 @@ __device__ __forceinline__ void quantize_keys(
         u32 coarse[4], fine[4];
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            const Codes codes(tile.element(i, c), tile.element(i, 4 + c), own[c], own[4 + c]);
+            const PackedCodes codes(tile.element(i, c), tile.element(i, 4 + c), own[c], own[4 + c]);
             coarse[c] = codes.upper, fine[c] = codes.lower;
         }
         const int at = (stream + i * STREAMS) * (HEAD_DIM / 2) + 4 * lane;

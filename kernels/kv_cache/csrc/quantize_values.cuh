@@ -80,7 +80,7 @@ __device__ __forceinline__ void quantize_values(
         u32 coarse[4], fine[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const Codes codes(tile.element(i, channel), tile.element(4 + i, channel), affine[i], affine[4 + i]);
+            const PackedCodes codes(tile.element(i, channel), tile.element(4 + i, channel), affine[i], affine[4 + i]);
             coarse[i] = codes.upper, fine[i] = codes.lower;
         }
         const int at = lane * (8 * ROW_BYTES + PAD_BYTES) + channel * ROW_BYTES + value_token(stream, 0);

@@ -10,7 +10,7 @@
 constexpr int K_TILE = 32;            // inputs
 constexpr int K_TILE_ROW_BYTES = 64;  // of one output
 constexpr int STAGE_K_TILES = STAGE_INPUTS / K_TILE;
-// Rows start an odd number of 64 bytes apart, so that a quarter warp's loads, 64 bytes of two rows, meet every bank.
+// Rows start an odd number of 64 bytes apart, so that a quarter warp's loads, 64 bytes of two rows, use every bank.
 constexpr int ROW_BYTES = 2 * STAGE_INPUTS + 64;
 constexpr int STAGE_BYTES = TILE_OUTPUTS * ROW_BYTES;
 constexpr int X_SUM_COLUMNS = 0;

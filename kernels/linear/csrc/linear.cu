@@ -6,10 +6,10 @@
 // CTAs of a cluster take output tiles each for itself, and fetch x together.
 //
 // In a CTA one warp produces stages of the weight, MMA_WARPS multiply, and one fetches x, adds up sums and stores. Once
-// started they meet at mbarriers only, so that a warp may run ahead by as many stages as the pipeline holds and by
-// SUM_BUFFERS output tiles; but MMA warps wait for each other after the first output tile, for its sums of x (4 bits).
-// Where a stage becomes empty one lane arrives for its warp, after __syncwarp; where sums change hands every lane does,
-// as compute-sanitizer's racecheck wants.
+// started they synchronize at mbarriers only, so that a warp may run ahead by as many stages as the pipeline holds and
+// by SUM_BUFFERS output tiles; but MMA warps wait for each other after the first output tile, for its sums of x (4
+// bits). Where a stage becomes empty one lane arrives for its warp, after __syncwarp; where sums change hands every
+// lane does, as compute-sanitizer's racecheck wants.
 
 #include "consumer.cuh"
 #include "epilogue.cuh"

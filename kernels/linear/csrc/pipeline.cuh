@@ -2,6 +2,7 @@
 #pragma once
 
 #include "config.cuh"
+// Either defines K_TILE, STAGE_K_TILES, STAGE_BYTES, X_SUM_COLUMNS, Weights and multiply_stage.
 #if WEIGHT_BITS == 4
 #include "int4.cuh"
 #else

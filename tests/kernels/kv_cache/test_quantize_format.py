@@ -76,6 +76,9 @@ def test_zero_range_decodes_to_the_minimum(constant: float) -> None:
     x = torch.full((1, 1, 32, 32), constant)
     codes = QuantizedKV.allocate(1, 1, 1, 32, 32, "cpu", lower=True)
     quantize(x, x, codes, torch.zeros(1, dtype=torch.int32))
+    assert codes.key_lower is not None and codes.value_lower is not None
+    assert not codes.key_upper.any() and not codes.value_upper.any()
+    assert (codes.key_lower == 0x88).all() and (codes.value_lower == 0x88).all()
     for lower in (False, True):
         for decoded in dequantize(codes, lower):
             assert torch.equal(decoded, x.half().float())
