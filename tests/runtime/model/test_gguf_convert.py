@@ -1,11 +1,13 @@
 """A GGUF file becomes a safetensors folder with the same weights, once for each content."""
 
 import os
+import struct
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 
@@ -123,3 +125,12 @@ def test_a_changed_file_is_converted_anew(path, changed):
     second = converted(path)
     assert second != first
     assert {first.parent, second.parent} == {first.parent}
+
+
+def test_counts_that_the_file_cannot_hold_reach_no_other_reader(tmp_path, monkeypatch, cache_home):
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda **_: pytest.fail("the file was read"))
+    path = tmp_path / "huge.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2**40, 1) + bytes(4096))
+    with pytest.raises(ModelError, match=r"cannot read the GGUF file .*: it announces 1099511627776 items"):
+        converted(path)
+    assert not [*cache_home.glob("ridgeplan/models/*")]
