@@ -1,6 +1,6 @@
 """The sampling kernels compile for Hopper (sm_90) on a machine without a GPU, tuples of drafts included.
 
-All start early, and so touch no memory before they wait (kernels/device/launch.py).
+All start early, and so touch no memory before they wait (device/launch.py).
 """
 
 import json
