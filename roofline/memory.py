@@ -91,19 +91,19 @@ def prompt_buffers(shape: ModelShape, tokens: Term, element_bytes: Term) -> tupl
     return tuple(tokens * width * element_bytes for width in (shape.hidden, shape.q_width, kv_width, kv_width))
 
 
-def bytes_in_arena(arena_bytes: Term, buffers: Sequence[Term]) -> Term:
-    """Bytes of the buffers that an arena of `arena_bytes` holds: each in turn, where the rest of it holds it whole."""
+def arena_bytes(capacity_bytes: Term, buffers: Sequence[Term]) -> Term:
+    """Bytes of the buffers that an arena takes: each in turn, where what is left of its capacity holds it whole."""
     taken_bytes: Term = 0
     for buffer in buffers:
-        taken_bytes = taken_bytes + buffer * indicator(taken_bytes + buffer, arena_bytes)
+        taken_bytes = taken_bytes + buffer * indicator(taken_bytes + buffer, capacity_bytes)
     return taken_bytes
 
 
-def prefill_workspace(shape: ModelShape, tokens: Term, element_bytes: Term, arena_bytes: Term = 0) -> Term:
+def prefill_workspace(shape: ModelShape, tokens: Term, element_bytes: Term, arena_capacity_bytes: Term = 0) -> Term:
     """Workspace of layer-major prefill, one sequence at a time.
 
     It holds the prompt's hidden states, one layer's queries and KV, and either the attention output of a few heads or
-    one chunk's activations. Buffers that lie in the draft weights' memory, of `arena_bytes`, are counted there.
+    one chunk's activations. Buffers that the draft weights' memory takes, of `arena_capacity_bytes`, are counted there.
     """
     chunk = minimum(tokens, PREFILL_CHUNK_TOKENS)
     kv_width = shape.kv_elements_per_token_per_layer
@@ -113,7 +113,7 @@ def prefill_workspace(shape: ModelShape, tokens: Term, element_bytes: Term, aren
     heads_tokens = minimum(maximum(tokens, PREFILL_ATTENDED_TOKENS), tokens * shape.kv_heads)
     attended = heads_tokens * shape.q_width / shape.kv_heads
     buffers = prompt_buffers(shape, tokens, element_bytes)
-    allocated = sum(buffers) - bytes_in_arena(arena_bytes, buffers)
+    allocated = sum(buffers) - arena_bytes(arena_capacity_bytes, buffers)
     return allocated + maximum(maximum(projected, activated), attended) * element_bytes
 
 

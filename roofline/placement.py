@@ -74,14 +74,14 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
     slots = strategy.stores_full_kv * (tokens + strategy.queries)
     buffered = (1 - strategy.stores_full_kv) * (2 * strategy.kv_group + strategy.queries)
     codes = memory.code_memory(shape, batch, tokens, strategy.code_planes, strategy.kv_group)
-    arena_bytes = _arena_bytes(shape, device, strategy)
+    arena_capacity_bytes = _arena_capacity_bytes(shape, device, strategy)
     splits = choose_splits(batch, shape.kv_heads, strategy.context, device.num_sms)
     return MemoryBreakdown(
         weights=memory.weight_memory(shape, strategy.target_weight_bytes, element_bytes),
         draft_weights=_draft_weights(shape, strategy),
         kv=memory.full_kv(shape, batch, slots, element_bytes) + codes,
         buffers=memory.full_kv(shape, batch, buffered, element_bytes),
-        prefill_workspace=memory.prefill_workspace(shape, strategy.context, element_bytes, arena_bytes),
+        prefill_workspace=memory.prefill_workspace(shape, strategy.context, element_bytes, arena_capacity_bytes),
         decode_workspace=memory.decode_workspace(shape, batch, strategy.queries, splits, element_bytes),
     )
 
@@ -89,14 +89,14 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
 def swapped_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
     """Bytes of the draft's weights that prompts overwrite and the host restores before the first round."""
     buffers = memory.prompt_buffers(shape, strategy.context, device.element_bytes)
-    return memory.bytes_in_arena(_arena_bytes(shape, device, strategy), buffers)
+    return memory.arena_bytes(_arena_capacity_bytes(shape, device, strategy), buffers)
 
 
 def _draft_weights(shape: ModelShape, strategy: Strategy) -> Term:
     return strategy.has_draft_weights * memory.draft_weight_memory(shape, strategy.draft_weight_bytes)
 
 
-def _arena_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
+def _arena_capacity_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
     """The draft weights' bytes where prompts may overwrite them. On a CPU a copy on the host would save nothing."""
     return device.asynchronous * uses_draft_swap(strategy.context) * _draft_weights(shape, strategy)
 

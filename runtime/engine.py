@@ -15,8 +15,8 @@ from ridgeplan.runtime.draft_swap import SwappableWeights, draft_weights_for, pr
 from ridgeplan.runtime.drafting.policies import POLICIES
 from ridgeplan.runtime.drafting.round_result import NOTHING, RowResult
 from ridgeplan.runtime.drafting.round_runner import EagerRounds, GraphRounds, Rounds
-from ridgeplan.runtime.drafting.speculator import Speculator
-from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.drafting.speculator import Speculator, all_finite
+from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
@@ -216,6 +216,7 @@ class Engine:
                     for row, prompt in enumerate(prompts)
                 ]
             )
+            _require_finite(all_finite(logits).tolist())
             return speculator.first(logits)
 
     @torch.inference_mode()
@@ -227,7 +228,18 @@ class Engine:
                 rounds.launch()
             result = rounds.collect()
         stopwatch.add(result.seconds)
-        return [NOTHING if row.done else found for row, found in zip(rows, result.rows, strict=True)]
+        found = [NOTHING if row.done else one for row, one in zip(rows, result.rows, strict=True)]
+        _require_finite([one.finite for one in found])
+        return found
+
+
+def _require_finite(finite: Sequence[bool]) -> None:
+    """Raises ModelError for the first sequence whose logits are not all numbers."""
+    if not all(finite):
+        raise ModelError(
+            f"the model's logits are NaN or infinite for sequence {finite.index(False)}, so that no token can be "
+            "drawn; allowed: weights and a dtype that keep them finite"
+        )
 
 
 def _extend(rows: list[SequenceState], tokens: list[list[int]], cache: Cache) -> list[list[int]]:

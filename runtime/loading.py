@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from ridgeplan.planner.plan import KVFormat, Plan
 from ridgeplan.planner.support import missing_execution
+from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
-from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory
-from ridgeplan.runtime.model.checkpoint import load_config, load_weights, model_source
+from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory, require_weight_memory
+from ridgeplan.runtime.model.checkpoint import load_config, load_weights
+from ridgeplan.runtime.model.source import fetch_weights, model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.model_config import decoder_config
 
@@ -48,6 +51,10 @@ def load(
     source = model_source(model)
     config = decoder_config(load_config(source), source, plan.workload.yarn_factor)
     _check_context(plan, config.shape)
+    _compare_models(plan, config.shape, model)
+    if weights is None:
+        fetch_weights(model)
+        require_weight_memory(source, place, dtype)
     require_memory(plan, config.shape, place, dtype, weights.bytes if weights else 0)
     with readable_out_of_memory(place):
         target = weights or load_weights(source, config.shape, place, dtype)
@@ -67,6 +74,21 @@ def _device(name: str | None) -> torch.device:
     if name not in available:
         raise WorkloadError(f"device is {name!r}; allowed here: {', '.join(available)}")
     return torch.device(name)
+
+
+def _compare_models(plan: Plan, shape: ModelShape, model: str) -> None:
+    """Warns where the plan is for a model of other sizes: its prediction and its choices are then not this model's."""
+    try:
+        planned = load_shape(plan.workload.model)
+    except ValueError:
+        return  # a name that only whoever made the plan can resolve
+    sizes = ("layers", "hidden", "q_heads", "kv_heads", "head_dim", "intermediate")
+    if any(getattr(planned, name) != getattr(shape, name) for name in sizes):
+        warnings.warn(
+            f"the plan is for {planned.name} ({planned.parameters / 1e9:.3g}B parameters), but {Path(model).name[:80]} "
+            f"runs ({shape.parameters / 1e9:.3g}B): its predictions do not hold",
+            stacklevel=3,
+        )
 
 
 def _check_context(plan: Plan, shape: ModelShape) -> None:

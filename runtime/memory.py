@@ -14,9 +14,13 @@ from ridgeplan.planner.plan import Plan
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
 from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.host_memory import available_bytes
+from ridgeplan.runtime.model.checkpoint import checkpoint_elements
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
+HOST_ALLOCATOR = "DefaultCPUAllocator"  # in the message of torch's RuntimeError, which has no type of its own
+SMALLER = "allowed: a shorter context, a smaller batch or another KV format"
 
 
 class MemoryMeter:
@@ -51,24 +55,46 @@ class MemoryMeter:
 
 
 def require_memory(plan: Plan, shape: ModelShape, device: torch.device, dtype: torch.dtype, shared_bytes: int) -> None:
-    """Raises WorkloadError if the plan's predicted peak exceeds what a GPU has free, before anything is allocated.
+    """Raises WorkloadError if the plan's predicted peak exceeds what is free, before anything is allocated.
 
-    shared_bytes: of weights that are on the device already. On a CPU nothing is checked.
+    shared_bytes: of weights that are on the device already. Nothing is checked on a host that does not tell what is
+    available.
     """
-    if device.type != "cuda":
-        return
-    torch.cuda.empty_cache()  # memory of closed engines that torch's allocator still holds is free too
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    free_bytes = torch.cuda.mem_get_info(device)[0] + shared_bytes
-    available = Device(memory_bytes=free_bytes, element_bytes=dtype.itemsize, num_sms=num_sms)
-    missing = missing_memory(plan, shape, available)
+    available = _available(device, dtype, shared_bytes)
+    missing = None if available is None else missing_memory(plan, shape, available)
     if missing:
         raise WorkloadError(missing)
 
 
+def require_weight_memory(source: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises WorkloadError if the weights in the folder `source` exceed what is free, before any of them is read.
+
+    Their files tell, whatever the configuration beside them claims; those in 16 bits double where `dtype` is float32.
+    """
+    available = _available(device, dtype, 0)
+    needed_bytes = checkpoint_elements(source) * dtype.itemsize
+    if available is not None and needed_bytes > available.memory_bytes:
+        raise WorkloadError(
+            f"the weights in {source} take {needed_bytes / 1e9:.1f} GB as {dtype} and "
+            f"{available.memory_bytes / 1e9:.1f} GB are free; allowed: a smaller model"
+        )
+
+
+def _available(device: torch.device, dtype: torch.dtype, shared_bytes: int) -> Device | None:
+    """What may be allocated; `shared_bytes` are on the device and counted by predictions. None where nobody tells."""
+    if device.type != "cuda":
+        free_bytes = available_bytes()
+        held = {"element_bytes": dtype.itemsize, "num_sms": torch.get_num_threads(), "asynchronous": 0}
+        return None if free_bytes is None else Device(memory_bytes=free_bytes + shared_bytes, **held)
+    torch.cuda.empty_cache()  # memory of closed engines that torch's allocator still holds is free too
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    free_bytes = torch.cuda.mem_get_info(device)[0] + shared_bytes
+    return Device(memory_bytes=free_bytes, element_bytes=dtype.itemsize, num_sms=num_sms)
+
+
 @contextlib.contextmanager
 def readable_out_of_memory(device: torch.device) -> Iterator[None]:
-    """Turns an allocation that fails on a GPU into a one-line WorkloadError, and frees what the body had allocated."""
+    """Turns an allocation that fails into a one-line WorkloadError, and on a GPU frees what the body had allocated."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -77,9 +103,12 @@ def readable_out_of_memory(device: torch.device) -> Iterator[None]:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         raise WorkloadError(
-            f"out of memory: {free / 1e9:.1f} of {total / 1e9:.1f} GB are free on {device}; "
-            "allowed: a shorter context, a smaller batch or another KV format"
+            f"out of memory: {free / 1e9:.1f} of {total / 1e9:.1f} GB are free on {device}; {SMALLER}"
         ) from error
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and HOST_ALLOCATOR not in str(error):
+            raise
+        raise WorkloadError(f"out of memory on {device}; {SMALLER}") from error
 
 
 def _status_bytes(field: str) -> int | None:

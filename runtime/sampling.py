@@ -13,6 +13,8 @@ from ridgeplan.kernels.sampling.distribution import Choice
 from ridgeplan.runtime.errors import WorkloadError, require_whole
 
 MAX_SEED = 2**63 - 1
+# Differences of logits are divided by it in float32, which must neither overflow nor vanish.
+COLDEST, HOTTEST = 1e-4, 1e4
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,10 @@ class SamplingParams:
     stop_token_ids: Collection[int] = ()
 
     def __post_init__(self) -> None:
-        _require_number("temperature", self.temperature, "a finite number of 0 or more")
-        if self.temperature < 0:
-            raise WorkloadError(f"temperature is {self.temperature}; allowed: a finite number of 0 or more")
+        allowed = f"0, which is greedy, or {COLDEST:g} to {HOTTEST:g}"
+        _require_number("temperature", self.temperature, allowed)
+        if self.temperature != 0 and not COLDEST <= self.temperature <= HOTTEST:
+            raise WorkloadError(f"temperature is {self.temperature}; allowed: {allowed}")
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
             raise WorkloadError(f"top_k is {self.top_k!r}; allowed: a whole number of 1 or more, or None")
         if self.top_p is not None:

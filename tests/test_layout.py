@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MOST_FILES, MOST_LINES, MEDIAN_LINES = 14, 60, 8
 MODEL = {"sympy", "numpy", "scipy", "pydantic_core"}
-RUNTIME = {"torch", "transformers", "safetensors", "gguf", "numpy"}
+RUNTIME = {"torch", "transformers", "safetensors", "gguf", "numpy", "huggingface_hub", "filelock"}
 VALIDATE = {"torch", "triton", "transformers", "numpy", "scipy", "flashinfer"}  # the last is a peer, where installed
 # What each room may import beside itself: modules of the package (with all below them, but for rooms of their own),
 # then installed packages; None is any. A file belongs to the room with the longest name that fits it.
@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "runtime.model": (
         {
             "kernels.attention", "kernels.layer", "kernels.linear", "roofline.catalog", "roofline.execution",
-            "runtime.arena", "runtime.errors", "runtime.kv", "runtime.model_config",
+            "runtime.arena", "runtime.errors", "runtime.host_memory", "runtime.kv", "runtime.model_config",
         },
         RUNTIME,
     ),

@@ -116,7 +116,7 @@ def shape_of(plan: Plan, engine: Engine) -> ModelShape:
 
 def _time_rows(predicted: Prediction, statistics: Statistics) -> list[ComparisonRow]:
     prefill = ComparisonRow("prefill", "ms", predicted.best.ttft_ms, statistics.ttft_ms)
-    # The engine times a verification with its verdict, which the model counts apart.
+    # The engine times a verification with its sampling, which the model counts apart.
     target_ms = predicted.verify_ms + 1e3 * predicted.round_s["acceptance"]
     if not predicted.gamma:
         return [prefill, ComparisonRow("decode step", "ms", target_ms, 1e3 * statistics.verify_s)]

@@ -96,7 +96,7 @@ def execute(plans: dict[Plan, str], source: str, profile: Profile, bars: Progres
         workload = plan.workload
         bar = bars.add_task(f"running {title}", total=workload.new_tokens)
         engine = runtime.load(plan, source, weights=weights)
-        prompt = prompt_tokens(engine, None, None)
+        prompt = prompt_tokens(engine, None)
         measured = validate.measure(engine, [prompt], workload.new_tokens, on_progress=_advance(bars, bar))
         weights, plain = engine.weights, plain or measured.statistics
         comparison = validate.compare(plan, engine, plain, profile)

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from ridgeplan.dashboards.cli.options import OutputFile, as_json, options
-from ridgeplan.dashboards.cli.output import print_json, print_table, progress
+from ridgeplan.dashboards.cli.output import print_json, print_table, progress, require_writable
 from ridgeplan.dashboards.user_errors import FileProblem
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
@@ -58,6 +58,7 @@ def dashboard(port: int) -> None:
 
 def calibrate_with_progress(quick: bool, output: Path | None) -> Profile:
     """The profile of this machine, measured under a progress bar and saved. Raises FileProblem."""
+    require_writable(output or user_profile_path())
     from ridgeplan import validate
 
     with progress() as bars:

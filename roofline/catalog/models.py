@@ -1,6 +1,5 @@
 """Finds the shape of a model: in the catalog models.toml, in a file, or in the local Hugging Face cache."""
 
-import os
 import re
 from functools import cache
 from pathlib import Path
@@ -10,6 +9,7 @@ from ridgeplan.roofline.catalog.huggingface import shape_from_config_file
 from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.named_tables import Catalog, build_catalog, existing_path, read_tables
 from ridgeplan.roofline.catalog.shapes import BadModelFile, ModelShape, UnknownModel
+from ridgeplan.roofline.catalog.user_folders import NoHomeFolder, hub_folder
 
 _SHIPPED = Path(__file__).with_name("models.toml")
 
@@ -63,9 +63,10 @@ def _cached_config(hub_id: str) -> Path | None:
     """The config.json of a hub id in the local cache: of its main branch, else of any snapshot."""
     if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", hub_id):
         return None
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    folder = hub / f"models--{hub_id.replace('/', '--')}"
+    try:
+        folder = hub_folder() / f"models--{hub_id.replace('/', '--')}"
+    except NoHomeFolder:
+        return None
     main = folder / "refs" / "main"
     commit = main.read_text(encoding="utf-8", errors="replace").strip() if main.is_file() else ""
     candidates = [

@@ -1,11 +1,11 @@
 """Where profiles are found: those that ship, the user's own, and the nearest machine's for a machine without any."""
 
 import math
-import os
 from pathlib import Path
 
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.profile import Profile, ProfileError, load_profile
+from ridgeplan.roofline.catalog.user_folders import cache_folder
 
 _SHIPPED = Path(__file__).with_name("profiles")
 
@@ -17,8 +17,7 @@ def shipped_profiles() -> tuple[Profile, ...]:
 
 def user_profile_path() -> Path:
     """The file in which `ridgeplan calibrate` saves this machine's profile, and which `gpu="auto"` reads."""
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache, "ridgeplan", "profile.json")
+    return cache_folder() / "profile.json"
 
 
 def profile_for(hardware: Hardware, calibrated: tuple[Profile, ...]) -> Profile:

@@ -57,9 +57,9 @@ class EagerRounds:
         speculator, times_ns = self._speculator, [time.perf_counter_ns()]
         drafts = speculator.draft(self._pending)
         times_ns.append(time.perf_counter_ns())
-        verified = speculator.verify(self._pending, drafts)
+        verification = speculator.verify(self._pending, drafts)
         times_ns.append(time.perf_counter_ns())
-        self._pending, figures = speculator.keep(self._pending, verified, speculator.cache.active())
+        self._pending, figures = speculator.keep(self._pending, verification, speculator.cache.active())
         times_ns.append(time.perf_counter_ns())
         self._results.append(RoundResult(figures.rows(), _phases(times_ns)))
 
@@ -128,9 +128,9 @@ class GraphRounds:
         stamp(self._stamps, 0)
         drafts = speculator.draft(self._pending)
         stamp(self._stamps, 1)
-        verified = speculator.verify(self._pending, drafts)
+        verification = speculator.verify(self._pending, drafts)
         stamp(self._stamps, 2)
-        pending, figures = speculator.keep(self._pending, verified, speculator.cache.active())
+        pending, figures = speculator.keep(self._pending, verification, speculator.cache.active())
         self._pending.copy_(pending)
         self._figures.values.copy_(figures.values)
         stamp(self._stamps, 3)

@@ -30,6 +30,20 @@ class Drafts:
 
 
 @dataclass(frozen=True, eq=False)
+class Verification:
+    """What rejection sampling decided, and finite: whether it saw numbers only, bool [rows]."""
+
+    result: VerifyResult
+    finite: Tensor
+
+
+def all_finite(logits: Tensor) -> Tensor:
+    """Whether rows of logits [..., vocab] have no NaN and no infinite peak, bool [...]; some may be masked by -inf."""
+    peak = logits.amax(-1)  # NaN where any logit is
+    return peak - peak == 0
+
+
+@dataclass(frozen=True, eq=False)
 class Speculator:
     """What rounds are made of. Nothing here waits for the device, so a whole round can be captured as a graph.
 
@@ -62,25 +76,27 @@ class Speculator:
         drafted = torch.stack(tokens, dim=1) if tokens else pending.new_zeros(len(pending), 0)
         return Drafts(drafted, choices)
 
-    def verify(self, pending: Tensor, drafts: Drafts) -> VerifyResult:
+    def verify(self, pending: Tensor, drafts: Drafts) -> Verification:
         """One pass of the target, whose KV of all forwarded tokens replaces the drafts'."""
         tokens = torch.cat([pending[:, None], drafts.tokens], dim=1)
         metadata = self.cache.target_metadata(tokens.shape[1])
         logits = self.decoder.step(self.target, self.cache, tokens, metadata)
         uniform = self._uniform(*tokens.shape)
-        return rejection_sample(
+        result = rejection_sample(
             self.sampling.choice(logits), drafts.choices, drafts.tokens, self.cache.max_tokens(), uniform
         )
+        return Verification(result, all_finite(logits).all(dim=1))
 
-    def keep(self, pending: Tensor, verified: VerifyResult, active: Tensor) -> tuple[Tensor, RoundFigures]:
+    def keep(self, pending: Tensor, verification: Verification, active: Tensor) -> tuple[Tensor, RoundFigures]:
         """Advances the rows in `active`, bool [rows]; the others repeat their last round without effect.
 
         Returns the next pending tokens and the round's figures.
         """
+        verified, finite = verification.result, verification.finite
         kept, accepted, judged = (count * active for count in (verified.advance, verified.accepted, verified.judged))
         self.cache.advance(kept.int())
         last = verified.tokens.gather(1, (kept - 1).clamp_min(0)[:, None])[:, 0]
-        return torch.where(active, last, pending), RoundFigures.of(verified.tokens, kept, accepted, judged)
+        return torch.where(active, last, pending), RoundFigures.of(verified.tokens, kept, accepted, judged, finite)
 
     def _uniform(self, *shape: int) -> Tensor:
         device = self.generator.device

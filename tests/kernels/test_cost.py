@@ -65,6 +65,17 @@ def test_merge(batch: int, kv_heads: int, q_heads: int, head_dim: int, group: in
     assert merge_cost(partial, lse, 2) == ops.merge(batch, 5, q_heads, head_dim, 7, 2)
 
 
+def test_attention_costs_what_its_two_kernels_do() -> None:
+    """3 queries of 4 heads of 64 in 5 splits: 60 partials of 64 with a log-sum-exp, fp32, pass between the kernels."""
+    q, keys = torch.zeros(1, 3, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
+    arguments = (q, keys, None, False, 0, 8, 5)
+    partial = torch.zeros(1, 3, 4, 5, 64)
+    merging = merge_cost(partial, partial[..., 0], 2)
+    assert split_attention_cost(*arguments).write_bytes == merging.read_bytes == 60 * 65 * 4
+    assert split_attention_cost(*arguments) + merging == attention_cost(*arguments)
+    assert merging.write_bytes == q.nbytes
+
+
 @SHAPES
 @pytest.mark.parametrize("lower", [False, True], ids=["upper", "both"])
 def test_quantize(batch: int, kv_heads: int, q_heads: int, head_dim: int, group: int, lower: bool) -> None:

@@ -30,7 +30,7 @@ def test_drafts_with_4_bit_weights_have_the_quantizers_own_figures(model, contex
     assert found.best == pytest.approx(acceptance, abs=0.01)
 
 
-def test_an_unknown_model_borrows_from_the_nearest_in_size():
+def test_an_unknown_model_takes_the_figures_of_the_nearest_in_size():
     small, large = known("Llama-3.2-1B", "quantspec"), known("Llama-3.1-8B", "quantspec")
     assert small.source == large.source == "transferred"
     assert small.best < large.best  # the small models' rows against the 7B models'
@@ -62,6 +62,62 @@ def test_own_rows_of_the_same_model_come_first():
     }
     found = known("Llama-3.1-8B", "quantspec", own=[row])
     assert (found.best, found.source) == (pytest.approx(0.99), "measured")
+
+
+def own_rows(*entries):
+    """Rows of one model whose every factor of 2 in size is another weight: (draft, context, billions, acceptance)."""
+    common = {"model": "Llama-3.1-8B", "source": "measured", "where": "here"}
+    names = ("draft", "context", "parameters", "acceptance")
+    return [{**common, **dict(zip(names, entry, strict=True))} for entry in entries]
+
+
+@pytest.mark.parametrize(
+    "context, parameters, disagreement",
+    [
+        (4096, 8.03, 0.1),
+        (8192, 8.03, (0.1 / 4 + 0.3 / 4) / (1 / 4 + 1 / 4)),  # between both, each a quarter for a factor of 2
+        (16384, 8.03, (0.1 / 16 + 0.3) / (1 / 16 + 1)),
+        (16384, 16.06, (0.1 / 16 + 0.3 / 2) / (1 / 16 + 1 / 2)),  # half for a factor of 2 in size
+    ],
+)
+def test_near_rows_weigh_more(context, parameters, disagreement):
+    """Disagreement 0.1 at 4096 tokens, and of a model of `parameters` billions 0.3 at 16384; 0.9 far away."""
+    rows = own_rows(("kv4", 4096, 8.03, 0.9), ("kv4", 16384, parameters, 0.7), ("kv4", 1 << 20, 8.03, 0.1))
+    rows = rows[:1] if context == 4096 else rows
+    found = known("Llama-3.1-8B", "quantspec-kv", context, own=rows)
+    assert 1 - found.best == pytest.approx(disagreement, rel=1e-3)
+
+
+def test_acceptance_at_another_ratio():
+    """ln(1/ratio) / ln 4 times the disagreement at a quarter of the tokens."""
+    assert ratio_factor(0.0625) == pytest.approx(2)
+    assert ratio_factor(0.5) == pytest.approx(0.5)
+    rows = own_rows(("streamingllm", 4096, 8.03, 0.8))
+    rows[0]["ratio"] = 0.0625
+    assert known("Llama-3.1-8B", "magicdec-streaming", own=rows).best == pytest.approx(0.9)
+
+
+def test_acceptance_is_never_negative():
+    rows = own_rows(("streamingllm", 4096, 8.03, 0.2))
+    rows[0]["ratio"] = 0.25
+    shape, plan = load_shape("Llama-3.1-8B"), preset("magicdec-streaming", Workload("Llama-3.1-8B", "h200", 4096))
+    found = Knowledge.about(shape, 4096, rows).best(plan, np.array([0.02, 0.25]))
+    assert found == pytest.approx([0, 0.2])
+
+
+@pytest.mark.parametrize(
+    "name, source", [("specattn", "published"), ("quantspec", "transferred"), ("specattn-int4", "published")]
+)
+def test_the_weakest_of_two_sources_speaks_for_both(name, source):
+    """Of Qwen3-8B SpecAttn's figure is published, that of 4-bit drafts measured on other models."""
+    assert known("Qwen3-8B", name, 110592).source == source
+
+
+def test_a_part_measured_below_both_stays_and_one_of_other_models_does_not():
+    both = own_rows(("w4kv4", 4096, 8.03, 0.99))
+    assert known("Llama-3.1-8B", "quantspec-weights", own=both).best == pytest.approx(0.99)
+    measured = own_rows(("w4kv4", 4096, 8.03, 0.99), ("w4", 4096, 8.03, 0.7))
+    assert known("Llama-3.1-8B", "quantspec-weights", own=measured).best == pytest.approx(0.7)
 
 
 def test_plain_decoding_and_identical_reads_are_certain():

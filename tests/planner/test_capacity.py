@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from ridgeplan.planner.capacity import missing_memory, peak_bytes
-from ridgeplan.planner.plan import Workload
+from ridgeplan.planner.capacity import MAX_BATCH, missing_memory, peak_bytes, swaps_draft_weights
+from ridgeplan.planner.plan import PlanError, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.device import Device
@@ -26,6 +26,33 @@ def resized(plan, **changes):
 
 def test_a_plan_that_fits_misses_nothing():
     assert missing_memory(plan(context=4096), SHAPE, GPU) is None
+
+
+def test_a_plan_fits_up_to_the_last_byte():
+    wanted = plan(context=4096)
+    needed = peak_bytes(wanted, SHAPE, GPU)
+    assert missing_memory(wanted, SHAPE, replace(GPU, memory_bytes=needed)) is None
+    assert missing_memory(wanted, SHAPE, replace(GPU, memory_bytes=needed - 1))
+
+
+def test_the_peak_of_plain_decoding_by_hand():
+    """Weights; a bf16 cache of 2 x (4096 + 256 + 1) tokens; a prompt's buffers and the MLP of its one chunk."""
+    kv = 2 * 4353 * 131_072
+    workspace = 4096 * 2 * (4096 + 4096 + 2048) + 4096 * 3 * (4096 + 14336) * 2
+    assert peak_bytes(plan(context=4096), SHAPE, GPU) == 2 * 8_030_261_248 + kv + workspace
+
+
+def test_prompts_use_the_draft_weights_memory_where_there_are_any_and_prompts_are_long():
+    long, short = DRAFT_SWAP_PROMPT_TOKENS, DRAFT_SWAP_PROMPT_TOKENS - 1
+    assert swaps_draft_weights(plan("quantspec", long))
+    assert not swaps_draft_weights(plan("quantspec", short))
+    assert not swaps_draft_weights(plan("quantspec-kv", long))
+
+
+def test_the_largest_batch_is_that_of_plans():
+    assert Workload("m", "h200", 1, batch=MAX_BATCH).batch == 4096
+    with pytest.raises(PlanError, match="batch is 4097"):
+        Workload("m", "h200", 1, batch=MAX_BATCH + 1)
 
 
 @pytest.mark.parametrize("name", ["autoregressive", "quantspec", "int8"])
@@ -59,7 +86,7 @@ def test_models_are_looked_up_by_name():
     assert missing_memory(plan(), "meta-llama/Llama-3.1-8B", GPU) == missing_memory(plan(), SHAPE, GPU)
 
 
-def test_a_context_long_enough_to_borrow_may_fit_where_a_shorter_one_does_not():
+def test_a_context_whose_prompts_use_the_draft_weights_memory_may_fit_where_a_shorter_one_does_not():
     wanted = plan("quantspec", context=DRAFT_SWAP_PROMPT_TOKENS - 1, batch=1)
     taken_bytes = peak_bytes(resized(wanted, context=DRAFT_SWAP_PROMPT_TOKENS), SHAPE, GPU)
     smaller = replace(GPU, memory_bytes=int(taken_bytes + 1e8))

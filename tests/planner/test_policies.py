@@ -15,7 +15,7 @@ from ridgeplan.planner.policies import (
 )
 from ridgeplan.planner.policies.policy import Role
 from ridgeplan.planner.presets import PRESETS, preset
-from ridgeplan.planner.support import missing_execution
+from ridgeplan.planner.support import missing_architecture, missing_execution
 from ridgeplan.roofline.catalog.models import load_shape
 
 WORKLOAD = Workload("Llama-3.1-8B", "h200", 32768)
@@ -83,8 +83,14 @@ def test_something_is_known_of_every_draft_selections_acceptance():
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_run_unless_they_need_a_policy_that_is_only_estimated(name):
     plan = preset(name, WORKLOAD)
-    estimated = (eviction(plan), target_selection(plan), draft_selection(plan).name != "all")
-    assert bool(missing_execution(plan)) == (any(estimated) or name == "int4-weights")
+    target, evicting = target_selection(plan), eviction(plan)
+    executed = (
+        Role.DRAFT in draft_selection(plan).executable,
+        target is None or Role.TARGET in target.executable,
+        evicting is None or evicting.executable,
+        name != "int4-weights",
+    )
+    assert bool(missing_execution(plan)) == (not all(executed))
 
 
 def test_what_is_missing_is_named():
@@ -93,3 +99,25 @@ def test_what_is_missing_is_named():
     assert missing_execution(preset("specattn", WORKLOAD)) == ["draft selection 'specattn'"]
     assert missing_execution(preset("int4-weights", WORKLOAD)) == ["4-bit target weights"]
     assert not missing_execution(preset("quantspec", WORKLOAD))
+
+
+@pytest.mark.parametrize(
+    "name, context, missing",
+    [
+        ("autoregressive", 8192, False),  # only reads less
+        ("quantspec-weights", 3072, False),  # 4096 tokens in the end, all within the window
+        ("quantspec-weights", 3073, True),
+        ("int8", 3073, True),
+    ],
+)
+def test_codes_and_drafts_stay_within_a_sliding_window_of_4096(name, context, missing):
+    shape = load_shape("mistralai/Mistral-7B-v0.1")
+    found = missing_execution(preset(name, Workload("m", "h200", context, new_tokens=1024)), shape)
+    assert found == (["codes or drafts beyond a sliding window of 4096 tokens"] if missing else [])
+
+
+def test_the_runtime_executes_four_families():
+    names = {"Llama-3.1-8B", "mistralai/Mistral-7B-v0.1", "Qwen2.5-0.5B", "Qwen3-8B"}
+    assert all(missing_architecture(load_shape(name)) is None for name in names)
+    message = "the runtime does not execute architecture 'gpt_oss' yet (it does llama, mistral, qwen2, qwen3)"
+    assert missing_architecture(load_shape("openai/gpt-oss-20b")) == message

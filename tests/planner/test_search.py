@@ -1,14 +1,15 @@
-"""recommend: what it picks, why others lose, and that it is fast."""
+"""recommend: what it picks, and why others lose."""
 
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from ridgeplan import planner
 from ridgeplan.planner.plan import KVFormat, PlanError, Workload
-from ridgeplan.planner.presets import PRESETS, preset, preset_name
+from ridgeplan.planner.presets import PRESETS, preset
 from ridgeplan.planner.quality import Quality, quality_of
 from ridgeplan.planner.search import Objective, Question, search
 from ridgeplan.planner.support import missing_execution
@@ -31,8 +32,6 @@ def test_long_context_recommends_quantized_kv_speculation(h200_profile):
 
 def test_the_recommendation_is_the_best_of_everything_that_is_allowed(h200_profile):
     """Brute force: every executable preset at every gamma, one prediction at a time, is no faster."""
-    from dataclasses import replace
-
     shape, answer = load_shape(LLAMA), ask(h200_profile, context=32768)
     for name in PRESETS:
         plan = preset(name, answer.plan.workload)
@@ -94,6 +93,7 @@ def test_predictions_keep_to_the_memory_limit_as_the_search_does(h200_profile):
     assert offloading.predicted.offloaded_layers > 0
     assert offloading.predicted.best.peak_memory_bytes <= 29e9
     may_leave = [other for other in answer.alternatives if "offload" in other.preset]
+    assert may_leave
     assert all(other.predicted.offloaded_layers for other in may_leave)
 
 
@@ -179,8 +179,6 @@ def test_weights_published_in_few_bits_are_stored_and_read_so(h200_profile):
 
 
 def test_a_larger_gamma_never_costs_less_per_round(h200_profile):
-    from dataclasses import replace
-
     shape, plan = load_shape(LLAMA), preset("quantspec", Workload("m", "h200", 8192))
     rounds = [
         planner.predict(replace(plan, speculation=replace(plan.speculation, gamma=gamma)), shape, h200_profile)
@@ -190,23 +188,95 @@ def test_a_larger_gamma_never_costs_less_per_round(h200_profile):
     assert [one.tokens_per_round for one in rounds] == sorted(one.tokens_per_round for one in rounds)
 
 
-def test_preset_names_survive_other_hyperparameters():
-    from dataclasses import replace
-
-    plan = preset("quantspec", Workload("m", "h200", 8192))
-    assert preset_name(replace(plan, speculation=replace(plan.speculation, gamma=9))) == "quantspec"
-    with pytest.raises(PlanError, match="Did you mean quantspec"):
-        preset("quantspek", plan.workload)
+def question(profile, context=32768, limit=141e9, objective=Objective.LATENCY, batch=1, new_tokens=1024):
+    workload = Workload("Llama-3.1-8B", "h200", context, new_tokens, batch)
+    return Question(load_shape(LLAMA), profile, workload, Quality.LOSSY, objective, limit)
 
 
-def test_the_planner_imports_fast_and_without_torch():
+@pytest.mark.parametrize("objective", Objective)
+def test_a_score_is_what_is_minimized(h200_profile, objective):
+    shape = load_shape(LLAMA)
+    for candidate in search(question(h200_profile, objective=objective, new_tokens=500)):
+        best = planner.predict(candidate.plan, shape, h200_profile).best
+        expected = {
+            Objective.LATENCY: best.tpot_ms / 1e3,
+            Objective.TOTAL: (best.ttft_ms + 500 * best.tpot_ms) / 1e3,
+            Objective.MEMORY: best.peak_memory_bytes,
+        }[objective]
+        assert candidate.score == pytest.approx(expected, rel=1e-9)
+
+
+def test_of_a_family_the_best_that_fits_is_taken_and_where_none_fits_the_smallest(h200_profile):
+    """Each draft more takes a slot of 64 sequences: 64 x 128 KiB. QuantSpec's best gamma is 2 or more."""
+
+    def found(limit):
+        candidates = search(question(h200_profile, 4096, limit, batch=64))
+        return next(one for one in candidates if one.name == "quantspec")
+
+    best = found(141e9)
+    best_gamma = best.plan.speculation.gamma
+    assert best_gamma >= 2
+    slot_bytes = 64 * 131_072
+    tighter = found(best.peak_bytes - slot_bytes / 2)
+    assert tighter.plan.speculation.gamma == best_gamma - 1
+    assert tighter.tpot_s > best.tpot_s
+    smallest = found(best.peak_bytes - 100 * slot_bytes)
+    assert smallest.plan.speculation.gamma == 1
+    assert best.peak_bytes - smallest.peak_bytes == (best_gamma - 1) * slot_bytes
+
+
+def test_a_plan_fits_up_to_the_last_byte(h200_profile):
+    asked = question(h200_profile)
+    plain = next(one for one in search(asked) if one.name == "autoregressive")
+    assert replace(plain, peak_bytes=asked.memory_limit_bytes).rejection(asked) is None
+    assert "does not fit" in replace(plain, peak_bytes=asked.memory_limit_bytes + 1).rejection(asked)
+
+
+def test_layers_are_offloaded_only_where_plain_decoding_does_not_fit(h200_profile):
+    names = {limit: [one.name for one in search(question(h200_profile, 131072, limit))] for limit in (141e9, 29e9)}
+    assert not [name for name in names[141e9] if "offload" in name]
+    # Where it does not, also presets that may offload but need not stay under their names.
+    assert len([name for name in names[29e9] if "offload" in name]) > 10
+    assert "specontext" in names[141e9]
+    assert "specontext" in names[29e9]
+
+
+def test_nothing_fits_names_the_allowed_plan_that_needs_least(h200_profile):
+    """Of executable plans at 131072 tokens it is one on INT8 codes, of 67,584 bytes a token."""
+    with pytest.raises(planner.NothingFits) as caught:
+        ask(h200_profile, memory_limit=20e9, quality="near-lossless")
+    least = 2 * 8_030_261_248 + 132_096 * 67_584 + 257 * 131_072  # weights, codes, a buffer of two groups
+    workspace = 131072 * 2 * (4096 + 4096 + 2048) + 4096 * 3 * (4096 + 14336) * 2
+    gib = float(str(caught.value).split("needs at least ")[1].split(" GiB")[0])
+    name = str(caught.value).split("(")[1].split(")")[0]
+    assert name in ("int8", "quantspec")
+    assert gib == pytest.approx((least + workspace) / 2**30, abs=1.5)
+    assert "of 18.6 GiB on h200" in str(caught.value)
+
+
+def test_slower_alternatives_say_by_how_much(h200_profile):
+    answer = ask(h200_profile)
+    slower = [other for other in answer.alternatives if other.rejected.startswith("slower")]
+    assert slower
+    for other in slower:
+        times = other.predicted.best.tpot_ms / answer.predicted.best.tpot_ms
+        assert other.rejected == f"slower: {times:.2f}x the recommended plan's time"
+        assert times >= 1
+
+
+def test_larger_alternatives_say_by_how_much(h200_profile):
+    answer = ask(h200_profile, objective="memory")
+    larger = [other for other in answer.alternatives if other.rejected.startswith("larger")]
+    for other in larger:
+        times = other.predicted.best.peak_memory_bytes / answer.predicted.best.peak_memory_bytes
+        assert other.rejected == f"larger: {times:.2f}x the recommended plan's memory"
+    assert larger
+
+
+def test_the_planner_imports_without_torch_or_sympy():
     code = (
-        "import time, sys; start = time.perf_counter(); import ridgeplan.planner; "
-        "took = time.perf_counter() - start; print(took, 'torch' in sys.modules, 'transformers' in sys.modules)"
+        "import sys, ridgeplan.planner; "
+        "print([name for name in ('torch', 'transformers', 'sympy', 'scipy') if name in sys.modules])"
     )
-    best = min(
-        (subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-         for _ in range(3)), key=lambda words: float(words[0]),
-    )  # fmt: skip
-    assert float(best[0]) < 0.8
-    assert best[1:] == ["False", "False"]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

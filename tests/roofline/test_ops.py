@@ -2,6 +2,7 @@
 
 import pytest
 
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
@@ -36,6 +37,13 @@ def total(passes):
     return sum((op.total for op in passes), ops.Cost())
 
 
+def test_costs_add_up_and_repeat():
+    one, other = ops.Cost(1, 20, 300), ops.Cost(4000, 50_000, 600_000)
+    assert one + other == ops.Cost(4001, 50_020, 600_300)
+    assert 3 * one == one * 3 == ops.Cost(3, 60, 900)
+    assert (one.bytes, one.intensity) == (320, 1 / 320)
+
+
 def test_linear_counts_multiply_adds_weights_and_activations():
     cost = ops.linear(rows=3, inputs=4, outputs=5, weight_bytes=2, element_bytes=2)
     assert (cost.flops, cost.read_bytes, cost.write_bytes) == (
@@ -43,6 +51,35 @@ def test_linear_counts_multiply_adds_weights_and_activations():
         4 * 5 * 2 + 3 * 4 * 2,
         3 * 5 * 2,
     )
+
+
+def test_gate_and_up_are_one_product_that_may_apply_swiglu_itself():
+    """3 rows through two weights of 4 x 5; SwiGLU by itself reads both products and writes one."""
+    fused, apart = (ops.gated_linear(3, 4, 5, weight_bytes=2, element_bytes=2, fused=flag) for flag in (1, 0))
+    assert fused.flops == apart.flops == 2 * 3 * 4 * 10
+    assert fused.read_bytes == apart.read_bytes == 2 * 4 * 5 * 2 + 3 * 4 * 2
+    assert (fused.write_bytes, apart.write_bytes) == (3 * 5 * 2, 3 * 10 * 2)
+    swiglu = ops.swiglu(3, 5, 2)
+    assert (swiglu.read_bytes, swiglu.write_bytes) == (3 * 10 * 2, 3 * 5 * 2)
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+def test_quantized_tokens_take_what_their_tensors_take(planes):
+    """3 groups of 32 tokens, 2 sequences, 5 KV heads of 64: written by a quantization, read by attention."""
+    stored = QuantizedKV.allocate(2, 5, 3, 32, 64, "cpu", lower=planes == 2).bytes
+    assert ops.quantized_bytes(2, 5, 64, 96, 4 * planes, 32) == stored
+    quantized = ops.quantize(2, 5, 64, 96, 2, 32, planes)
+    assert (quantized.read_bytes, quantized.write_bytes) == (2 * 2 * 5 * 96 * 64 * 2, stored)
+    attended, nothing = (ops.attention(2, 1, 5, 5, 64, tokens, 0, 4 * planes, 2, 32, 1) for tokens in (96, 0))
+    assert attended.read_bytes - nothing.read_bytes == stored
+    assert attended.flops - nothing.flops == 4 * 2 * 5 * 64 * 96
+
+
+def test_a_draw_reads_the_logits_of_every_distribution():
+    """Rejection sampling draws from the residual: the target's logits and the draft's."""
+    assert ops.draw(3, 1000, 2).read_bytes == 3 * 1000 * 2
+    assert ops.draw(3, 1000, 2, distributions=2).read_bytes == 2 * 3 * 1000 * 2
+    assert ops.filter_logits(3, 1000, 2).read_bytes == 3 * 1000 * 2
 
 
 @pytest.mark.parametrize(("bits", "saving"), [(4, 3.76), (8, 1.94)])

@@ -1,4 +1,4 @@
-"""What leaves the device, when, and what it costs."""
+"""Memory of whole strategies, which layers are offloaded, when, and what it costs: counted by hand."""
 
 from dataclasses import replace
 
@@ -9,6 +9,7 @@ from ridgeplan.planner.plan import KVCache, KVFormat, Placement, Plan, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.planner.sweeps import thresholds
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.evaluate import prefill_seconds
 from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS
 from ridgeplan.roofline.latency import Machine
@@ -44,6 +45,40 @@ def offloading(context):
     return Plan(Workload("m", "h200", context, new_tokens=1), placement=Placement(True, 2048))
 
 
+WEIGHTS = 2 * 8_030_261_248
+DRAFT_WEIGHTS = 0.53125 * 7_504_658_432  # 4-bit copies of all linear layers and the head
+TOKEN = 131_072  # bytes: keys and values of 8 heads x 128 in 32 layers, bf16
+# Codes of a token: of each of 8 heads in 32 layers, 128 keys and values of 4 bits a plane, a scale and a minimum of
+# every channel's keys per 128 tokens (128 x 4 / 128), and one of the values.
+UPPER, BOTH = 32 * 8 * (2 * 64 + 8), 32 * 8 * (2 * 128 + 8)
+
+
+@pytest.mark.parametrize(
+    "name, draft_weights, kv, buffers",
+    [
+        ("autoregressive", 0, 2 * 5121 * TOKEN, 0),  # 4096 + 1024 tokens and a slot for the next
+        ("quantspec-weights", DRAFT_WEIGHTS, 2 * 5125 * TOKEN, 0),  # 5 queries in a verification of gamma 4
+        ("int8", 0, 2 * 5120 * BOTH, 2 * (2 * 128 + 1) * TOKEN),
+        ("quantspec", DRAFT_WEIGHTS, 2 * 5120 * BOTH, 2 * (2 * 128 + 5) * TOKEN),
+        ("quantspec-exact", DRAFT_WEIGHTS, 2 * (5125 * TOKEN + 5120 * UPPER), 0),
+        ("snapkv", 0, 2 * (1024 + 1024 + 1) * TOKEN, 0),
+    ],
+)
+def test_what_a_batch_of_two_keeps_for_the_whole_generation(shape, machine, name, draft_weights, kv, buffers):
+    parts = resident_memory(shape, machine, strategy(name, machine, shape, 4096, batch=2))
+    assert (parts.weights, parts.draft_weights, parts.kv, parts.buffers) == (WEIGHTS, draft_weights, kv, buffers)
+    assert parts.resident == WEIGHTS + draft_weights + kv + buffers
+
+
+def test_partials_are_those_of_the_splits_that_the_device_chooses(shape, machine):
+    """131072 tokens of one sequence on 132 SMs: 33 splits of 32 heads; on 4 cores, one."""
+    rest = 5 * 128_256 * 2 + 4 * 14_336 * 2
+    for num_sms, splits in ((132, 33), (4, 1)):
+        device = Device(memory_bytes=0, element_bytes=2, num_sms=num_sms)
+        held = resident_memory(shape, device, strategy("autoregressive", machine, shape))
+        assert held.decode_workspace == rest + 32 * splits * 129 * 4
+
+
 def test_nothing_leaves_while_everything_fits(shape, small):
     found = placed(offloading(16384), shape, small)
     assert (found.offloaded_layers, found.transfer_s) == (0, 0)
@@ -55,6 +90,25 @@ def test_just_enough_layers_leave(shape, small):
     assert found.memory.peak <= LIMIT
     one_layer = 65536 * 2 * 8 * 128 * 2
     assert found.memory.peak + one_layer > LIMIT
+
+
+def test_a_layer_that_leaves_keeps_its_budget(shape, small):
+    """65536 + 1 tokens and one more slot of 4096 bytes a layer; 2048 tokens of it stay."""
+    found = placed(offloading(65536), shape, small)
+    layer_bytes = 65538 * 4096
+    freed_bytes = layer_bytes * (1 - 2048 / 65537)
+    assert found.memory.kv == pytest.approx(32 * layer_bytes - found.offloaded_layers * freed_bytes)
+
+
+def test_plans_that_keep_everything_on_the_device_offload_nothing_even_where_they_do_not_fit(shape, small):
+    found = placed(replace(offloading(65536), placement=Placement()), shape, small)
+    assert (found.offloaded_layers, found.transfer_s) == (0, 0)
+    assert found.memory.peak > LIMIT
+
+
+def test_no_more_layers_leave_than_there_are(shape, h200_profile):
+    tiny = replace(h200_profile, hardware=replace(h200_profile.hardware, memory_bytes=10**9))
+    assert placed(offloading(65536), shape, tiny).offloaded_layers == 32
 
 
 def test_without_a_selection_a_whole_layer_travels_and_with_one_the_changed_budget(shape, small):
@@ -101,13 +155,13 @@ def strategy(name, machine, shape, context=LONG, **changes):
     return strategy_of(preset(name, Workload("m", "h200", context, **changes)), shape, machine, 0.9)
 
 
-def test_drafts_lend_a_long_prompt_their_memory(shape, machine):
+def test_a_long_prompts_buffers_lie_in_the_draft_weights_memory(shape, machine):
     plain, drafted = (
         resident_memory(shape, machine, strategy(n, machine, shape)) for n in ("autoregressive", "quantspec")
     )
     assert plain.prefill_workspace - drafted.prefill_workspace == BUFFERS
     assert drafted.prefill_peak == drafted.resident + drafted.prefill_workspace
-    # Without lending it is 25%: the 4-bit copy of the weights takes back half of what the INT8 cache saves.
+    # Were they allocated, it would be 25%: the 4-bit copy of the weights takes half of what the INT8 cache saves.
     assert plain.peak - drafted.peak > 0.3 * full_kv(shape, 1, LONG, 2)
 
 
@@ -120,20 +174,20 @@ def test_drafts_lend_a_long_prompt_their_memory(shape, machine):
         ("quantspec", LONG, {"asynchronous": 0}),  # a CPU
     ],
 )
-def test_nothing_is_lent_where_there_is_nothing_to_lend_or_to_gain(name, context, changes, shape, machine):
+def test_nothing_is_swapped_without_draft_weights_a_long_prompt_and_a_gpu(name, context, changes, shape, machine):
     machine = replace(machine, **changes)
     assert swapped_bytes(shape, machine, strategy(name, machine, shape, context)) == 0
 
 
-def test_weights_come_back_over_the_link_once_a_request(shape, machine):
+def test_draft_weights_are_restored_over_the_link_once_a_request(shape, machine):
     for batch in (1, 4):
         drafted, exact = (strategy(name, machine, shape, batch=batch) for name in ("quantspec", "quantspec-kv"))
         more_s = prefill_seconds(shape, machine, drafted) - prefill_seconds(shape, machine, exact)
         assert more_s == pytest.approx(BUFFERS / machine.host_link_bytes_per_s, rel=1e-6)
 
 
-def test_thresholds_look_beyond_the_step_where_lending_begins(shape, machine):
-    """Just before it a prompt takes 1.3 GB more, so that a length may fit though a shorter one does not."""
+def test_thresholds_look_beyond_the_length_where_the_swap_begins(shape, machine):
+    """Just before it a prompt takes 1.3 GB more, so a length may fit although a shorter one does not."""
     held = strategy("quantspec", machine, shape)
 
     def peak(context):
@@ -147,3 +201,11 @@ def test_thresholds_look_beyond_the_step_where_lending_begins(shape, machine):
         assert fitting == [longest]
         assert (longest >= DRAFT_SWAP_PROMPT_TOKENS) == (limit >= after)
         assert longest < MAX_LENGTH
+
+
+def test_reserved_tokens_bring_every_threshold_forward(shape, small):
+    machine = Machine.of(small)
+    held = strategy_of(offloading(1000), shape, machine, 0.9)
+    plain, reserved = offload_thresholds(shape, machine, held), offload_thresholds(shape, machine, held, 5)
+    assert plain[0] > 10_000
+    assert [early - late for early, late in zip(plain, reserved, strict=True)] == [5] * 33

@@ -30,6 +30,25 @@ def test_quantspecs_own_acceptance_falls_with_gamma_at_constant_conditional_acce
     assert speculation.accepted_share(0.9188, 6) == pytest.approx(0.7707, abs=0.03)
 
 
+@pytest.mark.parametrize(("acceptance", "gamma"), [(0.5, 4), (0.93, 6)])
+def test_accepted_share_against_simulation(acceptance, gamma):
+    accepted = simulated(acceptance, gamma) - 1
+    assert speculation.accepted_share(acceptance, gamma) == pytest.approx(accepted / gamma, rel=0.01)
+
+
+def test_rounds_that_end_at_boundaries_against_simulation():
+    """5,000 groups of 128 tokens, each round cut where the group ends."""
+    random = np.random.default_rng(0)
+    rounds, acceptance, gamma = 0, 0.9, 4
+    for _ in range(5000):
+        tokens = 0
+        while tokens < 128:
+            tokens += 1 + int(np.cumprod(random.random(gamma) < acceptance).sum())
+            rounds += 1
+    capped = speculation.flush_capped(speculation.tokens_per_round(acceptance, gamma), 128)
+    assert capped == pytest.approx(5000 * 128 / rounds, rel=0.003)
+
+
 def test_a_flush_boundary_costs_half_a_rounds_gain_per_group():
     # rounds of exactly 5 tokens in groups of 128: 26 rounds per group instead of 25.6
     assert speculation.flush_capped(5.0, 128) == pytest.approx(128 / 26, rel=0.002)
@@ -46,6 +65,12 @@ def test_at_break_even_acceptance_a_round_yields_what_it_costs(gamma, draft, ver
 def test_break_even_has_no_solution_for_drafts_as_dear_as_the_target():
     assert speculation.break_even_acceptance(4, 1.0, 1.2) is None
     assert speculation.break_even_acceptance(4, 0.0, 0.9) == 0
+
+
+def test_a_round_that_costs_more_than_gamma_plain_steps_can_still_win():
+    """One draft of half a step and a verification of one: acceptance a gives 1 + a tokens for 1.5 steps."""
+    assert speculation.break_even_acceptance(1, 0.5, 1.0) == pytest.approx(0.5)
+    assert speculation.speedup(0.8, 1, 0.5, 1.0) == pytest.approx(1.8 / 1.5)
 
 
 def test_best_gamma_grows_with_acceptance_and_is_zero_where_nothing_wins():

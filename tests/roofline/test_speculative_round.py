@@ -1,13 +1,12 @@
-"""Rates of a round's products: kernels for few rows up to what the runtime gives them, then the library's."""
+"""A round's parts, worked out by hand: what its passes read, at which rates, and what surrounds them."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from ridgeplan.kernels.linear import dense_schedule as linear_dense_plan
-from ridgeplan.kernels.linear import int4_schedule as linear_int4_plan
-from ridgeplan.kernels.linear import schedule as linear_plan
+from ridgeplan.kernels.linear import dense_schedule, int4_schedule
+from ridgeplan.kernels.linear.schedule import DeviceLimits
 from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
@@ -16,9 +15,19 @@ from ridgeplan.roofline.catalog.profile import Rates
 from ridgeplan.roofline.execution import CUDA_FUSED_SWIGLU_ROWS
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.passes import decode_pass
-from ridgeplan.roofline.speculative_round import draft_rates, target_rates, target_terms
+from ridgeplan.roofline.speculative_round import (
+    Round,
+    cached_tokens,
+    draft_rates,
+    draft_terms,
+    flush_seconds,
+    round_at,
+    round_tokens,
+    target_rates,
+    target_terms,
+)
 
-H200 = linear_plan.Machine(shared_bytes=228 * 1024, clusters=(132, 66, 30, 15))
+H200 = DeviceLimits(sm_bytes=228 * 1024, clusters=(132, 66, 30, 15))
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +39,26 @@ def machine(h200_profile):
 SHAPE = load_shape("Llama-3.1-8B")
 
 
-def lowered(name, machine, batch):
+def lowered(name, machine, batch=1, context=4096):
     """Strategy and rates of a preset."""
-    plan = preset(name, Workload("Llama-3.1-8B", "h200", 4096, batch=batch))
+    plan = preset(name, Workload("Llama-3.1-8B", "h200", context, batch=batch))
     return strategy_of(plan, SHAPE, machine, 0.9), rates_of(plan, SHAPE, machine)
+
+
+def round_of(name, machine, batch=1, context=4096, transfer_s=0.0, **changes):
+    """A round at the end of the prompt."""
+    strategy, rates = lowered(name, machine, batch, context)
+    return round_at(SHAPE, machine, replace(strategy, **changes), rates, context, transfer_s)
 
 
 def test_products_of_gate_and_up_fit_the_kernels_up_to_the_priced_rows():
     shape = load_shape("Llama-3.1-8B")
     outputs, inputs = 2 * shape.intermediate, shape.hidden
     for rows in range(1, CUDA_FUSED_SWIGLU_ROWS + 1):
-        assert linear_dense_plan.make_plan(rows, outputs, inputs, True, True, H200)
-        assert linear_int4_plan.make_plan(rows, outputs, inputs, 128, True, True, H200)
-    assert linear_dense_plan.make_plan(CUDA_FUSED_SWIGLU_ROWS + 1, outputs, inputs, True, True, H200) is None
-    assert linear_int4_plan.make_plan(CUDA_FUSED_SWIGLU_ROWS + 1, outputs, inputs, 128, True, True, H200) is None
+        assert dense_schedule.make_schedule(rows, outputs, inputs, True, True, H200)
+        assert int4_schedule.make_schedule(rows, outputs, inputs, 128, True, True, H200)
+    assert dense_schedule.make_schedule(CUDA_FUSED_SWIGLU_ROWS + 1, outputs, inputs, True, True, H200) is None
+    assert int4_schedule.make_schedule(CUDA_FUSED_SWIGLU_ROWS + 1, outputs, inputs, 128, True, True, H200) is None
 
 
 @pytest.mark.parametrize("batch, fused", [(8, 1), (9, 0)])
@@ -55,6 +70,100 @@ def test_products_of_few_rows_on_a_device_activate_what_they_write(machine, batc
     assert found["mlp gate + up"].cost.write_bytes == batch * (2 - fused) * shape.intermediate * 2
     host = replace(machine, fused_swiglu_rows=0)
     assert target_terms(shape, host, lowered("autoregressive", host, 1)[0], 4096).fused_swiglu == 0
+
+
+def test_rows_of_a_verification_are_queries_of_all_sequences(machine):
+    """5 queries of 2 sequences are more than the 8 rows that kernels activate, one of each is not."""
+    strategy, _ = lowered("quantspec", machine, batch=2)
+    assert target_terms(SHAPE, machine, strategy, 4096).fused_swiglu == 0
+    assert draft_terms(SHAPE, machine, strategy, 4096).fused_swiglu == 1
+
+
+# Of 4096 tokens in groups of 128, a group and a half are in the buffer on average.
+@pytest.mark.parametrize(
+    "name, target, draft",
+    [
+        ("autoregressive", (0, 0, 4096 + 1), (0, 0, 4096 + 1)),
+        ("int8", (8, 3904, 192 + 1), (8, 3904, 192 + 1)),
+        ("quantspec", (8, 3904, 192 + 5), (4, 3904, 192 + 1)),
+        ("quantspec-exact", (0, 0, 4096 + 5), (4, 3904, 192 + 1)),
+        ("magicdec-streaming", (0, 0, 4096 + 3), (0, 0, 1024 + 1)),  # a quarter of the tokens
+        ("quest", (0, 0, 2048 + 1), (0, 0, 4096 + 1)),  # a budget of 2048
+    ],
+)
+def test_bits_codes_and_full_tokens_that_a_pass_reads(ideal, name, target, draft):
+    strategy, _ = lowered(name, ideal)
+    for terms, expected in ((target_terms, target), (draft_terms, draft)):
+        found = terms(SHAPE, ideal, strategy, 4096)
+        assert (found.bits, found.quantized_tokens, found.full_tokens) == expected
+
+
+def test_after_an_eviction_the_cache_grows_from_what_it_left(ideal):
+    strategy, _ = lowered("snapkv", ideal, context=131072)
+    assert cached_tokens(strategy, 131072) == 1024
+    assert cached_tokens(strategy, 131072 + 500) == 1524
+    assert cached_tokens(lowered("autoregressive", ideal)[0], 5000) == 5000
+
+
+def test_attention_is_cut_into_the_splits_of_the_prompt(ideal):
+    strategy, _ = lowered("quantspec", ideal, context=131072)
+    for terms in (target_terms, draft_terms):
+        assert terms(SHAPE, ideal, strategy, 131072).splits == 33  # 2 x 132 programs over 8 KV heads
+
+
+def test_rounds_end_at_flush_boundaries_where_the_target_reads_codes(ideal):
+    tokens = 1 + 0.9 + 0.9**2 + 0.9**3 + 0.9**4
+    assert round_tokens(lowered("quantspec-exact", ideal)[0]) == pytest.approx(tokens)
+    assert round_tokens(lowered("quantspec", ideal)[0]) == pytest.approx(tokens / (1 + (tokens - 1) / 2 / 128))
+    assert round_tokens(lowered("int8", ideal)[0]) == 1
+
+
+TOKEN = 131_072  # bytes: keys and values of 8 heads x 128 in 32 layers, bf16
+UPPER, BOTH = 32 * 8 * (2 * 64 + 8), 32 * 8 * (2 * 128 + 8)  # codes of a token with scales and minima
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_flush_quantizes_a_group_and_moves_the_buffer(ideal, batch):
+    """128 tokens are read in bf16 and written as codes; 128 more and the round's 5 move to the buffer's front."""
+    moved_bytes = batch * (128 * (TOKEN + BOTH) + 2 * (128 + 5) * TOKEN)
+    strategy, _ = lowered("quantspec", ideal, batch)
+    assert flush_seconds(SHAPE, ideal, strategy) == pytest.approx(moved_bytes / 1e12)
+    shadow, _ = lowered("quantspec-exact", ideal, batch)  # whose full-precision cache stays where it is
+    assert flush_seconds(SHAPE, ideal, shadow) == pytest.approx(batch * 128 * (TOKEN + UPPER) / 1e12)
+    assert flush_seconds(SHAPE, ideal, lowered("autoregressive", ideal, batch)[0]) == 0
+    # One flush comes every 128 tokens.
+    share = round_tokens(strategy) / 128
+    assert round_of("quantspec", ideal, batch).flush_s == pytest.approx(share * moved_bytes / 1e12)
+
+
+@pytest.mark.parametrize("name, logits", [("autoregressive", 1 + 1), ("quantspec", 5 + 2)])
+def test_acceptance_reads_all_queries_logits_and_both_distributions_of_one(ideal, name, logits):
+    """Rejection sampling draws one token a sequence from what the target's distribution exceeds the draft's by."""
+    accept_s = round_of(name, ideal, batch=3).accept_s
+    assert accept_s == pytest.approx(3 * logits * 128_256 * 2 / 1e12)
+
+
+def test_quest_reads_4_layers_of_keys_at_every_draft_step(ideal):
+    """2 of 16 keys in 32 layers; keys of a layer are 8 heads of 128 elements a token."""
+    scored, free = (round_of("magicdec-quest", ideal, 3, **changes) for changes in ({}, {"draft_scored_keys": 0}))
+    assert scored.draft_s - free.draft_s == pytest.approx(3 * 4096 * 4 * 8 * 128 * 2 / 1e12)
+    scored, free = (round_of("quest", ideal, 3, **changes) for changes in ({}, {"target_scored_keys": 0}))
+    assert scored.verify_s - free.verify_s == pytest.approx(3 * 4096 * 4 * 8 * 128 * 2 / 1e12)
+
+
+def test_specattn_writes_two_rows_of_scores_a_layer_and_reads_them_twice(ideal):
+    assert round_of("specattn", ideal, 3).select_s == pytest.approx(3 * 4096 * 32 * 2 * 3 * 4 / 1e12)
+
+
+def test_the_transfer_of_offloaded_layers_runs_beside_the_target(ideal):
+    alone = round_of("specontext", ideal).verify_s
+    assert round_of("specontext", ideal, transfer_s=alone / 2).verify_s == alone
+    assert round_of("specontext", ideal, transfer_s=2 * alone).verify_s == 2 * alone
+
+
+def test_a_round_is_gamma_drafts_and_everything_else_once():
+    parts = Round(gamma=4, draft_s=1.0, verify_s=20.0, accept_s=300.0, select_s=4000.0, flush_s=50_000.0)
+    assert parts.total_s == 54_324
 
 
 @pytest.mark.parametrize("batch, many", [(3, False), (4, True)])
@@ -69,6 +178,12 @@ def test_drafts_have_a_row_a_sequence_and_4_bit_products_no_other_kernel(machine
     dense, narrow = (draft_rates(machine, *lowered(name, machine, 17)) for name in ("quantspec-kv", "quantspec"))
     assert dense["linear"] == dense["head"] == machine.rates["prefill_linear"]
     assert narrow["linear"] == narrow["head"] == machine.rates["linear_int4"]
+
+
+def test_the_head_is_dense_also_where_the_targets_weights_are_not(machine):
+    few, many = (target_rates(machine, *lowered("int4-weights", machine, batch)) for batch in (16, 17))
+    assert few["linear"] == many["linear"] == machine.rates["linear_int4"]
+    assert (few["head"], many["head"]) == (machine.rates["head"], machine.rates["prefill_linear"])
 
 
 def test_a_batch_of_plans_at_once(machine):

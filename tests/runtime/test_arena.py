@@ -15,7 +15,7 @@ def test_the_arena_takes_what_the_memory_model_says():
         taken = [arena.empty((size // 4,), torch.float32) for size in buffers]
         inside = [one.untyped_storage().data_ptr() == arena._memory.data_ptr() for one in taken if one.nbytes]
         taken_bytes = sum(size for size, lies in zip(filter(None, buffers), inside, strict=True) if lies)
-        assert taken_bytes == memory.bytes_in_arena(arena_bytes, buffers) == arena.reached
+        assert taken_bytes == memory.arena_bytes(arena_bytes, buffers) == arena.reached
 
 
 def test_tensors_of_an_arena_do_not_overlap_until_it_is_cleared():

@@ -24,6 +24,14 @@ def test_all_numbers_of_a_request_reach_the_distribution():
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("temperature", [1e-4, 1e4])
+def test_extreme_temperatures_still_are_distributions(temperature):
+    probabilities = SamplingParams(temperature).choice(torch.tensor([80.0, -80.0, 79.0])).probabilities()
+    expected = [1, 0, 0] if temperature < 1 else [0.33512, 0.32980, 0.33508]  # exp(l / T), normalized
+    torch.testing.assert_close(probabilities, torch.tensor(expected).float(), atol=1e-5, rtol=0)
+    assert probabilities.sum().item() == pytest.approx(1)
+
+
 @pytest.mark.parametrize(
     "values, message",
     [
@@ -31,6 +39,9 @@ def test_all_numbers_of_a_request_reach_the_distribution():
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": float("inf")}, "temperature is inf"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"temperature": 1e-310}, "temperature is 1e-310; allowed: 0, which is greedy, or 0.0001 to 10000"),
+        ({"temperature": 0.99e-4}, "temperature is 9.9e-05"),
+        ({"temperature": 10001}, "temperature is 10001"),
         ({"top_k": 0}, "top_k is 0"),
         ({"top_k": 1.5}, "top_k is 1.5"),
         ({"top_p": 0.0}, "top_p is 0.0"),

@@ -31,7 +31,7 @@ from ridgeplan.validate.measure import Measured
 from ridgeplan.validate.prompts import prompt_batch
 
 DRAFT, VERIFY, KEEP = PHASES
-LINEAR, HEAD, SAMPLING, OTHER = "linear", "head", "sampling and verdict", "other"
+LINEAR, HEAD, SAMPLING, OTHER = "linear", "head", "sampling", "other"
 STAMP = "_stamp_kernel"
 # Names of kernels by class, whole for those of this package; the others are cuBLAS's.
 KERNELS = {

@@ -15,7 +15,8 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.memory import weight_memory
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory
-from ridgeplan.runtime.model.checkpoint import load_config, load_tokenizer, load_weights, model_source
+from ridgeplan.runtime.model.checkpoint import load_config, load_tokenizer, load_weights
+from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.model_config import DecoderConfig, decoder_config
 from ridgeplan.validate.decode_bench.channel_map import ChannelMap, InflationError

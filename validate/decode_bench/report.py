@@ -138,8 +138,8 @@ def bench_decode(
 
     Plain decoding comes first, and cases of its context and batch are compared with it. Those with 4-bit drafts come
     last, so that the copy is in no other's memory and is made once: fitted to a text, a large shape's takes up to a
-    minute. The longest of them come first, whose prompts borrow its memory. calibration: tokens of that text, as in
-    `ridgeplan.runtime.load`.
+    minute. The longest of them come first, whose prompts take their buffers from its memory. calibration: tokens of
+    that text, as in `ridgeplan.runtime.load`.
     Raises PlanError, UnsupportedPlan or PromptError before anything runs, and WorkloadError for a case that does not
     fit into memory.
     """

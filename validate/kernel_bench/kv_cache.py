@@ -78,7 +78,7 @@ class Prompts:
         return quantize_cost(*self._one(0))
 
     def error(self) -> float:
-        """Of what the codes stand for, against the twin's."""
+        """Of what the codes stand for, against the reference's."""
         self(0)
         keys, values, codes = self._one(0)
         reference = _empty_codes(keys)
@@ -166,7 +166,7 @@ class Flush:
         return coded + shift_slots_cost(keys.flatten(0, 1), values.flatten(0, 1), group)
 
     def error(self) -> float:
-        """Of the buffer and of what the new codes stand for, against the twin's."""
+        """Of the buffer and of what the new codes stand for, against the reference's."""
         group = self.cache.config.group
         moved = group if self.taken else 0
         before = self.cache.keys.clone(), self.cache.values.clone()

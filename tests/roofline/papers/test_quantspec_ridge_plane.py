@@ -37,3 +37,18 @@ def test_attention_takes_over_with_context_and_with_batch(decode):
     assert share[-1, 0] > 0.85  # small batch, long context
     assert share[0, -1] > 0.5  # large batch, short context
     assert share[-1, -1] > 0.99
+
+
+def test_attention_intensity_by_hand():
+    """From 1 token to 1001: 501 on average, 32 heads of 128 in bf16, and the merge of a single split."""
+    plane = decode_plane(load_shape("Llama-2-7B"), load_hardware("a6000"), (1,), (1,), new_tokens=1000)
+    flops = 4 * 4096 * 501 + 2 * 4096
+    partials = 32 * 129 * 4  # fp32, with a log-sum-exp; written and read
+    moved_bytes = 2 * 4096 * 2 * 501 + 2 * 4096 * 2 + 2 * partials  # keys and values; query and output
+    assert plane.attention[0, 0] == pytest.approx(flops / moved_bytes)
+
+
+def test_a_pass_is_memory_bound_where_the_aggregate_is_though_its_linear_layers_are_not():
+    plane = decode_plane(load_shape("Llama-2-7B"), load_hardware("a6000"), (262144,), (2048,))
+    assert plane.linear[0, 0] > plane.ridge_point > plane.aggregate[0, 0]
+    assert plane.memory_bound.all()

@@ -40,9 +40,9 @@ def test_rounds_that_nobody_collected_are_forgotten(rounds):
 def test_one_buffer_holds_figures_and_clock():
     """As a CUDA graph writes it and the host reads its copy."""
     out = torch.arange(2 * RoundFigures.width(gamma=1) + STAMPS)
-    out[:10] = torch.tensor([5, 6, 2, 1, 1, 7, 8, 1, 0, 1])
+    out[:12] = torch.tensor([5, 6, 2, 1, 1, 1, 7, 8, 1, 0, 1, 0])
     figures, stamps = round_runner._split(out, rows=2)
-    assert figures.rows() == [RowResult([5, 6], 1, 1), RowResult([7], 0, 1)]
-    assert stamps.tolist() == [10, 11, 12, 13]
+    assert figures.rows() == [RowResult([5, 6], 1, 1), RowResult([7], 0, 1, finite=False)]
+    assert stamps.tolist() == [12, 13, 14, 15]
     stamps[0] = 99
-    assert out[10] == 99  # views: the graph writes through them
+    assert out[12] == 99  # views: the graph writes through them

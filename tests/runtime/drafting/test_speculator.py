@@ -8,6 +8,7 @@ import torch
 from ridgeplan import runtime
 from ridgeplan.kernels.sampling.distribution import VerifyResult
 from ridgeplan.runtime.drafting.round_result import RowResult
+from ridgeplan.runtime.drafting.speculator import Verification, all_finite
 from ridgeplan.runtime.sampling import SamplingParams
 
 
@@ -26,10 +27,35 @@ def test_rows_keep_what_was_accepted_and_the_next_token_waits(speculator):
     tokens = torch.tensor([[11, 12, 13], [21, 22, 23], [31, 32, 33]])
     counts = torch.tensor([[2, 1, 2], [3, 2, 2], [1, 0, 1]])
     verified = VerifyResult(tokens, *counts.t())
-    pending, figures = speculator.keep(torch.tensor([1, 2, 3]), verified, speculator.cache.active())
+    verification = Verification(verified, finite=torch.tensor([True, False, True]))
+    pending, figures = speculator.keep(torch.tensor([1, 2, 3]), verification, speculator.cache.active())
     assert speculator.cache.lengths.tolist() == [52, 63, 70]
     assert pending.tolist() == [12, 23, 3]  # a row that is not active keeps its own
-    assert figures.rows() == [RowResult([11, 12], 1, 2), RowResult([21, 22, 23], 2, 2), RowResult([], 0, 0)]
+    assert figures.rows() == [RowResult([11, 12], 1, 2), RowResult([21, 22, 23], 2, 2, False), RowResult([], 0, 0)]
+
+
+def test_a_row_is_finite_where_each_of_its_tokens_logits_are(speculator):
+    def head(value):
+        def logits(x):
+            rows = torch.zeros(*x.shape[:-1], 128)
+            rows[1, 2, 7] = value
+            rows[2, 0, :100] = -torch.inf  # tokens that a model may rule out
+            return rows
+
+        return logits
+
+    drafts = dataclasses.replace(
+        speculator, drafter=dataclasses.replace(speculator.target, head=lambda x: torch.zeros(*x.shape[:-1], 128))
+    ).draft(torch.tensor([1, 2, 3]))
+    for value in (torch.nan, torch.inf, 0.0):
+        target = dataclasses.replace(speculator.target, head=head(value))
+        verification = dataclasses.replace(speculator, target=target).verify(torch.tensor([1, 2, 3]), drafts)
+        assert verification.finite.tolist() == [True, value == 0, True]
+    assert all_finite(torch.tensor([[0.0, 1.0], [-torch.inf, 0.0], [-torch.inf, -torch.inf]])).tolist() == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_drafts_come_from_the_drafter(speculator):

@@ -1,20 +1,27 @@
 """A GGUF file becomes a safetensors folder with the same weights, once for each content."""
 
+import contextlib
+import json
 import os
-import struct
+import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
-import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 
 from ridgeplan import runtime
 from ridgeplan.runtime.errors import ModelError
-from ridgeplan.runtime.model.checkpoint import load_tokenizer, model_source
+from ridgeplan.runtime.model import gguf_convert
+from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.gguf_convert import converted
+from ridgeplan.runtime.model.source import model_source
 
 # GGUF's names of a layer's tensors, and transformers'.
 LAYER = {
@@ -35,6 +42,11 @@ REST = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output
 def cache_home(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+def kept(cache_home: Path) -> list[str]:
+    """What stands in the cache of converted models, but for its lock."""
+    return [entry.name for entry in (cache_home / "ridgeplan" / "models").iterdir() if entry.name != ".lock"]
 
 
 def interleaved(weight, heads):
@@ -110,7 +122,184 @@ def test_a_tokenizer_that_contradicts_itself_is_one_clear_line(tiny_model, tmp_p
     with pytest.raises(ModelError, match=r"cannot read the GGUF file .*strange\.gguf: .*out of vocabulary") as error:
         converted(path)
     assert "\n" not in str(error.value)
-    assert list((cache_home / "ridgeplan" / "models").iterdir()) == []
+    assert kept(cache_home) == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"GGUF", b"not a model at all" * 50, b"GGUF\x03\x00\x00\x00" + b"\xff" * 64],
+    ids=["empty", "magic only", "text", "huge counts"],
+)
+def test_a_corrupt_file_is_one_clear_line_and_leaves_nothing(content, tmp_path, cache_home):
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=r"cannot read the GGUF file .*bad\.gguf") as error:
+        converted(path)
+    assert "\n" not in str(error.value)
+    assert kept(cache_home) == []
+
+
+def test_a_truncated_file_is_one_clear_line(path, cache_home):
+    path.write_bytes(path.read_bytes()[:-5000])
+    with pytest.raises(ModelError, match=r"cannot read the GGUF file .*model\.gguf: "):
+        converted(path)
+    assert kept(cache_home) == []
+
+
+def test_python_beside_the_file_is_never_run(path, tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    mark = tmp_path / "ran"
+    (tmp_path / "custom.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Custom: pass\n")
+    names = {
+        "AutoConfig": "custom.Custom",
+        "AutoModelForCausalLM": "custom.Custom",
+        "AutoTokenizer": ["custom.Custom"] * 2,
+    }
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps({"model_type": "custom", "auto_map": names}))
+    with contextlib.suppress(ModelError):
+        converted(path)
+    assert not mark.exists()
+
+
+@pytest.fixture
+def conversions(monkeypatch):
+    """The files that were converted, each to a folder with a config only; one named broken fails halfway."""
+    calls = []
+
+    def convert(path, staging):
+        calls.append(path)
+        (staging / "config.json").write_text("{}")
+        if path.stem == "broken":
+            raise ModelError("broken")
+
+    monkeypatch.setattr(gguf_convert, "_convert", convert)
+    return calls
+
+
+def test_a_file_is_converted_once(path, conversions):
+    folder = converted(path)
+    assert converted(path) == folder
+    assert conversions == [path]
+    assert (folder / "config.json").read_text() == "{}"
+
+
+def test_a_failed_conversion_is_not_cached(path, conversions, cache_home):
+    path = path.rename(path.with_stem("broken"))
+    for _ in range(2):
+        with pytest.raises(ModelError, match="broken"):
+            converted(path)
+    assert len(conversions) == 2
+    assert kept(cache_home) == []
+
+
+@pytest.mark.parametrize("damage", ["cut", "file", "manifest", "garbage"])
+def test_a_damaged_folder_is_made_again(path, conversions, damage):
+    folder = converted(path)
+    config, manifest = folder / "config.json", folder / gguf_convert.MANIFEST
+    changes = {
+        "cut": lambda: config.write_text("{"),
+        "file": config.unlink,
+        "manifest": manifest.unlink,
+        "garbage": lambda: manifest.write_text("[1, 2]"),
+    }
+    changes[damage]()
+    assert converted(path) == folder
+    assert len(conversions) == 2
+    assert config.read_text() == "{}"
+
+
+def test_what_a_killed_conversion_left_goes(path, conversions, cache_home):
+    folder = converted(path)
+    folder.rename(folder.with_name(f".converting-{folder.name}"))
+    assert converted(path) == folder
+    assert kept(cache_home) == [folder.name]
+
+
+def test_a_cache_that_cannot_be_written_is_a_model_error(path, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"cannot write the converted model to .*Not a directory"):
+        converted(path)
+
+
+def test_a_disk_that_fills_up_is_one_clear_line(path, monkeypatch, cache_home):
+    def save_file(*_, **__):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(gguf_convert, "save_file", save_file)
+    with pytest.raises(ModelError, match=r"cannot write the converted model to .*: I/O error: No space left on device"):
+        converted(path)
+    assert kept(cache_home) == []
+
+
+@pytest.mark.parametrize("what", ["memory", "disk"])
+def test_what_does_not_fit_is_refused_before_it_is_read(path, conversions, monkeypatch, what):
+    """All tensors in float32: 4 bytes of each element."""
+    needed_bytes = 4 * sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(path).tensors)
+    free = {"memory": 1 << 40, "disk": 1 << 40} | {what: needed_bytes - 1}
+    usage = shutil.disk_usage(path.parent)
+    monkeypatch.setattr(gguf_convert, "available_bytes", lambda: free["memory"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free["disk"]))
+    with pytest.raises(ModelError, match=rf"converting .* takes 0\.0 GB of {what} and 0\.0 GB are free"):
+        converted(path)
+    assert not conversions
+    free[what] += 1
+    converted(path)
+    assert conversions
+
+
+CONVERT = """
+import sys, time
+from pathlib import Path
+from ridgeplan.runtime.model import gguf_convert
+
+def convert(path, staging):
+    Path(sys.argv[2], f"started-{time.monotonic_ns()}").touch()
+    (staging / "config.json").write_text("{")
+    time.sleep(float(sys.argv[3]))
+    (staging / "config.json").write_text("{}")
+
+gguf_convert._convert = convert
+print(gguf_convert.converted(Path(sys.argv[1])))
+"""
+
+
+def converting(path, marks, seconds):
+    """A process that converts `path` in so many seconds and leaves a mark when it starts to."""
+    command = [sys.executable, "-c", CONVERT, str(path), str(marks), str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def started(marks):
+    return len([*marks.iterdir()])
+
+
+def test_two_processes_convert_once(path, tmp_path, cache_home):
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    processes = [converting(path, marks, 0.5) for _ in range(2)]
+    answers = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], answers
+    folders = {stdout.strip() for stdout, _ in answers}
+    assert len(folders) == started(marks) == 1
+    assert Path(folders.pop(), "config.json").read_text() == "{}"
+
+
+def test_a_conversion_that_was_killed_is_done_by_the_next(path, tmp_path, cache_home):
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    first = converting(path, marks, 600)
+    while not started(marks):
+        assert first.poll() is None
+        time.sleep(0.05)
+    first.kill()
+    first.communicate()
+    (left,) = kept(cache_home)
+    assert left.startswith(".converting-")
+    stdout, stderr = converting(path, marks, 0).communicate(timeout=120)
+    assert stderr == ""
+    assert kept(cache_home) == [Path(stdout.strip()).name]
 
 
 @pytest.mark.parametrize("changed", ["time", "size"])
@@ -125,12 +314,3 @@ def test_a_changed_file_is_converted_anew(path, changed):
     second = converted(path)
     assert second != first
     assert {first.parent, second.parent} == {first.parent}
-
-
-def test_counts_that_the_file_cannot_hold_reach_no_other_reader(tmp_path, monkeypatch, cache_home):
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda **_: pytest.fail("the file was read"))
-    path = tmp_path / "huge.gguf"
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2**40, 1) + bytes(4096))
-    with pytest.raises(ModelError, match=r"cannot read the GGUF file .*: it announces 1099511627776 items"):
-        converted(path)
-    assert not [*cache_home.glob("ridgeplan/models/*")]

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from ridgeplan.kernels.linear.int4_weight import Int4Weight
-from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model.linear import Dense, Int4, LibraryInt4Weight
 from ridgeplan.runtime.quantization.gptq import quantize_weight
-from ridgeplan.runtime.quantization.pack import fitting_group, int4_linear
+from ridgeplan.runtime.quantization.pack import int4_linear
 
 
 def random(*shape, seed=0):
@@ -73,23 +72,3 @@ def test_constant_groups_stay_finite():
     weight = torch.full((16, 64), 0.25)
     x = torch.ones(1, 64)
     assert torch.allclose(int4_linear(Dense(weight), 64)(x), torch.full((1, 16), 16.0), rtol=0.01)
-
-
-@pytest.mark.parametrize(
-    "inputs, group, expected",
-    [
-        (576, 128, 64),
-        (1536, 128, 128),
-        (4096, 128, 128),
-        (96, 128, 32),
-        (64, 32, 32),
-        (512, 256, 256),
-    ],
-)
-def test_group_falls_to_what_divides_the_inputs(inputs, group, expected):
-    assert fitting_group(inputs, group) == expected
-
-
-def test_inputs_without_a_group_are_refused():
-    with pytest.raises(ModelError, match="has 100 inputs; allowed for 4-bit weights: multiples of 32"):
-        fitting_group(100, 128)

@@ -99,7 +99,7 @@ def test_each_operation_of_the_model_is_in_one_class(h200_profile: Profile, name
         ("linear", "linear"),
         ("attend", "attention"),
         ("merge", "attention"),
-        ("filter", "sampling and verdict"),
+        ("filter", "sampling"),
         ("quantize", "flush and shift"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int> >(int)", "other"),
         ("Memcpy DtoD (Device -> Device)", "other"),

@@ -90,15 +90,16 @@ def test_a_model_with_norms_of_queries_and_keys_is_refused():
 @pytest.mark.slow
 def test_smollm2_generates_the_same_tokens(smollm2, long_text):
     """Speculation included: the codes hold the small model's KV, so drafts are accepted as its are."""
-    workload = Workload("smollm2", "cpu", 400, 40, 1)
+    workload = Workload("smollm2", "cpu", 245, 20, 1)  # with a flush at 256 tokens
     source = load(quantspec_kv(workload), str(smollm2))
-    shape = llama_like_shape(32, 1024, 2048, 16, 4, 128, vocab=50_000)
+    shape = llama_like_shape(31, 640, 1600, 12, 3, 128, vocab=50_000)
     config = inflated_config(source.config, shape)
     weights = inflated_weights(source.config, source.weights, shape)
     engine = Engine(quantspec_kv(workload), str(smollm2), config, weights, CPU, MemoryMeter(CPU))
-    prompt = source.tokenizer(long_text[30_000:40_000])["input_ids"][:400]
-    plain, inflated = source.generate(prompt, 40), engine.generate(prompt, 40)
+    prompt = source.tokenizer(long_text[30_000:40_000])["input_ids"][:245]
+    plain, inflated = source.generate(prompt, 20), engine.generate(prompt, 20)
     assert inflated.tokens == plain.tokens
+    assert inflated.statistics.flushes == 1
     assert inflated.statistics.acceptance > plain.statistics.acceptance - 0.1
     difference = logits(config, weights, torch.tensor(prompt))[: source.config.shape.vocab] - logits(
         source.config, source.weights, torch.tensor(prompt)

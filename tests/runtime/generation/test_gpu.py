@@ -1,4 +1,4 @@
-"""The runtime on a CUDA device: the Triton path generates what the twins generate."""
+"""The runtime on a CUDA device: the Triton path generates what the references generate."""
 
 import pytest
 import torch

@@ -1,0 +1,158 @@
+"""From plans to terms: formats, budgets and kernel classes of known plans, written out."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from ridgeplan.planner.lowering import kernel_class, rates_of, stack, strategy_of
+from ridgeplan.planner.plan import KVCache, KVFormat, PlanError, Workload
+from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.device import Device
+from ridgeplan.roofline.latency import KERNEL_CLASSES, Machine, RateTerms
+from ridgeplan.roofline.strategy import UNLIMITED_TOKENS
+
+LLAMA = load_shape("Llama-3.1-8B")
+GPU = Device(memory_bytes=80e9, element_bytes=2, num_sms=132)
+CPU = Device(memory_bytes=8e9, element_bytes=4, num_sms=2, asynchronous=0)
+INT4 = 0.5 + 4 / 128  # a 4-bit weight, and a 128th of an fp16 scale and minimum
+
+
+def plan_of(name, context=131072):
+    return preset(name, Workload("m", "h200", context, 1000, 3))
+
+
+def lowered(name, device=GPU, shape=LLAMA):
+    return strategy_of(plan_of(name), shape, device, 0.9)
+
+
+def test_lengths_and_speculation_are_the_plans():
+    found = lowered("specattn")
+    assert (found.batch, found.context, found.new_tokens, found.gamma) == (3, 131072, 1000, 7)
+    assert (found.draft_ratio, found.acceptance, found.kv_group, found.queries) == (0.07, 0.9, 128, 8)
+
+
+@pytest.mark.parametrize(
+    "name, stores_full_kv, planes, target_bits, draft_bits",
+    [
+        ("autoregressive", 1, 0, 0, 0),
+        ("int8", 0, 2, 8, 8),
+        ("quantspec", 0, 2, 8, 4),
+        ("quantspec-exact", 1, 1, 0, 4),  # the target reads full precision, drafts the shadow
+        ("specattn", 1, 0, 0, 0),
+    ],
+)
+def test_what_is_stored_and_read(name, stores_full_kv, planes, target_bits, draft_bits):
+    found = lowered(name)
+    assert (found.stores_full_kv, found.code_planes) == (stores_full_kv, planes)
+    assert (found.target_bits, found.draft_bits) == (target_bits, draft_bits)
+
+
+def test_drafts_without_upper_codes_read_what_the_target_reads():
+    drafting = replace(plan_of("specattn"), kv=KVCache(KVFormat.INT8))
+    assert strategy_of(drafting, LLAMA, GPU, 0.9).draft_bits == 8
+
+
+@pytest.mark.parametrize(
+    "name, target, draft, head, own, dense",
+    [
+        ("autoregressive", 2, 2, 2, 0, (1, 1)),
+        ("quantspec", 2, INT4, INT4, 1, (1, 0)),
+        ("quantspec-kv", 2, 2, 2, 0, (1, 1)),
+        ("int4-weights", INT4, INT4, 2, 0, (0, 0)),  # one 4-bit copy, the head in full precision
+    ],
+)
+def test_bytes_per_parameter(name, target, draft, head, own, dense):
+    found = lowered(name)
+    assert (found.target_weight_bytes, found.draft_weight_bytes, found.draft_head_bytes) == (target, draft, head)
+    assert (found.has_draft_weights, (found.target_dense, found.draft_dense)) == (own, dense)
+
+
+def test_full_precision_is_the_devices_or_what_the_checkpoint_holds():
+    assert lowered("autoregressive", CPU).target_weight_bytes == 4
+    mxfp4 = load_shape("openai/gpt-oss-20b")  # 4 bits, and 8 bits of scale per 32 weights
+    assert lowered("autoregressive", GPU, mxfp4).target_weight_bytes == 4.25 / 8
+    assert lowered("autoregressive", GPU, mxfp4).draft_head_bytes == 2
+
+
+def test_budgets_bind_only_where_there_are_any():
+    plain, evicted, context = lowered("autoregressive"), lowered("dapq"), lowered("specontext")
+    assert plain.eviction_budget == plain.offload_budget == plain.target_budget == UNLIMITED_TOKENS > 1e12
+    assert evicted.eviction_budget == 1024
+    assert (context.offload, context.offload_budget, context.target_budget) == (1, 2048, 2048)
+    assert plain.offload == 0
+
+
+@pytest.mark.parametrize(
+    "name, target_keys, draft_keys, score_bytes",
+    [
+        ("autoregressive", 0, 0, 0),
+        ("quest", 32 / 8, 0, 0),  # 2 keys of every 16 tokens, in 32 layers
+        ("magicdec-quest", 0, 32 / 8, 0),
+        ("specontext", 1, 0, 0),  # one head for all layers
+        ("specextend", 0, 0, 32 * 12),  # fp32 scores, written once and read twice
+        ("specattn", 0, 0, 32 * 24),
+    ],
+)
+def test_selections_are_priced_for_all_layers(name, target_keys, draft_keys, score_bytes):
+    found = lowered(name)
+    assert (found.target_scored_keys, found.draft_scored_keys) == (target_keys, draft_keys)
+    assert found.round_score_bytes == score_bytes
+
+
+@pytest.mark.parametrize(
+    "name, part, kind, expected",
+    [
+        ("quantspec", "prefill", "linear", "prefill_linear"),
+        ("quantspec", "prefill", "head", "head"),
+        ("quantspec", "target", "linear", "linear"),
+        ("quantspec", "target", "head", "head"),
+        ("quantspec", "target", "attention", "attention_int8"),
+        ("quantspec", "draft", "linear", "linear_int4"),
+        ("quantspec", "draft", "head", "linear_int4"),
+        ("quantspec", "draft", "attention", "attention_int4"),
+        ("quantspec-kv", "draft", "head", "head"),
+        ("quantspec-exact", "target", "attention", "attention"),
+        ("int4-weights", "target", "linear", "linear_int4"),
+        ("int4-weights", "draft", "head", "head"),
+        ("quantspec", "draft", "rope", "rope"),
+    ],
+)
+def test_kernel_classes_follow_the_formats(name, part, kind, expected):
+    assert kernel_class(plan_of(name), 128, part, kind) == expected
+    if part != "prefill" and kind != "rope":
+        rates = {one: RateTerms(index, 1.0, 0.0) for index, one in enumerate(KERNEL_CLASSES, start=1)}
+        machine = Machine(**{**vars(GPU), **dict.fromkeys(MACHINE_FIELDS, 1.0), "rates": rates})
+        assert getattr(getattr(rates_of(plan_of(name), LLAMA, machine), part), kind) == rates[expected]
+
+
+MACHINE_FIELDS = set(Machine.__dataclass_fields__) - set(Device.__dataclass_fields__)
+
+
+def test_narrow_heads_have_their_own_class():
+    assert kernel_class(plan_of("quantspec"), 64, "draft", "attention") == "attention_int4_d64"
+
+
+def test_tensor_parallelism_is_refused():
+    with pytest.raises(PlanError, match="tensor_parallel is 2; allowed: 1 for a prediction"):
+        strategy_of(replace(plan_of("quantspec"), tensor_parallel=2), LLAMA, GPU, 0.9)
+
+
+@dataclass(frozen=True)
+class Inner:
+    rate: float
+
+
+@dataclass(frozen=True)
+class Outer:
+    inner: Inner
+    same: int
+    own: int
+
+
+def test_plans_are_stacked_field_by_field_each_as_often_as_its_grid_is_large():
+    found = stack([Outer(Inner(0.5), 7, 1), Outer(Inner(0.25), 7, 2)], [2, 3])
+    np.testing.assert_array_equal(found.own, [1, 1, 2, 2, 2])
+    np.testing.assert_array_equal(found.inner.rate, [0.5, 0.5, 0.25, 0.25, 0.25])
+    assert found.same == 7  # what all plans share stays a number

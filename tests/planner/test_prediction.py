@@ -1,0 +1,151 @@
+"""Predictions: how figures, bands, sources and the breakdown follow from each other."""
+
+from dataclasses import replace
+
+import pytest
+
+from ridgeplan.planner.plan import Placement, Workload
+from ridgeplan.planner.prediction import predict, predict_all
+from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.profile import Rates
+
+LLAMA = load_shape("Llama-3.1-8B")
+
+
+def plan_of(name, **changes):
+    return preset(name, Workload("Llama-3.1-8B", "h200", **{"context": 32768, "batch": 4, **changes}))
+
+
+def with_classes(profile, **classes):
+    return replace(profile, classes={**profile.classes, **classes})
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "quantspec", "specattn"])
+def test_headline_figures_agree_with_the_round(h200_profile, name):
+    found = predict(plan_of(name), LLAMA, h200_profile)
+    assert found.best.tpot_ms == pytest.approx(found.round_ms / found.tokens_per_round)
+    assert found.best.tokens_per_s == pytest.approx(4 * 1000 / found.best.tpot_ms)  # of 4 sequences
+    assert found.round_s["draft"] == pytest.approx(found.gamma * found.draft_step_ms / 1e3)
+    assert found.round_s["verification"] == pytest.approx(found.verify_ms / 1e3)
+    assert found.round_ms == pytest.approx(1e3 * sum(found.round_s.values()))
+    assert found.gamma == {"autoregressive": 0, "quantspec": 4, "specattn": 7}[name]
+
+
+def test_peak_memory_is_the_larger_of_prefills_and_decodings(h200_profile):
+    found = predict(plan_of("quantspec"), LLAMA, h200_profile)
+    assert found.best.peak_memory_bytes == max(found.prefill_peak_bytes, found.decode_peak_bytes)
+    kept = sum(found.memory_bytes[name] for name in ("weights", "draft_weights", "kv", "buffers"))
+    assert found.prefill_peak_bytes == pytest.approx(kept + found.memory_bytes["prefill_workspace"])
+    # The workspace may be half as large or larger by half.
+    half = (found.best.peak_memory_bytes - kept) / 2
+    assert found.low.peak_memory_bytes == pytest.approx(kept + half)
+    assert found.high.peak_memory_bytes == pytest.approx(kept + 3 * half)
+
+
+def test_speedup_is_the_baselines_time_over_the_plans(h200_profile):
+    plain, fast = predict_all([plan_of("autoregressive"), plan_of("quantspec")], LLAMA, h200_profile)
+    assert fast.best.tpot_ms < plain.best.tpot_ms
+    assert fast.against(plain).speedup == pytest.approx(plain.best.tpot_ms / fast.best.tpot_ms)
+    assert plain.against(plain).speedup == 1
+
+
+def test_the_band_of_plain_decoding_is_the_spread_of_its_classes(h200_profile):
+    """Every class of the test profile has a spread of 5%; only linear layers of 30% count by their time."""
+    found = predict(plan_of("autoregressive"), LLAMA, h200_profile)
+    assert found.high.tpot_ms / found.best.tpot_ms == pytest.approx(1.05)
+    assert found.low.ttft_ms / found.best.ttft_ms == pytest.approx(0.95)
+    uneven = with_classes(h200_profile, linear=replace(h200_profile.classes["linear"], spread=0.3))
+    found = predict(plan_of("autoregressive"), LLAMA, uneven)
+    target = [op for op in found.breakdown if op.part == "target"]
+    share = sum(op.seconds for op in target if op.kind == "linear") / sum(op.seconds for op in target)
+    assert 0.2 < share < 0.9
+    assert found.high.tpot_ms / found.best.tpot_ms == pytest.approx(1 + 0.3 * share + 0.05 * (1 - share))
+
+
+def test_drafts_widen_the_band_by_their_share_of_the_round(h200_profile):
+    """Drafts on 4-bit weights whose class is fitted to 50%; all else to 0, and acceptance 1 leaves no band itself."""
+    exact = {name: replace(rates, spread=0.0) for name, rates in h200_profile.classes.items()}
+    row = {"draft": "w4", "model": "Llama-3.1-8B", "parameters": 8.0, "context": 32768, "acceptance": 1.0}
+    certain = ({**row, "source": "measured", "where": "here"},)
+    profile = replace(h200_profile, classes={**exact, "linear_int4": replace(exact["linear_int4"], spread=0.5)})
+    found = predict(plan_of("quantspec-weights"), LLAMA, replace(profile, acceptance=certain))
+    draft = [op for op in found.breakdown if op.part == "draft"]
+    of_draft = sum(op.seconds for op in draft if op.kind == "linear_int4") / sum(op.seconds for op in draft)
+    drafted = found.round_s["draft"] / sum(found.round_s.values())
+    assert found.high.tpot_ms / found.best.tpot_ms == pytest.approx(1 + 0.5 * of_draft * drafted)
+
+
+def test_throughput_is_low_where_time_is_high(h200_profile):
+    found = predict(plan_of("quantspec"), LLAMA, h200_profile)
+    assert found.low.tokens_per_s == pytest.approx(4 * 1000 / found.high.tpot_ms)
+    assert found.high.tokens_per_s == pytest.approx(4 * 1000 / found.low.tpot_ms)
+
+
+@pytest.mark.parametrize(
+    "name, sources, expected",
+    [
+        ("autoregressive", {}, "calibrated"),
+        ("autoregressive", {"attention": "transferred"}, "transferred"),
+        ("autoregressive", {"linear_int4": "prior"}, "calibrated"),  # which plain decoding does not run
+        ("quantspec-kv", {}, "transferred"),  # acceptance of other models
+        ("quantspec-kv", {"attention_int4": "published"}, "published"),  # drafts' class
+        ("quantspec-kv", {"linear": "prior"}, "prior"),
+        ("quest", {}, "prior"),  # a selection's cost follows its paper's description
+        ("specattn", {}, "prior"),
+    ],
+)
+def test_the_weakest_source_speaks_for_the_prediction(h200_profile, name, sources, expected):
+    classes = {kind: replace(h200_profile.classes[kind], source=source) for kind, source in sources.items()}
+    assert predict(plan_of(name), LLAMA, with_classes(h200_profile, **classes)).source == expected
+
+
+def test_offloading_rests_on_a_prior(h200_profile):
+    offloading = replace(plan_of("autoregressive"), placement=Placement(True, 2048))
+    assert predict(offloading, LLAMA, h200_profile).source == "prior"
+
+
+def test_measured_acceptance_leaves_the_calibration_as_the_weakest_source(h200_profile):
+    plan = preset("quantspec-kv", Workload("SmolLM2-135M", "h200", 4096))
+    assert predict(plan, load_shape("SmolLM2-135M"), h200_profile).source == "calibrated"
+
+
+def test_the_breakdown_holds_what_a_plan_launches(h200_profile):
+    plain, drafting = predict_all([plan_of("autoregressive"), plan_of("quantspec")], LLAMA, h200_profile)
+    assert {op.part for op in plain.breakdown} == {"prefill", "target"}
+    assert {op.part for op in drafting.breakdown} == {"prefill", "draft", "target"}
+    launches = {(op.part, op.op): op.launches for op in drafting.breakdown}
+    assert launches["draft", "attention"] == launches["target", "attention"] == 32
+    # 4 rows activate in the product itself, the 20 rows of a verification in a kernel of their own.
+    assert ("draft", "mlp swiglu") not in launches
+    assert launches["target", "mlp swiglu"] == 32
+
+
+def test_operations_add_up_to_the_pass(h200_profile):
+    """A device that works by itself hides the host's dispatch; drafts also draw a token, which no pass holds."""
+    found = predict(plan_of("autoregressive", new_tokens=1), LLAMA, h200_profile)
+    assert 1e3 * sum(op.seconds for op in found.breakdown if op.part == "target") == pytest.approx(found.verify_ms)
+    attention = next(op for op in found.breakdown if (op.part, op.op) == ("target", "attention"))
+    rates = h200_profile.classes["attention"]
+    assert attention.seconds == pytest.approx(32 * rates.launch_s + attention.bytes / (0.85 * 4.8e12))
+    assert attention.intensity == attention.flops / attention.bytes
+
+
+def test_one_plan_and_many_are_predicted_alike(h200_profile):
+    names = ["autoregressive", "quantspec", "specattn", "dapq"]
+    together = predict_all([plan_of(name) for name in names], LLAMA, h200_profile)
+    for name, found in zip(names, together, strict=True):
+        alone = predict(plan_of(name), LLAMA, h200_profile)
+        for figures in ("best", "low", "high"):
+            assert vars(getattr(found, figures)) == pytest.approx(vars(getattr(alone, figures)))
+        assert found.round_s == pytest.approx(alone.round_s)
+        assert found.memory_bytes == pytest.approx(alone.memory_bytes)
+        times = [{(op.part, op.op): op.seconds for op in one.breakdown} for one in (found, alone)]
+        assert times[0] == pytest.approx(times[1])
+
+
+def test_slower_rates_take_longer(h200_profile):
+    slow = with_classes(h200_profile, attention=Rates(0.425, 0.35, 4e-6, 0.05))  # half as fast in every respect
+    fast, halved = (predict(plan_of("autoregressive"), LLAMA, one) for one in (h200_profile, slow))
+    times = [sum(op.seconds for op in one.breakdown if op.kind == "attention") for one in (fast, halved)]
+    assert times[1] == pytest.approx(2 * times[0])

@@ -1,0 +1,48 @@
+"""What a recommendation says of itself."""
+
+import pytest
+
+from ridgeplan import planner
+
+
+def explained(profile, context, **changes):
+    answer = planner.recommend("meta-llama/Llama-3.1-8B", "h200", context, profile=profile, **changes)
+    return answer, answer.explain()
+
+
+@pytest.mark.parametrize(
+    "context, batch, bottleneck",
+    [(4096, 1, "weights"), (131072, 4, "KV cache")],
+    ids=["16 GB of weights, 0.5 GB of KV", "16 GB of weights, 69 GB of KV"],
+)
+def test_the_bottleneck_is_what_a_plain_step_reads_most(h200_profile, context, batch, bottleneck):
+    answer, text = explained(h200_profile, context, batch=batch)
+    # Reading is all there is to a step at these sizes, and both classes reach 85% of the bandwidth.
+    kv_bytes, weight_bytes = (context + 512) * 131_072 * batch, 2 * 7_504_658_432
+    share = kv_bytes / (kv_bytes + weight_bytes)
+    percent = int(text.split("plain decoding spends ")[1].split("%")[0])
+    assert percent == pytest.approx(100 * share, abs=4)
+    assert f"the {bottleneck} " in text
+    assert answer.name in text
+
+
+def test_it_names_the_rounds_arithmetic_and_the_memory(h200_profile):
+    answer, text = explained(h200_profile, 131072)
+    predicted = answer.predicted
+    assert f"drafts {predicted.gamma} x " in text
+    assert f"yields {predicted.tokens_per_round:.2f} tokens" in text
+    assert f"{predicted.speedup:.2f}x plain decoding" in text
+    gib = predicted.best.peak_memory_bytes / 2**30
+    assert f"peak memory {gib:.2f} GiB of {answer.memory_limit_bytes / 2**30:.2f} GiB" in text
+    assert "gives up: INT8 KV" in text
+    assert text.count("\n  not ") == 5
+
+
+def test_plain_decoding_has_no_round(h200_profile):
+    _, text = explained(h200_profile, 131072, quality="exact", objective="memory")
+    assert "no speculation: every step is the target's own" in text
+
+
+def test_times_have_three_digits_and_no_exponent(h200_profile):
+    _, text = explained(h200_profile, 2048, batch=4096, memory_limit=1e15)
+    assert "e+" not in text

@@ -1,0 +1,64 @@
+"""From names to shapes, profiles and workloads."""
+
+from dataclasses import replace
+
+import pytest
+
+from ridgeplan.planner.plan import PlanError
+from ridgeplan.planner.resolution import resolve, workload_for
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.profile import ProfileError
+from ridgeplan.roofline.catalog.profile_lookup import shipped_profiles
+
+QWEN = load_shape("Qwen2.5-0.5B")  # 32768 positions
+
+
+@pytest.mark.parametrize(
+    "context, new_tokens, factor",
+    [
+        (32000, 768, 1.0),  # 32768 tokens in all
+        (32000, 769, 1.5),  # one more than it has positions, generated ones included
+        (40000, 9152, 1.5),  # 49152 is 1.5 x 32768
+        (40000, 9153, 2.0),
+        (120_000, 1024, 4.0),
+    ],
+)
+def test_yarn_stretches_in_halves_to_the_last_generated_token(h200_profile, context, new_tokens, factor):
+    assert workload_for(QWEN, h200_profile, context, new_tokens, 1, yarn=True).yarn_factor == factor
+    assert workload_for(QWEN, h200_profile, context, new_tokens, 1, yarn=False).yarn_factor == 1
+
+
+def test_a_workload_names_the_model_and_the_machine(h200_profile):
+    workload = workload_for(QWEN, h200_profile, 1000, 10, 3, yarn=False)
+    assert (workload.model, workload.hardware, workload.batch) == (QWEN.name, "h200", 3)
+
+
+def test_yarn_reaches_64_times_the_positions(h200_profile):
+    assert workload_for(QWEN, h200_profile, 64 * 32768 - 1, 1, 1, yarn=True).yarn_factor == 64
+    with pytest.raises(PlanError, match=r"is 64\.5x the model's 32768; allowed: up to 64x with YaRN"):
+        workload_for(QWEN, h200_profile, 64 * 32768, 1, 1, yarn=True)
+
+
+def test_a_profile_of_ones_own_is_used_and_transferred_to_other_machines(h200_profile, tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(h200_profile.to_json())
+    for given in (h200_profile, path, str(path)):
+        assert resolve(QWEN, "h200", given)[1] == h200_profile
+    shape, other = resolve("Qwen2.5-0.5B", "a100", h200_profile)
+    assert shape == QWEN
+    assert (other.hardware.name, other.transferred_from) == ("a100-80gb", "test H200")
+    assert resolve(QWEN, "h200")[1] == shipped_profiles()[0]
+
+
+def test_auto_is_the_given_the_calibrated_or_the_detected_machine(h200_profile, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("ridgeplan.planner.resolution.detect_hardware", lambda: None)
+    assert resolve(QWEN, "auto", h200_profile)[1] == h200_profile
+    with pytest.raises(ProfileError, match="this machine is not calibrated"):
+        resolve(QWEN, "auto")
+    monkeypatch.setattr("ridgeplan.planner.resolution.detect_hardware", lambda: "h200")
+    assert resolve(QWEN, "auto")[1] == shipped_profiles()[0]
+    own = replace(h200_profile, device="mine")
+    (tmp_path / "ridgeplan").mkdir()
+    (tmp_path / "ridgeplan" / "profile.json").write_text(own.to_json())
+    assert resolve(QWEN, "auto")[1] == own

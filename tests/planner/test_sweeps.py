@@ -1,0 +1,36 @@
+"""Sweeps and thresholds of a plan agree with its predictions."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ridgeplan.planner import predict, sweep, thresholds
+from ridgeplan.planner.plan import Placement, Workload
+from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.catalog.models import load_shape
+
+LLAMA = load_shape("Llama-3.1-8B")
+
+
+def test_a_sweep_over_gamma_is_the_prediction_of_each(h200_profile):
+    plan = preset("quantspec", Workload("Llama-3.1-8B", "h200", 32768))
+    gammas = [1, 4, 15]
+    plans = [replace(plan, speculation=replace(plan.speculation, gamma=gamma)) for gamma in gammas]
+    swept = sweep(plan, LLAMA, h200_profile, "tpot_s", ["gamma"])(gamma=np.array(gammas))
+    assert 1e3 * swept == pytest.approx([predict(one, LLAMA, h200_profile).best.tpot_ms for one in plans])
+
+
+def test_thresholds_leave_room_for_a_rounds_tokens(h200_profile):
+    """A round of gamma + 1 = 8 tokens still fits after the first threshold, and no more."""
+    small = replace(h200_profile, hardware=replace(h200_profile.hardware, memory_bytes=24 * 10**9))
+    plan = replace(preset("specattn", Workload("m", "h200", 1000, new_tokens=8)), placement=Placement(True, 2048))
+    first, *_ = thresholds(plan, LLAMA, small)
+
+    def offloaded(context):
+        workload = replace(plan.workload, context=context, new_tokens=1)
+        return predict(replace(plan, workload=workload), LLAMA, small).offloaded_layers
+
+    assert first > 10_000
+    assert offloaded(first + 7) == 0
+    assert offloaded(first + 9) > 0

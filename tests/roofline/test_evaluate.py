@@ -1,0 +1,105 @@
+"""Latency of whole strategies: against sums over every step, and against what a hand adds up."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ridgeplan.planner.lowering import rates_of, strategy_of
+from ridgeplan.planner.plan import Workload
+from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.evaluate import evaluate, pass_ops, prefill_seconds
+from ridgeplan.roofline.latency import RateTerms
+from ridgeplan.roofline.speculative_round import round_at
+
+LLAMA = load_shape("Llama-3.1-8B")
+KV_BYTES = 131_072  # of a token: 32 layers x 2 x 8 heads x 128 elements x 2 bytes
+LINEAR_PARAMETERS = 7_504_658_432  # 8,030,261,248 less the input table of 128,256 x 4096 and 65 norms of 4096
+
+
+def lowered(name, machine, shape=LLAMA, acceptance=0.9, **workload):
+    plan = preset(name, Workload("m", "h200", **{"context": 4096, "new_tokens": 1024, **workload}))
+    return strategy_of(plan, shape, machine, acceptance), rates_of(plan, shape, machine)
+
+
+def test_a_plain_step_moves_the_weights_and_the_cache(ideal):
+    """Halfway through the generation, 4608 tokens; activations are less than 1% of it."""
+    estimate = evaluate(LLAMA, ideal, *lowered("autoregressive", ideal))
+    moved_bytes = 2 * LINEAR_PARAMETERS + 4608 * KV_BYTES
+    assert moved_bytes / 1e12 < estimate.tpot_s < 1.01 * moved_bytes / 1e12
+    assert estimate.tokens_per_round == 1
+
+
+def test_a_batch_shares_the_weights(ideal):
+    one, four = (evaluate(LLAMA, ideal, *lowered("autoregressive", ideal, batch=batch)).tpot_s for batch in (1, 4))
+    assert four - one == pytest.approx(3 * 4608 * KV_BYTES / 1e12, rel=0.03)
+
+
+# Costs have kinks where the budget or the buffer is full: there, two nodes are within 5% of the mean over all steps.
+@pytest.mark.parametrize("name", ["autoregressive", "quantspec", "quest"])
+def test_a_round_is_the_mean_over_the_generation(ideal, name):
+    shape = replace(LLAMA, intermediate=64, vocab=64, hidden=64)  # attention decides
+    strategy, rates = lowered(name, ideal, shape, context=400, new_tokens=2000)
+    strategy = replace(strategy, target_budget=np.minimum(strategy.target_budget, 800))
+    steps = (strategy.context + (step + 0.5) / 500 * strategy.new_tokens for step in range(500))
+    rounds = [round_at(shape, ideal, strategy, rates, context, 0) for context in steps]
+    found = evaluate(shape, ideal, strategy, rates).round
+    for part in ("draft_s", "verify_s", "accept_s", "select_s", "flush_s", "total_s"):
+        mean = np.mean([getattr(one, part) for one in rounds])
+        assert getattr(found, part) == pytest.approx(mean, rel=0.05), part
+
+
+def test_tpot_is_a_round_over_its_tokens(ideal):
+    estimate = evaluate(LLAMA, ideal, *lowered("quantspec-exact", ideal, acceptance=0.5))
+    assert estimate.tokens_per_round == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.0625)
+    assert estimate.tpot_s == pytest.approx(estimate.round.total_s / 1.9375)
+    one = estimate.round
+    parts = 4 * one.draft_s + one.verify_s + one.accept_s + one.select_s + one.flush_s
+    assert one.total_s == pytest.approx(parts)
+    assert min(one.draft_s, one.verify_s, one.accept_s, one.flush_s) > 0 == one.select_s
+
+
+def test_plain_decoding_drafts_selects_and_flushes_nothing(ideal):
+    one = evaluate(LLAMA, ideal, *lowered("autoregressive", ideal)).round
+    assert (one.draft_s, one.select_s, one.flush_s) == (0, 0, 0)
+    assert one.total_s == one.verify_s + one.accept_s
+
+
+def test_layers_are_launched_once_a_chunk_of_4096_tokens(ideal):
+    """A host that takes 1 ms a layer, beside a device that takes no time: 32 layers of each chunk."""
+    instant = replace(ideal, bandwidth_bytes_per_s=1e30, compute_flops=1e30, prefill_layer_dispatch_s=1e-3)
+    for context, chunks in ((100, 1), (4096, 1), (16384, 4), (32768, 8)):
+        strategy, _ = lowered("autoregressive", instant, context=context)
+        assert prefill_seconds(LLAMA, instant, strategy) == pytest.approx(32e-3 * chunks)
+
+
+def test_prompts_are_processed_one_after_another(ideal):
+    """Each with its quantization: codes of 8.25 bits an element are written for 4096 tokens in 32 layers."""
+    slow = replace(ideal, rates={**ideal.rates, "quantize": RateTerms(1e-3, 1.0, 0.0)})
+    for batch in (1, 3):
+        plain, coded = (
+            prefill_seconds(LLAMA, slow, lowered(name, slow, batch=batch)[0]) for name in ("autoregressive", "int8")
+        )
+        read, written = 4096 * KV_BYTES, 4096 * KV_BYTES / 16 * 8.25
+        assert coded - plain == pytest.approx(batch * (read + written) / 1e9)
+        alone = prefill_seconds(LLAMA, slow, lowered("autoregressive", slow)[0])
+        assert plain == pytest.approx(batch * alone)
+
+
+def test_prefill_of_a_long_prompt_is_bound_by_its_flops(ideal):
+    """2 FLOPs per linear parameter and token (the head but once), and 32 layers of causal attention."""
+    fast = replace(ideal, bandwidth_bytes_per_s=1e15)
+    strategy, _ = lowered("autoregressive", fast, context=32768)
+    head = 128_256 * 4096
+    flops = 2 * (LINEAR_PARAMETERS - head) * 32768 + 32 * 4 * 4096 * 32768**2 / 2
+    assert prefill_seconds(LLAMA, fast, strategy) == pytest.approx(flops / 1e15, rel=0.01)
+
+
+def test_the_breakdown_is_taken_halfway_through_the_generation(ideal):
+    ops = pass_ops(LLAMA, ideal, lowered("autoregressive", ideal)[0])
+    assert set(ops) == {"prefill", "draft", "target"}
+    attention = next(op for op in ops["target"] if op.name == "attention")
+    # 4608 tokens in the cache and the one of the step; 32 heads, each with a merge of its 18 splits
+    splits = 16  # of 256 tokens of the prompt
+    assert attention.cost.flops == 4 * 4096 * 4609 + 2 * 4096 * splits

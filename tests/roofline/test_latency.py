@@ -1,0 +1,96 @@
+"""Times of operations and passes, worked out by hand on a machine of round numbers."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ridgeplan.roofline.catalog.hardware import load_hardware
+from ridgeplan.roofline.catalog.profile_lookup import profile_for
+from ridgeplan.roofline.cost import Cost
+from ridgeplan.roofline.latency import Machine, RateTerms, attention_kind, linear_kind, select_rates
+from ridgeplan.roofline.passes import Op
+
+HALF = RateTerms(bandwidth_utilization=0.5, compute_utilization=0.25, launch_s=1e-6)
+
+
+def test_time_is_launch_and_the_larger_of_moving_and_computing(ideal):
+    memory_bound = Cost(flops=1e6, read_bytes=2e6, write_bytes=1e6)
+    assert ideal.seconds(memory_bound, HALF) == pytest.approx(1e-6 + 3e6 / 0.5e12)
+    compute_bound = Cost(flops=1e12, read_bytes=1e6)
+    assert ideal.seconds(compute_bound, HALF) == pytest.approx(1e-6 + 1e12 / 0.25e15)
+
+
+def test_every_launch_of_an_operation_counts(ideal):
+    op = Op("x", "elementwise", Cost(read_bytes=1e6), launches=7)
+    assert ideal.op_seconds(op, {}) == pytest.approx(7e-6)
+    assert ideal.op_seconds(op, {"elementwise": HALF}) == pytest.approx(7 * 3e-6)
+    assert ideal.op_seconds(op, {"linear": HALF}) == pytest.approx(7e-6)
+
+
+@pytest.mark.parametrize(
+    "asynchronous, seconds",
+    [(1, 10e-6), (0, 10e-6 + 4e-6)],
+    ids=["a GPU hides the host's work behind its own", "a CPU does both"],
+)
+def test_a_pass_of_10_us_on_the_device_and_4_on_the_host(ideal, asynchronous, seconds):
+    machine = replace(ideal, asynchronous=asynchronous, pass_dispatch_s=1e-6, layer_dispatch_s=1e-6)
+    ops = [Op("x", "elementwise", Cost(read_bytes=1e6), 10)]
+    assert machine.pass_seconds(ops, {}, layers=3) == pytest.approx(seconds)
+    # 31 us of dispatch are more than the device's 10
+    slow = machine.pass_seconds(ops, {}, layers=3, layer_dispatch_s=10e-6)
+    assert slow == pytest.approx(31e-6 if asynchronous else 41e-6)
+
+
+def test_dense_products_of_more_rows_than_the_kernels_take_are_the_librarys(ideal):
+    machine = replace(ideal, rates={**ideal.rates, "prefill_linear": HALF})
+    few = RateTerms(1.0, 1.0, 0.0)
+    assert machine.gemm_rates(16, 1, few) == few
+    assert machine.gemm_rates(17, 1, few) == HALF
+    assert machine.gemm_rates(17, 0, few) == few  # quantized weights have no other kernel
+    rows = machine.gemm_rates(np.array([1, 16, 17, 400]), 1, few)
+    np.testing.assert_allclose(rows.launch_s, [0, 0, 1e-6, 1e-6])
+
+
+def test_rates_are_selected_field_by_field():
+    other = RateTerms(0.1, 0.2, 0.3, 0.4)
+    assert select_rates(1, other, HALF) == other
+    assert select_rates(0, other, HALF) == HALF
+
+
+@pytest.mark.parametrize(
+    "bits, head_dim, kind",
+    [
+        (0, 128, "attention"),
+        (8, 128, "attention_int8"),
+        (4, 128, "attention_int4"),
+        (0, 64, "attention_d64"),
+        (8, 64, "attention_int8_d64"),
+        (4, 32, "attention_int4_d64"),
+        (0, 96, "attention"),
+    ],
+)
+def test_heads_of_up_to_64_are_classes_of_their_own(bits, head_dim, kind):
+    assert attention_kind(bits, head_dim) == kind
+
+
+def test_weights_of_each_width_have_a_class():
+    assert [linear_kind(bits) for bits in (16, 8, 4)] == ["linear", "linear_int8", "linear_int4"]
+
+
+def test_a_machine_is_what_its_profile_says(h200_profile):
+    profile = replace(h200_profile, host_link_utilization=0.5, layer_dispatch_s=3e-6)
+    machine = Machine.of(profile)
+    assert machine.host_link_bytes_per_s == 0.5 * 64e9  # PCIe 5.0 x16
+    assert (machine.bandwidth_bytes_per_s, machine.compute_flops) == (4.8e12, 989.5e12)
+    assert (machine.skinny_gemm_rows, machine.fused_swiglu_rows, machine.asynchronous) == (16, 8, 1)
+    assert machine.layer_dispatch_s == 3e-6
+    host = Machine.of(replace(profile, asynchronous=False))
+    assert (host.skinny_gemm_rows, host.fused_swiglu_rows, host.asynchronous) == (64, 0, 0)
+
+
+@pytest.mark.parametrize("first, second", [("h200", "rtx4090"), ("rtx4090", "h200")])
+def test_an_unknown_machine_takes_the_rates_of_the_nearest(h200_profile, first, second):
+    """An H100 has an H200's peak and 70% of its bandwidth; an RTX 4090 a sixth of its peak and a fifth of that."""
+    profiles = [replace(h200_profile, hardware=load_hardware(name), device=name) for name in (first, second)]
+    assert profile_for(load_hardware("h100"), tuple(profiles)).transferred_from == "h200"

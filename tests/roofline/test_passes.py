@@ -1,0 +1,184 @@
+"""Operations of a forward pass: against transformers' parameters, and against counts made by hand."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from ridgeplan.roofline.catalog.huggingface import shape_from_config
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.cost import Cost
+from ridgeplan.roofline.memory import draft_weight_memory, layer_parameters, weight_memory
+from ridgeplan.roofline.passes import PassTerms, decode_pass, prefill_pass, weight_bytes, window_share
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+}
+HEADS = {"num_key_value_heads": 2, "head_dim": 24}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10}
+EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 24}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES, **HEADS),
+    "qwen2": Qwen2Config(**SIZES, num_key_value_heads=2),
+    "qwen3": Qwen3Config(**SIZES, **HEADS),
+    "mixtral": MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2),
+    "deepseek": DeepseekV3Config(
+        **SIZES, num_key_value_heads=4, **LATENT, **EXPERTS, first_k_dense_replace=1, n_group=1, topk_group=1
+    ),
+}
+LLAMA = load_shape("Llama-3.1-8B")
+
+
+@cache
+def parameters(name):
+    """Names and shapes of a tiny model's parameters, as transformers makes it."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    return {key: tuple(value.shape) for key, value in model.named_parameters()}
+
+
+def elements(shapes):
+    return sum(torch.Size(shape).numel() for shape in shapes)
+
+
+def tiny(name):
+    return shape_from_config(CONFIGS[name].to_dict(), name, "a test")
+
+
+def terms(**changes):
+    plain = {
+        "batch": 1,
+        "queries": 1,
+        "quantized_tokens": 0,
+        "full_tokens": 1000,
+        "bits": 0,
+        "group": 128,
+        "splits": 1,
+        "weight_bytes": 2,
+        "head_bytes": 2,
+        "element_bytes": 2,
+    }
+    return PassTerms(**{**plain, **changes})
+
+
+def by_name(ops):
+    return {op.name: op for op in ops}
+
+
+def linear(ops):
+    return sum((op.total for op in ops if op.category == "linear"), Cost())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_token_multiplies_with_every_matrix_once_and_with_its_own_experts(name):
+    matrices = {key: shape for key, shape in parameters(name).items() if len(shape) > 1 and "embed" not in key}
+    routed = [shape for key, shape in matrices.items() if ".experts." in key]
+    active = elements(matrices.values()) - elements(routed) + elements(routed) * 2 // 8
+    assert linear(decode_pass(tiny(name), terms())).flops == 2 * active
+    assert linear(decode_pass(tiny(name), terms(batch=3, queries=5))).flops == 15 * 2 * active
+    head = 128 * 64
+    assert linear(prefill_pass(tiny(name), 2, 100, 2)).flops == 200 * 2 * (active - head) + 2 * 2 * head
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_memory_of_weights_is_that_of_transformers_parameters(name):
+    """Quantization takes the matrices of the layers but routers; drafts also have a head of their own."""
+    shapes, shape = parameters(name), tiny(name)
+    assert weight_memory(shape, 2, 2) == 2 * elements(shapes.values())
+    layers = {key: value for key, value in shapes.items() if ".layers." in key and len(value) > 1}
+    quantized = elements(value for key, value in layers.items() if not key.endswith("mlp.gate.weight"))
+    assert layer_parameters(shape) == quantized
+    assert weight_memory(shape, 0.5, 2) == 0.5 * quantized + 2 * (elements(shapes.values()) - quantized)
+    assert draft_weight_memory(shape, 0.5) == 0.5 * (quantized + 128 * 64)
+
+
+@pytest.mark.parametrize("layers", [24, 25])
+def test_gpt_oss_slides_in_every_other_layer_from_the_first(layers):
+    config = GptOssConfig(num_hidden_layers=layers)
+    old = {key: value for key, value in config.to_dict().items() if key != "layer_types"}  # configs of transformers 4
+    for data in (config.to_dict(), old):
+        assert shape_from_config(data, "x", "a test").window_layers == config.layer_types.count("sliding_attention")
+
+
+def test_norms_of_three_rows():
+    """RMSNorm before both blocks of 32 layers and before the head; all but the first add a residual."""
+    ops = by_name(decode_pass(LLAMA, terms(batch=3)))
+    row, weight = 3 * 4096 * 2, 4096 * 2
+    first, others = ops["first norm"], ops["residual + norm"]
+    assert (first.launches, first.cost.read_bytes, first.cost.write_bytes) == (1, row + weight, row)
+    assert (others.launches, others.cost.read_bytes, others.cost.write_bytes) == (64, 2 * row + weight, 2 * row)
+
+
+def test_a_verification_has_logits_of_all_queries_and_prefill_those_of_the_last_token():
+    verified = by_name(decode_pass(LLAMA, terms(batch=2, queries=5)))["lm head"]
+    assert verified.cost.write_bytes == 10 * 128_256 * 2
+    assert verified.cost.flops == 10 * 2 * 128_256 * 4096
+    prompt = by_name(prefill_pass(LLAMA, 2, 1000, 2))["lm head"]
+    assert prompt.cost.write_bytes == 2 * 128_256 * 2
+
+
+@pytest.mark.parametrize(
+    "bits, group, expected", [(4, 128, 0.53125), (4, 32, 0.625), (8, 128, 1.03125), (16, 128, 4.0)]
+)
+def test_bytes_of_a_quantized_weight_hold_an_fp16_scale_and_minimum_per_group(bits, group, expected):
+    assert weight_bytes(bits, group, 4.0) == expected
+
+
+def test_qk_norm_reads_a_weight_for_every_element_of_queries_and_keys():
+    """Qwen3-8B: 32 + 8 heads of 128; without the norms, rows of the tables and a slot are all that is read beside."""
+    normed = load_shape("Qwen3-8B")
+    ops = [by_name(decode_pass(shape, terms()))["rope + append"] for shape in (normed, replace(normed, qk_norm=False))]
+    assert ops[0].cost.read_bytes - ops[1].cost.read_bytes == 40 * 128 * 2
+    qkv = (32 + 2 * 8) * 128 * 2
+    assert (ops[1].cost.read_bytes, ops[1].cost.write_bytes) == (qkv + 128 * 4 + 8, qkv)
+    assert ops[0].launches == 36
+
+
+def test_windowed_layers_prefill_only_their_window():
+    """gpt-oss-20b: 12 of 24 layers, 64 heads of 64, windows of 128 tokens; token i sees min(i + 1, 128) tokens."""
+    ops = by_name(prefill_pass(load_shape("openai/gpt-oss-20b"), 1, 1000, 2))
+    full, windowed = ops["prefill attention"], ops["prefill attention (window)"]
+    assert full.launches == windowed.launches == 12
+    pairs = sum(min(token + 1, 128) for token in range(1000))
+    assert windowed.cost.flops == pytest.approx(4 * 64 * 64 * pairs, rel=0.01)
+    assert full.cost.flops == pytest.approx(4 * 64 * 64 * sum(range(1, 1001)), rel=0.01)
+
+
+def test_a_window_is_the_share_of_tokens_that_it_leaves():
+    windowed = load_shape("openai/gpt-oss-20b")
+    assert [window_share(windowed, tokens) for tokens in (100, 128, 256, 1280)] == [1, 1, 0.5, 0.1]
+    assert window_share(LLAMA, 10**6) == 1
+
+
+def test_a_moe_model_with_leading_dense_layers():
+    ops = by_name(decode_pass(tiny("deepseek"), terms()))
+    launches = {name: ops[name].launches for name in ("mlp down", "routed experts", "shared experts down", "router")}
+    assert launches == {"mlp down": 1, "routed experts": 2, "shared experts down": 2, "router": 2}
+
+
+@pytest.mark.parametrize("rows", [1, 4, 64])
+def test_activated_experts_against_routing_at_random(rows):
+    """2 of 8 experts a token, uniform and independent; 20,000 draws."""
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.rand(20_000, rows, 8, generator=generator).topk(2).indices
+    activated = torch.zeros(20_000, 8).scatter_(1, chosen.flatten(1), 1).sum(1).mean()
+    ops = by_name(decode_pass(tiny("mixtral"), terms(batch=rows)))
+    routed = ops["routed experts"].cost
+    expert = 3 * 64 * 96 * 2
+    assert (routed.read_bytes - rows * 64 * 2) / expert == pytest.approx(float(activated), rel=0.01)
+    assert routed.flops == rows * 2 * 2 * 3 * 64 * 96
