@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
+import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
@@ -314,3 +316,12 @@ def test_a_changed_file_is_converted_anew(path, changed):
     second = converted(path)
     assert second != first
     assert {first.parent, second.parent} == {first.parent}
+
+
+def test_counts_that_the_file_cannot_hold_reach_no_other_reader(tmp_path, monkeypatch, cache_home):
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda **_: pytest.fail("the file was read"))
+    path = tmp_path / "huge.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2**40, 1) + bytes(4096))
+    with pytest.raises(ModelError, match=r"cannot read the GGUF file .*: it announces 1099511627776 items"):
+        converted(path)
+    assert kept(cache_home) == []
