@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.attention import decode_attention
-from ridgeplan.kernels.attention.cost import attention_cost
+from ridgeplan.kernels.attention.cost import split_attention_cost
 from ridgeplan.kernels.attention.cuda import AttentionKernel, find_kernel
 from ridgeplan.kernels.attention.schedule import (
     MAX_STAGES,
@@ -251,7 +251,7 @@ def test_writes_the_partials_that_it_declares(splits: int, monkeypatch: pytest.M
     monkeypatch.setattr(torch, "empty", poisoned)
     problem.run(splits)
     partial, sums = made[:2]
-    declared = attention_cost(problem.q, problem.keys, problem.codes, True, 37 * 128, 201, splits)
+    declared = split_attention_cost(problem.q, problem.keys, problem.codes, True, 37 * 128, 201, splits)
     assert 4 * int(partial.isfinite().sum() + sums.isfinite().sum()) == declared.write_bytes
 
 
