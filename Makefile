@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/installed
 TYPED := build/typed
 PACKAGES := roofline planner kernels runtime validate dashboards
 
-.PHONY: demo test lint mutants clean
+.PHONY: demo test lint docs mutants clean
 
 demo: $(INSTALLED)
 	$(BIN)/ridgeplan demo
@@ -17,10 +17,15 @@ test: $(INSTALLED)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
+	$(BIN)/python docs/generate.py --check
 	# mypy cannot follow the editable install's mapping of folders to the namespace, so it reads a plain one.
 	rm -rf $(TYPED)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $(TYPED) .
 	MYPYPATH=$(TYPED) $(BIN)/mypy $(PACKAGES:%=-p ridgeplan.%)
+
+# Tables in README.md and docs/ that come from results, docstrings and the planner.
+docs: $(INSTALLED)
+	$(BIN)/python docs/generate.py
 
 mutants: $(INSTALLED)
 	$(BIN)/python tests/mutants/run.py $(AREAS)

@@ -8,7 +8,7 @@ import streamlit as st
 
 from ridgeplan import planner
 from ridgeplan.dashboards import charts
-from ridgeplan.dashboards.cli.errors import about_input
+from ridgeplan.dashboards.user_errors import about_input
 from ridgeplan.planner import Recommendation
 from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.recommendation import GIB

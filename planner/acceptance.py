@@ -10,17 +10,26 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ridgeplan.planner.plan import DraftCodes, DraftSelection, KVFormat, Plan, require, require_int
+from ridgeplan.planner.plan import (
+    MAX_TOKENS,
+    MIN_RATIO,
+    DraftCodes,
+    DraftSelection,
+    KVFormat,
+    Plan,
+    PlanError,
+)
 from ridgeplan.planner.policies import selections
 from ridgeplan.planner.policies.policy import Role
 from ridgeplan.planner.policies.selection.all import ALL
+from ridgeplan.roofline.catalog.checks import Checked, build, number, one_of, text, whole
 from ridgeplan.roofline.catalog.profile import SOURCES
 from ridgeplan.roofline.catalog.shapes import ModelShape
 
@@ -32,46 +41,26 @@ JOINT, JOINT_PARTS = "w4kv4", ("w4", "kv4")
 
 
 @dataclass(frozen=True)
-class AcceptanceRow:
+class AcceptanceRow(Checked):
     """One known acceptance. Raises PlanError for values out of range."""
 
-    draft: str
-    model: str
-    parameters: float  # billions
-    context: int
-    acceptance: float
-    source: str
-    where: str
-    ratio: float = 1.0
+    error = PlanError
+    draft: str = one_of(DRAFTS)
+    model: str = text()
+    parameters: float = number(1e-6, 1e5)  # billions
+    context: int = whole(1, MAX_TOKENS)  # tokens
+    acceptance: float = number(1e-6, 1)
+    source: str = one_of(SOURCES)
+    where: str = text()
+    ratio: float = number(MIN_RATIO, 1, default=1.0)
 
     @classmethod
     def read(cls, row: Mapping[str, Any]) -> AcceptanceRow:
         """From a profile. Raises PlanError, also for fields that are missing or unknown."""
-        allowed = {field.name for field in fields(cls)}
-        missing = allowed - {"ratio"} - set(row)
-        require(not missing, f"acceptance row {dict(row)} has no {', '.join(sorted(missing))}")
-        unknown = set(row) - allowed
-        require(
-            not unknown,
-            f"acceptance row has {', '.join(sorted(unknown))}; allowed: {', '.join(sorted(allowed))}",
-        )
-        return cls(**row)
+        return build(cls, row, "acceptance row: ")
 
-    def __post_init__(self) -> None:
-        for name, allowed in (("draft", DRAFTS), ("source", SOURCES)):
-            value = getattr(self, name)
-            require(value in allowed, f"acceptance row {name} is {value!r}; allowed: {', '.join(allowed)}")
-        for name in ("model", "where"):
-            value = getattr(self, name)
-            require(isinstance(value, str), f"acceptance row {name} is {value!r}; allowed: text")
-        require_int("acceptance row context", self.context, 1, 1 << 24)
-        for name, high in (("parameters", 1e5), ("ratio", 1), ("acceptance", 1)):
-            value = getattr(self, name)
-            number = isinstance(value, (int, float)) and math.isfinite(value)
-            require(
-                number and 0 < value <= high,
-                f"acceptance row {name} is {value!r}; allowed: above 0 up to {high:g}",
-            )
+    def _owner(self) -> str:
+        return "acceptance row: "
 
     @property
     def disagreement(self) -> float:
@@ -144,22 +133,9 @@ class Knowledge:
 
 @cache
 def shipped_rows() -> tuple[AcceptanceRow, ...]:
-    """The rows of acceptance.toml."""
+    """The rows of acceptance.toml: what the entries of a table share stands once."""
     tables = tomllib.loads(Path(__file__).with_name("acceptance.toml").read_text(encoding="utf-8"))["row"]
-    return tuple(
-        AcceptanceRow(
-            draft=entry["draft"],
-            model=table["model"],
-            parameters=table["parameters"],
-            context=entry["context"],
-            ratio=entry.get("ratio", 1.0),
-            acceptance=entry["acceptance"],
-            source=table["source"],
-            where=table["where"],
-        )
-        for table in tables
-        for entry in table["entries"]
-    )
+    return tuple(AcceptanceRow(**table, **entry) for table in tables for entry in table.pop("entries"))
 
 
 def _numeric_kinds(plan: Plan) -> list[str]:

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ridgeplan.planner.lowering import strategy_of
-from ridgeplan.planner.plan import Plan, Workload
+from ridgeplan.planner.plan import MAX_BATCH, Plan, Workload
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, uses_draft_swap
 from ridgeplan.roofline.placement import MAX_LENGTH, resident_memory
 
-MAX_BATCH = 4096  # the largest a plan may have
 GB = 1e9
 ModelReference = str | ModelShape
 

@@ -5,20 +5,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from ridgeplan.planner.plan import Workload, require
+from ridgeplan.planner.plan import MAX_YARN_FACTOR, Workload, require
 from ridgeplan.roofline.catalog.hardware import detect_hardware, load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.profile import (
-    Profile,
-    ProfileError,
-    load_profile,
-    profile_for,
-    shipped_profiles,
-    user_profile_path,
-)
+from ridgeplan.roofline.catalog.profile import Profile, ProfileError, load_profile
+from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles, user_profile_path
 from ridgeplan.roofline.catalog.shapes import ModelShape
-
-MAX_YARN_FACTOR = 64
 
 
 def resolve(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from ridgeplan.planner.plan import Plan
-from ridgeplan.roofline.execution import quantized_groups
+from ridgeplan.runtime.draft_swap import SwappableWeights, draft_weights_for, prompt_arena
+from ridgeplan.runtime.drafting.policies import POLICIES
+from ridgeplan.runtime.drafting.round_result import NOTHING, RowResult
 from ridgeplan.runtime.drafting.round_runner import EagerRounds, GraphRounds, Rounds
-from ridgeplan.runtime.drafting.speculator import Speculator
-from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.drafting.speculator import Speculator, all_finite
+from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.lending import SwappableWeights, draft_weights_of, prompt_arena
+from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.decoder import Decoder
@@ -25,23 +27,24 @@ from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.runtime.quantization.calibrate import quantized_draft
 from ridgeplan.runtime.request import Prompts, Request, SequenceState
-from ridgeplan.runtime.sampling import Sampling
+from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.statistics import Statistics, Tally
 from ridgeplan.runtime.stopwatch import Stopwatch
 
-KEPT_GRAPHS = 8  # each holds a round's workspace, of which a plan's prediction counts one
+GraphKey = tuple[int, tuple[float, int | None, float | None]]  # rows, and the sampling's constants
+KEPT_GRAPHS = 8  # each holds a round's workspace; a plan's predicted memory counts one
 
 
 @dataclass(frozen=True)
 class Generation:
-    """New tokens of each prompt, a stop token included, and what it took."""
+    """The new tokens of each prompt, a stop token included, and the statistics of generating them."""
 
     tokens: list[list[int]]
     statistics: Statistics
 
 
 class Engine:
-    """Executes one plan. Caches are allocated here, for `plan.workload`; one generation runs at a time."""
+    """Executes one plan. The cache is allocated here, for `plan.workload`; one generation runs at a time."""
 
     def __init__(
         self,
@@ -54,10 +57,10 @@ class Engine:
         draft_weights: DecoderWeights | None = None,
         calibration: Sequence[int] | None = None,
     ) -> None:
-        """draft_weights: what the plan's drafts run on, made from `weights` and `calibration` unless given.
+        """draft_weights: of the plan's drafts, quantized from `weights` and `calibration` unless given.
 
-        Where prompts borrow their memory, those that another engine made lendable are shared; others are copied.
-        Raises WorkloadError for a calibration that is no text of the model.
+        Where prompts take their memory, swappable weights of another engine are shared and others copied.
+        Raises WorkloadError for a calibration with tokens that are not the model's.
         """
         self.plan, self.source, self.config, self.device = plan, source, config, device
         self.weights = weights
@@ -65,12 +68,12 @@ class Engine:
         self.draft_weights = weights
         if plan.weights.draft_differs:
             self.draft_weights = self._drafts(draft_weights, calibration)
-        self.cache: Cache | None = Cache(config, plan, device, weights.embedding.dtype)
+        self.cache: Cache | None = Cache(config.shape, KVCacheConfig.of(plan), device, weights.embedding.dtype)
         self._meter = meter
         self._statistics: Statistics | None = None
         self._running = False
         self._generator = torch.Generator(device)
-        self._graphs: dict[tuple[int, Sampling], GraphRounds] = {}
+        self._graphs: dict[GraphKey, GraphRounds] = {}
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -88,21 +91,16 @@ class Engine:
         self,
         prompts: Prompts,
         max_new_tokens: int,
+        sampling: SamplingParams | None = None,
         *,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        stop_tokens: Iterable[int] = (),
-        seed: int = 0,
         on_progress: Callable[[int], None] | None = None,
     ) -> Generation:
-        """Continues each prompt of token ids by up to `max_new_tokens`.
+        """Continues each prompt of token ids by up to `max_new_tokens`, greedily without `sampling`.
 
         on_progress is called after prefill and after each round with the tokens delivered so far.
         Raises WorkloadError for a request that the plan, the model or the vocabulary does not allow.
         """
-        sampling = Sampling(temperature, top_k, top_p)
-        request = Request.build(prompts, max_new_tokens, sampling, stop_tokens, seed)
+        request = Request.build(prompts, max_new_tokens, sampling)
         results: list[list[int]] = [[] for _ in request.prompts]
         for step in self._run(request):
             for result, tokens in zip(results, step, strict=True):
@@ -111,20 +109,9 @@ class Engine:
                 on_progress(sum(map(len, results)))
         return Generation(results, self.statistics)
 
-    def stream(
-        self,
-        prompt_ids: Prompts,
-        max_new_tokens: int,
-        *,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        stop_tokens: Iterable[int] = (),
-        seed: int = 0,
-    ) -> Iterator[int]:
+    def stream(self, prompt_ids: Prompts, max_new_tokens: int, sampling: SamplingParams | None = None) -> Iterator[int]:
         """Tokens of one prompt as rounds finish; otherwise as `generate`, whose tokens they equal."""
-        sampling = Sampling(temperature, top_k, top_p)
-        request = Request.build(prompt_ids, max_new_tokens, sampling, stop_tokens, seed)
+        request = Request.build(prompt_ids, max_new_tokens, sampling)
         if len(request.prompts) != 1:
             raise WorkloadError(f"stream got {len(request.prompts)} prompts; allowed: 1")
         for step in self._run(request):
@@ -142,11 +129,11 @@ class Engine:
         def made() -> DecoderWeights:
             return given or quantized_draft(self.decoder, self.weights, self.plan.weights.group, calibration)
 
-        return draft_weights_of(self.plan, self.weights, made)
+        return draft_weights_for(self.plan, self.weights, made)
 
     def _run(self, request: Request) -> Iterator[list[list[int]]]:
         """New tokens of every sequence, first from prefill, then from each round."""
-        request.check(self.plan.workload, self.config.vocab)
+        request.check(self.plan.workload, self.config.shape.vocab)
         if self.cache is None:
             raise WorkloadError("the engine is closed; load it again")
         if self._running:
@@ -162,63 +149,66 @@ class Engine:
             self._running = False
 
     def _release(self) -> None:
-        """Frees what a generation that ran out of memory left: the next one, if smaller, starts afresh."""
+        """Frees what a generation that ran out of memory left behind, so that a smaller one can run."""
         self._graphs.clear()
         torch.cuda.empty_cache()
 
     def _rounds(self, request: Request, cache: Cache) -> Iterator[list[list[int]]]:
         self._meter.restart()
-        rows = [SequenceState(len(p), request.max_new_tokens, request.stop_tokens) for p in request.prompts]
-        tally, stopwatch = Tally(cache.gamma, tuple(map(len, request.prompts))), Stopwatch(self.device)
+        stops = frozenset(request.sampling.stop_token_ids)
+        rows = [SequenceState(len(prompt), request.max_new_tokens, stops) for prompt in request.prompts]
+        tally, stopwatch = Tally(cache.config.gamma, tuple(map(len, request.prompts))), Stopwatch(self.device)
         try:
             pending, rounds = self._start(request, cache, stopwatch)
             yield _extend(rows, [[token] for token in pending], cache)
             while not all(row.done for row in rows):
-                figures = self._round(rounds, rows, stopwatch)
-                tally.add(*(list(column) for column in zip(*(row[-3:] for row in figures), strict=True)))
-                for row, values in zip(rows, figures, strict=True):
-                    row.cached += values[-3]
-                yield _extend(rows, [values[: values[-3]] for values in figures], cache)
+                results = self._round(rounds, rows, stopwatch)
+                tally.add(results)
+                for row, result in zip(rows, results, strict=True):
+                    row.cached += len(result.tokens)
+                yield _extend(rows, [result.tokens for result in results], cache)
         finally:
-            tally.flushes = sum(_flushes(row, cache.group) for row in rows) if self.plan.kv.quantized else 0
+            tally.flushes = sum(_flushes(row, cache.config) for row in rows)
             generated = sum(len(row.tokens) for row in rows)
             self._statistics = tally.statistics(generated, stopwatch, self._meter.peak_bytes())
 
     @torch.inference_mode()
     def _start(self, request: Request, cache: Cache, stopwatch: Stopwatch) -> tuple[list[int], Rounds]:
-        """Prefills; the first token of each sequence, and the rounds that continue them."""
+        """Prefills; returns the first token of each sequence, and the rounds that continue them."""
         cache.reset(len(request.prompts))
-        speculator = Speculator(
-            self.decoder, self.weights, self.draft_weights, cache, request.sampling, self._generator
-        )
-        self._generator.manual_seed(request.seed)
+        speculator = self._speculator(cache, request.sampling)
+        self._generator.manual_seed(request.sampling.seed)
         pending = self._prefill(request, speculator, stopwatch)
-        # The first token is drawn already, and the last one never enters the cache.
-        cache.ends[: cache.rows] = cache.lengths[: cache.rows] + request.max_new_tokens - 1
-        rounds = self._prepared(speculator, request.seed, stopwatch)
+        # Prefill draws the first token, and the last one never enters the cache.
+        cache.limit(request.max_new_tokens - 1)
+        rounds = self._prepared(speculator, stopwatch)
         rounds.start(pending)
         return pending.tolist(), rounds
 
-    def _prepared(self, speculator: Speculator, seed: int, stopwatch: Stopwatch) -> Rounds:
-        """Rounds for this number of rows and sampling; on CUDA their graph is captured once."""
+    def _speculator(self, cache: Cache, sampling: SamplingParams) -> Speculator:
+        policy = POLICIES[self.plan.speculation.selection]()
+        return Speculator(self.decoder, self.weights, self.draft_weights, cache, policy, sampling, self._generator)
+
+    def _prepared(self, speculator: Speculator, stopwatch: Stopwatch) -> Rounds:
+        """Rounds for this number of rows and this sampling; on CUDA their graph is captured once."""
         if self.device.type != "cuda":
             return EagerRounds(speculator)
-        kind = speculator.cache.rows, speculator.sampling
+        kind = speculator.cache.rows, speculator.sampling.graph_key
         rounds = self._graphs.pop(kind, None)
         if rounds is None:
             with stopwatch.measure_wall("capture"):
                 rounds = GraphRounds(speculator)
         self._graphs[kind] = rounds
         if len(self._graphs) > KEPT_GRAPHS:
-            del self._graphs[next(iter(self._graphs))]  # unused for longest; the capture waited for its last replay
-        # Capturing draws numbers; a generation must not depend on whether it was the first of its kind.
-        self._generator.manual_seed(seed + 1)
+            del self._graphs[next(iter(self._graphs))]  # least recently used; the capture waited for its last replay
+        # Capturing draws random numbers; a generation must not depend on whether it was the first of its kind.
+        self._generator.manual_seed(speculator.sampling.seed + 1)
         return rounds
 
     def _prefill(self, request: Request, speculator: Speculator, stopwatch: Stopwatch) -> Tensor:
-        """Fills the cache; the first token of each sequence, int64 [rows]."""
-        borrowing = prompt_arena(self.plan, self.draft_weights, self.device)
-        with stopwatch.measure("prefill"), borrowing as arena:
+        """Fills the cache; returns the first token of each sequence, int64 [rows]."""
+        scratch = prompt_arena(self.plan, self.draft_weights, self.device)
+        with stopwatch.measure("prefill"), scratch as arena:
             prompts = (torch.tensor(prompt, device=self.device) for prompt in request.prompts)
             logits = torch.stack(
                 [
@@ -226,34 +216,43 @@ class Engine:
                     for row, prompt in enumerate(prompts)
                 ]
             )
+            _require_finite(all_finite(logits).tolist())
             return speculator.first(logits)
 
     @torch.inference_mode()
-    def _round(self, rounds: Rounds, rows: list[SequenceState], stopwatch: Stopwatch) -> list[list[int]]:
-        """Launches what rounds the device can have ahead, and waits for the oldest.
-
-        Per row: tokens, then how many of them are kept, accepted and judged; nothing of rows that are done.
-        """
+    def _round(self, rounds: Rounds, rows: list[SequenceState], stopwatch: Stopwatch) -> list[RowResult]:
+        """Launches as many rounds as may be in flight, and waits for the oldest; nothing of rows that are done."""
         with stopwatch.measure_wall("round"):
             # A round brings each row a token at least, so that many rounds may be needed.
             while rounds.in_flight < rounds.depth and any(row.left > rounds.in_flight for row in rows):
                 rounds.launch()
             result = rounds.collect()
         stopwatch.add(result.seconds)
-        return [[0] * len(values) if row.done else values for row, values in zip(rows, result.rows, strict=True)]
+        found = [NOTHING if row.done else one for row, one in zip(rows, result.rows, strict=True)]
+        _require_finite([one.finite for one in found])
+        return found
+
+
+def _require_finite(finite: Sequence[bool]) -> None:
+    """Raises ModelError for the first sequence whose logits are not all numbers."""
+    if not all(finite):
+        raise ModelError(
+            f"the model's logits are NaN or infinite for sequence {finite.index(False)}, so that no token can be "
+            "drawn; allowed: weights and a dtype that keep them finite"
+        )
 
 
 def _extend(rows: list[SequenceState], tokens: list[list[int]], cache: Cache) -> list[list[int]]:
-    """What each sequence gains; one that met a stop token ends in the cache too."""
+    """The tokens that each sequence gains; one that met a stop token ends in the cache as well."""
     gained = []
     for index, (row, more) in enumerate(zip(rows, tokens, strict=True)):
         running = not row.done
         gained.append(row.extend(more))
         if running and row.stopped:
-            cache.ends[index] = 0
+            cache.stop(index)
     return gained
 
 
-def _flushes(row: SequenceState, group: int) -> int:
-    """Groups that decoding quantized."""
-    return quantized_groups(row.prompt_tokens + row.cached, group) - quantized_groups(row.prompt_tokens, group)
+def _flushes(row: SequenceState, cache: KVCacheConfig) -> int:
+    """Groups of a sequence that were quantized while it was decoded."""
+    return cache.quantized_groups(row.prompt_tokens + row.cached) - cache.quantized_groups(row.prompt_tokens)

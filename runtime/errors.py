@@ -11,3 +11,20 @@ class WorkloadError(ValueError):
 
 class UnsupportedPlan(ValueError):
     """A plan with values that this version can estimate but not execute."""
+
+
+LONGEST_REASON = 200  # characters
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    first = str(error).strip().partition("\n")[0]
+    return first[:LONGEST_REASON] or type(error).__name__
+
+
+def require_whole(name: str, value: object, low: int, high: int | None) -> None:
+    """Raises WorkloadError unless `value` is a whole number from `low` to `high`, or of `low` or more."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < low or (high is not None and value > high):  # type: ignore[operator]
+        allowed = f"{low} or more" if high is None else f"from {low} to {high}"
+        raise WorkloadError(f"{name} is {value!r}; allowed: a whole number {allowed}")

@@ -1,20 +1,24 @@
-"""From a plan and a model's name to an engine."""
+"""Loading: from a plan and a model's name to an engine."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from ridgeplan.planner.plan import KVFormat, Plan
 from ridgeplan.planner.support import missing_execution
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
-from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory
-from ridgeplan.runtime.model.checkpoint import load_config, load_weights, model_source
+from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory, require_weight_memory
+from ridgeplan.runtime.model.checkpoint import load_config, load_weights
+from ridgeplan.runtime.model.source import fetch_weights, model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
-from ridgeplan.runtime.model_config import DecoderConfig, decoder_config
+from ridgeplan.runtime.model_config import decoder_config
 
 
 def load(
@@ -28,12 +32,13 @@ def load(
 ) -> Engine:
     """An engine that executes `plan` with `model`: a safetensors folder, a GGUF file or a hub id.
 
-    device: "cuda" where there is one (of several, CUDA_VISIBLE_DEVICES chooses), else "cpu". dtype: bfloat16 on CUDA,
-    else float32. weights: another engine's `weights` of the same model, to share instead of reading them again.
-    calibration: token ids of a text like what will be decoded, 1000 or more; drafts with 4-bit weights are quantized
-    for it (see `quantized_draft`).
-    Raises UnsupportedPlan, ModelError, or WorkloadError for a device that is not there, not the weights' or, on
-    CUDA, too small: before anything is allocated, naming the largest context and batch that would fit.
+    device: by default "cuda" where there is one (of several, CUDA_VISIBLE_DEVICES chooses), else "cpu". dtype: by
+    default bfloat16 on CUDA, else float32. weights: another engine's `weights` of the same model, to share instead of
+    reading them again. calibration: token ids, 1000 or more, of a text like what will be decoded; drafts with 4-bit
+    weights are quantized for it (see `quantized_draft`).
+    Raises UnsupportedPlan; ModelError; or WorkloadError for a device that does not exist, is not that of `weights` or,
+    on CUDA, has too little memory. The last names the largest context and batch that would fit, and is raised before
+    anything is allocated.
     """
     require_executable(plan)
     if calibration is not None and not plan.weights.draft_differs:
@@ -44,16 +49,20 @@ def load(
     dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
     meter = MemoryMeter(place, weights.bytes if weights else 0)
     source = model_source(model)
-    config = decoder_config(load_config(source), plan.workload.yarn_factor)
-    _check_context(plan, config)
-    require_memory(plan, source, place, dtype, weights.bytes if weights else 0)
+    config = decoder_config(load_config(source), source, plan.workload.yarn_factor)
+    _check_context(plan, config.shape)
+    _compare_models(plan, config.shape, model)
+    if weights is None:
+        fetch_weights(model)
+        require_weight_memory(source, place, dtype)
+    require_memory(plan, config.shape, place, dtype, weights.bytes if weights else 0)
     with readable_out_of_memory(place):
-        target = weights or load_weights(source, config, place, dtype)
+        target = weights or load_weights(source, config.shape, place, dtype)
         return Engine(plan, source, config, target, place, meter, calibration=calibration)
 
 
 def require_executable(plan: Plan) -> None:
-    """Raises UnsupportedPlan naming what of the plan can only be estimated."""
+    """Raises UnsupportedPlan, naming what of the plan can be estimated only."""
     missing = missing_execution(plan)
     if missing:
         raise UnsupportedPlan(f"this plan can be estimated but not executed: {'; '.join(missing)}")
@@ -67,18 +76,36 @@ def _device(name: str | None) -> torch.device:
     return torch.device(name)
 
 
-def _check_context(plan: Plan, config: DecoderConfig) -> None:
-    """Raises UnsupportedPlan when a sliding window would cut what the plan's cache layout assumes whole."""
+def _compare_models(plan: Plan, shape: ModelShape, model: str) -> None:
+    """Warns where the plan is for a model of other sizes: its prediction and its choices are then not this model's."""
+    try:
+        planned = load_shape(plan.workload.model)
+    except ValueError:
+        return  # a name that only whoever made the plan can resolve
+    sizes = ("layers", "hidden", "q_heads", "kv_heads", "head_dim", "intermediate")
+    if any(getattr(planned, name) != getattr(shape, name) for name in sizes):
+        warnings.warn(
+            f"the plan is for {planned.name} ({planned.parameters / 1e9:.3g}B parameters), but {Path(model).name[:80]} "
+            f"runs ({shape.parameters / 1e9:.3g}B): its predictions do not hold",
+            stacklevel=3,
+        )
+
+
+def _check_context(plan: Plan, shape: ModelShape) -> None:
+    """Raises UnsupportedPlan where a sliding window would cut into what the plan's drafts or codes read.
+
+    Warns where sequences pass the model's context limit.
+    """
     final = plan.workload.final_context
-    window = min((window for window in config.windows if window is not None), default=final)
+    window = shape.window_tokens or final
     plain = plan.kv.format is KVFormat.FULL and not plan.speculation.active
     if final > window and not plain:
         raise UnsupportedPlan(
             f"the model's sliding window is {window} tokens and the plan's sequences reach {final}; "
             f"allowed there: kv format {KVFormat.FULL.value!r} with gamma 0"
         )
-    if final > config.max_context:
+    if final > shape.max_context:
         warnings.warn(
-            f"sequences of {final} tokens pass the model's limit of {config.max_context}; set yarn_factor",
+            f"sequences of {final} tokens pass the model's limit of {shape.max_context}; set yarn_factor",
             stacklevel=3,
         )

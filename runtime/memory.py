@@ -1,7 +1,4 @@
-"""Memory: whether a plan fits, and the peak of a generation.
-
-On CUDA the peak is all that torch holds on the device, on Linux the process's growth.
-"""
+"""Memory: whether a plan fits, and the peak of a generation."""
 
 from __future__ import annotations
 
@@ -12,21 +9,26 @@ from pathlib import Path
 
 import torch
 
-from ridgeplan.planner.capacity import ModelReference, missing_memory
+from ridgeplan.planner.capacity import missing_memory
 from ridgeplan.planner.plan import Plan
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
 from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.host_memory import available_bytes
+from ridgeplan.runtime.model.checkpoint import checkpoint_elements
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
+HOST_ALLOCATOR = "DefaultCPUAllocator"  # in the message of torch's RuntimeError, which has no type of its own
+SMALLER = "allowed: a shorter context, a smaller batch or another KV format"
 
 
 class MemoryMeter:
     """Peak bytes since construction, or since the last `restart`.
 
-    On CUDA this is everything on the device, as that is what must fit. On a CPU it is what the process holds above
-    what it held before: the interpreter and its libraries are not the engine's, `shared_bytes` of weights that were
-    loaded earlier are.
+    On CUDA these are all bytes that torch has allocated on the device, since that is what must fit. On a CPU they are
+    what the process has grown by: the interpreter and its libraries do not count, while `shared_bytes` of weights that
+    were loaded earlier do.
     """
 
     def __init__(self, device: torch.device, shared_bytes: int = 0) -> None:
@@ -52,38 +54,61 @@ class MemoryMeter:
         return None if peak is None else max(0, peak - self._before_bytes)
 
 
-def require_memory(
-    plan: Plan, model: ModelReference, device: torch.device, dtype: torch.dtype, shared_bytes: int
-) -> None:
-    """Raises WorkloadError where the plan's prediction exceeds what a GPU has free, before anything is allocated.
+def require_memory(plan: Plan, shape: ModelShape, device: torch.device, dtype: torch.dtype, shared_bytes: int) -> None:
+    """Raises WorkloadError if the plan's predicted peak exceeds what is free, before anything is allocated.
 
-    shared_bytes: of weights that are on the device already. On a CPU the system decides.
+    shared_bytes: of weights that are on the device already. Nothing is checked on a host that does not tell what is
+    available.
     """
-    if device.type != "cuda":
-        return
-    torch.cuda.empty_cache()  # what closed engines left with torch's allocator is free too
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    free_bytes = torch.cuda.mem_get_info(device)[0] + shared_bytes
-    available = Device(memory_bytes=free_bytes, element_bytes=dtype.itemsize, num_sms=num_sms)
-    missing = missing_memory(plan, model, available)
+    available = _available(device, dtype, shared_bytes)
+    missing = None if available is None else missing_memory(plan, shape, available)
     if missing:
         raise WorkloadError(missing)
 
 
+def require_weight_memory(source: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises WorkloadError if the weights in the folder `source` exceed what is free, before any of them is read.
+
+    Their files tell, whatever the configuration beside them claims; those in 16 bits double where `dtype` is float32.
+    """
+    available = _available(device, dtype, 0)
+    needed_bytes = checkpoint_elements(source) * dtype.itemsize
+    if available is not None and needed_bytes > available.memory_bytes:
+        raise WorkloadError(
+            f"the weights in {source} take {needed_bytes / 1e9:.1f} GB as {dtype} and "
+            f"{available.memory_bytes / 1e9:.1f} GB are free; allowed: a smaller model"
+        )
+
+
+def _available(device: torch.device, dtype: torch.dtype, shared_bytes: int) -> Device | None:
+    """What may be allocated; `shared_bytes` are on the device and counted by predictions. None where nobody tells."""
+    if device.type != "cuda":
+        free_bytes = available_bytes()
+        held = {"element_bytes": dtype.itemsize, "num_sms": torch.get_num_threads(), "asynchronous": 0}
+        return None if free_bytes is None else Device(memory_bytes=free_bytes + shared_bytes, **held)
+    torch.cuda.empty_cache()  # memory of closed engines that torch's allocator still holds is free too
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    free_bytes = torch.cuda.mem_get_info(device)[0] + shared_bytes
+    return Device(memory_bytes=free_bytes, element_bytes=dtype.itemsize, num_sms=num_sms)
+
+
 @contextlib.contextmanager
 def readable_out_of_memory(device: torch.device) -> Iterator[None]:
-    """Turns an allocation that fails on a GPU into a WorkloadError of one line, and frees what its body had made."""
+    """Turns an allocation that fails into a one-line WorkloadError, and on a GPU frees what the body had allocated."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        # The error's frames hold their tensors for as long as someone holds the error.
+        # The error's frames keep their tensors alive for as long as someone holds the error.
         traceback.clear_frames(error.__traceback__)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         raise WorkloadError(
-            f"out of memory: {free / 1e9:.1f} of {total / 1e9:.1f} GB are free on {device}; "
-            "allowed: a shorter context, a smaller batch or another KV format"
+            f"out of memory: {free / 1e9:.1f} of {total / 1e9:.1f} GB are free on {device}; {SMALLER}"
         ) from error
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and HOST_ALLOCATOR not in str(error):
+            raise
+        raise WorkloadError(f"out of memory on {device}; {SMALLER}") from error
 
 
 def _status_bytes(field: str) -> int | None:

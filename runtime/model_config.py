@@ -1,4 +1,4 @@
-"""What the decoder needs to know of a model, read from its Hugging Face configuration."""
+"""What the decoder needs to know of a model: its shape, and what executing it takes besides."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ridgeplan.roofline.catalog.huggingface import shape_from_config, sliding_layers
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.runtime.errors import ModelError
 
@@ -17,54 +19,51 @@ ROTARY_TYPES = ("default", "linear", "yarn", "llama3")  # the others change with
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shape of a Llama-like decoder. `windows` holds each layer's sliding window in tokens, or None."""
+    """A Llama-like decoder.
 
-    family: str
-    layers: int
-    hidden: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
+    windows: each layer's sliding window in tokens, or None. rotary_frequencies: [head_dim / 2], radians per token.
+    rotary_scale: the factor on cosines and sines, which YaRN calls attention factor.
+    """
+
+    shape: ModelShape
     norm_eps: float
-    max_context: int
     windows: tuple[int | None, ...]
-    rotary_frequencies: tuple[float, ...]  # [head_dim / 2], radians per token
-    rotary_scale: float  # YaRN's attention factor on cosines and sines
+    rotary_frequencies: tuple[float, ...]
+    rotary_scale: float = 1.0
+
+    @classmethod
+    def plain(cls, shape: ModelShape, norm_eps: float = 1e-5) -> DecoderConfig:
+        """Full attention in every layer, and rotary embedding without any scaling."""
+        return cls(shape, norm_eps, (None,) * shape.layers, plain_frequencies(shape))
 
 
-def decoder_config(hub: Any, yarn_factor: float = 1.0) -> DecoderConfig:
+def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderConfig:
     """The decoder of a transformers configuration, its positions stretched by YaRN when `yarn_factor` > 1.
 
-    Raises ModelError for other families, activations or rotary embeddings than the decoder computes.
+    source: where the model was read from. Raises ModelError for families, activations, sizes or rotary embeddings
+    that the decoder does not compute.
     """
     _require(hub.model_type in EXECUTABLE_ARCHITECTURES, "model_type", hub.model_type, EXECUTABLE_ARCHITECTURES)
     _require(hub.hidden_act == "silu", "hidden_act", hub.hidden_act, ("silu",))
     hub = _stretched(hub, yarn_factor)
-    frequencies, scale = _rotary(hub)
-    return DecoderConfig(
-        family=hub.model_type,
-        layers=hub.num_hidden_layers,
-        hidden=hub.hidden_size,
-        q_heads=hub.num_attention_heads,
-        kv_heads=hub.num_key_value_heads,
-        head_dim=_head_dim(hub),
-        vocab=hub.vocab_size,
-        norm_eps=hub.rms_norm_eps,
-        max_context=int(hub.max_position_embeddings * yarn_factor),
-        windows=_windows(hub),
-        rotary_frequencies=frequencies,
-        rotary_scale=scale,
-    )
+    keys = hub.to_dict()
+    try:
+        shape, sliding = shape_from_config(keys, source, source), sliding_layers(keys)
+    except ValueError as error:
+        raise ModelError(f"cannot load the model {source}: {error}") from error
+    windows = tuple(shape.window_tokens if index in sliding else None for index in range(shape.layers))
+    return DecoderConfig(shape, hub.rms_norm_eps, windows, *_rotary(hub, shape))
+
+
+def plain_frequencies(shape: ModelShape) -> tuple[float, ...]:
+    """Rotary frequencies without scaling, theta^(-2 i / head_dim) (RoFormer, Su et al. 2021, equation 15)."""
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    return tuple((1.0 / shape.rope_theta**exponents).tolist())
 
 
 def _require(condition: bool, name: str, value: object, allowed: tuple[str, ...]) -> None:
     if not condition:
         raise ModelError(f"the model's {name} is {value!r}; supported: {', '.join(allowed)}")
-
-
-def _head_dim(hub: Any) -> int:
-    return getattr(hub, "head_dim", None) or hub.hidden_size // hub.num_attention_heads
 
 
 def _stretched(hub: Any, yarn_factor: float) -> Any:
@@ -83,20 +82,11 @@ def _stretched(hub: Any, yarn_factor: float) -> Any:
     return hub
 
 
-def _rotary(hub: Any) -> tuple[tuple[float, ...], float]:
+def _rotary(hub: Any, shape: ModelShape) -> tuple[tuple[float, ...], float]:
     """Rotary frequencies and the factor on cosines and sines (RoPE, linear, YaRN, or Llama 3's)."""
     kind = hub.rope_parameters["rope_type"]
     _require(kind in ROTARY_TYPES, "rope_type", kind, ROTARY_TYPES)
     if kind == "default":
-        dim = _head_dim(hub)
-        exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-        return tuple((1.0 / hub.rope_parameters["rope_theta"] ** exponents).tolist()), 1.0
+        return plain_frequencies(shape), 1.0
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hub, torch.device("cpu"))
     return tuple(frequencies.tolist()), float(scale)
-
-
-def _windows(hub: Any) -> tuple[int | None, ...]:
-    """Each layer's sliding window. Mistral slides in all layers, Qwen in those its layer_types name."""
-    window = getattr(hub, "sliding_window", None)
-    kinds = getattr(hub, "layer_types", None) or ["sliding_attention"] * hub.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

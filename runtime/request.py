@@ -1,4 +1,4 @@
-"""A checked request, and the sequences that it grows."""
+"""A checked request, and the state of its sequences while they are generated."""
 
 from __future__ import annotations
 
@@ -9,37 +9,27 @@ from typing import Any
 from torch import Tensor
 
 from ridgeplan.planner.plan import Workload
-from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.sampling import Sampling
+from ridgeplan.runtime.errors import WorkloadError, require_whole
+from ridgeplan.runtime.sampling import SamplingParams
 
 Prompts = Sequence[Sequence[int]] | Sequence[int] | Tensor
-MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate. Raises WorkloadError for values out of range; `check` compares it with an engine."""
+    """What to generate. Raises WorkloadError for values out of range; `check` adds the engine's limits."""
 
     prompts: tuple[tuple[int, ...], ...]
     max_new_tokens: int
-    sampling: Sampling
-    stop_tokens: frozenset[int]
-    seed: int
+    sampling: SamplingParams
 
     @classmethod
-    def build(
-        cls, prompts: Prompts, max_new_tokens: int, sampling: Sampling, stop_tokens: Iterable[int], seed: int
-    ) -> Request:
-        """A request from one prompt or several, as lists or as a tensor."""
-        if not isinstance(stop_tokens, Iterable):
-            raise WorkloadError(f"stop_tokens is {stop_tokens!r}; allowed: several token ids")
-        return cls(_prompts(prompts), max_new_tokens, sampling, frozenset(stop_tokens), seed)
+    def build(cls, prompts: Prompts, max_new_tokens: int, sampling: SamplingParams | None) -> Request:
+        """A request from one prompt or several, as lists or as a tensor; greedy without `sampling`."""
+        return cls(_prompts(prompts), max_new_tokens, sampling or SamplingParams())
 
     def __post_init__(self) -> None:
-        _require_whole("max_new_tokens", self.max_new_tokens, 1, None)
-        _require_whole("seed", self.seed, 0, MAX_SEED)
-        for token in self.stop_tokens:
-            _require_whole("a stop token", token, 0, None)
+        require_whole("max_new_tokens", self.max_new_tokens, 1, None)
         if not self.prompts:
             raise WorkloadError("no prompt was given; allowed: one or more")
         for index, prompt in enumerate(self.prompts):
@@ -53,7 +43,7 @@ class Request:
         for index, prompt in enumerate(self.prompts):
             _require_most(f"the length of prompt {index}", len(prompt), workload.context)
             for token in prompt:
-                _require_whole(f"a token of prompt {index}", token, 0, vocab - 1)
+                require_whole(f"a token of prompt {index}", token, 0, vocab - 1)
 
 
 @dataclass
@@ -62,29 +52,29 @@ class SequenceState:
 
     prompt_tokens: int
     limit: int
-    stop_tokens: frozenset[int]
+    stop_token_ids: frozenset[int]
     tokens: list[int] = field(default_factory=list)
-    cached: int = 0  # tokens that rounds kept, with those past the end
+    cached: int = 0  # tokens that rounds kept, those past a stop token included
     stopped: bool = False
 
     @property
     def left(self) -> int:
-        """Tokens that may still follow."""
+        """New tokens that may still follow."""
         return 0 if self.stopped else self.limit - len(self.tokens)
 
     @property
     def done(self) -> bool:
-        """Whether it reached its limit or a stop token."""
+        """Whether it has reached its limit or a stop token."""
         return self.left == 0
 
     def extend(self, tokens: Iterable[int]) -> list[int]:
-        """Appends up to the limit or a stop token, which is kept; returns what was appended."""
+        """Appends tokens up to the limit or a stop token, which is kept; returns those appended."""
         start = len(self.tokens)
         for token in tokens:
             if self.done:
                 break
             self.tokens.append(token)
-            self.stopped = token in self.stop_tokens
+            self.stopped = token in self.stop_token_ids
         return self.tokens[start:]
 
 
@@ -101,13 +91,6 @@ def _prompts(prompts: Prompts) -> tuple[tuple[int, ...], ...]:
     several = isinstance(prompts[0], (Sequence, Tensor))
     nested: Any = prompts if several else [prompts]
     return tuple(tuple(prompt.tolist() if isinstance(prompt, Tensor) else prompt) for prompt in nested)
-
-
-def _require_whole(name: str, value: object, low: int, high: int | None) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < low or (high is not None and value > high):  # type: ignore[operator]
-        allowed = f"{low} or more" if high is None else f"from {low} to {high}"
-        raise WorkloadError(f"{name} is {value!r}; allowed: a whole number {allowed}")
 
 
 def _require_most(name: str, value: int, high: int) -> None:

@@ -1,38 +1,59 @@
-"""How a request wants its tokens chosen."""
+"""How a request wants its tokens chosen, and when it wants them to stop."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ridgeplan.kernels.sampling import filter_logits
 from ridgeplan.kernels.sampling.distribution import Choice
-from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.errors import WorkloadError, require_whole
+
+MAX_SEED = 2**63 - 1
+# Differences of logits are divided by it in float32, which must neither overflow nor vanish.
+COLDEST, HOTTEST = 1e-4, 1e4
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen; temperature 0 is greedy. Draft and target are filtered alike."""
+class SamplingParams:
+    """How tokens are chosen; temperature 0 is greedy. Draft and target are filtered alike.
+
+    stop_token_ids: tokens that end a sequence, and are its last one. Raises WorkloadError for values out of range.
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    seed: int = 0
+    stop_token_ids: Collection[int] = ()
 
     def __post_init__(self) -> None:
-        _require_number("temperature", self.temperature, "a finite number of 0 or more")
-        if self.temperature < 0:
-            raise WorkloadError(f"temperature is {self.temperature}; allowed: a finite number of 0 or more")
+        allowed = f"0, which is greedy, or {COLDEST:g} to {HOTTEST:g}"
+        _require_number("temperature", self.temperature, allowed)
+        if self.temperature != 0 and not COLDEST <= self.temperature <= HOTTEST:
+            raise WorkloadError(f"temperature is {self.temperature}; allowed: {allowed}")
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
             raise WorkloadError(f"top_k is {self.top_k!r}; allowed: a whole number of 1 or more, or None")
         if self.top_p is not None:
             _require_number("top_p", self.top_p, "above 0 up to 1, or None")
             if not 0 < self.top_p <= 1:
                 raise WorkloadError(f"top_p is {self.top_p}; allowed: above 0 up to 1, or None")
+        require_whole("seed", self.seed, 0, MAX_SEED)
+        if not isinstance(self.stop_token_ids, Collection):
+            raise WorkloadError(f"stop_token_ids is {self.stop_token_ids!r}; allowed: several token ids")
+        for token in self.stop_token_ids:
+            require_whole("a stop token", token, 0, None)
+
+    @property
+    def graph_key(self) -> tuple[float, int | None, float | None]:
+        """What of it a captured round holds as constants."""
+        return self.temperature, self.top_k, self.top_p
 
     def choice(self, logits: Tensor) -> Choice:
-        """What tokens are drawn from, of logits [..., vocab]."""
+        """What tokens are drawn from, given logits [..., vocab]."""
         return filter_logits(logits, self.temperature, self.top_k, self.top_p)
 
 

@@ -1,10 +1,11 @@
-"""What a generation did: rounds, acceptance under both definitions, times and memory."""
+"""Statistics of a generation: rounds, acceptance under both definitions, times and memory."""
 
 from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
 
+from ridgeplan.runtime.drafting.round_result import RowResult
 from ridgeplan.runtime.stopwatch import Stopwatch
 
 
@@ -12,12 +13,12 @@ from ridgeplan.runtime.stopwatch import Stopwatch
 class Statistics:
     """Figures of one generation; a figure without data is 0.0, an unknown memory peak is None.
 
-    prompt_tokens: of each sequence. rounds: forward passes of the target after prefill; sequence_rounds: the same,
-    summed over the unfinished sequences of each. generated: tokens delivered; decoded: tokens that rounds kept, some
-    past a stop token. judged_at[j], accepted_at[j]: how often draft j was compared with the target and accepted.
+    prompt_tokens: of each sequence. rounds: forward passes of the target after prefill; sequence_rounds: the same
+    times the sequences that were unfinished. generated: tokens delivered; decoded: tokens that rounds kept, some of
+    them past a stop token. judged_at[j], accepted_at[j]: how often draft j was compared with the target, and accepted.
     draft_s, verify_s: medians of one drafted token and of one verification; flush_s, decode_s, prefill_s: sums.
     idle_s: sum of the device's waits between rounds, 0 where the host itself computes.
-    capture_s: spent on CUDA graphs, 0 where those of an earlier generation fit.
+    capture_s: time spent capturing CUDA graphs, 0 where an earlier generation's graph was used.
     """
 
     gamma: int
@@ -40,12 +41,12 @@ class Statistics:
 
     @property
     def drafted(self) -> int:
-        """Drafted tokens of unfinished sequences."""
+        """Drafts for unfinished sequences."""
         return self.gamma * self.sequence_rounds
 
     @property
     def judged(self) -> int:
-        """Drafts that were compared with the target: those whose predecessors in the round were accepted."""
+        """Drafts that were compared with the target: those whose predecessors in the round were all accepted."""
         return sum(self.judged_at)
 
     @property
@@ -60,7 +61,7 @@ class Statistics:
 
     @property
     def acceptance(self) -> float:
-        """Conditional on all earlier drafts of the round being accepted (Leviathan et al.; SpecAttn)."""
+        """Acceptance of a draft, given that all earlier ones of its round were accepted (Leviathan et al. 2023)."""
         return _ratio(self.accepted, self.judged)
 
     @property
@@ -101,14 +102,14 @@ class Tally:
         self.judged_at = [0] * self.gamma
         self.accepted_at = [0] * self.gamma
 
-    def add(self, advance: list[int], accepted: list[int], judged: list[int]) -> None:
-        """One round's verdict; rows that did not advance were not active."""
+    def add(self, rows: list[RowResult]) -> None:
+        """One round; rows that kept nothing were not active."""
         self.rounds += 1
-        self.sequence_rounds += sum(tokens > 0 for tokens in advance)
-        self.decoded += sum(advance)
+        self.sequence_rounds += sum(bool(row.tokens) for row in rows)
+        self.decoded += sum(len(row.tokens) for row in rows)
         for position in range(self.gamma):
-            self.accepted_at[position] += sum(count > position for count in accepted)
-            self.judged_at[position] += sum(count > position for count in judged)
+            self.accepted_at[position] += sum(row.accepted > position for row in rows)
+            self.judged_at[position] += sum(row.judged > position for row in rows)
 
     def statistics(self, generated: int, stopwatch: Stopwatch, peak_memory_bytes: int | None) -> Statistics:
         """The finished figures."""

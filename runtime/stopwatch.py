@@ -34,7 +34,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def measure_wall(self, name: str) -> Iterator[None]:
-        """Times a body that waits for the device itself, host work included."""
+        """Times a body that itself waits for the device, host work included."""
         start = time.perf_counter()
         yield
         self._durations[name].append(time.perf_counter() - start)
@@ -45,7 +45,7 @@ class Stopwatch:
             self._durations[name].append(duration)
 
     def seconds(self, name: str) -> list[float]:
-        """All durations of a phase, in order, in seconds; waits for the device."""
+        """All durations under a name, in order; waits for the device."""
         if name in self._spans:
             torch.cuda.synchronize()
             return [begin.elapsed_time(end) / 1e3 for begin, end in self._spans[name]]

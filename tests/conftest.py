@@ -50,6 +50,26 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of two layers whose tokens are bytes, for tests of what happens around a model."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("bytes")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    letters.pre_tokenizer, letters.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=16384, initializer_range=0.2,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def long_text() -> str:
     """About 465 kB of English prose: the Python language reference's topics."""
     return "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))

@@ -1,103 +1,292 @@
-"""The layers of the package, read from the imports of its files."""
+"""The house: which room may import which, how full a folder may be, and that nothing goes in circles.
+
+All is read from the sources; nothing is imported. Tests of tests/ themselves are in no room.
+"""
 
 import ast
+import statistics
 import sys
+import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# What each folder may import: modules of the package (with all below them), then installed packages; None is any.
-LAYERS: dict[str, tuple[set[str], set[str] | None]] = {
-    "roofline": (set(), {"sympy", "numpy", "scipy"}),
-    "planner": ({"roofline"}, {"sympy", "numpy", "scipy"}),
-    "kernels": ({"roofline.cost", "roofline.ops", "roofline.execution"}, {"torch", "triton"}),
-    "runtime": (
-        {"kernels", "planner.plan", "planner.support", "planner.capacity", "roofline.device", "roofline.execution"},
-        {"torch", "transformers", "safetensors", "gguf", "numpy"},
+MOST_FILES, MOST_LINES, MEDIAN_LINES = 14, 60, 8
+MODEL = {"sympy", "numpy", "scipy", "pydantic_core"}
+RUNTIME = {"torch", "transformers", "safetensors", "gguf", "numpy", "huggingface_hub", "filelock"}
+VALIDATE = {"torch", "triton", "transformers", "numpy", "scipy", "flashinfer"}  # the last is a peer, where installed
+# What each room may import beside itself: modules of the package (with all below them, but for rooms of their own),
+# then installed packages; None is any. A file belongs to the room with the longest name that fits it.
+ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
+    "roofline.catalog": (set(), MODEL),
+    "roofline": ({"roofline.catalog"}, MODEL),
+    "roofline.symbolic": ({"roofline", "roofline.catalog"}, MODEL),
+    "roofline.papers": ({"roofline", "roofline.catalog", "roofline.symbolic"}, MODEL),
+    "planner.policies.selection": ({"planner.plan", "planner.policies"}, MODEL),
+    "planner.policies.eviction": ({"planner.plan", "planner.policies", "planner.policies.selection"}, MODEL),
+    "planner.policies": ({"planner.plan", "planner.policies.eviction", "planner.policies.selection"}, MODEL),
+    "planner": (
+        {
+            "planner.policies", "planner.policies.eviction", "planner.policies.selection", "roofline",
+            "roofline.catalog", "roofline.symbolic",
+        },
+        MODEL,
     ),
-    "validate": ({"roofline", "planner", "kernels", "runtime"}, {"torch", "triton", "transformers", "numpy", "scipy"}),
-    "dashboards": ({"roofline", "planner", "kernels", "runtime", "validate"}, None),
+    "kernels.device": ({"roofline.cost"}, {"torch", "triton"}),
+    "kernels.kv_cache": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
+    "kernels.attention": (
+        {"kernels.device", "kernels.kv_cache", "roofline.cost", "roofline.ops", "roofline.execution"},
+        {"torch", "triton"},
+    ),
+    "kernels.layer": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
+    "kernels.linear": ({"kernels.device", "kernels.layer", "roofline.cost", "roofline.execution"}, {"torch", "triton"}),
+    "kernels.sampling": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
+    "runtime.kv": ({"kernels.kv_cache", "planner.plan", "roofline.catalog", "roofline.execution"}, RUNTIME),
+    "runtime.model": (
+        {
+            "kernels.attention", "kernels.layer", "kernels.linear", "roofline.catalog", "roofline.execution",
+            "runtime.arena", "runtime.errors", "runtime.host_memory", "runtime.kv", "runtime.model_config",
+        },
+        RUNTIME,
+    ),
+    "runtime.drafting.policies": ({"runtime.kv"}, RUNTIME),
+    "runtime.drafting": (
+        {
+            "kernels.device", "kernels.sampling", "runtime.drafting.policies", "runtime.kv", "runtime.model",
+            "runtime.sampling",
+        },
+        RUNTIME,
+    ),
+    "runtime.quantization": (
+        {
+            "kernels.linear", "roofline.execution", "runtime.drafting", "runtime.drafting.policies", "runtime.errors",
+            "runtime.kv", "runtime.model", "runtime.sampling",
+        },
+        RUNTIME,
+    ),
+    "runtime": (
+        {
+            "kernels.sampling", "planner.capacity", "planner.plan", "planner.support", "roofline.catalog",
+            "roofline.device", "roofline.execution", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
+            "runtime.model", "runtime.quantization",
+        },
+        RUNTIME,
+    ),
+    "validate.calibration": (
+        {
+            "kernels.attention", "kernels.kv_cache", "kernels.layer", "kernels.sampling", "roofline",
+            "roofline.catalog", "runtime.model", "runtime.quantization", "validate.machine", "validate.progress",
+            "validate.random_decoder", "validate.timing",
+        },
+        VALIDATE,
+    ),
+    "validate.kernel_bench": (
+        {
+            "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.layer", "kernels.linear",
+            "kernels.sampling", "planner.plan", "roofline", "runtime.kv", "validate.machine", "validate.progress",
+            "validate.random_decoder", "validate.timing",
+        },
+        VALIDATE,
+    ),
+    "validate.decode_bench": (
+        {
+            "planner", "roofline", "roofline.catalog", "runtime", "runtime.drafting", "runtime.model",
+            "validate.comparison", "validate.measure", "validate.progress", "validate.prompts",
+        },
+        VALIDATE,
+    ),
+    "validate": (
+        {
+            "planner", "planner.policies.selection", "roofline", "roofline.catalog", "runtime", "runtime.kv",
+            "runtime.model", "validate.calibration",
+        },
+        VALIDATE,
+    ),
+    "dashboards.cli": (
+        {
+            "dashboards.user_errors", "planner", "roofline", "roofline.catalog", "runtime", "runtime.model", "validate",
+            "validate.decode_bench", "validate.kernel_bench",
+        },
+        None,
+    ),
+    "dashboards": ({"planner", "roofline", "roofline.catalog"}, None),
 }  # fmt: skip
-FILES = {path.relative_to(ROOT).as_posix(): path for folder in LAYERS for path in sorted((ROOT / folder).rglob("*.py"))}
+PACKAGES = tuple(dict.fromkeys(room.partition(".")[0] for room in ROOMS))
+FILES = {path.relative_to(ROOT).as_posix(): path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))}
+DYNAMIC = {"find_spec", "import_module", "__import__", "files", "run_module"}  # they take a module's name as text
+
+
+def module_of(file: str) -> str:
+    """`roofline/catalog/shapes.py` as `roofline.catalog.shapes`, a package's __init__ as the package."""
+    return file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+
+MODULES = {module_of(file): file for file in FILES}
+
+
+def room_of(module: str) -> str:
+    """The room that a module of the package is in; "" for none."""
+    fitting = (room for room in ROOMS if module == room or module.startswith(f"{room}."))
+    return max(fitting, key=len, default="")
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of every module a file imports, also inside functions; relative ones start with a dot."""
+    """Line and dotted name of every module a file imports, also inside functions and by name as text.
+
+    Relative ones start with a dot.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            # `from ridgeplan.roofline import ops` may name a module: the name decides about the layer.
-            whole = module == "ridgeplan" or module in [f"ridgeplan.{folder}" for folder in LAYERS]
-            yield from ((node.lineno, f"{module}.{alias.name}" if whole else module) for alias in node.names)
+            for alias in node.names:  # `from ridgeplan.roofline import ops` may name a module
+                whole = f"{module}.{alias.name}"
+                is_module = whole.removeprefix("ridgeplan.") in MODULES or module == "ridgeplan"
+                yield node.lineno, whole if is_module else module
+        elif isinstance(node, ast.Call) and (name := imported_by_name(node)):
+            yield node.lineno, name
 
 
-def problem(folder: str, name: str) -> str | None:
-    """What is wrong with importing `name` in a file of `folder`, or None."""
-    inside, installed = LAYERS[folder]
+def imported_by_name(node: ast.Call) -> str | None:
+    """The module that a call such as `find_spec("torch")` names, if it is such a call and names it as text."""
+    called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    first = node.args[0] if node.args else None
+    is_text = isinstance(first, ast.Constant) and isinstance(first.value, str)
+    return first.value if called in DYNAMIC and is_text else None  # type: ignore[union-attr]
+
+
+def problem(room: str, name: str) -> str | None:
+    """What is wrong with importing `name` in a file of `room`, or None."""
+    inside, installed = ROOMS[room]
     top, _, rest = name.partition(".")
-    if name.startswith(".") or top in LAYERS:
+    if name.startswith(".") or top in PACKAGES:
         return "imports within the package are absolute: ridgeplan.x"
     if top == "ridgeplan":
-        own = rest.partition(".")[0] == folder
-        allowed = own or any(rest == module or rest.startswith(f"{module}.") for module in inside)
-        return None if allowed else f"{folder} may import of the package only {sorted(inside)}"
+        target = room_of(rest)
+        fine = target == room or target in inside or rest in inside
+        return None if fine else f"{room} may import of the package only {sorted(inside)}"
     if installed is None or top in installed or top in sys.stdlib_module_names:
         return None
-    return f"{folder} may import of installed packages only {sorted(installed)}"
+    return f"{room} may import of installed packages only {sorted(installed)}"
+
+
+def tree_of(file: str) -> ast.Module:
+    """A file's syntax tree."""
+    return ast.parse(FILES[file].read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_imports_follow_the_layers(file: str) -> None:
-    folder = file.partition("/")[0]
-    tree = ast.parse(FILES[file].read_text(encoding="utf-8"))
-    found = [f"{file}:{line}: {name}: {why}" for line, name in imports(tree) if (why := problem(folder, name))]
+def test_imports_follow_the_rooms(file: str) -> None:
+    room = room_of(module_of(file))
+    found = [f"{file}:{line}: {name}: {why}" for line, name in imports(tree_of(file)) if (why := problem(room, name))]
     assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize(
-    ("folder", "source"),
+    ("room", "source"),
     [
         ("roofline", "import torch"),
         ("roofline", "def f():\n    from ridgeplan.planner import plan"),
         ("roofline", "from ridgeplan import planner"),
+        ("roofline.catalog", "from ridgeplan.roofline import ops"),
+        ("roofline.catalog", "importlib.util.find_spec('ridgeplan.validate')"),
         ("planner", "import transformers.utils"),
         ("planner", "from ridgeplan.runtime.engine import Engine"),
-        ("kernels", "from ridgeplan.roofline.catalog.profile import Profile"),
-        ("kernels", "from ridgeplan.roofline import profile"),
-        ("kernels", "import transformers"),
+        ("planner", "import_module('torch')"),
+        ("kernels.linear", "from ridgeplan.roofline.catalog.profile import Profile"),
+        ("kernels.linear", "from ridgeplan.kernels.attention import decode_attention"),
+        ("kernels.device", "from ridgeplan.kernels.kv_cache.layout import QuantizedKV"),
+        ("kernels.layer", "import transformers"),
         ("runtime", "from ridgeplan.planner.search import recommend"),
-        ("runtime", "from ridgeplan import validate"),
+        ("runtime.kv", "from ridgeplan.runtime.model.decoder import Decoder"),
+        ("runtime.model", "from ridgeplan.runtime.quantization import gptq"),
+        ("validate.kernel_bench", "from ridgeplan.validate.calibration import fit"),
         ("validate", "import ridgeplan.dashboards.charts"),
-        ("dashboards", "from kernels.merge import merge"),
+        ("dashboards", "from kernels.attention.merge import merge"),
         ("dashboards", "import planner"),
         ("dashboards", "from . import charts"),
-        ("dashboards", "from .charts import roofline"),
     ],
 )
-def test_an_arrow_against_the_layers_is_found(folder: str, source: str) -> None:
-    assert any(problem(folder, name) for _, name in imports(ast.parse(source)))
+def test_an_arrow_against_the_rooms_is_found(room: str, source: str) -> None:
+    assert any(problem(room, name) for _, name in imports(ast.parse(source)))
 
 
 @pytest.mark.parametrize(
-    ("folder", "source"),
+    ("room", "source"),
     [
         ("roofline", "import math, numpy as np\nfrom ridgeplan.roofline import ops"),
         ("planner", "from ridgeplan.roofline.catalog.shapes import ModelShape"),
-        ("kernels", "from ridgeplan.roofline import ops\nfrom ridgeplan.roofline.cost import Cost"),
+        ("kernels.attention", "from ridgeplan.roofline import ops\nfrom ridgeplan.kernels.kv_cache import layout"),
         ("runtime", "from ridgeplan.planner.plan import Plan"),
-        ("dashboards", "from ridgeplan import planner, runtime\nimport streamlit"),
+        ("dashboards.cli", "from ridgeplan import planner, runtime\nimport streamlit"),
     ],
 )
-def test_arrows_along_the_layers_pass(folder: str, source: str) -> None:
-    assert not [name for _, name in imports(ast.parse(source)) if problem(folder, name)]
+def test_arrows_along_the_rooms_pass(room: str, source: str) -> None:
+    assert not [name for _, name in imports(ast.parse(source)) if problem(room, name)]
 
 
-def test_every_folder_has_files() -> None:
-    assert {file.partition("/")[0] for file in FILES} == set(LAYERS)
+def test_no_import_goes_in_a_circle() -> None:
+    """At import time: what stands inside a function or under TYPE_CHECKING is loaded later or never."""
+    arrows = {module: {name for name in loaded(tree_of(file)) if name != module} for module, file in MODULES.items()}
+    while free := {module for module, targets in arrows.items() if not targets & arrows.keys()}:
+        arrows = {module: targets for module, targets in arrows.items() if module not in free}
+    assert not arrows, f"these import each other: {sorted(arrows)}"
+
+
+def loaded(tree: ast.Module) -> set[str]:
+    """Modules of the package that the top level of a file imports."""
+    tops = [ast.Module([node], []) for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = (name.removeprefix("ridgeplan.") for top in tops for _, name in imports(top))
+    return {name for name in names if name in MODULES}
+
+
+def test_every_room_is_a_folder_that_ships() -> None:
+    folders = {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in FILES.values()}
+    shipped = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    assert {name.removeprefix("ridgeplan.") for name in shipped} == folders | {"kernels"}
+    assert set(ROOMS) == folders
+
+
+def test_no_folder_is_crowded() -> None:
+    counts = Counter(
+        path.parent.relative_to(ROOT).as_posix()
+        for folder in (*PACKAGES, "tests")
+        for pattern in ("*.py", "*.cu", "*.cuh")
+        for path in (ROOT / folder).rglob(pattern)
+        if path.name != "__init__.py"
+    )
+    assert not {folder: count for folder, count in counts.items() if count > MOST_FILES}
+
+
+def test_functions_are_small() -> None:
+    nodes = [
+        (file, node)
+        for file in FILES
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    lengths = {f"{file}:{node.lineno} {node.name}": (node.end_lineno or 0) - node.lineno + 1 for file, node in nodes}
+    assert not {name: length for name, length in lengths.items() if length > MOST_LINES}
+    bodies = [body_lines(node) for _, node in nodes]
+    assert statistics.median(bodies) <= MEDIAN_LINES
+
+
+def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function's statements, its docstring left out."""
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES.values()} - {ROOT / "kernels"}), ids=str)
+def test_every_folder_says_what_lives_there(folder: Path) -> None:
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+    assert text
+    if folder.parent != ROOT:
+        assert "Not here:" in text
 
 
 def test_nothing_shadows_installed_packages() -> None:
@@ -116,4 +305,4 @@ def test_kernels_has_no_version() -> None:
 
 def test_conftest_lives_in_tests_only() -> None:
     assert not [*ROOT.glob("conftest.py")]
-    assert not [path for folder in LAYERS for path in (ROOT / folder).rglob("conftest.py")]
+    assert not [path for folder in PACKAGES for path in (ROOT / folder).rglob("conftest.py")]

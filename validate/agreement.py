@@ -1,4 +1,4 @@
-"""Greedy tokens of an engine against its twin in float32: where they differ, was it a close call?
+"""Greedy tokens of an engine against the same in float32: where they differ, was it a close call?
 
 Both decoders see the same tokens, so that one difference does not make all that follow differ.
 """
@@ -22,10 +22,10 @@ NOISE_DEVIATIONS = 5  # how far rounding alone moves a logit, in standard deviat
 
 @dataclass(frozen=True)
 class Agreement:
-    """How often the likeliest tokens differ, and by how much the twin prefers its own.
+    """How often the likeliest tokens differ, and by how much the reference prefers its own.
 
-    tokens: compared. gaps: of the differing ones, the twin's logit of its token less that of the engine's.
-    noise: the standard deviation of the engine's logits around the twin's, each centred.
+    tokens: compared. gaps: of the differing ones, the reference's logit of its token less that of the engine's.
+    noise: the standard deviation of the engine's logits around the reference's, each centred.
     """
 
     tokens: int
@@ -48,7 +48,7 @@ class Agreement:
 
 
 def plan_agreement(plan: Plan, model: str, prompt: Sequence[int], new_tokens: int) -> Agreement:
-    """`agreement` of an engine of `plan` with its twin, both loaded here as `ridgeplan.runtime.load` does.
+    """`agreement` of an engine of `plan` with its reference, both loaded here as `ridgeplan.runtime.load` does.
 
     Where engines run in float32 by themselves, as on a CPU, nothing can differ.
     """
@@ -58,7 +58,7 @@ def plan_agreement(plan: Plan, model: str, prompt: Sequence[int], new_tokens: in
 def agreement(engine: Engine, reference: Engine, prompt: Sequence[int], new_tokens: int) -> Agreement:
     """Compares after each of `new_tokens` tokens that `engine` generates greedily.
 
-    twin: an engine of the same plan and model in float32. Raises what `Engine.generate` raises.
+    reference: an engine of the same plan and model in float32. Raises what `Engine.generate` raises.
     """
     tokens = engine.generate(prompt, new_tokens).tokens[0]
     ours, exact = (forced_logits(each, prompt, tokens[:-1]).float().cpu() for each in (engine, reference))

@@ -12,7 +12,6 @@ from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.prediction import Prediction, predict
 from ridgeplan.planner.presets import preset_name
 from ridgeplan.planner.resolution import this_machine
-from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.evaluate import evaluate
@@ -20,7 +19,7 @@ from ridgeplan.roofline.latency import Machine
 from ridgeplan.validate.comparison import Comparison, ComparisonRow
 
 if TYPE_CHECKING:
-    from ridgeplan.runtime import Engine, Statistics
+    from ridgeplan.runtime import Engine, SamplingParams, Statistics
 
 WARM_TOKENS = 512
 
@@ -44,22 +43,21 @@ def measure(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
+    sampling: SamplingParams | None = None,
     *,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
     on_progress: Callable[[int], None] | None = None,
 ) -> Measured:
-    """Generates without stop tokens, so that all sequences have the same length, and takes the figures."""
+    """Generates, greedily without `sampling`, and takes the figures.
+
+    Stop tokens are ignored, so that all sequences have the same length.
+    """
+    sampling = None if sampling is None else replace(sampling, stop_token_ids=())
     if engine.device.type == "cuda":
         # Kernels are compiled and graphs captured at first use, which is no part of any figure. Neither depends on
         # how long prompts are.
         short = [prompt[:WARM_TOKENS] for prompt in prompts]
-        engine.generate(short, min(2, max_new_tokens), temperature=temperature, top_k=top_k, top_p=top_p)
-    generation = engine.generate(
-        prompts, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, on_progress=on_progress
-    )
+        engine.generate(short, min(2, max_new_tokens), sampling)
+    generation = engine.generate(prompts, max_new_tokens, sampling, on_progress=on_progress)
     return replace(last_run(engine), tokens=tuple(map(tuple, generation.tokens)))
 
 
@@ -113,12 +111,12 @@ def tpot_ms_at(plan: Plan, shape: ModelShape, profile: Profile, acceptance: floa
 
 def shape_of(plan: Plan, engine: Engine) -> ModelShape:
     """The shape of the engine's model, under the plan's name for it, by which acceptance is looked up."""
-    return replace(load_shape(str(engine.source)), name=plan.workload.model)
+    return replace(engine.config.shape, name=plan.workload.model)
 
 
 def _time_rows(predicted: Prediction, statistics: Statistics) -> list[ComparisonRow]:
     prefill = ComparisonRow("prefill", "ms", predicted.best.ttft_ms, statistics.ttft_ms)
-    # The engine times a verification with its verdict, which the model counts apart.
+    # The engine times a verification with its sampling, which the model counts apart.
     target_ms = predicted.verify_ms + 1e3 * predicted.round_s["acceptance"]
     if not predicted.gamma:
         return [prefill, ComparisonRow("decode step", "ms", target_ms, 1e3 * statistics.verify_s)]

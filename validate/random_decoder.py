@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ridgeplan.planner.plan import Plan, Workload
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense
+from ridgeplan.runtime.model.mlp import GatedMLP
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
 from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.validate.timing import Bench
@@ -48,23 +49,9 @@ class RandomDecoder:
     @classmethod
     def build(cls, bench: Bench, shape: ModelShape, context: int, new_tokens: int, batch: int = 1) -> RandomDecoder:
         """A toy whose cache takes `context` + `new_tokens` tokens of `batch` sequences."""
-        config = DecoderConfig(
-            family="llama",
-            layers=shape.layers,
-            hidden=shape.hidden,
-            q_heads=shape.q_heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            vocab=shape.vocab,
-            norm_eps=1e-5,
-            max_context=shape.max_context,
-            windows=(None,) * shape.layers,
-            rotary_frequencies=tuple(1e-4 ** (i / shape.head_dim) for i in range(0, shape.head_dim, 2)),
-            rotary_scale=1.0,
-        )
-        plan = Plan(Workload(shape.name, bench.device.type, context, new_tokens, batch))
-        cache = Cache(config, plan, bench.device, bench.pool.dtype)
-        return cls(shape, Decoder(config, bench.device), cache, bench)
+        sizes = KVCacheConfig(batch, context + new_tokens)
+        cache = Cache(shape, sizes, bench.device, bench.pool.dtype)
+        return cls(shape, Decoder(DecoderConfig.plain(shape), bench.device), cache, bench)
 
     def weights(self) -> DecoderWeights:
         """Random weights; every layer has its own, so that a step reads them from memory."""
@@ -75,7 +62,7 @@ class RandomDecoder:
 
     def tokens(self, queries: int) -> Tensor:
         """Token ids [batch, queries]."""
-        shape = (self.cache.batch, queries)
+        shape = (self.cache.config.batch, queries)
         return torch.randint(self.shape.vocab, shape, device=self.bench.device)
 
     def _layer(self) -> LayerWeights:
@@ -90,6 +77,5 @@ class RandomDecoder:
             qk_norm=None,
             output=dense(shape.hidden, shape.q_width),
             mlp_norm=random(shape.hidden),
-            gate_up=dense(2 * shape.intermediate, shape.hidden),
-            down=dense(shape.hidden, shape.intermediate),
+            mlp=GatedMLP(dense(2 * shape.intermediate, shape.hidden), dense(shape.hidden, shape.intermediate)),
         )

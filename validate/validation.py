@@ -14,7 +14,7 @@ from ridgeplan.validate.comparison import Comparison
 from ridgeplan.validate.measure import Measured, comparison, measure, shape_of
 
 if TYPE_CHECKING:
-    from ridgeplan.runtime import Statistics
+    from ridgeplan.runtime import SamplingParams, Statistics
     from ridgeplan.runtime.model.weights import DecoderWeights
 
 # Called with "plain" or "plan" and the tokens delivered so far.
@@ -53,11 +53,8 @@ def validate_plan(
     model: str,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
+    sampling: SamplingParams | None = None,
     *,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
     device: str | None = None,
     profile: Profile | None = None,
     calibration: Sequence[int] | None = None,
@@ -80,16 +77,7 @@ def validate_plan(
         fitted = calibration if item.weights.draft_differs else None
         engine = runtime.load(item, model, device=device, weights=weights, calibration=fitted)
         weights = engine.weights
-        measured = measure(
-            engine,
-            prompts,
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            on_progress=lambda tokens: progress(name, tokens),
-        )
+        measured = measure(engine, prompts, max_new_tokens, sampling, on_progress=lambda tokens: progress(name, tokens))
         texts = tuple(engine.tokenizer.batch_decode([list(tokens) for tokens in measured.tokens]))
         shape = shape_of(item, engine)
         engine.close()

@@ -1,4 +1,8 @@
-"""The `ridgeplan` command. Each subcommand imports what it needs when it runs, so that answers come at once."""
+"""The `ridgeplan` command: one file a subcommand, and the options, tables and errors that they share.
+
+Each subcommand imports what it needs when it runs, so that answers come at once. Not here: what is computed
+(planner, validate), the page and its figures (dashboards/app.py, dashboards/charts.py).
+"""
 
 from __future__ import annotations
 

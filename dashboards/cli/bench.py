@@ -53,6 +53,34 @@ def kernels(only: tuple[str, ...], once: bool, output: Path | None, as_json: boo
         print_report(report)
 
 
+@bench.command()
+@options(
+    click.option("--runs", type=click.IntRange(min=1), default=5, show_default=True, help="Processes that are timed."),
+    click.option("--output", type=OutputFile(), help="Where to save the results as JSON."),
+    as_json,
+)
+def planner(runs: int, output: Path | None, as_json: bool) -> None:
+    """Time how fast the planner answers: cold, warm, and in plans per second."""
+    from ridgeplan.validate.planner_speed import CONTEXT, GPU, MODEL, measure_planner
+
+    with progress() as bars:
+        bar = bars.add_task("timing")
+        found = measure_planner(
+            runs, lambda what, done, total: bars.update(bar, description=f"timing {what}", completed=done, total=total)
+        )
+    if output is not None:
+        write_atomically(output, json.dumps(found.to_dict(), indent=2, allow_nan=False) + "\n")
+    if as_json:
+        print_json(found.to_dict())
+        return
+    click.echo(f"recommend {MODEL} --gpu {GPU} --ctx {CONTEXT}, medians:")
+    click.echo(f"  a new process          {1e3 * found.cold_s:.0f} ms")
+    click.echo(f"  first call in one      {1e3 * found.first_s:.0f} ms")
+    click.echo(f"  each further call      {1e3 * found.warm_s:.1f} ms for {found.searched_plans:,} plans")
+    click.echo(f"  search, all included   {found.searched_plans_per_s / 1e6:.2f} million plans per second")
+    click.echo(f"  a compiled sweep       {found.swept_plans_per_s / 1e6:.1f} million plans per second")
+
+
 def measure(chosen: Sequence[str]) -> dict[str, Any]:
     """The report on kernels measured under a progress bar."""
     # Importing torch takes seconds, so it waits until the options are known to be good.

@@ -16,7 +16,8 @@ from ridgeplan.dashboards.cli.output import print_json, progress, warnings_as_no
 from ridgeplan.dashboards.cli.run import statistics_dict, text_decoder
 from ridgeplan.dashboards.cli.validate import print_comparison
 from ridgeplan.planner import Plan, Recommendation
-from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profile_path
+from ridgeplan.roofline.catalog.profile import Profile, load_profile
+from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -95,7 +96,7 @@ def execute(plans: dict[Plan, str], source: str, profile: Profile, bars: Progres
         workload = plan.workload
         bar = bars.add_task(f"running {title}", total=workload.new_tokens)
         engine = runtime.load(plan, source, weights=weights)
-        prompt = prompt_tokens(engine, None, None)
+        prompt = prompt_tokens(engine, None)
         measured = validate.measure(engine, [prompt], workload.new_tokens, on_progress=_advance(bars, bar))
         weights, plain = engine.weights, plain or measured.statistics
         comparison = validate.compare(plan, engine, plain, profile)

@@ -10,15 +10,14 @@ from typing import Any
 
 import click
 
+from ridgeplan.dashboards.cli.streams import prepare_process
+from ridgeplan.dashboards.user_errors import about_input
 from ridgeplan.planner import NothingFits
 
 BAD_INPUT, NOTHING_FITS, INTERRUPTED = 2, 3, 130
 # What a full or failing disk answers where stdout is a file on it.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-
-
-class FileProblem(ValueError):
-    """A file named on the command line that cannot be read or written."""
+LONGEST_WORD, LONGEST_MESSAGE = 250, 1500  # characters of an error's line
 
 
 class OneLineGroup(click.Group):
@@ -27,7 +26,12 @@ class OneLineGroup(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """As click's, which would print errors over several lines by itself."""
         run = super().main
-        raise SystemExit(exit_code(lambda: run(*args, **{**kwargs, "standalone_mode": False})))
+
+        def command() -> Any:
+            prepare_process()
+            return run(*args, **{**kwargs, "standalone_mode": False})
+
+        raise SystemExit(exit_code(command))
 
 
 def exit_code(action: Callable[[], Any]) -> int:
@@ -50,9 +54,11 @@ def exit_code(action: Callable[[], Any]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def about_input(error: ValueError) -> bool:
-    """Whether the message is for the user: the package's own errors are, any other one is a defect and must show."""
-    return type(error).__module__.startswith("ridgeplan.")
+def shortened(message: str) -> str:
+    """`message` on one line, without words or tails that fill a screen."""
+    words = (word if len(word) < LONGEST_WORD else f"{word[: LONGEST_WORD - 3]}..." for word in message.split())
+    line = " ".join(words)
+    return line if len(line) <= LONGEST_MESSAGE else f"{line[: LONGEST_MESSAGE - 3]}..."
 
 
 def _drop_output() -> None:
@@ -63,5 +69,5 @@ def _drop_output() -> None:
 
 
 def _fail(message: str, code: int) -> int:
-    click.echo(f"error: {' '.join(message.split())}", err=True)
+    click.echo(f"error: {shortened(message)}", err=True)
     return code

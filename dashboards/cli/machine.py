@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import click
 
-from ridgeplan.dashboards.cli.errors import FileProblem
 from ridgeplan.dashboards.cli.options import OutputFile, as_json, options
-from ridgeplan.dashboards.cli.output import print_json, print_table, progress
-from ridgeplan.roofline.catalog.profile import Profile, user_profile_path
+from ridgeplan.dashboards.cli.output import print_json, print_table, progress, require_writable
+from ridgeplan.dashboards.user_errors import FileProblem
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
 
 APP = Path(__file__).parents[1] / "app.py"
 
@@ -45,17 +46,19 @@ def calibrate(quick: bool, output: Path | None, as_json: bool) -> None:
 
 @click.command()
 @click.option("--port", type=click.IntRange(1, 65535), default=8501, show_default=True, help="Port on 127.0.0.1.")
-def dashboard(port: int) -> int:
+def dashboard(port: int) -> None:
     """Serve the page to this machine's browser, and to nobody else."""
     # -P keeps the working directory off sys.path, where a folder such as kernels/ would shadow installed packages.
     serve = [sys.executable, "-P", "-m", "streamlit", "run", str(APP)]
     local = ["--server.address", "127.0.0.1", "--server.port", str(port), "--server.headless", "true"]
     quiet = ["--browser.gatherUsageStats", "false", "--client.toolbarMode", "minimal"]
-    return subprocess.run([*serve, *local, *quiet], check=False).returncode
+    # The server takes this process's place, so that whatever ends the command ends the server.
+    os.execv(sys.executable, [*serve, *local, *quiet])
 
 
 def calibrate_with_progress(quick: bool, output: Path | None) -> Profile:
     """The profile of this machine, measured under a progress bar and saved. Raises FileProblem."""
+    require_writable(output or user_profile_path())
     from ridgeplan import validate
 
     with progress() as bars:

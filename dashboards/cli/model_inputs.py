@@ -6,9 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeplan.planner import Plan
-from ridgeplan.planner.acceptance import same_model
-
 if TYPE_CHECKING:
     from ridgeplan.runtime import Engine
 
@@ -21,30 +18,46 @@ def embedded_or(model: str | None) -> str:
     """The model as given, else the embedded one. Raises ModelError where that is not installed."""
     from ridgeplan.runtime import embedded_model_path
 
-    return model or str(embedded_model_path())
+    if model == "":
+        raise click.UsageError("--model is empty; allowed: a safetensors folder, a .gguf file or a hub id")
+    return str(embedded_model_path()) if model is None else model
 
 
-def note_substitute(plan: Plan) -> None:
-    """Says on stderr that the embedded model runs in place of the one the plan is for, if that is another."""
-    named = plan.workload.model
-    if not same_model(named, EMBEDDED_MODEL):
-        click.echo(f"note: the plan is for {named}; {EMBEDDED_MODEL} runs, --model names another", err=True)
+def prompt_text(text: str | None, path: str | None) -> str | None:
+    """The prompt that a user gave as an argument or a file; None for neither. Raises UsageError and PromptError."""
+    if text is not None and path is not None:
+        raise click.UsageError("--prompt and --prompt-file were given; allowed: one of them")
+    if text == "":
+        raise click.UsageError("--prompt is empty; allowed: text of one character or more")
+    if path is None:
+        return None if text is None else _plain_text(text)
+    from ridgeplan.validate.prompts import read_prompt
+
+    return read_prompt(path)
 
 
-def prompt_tokens(engine: Engine, text: str | None, path: str | None) -> list[int]:
-    """Token ids of a text or a file, or as many as the plan's context holds of the text that comes with Python."""
+def prompt_tokens(engine: Engine, text: str | None) -> list[int]:
+    """Token ids of a text, or as many as the plan's context holds of the text that comes with Python."""
     if text is not None:
         return list(engine.tokenizer.encode(text))
     from ridgeplan.validate import prompts
 
-    if path is not None:
-        return list(engine.tokenizer.encode(prompts.read_prompt(path)))
     return prompts.prompt_tokens(engine.tokenizer, engine.plan.workload.context)
+
+
+def _plain_text(text: str) -> str:
+    """The text itself. Raises UsageError for bytes that are none in the terminal's encoding."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise click.UsageError("--prompt holds bytes that are not UTF-8; allowed: text, or --prompt-file") from None
+    return text
 
 
 def opening_tokens(source: str, path: str | None, tokens: int) -> list[int]:
     """The first `tokens` token ids of a file, all of a shorter one, or of the text that comes with Python."""
-    from ridgeplan.runtime.model.checkpoint import load_tokenizer, model_source
+    from ridgeplan.runtime.model.checkpoint import load_tokenizer
+    from ridgeplan.runtime.model.source import model_source
     from ridgeplan.validate import prompts
 
     text = prompts.read_prompt(path) if path is not None else None

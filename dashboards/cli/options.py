@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 import click
 
-from ridgeplan.dashboards.cli.errors import FileProblem
+from ridgeplan.dashboards.user_errors import FileProblem
 from ridgeplan.planner import Plan, PlanError
+from ridgeplan.roofline.catalog.documents import read_document
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 UNITS = {"": 1, "b": 1} | {
@@ -61,7 +62,7 @@ class PlanFile(click.ParamType):
         if isinstance(value, Plan):
             return value
         try:
-            return Plan.from_json(Path(value).read_bytes())
+            return Plan.from_json(read_document(Path(value)))
         except (OSError, ValueError) as error:
             if isinstance(error, PlanError):
                 raise PlanError(f"plan {value!r}: {error}") from error

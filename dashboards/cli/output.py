@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeplan.dashboards.cli.errors import FileProblem
+from ridgeplan.dashboards.user_errors import FileProblem
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,6 +74,18 @@ def warnings_as_notes() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = note
         yield
+
+
+def require_writable(path: Path) -> None:
+    """Raises FileProblem where `path` could not be written, before a command works for what it would then lose."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise FileProblem(
+            f"cannot write {str(path)!r}: {error.strerror}; allowed: XDG_CACHE_HOME at a folder that can be written"
+        ) from error
 
 
 def write_atomically(path: Path, text: str) -> None:

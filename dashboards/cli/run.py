@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, note_substitute, prompt_tokens
+from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, prompt_text, prompt_tokens
 from ridgeplan.dashboards.cli.options import PlanFile, as_json, calibration_file, model_to_run, options, prompt_file
 from ridgeplan.dashboards.cli.output import GIB, print_json, warnings_as_notes
 from ridgeplan.planner import Plan
@@ -43,22 +44,18 @@ def run(
     calibration: str | None, as_json: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Execute the plan in file PLAN, stream the text, and print what it took."""
-    if prompt is not None and prompt_file is not None:
-        raise click.UsageError("--prompt and --prompt-file were given; allowed: one of them")
-    if prompt == "":
-        raise click.UsageError("--prompt is empty; allowed: text of one character or more")
+    text = prompt_text(prompt, prompt_file)
     limit = min(DEFAULT_NEW_TOKENS, plan.workload.new_tokens) if max_new_tokens is None else max_new_tokens
     # Importing torch takes seconds, so it waits until the plan's file is known to be good.
     from ridgeplan import runtime
 
+    params = runtime.SamplingParams(**sampling)
     with warnings_as_notes():
         source = embedded_or(model)
         engine = runtime.load(plan, source, calibration=calibration_tokens(source, calibration))
-        if model is None:
-            note_substitute(plan)
-        prompt_ids = prompt_tokens(engine, prompt, prompt_file)
+        prompt_ids = prompt_tokens(engine, text)
         stop = engine.tokenizer.eos_token_id
-        stream = engine.stream(prompt_ids, limit, stop_tokens=() if stop is None else (stop,), **sampling)
+        stream = engine.stream(prompt_ids, limit, replace(params, stop_token_ids=() if stop is None else (stop,)))
         tokens: list[int] = []
         for piece in text_pieces(_kept(stream, tokens), text_decoder(engine)):
             if not as_json:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, note_substitute, opening_tokens
+from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, opening_tokens
 from ridgeplan.dashboards.cli.options import (
     PlanFile,
     as_json,
@@ -70,8 +70,6 @@ def validate(
             on_progress=lambda name, tokens: bars.update(tasks[name], completed=tokens),
         )  # fmt: skip
         agreed = plan_agreement(plan, source, prompts[0], limit) if agreement else None
-    if model is None:
-        note_substitute(plan)
     if as_json:
         more = {"agreement": agreed.to_dict()} if agreed else {}
         print_json({"plan": plan.to_dict(), "validation": validation.to_dict()} | more)

@@ -1,9 +1,12 @@
-"""Decode attention over quantized groups and a full-precision buffer, for one to sixteen queries."""
+"""Decode attention over quantized groups and a full-precision buffer, for one to sixteen queries per sequence.
+
+Not here: the codes themselves (kernels/kv_cache), and attention of prompts, which the runtime takes from torch.
+"""
 
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.attention.cuda import decode_attention_cuda, fits
+from ridgeplan.kernels.attention.cuda import find_kernel
 from ridgeplan.kernels.attention.reference import decode_attention_reference
 from ridgeplan.kernels.device.backend import Backend, uses_triton
 from ridgeplan.kernels.kv_cache import require_lower, require_rows
@@ -26,19 +29,19 @@ def decode_attention(
 ) -> Tensor:
     """Attention of a few queries per row -> [B, T, Hq, D] in q's dtype; rows that see nothing give zeros.
 
-    q: [B, T, Hq, D], T of 1..16. keys, values: [B, Hkv, C, D] in full precision, in q's dtype on CUDA.
-    begin, end: int32 [B] on the device; query t of row b sees the slots begin[b] <= j < end[b] + t, so end[b]
-    is one past the first query's own token. codes with groups (int32 [B]): every query also sees the row's
-    first groups[b] quantized groups, as INT8 when `lower`, else as INT4. scale: of the scores, by default
-    D ** -0.5. splits: parts a row's tokens are cut into on CUDA, by default filled to the machine.
+    q: [B, T, Hq, D], T of 1..16. keys, values: [B, Hkv, C, D] in full precision, on CUDA in q's dtype. begin, end:
+    int32 [B] on the device; query t of row b sees the slots begin[b] <= j < end[b] + t, so end[b] is one past the first
+    query's own token. codes with groups (int32 [B]): every query also sees the row's first groups[b] quantized groups,
+    as INT8 when `lower`, else as INT4. scale: of the scores, by default D ** -0.5. splits: parts into which a row's
+    tokens are split on CUDA, by default as many as fill the GPU.
 
     Query heads of one KV head and all T queries share a tile, so KV is read once. On CUDA the call may begin before
-    earlier kernels of the stream have ended, where those permit it (see `ridgeplan.kernels.device.launch`): q, keys
-    and values are read only after that, but begin, end, groups and codes at once. So what writes these must not let
-    the next kernel start early, and at least one more kernel should stand between.
+    earlier kernels of the stream have ended, if those permit it (see `ridgeplan.kernels.device.launch`): q, keys and
+    values are read only after that, but begin, end, groups and codes at once. So a kernel that writes these must not
+    let the next kernel start early, and at least one more kernel should stand between.
 
-    Raises ValueError when the heads do not divide, shapes disagree, lengths are not int32 [B], or `lower` is asked of
-    upper-only codes.
+    Raises ValueError when heads do not divide, shapes disagree, lengths are not int32 [B], or `lower` is wanted of
+    codes that hold the upper plane only.
     """
     _check(q, keys, values, codes, groups)
     require_rows(len(q), torch.int32, begin=begin, end=end, groups=groups)
@@ -47,8 +50,9 @@ def decode_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not uses_triton(backend, q):
         return decode_attention_reference(q, keys, values, begin, end, codes, groups, lower, scale)
-    if backend == "auto" and fits(q, keys, values, codes, lower, scale):
-        return decode_attention_cuda(q, keys, values, begin, end, codes, groups, lower, scale, splits)
+    kernel = find_kernel(q, keys, values, codes, lower, scale) if backend == "auto" else None
+    if kernel is not None:
+        return kernel.run(q, keys, values, begin, end, codes, groups, scale, splits)
     from ridgeplan.kernels.attention.triton import decode_attention_triton
 
     return decode_attention_triton(q, keys, values, begin, end, codes, groups, lower, scale, splits)

@@ -14,22 +14,22 @@ CHUNK = 16  # splits whose partials are in flight together
 def _merge_kernel(partial, lse, out, splits, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     channels = tl.arange(0, HEAD_DIM)
-    top = -3.0e38  # finite, so that differences of two stay numbers where all splits are empty
-    total = 0.0
+    row_max = -3.0e38  # finite, so that differences of two are numbers where all splits are empty
+    row_sum = 0.0
     acc = tl.zeros([HEAD_DIM], tl.float32)
     for start in range(0, splits, CHUNK):
         at = start + tl.arange(0, CHUNK)
-        sums = tl.load(lse + row * splits + at, mask=at < splits, other=float("-inf"))
-        new_top = tl.maximum(top, tl.max(sums, 0))
-        fade = tl.exp(top - new_top)
-        weights = tl.exp(sums - new_top)
-        # Programs of empty splits never wrote their partial, so it must not be read.
+        split_lse = tl.load(lse + row * splits + at, mask=at < splits, other=float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(split_lse, 0))
+        rescale = tl.exp(row_max - new_max)
+        weights = tl.exp(split_lse - new_max)
+        # An empty split has not written its partial, so that must not be read.
         part = (row * splits + at)[:, None] * HEAD_DIM + channels[None, :]
-        part = tl.load(partial + part, mask=(sums > float("-inf"))[:, None], other=0.0)
-        acc = acc * fade + tl.sum(weights[:, None] * part, 0)
-        total = total * fade + tl.sum(weights, 0)
-        top = new_top
-    acc /= tl.where(total > 0, total, 1.0)
+        part = tl.load(partial + part, mask=(split_lse > float("-inf"))[:, None], other=0.0)
+        acc = acc * rescale + tl.sum(weights[:, None] * part, 0)
+        row_sum = row_sum * rescale + tl.sum(weights, 0)
+        row_max = new_max
+    acc /= tl.where(row_sum > 0, row_sum, 1.0)
     tl.store(out + row * HEAD_DIM + channels, acc.to(out.dtype.element_ty))
 
 

@@ -1,8 +1,8 @@
-"""Plain-torch twin of decode attention, and the path that serves CPUs.
+"""Decode attention in plain torch: the reference of the kernels, and what runs on CPUs.
 
-As in the kernel, scales and minima fold outside the dot products: codes become floats once and are never
-dequantized elementwise. With x = step * code + zero, keys give (q * step) . code + q . zero per group, values
-give (p * step) . code + p . zero.
+As in the kernels, scales and minima stay outside the dot products: codes become floats once and are never dequantized
+one by one. With x = step * code + zero, the scores of a group's keys are (q * step) . code + q . zero, and its values
+contribute (p * step) . code + p . zero.
 """
 
 import torch
@@ -36,14 +36,14 @@ def decode_attention_reference(
         rows = rows.reshape(kv_heads, ratio * queries, head_dim)
         span = slice(starts[b], max(starts[b], min(ends[b] + queries - 1, capacity)))
         scores = _full_scores(rows, keys[b, :, span], ends[b] - starts[b], queries)
-        quantized = _Row(codes, b, visible[b], lower) if codes is not None and visible[b] else None
+        quantized = _QuantizedRow(codes, b, visible[b], lower) if codes is not None and visible[b] else None
         result = _attend(rows, scores, values[b, :, span].float(), quantized)
         out[b] = result.view(kv_heads, ratio, queries, head_dim).permute(2, 0, 1, 3).reshape(q.shape[1:])
     return out
 
 
 def _full_scores(rows: Tensor, keys: Tensor, own: int, queries: int) -> Tensor:
-    """Scores [Hkv, rows, slots] of full-precision keys; query t sees the first own + t of them."""
+    """Scores [Hkv, rows, slots] of full-precision keys, of which query t sees the first own + t."""
     scores = rows @ keys.float().mT
     if queries > 1:
         limit = own + torch.arange(rows.shape[1], device=rows.device) % queries
@@ -52,8 +52,8 @@ def _full_scores(rows: Tensor, keys: Tensor, own: int, queries: int) -> Tensor:
     return scores
 
 
-def _attend(rows: Tensor, scores: Tensor, values: Tensor, quantized: "_Row | None") -> Tensor:
-    """Softmax over quantized and full-precision tokens together -> [Hkv, rows, head_dim]; no token: zeros."""
+def _attend(rows: Tensor, scores: Tensor, values: Tensor, quantized: "_QuantizedRow | None") -> Tensor:
+    """Softmax over quantized and full-precision tokens together -> [Hkv, rows, head_dim]; zeros without tokens."""
     count = 0
     if quantized is not None:
         front = quantized.key_scores(rows)
@@ -61,17 +61,17 @@ def _attend(rows: Tensor, scores: Tensor, values: Tensor, quantized: "_Row | Non
         scores = torch.cat([front, scores], dim=-1)
     if scores.shape[-1] == 0:
         return torch.zeros_like(rows)
-    # The finite floor keeps rows that see nothing at weight exp(-inf) = 0 instead of NaN.
-    top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
-    weights = torch.exp(scores - top)
+    # The finite floor gives rows that see nothing a weight of exp(-inf) = 0 instead of NaN.
+    row_max = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+    weights = torch.exp(scores - row_max)
     out = weights[..., count:] @ values
     if quantized is not None:
         out += quantized.value_sums(weights[..., :count])
     return out / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
 
 
-class _Row:
-    """The first `groups` groups of one batch row's codes, as two linear maps."""
+class _QuantizedRow:
+    """The first `groups` quantized groups of a batch row: products of their keys and values with all heads' rows."""
 
     def __init__(self, codes: QuantizedKV, row: int, groups: int, lower: bool) -> None:
         self.codes, self.lower, self.at = codes, lower, (row, slice(None), slice(groups))

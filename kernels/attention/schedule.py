@@ -1,6 +1,6 @@
-"""How the CUDA kernel of decode attention is cut over a device: variants, resident blocks, shared memory.
+"""How the CUDA kernel of decode attention fills a device: variants, resident CTAs, shared memory, the grid.
 
-Figures behind the numbers are in the log of attention_cuda.py.
+docs/kernels/attention.md has the measurements behind the numbers.
 """
 
 from __future__ import annotations
@@ -8,21 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-GROUP = 128
-BLOCKS = {8: 3, 16: 3, 24: 3, 32: 2, 64: 2}  # resident per multiprocessor, by rows
-LEAST_UNITS = 4  # of a block: where there are less, fewer blocks are resident
-LEAST_BLOCKS = 3  # resident per multiprocessor
-FILLED = 0.9  # of the resident blocks, at least
-MAX_BLOCKS = 65535  # so that the kernel cuts its work in 32-bit arithmetic
-RESERVED_BYTES = 1024  # of a block's shared memory, for the driver
-MAX_ITEMS = 12  # of a ring: more hide no more latency
-FOLDED = 16384  # elements of partials of a KV head that its last block merges; more are left to a kernel of their own
-FOLDED_HEADS = 4096  # counters of arrived blocks: (batch row, KV head) pairs whose merge may be folded in
+GROUP = 128  # tokens of a quantized group
+CTAS_PER_SM = {8: 3, 16: 3, 24: 3, 32: 2, 64: 2}  # resident at once, by query rows
+MIN_CTAS_PER_SM = 3
+MIN_TILES_PER_CTA = 4  # with fewer KV tiles per CTA, fewer CTAs are resident
+MIN_GRID_FILL = 0.9  # of the resident CTAs
+MAX_CTAS = 65535  # so that the tile scheduler can use 32-bit arithmetic
+RESERVED_BYTES = 1024  # of a CTA's shared memory, for the driver
+MAX_STAGES = 12  # of the pipeline: more hide no more latency
+MAX_FUSED_ELEMENTS = 16384  # of a KV head's partials that its last CTA reduces; more are left to the kernel `merge`
+MAX_FUSED_KV_ROWS = 4096  # arrival counters: (batch row, KV head) pairs whose reduction may be fused
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What a compiled kernel is specialized for. bits: 0 without codes; rows: of queries, a key of BLOCKS."""
+class AttentionVariant:
+    """What a compiled kernel is specialized for. bits: 0 without codes; rows: query rows, a key of CTAS_PER_SM."""
 
     head_dim: int
     bits: int
@@ -30,97 +30,97 @@ class Variant:
     rows: int
 
     @property
-    def blocks(self) -> int:
-        """Resident blocks per multiprocessor.
+    def ctas_per_sm(self) -> int:
+        """Resident CTAs per SM.
 
-        Four hide the latencies of INT4, whose units are short; full precision, all copies, takes few and deep rings.
+        Four hide the latencies of INT4, whose tiles are short; full precision, all copies, takes few with deep
+        pipelines.
         """
         if self.bits == 0:
             return 2 if self.head_dim == 128 or self.rows == 64 else 3
-        return 4 if self.rows == 8 and (self.bits == 4 or self.head_dim == 128) else BLOCKS[self.rows]
+        return 4 if self.rows == 8 and (self.bits == 4 or self.head_dim == 128) else CTAS_PER_SM[self.rows]
 
     @property
-    def slots(self) -> int:
-        """Full-precision tokens of a unit: about the bytes of a group."""
+    def dense_tile(self) -> int:
+        """Full-precision tokens of a KV tile: about the bytes of a group."""
         return 32 if self.bits == 4 else 64
 
     @property
-    def item_bytes(self) -> int:
-        """One item of the ring: a group's keys or values with metadata, or as much of full-precision tokens."""
-        return self.slots * 2 * self.head_dim + 512
+    def stage_bytes(self) -> int:
+        """A stage of the pipeline: a group's keys or values with their scales, or a dense tile's."""
+        return self.dense_tile * 2 * self.head_dim + 512
 
-    def items(self, block_bytes: int) -> int:
-        """Depth of the ring in a block that may use `block_bytes` of shared memory."""
-        return min(MAX_ITEMS, (block_bytes - self.shared_bytes(0) - self.static_bytes(MAX_ITEMS)) // self.item_bytes)
+    def stages(self, cta_bytes: int) -> int:
+        """Stages of a CTA that may use `cta_bytes` of shared memory."""
+        return min(MAX_STAGES, (cta_bytes - self.shared_bytes(0) - self.static_bytes(MAX_STAGES)) // self.stage_bytes)
 
-    def shared_bytes(self, items: int) -> int:
-        """Dynamic shared memory of a block: the ring, staged queries and weights."""
-        return items * self.item_bytes + self.rows * (2 * self.head_dim + 2 * GROUP)
+    def shared_bytes(self, stages: int) -> int:
+        """Dynamic shared memory of a CTA: the pipeline, staged queries and probabilities."""
+        return stages * self.stage_bytes + self.rows * (2 * self.head_dim + 2 * GROUP)
 
-    def static_bytes(self, items: int) -> int:
-        """At most the static shared memory: barriers, what rows are copied from, what warps tell each other."""
-        return 8 * items + 256 + 64 * self.rows
+    def static_bytes(self, stages: int) -> int:
+        """At most the static shared memory: mbarriers, where a row's tokens lie, what warps share about query rows."""
+        return 8 * stages + 256 + 64 * self.rows
 
-    def options(self, items: int, entry: str) -> list[str]:
-        """Compiler options that specialize one of the kernels, "attend" or "merge"."""
+    def options(self, stages: int, kernel: str) -> list[str]:
+        """Compile-time configuration (csrc/config.cuh) of one of the kernels, "attend" or "merge"."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "BITS": self.bits,
             "BF16": int(self.bf16),
-            "TILES": self.rows // 8,
-            "BLOCKS": self.blocks,
-            "ITEMS": items,
-            "SLOTS": self.slots,
+            "Q_TILES": self.rows // 8,
+            "CTAS_PER_SM": self.ctas_per_sm,
+            "STAGES": stages,
+            "DENSE_TILE": self.dense_tile,
         }
-        return [f"-D{name}={value}" for name, value in macros.items()] + [f"-DENTRY_{entry.upper()}"]
+        return [f"-D{name}={value}" for name, value in macros.items()] + [f"-DKERNEL_{kernel.upper()}"]
 
 
 @dataclass(frozen=True)
 class Occupancy:
-    """How blocks of a variant fill a device."""
+    """How CTAs of a variant fill a device. sm_bytes: shared memory of an SM."""
 
-    variant: Variant
+    variant: AttentionVariant
     num_sms: int
-    processor_bytes: int  # of shared memory
+    sm_bytes: int
 
     @cached_property
-    def items(self) -> int:
-        """Depth of a block's ring, with which the variant's blocks are resident."""
-        return self.variant.items(self.processor_bytes // self.variant.blocks - RESERVED_BYTES)
+    def stages(self) -> int:
+        """Stages of a CTA's pipeline, with which the variant's CTAs are resident."""
+        return self.variant.stages(self.sm_bytes // self.variant.ctas_per_sm - RESERVED_BYTES)
 
     @cached_property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory that a block needs."""
-        return self.variant.shared_bytes(self.items)
+        """Dynamic shared memory that a CTA needs."""
+        return self.variant.shared_bytes(self.stages)
 
     @cached_property
-    def most_shared_bytes(self) -> int:
-        """At least what a block is ever launched with, padding included."""
-        return max(self.shared_bytes, self.processor_bytes // LEAST_BLOCKS - RESERVED_BYTES)
+    def max_shared_bytes(self) -> int:
+        """At least what a CTA is ever launched with, padding included."""
+        return max(self.shared_bytes, self.sm_bytes // MIN_CTAS_PER_SM - RESERVED_BYTES)
 
-    def residency(self, units: int) -> tuple[int, int]:
-        """Blocks that the device is to hold at once, and dynamic shared memory of each: padded where more would fit.
+    def residency(self, tiles: int) -> tuple[int, int]:
+        """CTAs that the device is to hold at once, and dynamic shared memory of each: padded where more would fit.
 
-        units: of the call, at most. What a block does before its first unit and after its last takes as long as
-        several, so that short rows want fewer blocks.
+        tiles: KV tiles of the call, at most. What a CTA does before its first tile and after its last takes as long as
+        several tiles, so short rows want fewer CTAs.
         """
-        most = self.variant.blocks
-        blocks = min(most, max(LEAST_BLOCKS, units // (self.num_sms * LEAST_UNITS)))
-        room_bytes = self.processor_bytes // blocks - RESERVED_BYTES - self.variant.static_bytes(MAX_ITEMS)
-        return blocks * self.num_sms, self.shared_bytes if blocks == most else room_bytes // 16 * 16
+        most = self.variant.ctas_per_sm
+        ctas = min(most, max(MIN_CTAS_PER_SM, tiles // (self.num_sms * MIN_TILES_PER_CTA)))
+        available_bytes = self.sm_bytes // ctas - RESERVED_BYTES - self.variant.static_bytes(MAX_STAGES)
+        return ctas * self.num_sms, self.shared_bytes if ctas == most else available_bytes // 16 * 16
 
-    def grid(self, kv_rows: int, row_units: int) -> tuple[int, int]:
-        """Blocks for `kv_rows` (batch row, KV head) pairs of at most `row_units` units each, and their dynamic shared
-        memory.
+    def grid(self, kv_rows: int, row_tiles: int) -> tuple[int, int]:
+        """CTAs for `kv_rows` (batch row, KV head) pairs of at most `row_tiles` KV tiles each; their shared memory.
 
-        As many as are resident, or a few less where rows of one length then divide evenly. Not many less: blocks that
-        start early, as those before them end, would crowd on some processors.
+        As many as are resident, or slightly fewer where rows of one length then divide evenly. Not many fewer: CTAs
+        that start early, as those before them end, would crowd on some SMs.
         """
-        resident, shared_bytes = self.residency(kv_rows * row_units)
+        resident, shared_bytes = self.residency(kv_rows * row_tiles)
         even = resident // kv_rows * kv_rows
-        return min(MAX_BLOCKS, even if even >= FILLED * resident else resident), shared_bytes
+        return min(MAX_CTAS, even if even >= MIN_GRID_FILL * resident else resident), shared_bytes
 
 
-def folds(blocks: int, kv_rows: int, elements: int) -> bool:
-    """Whether a row's last block merges its partials, of `elements` each; else a kernel of their own does."""
-    return kv_rows <= FOLDED_HEADS and -(-blocks // kv_rows) * elements <= FOLDED
+def fuses_reduction(ctas: int, kv_rows: int, elements: int) -> bool:
+    """Whether a row's last CTA reduces the row's splits, of `elements` each; else a kernel of its own does."""
+    return kv_rows <= MAX_FUSED_KV_ROWS and -(-ctas // kv_rows) * elements <= MAX_FUSED_ELEMENTS

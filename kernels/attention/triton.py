@@ -1,9 +1,9 @@
 """Triton kernel of decode attention: one program per (batch row, KV head), split and tile of query rows.
 
-Each program takes an equal share of its row's blocks (quantized groups first, then blocks of full-precision
-slots), runs an online softmax over them in base 2 and stores a normalized partial with its log-sum-exp.
-Lengths are read on the device: the grid is sized by capacity and programs without work return early, so a
-captured CUDA graph stays valid as the context grows.
+Each program takes an equal range of its row's blocks (quantized groups, then blocks of full-precision slots), runs an
+online softmax over them in base 2, and stores a normalized partial with its log-sum-exp. Lengths are read on the
+device: the grid is sized by capacity and programs without work return early, so a captured CUDA graph stays valid as
+the context grows.
 """
 
 from dataclasses import dataclass, fields
@@ -21,11 +21,12 @@ from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.roofline.execution import choose_splits
 
 LOG2_E = 1.4426950408889634
-MAX_ROWS = 128  # query rows of one tile; beyond it (wide MQA with many queries) further tiles read KV again
+LN_2 = tl.constexpr(0.6931471805599453)
+MAX_ROWS = 128  # query rows of one tile; beyond (wide MQA with many queries) further tiles read KV again
 
 
 @dataclass(frozen=True)
-class Config:
+class TileConfig:
     """Launch parameters: full-precision slots of a block, warps of a 16-row tile, pipeline stages."""
 
     block: int
@@ -35,23 +36,23 @@ class Config:
 
 # By (head_dim, bits of the codes). Quantized groups are their own blocks; `block` is for the buffer.
 CONFIGS = {
-    (64, 0): Config(128, 4, 3),
-    (64, 4): Config(64, 4, 3),
-    (64, 8): Config(64, 4, 3),
-    (128, 0): Config(64, 4, 3),
-    (128, 4): Config(64, 4, 3),
-    (128, 8): Config(64, 4, 3),
+    (64, 0): TileConfig(128, 4, 3),
+    (64, 4): TileConfig(64, 4, 3),
+    (64, 8): TileConfig(64, 4, 3),
+    (128, 0): TileConfig(64, 4, 3),
+    (128, 4): TileConfig(64, 4, 3),
+    (128, 8): TileConfig(64, 4, 3),
 }
-DEFAULT_CONFIG = Config(32, 4, 1)  # also float32, whose wide tiles leave no shared memory to pipeline
+DEFAULT_CONFIG = TileConfig(32, 4, 1)  # also float32, whose wide tiles leave no shared memory to pipeline
 
 
 @triton.jit
-def _share(blocks, split, splits):
-    """Half-open range of the blocks of one split, equal to within one block by the row's own length."""
+def _split_range(blocks, split, splits):
+    """Half-open range of the blocks of one split; those of a row differ by one block at most."""
     return blocks * split // splits, blocks * (split + 1) // splits
 
 
-# What changes within a generation (cache sizes, splits) must not ask for another compilation.
+# What changes within a generation (cache sizes, splits) must not cause another compilation.
 @triton.jit(launch_metadata=attention_metadata, do_not_specialize=["scale", "capacity", "group_capacity", "splits"])
 def _attention_kernel(
     q, keys, values, begin, end, groups, partial, lse, scale, capacity, group_capacity, splits,
@@ -75,13 +76,13 @@ def _attention_kernel(
     visible = 0
     if BITS > 0:
         visible = tl.minimum(tl.load(groups + batch), group_capacity)
-    start, stop = _share(visible + tl.cdiv(tl.maximum(last - first, 0), BLOCK), split, splits)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
+    start, stop = _split_range(visible + tl.cdiv(tl.maximum(last - first, 0), BLOCK), split, splits)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
     if start >= stop:
-        tl.store(lse + result, top, mask=valid)
+        tl.store(lse + result, row_max, mask=valid)
         return
 
-    total = tl.zeros([ROWS], tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     q += batch * q_batch_stride
     row = query * q_query_stride + head * q_head_stride
@@ -90,8 +91,8 @@ def _attention_kernel(
         q_first = tl.load(q + at, mask=valid[:, None], other=0.0).to(tl.float32)
         q_second = tl.load(q + at + HEAD_DIM // 2, mask=valid[:, None], other=0.0).to(tl.float32)
         for group in range(start, tl.minimum(stop, visible)):
-            top, total, acc = quantized_block(
-                top, total, acc, q_first, q_second, flat * group_capacity + group, scale,
+            row_max, row_sum, acc = quantized_block(
+                row_max, row_sum, acc, q_first, q_second, flat * group_capacity + group, scale,
                 key_upper, key_lower, key_scale, key_min, value_upper, value_lower, value_scale, value_min,
                 GROUP, HEAD_DIM, BITS, q.dtype.element_ty,
             )  # fmt: skip
@@ -100,19 +101,20 @@ def _attention_kernel(
     values += batch * value_batch_stride + kv_head * value_head_stride
     for block in range(tl.maximum(start, visible), stop):
         slots = first + (block - visible) * BLOCK + tl.arange(0, BLOCK)
-        top, total, acc = full_block(
-            top, total, acc, q_tile, own + query, slots, last, scale, keys, values, key_stride, value_stride, HEAD_DIM
-        )
+        row_max, row_sum, acc = full_block(
+            row_max, row_sum, acc, q_tile, own + query, slots, last, scale, keys, values, key_stride, value_stride,
+            HEAD_DIM,
+        )  # fmt: skip
 
-    seen = tl.where(total > 0, total, 1.0)
-    tl.store(lse + result, (top + tl.log2(seen)) * 0.6931471805599453, mask=valid)
+    divisor = tl.where(row_sum > 0, row_sum, 1.0)
+    tl.store(lse + result, (row_max + tl.log2(divisor)) * LN_2, mask=valid)
     at = result[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    tl.store(partial + at, acc / seen[:, None], mask=valid[:, None])
+    tl.store(partial + at, acc / divisor[:, None], mask=valid[:, None])
 
 
 @cache
 def _num_sms(device: torch.device) -> int:
-    # Triton's interpreter has no multiprocessors; a few keep its splits interesting.
+    # Triton's interpreter has no SMs; with a few of them it has splits to test.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 

@@ -1,6 +1,6 @@
-"""The two steps of the attention kernel's online softmax: a quantized group and a full-precision block.
+"""The two steps of the attention kernel's online softmax: a quantized group and a block of full-precision tokens.
 
-A tile of query rows carries `top` (maximum score, base 2), `total` (sum of weights), `acc` [rows, head_dim].
+A tile of query rows carries `row_max` (largest score, base 2), `row_sum` (of probabilities) and `acc` [rows, head_dim].
 """
 
 import triton
@@ -27,8 +27,8 @@ def _key_scores(first, second, q_first, q_second, bias):
 
 @triton.jit
 def quantized_block(
-    top,
-    total,
+    row_max,
+    row_sum,
     acc,
     q_first,
     q_second,
@@ -47,7 +47,7 @@ def quantized_block(
     BITS: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Absorbs group `at` (flat over batch, head, group) into the online softmax; all of it is visible."""
+    """Adds group `at` (flat over batch, head, group) to the online softmax; all of it is visible."""
     HALF_GROUP: tl.constexpr = GROUP // 2
     HALF_DIM: tl.constexpr = HEAD_DIM // 2
     channels = tl.arange(0, HALF_DIM)
@@ -56,7 +56,7 @@ def quantized_block(
     step0, zero0 = centred_affine(tl.load(key_scale + pair), tl.load(key_min + pair), BITS)
     pair += HALF_DIM
     step1, zero1 = centred_affine(tl.load(key_scale + pair), tl.load(key_min + pair), BITS)
-    # One reduction each for bias, maximum and sums: rows cross the warps, so every one costs barriers.
+    # One reduction each for bias, maximum and sum: rows cross the warps, so each costs barriers.
     bias = tl.sum(q_first * (zero0 * scale)[None, :] + q_second * (zero1 * scale)[None, :], 1)
     scaled0 = (q_first * (step0 * scale)[None, :]).to(dtype)
     scaled1 = (q_second * (step1 * scale)[None, :]).to(dtype)
@@ -67,29 +67,29 @@ def quantized_block(
     first, second = centred_codes(key_upper, key_lower, byte, BITS, dtype)
     scores1 = _key_scores(first, second, scaled0, scaled1, bias)
 
-    new_top = tl.maximum(top, tl.max(tl.maximum(scores0, scores1), 1))
-    fade = tl.exp2(top - new_top)
-    weights0 = tl.exp2(scores0 - new_top[:, None])
-    weights1 = tl.exp2(scores1 - new_top[:, None])
-    total = total * fade + tl.sum(weights0 + weights1, 1)
+    new_max = tl.maximum(row_max, tl.max(tl.maximum(scores0, scores1), 1))
+    rescale = tl.exp2(row_max - new_max)
+    p0 = tl.exp2(scores0 - new_max[:, None])
+    p1 = tl.exp2(scores1 - new_max[:, None])
+    row_sum = row_sum * rescale + tl.sum(p0 + p1, 1)
 
     pair = at * GROUP + tokens
     step0, zero0 = centred_affine(tl.load(value_scale + pair), tl.load(value_min + pair), BITS)
     pair += HALF_GROUP
     step1, zero1 = centred_affine(tl.load(value_scale + pair), tl.load(value_min + pair), BITS)
-    bias = tl.sum(weights0 * zero0[None, :] + weights1 * zero1[None, :], 1)
+    bias = tl.sum(p0 * zero0[None, :] + p1 * zero1[None, :], 1)
     byte = at * HEAD_DIM * HALF_GROUP + tl.arange(0, HEAD_DIM)[:, None] * HALF_GROUP + tokens[None, :]
     first, second = centred_codes(value_upper, value_lower, byte, BITS, dtype)
-    acc = acc * fade[:, None] + bias[:, None]
-    acc = _dot((weights0 * step0[None, :]).to(dtype), tl.trans(first), acc)
-    acc = _dot((weights1 * step1[None, :]).to(dtype), tl.trans(second), acc)
-    return new_top, total, acc
+    acc = acc * rescale[:, None] + bias[:, None]
+    acc = _dot((p0 * step0[None, :]).to(dtype), tl.trans(first), acc)
+    acc = _dot((p1 * step1[None, :]).to(dtype), tl.trans(second), acc)
+    return new_max, row_sum, acc
 
 
 @triton.jit
 def full_block(
-    top,
-    total,
+    row_max,
+    row_sum,
     acc,
     q,
     limit,
@@ -102,7 +102,7 @@ def full_block(
     value_stride,
     HEAD_DIM: tl.constexpr,
 ):
-    """Absorbs the full-precision `slots` [BLOCK] below `last`; a row sees those below its own `limit`."""
+    """Adds the full-precision `slots` [BLOCK] below `last`; a row sees those below its own `limit`."""
     channels = tl.arange(0, HEAD_DIM)
     inside = slots < last
     far = slots.to(tl.int64)[:, None]
@@ -110,12 +110,12 @@ def full_block(
     scores = tl.zeros([q.shape[0], slots.shape[0]], tl.float32)
     scores = _dot(q, tl.trans(tile.to(q.dtype)), scores) * scale
     scores = tl.where((slots[None, :] < limit[:, None]) & inside[None, :], scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    # A row that has seen nothing yet keeps top = -inf; subtracting 0 instead leaves its weights 0, not NaN.
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-    fade = tl.exp2(top - shift)
-    weights = tl.exp2(scores - shift[:, None])
-    total = total * fade + tl.sum(weights, 1)
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    # A row that has seen nothing yet keeps row_max = -inf; with 0 in its place p is 0, not NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = tl.exp2(row_max - shift)
+    p = tl.exp2(scores - shift[:, None])
+    row_sum = row_sum * rescale + tl.sum(p, 1)
     tile = tl.load(values + far * value_stride + channels[None, :], mask=inside[:, None], other=0.0)
-    acc = _dot(weights.to(q.dtype), tile.to(q.dtype), acc * fade[:, None])
-    return new_top, total, acc
+    acc = _dot(p.to(q.dtype), tile.to(q.dtype), acc * rescale[:, None])
+    return new_max, row_sum, acc

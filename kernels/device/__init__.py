@@ -1,4 +1,4 @@
-"""The device itself: which backend runs, how kernels launch and compile, its clock, PTX and nibbles that kernels share.
+"""What kernels share: choice of a backend, compilation, launches, PTX, unpacking of nibbles, the device's clock.
 
 Not here: anything that computes a part of a model.
 """

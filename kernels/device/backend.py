@@ -1,4 +1,4 @@
-"""Choice between a Triton kernel and its plain-torch twin."""
+"""Choice between a Triton kernel and its plain-torch reference."""
 
 import os
 from functools import cache
@@ -16,15 +16,15 @@ def _triton_installed() -> bool:
 
 
 def uses_triton(backend: Backend, tensor: Tensor) -> bool:
-    """Whether `tensor` is for the Triton kernel: "auto" takes it on CUDA, "triton" also in the interpreter.
+    """Whether a call on `tensor` runs the Triton kernel: with "auto" on CUDA, with "triton" also in the interpreter.
 
-    Raises ValueError when "triton" is asked for a CPU tensor outside Triton's interpreter, or for a name
+    Raises ValueError for "triton" with a CPU tensor outside Triton's interpreter, and for a name
     that is no backend.
     """
     if backend == "auto":
         return tensor.is_cuda and _triton_installed()
     if backend not in ("triton", "reference"):
-        raise ValueError(f"backend {backend!r} is none of: auto, triton, twin")
+        raise ValueError(f"backend {backend!r} is none of: auto, triton, reference")
     if backend == "triton" and not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"backend 'triton' needs a CUDA tensor or TRITON_INTERPRET=1, not {tensor.device}")
     return backend == "triton"

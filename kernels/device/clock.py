@@ -1,4 +1,4 @@
-"""The device's clock, read in the order of its work: what times the parts of a captured graph."""
+"""Timestamps of the device in stream order, which time the parts of a captured graph."""
 
 import time
 
@@ -8,7 +8,7 @@ from ridgeplan.kernels.device.backend import Backend, uses_triton
 
 
 def stamp(out: Tensor, index: int, *, backend: Backend = "auto") -> None:
-    """Writes nanoseconds since some fixed moment to out[index], int64, when all work before it is done."""
+    """Writes the time in nanoseconds, from a fixed origin, to out[index], int64, once all earlier work is done."""
     if not uses_triton(backend, out):
         out[index] = time.perf_counter_ns()
         return

@@ -1,5 +1,6 @@
-"""CUDA C++ sources, compiled at first use by the NVRTC that comes with torch."""
+"""CUDA C++ sources of this package, compiled at first use by the NVRTC that comes with torch."""
 
+import ctypes
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,26 +8,34 @@ from typing import Any
 
 import torch
 
+from ridgeplan.kernels.device.kernel_params import layout_assertions
 
-def joined(wing: str, *names: str) -> str:
-    """The named files of `wing`/csrc as one source, which is what NVRTC takes."""
-    csrc = Path(__file__).parents[1] / wing / "csrc"
-    return "\n".join((csrc / name).read_text(encoding="utf-8") for name in names)
+SOURCES = Path(__file__).parents[1]
 
 
-def compiled(
-    source: str, entry: str, options: Sequence[str], device: torch.device, *, shared_bytes: int = 0, failing: str
+def program(source: str, params: type[ctypes.Structure]) -> str:
+    """The translation unit of a kernel: its file, relative to this package, and a check of its arguments' layout."""
+    return f'#include "{source}"\n{layout_assertions(params)}\n'
+
+
+def include_options() -> list[str]:
+    """Compiler options with which `program` finds its file; all other #include lines are relative to the file."""
+    return [f"-I{SOURCES}"]
+
+
+def compile_kernel(
+    program: str, entry: str, options: Sequence[str], device: torch.device, *, shared_bytes: int = 0, fallback: str
 ) -> Any | None:
-    """The kernel `entry`, launchable with up to `shared_bytes` of dynamic shared memory.
+    """The kernel `entry`, which may be launched with up to `shared_bytes` of dynamic shared memory.
 
-    None where it does not compile or load, after a warning that begins with `failing`: what that means for users.
+    None where it does not compile or load, after a warning that begins with `fallback`: what that means for users.
     """
     try:
         with torch.cuda.device(device):
-            kernel = torch.cuda._compile_kernel(source, entry, nvcc_options=list(options))
+            kernel = torch.cuda._compile_kernel(program, entry, nvcc_options=[*include_options(), *options])
             if shared_bytes:
                 kernel.set_shared_memory_config(shared_bytes)
     except (RuntimeError, OSError, AttributeError) as error:
-        warnings.warn(f"{failing}: {error}", stacklevel=2)
+        warnings.warn(f"{fallback}: {error}", stacklevel=2)
         return None
     return kernel

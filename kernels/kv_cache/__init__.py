@@ -1,11 +1,14 @@
-"""Hierarchical quantization of blocks of keys and values into a layer's cache, and the way back."""
+"""The hierarchical 4-bit KV cache: its layout, quantization of whole groups and the way back, the shift of the buffer.
+
+Not here: attention to it (kernels/attention), and when groups are quantized (runtime/kv).
+"""
 
 import torch
 from torch import Tensor
 
 from ridgeplan.kernels.device.backend import Backend, uses_triton
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.kv_cache.quantize_cuda import fits, quantize_cuda
+from ridgeplan.kernels.kv_cache.quantize_cuda import find_kernel
 from ridgeplan.kernels.kv_cache.reference import dequantize_reference, quantize_reference
 
 
@@ -19,16 +22,16 @@ def quantize(
     first_slot: Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """Writes whole groups of tokens as codes into `out` (QuantSpec sec. 4.2; format in quantize_twin.py).
+    """Writes whole groups of tokens as codes into `out` (QuantSpec sec. 4.2; the format is in reference.py).
 
-    keys, values: [B, Hkv, n * G, D], any strides with contiguous channels. group_index: int32 [B], on the
-    device: the first group of each row to write, n groups follow. mask: bool [B] or None; rows that are False
-    stay as they are, which is how a captured CUDA graph flushes conditionally. first_slot: int32 [B] or None, on the
-    device; with it keys and values are a store of any length, and of each row one group is written, which begins at
-    that slot. Keys get one (scale, minimum) per channel and group, values one per token.
+    keys, values: [B, Hkv, n * G, D], any strides with contiguous channels. Keys get one (scale, minimum) per channel
+    and group, values one per token. group_index: int32 [B] on the device, the first of the n groups to write in each
+    row. mask: bool [B] or None; rows that are False stay as they are, so that a captured CUDA graph can flush
+    conditionally. first_slot: int32 [B] on the device, or None; with it keys and values may have any length, and
+    one group of each row is written, which begins at that slot.
 
-    Raises ValueError when the tokens are not whole groups, the shapes disagree with `out`, or what lies on the device
-    for each row is of another type.
+    Raises ValueError when the tokens are not whole groups, when shapes disagree with `out`, and when group_index, mask
+    or first_slot has another dtype or shape.
     """
     _check(keys, values, out, whole_groups=first_slot is None)
     require_rows(out.batch, torch.int32, group_index=group_index, first_slot=first_slot)
@@ -36,8 +39,9 @@ def quantize(
     if not uses_triton(backend, keys):
         quantize_reference(keys, values, out, group_index, mask, first_slot)
         return
-    if backend == "auto" and fits(keys, values, out):
-        quantize_cuda(keys, values, out, group_index, mask, first_slot)
+    kernel = find_kernel(keys, values, out) if backend == "auto" else None
+    if kernel is not None:
+        kernel.run(keys, values, out, group_index, mask, first_slot)
         return
     from ridgeplan.kernels.kv_cache.quantize_triton import quantize_triton
 
@@ -49,7 +53,7 @@ def dequantize(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values [B, Hkv, groups * G, D] of `codes` in `dtype`: INT8 when `lower`, else INT4.
 
-    Raises ValueError when `lower` is asked of codes that hold the upper plane only.
+    Raises ValueError when `lower` is wanted of codes that hold the upper plane only.
     """
     require_lower(codes, lower)
     if not uses_triton(backend, codes.key_upper):
@@ -60,16 +64,16 @@ def dequantize(
 
 
 def require_lower(codes: QuantizedKV, lower: bool) -> None:
-    """Raises ValueError when lower codes are asked of an upper-only cache."""
+    """Raises ValueError when lower codes are wanted of a cache that holds upper codes only."""
     if lower and codes.planes == 1:
         raise ValueError("lower=True needs lower codes, this QuantizedKV holds the upper plane only")
 
 
-def require_rows(batch: int, dtype: torch.dtype, **figures: Tensor | None) -> None:
-    """Raises ValueError for one of `figures` that is not `dtype` [batch]: CUDA C++ kernels get bare pointers."""
-    for name, figure in figures.items():
-        if figure is not None and (figure.dtype != dtype or figure.shape != (batch,)):
-            raise ValueError(f"{name} is {figure.dtype} {list(figure.shape)}; allowed: {dtype} [{batch}]")
+def require_rows(batch: int, dtype: torch.dtype, **tensors: Tensor | None) -> None:
+    """Raises ValueError for a tensor that is not `dtype` [batch]: CUDA C++ kernels get bare pointers."""
+    for name, tensor in tensors.items():
+        if tensor is not None and (tensor.dtype != dtype or tensor.shape != (batch,)):
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; allowed: {dtype} [{batch}]")
 
 
 def _check(keys: Tensor, values: Tensor, out: QuantizedKV, whole_groups: bool) -> None:

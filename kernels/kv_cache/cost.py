@@ -1,8 +1,8 @@
-"""What the kernels of quantized keys and values declare that they cost, counted from the tensors they touch.
+"""The declared costs of quantization and dequantization, counted from the tensors that the kernels touch.
 
-The model prices kernels by the formulas of `ridgeplan.roofline.ops`; a test holds both equal, so neither a
-change of layout nor one of a formula goes unnoticed. The `*_metadata` functions hand the same figures to
-Triton's launch hooks (as read by `triton.profiler`).
+The roofline prices kernels by the formulas of `ridgeplan.roofline.ops`; a test holds both equal, so that no change of
+the layout or of a formula goes unnoticed. The `*_metadata` functions give the same numbers to Triton's launch hooks, as
+`triton.profiler` reads them.
 """
 
 from collections.abc import Mapping

@@ -7,9 +7,9 @@ B batch rows, Hkv KV heads, G tokens of a group, D head_dim:
     value_upper, value_lower  uint8   [B, Hkv, groups, D, G/2]   token j low nibble, token j + G/2 high
     value_scale, value_min    float16 [B, Hkv, groups, G]        one pair per token
 
-Nibbles pair the two halves of the packed axis, so unpacking never interleaves; values are stored transposed,
-so both dot products of attention read their operand contiguously along the contraction; the planes are
-separate, so a draft that reads upper codes never touches the lower ones.
+A byte pairs the two halves of the packed axis, so unpacking never interleaves. Values are stored transposed, so that
+both dot products of attention read codes contiguously along the contraction. The planes are separate, so a draft that
+reads upper codes never touches the lower ones.
 """
 
 from dataclasses import dataclass, fields
@@ -21,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class QuantizedKV:
-    """Codes, scales and minima of one layer (shapes above); the lower planes are None in an INT4-only shadow.
+    """Codes, scales and minima of one layer (shapes above). The lower planes are None where only drafts read the codes.
 
     Source: QuantSpec sec. 4.2 (upper codes asymmetric, lower codes the residual in steps of scale / 16).
     Raises ValueError for tensors that are not contiguous: the kernels compute one flat offset per group.
@@ -80,7 +80,7 @@ class QuantizedKV:
         )
 
     def rows(self, rows: slice) -> "QuantizedKV":
-        """Those of some rows of the batch; no copy."""
+        """The codes of some rows of the batch, without a copy."""
         whole: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         part: dict[str, Any] = {name: tensor if tensor is None else tensor[rows] for name, tensor in whole.items()}
         return QuantizedKV(**part)
@@ -114,20 +114,6 @@ class QuantizedKV:
     def planes(self) -> int:
         """1: upper codes only; 2: upper and lower."""
         return 1 if self.key_lower is None else 2
-
-    @property
-    def arguments(self) -> list[Tensor]:
-        """What CUDA C++ kernels take, in the order of the fields; where there are no lower codes, the upper ones."""
-        return [
-            self.key_upper,
-            self.key_upper if self.key_lower is None else self.key_lower,
-            self.key_scale,
-            self.key_min,
-            self.value_upper,
-            self.value_upper if self.value_lower is None else self.value_lower,
-            self.value_scale,
-            self.value_min,
-        ]
 
     @property
     def bytes(self) -> int:

@@ -8,8 +8,8 @@ from ridgeplan.kernels.kv_cache.cost import quantize_metadata
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 
 WARPS = 4
-# Adding 1.5 * 2 ** 23 leaves the nearest integer (ties to even) in the low bits of a float32: two additions in
-# place of the conversions between floats and integers, which run at an eighth of their rate.
+# Adding 1.5 * 2 ** 23 leaves the nearest integer (ties to even) in the low bits of a float32: two additions instead of
+# conversions between floats and integers, which run at an eighth of their rate.
 ROUNDER = tl.constexpr(12582912.0)
 
 
@@ -23,7 +23,7 @@ def _scale_min(x, AXIS: tl.constexpr):
 
 @triton.jit
 def _encode(x, scale, minimum):
-    """(upper, lower) codes of x in the low four bits, by the same float32 operations as `quantize_reference.encode`."""
+    """(upper, lower) codes of x in the low four bits, by the same float32 operations as `reference.encode`."""
     scale = scale.to(tl.float32)
     step = tl.where(scale == 0, 1.0, scale)
     position = (x - minimum.to(tl.float32)) * tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
@@ -40,7 +40,7 @@ def _pack(first, second):
 
 @triton.jit
 def _quantize_keys(x, stride, at, upper, lower, scale, minimum, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """One group of keys [GROUP, HEAD_DIM]: a pair per channel, the two halves of the channels in a byte."""
+    """One group of keys [GROUP, HEAD_DIM]: one pair per channel, both halves of the channels in a byte."""
     HALF: tl.constexpr = HEAD_DIM // 2
     tokens = tl.arange(0, GROUP)[:, None]
     channels = tl.arange(0, HALF)[None, :]
@@ -63,7 +63,7 @@ def _quantize_keys(x, stride, at, upper, lower, scale, minimum, GROUP: tl.conste
 
 @triton.jit
 def _quantize_values(x, stride, at, upper, lower, scale, minimum, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """One group of values [GROUP, HEAD_DIM]: a pair per token, transposed, two halves of tokens in a byte."""
+    """One group of values [GROUP, HEAD_DIM]: one pair per token, transposed, both halves of the tokens in a byte."""
     HALF: tl.constexpr = GROUP // 2
     tokens = tl.arange(0, HALF)[:, None]
     channels = tl.arange(0, HEAD_DIM)
@@ -159,5 +159,5 @@ def quantize_triton(
         GROUP=out.group,
         HEAD_DIM=head_dim,
         num_warps=WARPS,
-        enable_fp_fusion=False,  # a fused product would round differently from the twin's
+        enable_fp_fusion=False,  # a fused multiply-add would round differently from the reference
     )

@@ -1,8 +1,8 @@
-"""Plain-torch twin of hierarchical quantization, and the one statement of its number format.
+"""Hierarchical quantization in plain torch: the reference of the kernels, and the definition of the number format.
 
-QuantSpec sec. 4.2: x ~ scale * U + minimum with U in 0..15 (INT4), and x ~ scale * (U + L/16) + minimum with
-L in -8..7 (INT8). We compute the residual in float32 from the stored, float16-rounded pair (the paper leaves
-this open) and store L + 8.
+QuantSpec sec. 4.2: x ~ scale * U + minimum with upper codes U in 0..15 (INT4), and x ~ scale * (U + L/16) + minimum
+with lower codes L in -8..7 (INT8). The residual is computed in float32 from the stored scale and minimum, which are
+rounded to float16 (the paper leaves this open), and L is stored as L + 8.
 """
 
 import torch
@@ -12,14 +12,14 @@ from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 
 
 def encode(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes of `x` with one pair along `dim`: upper, lower (uint8, as x), scale, minimum (float16).
+    """Codes of `x` with one scale and minimum along `dim`: upper, lower (uint8, shaped as x), scale, minimum (float16).
 
-    Products with the reciprocal of the scale, rounded to the nearest integer, ties to even: what a GPU does fast.
+    Products with the reciprocal of the scale, rounded to the nearest integer, ties to even, as GPUs do fast.
     """
     x = x.float()
     low, high = x.aminmax(dim=dim, keepdim=True)
     scale, minimum = ((high - low) * (1 / 15)).half(), low.half()
-    # A constant group has scale 0 and decodes to its minimum; 1 only keeps the division finite.
+    # A constant range has scale 0 and decodes to its minimum; dividing by 1 instead keeps positions finite.
     step = torch.where(scale == 0, 1.0, scale.float())
     position = (x - minimum.float()) * (1 / step)
     upper = position.round().clamp(0, 15)
@@ -62,7 +62,7 @@ def quantize_reference(
         rows = torch.arange(keys.shape[0], device=keys.device)
     else:
         rows = mask.nonzero().squeeze(1)
-        keys, values = keys[rows], values[rows]  # most rounds flush few rows: encode only those
+        keys, values = keys[rows], values[rows]  # most rounds flush few rows: only those are encoded
     if first_slot is not None:
         slots = first_slot.long()[rows, None] + torch.arange(out.group, device=keys.device)
         slots = slots[:, None, :, None].expand(-1, out.kv_heads, -1, out.head_dim)
@@ -71,7 +71,7 @@ def quantize_reference(
     written = group_index.long()[rows, None] + torch.arange(keys.shape[2] // out.group, device=keys.device)
 
     def write(target: Tensor | None, codes: Tensor) -> None:
-        if target is not None:  # the two index lists put [rows, groups] in front of the KV heads
+        if target is not None:  # indexing by two lists puts [rows, groups] in front of the KV heads
             target[rows[:, None], :, written] = codes.transpose(1, 2)
 
     upper, lower, scale, minimum = encode(keys.unflatten(2, blocks), dim=3)

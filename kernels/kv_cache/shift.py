@@ -1,4 +1,4 @@
-"""The buffer of recent tokens moves up when its oldest group has become codes, with the plain-torch twin."""
+"""The shift of the buffer of recent tokens, after its oldest group has been quantized."""
 
 from torch import Tensor
 
@@ -7,11 +7,11 @@ from ridgeplan.roofline.cost import Cost
 
 
 def shift_slots(keys: Tensor, values: Tensor, group: int, mask: Tensor, *, backend: Backend = "auto") -> None:
-    """Moves slots `group`, `group` + 1, ... of rows where `mask` holds to slots 0, 1, ..., in place.
+    """Moves slots `group`, `group` + 1, ... of rows where `mask` is True to slots 0, 1, ..., in place.
 
-    keys, values: [B, Hkv, slots, D], any strides with contiguous channels. mask: bool [B], on the device: a
-    captured CUDA graph flushes conditionally (QuantSpec sec. 4.3.2). The last `group` slots keep what they held.
-    Raises ValueError when the shapes disagree.
+    keys, values: [B, Hkv, slots, D], any strides with contiguous channels. mask: bool [B] on the device, so that a
+    captured CUDA graph can flush conditionally (QuantSpec sec. 4.3.2). The last `group` slots keep what they held.
+    Raises ValueError when shapes disagree, and for a group of no slots or of more than the buffer has.
     """
     if keys.shape != values.shape or mask.shape != keys.shape[:1]:
         raise ValueError(
@@ -29,7 +29,7 @@ def shift_slots(keys: Tensor, values: Tensor, group: int, mask: Tensor, *, backe
 
 
 def shift_slots_reference(keys: Tensor, values: Tensor, group: int, mask: Tensor) -> None:
-    """The same in plain torch; most rounds move few rows, so only those are read."""
+    """The same in plain torch. Only rows that move are read: in most rounds they are few."""
     rows = mask.nonzero().squeeze(1)
     for store in (keys, values):
         store[rows, :, : store.shape[2] - group] = store[rows, :, group:]

@@ -1,10 +1,7 @@
 """Triton kernel of the buffer shift: one program per (batch row, KV head), block of offsets, and keys or values.
 
-In place without a copy: a program takes the same offsets of every group from front to back, so a thread alone reads
-and writes a slot, and reads it before it writes it.
-
-Log on one H200 (32 layers of 8 heads of 128, 264 slots; us in a graph, the cache cleared before each call): predicted
-8.3 by bytes, measured 12.3 where rows move and 2.1 where none does; torch.where and a copy take 46 to 59 either way.
+It needs no copy: a program moves the same offsets of every group from front to back, so one thread alone reads and
+writes a slot, and reads it before it overwrites it.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""Residual addition and RMSNorm in one pass over memory, with its plain-torch twin."""
+"""Residual addition and RMSNorm in one pass over memory."""
 
 from torch import Tensor
 from torch.nn import functional
@@ -12,9 +12,9 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(hidden + update, RMSNorm of that): hidden and update [..., H], weight [H]; without update `hidden` itself.
 
-    RMSNorm (Zhang and Sennrich, 2019, eq. 4) as in Llama: the sum is rounded to the model's type, the statistics
-    and the scaling are float32, the result is rounded once. On Hopper and newer GPUs the weight is read while kernels
-    before it on the stream may still run (see launch.py). Raises ValueError when the shapes disagree.
+    RMSNorm (Zhang and Sennrich, 2019, eq. 4) as in Llama: the sum is rounded to the model's dtype, statistics and
+    scaling are float32, and the result is rounded once. On Hopper and newer GPUs the weight is read while earlier
+    kernels of the stream may still run (see device/launch.py). Raises ValueError when shapes disagree.
     """
     if weight.shape != hidden.shape[-1:]:
         raise ValueError(f"weight {list(weight.shape)} does not fit hidden states {list(hidden.shape)}")

@@ -1,4 +1,4 @@
-"""Rotary embedding with the append of keys and values to the cache, and the twins in plain torch."""
+"""Rotary embedding with the append of keys and values to the cache."""
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ Tables = tuple[Tensor, Tensor]
 def rotary_tables(positions: Tensor, frequencies: Tensor, scale: float, *, backend: Backend = "auto") -> Tables:
     """Cosines and sines, float32 [..., D/2], of positions int64 [...] times frequencies float32 [D/2].
 
-    RoFormer (Su et al., 2021) sec. 3.4.2; frequencies are in radians per token and `scale` is YaRN's factor on
-    both tables. Angles are float32 products, as transformers has them, which is exact up to position 2 ** 24.
+    RoFormer (Su et al., 2021) sec. 3.4.2. Frequencies are in radians per token; `scale` is YaRN's factor on both
+    tables. Angles are float32 products as in transformers, of positions that are exact up to 2 ** 24.
     """
     if not uses_triton(backend, frequencies):
         angles = positions[..., None] * frequencies
@@ -36,15 +36,15 @@ def rope_append(
     eps: float = 0.0,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Rotated queries [B, T, Hq, D]; the new tokens' rotated keys and their values enter row b's `slots`.
+    """Rotated queries [B, T, Hq, D]; the new tokens' rotated keys and their values go to each row's `slots`.
 
     qkv: [B, T, (Hq + 2 Hkv) D], queries, then keys, then values. tables: of the tokens' positions, [B, T, D/2].
     keys, values: [at least B, Hkv, slots, D], any strides with contiguous channels, written in place. slots: int64
-    [B, T], no two alike in a row. qk_norm: [Hq + Hkv, D], weights of an RMSNorm with `eps` over each head of
-    queries and keys before they turn (Qwen3). Channel i turns with channel i + D/2 (Hugging Face's order), in
-    float32, rounded once.
+    [B, T], no two alike in a row. qk_norm: [Hq + Hkv, D], weights of an RMSNorm with `eps` over each head of queries
+    and keys before rotation (Qwen3). Channel i rotates with channel i + D/2 (Hugging Face's order), in float32, rounded
+    once.
 
-    Raises ValueError when the shapes disagree.
+    Raises ValueError when shapes disagree.
     """
     _check(qkv, tables, keys, values, slots, q_heads, qk_norm)
     if not uses_triton(backend, qkv):
@@ -67,10 +67,10 @@ def rope_append_reference(
     """The same in plain torch."""
     kv_heads, head_dim = keys.shape[1], keys.shape[3]
     heads = qkv.unflatten(-1, (-1, head_dim))
-    turned, new_values = heads.split_with_sizes((q_heads + kv_heads, kv_heads), dim=-2)
+    rotated, new_values = heads.split_with_sizes((q_heads + kv_heads, kv_heads), dim=-2)
     if qk_norm is not None:
-        turned = functional.rms_norm(turned, (head_dim,), eps=eps) * qk_norm
-    queries, new_keys = _rotate(turned, *tables).split_with_sizes((q_heads, kv_heads), dim=-2)
+        rotated = functional.rms_norm(rotated, (head_dim,), eps=eps) * qk_norm
+    queries, new_keys = _rotate(rotated, *tables).split_with_sizes((q_heads, kv_heads), dim=-2)
     for store, new in ((keys, new_keys), (values, new_values)):
         for row, at in enumerate(slots.unbind()):
             store[row].index_copy_(1, at, new[row].transpose(0, 1))

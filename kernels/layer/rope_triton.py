@@ -1,19 +1,7 @@
 """Triton kernels of rotary embedding: the tables of a pass in one launch, and rotation with the cache append.
 
 The append sees a sequence's queries, keys and values as one matrix with a row per head of a token. A program takes a
-few rows, whatever they are; which of the stores apply to a row is a matter of masks, so there is no branch.
-
-Log on one H200 (us in a graph, the cache cleared before each call; 32/8 heads of 128, one token / 32 x 9 / 2048 tokens;
-eager torch takes 24 / 37 / 124):
-- a program per kind of heads, 512 elements and one warp: 2.6 / 4.7 / 18.0, and 7.6 for 2048 tokens of 9/3 heads of 64,
-  whose last programs were mostly padding.
-- one matrix of rows with masks for the stores: predicted no padding and less code, so 2.1 / 4.2 / 16 and 5;
-  measured 2.0 to 2.1 / 4.1 / 15.4 and 5.0. With norms of queries and keys 3.0 for one token: their weights were asked
-  for after the values were stored, as loads do not pass stores.
-- weights loaded first: predicted 2.3, measured 2.2.
-- programs of 256 elements for few tokens: 9/3 heads of 64 fall from 2.4 to 1.9 for one token.
-- started early, in a chain of one graph, few tokens' activations cached (validate/kernels_h200.json; one token / 9 /
-  2048): 0.7 / 0.8 / 12.5, with norms 0.8 / 1.0 / 13.0.
+few rows of any kind, and masks say which of the stores apply to a row, so there is no branch.
 """
 
 import torch
@@ -25,7 +13,7 @@ from ridgeplan.kernels.device.launch import pdl_options
 from ridgeplan.kernels.device.pdl_triton import pdl_launch_dependents_and_wait
 
 TABLE_BLOCK = 128  # angles of a program
-FEW_ELEMENTS = 300_000  # of all queries, keys and values: up to here small programs, which are many, end sooner
+FEW_ELEMENTS = 300_000  # of all queries, keys and values: up to here many small programs end sooner
 
 
 @triton.jit(do_not_specialize=["angles"])
@@ -63,7 +51,7 @@ def _rounded(x, like):
 
 @triton.jit
 def _normalized(first, second, first_weight, second_weight, like, eps, HEAD_DIM: tl.constexpr):
-    """RMSNorm over each head, with the twin's roundings."""
+    """RMSNorm over each head, rounded where the reference rounds."""
     squares = tl.sum(first * first + second * second, 1, keep_dims=True)
     inverse = tl.rsqrt(squares / HEAD_DIM + eps)
     first = _rounded(_rounded(first * inverse, like) * first_weight, like)
@@ -98,8 +86,8 @@ def _rope_append_kernel(
     PDL: tl.constexpr,
 ):
     pdl_launch_dependents_and_wait(PDL)
-    TURNED: tl.constexpr = Q_HEADS + KV_HEADS
-    ALL: tl.constexpr = TURNED + KV_HEADS
+    ROTATED: tl.constexpr = Q_HEADS + KV_HEADS
+    ALL: tl.constexpr = ROTATED + KV_HEADS
     batch = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * HEADS + tl.arange(0, HEADS)[:, None]
     head = (row % ALL).to(tl.int64)
@@ -107,18 +95,18 @@ def _rope_append_kernel(
     token = batch * tokens + local
     channels = tl.arange(0, HALF_PADDED)[None, :]
     inside = (local < tokens) & (channels < HEAD_DIM // 2)
-    turned = inside & (head < TURNED)
+    rotated = inside & (head < ROTATED)
 
     first, second = _halves(qkv, (token * ALL + head) * HEAD_DIM + channels, inside, HEAD_DIM)
-    c = tl.load(cos + token * (HEAD_DIM // 2) + channels, mask=turned, other=0.0)
-    s = tl.load(sin + token * (HEAD_DIM // 2) + channels, mask=turned, other=0.0)
+    c = tl.load(cos + token * (HEAD_DIM // 2) + channels, mask=rotated, other=0.0)
+    s = tl.load(sin + token * (HEAD_DIM // 2) + channels, mask=rotated, other=0.0)
     slot = tl.load(slots + token, mask=local < tokens, other=0)
-    if weight is not None:  # asked for before anything is stored, as loads do not pass stores
-        first_weight, second_weight = _halves(weight, head * HEAD_DIM + channels, turned, HEAD_DIM)
-    # A slot is only known on the device: one past the end must not reach the next head's.
+    if weight is not None:  # loaded before anything is stored, as loads do not overtake stores
+        first_weight, second_weight = _halves(weight, head * HEAD_DIM + channels, rotated, HEAD_DIM)
+    # Slots are only known on the device: one past the end must not be written into the next head's.
     appended = inside & (slot < capacity)
-    at = batch * value_batch_stride + (head - TURNED) * value_head_stride + slot * value_stride + channels
-    _store_halves(values, at, appended & (head >= TURNED), first, second, HEAD_DIM)
+    at = batch * value_batch_stride + (head - ROTATED) * value_head_stride + slot * value_stride + channels
+    _store_halves(values, at, appended & (head >= ROTATED), first, second, HEAD_DIM)
     if weight is not None:
         first, second = _normalized(first, second, first_weight, second_weight, weight, eps, HEAD_DIM)
     x = first * c - second * s
@@ -126,7 +114,7 @@ def _rope_append_kernel(
     at = (token * Q_HEADS + head) * HEAD_DIM + channels
     _store_halves(queries, at, inside & (head < Q_HEADS), x, y, HEAD_DIM)
     at = batch * key_batch_stride + (head - Q_HEADS) * key_head_stride + slot * key_stride + channels
-    _store_halves(keys, at, appended & (head >= Q_HEADS) & (head < TURNED), x, y, HEAD_DIM)
+    _store_halves(keys, at, appended & (head >= Q_HEADS) & (head < ROTATED), x, y, HEAD_DIM)
 
 
 def rotary_tables_triton(positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:

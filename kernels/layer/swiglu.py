@@ -1,4 +1,4 @@
-"""The gated activation of the MLP, with its plain-torch twin."""
+"""SwiGLU, the gated activation of the MLP."""
 
 from torch import Tensor
 from torch.nn import functional
@@ -10,7 +10,7 @@ from ridgeplan.roofline.cost import Cost
 def swiglu(gate_up: Tensor, *, backend: Backend = "auto") -> Tensor:
     """silu(gate) * up, [..., I], of gate_up [..., 2 I]: the gate first, then up (Shazeer, 2020, eq. 6).
 
-    silu is rounded to the tensor's type before the product, as transformers does. Raises ValueError when the last
+    silu is rounded to the tensor's dtype before the product, as in transformers. Raises ValueError when the last
     dimension is odd.
     """
     if gate_up.shape[-1] % 2:

@@ -1,11 +1,11 @@
-"""Dense linear layers: y = x W^T + bias, by a CUDA kernel where few rows leave the weight's bytes to decide."""
+"""Dense linear layers: y = x W^T + bias, by a CUDA kernel for few rows, where reading the weight takes longest."""
 
 from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.kernels.device.backend import Backend, uses_triton
 from ridgeplan.kernels.layer.swiglu import swiglu
-from ridgeplan.kernels.linear.dense_cuda import fits, linear_dense_cuda
+from ridgeplan.kernels.linear.dense_cuda import find_kernel
 from ridgeplan.roofline.cost import Cost
 
 
@@ -16,32 +16,33 @@ def linear_dense(
 
     x: [..., inputs]; weight: [outputs, inputs] as torch's Linear holds it; bias: [outputs]. On CUDA, few rows of 16
     bits run in CUDA C++ on Hopper and newer; everything else, and every backend but "auto", is the library's product.
-    The CUDA kernel reads the weight while kernels before it on the stream may still run (see launch.py); gated, it
-    rounds nothing between the product and the activation.
-    Raises ValueError when x is not of the weight's inputs, or the bias not of its outputs.
+    The CUDA kernel reads the weight while earlier kernels of the stream may still run (see device/launch.py), and when
+    gated it rounds nothing between the product and the activation.
+    Raises ValueError when x does not have the weight's inputs, or the bias its outputs.
     """
     outputs, inputs = weight.shape
     if x.shape[-1] != inputs:
         raise ValueError(f"x {list(x.shape)} does not fit a weight of {inputs} inputs")
     if bias is not None and bias.shape != (outputs,):
         raise ValueError(f"bias {list(bias.shape)} does not fit a weight of {outputs} outputs")
-    uses_triton(backend, x)  # refuses what is no backend
+    uses_triton(backend, x)  # raises for names of no backend
     rows = x.reshape(-1, inputs)
-    if backend == "auto" and fits(rows, weight, gated):
+    kernel = find_kernel(rows, weight, gated) if backend == "auto" else None
+    if kernel is not None:
         narrow = None if bias is None else bias.to(x.dtype).contiguous()
-        return linear_dense_cuda(rows, weight, narrow, gated).view(*x.shape[:-1], -1)
+        return kernel.run(rows, weight, narrow).view(*x.shape[:-1], -1)
     if gated:
         return swiglu(linear_dense(x, weight, bias, backend=backend), backend=backend)
     return linear_dense_reference(x, weight, bias)
 
 
 def linear_dense_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same by the library."""
+    """The same by the library's product."""
     return functional.linear(x, weight, bias)
 
 
 def linear_dense_cost(x: Tensor, weight: Tensor, gated: bool = False) -> Cost:
-    """Declared cost of `linear_dense`: the weight read once, with x; outputs, or their gated half, written once."""
+    """Declared cost of `linear_dense`: the weight and x read once; outputs, or their gated half, written once."""
     outputs, inputs = weight.shape
     rows = x.numel() // inputs
     return Cost(

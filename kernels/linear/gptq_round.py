@@ -1,4 +1,4 @@
-"""Rounding of a group's weights one input after another, errors passed on to later ones, with its plain-torch twin."""
+"""GPTQ's inner loop: a group's weights are rounded one input after another, and errors passed on to later ones."""
 
 import torch
 from torch import Tensor

@@ -5,7 +5,7 @@ from torch.nn import functional
 
 from ridgeplan.kernels.device.backend import Backend, uses_triton
 from ridgeplan.kernels.layer.swiglu import swiglu
-from ridgeplan.kernels.linear.int4_cuda import fits, linear_int4_cuda
+from ridgeplan.kernels.linear.int4_cuda import find_kernel
 from ridgeplan.kernels.linear.int4_weight import Int4Weight
 from ridgeplan.roofline.cost import Cost
 
@@ -17,9 +17,9 @@ def linear_int4(
 
     x: [..., inputs]; bias: [outputs], rounded to x's dtype. On CUDA, up to 64 rows of a 16-bit dtype run in CUDA C++
     on Hopper and newer, other few rows in a Triton kernel, and many rows through a dense copy, a slab of outputs at a
-    time, that the library's product reads. The CUDA kernel reads the weight while kernels before it on the stream may
-    still run (see launch.py); gated, it rounds nothing between the product and the activation.
-    Raises ValueError when x is not of the weight's inputs, or the bias not of its outputs.
+    time, that the library's product reads. The CUDA kernel reads the weight while earlier kernels of the stream may
+    still run (see device/launch.py), and when gated it rounds nothing between the product and the activation.
+    Raises ValueError when x does not have the weight's inputs, or the bias its outputs.
     """
     if x.shape[-1] != weight.inputs:
         raise ValueError(f"x {list(x.shape)} does not fit a weight of {weight.inputs} inputs")
@@ -29,8 +29,9 @@ def linear_int4(
         bias = bias.to(x.dtype).contiguous()
     rows = x.reshape(-1, weight.inputs)
     runs_triton = uses_triton(backend, x)
-    if runs_triton and backend == "auto" and fits(rows, weight, gated):
-        return linear_int4_cuda(rows, weight, bias, gated).view(*x.shape[:-1], -1)
+    kernel = find_kernel(rows, weight, gated) if runs_triton and backend == "auto" else None
+    if kernel is not None:
+        return kernel.run(rows, weight.packed, bias).view(*x.shape[:-1], -1)
     if gated:
         return swiglu(linear_int4(x, weight, bias, backend=backend), backend=backend)
     if not runs_triton:
@@ -48,8 +49,7 @@ def linear_int4_reference(x: Tensor, weight: Int4Weight, bias: Tensor | None) ->
 
 
 def linear_int4_cost(x: Tensor, weight: Int4Weight, gated: bool = False) -> Cost:
-    """Declared cost of `linear_int4`: every code, scale and zero read once, with x; outputs, or their gated half,
-    written once."""
+    """Declared cost of `linear_int4`: the weight and x read once; outputs, or their gated half, written once."""
     rows = x.numel() // weight.inputs
     return Cost(
         flops=2 * rows * weight.outputs * weight.inputs,

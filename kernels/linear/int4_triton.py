@@ -1,6 +1,6 @@
-"""Triton kernels of products with 4-bit weights: for few rows fused, for many a dense copy that cuBLAS reads.
+"""Triton kernels of products with 4-bit weights: fused for few rows, for many a dense copy that cuBLAS reads.
 
-They serve where the CUDA kernel does not: GPUs before Hopper, float32, and more rows than it takes.
+They run where the CUDA kernel does not: on GPUs before Hopper, in float32, and for more rows than it takes.
 """
 
 import torch
@@ -10,19 +10,20 @@ from torch import Tensor
 
 from ridgeplan.kernels.device.nibbles_triton import INTERPRETED
 from ridgeplan.kernels.linear.int4_schedule import MAX_ROWS
-from ridgeplan.kernels.linear.int4_weight import CHUNK, ROWS, Int4Weight
+from ridgeplan.kernels.linear.int4_weight import CHUNK, Int4Weight
+from ridgeplan.kernels.linear.schedule import TILE_OUTPUTS
 
-SLAB_BYTES = 128 << 20  # of a dense copy: the largest matrix that is held beside the codes
-PRODUCT_TILES = 2  # row tiles of the weight per program
+SLAB_BYTES = 128 << 20  # of a dense copy: at most so much is held beside the codes
+PRODUCT_TILES = 2  # output tiles per program
 COPY_TILES = 4
 
 
 @triton.jit
-def _codes(units, tiles, unit, tile_words, chunk, GROUP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr):
-    """Codes of a chunk of a unit as int32 [16 * TILES, CHUNK], in the order of rows and inputs."""
+def _codes(packed, tiles, k_tile, tile_words, chunk, GROUP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr):
+    """Codes of a chunk of a K tile as int32 [16 * TILES, CHUNK], in the order of rows and inputs."""
     WORDS: tl.constexpr = 2 * CHUNK
-    first = unit * (2 * GROUP + 16) + chunk * WORDS
-    words = tl.load(units + tiles[:, None] * tile_words + first + tl.arange(0, WORDS)[None, :])
+    first = k_tile * (2 * GROUP + 16) + chunk * WORDS
+    words = tl.load(packed + tiles[:, None] * tile_words + first + tl.arange(0, WORDS)[None, :])
     nibbles = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
     # From the order of int4_weight.py: [tile, g, c, piece, step, half, slot, row half]
     split = tl.reshape(nibbles, (TILES, 8, 4, CHUNK // 32, 2, 2, 2, 2))
@@ -30,10 +31,10 @@ def _codes(units, tiles, unit, tile_words, chunk, GROUP: tl.constexpr, CHUNK: tl
 
 
 @triton.jit
-def _pairs(units, tiles, unit, tile_words, GROUP: tl.constexpr, TILES: tl.constexpr):
-    """Scale and zero of a unit's rows, float32 [16 * TILES] each."""
-    first = unit * (2 * GROUP + 16) + 2 * GROUP
-    words = tl.load(units + tiles[:, None] * tile_words + first + tl.arange(0, 16)[None, :])
+def _pairs(packed, tiles, k_tile, tile_words, GROUP: tl.constexpr, TILES: tl.constexpr):
+    """Scale and zero of a K tile's outputs, float32 [16 * TILES] each."""
+    first = k_tile * (2 * GROUP + 16) + 2 * GROUP
+    words = tl.load(packed + tiles[:, None] * tile_words + first + tl.arange(0, 16)[None, :])
     rows = tl.reshape(tl.permute(tl.reshape(words, (TILES, 8, 2)), (0, 2, 1)), (16 * TILES,))
     return (rows << 16).to(tl.float32, bitcast=True), (rows & -65536).to(tl.float32, bitcast=True)
 
@@ -41,33 +42,33 @@ def _pairs(units, tiles, unit, tile_words, GROUP: tl.constexpr, TILES: tl.conste
 @triton.jit(do_not_specialize=["rows"])
 def _product_kernel(
     x,
-    units,
+    packed,
     bias,
     out,
     rows,
     inputs,
     outputs,
-    row_tiles,
+    output_tiles,
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """ROWS rows of x times TILES row tiles of the weight: codes meet x exactly, scales and zeros the group's sums."""
+    """ROWS rows of x times TILES output tiles: x times codes is exact, scales and zeros multiply the group's sums."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    safe = tl.minimum(tiles, row_tiles - 1).to(tl.int64)
+    safe = tl.minimum(tiles, output_tiles - 1).to(tl.int64)
     tile_words = inputs // GROUP * (2 * GROUP + 16)
     acc = tl.zeros((ROWS, 16 * TILES), tl.float32)
     for step in range(inputs // CHUNK):
-        unit = step * CHUNK // GROUP
+        k_tile = step * CHUNK // GROUP
         columns = step * CHUNK + tl.arange(0, CHUNK)
         own = tl.load(x + row[:, None].to(tl.int64) * inputs + columns[None, :], mask=row[:, None] < rows, other=0.0)
-        codes = _codes(units, safe, unit, tile_words, step % (GROUP // CHUNK), GROUP, CHUNK, TILES) - 8
+        codes = _codes(packed, safe, k_tile, tile_words, step % (GROUP // CHUNK), GROUP, CHUNK, TILES) - 8
         codes = codes.to(tl.float32).to(own.dtype)
-        if INTERPRETED:  # which multiplies the bit patterns of bf16 (triton-lang/triton#11584)
+        if INTERPRETED:  # the interpreter multiplies the bit patterns of bf16 (triton-lang/triton#11584)
             own, codes = own.to(tl.float32), codes.to(tl.float32)
-        scale, zero = _pairs(units, safe, unit, tile_words, GROUP, TILES)
+        scale, zero = _pairs(packed, safe, k_tile, tile_words, GROUP, TILES)
         product = tl.dot(own, tl.trans(codes), input_precision="ieee")
         acc += product * scale[None, :] + tl.sum(own.to(tl.float32), 1)[:, None] * zero[None, :]
     output = tl.program_id(0) * TILES * 16 + tl.arange(0, 16 * TILES)
@@ -79,16 +80,24 @@ def _product_kernel(
 
 @triton.jit
 def _copy_kernel(
-    units, out, first_tile, inputs, outputs, row_tiles, GROUP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr
+    packed,
+    out,
+    first_tile,
+    inputs,
+    outputs,
+    output_tiles,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """A dense copy of one chunk of TILES row tiles from `first_tile` on; `out` starts with that tile."""
+    """A dense copy of one chunk of TILES output tiles from `first_tile` on; `out` begins with that tile."""
     step = tl.program_id(1)
     tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    safe = tl.minimum(first_tile + tiles, row_tiles - 1).to(tl.int64)
+    safe = tl.minimum(first_tile + tiles, output_tiles - 1).to(tl.int64)
     tile_words = inputs // GROUP * (2 * GROUP + 16)
-    unit = step * CHUNK // GROUP
-    codes = _codes(units, safe, unit, tile_words, step % (GROUP // CHUNK), GROUP, CHUNK, TILES) - 8
-    scale, zero = _pairs(units, safe, unit, tile_words, GROUP, TILES)
+    k_tile = step * CHUNK // GROUP
+    codes = _codes(packed, safe, k_tile, tile_words, step % (GROUP // CHUNK), GROUP, CHUNK, TILES) - 8
+    scale, zero = _pairs(packed, safe, k_tile, tile_words, GROUP, TILES)
     weight = codes.to(tl.float32) * scale[:, None] + zero[:, None]
     output = tl.program_id(0) * TILES * 16 + tl.arange(0, 16 * TILES)
     at = out + output[:, None].to(tl.int64) * inputs + step * CHUNK + tl.arange(0, CHUNK)[None, :]
@@ -124,13 +133,13 @@ def linear_int4_triton(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Te
 def dequantize_tiles(weight: Int4Weight, first_tile: int, out: Tensor) -> None:
     """Writes the rows of the weight from tile `first_tile` on into `out` [up to all remaining, inputs]."""
     chunk = min(weight.group, CHUNK)
-    grid = (triton.cdiv(len(out), ROWS * COPY_TILES), weight.inputs // chunk)
+    grid = (triton.cdiv(len(out), TILE_OUTPUTS * COPY_TILES), weight.inputs // chunk)
     _copy_kernel[grid](
         weight.packed.view(torch.int32),
         out,
         first_tile,
         weight.inputs,
-        first_tile * ROWS + len(out),
+        first_tile * TILE_OUTPUTS + len(out),
         len(weight.packed),
         GROUP=weight.group,
         CHUNK=chunk,
@@ -140,11 +149,11 @@ def dequantize_tiles(weight: Int4Weight, first_tile: int, out: Tensor) -> None:
 
 
 def _through_copies(x: Tensor, weight: Int4Weight, bias: Tensor | None, out: Tensor) -> Tensor:
-    """A dense copy of a slab of outputs at a time, in x's dtype, and the library's product with it."""
-    slab_rows = max(1, SLAB_BYTES // (weight.inputs * x.element_size() * ROWS)) * ROWS
+    """Copies a slab of outputs at a time to x's dtype, for the library's product with it."""
+    slab_rows = max(1, SLAB_BYTES // (weight.inputs * x.element_size() * TILE_OUTPUTS)) * TILE_OUTPUTS
     slab = torch.empty(min(slab_rows, weight.outputs), weight.inputs, dtype=x.dtype, device=x.device)
     for first in range(0, weight.outputs, slab_rows):
         dense = slab[: weight.outputs - first]
-        dequantize_tiles(weight, first // ROWS, dense)
+        dequantize_tiles(weight, first // TILE_OUTPUTS, dense)
         torch.mm(x, dense.t(), out=out[:, first : first + len(dense)])
     return out if bias is None else out.add_(bias)

@@ -1,17 +1,17 @@
-"""A linear layer's 4-bit weight in the order in which the tensor cores take it.
+"""A linear layer's 4-bit weight, in the order in which tensor cores take it.
 
-Rows (outputs) come in tiles of 16, padded with zeros where the outputs are no multiple, and each tile in units of
-one group of inputs. A unit is what one mma.m16n8k16 operand after another needs, then the group's scales:
+Outputs come in tiles of 16, padded with zeros where the outputs are no multiple, and each tile in K tiles of one group
+of inputs. A K tile holds the operands of one mma.m16n8k16 after another, then the group's scales:
 
     codes  [chunk, g 8, c 4, piece, step 2, half 2, slot 2] bytes   row g in the low nibble, row g + 8 in the high one
     pairs  [g 8, row half 2] of (scale, zero) in bfloat16
 
 A chunk is 64 inputs (32 in groups of 32), in the order [piece, c 4, step 2, slot 2, half 2]. So lane 4 g + c reads 16
 contiguous bytes of codes, each 32-bit word of which gives one step's four operand registers by shifts of 0, 4, 8 and
-12 bits under one mask, and of x it reads the 16 bytes of 8 adjacent inputs a piece.
+12 bits under one mask; and of x it reads, for each piece, the 16 bytes of 8 adjacent inputs.
 
-Pairs are bfloat16: they never overflow, and what rounding them costs is below 1/30 of a step where codes are chosen
-for the rounded pair, against the 0.29 steps of rounding the codes.
+Pairs are bfloat16: they never overflow. Rounding them costs less than 1/30 of a step where codes are chosen for the
+rounded pair, against the 0.29 steps of rounding the codes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ridgeplan.kernels.linear.schedule import TILE_OUTPUTS
 from ridgeplan.roofline.execution import QUANTIZATION_GROUPS
 
-ROWS = 16  # of a tile
 CHUNK = 64  # inputs that a warp takes at once
-PAIR_BYTES = 4 * ROWS  # scale and zero of each row of a unit
+PAIR_BYTES = 4 * TILE_OUTPUTS  # scale and zero of each output of a K tile
 
 
 @dataclass(frozen=True, eq=False)
 class Int4Weight:
     """w = (code - 8) * scale + zero, one bfloat16 scale and zero per row and `group` inputs.
 
-    packed: uint8 [row tiles, inputs / group, 8 * group + 64]; its order is this module's. Storage is
+    packed: uint8 [output tiles, inputs / group, 8 * group + 64], in this module's order. Storage is
     0.5 + 4 / group bytes per parameter, of `outputs` rounded up to a multiple of 16.
     """
 
@@ -55,8 +55,8 @@ class Int4Weight:
         if group not in QUANTIZATION_GROUPS or group * scale.shape[1] != inputs:
             allowed = ", ".join(map(str, QUANTIZATION_GROUPS))
             raise ValueError(f"{inputs} inputs with {scale.shape[1]} scales a row; allowed are groups of {allowed}")
-        units = torch.cat([_code_bytes(codes, group), _pair_bytes(scale, zero)], dim=2)
-        return cls(units, group, inputs, outputs)
+        packed = torch.cat([_code_bytes(codes, group), _pair_bytes(scale, zero)], dim=2)
+        return cls(packed, group, inputs, outputs)
 
     def unpack(self) -> Tensor:
         """Codes, uint8 [outputs, inputs]."""
@@ -88,9 +88,9 @@ class Int4Weight:
 
 
 def _code_bytes(codes: Tensor, group: int) -> Tensor:
-    """[outputs, inputs] to [row tiles, groups, 8 * group] bytes."""
+    """[outputs, inputs] to [output tiles, groups, 8 * group] bytes."""
     chunk = min(group, CHUNK)
-    narrow = functional.pad(codes.to(torch.uint8), (0, 0, 0, -codes.shape[0] % ROWS))
+    narrow = functional.pad(codes.to(torch.uint8), (0, 0, 0, -codes.shape[0] % TILE_OUTPUTS))
     tiles = narrow.view(-1, 2, 8, codes.shape[1] // chunk, chunk // 32, 4, 2, 2, 2)
     # [tile, g, chunk, piece, c, step, slot, half] to the order of the module's docstring
     both = (tiles[:, 0] | tiles[:, 1] << 4).permute(0, 2, 1, 4, 3, 5, 7, 6)
@@ -98,7 +98,7 @@ def _code_bytes(codes: Tensor, group: int) -> Tensor:
 
 
 def _pair_bytes(scale: Tensor, zero: Tensor) -> Tensor:
-    """Two [outputs, groups] to [row tiles, groups, 64] bytes."""
+    """Two [outputs, groups] to [output tiles, groups, 64] bytes."""
     pairs = torch.stack([scale, zero], dim=2).bfloat16()
-    tiles = functional.pad(pairs, (0, 0, 0, 0, 0, -len(pairs) % ROWS)).unflatten(0, (-1, 2, 8))
+    tiles = functional.pad(pairs, (0, 0, 0, 0, 0, -len(pairs) % TILE_OUTPUTS)).unflatten(0, (-1, 2, 8))
     return tiles.permute(0, 3, 2, 1, 4).flatten(2).contiguous().view(torch.uint8)

@@ -1,6 +1,6 @@
-"""How a CUDA linear kernel is cut over a machine: blocks, clusters, shared memory.
+"""How a CUDA linear kernel is spread over a device: CTAs, clusters, pipeline stages, shared memory.
 
-Figures behind the numbers are in the logs of linear_int4_cuda.py and linear_dense_cuda.py.
+docs/kernels/linear.md has the measurements behind the numbers.
 """
 
 from __future__ import annotations
@@ -10,181 +10,198 @@ from functools import cached_property
 
 from ridgeplan.roofline.execution import CUDA_FUSED_SWIGLU_ROWS
 
-ROWS = 16  # outputs of a row tile
-SIZES = (1, 2, 4, 8)  # of clusters
-BUFFERS = 2  # of a row tile's sums, as in linear_roles.cu
+TILE_OUTPUTS = 16  # outputs of an output tile: the rows of an mma
+CLUSTER_SIZES = (1, 2, 4, 8)
+SUM_BUFFERS = 2  # of an output tile's sums, as in csrc/config.cuh
 X_PARTS = 4  # in which many rows of x arrive
-FEW_ROWS = 1  # of x: so few arrive at once, and each block fetches its own
-FEW_TILES = 4  # row tiles per block: a short product, which gains nothing from more copies under way
-MOST_ITEMS = 16  # slots of a ring
-MOST_GATED_ROWS = CUDA_FUSED_SWIGLU_ROWS  # of x: more may take shorter rings or several passes, for a small kernel less
-RESERVED_BYTES = 2 * 1024  # of a block's shared memory: the driver's and the kernel's static variables
-BESIDE_BYTES = 6 * 1024  # of a multiprocessor's, for blocks of a small kernel that waits for this one
+FEW_ROWS = 1  # of x: so few arrive at once, and each CTA fetches its own
+FEW_TILES = 4  # output tiles per CTA: a short product, which gains nothing from more copies in flight
+MAX_STAGES = 16  # of the pipeline
+MAX_GATED_ROWS = (
+    CUDA_FUSED_SWIGLU_ROWS  # of x: more may need shorter pipelines or several passes, to save a small kernel
+)
+RESERVED_BYTES = 2 * 1024  # of a CTA's shared memory: the driver's and the kernel's static variables
+BESIDE_BYTES = 6 * 1024  # of an SM's, for CTAs of a small kernel that waits for this one
 
 
 @dataclass(frozen=True)
-class Format:
-    """How a kernel takes weights and what it wants under way; bytes are of a row tile."""
+class WeightFormat:
+    """How a kernel reads weights, and how much it wants in flight.
 
-    source: str  # the file that knows more
-    unit_inputs: int  # that a warp takes at once
-    unit_bytes: int
-    padding_bytes: int  # of a slot of the ring
-    sum_bytes: int  # of sums of x, per unit and column
-    warps: int  # that multiply, per block
-    calm_bytes: int  # under way while x is awaited
-    flight_bytes: int  # afterwards, in a short product
-    long_flight_bytes: int  # and in a long one
-    lead: int  # items left to be copied when the next kernel may start
-    equal_items: int  # of a row tile: up to so many are made about equal, more are whole but the last
+    A K tile is what a warp takes of an output tile at once; bytes are of an output tile.
+    """
+
+    bits: int  # 16 or 4, as csrc/config.cuh takes them
+    k_tile_inputs: int
+    k_tile_bytes: int
+    stage_padding_bytes: int
+    x_sum_bytes: int  # of sums of x, per K tile and column
+    mma_warps: int  # per CTA
+    before_x_bytes: int  # in flight before x has arrived
+    after_x_bytes: int  # and after, in a short product
+    long_after_x_bytes: int  # and in a long one
+    trigger_stages: int  # left to be copied when the next kernel may start
+    max_equal_stages: int  # of an output tile: up to so many are made about equal, more are whole but the last
     macros: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a product may be spread over multiprocessors."""
+class SplitK:
+    """A way of spreading a product over SMs: `ways` CTAs of a cluster split the inputs between them."""
 
-    splits: int  # blocks of a cluster, which cut the inputs between them
-    item_inputs: int  # at most, in one slot of the ring
-    least_items: int  # that the ring must have room for beside x
-    most_inputs: int = 1 << 30  # of a weight
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a device holds: shared memory of a multiprocessor, and clusters (one block a multiprocessor) at once."""
-
-    shared_bytes: int
-    clusters: tuple[int, ...]  # of as many blocks as the entry of SIZES says
+    ways: int
+    stage_inputs: int  # at most
+    min_stages: int  # for which there must be room beside x
+    max_inputs: int = 1 << 30  # of a weight
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A product's launch: `chunks` passes over the weight, of at most `chunk_rows` rows of x, side by side.
+class DeviceLimits:
+    """Shared memory of an SM, and clusters (one CTA per SM) that the device holds at once, by CLUSTER_SIZES."""
 
-    gated: the first half of the outputs are gates, which a block takes tile by tile with the tile that each lets
-    through, and y is half as wide.
+    sm_bytes: int
+    clusters: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LinearSchedule:
+    """A product's launch: passes over the weight, of at most `rows_per_pass` rows of x each, side by side.
+
+    gated: the first half of the outputs are gates. A CTA alternates between their tiles and the tiles that they
+    multiply, and y is half as wide.
     """
 
-    weights: Format
-    cut: Cut
-    machine: Machine
+    weights: WeightFormat
+    split_k: SplitK
+    device: DeviceLimits
     bf16: bool
     rows: int
     outputs: int
     inputs: int
-    chunk_rows: int
+    rows_per_pass: int
     gated: bool = False
 
     @cached_property
-    def tiles(self) -> int:
-        """8-row tiles of x per block."""
-        return -(-self.chunk_rows // 8)
+    def x_tiles(self) -> int:
+        """8-row tiles of x per CTA."""
+        return -(-self.rows_per_pass // 8)
 
     @cached_property
-    def chunks(self) -> int:
-        return -(-self.rows // self.chunk_rows)
+    def passes(self) -> int:
+        return -(-self.rows // self.rows_per_pass)
 
     @cached_property
-    def shares(self) -> int:
-        """Blocks of a cluster that fetch x together."""
-        return 2 if self.cut.splits == 1 and self.chunk_rows > FEW_ROWS else 1
+    def x_multicast(self) -> int:
+        """CTAs of a cluster that fetch x together."""
+        return 2 if self.split_k.ways == 1 and self.rows_per_pass > FEW_ROWS else 1
 
     @cached_property
-    def groups(self) -> int:
-        """Blocks, or clusters that cut the inputs, which share row tiles: all resident at once, or one a tile."""
-        return min(max(1, self.resident // self.chunks), -(-self._together // self.shares)) * self.shares
+    def workers(self) -> int:
+        """CTAs, or clusters that split the inputs, that share the output tiles: all resident, or one per work tile."""
+        needed = -(-self._work_tiles // self.x_multicast)
+        return min(max(1, self.max_clusters // self.passes), needed) * self.x_multicast
 
     @cached_property
-    def _together(self) -> int:
-        """Row tiles, or pairs of a gate's and what it lets through, that groups share."""
-        return -(-self.outputs // (2 * ROWS if self.gated else ROWS))
+    def _work_tiles(self) -> int:
+        """Output tiles, or pairs of a gate's and the one that it multiplies."""
+        return -(-self.outputs // (2 * TILE_OUTPUTS if self.gated else TILE_OUTPUTS))
 
     @cached_property
-    def resident(self) -> int:
-        """Clusters that the machine holds at once."""
-        return self.machine.clusters[SIZES.index(self.cut.splits * self.shares)]
+    def max_clusters(self) -> int:
+        """Clusters that the device holds at once."""
+        return self.device.clusters[CLUSTER_SIZES.index(self.split_k.ways * self.x_multicast)]
 
     @cached_property
-    def own_tiles(self) -> int:
-        """Row tiles of a block, at most."""
-        return -(-self._together // self.groups) * (2 if self.gated else 1)
+    def max_tiles(self) -> int:
+        """Output tiles of a CTA, at most."""
+        return -(-self._work_tiles // self.workers) * (2 if self.gated else 1)
 
     @cached_property
-    def own_units(self) -> int:
-        """Of the inputs of a block, at most."""
-        return -(-self.inputs // self.weights.unit_inputs // self.cut.splits)
+    def k_tiles(self) -> int:
+        """K tiles of a CTA's inputs, at most."""
+        return -(-self.inputs // self.weights.k_tile_inputs // self.split_k.ways)
 
     @cached_property
-    def item_inputs(self) -> int:
-        """Of a slot of the ring."""
-        own_inputs, step = self.own_units * self.weights.unit_inputs, max(64, self.weights.unit_inputs)
-        count = -(-own_inputs // self.cut.item_inputs)
-        if count > self.weights.equal_items:
-            return self.cut.item_inputs
+    def stage_inputs(self) -> int:
+        own_inputs, step = self.k_tiles * self.weights.k_tile_inputs, max(64, self.weights.k_tile_inputs)
+        count = -(-own_inputs // self.split_k.stage_inputs)
+        if count > self.weights.max_equal_stages:
+            return self.split_k.stage_inputs
         return -(-own_inputs // (count * step)) * step
 
     @cached_property
-    def item_bytes(self) -> int:
-        units = self.item_inputs // self.weights.unit_inputs
-        return units * self.weights.unit_bytes + self.weights.padding_bytes
+    def stage_bytes(self) -> int:
+        k_tiles = self.stage_inputs // self.weights.k_tile_inputs
+        return k_tiles * self.weights.k_tile_bytes + self.weights.stage_padding_bytes
 
     @cached_property
-    def warps(self) -> int:
-        """That multiply: as many as the format says, or one less where that takes whole items evenly."""
-        most, units = self.weights.warps, self.item_inputs // self.weights.unit_inputs
-        return most - 1 if units % most and units % (most - 1) == 0 and units >= 2 * most else most
+    def mma_warps(self) -> int:
+        """As many as the format says, or one fewer where that divides whole stages evenly."""
+        most, k_tiles = self.weights.mma_warps, self.stage_inputs // self.weights.k_tile_inputs
+        return most - 1 if k_tiles % most and k_tiles % (most - 1) == 0 and k_tiles >= 2 * most else most
 
     @cached_property
     def other_bytes(self) -> int:
-        """Shared memory beside the ring: sums of warps, of units and of the cluster, and rows of x."""
-        columns = 8 * self.tiles
-        met_tiles = -(-self.own_tiles // self.cut.splits) * self.cut.splits if self.cut.splits > 1 else 0
-        x_bytes = self.chunk_rows * (2 * self.own_units * self.weights.unit_inputs + 64)
-        sum_bytes = self.own_units * self.weights.sum_bytes * columns
-        return (BUFFERS * self.warps + met_tiles) * 4 * ROWS * columns + sum_bytes + x_bytes
+        """Shared memory beside the pipeline: sums of warps, of x and of the cluster, and rows of x."""
+        columns, ways = 8 * self.x_tiles, self.split_k.ways
+        cluster_tiles = -(-self.max_tiles // ways) * ways if ways > 1 else 0
+        x_bytes = self.rows_per_pass * (2 * self.k_tiles * self.weights.k_tile_inputs + 64)
+        x_sum_bytes = self.k_tiles * self.weights.x_sum_bytes * columns
+        return (SUM_BUFFERS * self.mma_warps + cluster_tiles) * 4 * TILE_OUTPUTS * columns + x_sum_bytes + x_bytes
 
     @cached_property
-    def items(self) -> int:
-        """Slots that the ring has room for."""
-        room_bytes = self.machine.shared_bytes - BESIDE_BYTES - RESERVED_BYTES - self.other_bytes
-        return min(MOST_ITEMS, room_bytes // self.item_bytes)
+    def stages(self) -> int:
+        """Stages for which there is room."""
+        available_bytes = self.device.sm_bytes - BESIDE_BYTES - RESERVED_BYTES - self.other_bytes
+        return min(MAX_STAGES, available_bytes // self.stage_bytes)
 
     @cached_property
     def fits(self) -> bool:
-        has_room = self.items >= self.cut.least_items and self.chunks <= self.resident
-        meets = self.cut.splits == 1 and self.outputs % (2 * ROWS) == 0 and self.rows <= MOST_GATED_ROWS
-        return has_room and (meets or not self.gated) and self.inputs <= self.cut.most_inputs
+        has_room = self.stages >= self.split_k.min_stages and self.passes <= self.max_clusters
+        whole_pairs = self.outputs % (2 * TILE_OUTPUTS) == 0
+        can_gate = self.split_k.ways == 1 and whole_pairs and self.rows <= MAX_GATED_ROWS
+        return has_room and (can_gate or not self.gated) and self.inputs <= self.split_k.max_inputs
 
     @cached_property
     def shared_bytes(self) -> int:
-        return self.other_bytes + self.items * self.item_bytes
+        return self.other_bytes + self.stages * self.stage_bytes
 
     @cached_property
-    def calm(self) -> int:
-        """Items under way at once while x is awaited."""
-        return min(self.items, max(1, self.weights.calm_bytes // self.item_bytes))
+    def stages_before_x(self) -> int:
+        """Stages in flight at once before x has arrived."""
+        return min(self.stages, max(1, self.weights.before_x_bytes // self.stage_bytes))
 
     @cached_property
-    def flight(self) -> int:
-        """Items under way at once afterwards."""
-        is_short = self.own_tiles <= FEW_TILES
-        flight_bytes = self.weights.flight_bytes if is_short else self.weights.long_flight_bytes
-        return min(self.items, max(1, flight_bytes // self.item_bytes))
+    def stages_after_x(self) -> int:
+        """Stages in flight at once after x has arrived."""
+        is_short = self.max_tiles <= FEW_TILES
+        in_flight_bytes = self.weights.after_x_bytes if is_short else self.weights.long_after_x_bytes
+        return min(self.stages, max(1, in_flight_bytes // self.stage_bytes))
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """CTAs."""
+        return self.workers * self.split_k.ways, self.passes, 1
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA: MMA warps, the producer warp and the epilogue warp."""
+        return 32 * (self.mma_warps + 2)
 
     @cached_property
     def options(self) -> tuple[str, ...]:
-        """Of the compiler."""
-        own_inputs = self.own_units * self.weights.unit_inputs
+        """Compile-time configuration (csrc/config.cuh)."""
+        own_inputs = self.k_tiles * self.weights.k_tile_inputs
         macros = {
+            "WEIGHT_BITS": self.weights.bits,
             "BF16": int(self.bf16),
-            "TILES": self.tiles,
-            "SPLITS": self.cut.splits,
-            "SHARES": self.shares,
-            "X_PARTS": min(X_PARTS, -(-own_inputs // self.item_inputs)) if self.chunk_rows > FEW_ROWS else 1,
-            "WARPS": self.warps,
-            "ITEM_INPUTS": self.item_inputs,
-            "MOST_ITEMS": MOST_ITEMS,
-            "GATED": int(self.gated),
+            "X_TILES": self.x_tiles,
+            "SPLIT_K": self.split_k.ways,
+            "X_MULTICAST": self.x_multicast,
+            "X_PARTS": min(X_PARTS, -(-own_inputs // self.stage_inputs)) if self.rows_per_pass > FEW_ROWS else 1,
+            "MMA_WARPS": self.mma_warps,
+            "STAGE_INPUTS": self.stage_inputs,
+            "MAX_STAGES": MAX_STAGES,
+            "FUSE_SWIGLU": int(self.gated),
         }
         return (*(f"-D{name}={value}" for name, value in macros.items()), *self.weights.macros)

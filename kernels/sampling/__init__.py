@@ -1,4 +1,7 @@
-"""Sampling of tokens from logits and speculative acceptance, without a host synchronization or stored probabilities."""
+"""Sampling from logits and speculative acceptance, without a host synchronization or stored probabilities.
+
+Not here: which settings a request has (runtime/sampling.py), and how rounds are run (runtime/drafting).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from ridgeplan.kernels.sampling.reference import (
     rejection_sample_reference,
     softmax_reference,
 )
-from ridgeplan.kernels.sampling.top_k_top_p_cuda import filter_cuda, fits
+from ridgeplan.kernels.sampling.top_k_top_p_cuda import find_kernel
 
 
 def filter_logits(
@@ -27,17 +30,17 @@ def filter_logits(
     *,
     backend: Backend = "auto",
 ) -> Choice:
-    """What tokens are drawn from, of logits [..., vocab] in any floating type, which are kept, not copied.
+    """The distribution to draw from, of logits [..., vocab] in any floating type, which it refers to without a copy.
 
-    Temperature 0 is greedy. top_k keeps the k likeliest tokens; of these top_p keeps the smallest set of likeliest
-    ones whose mass reaches top_p (in this order, as transformers does). Tokens as likely as the last kept one are
-    all kept.
+    Temperature 0 is greedy. top_k keeps the k likeliest tokens; of these, top_p keeps the smallest set of likeliest
+    ones whose mass reaches top_p (in this order, as transformers does). Ties with the last kept token are all kept.
     """
     if temperature == 0:
         return greedy(logits, backend=backend)
-    filtered = (top_k is not None and top_k < logits.shape[-1]) or (top_p is not None and top_p < 1)
-    if filtered and backend == "auto" and fits(logits):
-        return filter_cuda(logits, temperature, top_k, top_p)
+    is_filtered = (top_k is not None and top_k < logits.shape[-1]) or (top_p is not None and top_p < 1)
+    kernel = find_kernel(logits) if is_filtered and backend == "auto" else None
+    if kernel is not None:
+        return kernel.run(logits, temperature, top_k, top_p)
     cutoff = None if top_k is None or top_k >= logits.shape[-1] else kth_largest(logits, top_k)
     whole = softmax(logits, temperature, cutoff, backend=backend)
     return whole if top_p is None or top_p == 1 else nucleus(whole, top_p)
@@ -46,7 +49,7 @@ def filter_logits(
 def softmax(
     logits: Tensor, temperature: float, cutoff: Tensor | None = None, *, backend: Backend = "auto"
 ) -> Distribution:
-    """The distribution of logits [..., vocab] at or above cutoff, float32 [...], at a temperature above 0."""
+    """The distribution of logits [..., vocab] that reach `cutoff`, float32 [...], at a temperature above 0."""
     if not uses_triton(backend, logits):
         return softmax_reference(logits, temperature, cutoff)
     from ridgeplan.kernels.sampling.rejection_triton import softmax_triton
@@ -85,12 +88,14 @@ def rejection_sample(
 ) -> VerifyResult:
     """Speculative sampling (Leviathan et al. 2023, algorithm 1), cut at each row's `max_tokens`.
 
-    target: of [rows, gamma + 1]; drafts: gamma choices of [rows] each; drafted: int64 [rows, gamma]; room: int32
-    [rows], at least 1; uniform: float64 [rows, gamma + 1] in [0, 1), of which the last draws the replacement.
+    target: of [rows, gamma + 1]; drafts: gamma choices of [rows] each; drafted: int64 [rows, gamma]; max_tokens: int32
+    [rows], at least 1; uniform: float64 [rows, gamma + 1] in [0, 1), the last of which draws the replacement.
 
-    Draft j is accepted with probability min(1, p/q); at the first rejection the token is drawn from (p - q)+,
-    after gamma acceptances one more from p. A row that fills its room ends there with an accepted draft. A greedy
-    target accepts what equals its own choice, whatever the drafts were drawn from.
+    Draft j is accepted with probability min(1, p/q). At the first rejection the token is drawn from the residual
+    distribution, (p - q)+ normalized; after gamma acceptances one more from p. A row that reaches its `max_tokens` ends
+    with an accepted draft. A greedy target accepts drafts that equal its own choice, whatever they were drawn from.
+
+    Raises ValueError when drafts are greedy under a sampled target.
     """
     if isinstance(target, Greedy):
         return _agree(target, drafted, max_tokens, backend)

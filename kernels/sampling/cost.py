@@ -1,6 +1,6 @@
-"""What the sampling kernels declare that they cost, counted from the tensors they read.
+"""The declared costs of the sampling kernels, counted from the logits that they read.
 
-Beside logits they move a few figures per row and chunk of some thousand tokens, under a percent, left out.
+Beside logits they move a few numbers per row and chunk of some thousand tokens: under a percent, left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def filter_cost(logits: Tensor) -> Cost:
 
 
 def draw_cost(*logits: Tensor) -> Cost:
-    """One token of each row [rows, vocab] of a distribution, or of the excess of the first over the second."""
+    """A draw for each row [rows, vocab] of a distribution, or of the residual of the first over the second."""
     return Cost(LOGIT_FLOPS * sum(x.numel() for x in logits), sum(x.nbytes for x in logits))
 
 
@@ -32,7 +32,7 @@ def filter_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any
 
 
 def draw_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Launch metadata of the kernel that weighs tokens: of all drafts it reads one."""
+    """Launch metadata of the kernel that sums weights: of all drafts it reads one."""
     whole, drafts = args["target"][0], args["draft"][0]
     logits = whole.view(-1, args["GAMMA"] + 1, whole.shape[-1])[:, 0]
     cost = draw_cost(logits, *drafts[:1])

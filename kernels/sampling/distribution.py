@@ -1,4 +1,4 @@
-"""What tokens are drawn from: a few figures per row beside its logits, never a tensor of probabilities."""
+"""The distributions that tokens are drawn from: a few numbers per row beside its logits, without probabilities."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 class Distribution:
     """p(token) = exp((logit - peak) / temperature) / mass where logit >= cutoff, else 0.
 
-    logits: [..., vocab] in any floating type. peak, cutoff, mass: float32 [...], the largest logit, what a logit
-    must reach to be kept (-inf keeps all), and the sum of exp((logit - peak) / temperature) over the kept ones.
+    logits: [..., vocab] in any floating type. peak, cutoff, mass: float32 [...], the largest logit, the least logit
+    that is kept (-inf keeps all), and the sum of exp((logit - peak) / temperature) over the kept ones.
     """
 
     logits: Tensor
@@ -27,7 +27,7 @@ class Distribution:
         return self.logits.shape[-1]
 
     def probabilities(self) -> Tensor:
-        """All of it, float32 [..., vocab]: for tests and twins."""
+        """All probabilities, float32 [..., vocab]: for tests and the reference."""
         logits = self.logits.float()
         weights = ((logits - self.peak[..., None]) / self.temperature).exp_()
         return weights.masked_fill_(logits < self.cutoff[..., None], 0) / self.mass[..., None]
@@ -35,7 +35,7 @@ class Distribution:
 
 @dataclass(frozen=True, eq=False)
 class Greedy:
-    """All probability is on the likeliest token, int64 [...]; of equal ones on the lowest."""
+    """All probability on the likeliest token, int64 [...], of equally likely ones on the first."""
 
     best: Tensor
 
@@ -45,10 +45,10 @@ Choice = Distribution | Greedy
 
 @dataclass(frozen=True, eq=False)
 class VerifyResult:
-    """What a round keeps: the first advance[b] of tokens, int64 [rows, gamma + 1].
+    """What a round keeps: of row b the first advance[b] of tokens, int64 [rows, gamma + 1].
 
-    advance, accepted, judged: int64 [rows]. judged are the drafts that were compared with the target, those whose
-    predecessors were accepted.
+    advance, accepted, judged: int64 [rows]. judged counts the drafts that were compared with the target: those all of
+    whose predecessors were accepted.
     """
 
     tokens: Tensor

@@ -1,4 +1,4 @@
-"""Triton kernels of greedy decoding: the likeliest tokens of rows, and how many drafts agree with them."""
+"""Triton kernels of greedy decoding: the likeliest token of each row, and how many drafts agree with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHUNK = 8192  # tokens of a row that one program reads
 
 @triton.jit(launch_metadata=filter_metadata)
 def _best_kernel(logits, peaks, places, vocab, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """Of each chunk the largest logit and the first token that has it."""
+    """The largest logit of each chunk, and the first token that has it."""
     pdl_launch_dependents_and_wait(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -29,13 +29,15 @@ def _best_kernel(logits, peaks, places, vocab, CHUNKS: tl.constexpr, CHUNK: tl.c
 
 
 @triton.jit
-def _join_best_kernel(peaks, places, best, CHUNKS: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
+def _join_best_kernel(peaks, places, best, vocab, CHUNKS: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
+    """The first token that has a row's largest logit; the last of the vocabulary where the logits are NaN."""
     pdl_launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, PADDED)
-    tops = tl.load(peaks + row * CHUNKS + every, mask=every < CHUNKS, other=float("-inf"))
+    chunk_peaks = tl.load(peaks + row * CHUNKS + every, mask=every < CHUNKS, other=float("-inf"))
     first = tl.load(places + row * CHUNKS + every, mask=every < CHUNKS, other=2147483647)
-    tl.store(best + row, tl.min(tl.where(tops == tl.max(tops, 0), first, 2147483647), 0).to(tl.int64))
+    token = tl.min(tl.where(chunk_peaks == tl.max(chunk_peaks, 0), first, 2147483647), 0)
+    tl.store(best + row, tl.minimum(token, vocab - 1).to(tl.int64))
 
 
 @triton.jit
@@ -60,7 +62,7 @@ def greedy_triton(logits: Tensor) -> Greedy:
     best = torch.empty(lead, dtype=torch.int64, device=logits.device)
     _best_kernel[(rows, chunks)](logits, peaks, places, vocab, CHUNKS=chunks, CHUNK=CHUNK, num_warps=8, **early)
     _join_best_kernel[(rows,)](
-        peaks, places, best, CHUNKS=chunks, PADDED=triton.next_power_of_2(chunks), num_warps=1, **early
+        peaks, places, best, vocab, CHUNKS=chunks, PADDED=triton.next_power_of_2(chunks), num_warps=1, **early
     )
     return Greedy(best)
 

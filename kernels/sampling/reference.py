@@ -1,4 +1,4 @@
-"""Plain-torch twins of the sampling kernels."""
+"""Sampling in plain torch: the reference of the kernels, and what runs on CPUs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ridgeplan.kernels.sampling.distribution import Distribution, VerifyResult
 
 @dataclass(frozen=True, eq=False)
 class Table(Distribution):
-    """A distribution with all its probabilities, float32 [..., vocab]: without a GPU, keeping them is the fast way."""
+    """A distribution that keeps its probabilities, float32 [..., vocab]: without a GPU that is fastest."""
 
     table: Tensor
 
     def probabilities(self) -> Tensor:
-        """All of it."""
+        """All probabilities, as they were computed."""
         return self.table
 
 
@@ -43,7 +43,7 @@ def kth_largest(logits: Tensor, k: int) -> Tensor:
 def nucleus(whole: Distribution, top_p: float) -> Table:
     """The smallest set of likeliest tokens whose mass reaches `top_p` of `whole` (Holtzman et al. 2020).
 
-    Tokens as likely as its last one are kept too.
+    Ties with its last token are kept too.
     """
     table = whole.probabilities()
     ordered = table.sort(dim=-1, descending=True)
@@ -66,19 +66,19 @@ def rejection_sample_reference(
 ) -> VerifyResult:
     """See `ridgeplan.kernels.sampling.rejection_sample`."""
     tables = target.probabilities()
-    # After the last draft q is 0.
+    # After the last draft q is 0, so that the residual is p.
     draft = torch.stack([*(d.probabilities() for d in drafts), torch.zeros_like(tables[:, 0])], dim=1)
     p, q = (table[:, :-1].gather(-1, drafted[..., None])[..., 0] for table in (tables, draft))
     accepted, full, judged = count_accepted(uniform[:, :-1] * q < p, max_tokens)
     replacement = _pick(_residual(tables, draft, accepted), uniform[:, -1])
     tokens = torch.cat([drafted, drafted.new_zeros(len(drafted), 1)], dim=1)
-    # A full row keeps its last draft, which becomes the pending token; the write beyond it is never read.
+    # A full row keeps its last draft, which becomes the pending token; what is written after it is never read.
     tokens.scatter_(1, accepted[:, None], replacement[:, None])
     return VerifyResult(tokens, accepted + (~full).long(), accepted, judged)
 
 
 def count_accepted(passed: Tensor, max_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row the accepted drafts, whether they fill its room, and the judged ones; passed: bool [rows, gamma]."""
+    """Each row's accepted drafts, whether they reach max_tokens, and the judged ones; passed: bool [rows, gamma]."""
     gamma = passed.shape[1]
     limit = max_tokens.long().clamp_max(gamma)
     inside = torch.arange(gamma, device=passed.device) < limit[:, None]
@@ -87,9 +87,10 @@ def count_accepted(passed: Tensor, max_tokens: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _residual(target: Tensor, draft: Tensor, accepted: Tensor) -> Tensor:
-    """(p - q)+ [rows, vocab] after `accepted` drafts, of probabilities [rows, gamma + 1, vocab].
+    """The residual distribution (p - q)+, not normalized, [rows, vocab] after `accepted` drafts.
 
-    Where rounding leaves nothing of it, p and q are the same distribution, and it is p.
+    target, draft: probabilities [rows, gamma + 1, vocab]. Where rounding leaves nothing, p and q are the same
+    distribution, and p is returned.
     """
     rows = torch.arange(len(accepted), device=accepted.device)
     wanted = target[rows, accepted]
@@ -98,11 +99,12 @@ def _residual(target: Tensor, draft: Tensor, accepted: Tensor) -> Tensor:
 
 
 def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Tokens [...] by inverse CDF from weights [..., vocab], of any sum.
+    """Tokens [...] by inverse CDF from weights [..., vocab] of any sum.
 
-    Float64 sums, so that a token of weight 0 is never drawn and rare ones keep their share.
+    Sums are float64, so that tokens of weight 0 are never drawn and rare ones keep their probability. Weights that are
+    NaN give some token of the vocabulary: the caller may not know yet.
     """
     sums = weights.cumsum(-1, dtype=torch.float64)
     total = sums[..., -1:]
     wanted = torch.minimum(uniform[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(sums, wanted, right=True)[..., 0]
+    return torch.searchsorted(sums, wanted, right=True)[..., 0].clamp_max_(weights.shape[-1] - 1)

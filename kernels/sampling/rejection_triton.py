@@ -1,15 +1,8 @@
 """Triton kernels of sampling: peaks and masses of rows, draws by inverse CDF, and speculative acceptance.
 
-A row is read in chunks by programs of their own, so that a few rows fill the machine too. What decides about a
-token is summed in integers, in units of 2^-60 of a probability: sums are exact in any order, the kernel that adds
-up chunks and the one that looks into one of them agree, and a token of probability 0 can never be drawn.
-
-Log on one H200 (bf16, vocabulary 128256, 32 rows, 8 drafts, us; their bytes take 4 for a verdict, 2 for a draw):
-- acceptance recomputed in both kernels instead of launched: 23 for a verdict; every program paid 16 probabilities.
-- acceptance as a kernel of its own: predicted 15, measured 18 (3 + 9 + 4); a draw takes 7, softmax before it 6.
-- softmax of 288 rows takes 25 in chunks of 4096 or 8192 with 4 or 8 warps, and 37 with 16; its bytes take 17.
-- started early, in a chain of one graph over rotating logits (validate/kernels_h200.json), softmax included: a verdict
-  37, a draw 11; greedy 22 and 5.5.
+A row is read in chunks by programs of their own, so that a few rows fill the GPU too. Where a token is decided, weights
+are summed as integers in units of 2^-60 of a probability: sums are exact in any order, the kernel that adds up chunks
+and the one that searches a chunk agree, and tokens of probability 0 can never be drawn.
 """
 
 from __future__ import annotations
@@ -28,6 +21,7 @@ from ridgeplan.kernels.sampling.distribution import Distribution, VerifyResult
 
 CHUNK = 4096  # tokens of a row that one program reads
 LOG2_E = 1.4426950408889634
+UNITS = tl.constexpr(2.0**60)  # in which probabilities are summed
 
 
 @triton.jit(launch_metadata=filter_metadata)
@@ -43,7 +37,7 @@ def _softmax_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of each chunk the largest logit, and relative to it the mass of those that count."""
+    """The largest logit of each chunk, and the mass of the kept ones relative to it."""
     pdl_launch_dependents_and_wait(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -69,15 +63,15 @@ def _join_kernel(
     PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Joins the chunks of a row; without a filter nothing is cut off."""
+    """Joins the chunks of a row; without a filter the cutoff is -inf."""
     pdl_launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, PADDED)
-    tops = tl.load(peaks + row * CHUNKS + every, mask=every < CHUNKS, other=float("-inf"))
-    sums = tl.load(masses + row * CHUNKS + every, mask=every < CHUNKS, other=0.0)
-    top = tl.max(tops, 0)
-    tl.store(peak + row, top)
-    tl.store(mass + row, tl.sum(sums * tl.exp2((tops - top) * scale), 0))
+    chunk_peaks = tl.load(peaks + row * CHUNKS + every, mask=every < CHUNKS, other=float("-inf"))
+    chunk_masses = tl.load(masses + row * CHUNKS + every, mask=every < CHUNKS, other=0.0)
+    row_peak = tl.max(chunk_peaks, 0)
+    tl.store(peak + row, row_peak)
+    tl.store(mass + row, tl.sum(chunk_masses * tl.exp2((chunk_peaks - row_peak) * scale), 0))
     if not FILTERED:
         tl.store(cutoff + row, float("-inf"))
 
@@ -91,9 +85,9 @@ def _probability(logits, row, tokens, vocab, peaks, cutoffs, masses, scale):
 
 @triton.jit
 def _store_counts(counts, row, accepted, max_tokens, GAMMA: tl.constexpr):
-    """Of a row how many tokens are kept, and how many drafts accepted and judged."""
+    """How many tokens a row keeps, and how many of its drafts are accepted and judged."""
     limit = tl.minimum(max_tokens, GAMMA)
-    # A row that fills its room ends with an accepted draft, which becomes the pending token.
+    # A row that reaches max_tokens ends with an accepted draft, which becomes the pending token.
     full = (accepted == limit) & (max_tokens <= GAMMA)
     tl.store(counts + row * 3, (accepted + 1 - full.to(tl.int32)).to(tl.int64))
     tl.store(counts + row * 3 + 1, accepted.to(tl.int64))
@@ -114,7 +108,7 @@ def _accept_kernel(
     GAMMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Counts the drafts of a row up to the first rejected one, or to what it has room for."""
+    """Counts the drafts of a row up to the first rejected one, or up to max_tokens."""
     pdl_launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     limit = tl.load(max_tokens + row)
@@ -132,15 +126,15 @@ def _accept_kernel(
 
 @triton.jit
 def _weights(target, draft, accepted, row, tokens, vocab, scale, draft_scale, GAMMA: tl.constexpr):
-    """In units of 2^-60 what is drawn from after `accepted` drafts, (p - q)+, and p, which it is where q is over."""
+    """In units of 2^-60, the residual (p - q)+ after `accepted` drafts (p after the last draft), and p."""
     at = row * (GAMMA + 1) + accepted
     p = _probability(target[0], at, tokens, vocab, target[1], target[2], target[3], scale)
-    rest = p
+    residual = p
     for j in tl.static_range(GAMMA):
         if accepted == j:
             q = _probability(draft[0][j], row, tokens, vocab, draft[1][j], draft[2][j], draft[3][j], draft_scale)
-            rest = tl.maximum(p - q, 0.0)
-    return (rest * 1152921504606846976.0).to(tl.int64), (p * 1152921504606846976.0).to(tl.int64)
+            residual = tl.maximum(p - q, 0.0)
+    return (residual * UNITS).to(tl.int64), (p * UNITS).to(tl.int64)
 
 
 @triton.jit(launch_metadata=draw_metadata)
@@ -148,13 +142,13 @@ def _weigh_kernel(
     target, draft, counts, sums, vocab, scale, draft_scale,
     GAMMA: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums of each chunk's weights, [rows, 2, chunks]."""
+    """Sums of each chunk's residual and p, [rows, 2, chunks]."""
     pdl_launch_dependents_and_wait(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     accepted = tl.load(counts + row * 3 + 1) if GAMMA > 0 else 0
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    rest, whole = _weights(target, draft, accepted, row, tokens, vocab, scale, draft_scale, GAMMA)
-    tl.store(sums + row * 2 * CHUNKS + chunk, tl.sum(rest, 0))
+    residual, whole = _weights(target, draft, accepted, row, tokens, vocab, scale, draft_scale, GAMMA)
+    tl.store(sums + row * 2 * CHUNKS + chunk, tl.sum(residual, 0))
     tl.store(sums + (row * 2 + 1) * CHUNKS + chunk, tl.sum(whole, 0))
 
 
@@ -163,23 +157,23 @@ def _pick_kernel(
     target, draft, counts, sums, drafted, uniform, out, vocab, scale, draft_scale,
     GAMMA: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Finds the chunk of a row that its uniform number falls in, then the token, which follows the accepted drafts."""
+    """Finds the chunk in which a row's uniform number falls, then the token, which follows the accepted drafts."""
     pdl_launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     accepted = tl.load(counts + row * 3 + 1) if GAMMA > 0 else 0
     every = tl.arange(0, PADDED)
-    rests = tl.load(sums + row * 2 * CHUNKS + every, mask=every < CHUNKS, other=0)
+    residuals = tl.load(sums + row * 2 * CHUNKS + every, mask=every < CHUNKS, other=0)
     wholes = tl.load(sums + (row * 2 + 1) * CHUNKS + every, mask=every < CHUNKS, other=0)
-    some = tl.sum(rests, 0) > 0
-    sizes = tl.where(some, rests, wholes)
+    some = tl.sum(residuals, 0) > 0
+    sizes = tl.where(some, residuals, wholes)
     total = tl.sum(sizes, 0)
     wanted = (tl.load(uniform + row * (GAMMA + 1) + GAMMA) * total.to(tl.float64)).to(tl.int64)
     wanted = tl.minimum(wanted, total - 1)
     chunk = tl.sum((tl.cumsum(sizes, 0) <= wanted).to(tl.int32), 0)
     wanted -= tl.sum(tl.where(every < chunk, sizes, 0), 0)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    rest, whole = _weights(target, draft, accepted, row, tokens, vocab, scale, draft_scale, GAMMA)
-    reached = tl.cumsum(tl.where(some, rest, whole), 0)
+    residual, whole = _weights(target, draft, accepted, row, tokens, vocab, scale, draft_scale, GAMMA)
+    reached = tl.cumsum(tl.where(some, residual, whole), 0)
     token = chunk * CHUNK + tl.sum((reached <= wanted).to(tl.int32), 0)
     token = tl.minimum(token, vocab - 1).to(tl.int64)
     for j in tl.static_range(GAMMA):
@@ -228,9 +222,9 @@ def softmax_triton(logits: Tensor, temperature: float, cutoff: Tensor | None) ->
 
 
 def draw_triton(distribution: Distribution, uniform: Tensor) -> Tensor:
-    """See `ridgeplan.kernels.sampling.draw`: what follows no drafts."""
+    """See `ridgeplan.kernels.sampling.draw`: a round without drafts."""
     tokens = uniform.new_empty(uniform.shape, dtype=torch.int64)
-    _replace(_Round(distribution, ()), None, None, uniform.contiguous(), tokens)
+    _replace(_RoundArguments(distribution, ()), None, None, uniform.contiguous(), tokens)
     return tokens
 
 
@@ -238,10 +232,10 @@ def rejection_sample_triton(
     target: Distribution, drafts: Sequence[Distribution], drafted: Tensor, max_tokens: Tensor, uniform: Tensor
 ) -> VerifyResult:
     """See `ridgeplan.kernels.sampling.rejection_sample`."""
-    round_, drafted, uniform = _Round(target, drafts), drafted.contiguous(), uniform.contiguous()
+    round_, drafted, uniform = _RoundArguments(target, drafts), drafted.contiguous(), uniform.contiguous()
     tokens, counts = torch.empty_like(uniform, dtype=torch.int64), drafted.new_empty(len(drafted), 3)
     _accept_kernel[(len(drafted),)](
-        *round_.figures,
+        *round_.tensors,
         drafted,
         max_tokens,
         uniform,
@@ -255,25 +249,27 @@ def rejection_sample_triton(
     return VerifyResult(tokens, *counts.unbind(1))
 
 
-class _Round:
-    """Arguments that the kernels of a round share: pointers of the target and, one tuple for each kind, of drafts."""
+class _RoundArguments:
+    """Arguments that the kernels of a round share: tensors of the target, and a tuple of drafts' for each kind."""
 
     def __init__(self, target: Distribution, drafts: Sequence[Distribution]) -> None:
         self.gamma = len(drafts)
-        figures = zip(*((d.logits, d.peak, d.cutoff, d.mass) for d in drafts), strict=True)
-        self.figures = (target.logits, target.peak, target.cutoff, target.mass), tuple(figures) or ((), (), (), ())
+        tensors = zip(*((d.logits, d.peak, d.cutoff, d.mass) for d in drafts), strict=True)
+        self.tensors = (target.logits, target.peak, target.cutoff, target.mass), tuple(tensors) or ((), (), (), ())
         draft_scale = LOG2_E / drafts[0].temperature if drafts else 0.0
         self.sizes = target.vocab, LOG2_E / target.temperature, draft_scale
 
 
-def _replace(round_: _Round, counts: Tensor | None, drafted: Tensor | None, uniform: Tensor, tokens: Tensor) -> None:
+def _replace(
+    round_: _RoundArguments, counts: Tensor | None, drafted: Tensor | None, uniform: Tensor, tokens: Tensor
+) -> None:
     """Fills tokens [rows, gamma + 1] with the drafts and, after the accepted ones, a token drawn for the row."""
     gamma, vocab = round_.gamma, round_.sizes[0]
     rows, chunks = uniform.numel() // (gamma + 1), triton.cdiv(vocab, CHUNK)
     sums = torch.empty(rows, 2, chunks, dtype=torch.int64, device=uniform.device)
     sizes = {"GAMMA": gamma, "CHUNKS": chunks, "CHUNK": CHUNK, "num_warps": 8, **pdl_options(uniform)}
-    _weigh_kernel[(rows, chunks)](*round_.figures, counts, sums, *round_.sizes, **sizes)
+    _weigh_kernel[(rows, chunks)](*round_.tensors, counts, sums, *round_.sizes, **sizes)
     _pick_kernel[(rows,)](
-        *round_.figures, counts, sums, drafted, uniform, tokens, *round_.sizes,
+        *round_.tensors, counts, sums, drafted, uniform, tokens, *round_.sizes,
         PADDED=triton.next_power_of_2(chunks), **sizes,
     )  # fmt: skip

@@ -1,10 +1,10 @@
-"""Reads the metadata of a GGUF file into a ModelShape."""
+"""The ModelShape that the metadata of a GGUF file describes."""
 
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.roofline.catalog.checks import brief
 from ridgeplan.roofline.catalog.gguf_header import GGUFHeader, read_gguf_header
+from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.shapes import BadModelFile, ModelShape
 
 # Mistral models are stored as "llama".

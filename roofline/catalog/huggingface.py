@@ -1,11 +1,11 @@
 """Reads a Hugging Face config.json into a ModelShape, without transformers."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.roofline.catalog.checks import brief
+from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.shapes import BadModelFile, ModelShape
 
 Config = Mapping[str, Any]
@@ -31,7 +31,7 @@ def shape_from_config(config: object, name: str, source: str) -> ModelShape:
     if not isinstance(model_type, str) or model_type not in _OWN_FIELDS:
         supported = ", ".join(_OWN_FIELDS)
         raise ValueError(f"model_type {brief(model_type)} is not supported; supported: {supported}")
-    fields = {**_common_fields(config), **_window_fields(config, model_type), **_rope_fields(config)}
+    fields = {**_common_fields(config), **_window_fields(config), **_rope_fields(config)}
     fields.update(_OWN_FIELDS[model_type](config))
     return ModelShape(name=name, architecture=model_type, source=source, **fields)
 
@@ -90,22 +90,25 @@ def _rope_fields(config: Config) -> Fields:
     return {**fields, "max_context": context}
 
 
-def _window_fields(config: Config, model_type: str) -> Fields:
-    """The sliding window and the number of layers that use it; none unless a layer does."""
-    layers = _whole(config, "num_hidden_layers")
+def sliding_layers(config: Config) -> Sequence[int]:
+    """Indices of the layers that attend within `sliding_window` only. Raises ValueError naming a bad key."""
+    layers, family = _whole(config, "num_hidden_layers"), config.get("model_type")
     if config.get("sliding_window") is None:
-        return {}
+        return range(0)
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
-        using = kinds.count("sliding_attention")
-    elif model_type in ("mistral", "mixtral"):
-        using = layers
-    elif model_type == "gpt_oss":  # every other layer, starting with the first
-        using = (layers + 1) // 2
-    elif config.get("use_sliding_window"):  # Qwen: the layers from max_window_layers on
-        using = max(layers - _whole(config, "max_window_layers", 28), 0)
-    else:
-        using = 0
+        return [index for index, kind in enumerate(kinds) if kind == "sliding_attention"]
+    if family in ("mistral", "mixtral"):
+        return range(layers)
+    if family == "gpt_oss":
+        return range(0, layers, 2)
+    # Qwen: the layers from max_window_layers on
+    return range(_whole(config, "max_window_layers", 28), layers) if config.get("use_sliding_window") else range(0)
+
+
+def _window_fields(config: Config) -> Fields:
+    """The sliding window and the number of layers that use it; none unless a layer does."""
+    using = len(sliding_layers(config))
     return {"window_tokens": _whole(config, "sliding_window"), "window_layers": using} if using else {}
 
 

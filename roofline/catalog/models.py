@@ -1,27 +1,27 @@
 """Finds the shape of a model: in the catalog models.toml, in a file, or in the local Hugging Face cache."""
 
-import os
 import re
 from functools import cache
 from pathlib import Path
 
-from ridgeplan.roofline.catalog.checks import brief
 from ridgeplan.roofline.catalog.gguf_shape import shape_from_gguf
 from ridgeplan.roofline.catalog.huggingface import shape_from_config_file
+from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.named_tables import Catalog, build_catalog, existing_path, read_tables
 from ridgeplan.roofline.catalog.shapes import BadModelFile, ModelShape, UnknownModel
+from ridgeplan.roofline.catalog.user_folders import NoHomeFolder, hub_folder
 
 _SHIPPED = Path(__file__).with_name("models.toml")
 
 
 def load_shape(reference: str) -> ModelShape:
-    """The shape of a model, without any network access. `reference` is, in this order:
+    """The shape of a model; never uses the network. `reference` is looked up, in this order, as
 
     1. a path: a .gguf file, a config.json, or a folder that holds a config.json;
-    2. a name of the catalog, with or without its owner, in any case;
+    2. a name in the catalog, with or without its owner, in upper or lower case;
     3. a hub id whose config.json is in the local Hugging Face cache.
 
-    Raises UnknownModel (with near names) or BadModelFile, each one line.
+    Raises UnknownModel (with similar names) or BadModelFile, each one line.
     """
     path = existing_path(reference)
     if path or reference.lower().endswith((".gguf", ".json")):
@@ -47,7 +47,7 @@ def list_models() -> tuple[ModelShape, ...]:
 
 
 def _from_path(path: Path) -> ModelShape | None:
-    """The shape at a path; None for a folder that is no model, so that a name can still match."""
+    """The shape at a path; None for a folder without a model, whose name may also be one of the catalog's."""
     if path.suffix.lower() == ".gguf":
         return shape_from_gguf(path)
     if path.suffix.lower() == ".json":
@@ -63,9 +63,10 @@ def _cached_config(hub_id: str) -> Path | None:
     """The config.json of a hub id in the local cache: of its main branch, else of any snapshot."""
     if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", hub_id):
         return None
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    folder = hub / f"models--{hub_id.replace('/', '--')}"
+    try:
+        folder = hub_folder() / f"models--{hub_id.replace('/', '--')}"
+    except NoHomeFolder:
+        return None
     main = folder / "refs" / "main"
     commit = main.read_text(encoding="utf-8", errors="replace").strip() if main.is_file() else ""
     candidates = [

@@ -1,16 +1,18 @@
-"""Named TOML tables that ship with the package: reading them and finding an entry by any of its names."""
+"""Named TOML tables, as the catalogs ship: reading them, and finding an entry by any of its names."""
 
 import re
-import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from ridgeplan.roofline.catalog.documents import parse_toml, read_document
+from ridgeplan.roofline.catalog.mistakes import brief
+
 
 class Named(Protocol):
-    """Whatever a catalog holds."""
+    """What a catalog holds: anything that has a name."""
 
     @property
     def name(self) -> str: ...
@@ -21,26 +23,26 @@ Entry = TypeVar("Entry", bound=Named)
 
 @dataclass(frozen=True)
 class Catalog(Generic[Entry]):
-    """Entries in file order, and every normalized name that leads to one; made by `build_catalog`."""
+    """Entries in the file's order, and the entry of every normalized name; made by `build_catalog`."""
 
     entries: tuple[Entry, ...]
     by_name: dict[str, Entry]
     normalize: Callable[[str], str]
 
     def find(self, reference: str) -> Entry | None:
-        """The entry that a name or alias leads to, if any."""
+        """The entry with this name or alias, if any."""
         return self.by_name.get(self.normalize(reference))
 
     def suggestion(self, reference: str) -> str:
-        """' Did you mean a, b?' with the entries whose names are nearest to the reference, else ''."""
-        wanted = self.normalize(reference)[:200]  # matching is quadratic in the length
+        """' Did you mean a, b?' with up to three entries whose names are similar, else ''."""
+        wanted = self.normalize(reference)[:200]  # matching takes time quadratic in the length
         near = get_close_matches(wanted, list(self.by_name), n=8, cutoff=0.6)
         names = list(dict.fromkeys(self.by_name[match].name for match in near))[:3]
         return f" Did you mean {', '.join(names)}?" if names else ""
 
 
 def build_catalog(named: Iterable[tuple[Entry, Iterable[str]]], normalize: Callable[[str], str]) -> Catalog[Entry]:
-    """A catalog of (entry, its names); a name taken by an earlier entry stays with that entry."""
+    """A catalog of (entry, its names); a name that several entries have is the first one's."""
     entries: list[Entry] = []
     by_name: dict[str, Entry] = {}
     for entry, names in named:
@@ -52,18 +54,15 @@ def build_catalog(named: Iterable[tuple[Entry, Iterable[str]]], normalize: Calla
 
 def read_tables(path: Path) -> dict[str, dict[str, Any]]:
     """The top-level tables of a TOML file. Raises ValueError (one line, without the path) or OSError."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    content = parse_toml(read_document(path))
     stray = [key for key, value in content.items() if not isinstance(value, dict)]
     if stray or not content:
-        raise ValueError(f"{stray[0]!r} stands outside a [table]" if stray else "it has no [table]")
+        raise ValueError(f"{brief(stray[0])} stands outside a [table]" if stray else "it has no [table]")
     return content
 
 
 def existing_path(reference: str) -> Path | None:
-    """The path a reference names, if anything is there."""
+    """The path that a reference names, if something exists there."""
     try:
         return Path(reference) if reference and Path(reference).exists() else None
     except (OSError, ValueError):  # a name too long for the file system, or with a NUL byte
@@ -71,5 +70,5 @@ def existing_path(reference: str) -> Path | None:
 
 
 def letters_and_digits(name: str) -> str:
-    """`name` in lower case without anything else than letters and digits."""
+    """`name` in lower case, without all characters that are neither letters nor digits."""
     return re.sub(r"[^a-z0-9]", "", name.casefold())

@@ -5,7 +5,8 @@ Matrices and vectors (norms, biases) are counted apart, because only matrices co
 
 from dataclasses import dataclass
 
-from ridgeplan.roofline.catalog.checks import InvalidField, check_fields, flag, one_of, positive, text, whole
+from ridgeplan.roofline.catalog.checks import Checked, flag, number, one_of, text, whole
+from ridgeplan.roofline.catalog.mistakes import brief
 
 ARCHITECTURES = (
     "llama",
@@ -18,21 +19,24 @@ ARCHITECTURES = (
     "deepseek_v2",
     "deepseek_v3",
 )
+MAX_PARAMETERS = 10**15
+# Of one token, all layers together. With more, the bytes of the largest workload would overflow 64-bit integers.
+MAX_CACHED_ELEMENTS = 2**22
 
 
 class UnknownModel(ValueError):
-    """The reference is neither in the catalog, nor a file, nor in the local Hugging Face cache."""
+    """A name that is neither in the catalog, nor a file, nor in the local Hugging Face cache."""
 
 
 class BadModelFile(ValueError):
-    """A config.json or GGUF file is missing, damaged, or describes a model that is not supported."""
+    """A config.json or GGUF file that is missing, damaged, or describes a model that is not supported."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """An immutable model shape, valid once made: raises InvalidField (a ValueError) naming a bad field.
+class ModelShape(Checked):
+    """An immutable model shape. Raises InvalidField (a ValueError) for fields that are wrong, alone or together.
 
-    The ranges are far beyond any real model; they stop a corrupt file from becoming an absurd prediction.
+    The ranges are far wider than real models; they keep a corrupt file from becoming an absurd prediction.
     """
 
     name: str = text()
@@ -60,43 +64,37 @@ class ModelShape:
     rope_head_dim: int | None = whole(1, 10_000, default=None)
     nope_head_dim: int | None = whole(1, 10_000, default=None)
     v_head_dim: int | None = whole(1, 10_000, default=None)
-    rope_theta: float = positive(1e12, default=10_000.0)
+    rope_theta: float = number(1e-3, 1e12, default=10_000.0)
     rope_original_context: int | None = whole(1, 10**9, default=None)  # before RoPE scaling, None if unscaled
-    native_bits: float = positive(64, default=16)  # bits per weight of the published checkpoint's bulk
+    native_bits: float = number(1, 64, default=16.0)  # bits per weight of the published checkpoint's bulk
     source: str = text("given by the user")
 
-    def __post_init__(self) -> None:
-        owner = f"model {self.name!r}"
-        check_fields(self, owner)
-        problem = self._heads_problem() or self._experts_problem() or self._latent_problem()
-        if problem:
-            raise InvalidField(f"{owner}: {problem}")
+    def _owner(self) -> str:
+        return f"model {brief(self.name)}: "
+
+    def _contradiction(self) -> str | None:
+        return self._heads_problem() or self._experts_problem() or self._latent_problem() or self._size_problem()
 
     def _heads_problem(self) -> str | None:
         if self.q_heads % self.kv_heads:
-            return f"q_heads {self.q_heads} must be a multiple of kv_heads {self.kv_heads}"
+            return f"q_heads is {self.q_heads}; allowed: a multiple of kv_heads, {self.kv_heads}"
         low, high = (1, self.layers) if self.window_tokens else (0, 0)
         if not low <= self.window_layers <= high:
-            given = f"with window_tokens {self.window_tokens}"
-            return f"window_layers must be {low} to {high} {given}, not {self.window_layers}"
+            window = f"window_tokens is {self.window_tokens}"
+            return f"window_layers is {self.window_layers}; allowed: {low} to {high}, as {window}"
         return None
 
     def _experts_problem(self) -> str | None:
         if not self.is_moe:
-            only_moe = [
-                "experts_per_token",
-                "expert_intermediate",
-                "shared_experts_intermediate",
-                "dense_layers",
-            ]
-            stray = [field for field in only_moe if getattr(self, field)]
-            return f"{stray[0]} must be 0 in a model without experts" if stray else None
+            widths = ("experts_per_token", "expert_intermediate", "shared_experts_intermediate", "dense_layers")
+            stray = [name for name in widths if getattr(self, name)]
+            return f"{stray[0]} is {getattr(self, stray[0])}; allowed: 0, as experts is 0" if stray else None
         if not 1 <= self.experts_per_token <= self.experts:
-            return f"experts_per_token must be 1 to {self.experts}, not {self.experts_per_token}"
+            return f"experts_per_token is {self.experts_per_token}; allowed: 1 to {self.experts}, the number of experts"
         if not self.expert_intermediate:
-            return "expert_intermediate must be above 0 in a model with experts"
+            return "expert_intermediate is 0; allowed: 1 or more in a model with experts"
         if self.dense_layers >= self.layers:
-            return f"dense_layers must be below {self.layers} (layers), not {self.dense_layers}"
+            return f"dense_layers is {self.dense_layers}; allowed: fewer than the {self.layers} layers"
         return None
 
     def _latent_problem(self) -> str | None:
@@ -109,7 +107,15 @@ class ModelShape:
             return f"latent_rank needs {missing[0]}"
         both = self._nope + self._rope
         if self.head_dim != both:
-            return f"head_dim must be nope_head_dim + rope_head_dim = {both}, not {self.head_dim}"
+            return f"head_dim is {self.head_dim}; allowed: nope_head_dim + rope_head_dim, {both}"
+        return None
+
+    def _size_problem(self) -> str | None:
+        if self.parameters > MAX_PARAMETERS:
+            return f"these sizes make {self.parameters:.3g} parameters; allowed: up to {MAX_PARAMETERS:.0e}"
+        cached = self.layers * self.kv_elements_per_token_per_layer
+        if cached > MAX_CACHED_ELEMENTS:
+            return f"these sizes cache {cached:.3g} numbers per token; allowed: up to {MAX_CACHED_ELEMENTS:.3g}"
         return None
 
     @property

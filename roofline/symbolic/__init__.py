@@ -1,4 +1,5 @@
 """The cost model in sympy: symbols with units, expressions to print or solve, and sweeps compiled from them.
 
-Not here: the formulas, which take symbols as they take numbers. Predictions do without sympy, which is slow to import.
+Nothing else in roofline imports sympy when it is imported: it takes longer to load than a prediction takes. Not here:
+the formulas themselves (roofline/ops.py, passes.py, memory.py), which take symbols as they take numbers.
 """

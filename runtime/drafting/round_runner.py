@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ridgeplan.kernels.device.clock import stamp
-from ridgeplan.kernels.sampling.distribution import VerifyResult
+from ridgeplan.runtime.drafting.round_result import RoundFigures, RoundResult
 from ridgeplan.runtime.drafting.speculator import Speculator
 
 WARM_ROUNDS = 2  # before a capture: compiles kernels and lets libraries allocate their workspaces
 PHASES = ("draft", "verify", "flush")
-
-
-@dataclass(frozen=True)
-class RoundResult:
-    """One round on the host. rows: per row gamma + 1 tokens, then how many of them are kept, accepted, judged.
-
-    seconds: of drafting, verification with its verdict, and keeping, by the device's clock; "idle" is the device's
-    wait since the round before.
-    """
-
-    rows: list[list[int]]
-    seconds: dict[str, float]
+STAMPS = len(PHASES) + 1  # readings of the clock in a round
 
 
 class Rounds(Protocol):
-    """A generation's rounds; both ways of running them leave the same cache and return the same figures."""
+    """A generation's rounds; both ways of running them leave the same cache and return the same results."""
 
     depth: int  # rounds that may be launched before the first of them is collected
 
@@ -69,11 +57,11 @@ class EagerRounds:
         speculator, times_ns = self._speculator, [time.perf_counter_ns()]
         drafts = speculator.draft(self._pending)
         times_ns.append(time.perf_counter_ns())
-        verified = speculator.verify(self._pending, drafts)
+        verification = speculator.verify(self._pending, drafts)
         times_ns.append(time.perf_counter_ns())
-        self._pending, figures = speculator.keep(self._pending, verified, speculator.cache.active())
+        self._pending, figures = speculator.keep(self._pending, verification, speculator.cache.active())
         times_ns.append(time.perf_counter_ns())
-        self._results.append(RoundResult(figures.tolist(), _phases(times_ns)))
+        self._results.append(RoundResult(figures.rows(), _phases(times_ns)))
 
     def collect(self) -> RoundResult:
         """See `Rounds`."""
@@ -86,11 +74,11 @@ class EagerRounds:
 
 
 class GraphRounds:
-    """A round is one replay of one CUDA graph, and the host reads it a round late: it never holds the device up.
+    """A round is one replay of one CUDA graph; the host reads it a round late, so that the device never waits for it.
 
-    The graph reads and writes fixed tensors. It depends on the number of rows and on the sampling, whose numbers
-    are baked in, but not on lengths, which live on the device. It is captured at the first generation of its kind; the
-    engine keeps those that were used last.
+    The graph reads and writes fixed tensors. It depends on the number of rows and on the sampling, whose numbers are
+    constants in it, but not on lengths, which live on the device. It is captured at the first generation of its kind;
+    the engine keeps those that were used last.
     """
 
     depth = 2
@@ -98,11 +86,10 @@ class GraphRounds:
     def __init__(self, speculator: Speculator) -> None:
         rows, device = speculator.cache.rows, speculator.cache.lengths.device
         self._pending = torch.zeros(rows, dtype=torch.int64, device=device)
-        # Figures of all rows, then the device's clock before and after each phase.
-        figures = torch.zeros(rows * (speculator.cache.gamma + 4) + len(PHASES) + 1, dtype=torch.int64, device=device)
-        self._figures, self._stamps = figures[: -len(PHASES) - 1].view(rows, -1), figures[-len(PHASES) - 1 :]
-        self._out = figures
-        self._landing = [(torch.empty_like(figures, device="cpu", pin_memory=True), torch.cuda.Event()) for _ in "ab"]
+        size = rows * RoundFigures.width(speculator.cache.config.gamma) + STAMPS
+        self._out = torch.zeros(size, dtype=torch.int64, device=device)
+        self._figures, self._stamps = _split(self._out, rows)
+        self._landing = [(torch.empty_like(self._out, device="cpu", pin_memory=True), torch.cuda.Event()) for _ in "ab"]
         self._launched = self._collected = 0
         self._ended_ns: int | None = None
         self._graph = self._capture(speculator)
@@ -126,13 +113,11 @@ class GraphRounds:
         landing, arrived = self._landing[self._collected % self.depth]
         arrived.synchronize()
         self._collected += 1
-        values = landing.tolist()
-        width = self._figures.shape[1]
-        rows = [values[at : at + width] for at in range(0, self._figures.numel(), width)]
-        times_ns = values[self._figures.numel() :]
+        figures, stamps = _split(landing, len(self._pending))
+        times_ns = stamps.tolist()
         idle = {} if self._ended_ns is None else {"idle": (times_ns[0] - self._ended_ns) * 1e-9}
         self._ended_ns = times_ns[-1]
-        return RoundResult(rows, _phases(times_ns) | idle)
+        return RoundResult(figures.rows(), _phases(times_ns) | idle)
 
     @property
     def in_flight(self) -> int:
@@ -143,11 +128,11 @@ class GraphRounds:
         stamp(self._stamps, 0)
         drafts = speculator.draft(self._pending)
         stamp(self._stamps, 1)
-        verified: VerifyResult = speculator.verify(self._pending, drafts)
+        verification = speculator.verify(self._pending, drafts)
         stamp(self._stamps, 2)
-        pending, figures = speculator.keep(self._pending, verified, speculator.cache.active())
+        pending, figures = speculator.keep(self._pending, verification, speculator.cache.active())
         self._pending.copy_(pending)
-        self._figures.copy_(figures)
+        self._figures.values.copy_(figures.values)
         stamp(self._stamps, 3)
 
     def _capture(self, speculator: Speculator) -> torch.cuda.CUDAGraph:
@@ -159,15 +144,18 @@ class GraphRounds:
         return graph
 
     def _warm(self, speculator: Speculator) -> None:
-        """Rounds in which no row is active: they write only to slots that the next round overwrites.
+        """Rounds that change nothing, as no row is active.
 
         On the current stream: cuBLAS keeps a workspace of 32 MiB for every stream that it was ever called on.
         """
-        ends = speculator.cache.ends.clone()
-        speculator.cache.ends.zero_()
-        for _ in range(WARM_ROUNDS):
-            self._round(speculator)
-        speculator.cache.ends.copy_(ends)
+        with speculator.cache.all_stopped():
+            for _ in range(WARM_ROUNDS):
+                self._round(speculator)
+
+
+def _split(out: Tensor, rows: int) -> tuple[RoundFigures, Tensor]:
+    """Views of one buffer: the figures of all rows, then the clock before the first phase and after each."""
+    return RoundFigures(out[:-STAMPS].view(rows, -1)), out[-STAMPS:]
 
 
 def _phases(times_ns: list[int]) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""The parts of a round: draft gamma tokens, verify them in one pass of the target, keep what it agrees with.
+"""The parts of a round: draft gamma tokens, verify them in one pass of the target, keep those that are accepted.
 
-With gamma 0 a round is one step of plain decoding, on the same code path and with the same flush rule.
+With gamma 0 a round is one step of plain decoding, on the same code path and with the same rule for flushes.
 """
 
 from __future__ import annotations
@@ -13,32 +13,49 @@ from torch import Tensor
 
 from ridgeplan.kernels.sampling import draw, rejection_sample
 from ridgeplan.kernels.sampling.distribution import Choice, VerifyResult
+from ridgeplan.runtime.drafting.policies import DraftPolicy
+from ridgeplan.runtime.drafting.round_result import RoundFigures
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.weights import DecoderWeights
-from ridgeplan.runtime.sampling import Sampling
+from ridgeplan.runtime.sampling import SamplingParams
 
 
 @dataclass(frozen=True, eq=False)
 class Drafts:
-    """Drafted tokens int64 [rows, gamma] and what each of the gamma was drawn from, of [rows]."""
+    """Drafted tokens int64 [rows, gamma], and for each of the gamma what it was drawn from, [rows]."""
 
     tokens: Tensor
     choices: Sequence[Choice]
 
 
 @dataclass(frozen=True, eq=False)
-class Speculator:
-    """What rounds are made of. Nothing here asks the device for a value, so each part can be captured whole.
+class Verification:
+    """What rejection sampling decided, and finite: whether it saw numbers only, bool [rows]."""
 
-    Between rounds `pending` [rows] is each row's last token, emitted but not yet in the cache.
+    result: VerifyResult
+    finite: Tensor
+
+
+def all_finite(logits: Tensor) -> Tensor:
+    """Whether rows of logits [..., vocab] have no NaN and no infinite peak, bool [...]; some may be masked by -inf."""
+    peak = logits.amax(-1)  # NaN where any logit is
+    return peak - peak == 0
+
+
+@dataclass(frozen=True, eq=False)
+class Speculator:
+    """What rounds are made of. Nothing here waits for the device, so a whole round can be captured as a graph.
+
+    Between rounds `pending` [rows] is each row's last token: emitted, but not in the cache yet.
     """
 
     decoder: Decoder
     target: DecoderWeights
     drafter: DecoderWeights
     cache: Cache
-    sampling: Sampling
+    policy: DraftPolicy
+    sampling: SamplingParams
     generator: torch.Generator
 
     def first(self, logits: Tensor) -> Tensor:
@@ -46,12 +63,12 @@ class Speculator:
         return draw(self.sampling.choice(logits), self._uniform(len(logits)))
 
     def draft(self, pending: Tensor) -> Drafts:
-        """gamma tokens, one forward pass of the draft each."""
-        gamma = self.cache.gamma
+        """gamma tokens, with one forward pass of the draft for each."""
+        gamma = self.cache.config.gamma
         token, tokens, choices = pending, [], []
         uniform = self._uniform(gamma, len(pending))
         for ahead in range(gamma):
-            metadata = self.cache.draft_metadata(ahead)
+            metadata = self.policy.select(self.cache, ahead)
             logits = self.decoder.step(self.drafter, self.cache, token[:, None], metadata)
             choices.append(self.sampling.choice(logits[:, 0]))
             token = draw(choices[-1], uniform[ahead])
@@ -59,26 +76,27 @@ class Speculator:
         drafted = torch.stack(tokens, dim=1) if tokens else pending.new_zeros(len(pending), 0)
         return Drafts(drafted, choices)
 
-    def verify(self, pending: Tensor, drafts: Drafts) -> VerifyResult:
+    def verify(self, pending: Tensor, drafts: Drafts) -> Verification:
         """One pass of the target, whose KV of all forwarded tokens replaces the drafts'."""
         tokens = torch.cat([pending[:, None], drafts.tokens], dim=1)
         metadata = self.cache.target_metadata(tokens.shape[1])
         logits = self.decoder.step(self.target, self.cache, tokens, metadata)
         uniform = self._uniform(*tokens.shape)
-        return rejection_sample(
+        result = rejection_sample(
             self.sampling.choice(logits), drafts.choices, drafts.tokens, self.cache.max_tokens(), uniform
         )
+        return Verification(result, all_finite(logits).all(dim=1))
 
-    def keep(self, pending: Tensor, verified: VerifyResult, active: Tensor) -> tuple[Tensor, Tensor]:
-        """Advances the active rows; the others repeat their last round without effect.
+    def keep(self, pending: Tensor, verification: Verification, active: Tensor) -> tuple[Tensor, RoundFigures]:
+        """Advances the rows in `active`, bool [rows]; the others repeat their last round without effect.
 
-        The next pending tokens, and int64 [rows, gamma + 4]: tokens, then how many are kept, accepted, judged.
+        Returns the next pending tokens and the round's figures.
         """
+        verified, finite = verification.result, verification.finite
         kept, accepted, judged = (count * active for count in (verified.advance, verified.accepted, verified.judged))
         self.cache.advance(kept.int())
         last = verified.tokens.gather(1, (kept - 1).clamp_min(0)[:, None])[:, 0]
-        figures = torch.cat([verified.tokens, torch.stack([kept, accepted, judged], dim=1)], dim=1)
-        return torch.where(active, last, pending), figures
+        return torch.where(active, last, pending), RoundFigures.of(verified.tokens, kept, accepted, judged, finite)
 
     def _uniform(self, *shape: int) -> Tensor:
         device = self.generator.device

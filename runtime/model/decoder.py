@@ -9,13 +9,14 @@ from torch.nn import functional
 from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.kernels.layer.norm import add_rms_norm
 from ridgeplan.kernels.layer.rope import Tables, rope_append, rotary_tables
-from ridgeplan.runtime.kv.cache import AttentionMetadata, Cache
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.metadata import AttentionMetadata
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
 from ridgeplan.runtime.model_config import DecoderConfig
 
 
 class Decoder:
-    """Computes layers of `config` on one device; weights and cache are arguments, so drafts share it."""
+    """Computes layers of `config` on one device; weights and cache are arguments, so that drafts use it too."""
 
     def __init__(self, config: DecoderConfig, device: torch.device) -> None:
         self.config = config
@@ -30,7 +31,7 @@ class Decoder:
             q = self.project(layer, normed, tables, *cache.full(index), metadata.slots)
             attended = self._attend(index, cache, metadata, q)
             hidden, normed = self.norm(hidden, layer.output(attended.flatten(2)), layer.mlp_norm)
-            update = self.mlp(layer, normed)
+            update = layer.mlp(normed)
         return weights.head(self.norm(hidden, update, weights.norm)[1])
 
     def rotary(self, positions: Tensor) -> Tables:
@@ -40,16 +41,12 @@ class Decoder:
     def project(
         self, layer: LayerWeights, normed: Tensor, tables: Tables, keys: Tensor, values: Tensor, slots: Tensor
     ) -> Tensor:
-        """Rotated queries [rows, queries, q_heads, head_dim]; KV of the tokens enters `slots` of keys and values."""
-        q_heads, eps = self.config.q_heads, self.config.norm_eps
+        """Rotated queries [rows, queries, q_heads, head_dim]; the tokens' KV goes to `slots` of keys and values."""
+        q_heads, eps = self.config.shape.q_heads, self.config.norm_eps
         return rope_append(layer.qkv(normed), tables, keys, values, slots, q_heads, qk_norm=layer.qk_norm, eps=eps)
 
-    def mlp(self, layer: LayerWeights, normed: Tensor) -> Tensor:
-        """What the MLP adds to the residual stream."""
-        return layer.down(layer.gate_up(normed, gated=True))
-
     def norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream with `update` added, and that normed."""
+        """The residual stream with `update` added, and its norm."""
         return add_rms_norm(hidden, update, weight, self.config.norm_eps)
 
     def _attend(self, index: int, cache: Cache, metadata: AttentionMetadata, q: Tensor) -> Tensor:

@@ -1,105 +1,147 @@
-"""GGUF files are converted once to a safetensors folder in the user's cache, which later loads read."""
+"""A GGUF file is converted once, to a safetensors folder in the user's cache that later loads read."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
+import json
+import math
 import shutil
-import struct
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from filelock import FileLock
+from safetensors import SafetensorError
 from safetensors.torch import save_file
+from transformers.utils import logging
 
-from ridgeplan.runtime.errors import ModelError
-from ridgeplan.runtime.model.quiet import no_progress_bars
+from ridgeplan.roofline.catalog.gguf_header import read_gguf_header
+from ridgeplan.roofline.catalog.user_folders import cache_folder
+from ridgeplan.runtime.errors import ModelError, one_line
+from ridgeplan.runtime.host_memory import available_bytes
 
-# The readers index and unpack whatever the file holds, so a corrupt one fails in any of these ways.
-_READ_ERRORS = (
-    ValueError,
-    TypeError,
-    LookupError,
-    OSError,
-    ArithmeticError,
-    AttributeError,
-    MemoryError,
-    struct.error,
-)
-CONVERSION = "1"  # part of the folder's name: a change of what is written makes a new folder
+CONVERSION = "2"  # part of the folder's name: a change of what is written makes a new folder
+MANIFEST = "conversion.json"  # sizes of the files that a finished conversion wrote
+FLOAT32_BYTES = 4
 
 
 def converted(path: Path) -> Path:
-    """The safetensors folder of the GGUF file `path`, converted now if it is not cached yet.
+    """The safetensors folder of the GGUF file `path`, converted now unless it is cached whole.
 
-    A folder appears under its name only when it is complete. Raises ModelError for a file that is
-    truncated, corrupt or of an architecture that transformers cannot read, and for a cache that cannot be written.
+    A folder appears under its name only when it is complete; one that lost a file or a part of one is made again. Two
+    processes that want the same file convert it once, and what a killed one left is removed by the next. Raises
+    ModelError for a file that is truncated, corrupt or of an architecture that transformers cannot read, for too
+    little memory or disk, and for a cache that cannot be written.
     """
-    folder = cache_root() / "models" / _key(path)
-    if not folder.is_dir():
+    folder = cache_folder() / "models" / _key(path)
+    if not _is_whole(folder):
+        where = f"{folder.parent}, under $XDG_CACHE_HOME or ~/.cache"
         try:
-            with _staging(folder) as staging, no_progress_bars():
-                _convert(path, staging)
-        except OSError as error:
-            where = f"{folder.parent}, under $XDG_CACHE_HOME or ~/.cache"
-            raise ModelError(f"cannot write the converted model to {where}: {error.strerror or error}") from error
+            with _locked(folder):
+                if not _is_whole(folder):  # another process may have finished meanwhile
+                    _require_room(path, folder.parent)
+                    _convert_into(path, folder)
+        except (OSError, SafetensorError) as error:  # a full disk is the latter
+            reason = getattr(error, "strerror", None) or one_line(error)
+            raise ModelError(f"cannot write the converted model to {where}: {reason}") from error
     return folder
 
 
-def cache_root() -> Path:
-    """$XDG_CACHE_HOME/ridgeplan, by default ~/.cache/ridgeplan."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "ridgeplan"
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Silences transformers' progress bars inside the body."""
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
 
 
 def _key(path: Path) -> str:
-    """A file's identity without reading it: its place, size and time of change."""
+    """A file's identity without reading it: path, size and modification time."""
     status = path.stat()
     text = f"{CONVERSION}\n{path.resolve()}\n{status.st_size}\n{status.st_mtime_ns}"
-    return f"{path.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return f"{path.stem[:100]}-{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
 
 
 @contextlib.contextmanager
-def _staging(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its name on success and vanishes otherwise."""
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time; the system frees the lock of one that is killed."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
+    with FileLock(folder.parent / ".lock"):
+        yield
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether every file that its conversion wrote is there with its size."""
     try:
-        yield staging
-        try:
-            staging.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # otherwise another process finished the same conversion first
-                raise
+        sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, AttributeError, TypeError):
+        return False
+
+
+def _require_room(path: Path, cache: Path) -> None:
+    """Raises ModelError where the decoded weights fit neither memory nor disk, before any of them is read."""
+    try:
+        tensors = read_gguf_header(path).tensors.values()
+    except ValueError as error:
+        raise ModelError(f"cannot read the GGUF file {path}: {one_line(error)}") from error
+    needed_bytes = FLOAT32_BYTES * sum(map(math.prod, tensors))
+    for what, free_bytes in (("memory", available_bytes()), ("disk", shutil.disk_usage(cache).free)):
+        if free_bytes is not None and needed_bytes > free_bytes:
+            raise ModelError(
+                f"converting {path} takes {needed_bytes / 1e9:.1f} GB of {what} and {free_bytes / 1e9:.1f} GB are "
+                "free; allowed: a smaller model, or a safetensors folder"
+            )
+
+
+def _convert_into(path: Path, folder: Path) -> None:
+    """Writes beside `folder`, then gives that its name; what was under the name, damaged, goes."""
+    staging = folder.with_name(f".converting-{folder.name}")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    try:
+        with no_progress_bars():
+            _convert(path, staging)
+        sizes = {file.name: file.stat().st_size for file in staging.iterdir()}
+        (staging / MANIFEST).write_text(json.dumps(sizes), encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        staging.rename(folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
 def _convert(path: Path, staging: Path) -> None:
-    """Writes config, weights and tokenizer; in float32, since decoded 4-bit values need more than 16 bits."""
-    where: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    """Writes config, weights and tokenizer; in float32, since dequantized 4-bit values need more than 16 bits."""
+    # Python beside the file is none of its own: left out, trust_remote_code asks on stdin whether it may run.
+    where: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(path.parent),
+        "gguf_file": path.name,
+        "trust_remote_code": False,
+    }
     try:
         config = transformers.AutoConfig.from_pretrained(**where)
         tensors = _tensors(path, config)
         tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-    except _READ_ERRORS as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"cannot read the GGUF file {path}: {reason[:200]}") from error
+    except Exception as error:  # the readers unpack whatever the file holds, and a corrupt one fails in any way
+        raise ModelError(f"cannot read the GGUF file {path}: {one_line(error)}") from error
     config.save_pretrained(staging)
     tokenizer.save_pretrained(staging)
     save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
 
 
 def _tensors(path: Path, config: Any) -> dict[str, torch.Tensor]:
-    """The decoded tensors under transformers' names, which it derives from an empty model."""
-    # Loading through from_pretrained would need the accelerate package for the same conversion.
+    """The dequantized tensors under transformers' names, which it derives from an empty model."""
+    # from_pretrained would do the same conversion, but needs the accelerate package for it.
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)
     return {name: tensor.contiguous() for name, tensor in read["tensors"].items()}

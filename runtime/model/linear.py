@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,17 +13,21 @@ from ridgeplan.kernels.layer.swiglu import swiglu
 from ridgeplan.kernels.linear.dense import linear_dense
 from ridgeplan.kernels.linear.int4 import linear_int4
 from ridgeplan.kernels.linear.int4_weight import Int4Weight
-from ridgeplan.roofline import execution
 from ridgeplan.roofline.execution import CPU_SKINNY_GEMM_ROWS
-from ridgeplan.runtime.errors import ModelError
-from ridgeplan.runtime.quantization.gptq import quantize_weight
 
 ROW_MULTIPLE = 16  # torch's int4 kernel takes output widths in such steps
 
 
+class Linear(Protocol):
+    """A linear layer, whatever the format of its weights."""
+
+    def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
+        """x [..., inputs] to [..., outputs]; gated, `swiglu` of that, [..., outputs / 2]."""
+
+
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """y = x W^T + bias; weight [outputs, inputs]. Gated, y is `swiglu` of that."""
+    """y = x W^T + bias; weight [outputs, inputs] in full precision."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -75,21 +80,13 @@ class LibraryInt4Weight:
 
 @dataclass(frozen=True, eq=False)
 class Int4:
-    """As `Dense`, of 4-bit weights. float32 activations pass as bfloat16, the kernels' fast path: a draft need not be
-    exact."""
+    """y = x W^T + bias with a 4-bit weight.
+
+    float32 activations are rounded to bfloat16, which the kernels read fastest: a draft need not be exact.
+    """
 
     weight: Int4Weight | LibraryInt4Weight
     bias: Tensor | None = None
-
-    @classmethod
-    def quantize(cls, dense: Dense, group: int, hessian: Tensor | None = None) -> Int4:
-        """Quantizes dense weights; a `group` that does not divide the inputs falls to 64 or 32.
-
-        moment: of the inputs, as `quantize_weight` takes it.
-        """
-        packing = Int4Weight if dense.weight.is_cuda else LibraryInt4Weight
-        group = fitting_group(dense.weight.shape[1], group)
-        return cls(packing.pack(*quantize_weight(dense.weight, group, hessian)), dense.bias)
 
     def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
         if isinstance(self.weight, Int4Weight):
@@ -105,9 +102,6 @@ class Int4:
         return self.weight.bytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-Linear = Dense | Int4
-
-
 def _thin_product(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T of a few float32 rows at memory speed on CPUs.
 
@@ -116,11 +110,3 @@ def _thin_product(x: Tensor, weight: Tensor) -> Tensor:
     """
     left = x if len(x) > 1 else x.expand(2, -1).contiguous()
     return (weight @ left.t()).t()[: len(x)].contiguous()
-
-
-def fitting_group(inputs: int, group: int) -> int:
-    """`ridgeplan.roofline.execution.fitting_group`. Raises ModelError where no group divides the inputs."""
-    fitting = execution.fitting_group(inputs, group)
-    if fitting is None:
-        raise ModelError(f"a linear layer has {inputs} inputs; allowed for 4-bit weights: multiples of 32")
-    return fitting

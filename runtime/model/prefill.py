@@ -1,8 +1,8 @@
 """Prefill of one prompt, layer by layer.
 
-A layer runs over the whole prompt with exact attention, hands its KV to the cache and leaves its place to the next
-layer's. So the workspace is the prompt's hidden states, one layer's queries and KV, all of which may lie in borrowed
-memory, and either one chunk of the MLP or the attention of a few heads; a full-precision copy of all layers' KV never
+A layer runs over the whole prompt with exact attention, hands its KV to the cache, and its buffers serve the next
+layer. So the workspace is the prompt's hidden states and one layer's queries and KV, all of which may lie in a scratch
+arena, and either one chunk of the MLP or the attention of a few heads. A full-precision copy of all layers' KV never
 exists.
 """
 
@@ -15,14 +15,16 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.execution import PREFILL_ATTENDED_TOKENS, PREFILL_CHUNK_TOKENS
+from ridgeplan.runtime.arena import Arena
 from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.lending import Arena
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
-from ridgeplan.runtime.model_config import DecoderConfig
 
-# On an H200 cuDNN reaches 580 to 690 TFLOP/s on prompts of 8k to 128k tokens, FlashAttention-2 310 to 340.
+CHUNK_TOKENS = 4096  # of the projections and the MLP: enough rows for full speed, few enough for a small workspace
+ATTENDED_TOKENS = 1 << 16  # tokens times KV heads that attend at once: enough to fill a GPU
+# cuDNN first: on long prompts it is about twice as fast as FlashAttention-2 (H200, 8k to 128k tokens).
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -40,36 +42,38 @@ def prefill(
     chunk_tokens: int = PREFILL_CHUNK_TOKENS,
     arena: Arena | None = None,
 ) -> Tensor:
-    """Fills `row` of the cache from prompt [tokens]; logits [vocab] that follow its last token.
+    """Fills `row` of the cache from prompt [tokens]; returns the logits [vocab] that follow its last token.
 
-    arena: what the long buffers are taken from, emptied first; without one they are allocated.
+    arena: what the long buffers are taken from, cleared first; without one they are allocated.
     """
     arena = arena or Arena.without_memory(prompt.device)
     arena.clear()
-    hidden = arena.empty((len(prompt), decoder.config.hidden), weights.embedding.dtype)
-    buffers = LayerBuffers.take(arena, decoder.config, hidden)
+    hidden = arena.empty((len(prompt), decoder.config.shape.hidden), weights.embedding.dtype)
+    buffers = LayerBuffers.take(arena, decoder.config.shape, hidden)
     torch.index_select(weights.embedding, 0, prompt, out=hidden)
     for index, layer in enumerate(weights.layers):
         keys, values = prefill_layer(decoder, layer, hidden, decoder.config.windows[index], chunk_tokens, buffers)
         cache.store_prompt(index, row, keys, values)
-    cache.lengths[row] = len(prompt)
+    cache.finish_prompt(row, len(prompt))
     return weights.head(decoder.norm(hidden[-1:], None, weights.norm)[1])[0]
 
 
 class LayerBuffers(NamedTuple):
-    """What each layer fills anew: queries [tokens, q_heads, head_dim]; keys, values [1, kv_heads, tokens, head_dim]."""
+    """Filled by one layer after another: queries [tokens, q_heads, head_dim]; keys, values [1, kv_heads, tokens,
+    head_dim].
+    """
 
     queries: Tensor
     keys: Tensor
     values: Tensor
 
     @classmethod
-    def take(cls, arena: Arena, config: DecoderConfig, hidden: Tensor) -> LayerBuffers:
-        """For a prompt with these hidden states [tokens, hidden]."""
+    def take(cls, arena: Arena, shape: ModelShape, hidden: Tensor) -> LayerBuffers:
+        """Buffers for a prompt with these hidden states [tokens, hidden]."""
         tokens = len(hidden)
-        kv_shape = (1, config.kv_heads, tokens, config.head_dim)
-        shapes = (tokens, config.q_heads, config.head_dim), kv_shape, kv_shape
-        return cls(*(arena.empty(shape, hidden.dtype) for shape in shapes))
+        kv_sizes = (1, shape.kv_heads, tokens, shape.head_dim)
+        q_sizes = (tokens, shape.q_heads, shape.head_dim)
+        return cls(*(arena.empty(sizes, hidden.dtype) for sizes in (q_sizes, kv_sizes, kv_sizes)))
 
 
 def prefill_layer(
@@ -80,12 +84,13 @@ def prefill_layer(
     chunk_tokens: int = PREFILL_CHUNK_TOKENS,
     buffers: LayerBuffers | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Updates hidden [tokens, hidden] in place; keys and values [kv_heads, tokens, head_dim].
+    """Updates hidden [tokens, hidden] in place; returns keys and values [kv_heads, tokens, head_dim].
 
-    They are views of `buffers`, which are allocated unless given.
+    These are views of `buffers`, which are allocated unless given.
     """
     tokens = len(hidden)
-    queries, keys, values = buffers or LayerBuffers.take(Arena.without_memory(hidden.device), decoder.config, hidden)
+    shape = decoder.config.shape
+    queries, keys, values = buffers or LayerBuffers.take(Arena.without_memory(hidden.device), shape, hidden)
     chunks = [slice(start, min(start + chunk_tokens, tokens)) for start in range(0, tokens, chunk_tokens)]
     for chunk in chunks:
         positions = torch.arange(chunk.start, chunk.stop, device=hidden.device)[None]
@@ -94,14 +99,14 @@ def prefill_layer(
     attend_in_place(queries, keys[0], values[0], window)
     for chunk in chunks:
         residual, normed = decoder.norm(hidden[chunk], layer.output(queries[chunk].flatten(1)), layer.mlp_norm)
-        torch.add(residual, decoder.mlp(layer, normed), out=hidden[chunk])
+        torch.add(residual, layer.mlp(normed), out=hidden[chunk])
     return keys[0], values[0]
 
 
 def attend_in_place(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> None:
-    """`causal_attention` of queries [tokens, q_heads, head_dim], whose place the output takes.
+    """`causal_attention` of queries [tokens, q_heads, head_dim], which the output overwrites.
 
-    Of long prompts few heads at a time, so that the output beside the queries stays small.
+    A long prompt's heads attend a few at a time, so that the part of the output beside the queries stays small.
     """
     kv_heads, tokens = keys.shape[:2]
     ratio, together = queries.shape[1] // kv_heads, max(1, PREFILL_ATTENDED_TOKENS // tokens)
@@ -114,7 +119,7 @@ def attend_in_place(queries: Tensor, keys: Tensor, values: Tensor, window: int |
 def causal_attention(q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
     """Attention of a whole prompt: q [q_heads, tokens, head_dim]; keys, values [kv_heads, tokens, head_dim].
 
-    A token sees itself and the ones before it, with `window` at most so many in all.
+    A token attends to itself and to those before it, to at most `window` in all.
     """
     tokens = q.shape[1]
     if window is None or tokens <= window:

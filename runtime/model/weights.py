@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.model.linear import Dense, Linear
-from ridgeplan.runtime.model_config import DecoderConfig
+from ridgeplan.runtime.model.mlp import GatedMLP
 
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """One layer. qkv: queries, keys, values stacked; gate_up: gate, then up.
+    """One layer. qkv: projections to queries, keys and values, stacked in this order.
 
     qk_norm: [q_heads + kv_heads, head_dim], for families that normalize queries and keys.
     """
@@ -26,8 +27,7 @@ class LayerWeights:
     qk_norm: Tensor | None
     output: Linear
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: GatedMLP
 
     def with_projections(self, change: Callable[[Linear], Linear]) -> LayerWeights:
         """The same layer with each projection as `change` makes it."""
@@ -35,8 +35,7 @@ class LayerWeights:
             self,
             qkv=change(self.qkv),
             output=change(self.output),
-            gate_up=change(self.gate_up),
-            down=change(self.down),
+            mlp=self.mlp.with_projections(change),
         )
 
 
@@ -72,14 +71,12 @@ class DecoderWeights:
                 stack.extend(vars(item).values())
 
 
-def decoder_weights(
-    config: DecoderConfig, state: dict[str, Tensor], tied: bool, device: torch.device
-) -> DecoderWeights:
+def decoder_weights(shape: ModelShape, state: dict[str, Tensor], device: torch.device) -> DecoderWeights:
     """Fuses a transformers state dict, emptying it layer by layer so that it is not held twice."""
     embedding = _own(state.pop("model.embed_tokens.weight"), device)
     head = state.pop("lm_head.weight", None)
-    layers = tuple(_layer(config, state, f"model.layers.{index}.", device) for index in range(config.layers))
-    head_weight = embedding if tied or head is None else _own(head, device)
+    layers = tuple(_layer(shape, state, f"model.layers.{index}.", device) for index in range(shape.layers))
+    head_weight = embedding if shape.tied_embeddings or head is None else _own(head, device)
     return DecoderWeights(embedding, layers, _own(state.pop("model.norm.weight"), device), Dense(head_weight))
 
 
@@ -95,11 +92,11 @@ def _with_tensors(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _own(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy: a single view would keep the whole mapped checkpoint in memory."""
+    """A copy: one view is enough to keep the whole mapped checkpoint in memory."""
     return tensor.to(device, copy=True)
 
 
-def _layer(config: DecoderConfig, state: dict[str, Tensor], prefix: str, device: torch.device) -> LayerWeights:
+def _layer(shape: ModelShape, state: dict[str, Tensor], prefix: str, device: torch.device) -> LayerWeights:
     def fused(*names: str) -> Dense:
         weight = torch.cat([state.pop(f"{prefix}{name}.weight") for name in names])
         biases = [state.pop(f"{prefix}{name}.bias", None) for name in names]
@@ -112,18 +109,17 @@ def _layer(config: DecoderConfig, state: dict[str, Tensor], prefix: str, device:
     return LayerWeights(
         attention_norm=norm("input_layernorm"),
         qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        qk_norm=_qk_norm(config, state, prefix, device),
+        qk_norm=_qk_norm(shape, state, prefix, device),
         output=fused("self_attn.o_proj"),
         mlp_norm=norm("post_attention_layernorm"),
-        gate_up=fused("mlp.gate_proj", "mlp.up_proj"),
-        down=fused("mlp.down_proj"),
+        mlp=GatedMLP(fused("mlp.gate_proj", "mlp.up_proj"), fused("mlp.down_proj")),
     )
 
 
-def _qk_norm(config: DecoderConfig, state: dict[str, Tensor], prefix: str, device: torch.device) -> Tensor | None:
-    """Qwen3's per-head norms, one row per query head and KV head, so that one product serves both."""
+def _qk_norm(shape: ModelShape, state: dict[str, Tensor], prefix: str, device: torch.device) -> Tensor | None:
+    """Qwen3's norms, one row for each query head and KV head, so that one operation applies both."""
     if f"{prefix}self_attn.q_norm.weight" not in state:
         return None
     q_norm, k_norm = (state.pop(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
-    rows = [q_norm.expand(config.q_heads, -1), k_norm.expand(config.kv_heads, -1)]
+    rows = [q_norm.expand(shape.q_heads, -1), k_norm.expand(shape.kv_heads, -1)]
     return torch.cat(rows).to(device)

@@ -1,4 +1,4 @@
-"""Draft weights in 4 bits, quantized for the inputs that each layer sees."""
+"""4-bit draft weights, quantized for the inputs that each layer sees."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch.nn import functional
 
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.model.decoder import Decoder
-from ridgeplan.runtime.model.linear import Dense, Int4, Linear
+from ridgeplan.runtime.model.linear import Dense, Linear
 from ridgeplan.runtime.model.prefill import prefill_layer
 from ridgeplan.runtime.model.weights import DecoderWeights
-from ridgeplan.runtime.quantization.self_generated import own_text
+from ridgeplan.runtime.quantization.pack import int4_linear
+from ridgeplan.runtime.quantization.self_generated import self_generated_text
 
 SAMPLED_TOKENS = 512
 
@@ -26,24 +27,24 @@ def quantized_draft(
 ) -> DecoderWeights:
     """4-bit projections and head for drafts; the embedding and the norms stay shared.
 
-    calibration: token ids of text like what will be decoded, a few thousand. Without it the model writes a text on
-    CUDA, where that takes seconds; on a CPU, where it takes minutes, tokens that it samples in one pass say how large
-    each input is.
+    calibration: a few thousand token ids of a text like what will be decoded. Without it, on CUDA the model writes a
+    text itself, which takes seconds. On a CPU that would take minutes, so only the Hessians' diagonals are measured,
+    on tokens that the model samples in one pass.
     Raises WorkloadError for token ids that are not the model's.
     """
-    _check(calibration, decoder.config.vocab)
+    _check(calibration, decoder.config.shape.vocab)
     if calibration is not None:
         return fitted_draft(decoder, weights, group, torch.tensor(calibration)[None], full=True)
     if weights.embedding.is_cuda:
-        return fitted_draft(decoder, weights, group, own_text(decoder, weights), full=True)
+        return fitted_draft(decoder, weights, group, self_generated_text(decoder, weights), full=True)
     return fitted_draft(decoder, weights, group, _sampled(decoder, weights)[None], full=False)
 
 
 @torch.no_grad()
 def fitted_draft(decoder: Decoder, weights: DecoderWeights, group: int, text: Tensor, full: bool) -> DecoderWeights:
-    """Each layer quantized for its inputs on `text`, token ids [sequences, tokens], each sequence by itself.
+    """Quantizes each layer for its inputs on `text`, token ids [sequences, tokens]; sequences do not see each other.
 
-    full: against their whole second moment, for a text as models read and write it; else against its diagonal.
+    full: with the whole Hessian, for a text as models read and write it; else with its diagonal.
     """
     hidden = functional.embedding(text.to(weights.embedding.device), weights.embedding)
     layers = []
@@ -60,10 +61,10 @@ def fitted_draft(decoder: Decoder, weights: DecoderWeights, group: int, text: Te
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HessianRecorder(Dense):
-    """A dense layer that adds up the second moment of its inputs: [inputs, inputs], or the diagonal [inputs].
+    """A dense layer that sums up the Hessian of its inputs: [inputs, inputs], or the diagonal [inputs].
 
-    Every token counts the same, at a mean square of 1: a few of them, the first above all, are hundreds of times
-    as large as the rest in some channels, and would decide alone.
+    Every token is scaled to a mean square of 1. A few tokens, above all the first, are hundreds of times as large as
+    the others in some channels and would otherwise outweigh them.
     """
 
     hessian: Tensor
@@ -82,8 +83,8 @@ class HessianRecorder(Dense):
 
 
 def _recorder(linear: Linear, full: bool) -> Linear:
-    """With the `full` moment or the diagonal, nothing recorded; a layer that is in 4 bits already stays."""
-    if isinstance(linear, Int4):
+    """Records the `full` Hessian or its diagonal; a layer that is quantized already stays as it is."""
+    if not isinstance(linear, Dense):
         return linear
     inputs = linear.weight.shape[1]
     hessian = linear.weight.new_zeros((inputs, inputs) if full else inputs, dtype=torch.float32)
@@ -91,15 +92,16 @@ def _recorder(linear: Linear, full: bool) -> Linear:
 
 
 def _quantized(linear: Linear, group: int) -> Linear:
-    return Int4.quantize(linear, group, linear.hessian) if isinstance(linear, HessianRecorder) else linear
+    return int4_linear(linear, group, linear.hessian) if isinstance(linear, HessianRecorder) else linear
 
 
 def _sampled(decoder: Decoder, weights: DecoderWeights) -> Tensor:
-    """Tokens [SAMPLED_TOKENS] drawn from what the model predicts at each position of random ones, at temperature 1.
+    """Tokens [SAMPLED_TOKENS], each drawn from what the model predicts at a position of random tokens.
 
-    One pass: this is no text, but its tokens are as frequent as the model's own, which is what the diagonal needs.
+    It takes one pass. The result is no text, but its tokens are as frequent as in the model's own texts, and the
+    diagonal needs no more.
     """
-    device, vocab = weights.embedding.device, decoder.config.vocab
+    device, vocab = weights.embedding.device, decoder.config.shape.vocab
     generator = torch.Generator(device).manual_seed(0)
     tokens = torch.randint(vocab, (SAMPLED_TOKENS,), generator=generator, device=device)
     hidden = functional.embedding(tokens, weights.embedding)

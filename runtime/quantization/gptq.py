@@ -1,16 +1,14 @@
-"""4-bit weights that keep a layer's outputs rather than its weights: w = (code - 8) * scale + zero.
+"""4-bit weights w = (code - 8) * scale + zero, chosen so that a layer's outputs change least.
 
-The error of an output is e^T M e, with e a row's rounding errors and M = E[x x^T] the second moment of the layer's
-inputs. What is known of M decides what is done:
+The squared error of an output is e^T H e, with e the rounding errors of a row and H = E[x x^T] the Hessian of that
+error, the second moment of the layer's inputs. What is known of H decides what is done:
 
-    M's diagonal   the grid (scale, zero) of each group is fitted with it as weights; codes are rounded to nearest
-    M              the same grid, and the error of each rounded input is made up for by the inputs that come after it
+    H's diagonal   scale and zero of each group are fitted with it as weights; codes are rounded to nearest
+    H              the same fit, and GPTQ: the error of each rounded column is compensated by the columns after it
 
-The second is GPTQ (Frantar et al. 2023, arXiv 2210.17323, equations 2 and 3), which is LDLQ (QuIP, Chee et al. 2023).
-The diagonal is robust, the full moment pays where the text it was taken from resembles the text that is decoded.
-
-Tried with the full moment on Qwen2.5-Coder-0.5B, where acceptance is 0.860: rounding inputs in the order of their
-importance, within groups or across (0.857 to 0.860), and moments of inputs that quantized layers before made (0.858).
+Source: GPTQ (Frantar et al. 2023, arXiv 2210.17323, equations 2 and 3), the same as LDLQ (QuIP, Chee et al. 2023).
+The diagonal is robust; the full Hessian is better where the text it was taken from resembles what is decoded.
+What else was tried: docs/kernels/gptq.md.
 """
 
 from __future__ import annotations
@@ -22,17 +20,17 @@ from torch import Tensor
 
 from ridgeplan.kernels.linear.gptq_round import gptq_round
 
-SHRINKS = (1.0, 0.92, 0.84, 0.76, 0.68)  # candidate ranges, as shares of the group's own
-REFITS = 2  # rounds of codes, then grid, after the best range
-FLOOR = 1e-4  # least importance of an input, as a share of its group's mean
-DAMPING = 0.1  # added to M's diagonal, as a share of its mean: moments of a short text are taken for less than exact
-CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}  # of a weight at a time: within a CPU's cache, or a GPU's memory
+SHRINKS = (1.0, 0.92, 0.84, 0.76, 0.68)  # candidate ranges of the codes, as shares of the group's own range
+REFITS = 2  # after the best range: times that codes are chosen anew and the grid is fitted to them
+FLOOR = 1e-4  # added to each input's importance, as a share of its group's mean
+DAMPING = 0.1  # added to H's diagonal, as a share of its mean, since H comes from a short text
+CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}  # of a weight at a time: as a CPU's cache holds, or a GPU's memory
 
 
 def quantize_weight(weight: Tensor, group: int, hessian: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Codes int8 [outputs, inputs] in 0..15; scale and zero, bfloat16 values in float32 [outputs, inputs / group].
 
-    weight: [outputs, inputs]. moment: of the inputs, its diagonal [inputs], the whole [inputs, inputs], or unknown.
+    weight: [outputs, inputs]. hessian: [inputs, inputs], its diagonal [inputs], or None if nothing is known.
     """
     importance = weight.new_ones(weight.shape[1]) if hessian is None else hessian
     feedback = None
@@ -56,7 +54,7 @@ def _to_nearest(weight: Tensor, importance: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _gptq_order(weight: Tensor, importance: Tensor, feedback: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rounds input after input; `rest` holds what the inputs still to come should be, given the errors so far."""
+    """Rounds column after column; `rest` holds the columns to come, corrected for the errors so far."""
     rest = weight.to(torch.float32, copy=True)
     codes, pairs = torch.empty_like(weight, dtype=torch.int8), []
     group = importance.shape[1]
@@ -72,14 +70,14 @@ def _gptq_order(weight: Tensor, importance: Tensor, feedback: Tensor) -> tuple[T
 
 
 def _feedback(hessian: Tensor) -> Tensor:
-    """Upper triangle with a unit diagonal [inputs, inputs]: what an error at one input takes from each later one.
+    """Upper triangle with a unit diagonal [inputs, inputs]: how an error at one column corrects each later one.
 
-    With M = R R^T, R upper triangular, the inverse of M is U^T U with U = R^-1: GPTQ's Cholesky factor.
+    With H = R R^T, R upper triangular, the inverse of H is U^T U with U = R^-1: GPTQ's Cholesky factor.
     """
     damped = hessian.float().clone()
     diagonal = damped.diagonal()
     diagonal += DAMPING * diagonal.mean() + torch.finfo(torch.float32).tiny
-    # Factors come as lower triangles: reversing the order of the inputs makes one the upper triangle that is needed.
+    # torch's factor is a lower triangle; with the inputs in reverse order it is the upper one that is needed.
     upper = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
     inverse = torch.linalg.solve_triangular(upper, torch.eye(len(upper), device=upper.device), upper=True)
     return inverse / inverse.diagonal()[:, None]
@@ -88,8 +86,8 @@ def _feedback(hessian: Tensor) -> Tensor:
 def _grid(grouped: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
     """Scale and zero, bfloat16 values [outputs, groups, 1] of weights [outputs, groups, group].
 
-    Codes of a few candidate ranges are each fitted by least squares with weights `importance` [groups, group]; the
-    best fit's codes are then chosen anew, and fitted again.
+    For each candidate range, the grid is fitted to its codes by least squares with weights `importance` [groups,
+    group]. From the best fit, codes are chosen anew and the grid is fitted to them again.
     """
     importance = importance / importance.mean(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) + FLOOR
     importance = importance / importance.sum(1, keepdim=True)
@@ -106,7 +104,7 @@ def _grid(grouped: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Fit(NamedTuple):
-    """A grid, and how much of the weights' variance it explains: [outputs, groups, 1]."""
+    """A grid, and how much of the weighted variance of the weights it explains: [outputs, groups, 1]."""
 
     scale: Tensor
     zero: Tensor
@@ -114,7 +112,7 @@ class _Fit(NamedTuple):
 
 
 def _fit(centred: Tensor, importance: Tensor, scale: Tensor, zero: Tensor) -> _Fit:
-    """The least-squares grid for the codes that (scale, zero) gives."""
+    """The least-squares grid for the codes that rounding with (scale, zero) gives."""
     codes = _steps(centred, scale, zero).round_().clamp_(0, 15).sub_(8)
     weighted = codes * importance
     mean = weighted.sum(2, keepdim=True)

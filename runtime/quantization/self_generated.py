@@ -1,35 +1,35 @@
-"""Text that a model writes by itself, for what has to be fitted to its inputs where no text is given."""
+"""Calibration text that a model writes itself, for where no text is given."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ridgeplan.planner.plan import Plan, Workload
+from ridgeplan.runtime.drafting.policies import AllTokens
 from ridgeplan.runtime.drafting.speculator import Speculator
 from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.weights import DecoderWeights
-from ridgeplan.runtime.sampling import Sampling
+from ridgeplan.runtime.sampling import SamplingParams
 
 SEQUENCES = 64
 TOKENS = 128  # of each
 
 
 @torch.inference_mode()
-def own_text(decoder: Decoder, weights: DecoderWeights) -> Tensor:
-    """Token ids int64 [SEQUENCES, TOKENS], always the same: a random token, and what is drawn from there on.
+def self_generated_text(decoder: Decoder, weights: DecoderWeights) -> Tensor:
+    """Token ids int64 [SEQUENCES, TOKENS], the same for every call: a random token, then what the model samples.
 
-    Source: data-free quantization of LLM-QAT (Liu et al. 2023, arXiv 2305.17888, sec. 2.1), there for training.
+    Source: data-free quantization of LLM-QAT (Liu et al. 2023, arXiv 2305.17888, section 2.1), there for training.
     """
-    config, device = decoder.config, weights.embedding.device
-    plan = Plan(Workload("own text", device.type, context=1, new_tokens=TOKENS - 1, batch=SEQUENCES))
-    cache = Cache(config, plan, device, weights.embedding.dtype)
+    shape, device = decoder.config.shape, weights.embedding.device
+    cache = Cache(shape, KVCacheConfig(batch=SEQUENCES, context=TOKENS), device, weights.embedding.dtype)
     cache.reset(SEQUENCES)
     generator = torch.Generator(device).manual_seed(0)
-    writer = Speculator(decoder, weights, weights, cache, Sampling(temperature=1.0), generator)
-    tokens = [torch.randint(config.vocab, (SEQUENCES,), generator=generator, device=device)]
+    writer = Speculator(decoder, weights, weights, cache, AllTokens(), SamplingParams(temperature=1.0), generator)
+    tokens = [torch.randint(shape.vocab, (SEQUENCES,), generator=generator, device=device)]
     while len(tokens) < TOKENS:
-        verified = writer.verify(tokens[-1], writer.draft(tokens[-1]))
-        tokens.append(writer.keep(tokens[-1], verified, cache.active())[0])
+        verification = writer.verify(tokens[-1], writer.draft(tokens[-1]))
+        tokens.append(writer.keep(tokens[-1], verification, cache.active())[0])
     return torch.stack(tokens, dim=1)

@@ -1,6 +1,9 @@
 """What tests of several kernels share."""
 
+import contextlib
+import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -10,6 +13,36 @@ from torch import Tensor
 CHAIN = [4096, 6144, 4096, 4096, 14336, 4096, 1024] * 6  # widths of x, y, ... of products that feed each other
 
 Product = Callable[[Tensor, Any], Tensor]
+
+
+@dataclass
+class Launches:
+    """CUDA launches that were asked for: kernel, grid, threads, arguments, shared memory, whether early."""
+
+    asked: list[tuple[str, tuple[int, ...], int, ctypes.Structure, int, bool]] = field(default_factory=list)
+
+    def launch(
+        self,
+        kernel: str,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        params: ctypes.Structure,
+        shared_bytes: int = 0,
+        *,
+        early: bool = True,
+    ) -> None:
+        assert block[1:] == (1, 1)
+        self.asked.append((kernel, grid, block[0], params, shared_bytes, early))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Notes what a CUDA kernel would be launched with, without a GPU: tensors of the test lie on the CPU."""
+    noted = Launches()
+    for module in ("attention.cuda", "kv_cache.quantize_cuda", "linear.cuda_launch", "sampling.top_k_top_p_cuda"):
+        monkeypatch.setattr(f"ridgeplan.kernels.{module}.launch_with_pdl", noted.launch)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    return noted
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The kernels compile for Hopper (sm_90) on a machine without a GPU, and fit its registers and shared memory.
 
-Those that start early touch no memory before they wait, and no others let the next one start (kernels/launch.py).
+Those that start early touch no memory before they wait, and no others let the next one start (kernels/device/launch.py).
 The interpreter accepts programs that the compiler refuses, so CPU runs need this too. Kernels are decorated
 for either the interpreter or the compiler when imported, hence the process of its own.
 """
@@ -141,14 +141,16 @@ def merging() -> dict[str, Any]:
 
 
 def int4_product() -> dict[str, Any]:
-    types = dict.fromkeys(("x", "bias", "out"), "*bf16") | {"units": "*i32"}
-    types |= dict.fromkeys(("rows", "inputs", "outputs", "row_tiles"), "i32")
+    types = dict.fromkeys(("x", "bias", "out"), "*bf16") | {"packed": "*i32"}
+    types |= dict.fromkeys(("rows", "inputs", "outputs", "output_tiles"), "i32")
     constants = {"GROUP": 128, "CHUNK": 64, "TILES": 2, "ROWS": 64}
     return job("linear.int4_triton", "_product_kernel", types, constants, {"num_warps": 4, "num_stages": 3})
 
 
 def int4_copy() -> dict[str, Any]:
-    types = {"units": "*i32", "out": "*bf16"} | dict.fromkeys(("first_tile", "inputs", "outputs", "row_tiles"), "i32")
+    types = {"packed": "*i32", "out": "*bf16"} | dict.fromkeys(
+        ("first_tile", "inputs", "outputs", "output_tiles"), "i32"
+    )
     constants = {"GROUP": 128, "CHUNK": 64, "TILES": 4}
     return job("linear.int4_triton", "_copy_kernel", types, constants, {"num_warps": 4})
 

@@ -1,6 +1,6 @@
 """The sampling kernels compile for Hopper (sm_90) on a machine without a GPU, tuples of drafts included.
 
-All start early, and so touch no memory before they wait (kernels/launch.py).
+All start early, and so touch no memory before they wait (kernels/device/launch.py).
 """
 
 import json
@@ -45,7 +45,7 @@ def job(module: str, kernel: str, types: dict[str, Any], constants: dict[str, An
 
 
 def rounds(element: str, gamma: int) -> dict[str, dict[str, Any]]:
-    """Kernels of a verdict on `gamma` drafts; of a draw where there are none."""
+    """Kernels that verify `gamma` drafts, or of a draw where there are none."""
     types: dict[str, Any] = {"target": ["*" + element, *FIGURES], "uniform": "*fp64", "sums": "*i64", "out": "*i64"}
     types |= {"draft": [[kind] * gamma for kind in types["target"]]} | ROW
     constants: dict[str, Any] = {"GAMMA": gamma}

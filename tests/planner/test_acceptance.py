@@ -184,20 +184,20 @@ ROW = {
     [
         ({"acceptance": 1.2}, "acceptance is 1.2"),
         ({"acceptance": float("nan")}, "acceptance is nan"),
-        ({"context": 0}, "context"),
+        ({"context": 0}, "context is 0; allowed: a whole number from 1 to 16777216"),
         ({"ratio": 0}, "ratio is 0"),
         ({"draft": "kv3"}, "draft is 'kv3'; allowed: kv8, kv4"),
         ({"source": "guessed"}, "source is 'guessed'; allowed: measured"),
-        ({"model": 7}, "model is 7; allowed: text"),
-        ({"batch": 1}, "has batch; allowed: acceptance, context"),
+        ({"model": 7}, "model is 7; allowed: a text of 1 to 4096 characters"),
+        ({"batch": 1}, "batch is not a field; allowed: draft, model, parameters, context"),
     ],
 )
 def test_rows_from_a_profile_are_validated(change, message):
     assert AcceptanceRow.read(ROW).ratio == 1
-    with pytest.raises(PlanError, match=f"acceptance row {message}"):
+    with pytest.raises(PlanError, match=f"acceptance row: {message}"):
         AcceptanceRow.read({**ROW, **change})
 
 
 def test_rows_from_a_profile_name_what_is_missing():
-    with pytest.raises(PlanError, match="has no source, where"):
+    with pytest.raises(PlanError, match=r"acceptance row: 2 mistakes: \(1\) source is missing; \(2\) where is missing"):
         AcceptanceRow.read({name: value for name, value in ROW.items() if name not in ("source", "where")})

@@ -83,8 +83,14 @@ def test_something_is_known_of_every_draft_selections_acceptance():
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_run_unless_they_need_a_policy_that_is_only_estimated(name):
     plan = preset(name, WORKLOAD)
-    estimated = (eviction(plan), target_selection(plan), draft_selection(plan).name != "all")
-    assert bool(missing_execution(plan)) == (any(estimated) or name == "int4-weights")
+    target, evicting = target_selection(plan), eviction(plan)
+    executed = (
+        Role.DRAFT in draft_selection(plan).executable,
+        target is None or Role.TARGET in target.executable,
+        evicting is None or evicting.executable,
+        name != "int4-weights",
+    )
+    assert bool(missing_execution(plan)) == (not all(executed))
 
 
 def test_what_is_missing_is_named():

@@ -7,7 +7,8 @@ import pytest
 from ridgeplan.planner.plan import PlanError
 from ridgeplan.planner.resolution import resolve, workload_for
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.profile import ProfileError, shipped_profiles
+from ridgeplan.roofline.catalog.profile import ProfileError
+from ridgeplan.roofline.catalog.profile_lookup import shipped_profiles
 
 QWEN = load_shape("Qwen2.5-0.5B")  # 32768 positions
 

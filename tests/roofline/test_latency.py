@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ridgeplan.roofline.catalog.hardware import load_hardware
-from ridgeplan.roofline.catalog.profile import profile_for
+from ridgeplan.roofline.catalog.profile_lookup import profile_for
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.latency import Machine, RateTerms, attention_kind, linear_kind, select_rates
 from ridgeplan.roofline.passes import Op

@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ridgeplan.kernels.linear import dense_schedule as linear_dense_plan
-from ridgeplan.kernels.linear import int4_schedule as linear_int4_plan
-from ridgeplan.kernels.linear import schedule as linear_plan
+from ridgeplan.kernels.linear import dense_schedule, int4_schedule
+from ridgeplan.kernels.linear.schedule import DeviceLimits
 from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
@@ -28,7 +27,7 @@ from ridgeplan.roofline.speculative_round import (
     target_terms,
 )
 
-H200 = linear_plan.Machine(shared_bytes=228 * 1024, clusters=(132, 66, 30, 15))
+H200 = DeviceLimits(sm_bytes=228 * 1024, clusters=(132, 66, 30, 15))
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +55,10 @@ def test_products_of_gate_and_up_fit_the_kernels_up_to_the_priced_rows():
     shape = load_shape("Llama-3.1-8B")
     outputs, inputs = 2 * shape.intermediate, shape.hidden
     for rows in range(1, CUDA_FUSED_SWIGLU_ROWS + 1):
-        assert linear_dense_plan.make_plan(rows, outputs, inputs, True, True, H200)
-        assert linear_int4_plan.make_plan(rows, outputs, inputs, 128, True, True, H200)
-    assert linear_dense_plan.make_plan(CUDA_FUSED_SWIGLU_ROWS + 1, outputs, inputs, True, True, H200) is None
-    assert linear_int4_plan.make_plan(CUDA_FUSED_SWIGLU_ROWS + 1, outputs, inputs, 128, True, True, H200) is None
+        assert dense_schedule.make_schedule(rows, outputs, inputs, True, True, H200)
+        assert int4_schedule.make_schedule(rows, outputs, inputs, 128, True, True, H200)
+    assert dense_schedule.make_schedule(CUDA_FUSED_SWIGLU_ROWS + 1, outputs, inputs, True, True, H200) is None
+    assert int4_schedule.make_schedule(CUDA_FUSED_SWIGLU_ROWS + 1, outputs, inputs, 128, True, True, H200) is None
 
 
 @pytest.mark.parametrize("batch, fused", [(8, 1), (9, 0)])

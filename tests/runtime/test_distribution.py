@@ -6,7 +6,7 @@ from scipy import stats
 
 from ridgeplan import runtime
 from ridgeplan.runtime.model.prefill import prefill
-from ridgeplan.runtime.sampling import Sampling
+from ridgeplan.runtime.sampling import SamplingParams
 
 VOCAB = 16
 ROWS = 1500
@@ -56,10 +56,10 @@ def test_sampled_triples_follow_the_target(kv, gamma, draft_bits, options, tiny_
     folder = tiny_model(**SMALL).folder
     [prompt] = prompts(PROMPT, vocab=VOCAB)
     plain = runtime.load(make_plan(kv, batch=VOCAB * VOCAB), folder)
-    joint = exact_joint(plain, torch.tensor(prompt), Sampling(**options))
+    joint = exact_joint(plain, torch.tensor(prompt), SamplingParams(**options))
     assert joint.sum() == pytest.approx(1)
     engine = runtime.load(make_plan(kv, gamma, batch=ROWS, draft_bits=draft_bits), folder)
-    result = engine.generate([prompt] * ROWS, 3, seed=5, **options)
+    result = engine.generate([prompt] * ROWS, 3, SamplingParams(**options, seed=5))
     assert 0.2 < result.statistics.acceptance < 1  # drafts differ, so acceptance is really at work
     tokens = torch.tensor(result.tokens)
     counts = torch.zeros(VOCAB, VOCAB, VOCAB).index_put(tuple(tokens.T), torch.ones(ROWS), accumulate=True)

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeplan.planner.plan import Workload
-from ridgeplan.planner.policies.selection.all import quantspec
+from ridgeplan.planner.plan import DraftCodes, KVFormat
 from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.model.decoder import Decoder
-from ridgeplan.runtime.model.linear import Dense, Int4, Linear
+from ridgeplan.runtime.model.linear import Dense, Linear
 from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.quantization.pack import int4_linear
 from ridgeplan.validate.random_decoder import RandomDecoder, llama_like_shape
 from ridgeplan.validate.timing import Bench
 
@@ -63,8 +64,8 @@ class Step:
     def __init__(self, device: str, rows: int, drafting: bool) -> None:
         bench = Bench.build(torch.device(device), 32 << 20, 1, 0.0)
         model = RandomDecoder.build(bench, SHAPE, 128, 1)
-        plan = quantspec(Workload("toy", device, CONTEXT, 64, rows))
-        self.cache = Cache(model.decoder.config, plan, bench.device, bench.pool.dtype)
+        config = KVCacheConfig(rows, CONTEXT + 64, KVFormat.HIERARCHICAL, gamma=4, draft_codes=DraftCodes.UPPER)
+        self.cache = Cache(model.shape, config, bench.device, bench.pool.dtype)
         self._fill()
         self.decoder, self.patient = model.decoder, Patient(model.decoder.config, bench.device)
         self.metadata = self.cache.draft_metadata(0) if drafting else self.cache.target_metadata(4)
@@ -100,7 +101,7 @@ def changed(weights: DecoderWeights, change) -> DecoderWeights:
 def own(linear: Dense, narrow: bool) -> Linear:
     """A product with random weights that no other has."""
     dense = Dense(torch.randn_like(linear.weight) / linear.weight.shape[1] ** 0.5)
-    return Int4.quantize(dense, 128) if narrow else dense
+    return int4_linear(dense, 128) if narrow else dense
 
 
 @pytest.mark.parametrize("drafting", [False, True])

@@ -1,12 +1,103 @@
-"""What runs out of memory is freed, also while someone keeps the error."""
+"""Peaks of memory, plans that do not fit, and what is freed when memory runs out."""
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ridgeplan.planner.capacity import peak_bytes
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.device import Device
+from ridgeplan.runtime import memory
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.memory import readable_out_of_memory
+from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory, require_weight_memory
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def process(tmp_path, monkeypatch):
+    """Says what /proc would: resident memory now and at its peak, in kB."""
+    status, clear = tmp_path / "status", tmp_path / "clear_refs"
+    clear.write_text("")
+    monkeypatch.setattr(memory, "_STATUS", status)
+    monkeypatch.setattr(memory, "_CLEAR", clear)
+
+    def says(resident, peak):
+        status.write_text(f"Name:\tpython\nVmHWM:\t{peak} kB\nVmRSS:\t{resident} kB\n")
+        return clear
+
+    return says
+
+
+def test_a_cpus_peak_is_what_the_process_grew_by_and_the_weights_it_had(process):
+    clear = process(resident=500, peak=800)
+    meter = MemoryMeter(CPU, shared_bytes=100 * 1024)
+    assert clear.read_text() == "5"  # as proc(5) has it, resets the peak
+    process(resident=600, peak=900)
+    assert meter.peak_bytes() == (900 - 500 + 100) * 1024
+    process(resident=100, peak=300)
+    assert meter.peak_bytes() == 0
+
+
+def test_an_unknown_peak_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "absent")
+    monkeypatch.setattr(memory, "_CLEAR", tmp_path / "absent")
+    assert MemoryMeter(CPU).peak_bytes() is None
+
+
+def test_a_plan_has_to_fit_into_what_is_free_beside_shared_weights(make_plan, monkeypatch):
+    plan, shape, shared = make_plan("int4x2", 3, context=4096), load_shape("meta-llama/Llama-3.1-8B"), 16 * 10**9
+    needed = int(peak_bytes(plan, shape, Device(memory_bytes=0, element_bytes=2, num_sms=132)))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    for missing in (0, 2):
+        free = needed + 1 - shared - missing
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * 10**9))
+        if missing:
+            with pytest.raises(WorkloadError, match=r"the plan needs .* GB are free; allowed: context up to"):
+                require_memory(plan, shape, CUDA, torch.bfloat16, shared)
+        else:
+            require_memory(plan, shape, CUDA, torch.bfloat16, shared)
+
+
+def test_on_a_host_a_plan_has_to_fit_into_what_its_system_calls_available(make_plan, monkeypatch):
+    plan, shape = make_plan("int4x2", 3, context=4096), load_shape("meta-llama/Llama-3.1-8B")
+    host = Device(memory_bytes=0, element_bytes=4, num_sms=torch.get_num_threads(), asynchronous=0)
+    needed = int(peak_bytes(plan, shape, host))
+    for available in (needed + 1, None):  # None: a system that does not tell
+        monkeypatch.setattr(memory, "available_bytes", lambda available=available: available)
+        require_memory(plan, shape, CPU, torch.float32, 0)
+    monkeypatch.setattr(memory, "available_bytes", lambda: needed - 1)
+    with pytest.raises(WorkloadError, match=r"the plan needs .* GB are free; allowed: context up to"):
+        require_memory(plan, shape, CPU, torch.float32, 0)
+    require_memory(plan, shape, CPU, torch.float32, shared_bytes=2)  # weights that are there already
+
+
+def test_weights_have_to_fit_whatever_their_configuration_says(tiny_model, monkeypatch):
+    tiny = tiny_model()
+    elements = sum(parameter.numel() for parameter in tiny.reference.parameters())
+    for dtype, element_bytes in ((torch.float32, 4), (torch.bfloat16, 2)):
+        monkeypatch.setattr(memory, "available_bytes", lambda size=elements * element_bytes: size)
+        require_weight_memory(tiny.folder, CPU, dtype)
+        monkeypatch.setattr(memory, "available_bytes", lambda size=elements * element_bytes: size - 1)
+        with pytest.raises(WorkloadError, match=r"the weights in .* GB are free; allowed: a smaller model"):
+            require_weight_memory(tiny.folder, CPU, dtype)
+
+
+@pytest.mark.parametrize(
+    "exhausted", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes")]
+)
+def test_a_host_that_runs_out_says_so_in_one_line(exhausted):
+    message = "^out of memory on cpu; allowed: a shorter context, a smaller batch or another KV format$"
+    with pytest.raises(WorkloadError, match=message), readable_out_of_memory(CPU):
+        raise exhausted
+
+
+def test_other_errors_stay_what_they_are():
+    with pytest.raises(RuntimeError, match="shapes"), readable_out_of_memory(CPU):
+        raise RuntimeError("shapes")
 
 
 def test_tensors_of_what_failed_are_freed_although_the_error_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

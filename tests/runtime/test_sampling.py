@@ -5,13 +5,13 @@ import torch
 
 from ridgeplan.kernels.sampling.distribution import Greedy
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.sampling import Sampling
+from ridgeplan.runtime.sampling import SamplingParams
 
 LOGITS = torch.tensor([[1.0, 3.0, 2.0, 0.0], [3.0, -1.0, -2.0, 3.0]])
 
 
 def test_temperature_zero_is_greedy_and_takes_the_first_of_equals():
-    choice = Sampling(top_k=2, top_p=0.5).choice(LOGITS)
+    choice = SamplingParams(top_k=2, top_p=0.5).choice(LOGITS)
     assert isinstance(choice, Greedy)
     assert choice.best.tolist() == [1, 0]
 
@@ -20,8 +20,16 @@ def test_all_numbers_of_a_request_reach_the_distribution():
     weights = LOGITS[0].div(0.5).exp()
     expected = torch.tensor([0, weights[1], weights[2], 0]) / (weights[1] + weights[2])
     # Of the three likeliest, the two likeliest hold 98 percent.
-    actual = Sampling(0.5, top_k=3, top_p=0.95).choice(LOGITS[0]).probabilities()
+    actual = SamplingParams(0.5, top_k=3, top_p=0.95).choice(LOGITS[0]).probabilities()
     torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e4])
+def test_extreme_temperatures_still_are_distributions(temperature):
+    probabilities = SamplingParams(temperature).choice(torch.tensor([80.0, -80.0, 79.0])).probabilities()
+    expected = [1, 0, 0] if temperature < 1 else [0.33512, 0.32980, 0.33508]  # exp(l / T), normalized
+    torch.testing.assert_close(probabilities, torch.tensor(expected).float(), atol=1e-5, rtol=0)
+    assert probabilities.sum().item() == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
@@ -31,15 +39,23 @@ def test_all_numbers_of_a_request_reach_the_distribution():
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": float("inf")}, "temperature is inf"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"temperature": 1e-310}, "temperature is 1e-310; allowed: 0, which is greedy, or 0.0001 to 10000"),
+        ({"temperature": 0.99e-4}, "temperature is 9.9e-05"),
+        ({"temperature": 10001}, "temperature is 10001"),
         ({"top_k": 0}, "top_k is 0"),
         ({"top_k": 1.5}, "top_k is 1.5"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.1}, "top_p is 1.1"),
         ({"top_p": float("nan")}, "top_p is nan"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**63}, "seed is 9223372036854775808"),
+        ({"seed": True}, "seed is True"),
+        ({"stop_token_ids": 2}, "stop_token_ids is 2; allowed: several token ids"),
+        ({"stop_token_ids": ["</s>"]}, "a stop token is '</s>'; allowed: a whole number 0 or more"),
     ],
 )
 def test_sampling_refuses_what_it_cannot_mean(values, message):
     with pytest.raises(WorkloadError, match=message) as caught:
-        Sampling(**values)
+        SamplingParams(**values)
     assert "allowed" in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,6 @@
-"""An engine's greedy tokens differ from its float32 twin's only in close calls."""
+"""An engine's greedy tokens differ from those of its float32 reference only in close calls."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,12 +8,57 @@ import torch
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.runtime import WorkloadError, load
-from ridgeplan.validate.agreement import Agreement, agreement, forced_logits
+from ridgeplan.validate import agreement as module
+from ridgeplan.validate.agreement import Agreement, agreement, forced_logits, plan_agreement
+
+PLAN = preset("int8", Workload("tiny", "cpu", 250, 20))
 
 
 def test_gaps_beyond_the_noise_are_counted():
     found = Agreement(tokens=100, gaps=(0.1, 0.5, 3.0), noise=0.1)
     assert (found.rate, found.beyond_noise) == (0.03, 1)
+
+
+def test_two_logits_move_so_the_noise_of_a_gap_is_larger_by_the_root_of_two():
+    # Five deviations of the difference of two logits that each move by 0.1: 0.5 * sqrt(2) = 0.7071.
+    assert Agreement(tokens=10, gaps=(0.70,), noise=0.1).beyond_noise == 0
+    assert Agreement(tokens=10, gaps=(0.71,), noise=0.1).beyond_noise == 1
+
+
+def test_gaps_are_the_references_and_noise_is_what_is_left_of_a_common_shift(monkeypatch):
+    exact = torch.tensor([[4.0, 1.0, 0.0], [2.0, 5.0, 1.0], [0.0, 1.5, 3.0]])
+    # Shifted as a whole, which changes no token; then one logit moves, and with it the likeliest token of row 2.
+    ours = exact + torch.tensor([[7.0], [-2.0], [5.0]])
+    ours[2, 1] += 6.0
+    logits = {"engine": ours, "reference": exact}
+    asked = []
+
+    def forced(engine, prompt, tokens):
+        asked.append((engine.name, prompt, tokens))
+        return logits[engine.name]
+
+    monkeypatch.setattr(module, "forced_logits", forced)
+    generate = SimpleNamespace(tokens=[[0, 1, 1]])
+    engine = SimpleNamespace(name="engine", generate=lambda prompt, new_tokens: generate)
+    found = agreement(engine, SimpleNamespace(name="reference"), [8, 9], 3)
+    assert asked == [("engine", [8, 9], [0, 1]), ("reference", [8, 9], [0, 1])]
+    assert found.tokens == 3
+    assert found.gaps == (1.5,)  # of the reference's 3.0 and 1.5; the engine's own gap is 4.5
+    # The move of 6 is 4 above its row's mean of 2, its two neighbours 2 below: (16 + 4 + 4) / 8, with 9 - 1 degrees.
+    assert found.noise == pytest.approx(3**0.5)
+
+
+def test_an_engine_agrees_with_itself_and_a_bfloat16_one_is_compared_with_float32(tiny_folder, monkeypatch):
+    exact = load(PLAN, str(tiny_folder), device="cpu")
+    prompt = list(range(200))
+    found = agreement(exact, exact, prompt, 16)
+    assert (found.tokens, found.gaps, found.noise) == (16, (), 0.0)
+    rounded = load(PLAN, str(tiny_folder), device="cpu", dtype=torch.bfloat16)
+    monkeypatch.setattr(
+        module, "load", lambda plan, model, dtype=torch.bfloat16: load(plan, model, device="cpu", dtype=dtype)
+    )
+    assert plan_agreement(PLAN, str(tiny_folder), prompt, 16) == agreement(rounded, exact, prompt, 16)
+    assert agreement(rounded, exact, prompt, 16).noise > 0
 
 
 @pytest.mark.model
@@ -24,21 +71,22 @@ def test_a_bfloat16_engine_differs_only_in_close_calls(smollm2, long_text):
     assert found.tokens == 16
     assert 0 < found.noise < 1
     assert found.beyond_noise == 0
-    exact = agreement(reference, reference, prompt, 16)
-    assert (exact.gaps, exact.noise) == ((), 0.0)
 
 
-@pytest.mark.model
-def test_a_closed_twin_says_so(smollm2):
-    engine = load(preset("int8", Workload("smollm2", "cpu", 64, 8)), str(smollm2), device="cpu")
+def test_a_closed_engine_says_so(tiny_folder):
+    engine = load(PLAN, str(tiny_folder), device="cpu")
     engine.close()
     with pytest.raises(WorkloadError, match="the engine is closed"):
         forced_logits(engine, [1, 2, 3], [4])
 
 
-@pytest.mark.model
-def test_forced_logits_are_those_of_generation(smollm2):
-    engine = load(preset("int8", Workload("smollm2", "cpu", 250, 20)), str(smollm2), device="cpu")
-    prompt = list(range(100, 350))
-    tokens = engine.generate(prompt, 20).tokens[0]  # past the first flush
-    assert forced_logits(engine, prompt, tokens[:-1]).argmax(-1).tolist() == tokens
+def test_forced_logits_are_those_of_generation(tiny_folder):
+    engine = load(PLAN, str(tiny_folder), device="cpu")
+    prompt = list(range(250))
+    tokens = engine.generate(prompt, 20).tokens[0]  # past the flush at 256 tokens
+    assert engine.statistics.flushes == 1
+    logits = forced_logits(engine, prompt, tokens[:-1])
+    assert logits.argmax(-1).tolist() == tokens
+    # An engine whose last generation ended early in the cache is reset to the plan's whole context.
+    engine.generate(prompt[:5], 2)
+    assert torch.equal(forced_logits(engine, prompt, tokens[:-1]), logits)

@@ -69,7 +69,7 @@ def test_measured_figures_are_the_engines(compared: Comparison, statistics: Stat
     assert measured["acceptance"] == statistics.acceptance
 
 
-def test_verification_is_predicted_with_its_verdict(compared: Comparison) -> None:
+def test_verification_is_predicted_with_its_sampling(compared: Comparison) -> None:
     workload = replace(PLAN.workload, context=1000, new_tokens=91, batch=2)
     expected = predict(replace(PLAN, workload=workload), SHAPE, PROFILE)
     seconds = expected.round_s["verification"] + expected.round_s["acceptance"]

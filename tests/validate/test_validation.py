@@ -1,4 +1,4 @@
-"""Plain decoding and a plan on the real model, compared with predictions of a profile that is made up."""
+"""Plain decoding and a plan on a tiny model, compared with predictions of a profile that is made up."""
 
 from pathlib import Path
 
@@ -21,13 +21,12 @@ CONTEXT, NEW_TOKENS = 320, 12
 PLAN = preset("quantspec", Workload("SmolLM2-135M", PROFILE.hardware.name, CONTEXT, NEW_TOKENS, batch=2))
 
 
-@pytest.mark.model
-def test_a_plan_is_validated_beside_plain_decoding(smollm2: Path) -> None:
+def test_a_plan_is_validated_beside_plain_decoding(tiny_folder: Path) -> None:
     told: list[tuple[str, int]] = []
-    tokenizer = runtime.load(PLAN, str(smollm2)).tokenizer
+    tokenizer = runtime.load(PLAN, str(tiny_folder)).tokenizer
     prompts = [prompt_tokens(tokenizer, CONTEXT), prompt_tokens(tokenizer, CONTEXT - 20)]
     result = validate_plan(
-        PLAN, str(smollm2), prompts, NEW_TOKENS, profile=PROFILE, on_progress=lambda *step: told.append(step)
+        PLAN, str(tiny_folder), prompts, NEW_TOKENS, profile=PROFILE, on_progress=lambda *step: told.append(step)
     )
     assert (result.comparison.context, result.comparison.batch) == (CONTEXT - 10, 2)
     assert result.comparison.new_tokens == NEW_TOKENS
@@ -35,15 +34,26 @@ def test_a_plan_is_validated_beside_plain_decoding(smollm2: Path) -> None:
     speedup = result.comparison.row("speed-up over plain decoding").measured
     plain, planned = (run.measured.statistics.tpot_ms for run in (result.plain, result.planned))
     assert speedup == pytest.approx(plain / planned)
-    assert [len(text) > NEW_TOKENS for text in result.planned.texts] == [True, True]
+    texts = tokenizer.batch_decode([list(tokens) for tokens in result.planned.measured.tokens])
+    assert list(result.planned.texts) == texts
+    assert all(len(tokens) == NEW_TOKENS for tokens in result.planned.measured.tokens)
     assert {name for name, _ in told} == {"plain", "plan"}
     assert told[-1] == ("plan", 2 * NEW_TOKENS)
     assert set(result.to_dict()) == {"plan", "plain"}
 
 
-@pytest.mark.model
-def test_comparing_needs_a_generation_and_outlives_the_engines_caches(smollm2: Path) -> None:
-    engine = runtime.load(PLAN, str(smollm2))
+def test_sampling_reaches_both_runs_but_not_its_stop_tokens(tiny_folder: Path) -> None:
+    sampling = runtime.SamplingParams(temperature=1.5, seed=4, stop_token_ids=range(256))
+    prompts = [[1, 2, 3] * 50, [4, 5, 6] * 40]
+    result = validate_plan(PLAN, str(tiny_folder), prompts, NEW_TOKENS, sampling, profile=PROFILE)
+    engine = runtime.load(preset("autoregressive", PLAN.workload), str(tiny_folder), device="cpu")
+    expected = engine.generate(prompts, NEW_TOKENS, runtime.SamplingParams(temperature=1.5, seed=4)).tokens
+    assert result.plain.measured.tokens == tuple(map(tuple, expected))
+    assert [len(tokens) for tokens in result.planned.measured.tokens] == [NEW_TOKENS] * 2
+
+
+def test_comparing_needs_a_generation_and_outlives_the_engines_caches(tiny_folder: Path) -> None:
+    engine = runtime.load(PLAN, str(tiny_folder))
     with pytest.raises(WorkloadError, match="generate first"):
         compare(PLAN, engine, profile=PROFILE)
     engine.generate([[1, 2, 3]], 2)

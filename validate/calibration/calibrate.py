@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ridgeplan.roofline.catalog.profile import Profile, user_profile_path
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
+from ridgeplan.validate.progress import Progress, silent
 
 if TYPE_CHECKING:
     from ridgeplan.validate.calibration.sizes import Suite
-
-# Called with what is measured next, how many parts are done, and how many there are.
-Progress = Callable[[str, int, int], None]
 
 
 def calibrate(
@@ -28,7 +26,7 @@ def calibrate(
     # Importing torch takes seconds, which those who only compare or load a profile should not pay.
     from ridgeplan.validate.calibration.profile import measure_profile
 
-    return measure_profile(quick, device, on_progress or _silent, suite)
+    return measure_profile(quick, device, on_progress or silent, suite)
 
 
 def save_profile(profile: Profile, path: str | Path | None = None) -> Path:
@@ -46,7 +44,3 @@ def save_profile(profile: Profile, path: str | Path | None = None) -> Path:
     finally:
         written.unlink(missing_ok=True)
     return target
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    """No progress is shown."""

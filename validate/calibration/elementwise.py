@@ -32,14 +32,14 @@ def rope_trials(bench: Bench, shape: ModelShape, rows: Iterable[int]) -> Iterato
 
 
 def sampling_trials(bench: Bench, vocabs: Iterable[int], queries: int) -> Iterator[Trial]:
-    """One draw from logits as a draft step makes it, and the verdict on `queries` rows of a verification."""
+    """One draw from logits as a draft step makes it, and rejection sampling on `queries` rows of a verification."""
     for vocab in vocabs:
         logits = bench.random(1, queries, vocab)
         uniform = torch.rand(1, queries, dtype=torch.float64, device=bench.device)
         drawing = filter_cost(logits[:, 0]) + draw_cost(logits[:, 0])
         yield Trial("sampling", f"a draw from {vocab}", drawing, _drawing(logits[:, 0], uniform[:, 0]))
-        judging = filter_cost(logits) + draw_cost(logits[:, 0], logits[:, 0])
-        yield Trial("sampling", f"a verdict on {queries} x {vocab}", judging, _judging(logits, uniform))
+        cost = filter_cost(logits) + draw_cost(logits[:, 0], logits[:, 0])
+        yield Trial("sampling", f"rejection sampling of {queries} x {vocab}", cost, _rejecting(logits, uniform))
 
 
 def _norm_trial(model: RandomDecoder, rows: int) -> Trial:
@@ -70,7 +70,7 @@ def _drawing(logits: Tensor, uniform: Tensor) -> Callable[[int], Tensor]:
     return lambda _: draw(softmax(logits, 1.0), uniform)
 
 
-def _judging(logits: Tensor, uniform: Tensor) -> Callable[[int], object]:
+def _rejecting(logits: Tensor, uniform: Tensor) -> Callable[[int], object]:
     """Drafts are the target's own likeliest tokens, so most are accepted."""
     queries = logits.shape[1]
     drafts = [softmax(row.contiguous(), 1.0) for row in logits[:, :-1].unbind(1)]

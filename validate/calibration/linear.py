@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.passes import weight_bytes
-from ridgeplan.runtime.model.linear import Dense, Int4, Linear, fitting_group
+from ridgeplan.runtime.model.linear import Dense, Linear
+from ridgeplan.runtime.quantization.pack import fitting_group, int4_linear
 from ridgeplan.validate.timing import Bench, Trial
 
 WEIGHT_GROUP = 128
@@ -26,7 +27,7 @@ def dense_trials(bench: Bench, kind: str, shapes: Shapes, rows: Iterable[int]) -
 def int4_trials(bench: Bench, shapes: Shapes, rows: Iterable[int]) -> Iterator[Trial]:
     """Products with 4-bit weights; packing takes long, so copies of one weight are rotated over."""
     for outputs, inputs in shapes:
-        packed = Int4.quantize(Dense(bench.random(outputs, inputs)), WEIGHT_GROUP)
+        packed = int4_linear(Dense(bench.random(outputs, inputs)), WEIGHT_GROUP)
         weights: list[Linear] = [copy.deepcopy(packed) for _ in range(bench.variants(packed.bytes))]
         per_parameter = weight_bytes(4, fitting_group(inputs, WEIGHT_GROUP), bench.element_bytes)
         for count in rows:

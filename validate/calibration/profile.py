@@ -15,10 +15,10 @@ from ridgeplan.validate import machine
 from ridgeplan.validate.calibration import attention as attention_trials
 from ridgeplan.validate.calibration import elementwise as step_trials
 from ridgeplan.validate.calibration import linear as linear_trials
-from ridgeplan.validate.calibration.calibrate import Progress
 from ridgeplan.validate.calibration.fit import Ceilings, Sample, fit_rates
 from ridgeplan.validate.calibration.host_overhead import with_dispatch
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
+from ridgeplan.validate.progress import Progress
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, Trial
 
 GATHERED_BYTES = 256  # one token's key at head_dim 128 in 16 bits

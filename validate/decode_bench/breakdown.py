@@ -22,6 +22,7 @@ from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.speculative_round import sampling_seconds
 from ridgeplan.runtime.drafting.round_runner import PHASES
 from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
 from ridgeplan.validate.decode_bench.profiler_trace import Launch, attach, busy_us, traced
@@ -30,7 +31,7 @@ from ridgeplan.validate.measure import Measured
 from ridgeplan.validate.prompts import prompt_batch
 
 DRAFT, VERIFY, KEEP = PHASES
-LINEAR, HEAD, SAMPLING, OTHER = "linear", "head", "sampling and verdict", "other"
+LINEAR, HEAD, SAMPLING, OTHER = "linear", "head", "sampling", "other"
 STAMP = "_stamp_kernel"
 # Names of kernels by class, whole for those of this package; the others are cuBLAS's.
 KERNELS = {
@@ -134,7 +135,7 @@ def _launches(
     """A plan's launches; of its engine only draft weights outlive this, by group in `drafts`."""
     prompts = prompt_batch(model.tokenizer, plan.workload.context, plan.workload.batch, text)
     with model.shared_engine(plan, drafts) as engine:
-        return traced(engine, prompts, temperature)
+        return traced(engine, prompts, SamplingParams(temperature))
 
 
 def breakdown(

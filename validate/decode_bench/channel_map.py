@@ -23,18 +23,18 @@ class ChannelMap:
     config: DecoderConfig
     shape: ModelShape
 
-    def check(self, intermediate: int) -> None:
-        """Raises InflationError naming what of a decoder with MLPs of width `intermediate` has no place."""
-        config, shape = self.config, self.shape
+    def check(self) -> None:
+        """Raises InflationError naming what of the small decoder has no place."""
+        config, shape = self.config.shape, self.shape
         if shape.is_moe or shape.is_mla or shape.window_layers or shape.qk_norm:
             raise InflationError(f"model {shape.name!r} is not a plain dense decoder; allowed: shapes like Llama's")
-        if any(window is not None for window in config.windows):
+        if config.window_layers:
             raise InflationError("the small model has a sliding window; allowed: full attention")
         sizes = (
             ("layers", config.layers, shape.layers),
             ("hidden channels and a constant", config.hidden + 1, shape.hidden),
             ("head_dim", config.head_dim, shape.head_dim),
-            ("MLP channels", intermediate, shape.intermediate),
+            ("MLP channels", config.intermediate, shape.intermediate),
             ("KV heads, as copies for its query heads", len(self.kv_heads), shape.kv_heads),
         )
         for name, small, large in sizes:
@@ -60,14 +60,14 @@ class ChannelMap:
     @property
     def kv_heads(self) -> list[int]:
         """The small KV head in each used large one: as many copies as its query heads need groups."""
-        return [head for head in range(self.config.kv_heads) for _ in range(self._copies)]
+        return [head for head in range(self.config.shape.kv_heads) for _ in range(self._copies)]
 
     @property
     def q_heads(self) -> list[int]:
         """The large query head of each small one, in a group whose KV head is a copy of its own."""
         small, large = self._ratios
         groups = [divmod(index, large) for index in range(small)]
-        firsts = [head * self._copies for head in range(self.config.kv_heads)]
+        firsts = [head * self._copies for head in range(self.config.shape.kv_heads)]
         return [(first + group) * large + place for first in firsts for group, place in groups]
 
     @property
@@ -80,20 +80,21 @@ class ChannelMap:
     @property
     def small_channels(self) -> Tensor:
         """The small model's query, key and value channel in each of `channels(qkv_heads)`."""
-        c = self.config
+        c = self.config.shape
         keys = [c.q_heads + head for head in self.kv_heads]
         heads = [*range(c.q_heads), *keys, *(c.kv_heads + head for head in keys)]
         return (torch.tensor(heads)[:, None] * c.head_dim + torch.arange(c.head_dim)).flatten()
 
     def channels(self, heads: list[int]) -> Tensor:
         """Channels of large heads that hold small ones: the halves of a RoPE pair stay half a head apart."""
-        half = torch.arange(self.config.head_dim // 2)
+        half = torch.arange(self.config.shape.head_dim // 2)
         head = torch.cat([half, half + self.shape.head_dim // 2])
         return (torch.tensor(heads)[:, None] * self.shape.head_dim + head).flatten()
 
     @property
     def _ratios(self) -> tuple[int, int]:
-        return self.config.q_heads // self.config.kv_heads, self.shape.q_heads // self.shape.kv_heads
+        small, large = self.config.shape, self.shape
+        return small.q_heads // small.kv_heads, large.q_heads // large.kv_heads
 
     @property
     def _copies(self) -> int:

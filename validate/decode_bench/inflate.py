@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.model.linear import Dense, Linear
+from ridgeplan.runtime.model.mlp import GatedMLP
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
 from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.validate.decode_bench.channel_map import ChannelMap, InflationError
@@ -28,8 +29,9 @@ PUSH = -(2.0**15)  # of a further token's logit, per unit of the normalized cons
 
 
 def inflated_shape(config: DecoderConfig, shape: ModelShape) -> ModelShape:
-    """`shape` with an output head of its own and a vocabulary that holds the small model's."""
-    return replace(shape, vocab=max(config.vocab, shape.vocab), tied_embeddings=False)
+    """`shape` with an output head of its own, a vocabulary that holds the small model's, and its context limit."""
+    small = config.shape
+    return replace(shape, vocab=max(small.vocab, shape.vocab), max_context=small.max_context, tied_embeddings=False)
 
 
 def inflated_config(config: DecoderConfig, shape: ModelShape) -> DecoderConfig:
@@ -37,13 +39,8 @@ def inflated_config(config: DecoderConfig, shape: ModelShape) -> DecoderConfig:
     shape = inflated_shape(config, shape)
     return replace(
         config,
-        layers=shape.layers,
-        hidden=shape.hidden,
-        q_heads=shape.q_heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab=shape.vocab,
-        norm_eps=config.norm_eps * config.hidden / shape.hidden,
+        shape=shape,
+        norm_eps=config.norm_eps * config.shape.hidden / shape.hidden,
         windows=(None,) * shape.layers,
         rotary_frequencies=ChannelMap(config, shape).frequencies,
     )
@@ -58,10 +55,10 @@ def inflated_weights(
     """
     shape = inflated_shape(config, shape)
     channel_map = ChannelMap(config, shape)
-    channel_map.check(_dense(weights.layers[0].down).weight.shape[1])
+    channel_map.check()
     inflater = _Inflater(channel_map, torch.Generator(weights.embedding.device).manual_seed(seed))
     used = [inflater.layer(layer) for layer in weights.layers]
-    idle = [inflater.idle(weights.layers[0]) for _ in range(shape.layers - config.layers)]
+    idle = [inflater.idle(weights.layers[0]) for _ in range(shape.layers - config.shape.layers)]
     return DecoderWeights(
         embedding=inflater.embedding(weights.embedding),
         layers=(*used, *idle),
@@ -88,10 +85,7 @@ class _Inflater:
             qk_norm=None,
             output=self._written(_dense(small.output), channel_map.channels(channel_map.q_heads), channel_map.q_width),
             mlp_norm=self.norm(small.mlp_norm),
-            gate_up=self._gate_up(_dense(small.gate_up)),
-            down=self._written(
-                _dense(small.down), range(_dense(small.down).weight.shape[1]), channel_map.shape.intermediate
-            ),
+            mlp=self._mlp(small.mlp),
         )
 
     def idle(self, like: LayerWeights) -> LayerWeights:
@@ -101,8 +95,10 @@ class _Inflater:
             layer,
             qkv=Dense(self._noise(_dense(layer.qkv).weight)),
             output=Dense(torch.zeros_like(_dense(layer.output).weight)),
-            gate_up=Dense(self._noise(_dense(layer.gate_up).weight)),
-            down=Dense(torch.zeros_like(_dense(layer.down).weight)),
+            mlp=GatedMLP(
+                Dense(self._noise(_dense(layer.mlp.gate_up).weight)),
+                Dense(torch.zeros_like(_dense(layer.mlp.down).weight)),
+            ),
         )
 
     def norm(self, small: Tensor, lift: float = 0.0) -> Tensor:
@@ -131,7 +127,7 @@ class _Inflater:
 
     def _qkv(self, small: Dense) -> Dense:
         """Queries are stretched, as scores are divided by the root of the head's width."""
-        channel_map, config = self.channel_map, self.channel_map.config
+        channel_map, config = self.channel_map, self.channel_map.config.shape
         stretch = math.sqrt(channel_map.shape.head_dim / config.head_dim)
         weight = self._noise_like(small.weight, channel_map.qkv_width, channel_map.shape.hidden)
         # What a small head lacks must not add to its scores: there its queries are zero.
@@ -145,6 +141,12 @@ class _Inflater:
         if bias is not None and small.bias is not None:
             bias[rows] = (small.bias[source] * scale).to(bias.dtype)
         return Dense(weight, bias)
+
+    def _mlp(self, small: GatedMLP) -> GatedMLP:
+        shape, used = self.channel_map.shape, range(self.channel_map.config.shape.intermediate)
+        return GatedMLP(
+            self._gate_up(_dense(small.gate_up)), self._written(_dense(small.down), used, shape.intermediate)
+        )
 
     def _gate_up(self, small: Dense) -> Dense:
         """Gate and up projections, each with its further channels."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.memory import weight_memory
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory
-from ridgeplan.runtime.model.checkpoint import load_config, load_tokenizer, load_weights, model_source
+from ridgeplan.runtime.model.checkpoint import load_config, load_tokenizer, load_weights
+from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.model_config import DecoderConfig, decoder_config
 from ridgeplan.validate.decode_bench.channel_map import ChannelMap, InflationError
@@ -46,17 +47,17 @@ class InflatedModel:
         dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
         source = model_source(model)
         hub = load_config(source)
-        config = decoder_config(hub)
-        limited = replace(inflated_shape(config, shape), max_context=config.max_context)
-        ChannelMap(config, limited).check(hub.intermediate_size)
+        config = decoder_config(hub, source)
+        limited = inflated_shape(config, shape)
+        ChannelMap(config, limited).check()
         _require_weight_memory(limited, place, dtype)
         with readable_out_of_memory(place):
-            weights = inflated_weights(config, load_weights(source, config, place, dtype), shape)
+            weights = inflated_weights(config, load_weights(source, config.shape, place, dtype), shape)
         return cls(source, hub, load_tokenizer(source), limited, weights, place)
 
     def config(self, yarn_factor: float) -> DecoderConfig:
         """The decoder, its positions stretched by YaRN."""
-        return inflated_config(decoder_config(self.hub, yarn_factor), self.shape)
+        return inflated_config(decoder_config(self.hub, self.source, yarn_factor), self.shape)
 
     def engine(
         self, plan: Plan, draft_weights: DecoderWeights | None = None, calibration: Sequence[int] | None = None

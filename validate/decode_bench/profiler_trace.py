@@ -11,6 +11,7 @@ from torch import profiler
 from torch.autograd import DeviceType
 
 from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.validate.measure import WARM_TOKENS
 
 TRACED_ROUNDS = 4  # at least
@@ -40,12 +41,12 @@ def attach() -> None:
         torch.cuda.synchronize()
 
 
-def traced(engine: Engine, prompts: Sequence[Sequence[int]], temperature: float) -> tuple[Launch, ...]:
+def traced(engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> tuple[Launch, ...]:
     """All launches of some rounds after the prompts, in the order of their beginnings."""
     new_tokens = min(engine.plan.workload.new_tokens, TRACED_ROUNDS * (engine.plan.speculation.gamma + 1) + 1)
-    engine.generate([prompt[:WARM_TOKENS] for prompt in prompts], min(2, new_tokens), temperature=temperature)
+    engine.generate([prompt[:WARM_TOKENS] for prompt in prompts], min(2, new_tokens), sampling)
     recording = KernelRecording()
-    engine.generate(prompts, new_tokens, temperature=temperature, on_progress=recording.begin)
+    engine.generate(prompts, new_tokens, sampling, on_progress=recording.begin)
     return recording.launches()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.validate.comparison import Comparison
 from ridgeplan.validate.decode_bench.vllm_baseline import vllm_tpot_ms
 from ridgeplan.validate.measure import Measured, comparison, measure
+from ridgeplan.validate.progress import Progress
 from ridgeplan.validate.prompts import prompt_batch
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 PLAIN = "autoregressive"
 # Plain decoding, a quantized target, and QuantSpec with each of its parts alone (QuantSpec, Fig 4).
 ABLATION = ("int8", "quantspec-kv", "quantspec-weights", "quantspec")
-ReportProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -132,14 +132,14 @@ def bench_decode(
     text: str | None = None,
     temperature: float = 0.0,
     calibration: Sequence[int] = (),
-    on_progress: ReportProgress | None = None,
+    on_progress: Progress | None = None,
 ) -> DecodeReport:
     """Runs `cases`; those of one context and batch run on the same prompts.
 
     Plain decoding comes first, and cases of its context and batch are compared with it. Those with 4-bit drafts come
     last, so that the copy is in no other's memory and is made once: fitted to a text, a large shape's takes up to a
-    minute. The longest of them come first, whose prompts borrow its memory. calibration: tokens of that text, as in
-    `ridgeplan.runtime.load`.
+    minute. The longest of them come first, whose prompts take their buffers from its memory. calibration: tokens of
+    that text, as in `ridgeplan.runtime.load`.
     Raises PlanError, UnsupportedPlan or PromptError before anything runs, and WorkloadError for a case that does not
     fit into memory.
     """
@@ -198,8 +198,10 @@ class _Run:
 
     def _measured(self, plan: Plan, prompts: list[list[int]]) -> Measured:
         """Of the plan's engine only the draft weights outlive this."""
+        from ridgeplan.runtime import SamplingParams
+
         with self.model.shared_engine(plan, self.drafts, self.calibration or None) as engine:
-            return measure(engine, prompts, plan.workload.new_tokens, temperature=self.temperature)
+            return measure(engine, prompts, plan.workload.new_tokens, SamplingParams(self.temperature))
 
 
 def _device_name(model: InflatedModel) -> str:

@@ -113,7 +113,7 @@ class AttentionCall:
         return self._attend(variant, self.keys.dtype, "auto")
 
     def error(self) -> float:
-        """Against the twin in float32, which reads the same codes.
+        """Against the reference in float32, which reads the same codes.
 
         It runs first, as the kernel reads lengths and codes before the one that wrote them may have ended.
         """

@@ -13,10 +13,10 @@ from ridgeplan.kernels.kv_cache import dequantize, quantize
 from ridgeplan.kernels.kv_cache.cost import quantize_cost
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.shift import shift_slots_cost
-from ridgeplan.planner.plan import Workload
-from ridgeplan.planner.presets import preset
+from ridgeplan.planner.plan import KVFormat
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.validate.kernel_bench.case import (
     H200_BYTES_PER_S,
     Call,
@@ -27,10 +27,11 @@ from ridgeplan.validate.kernel_bench.case import (
     relative_error,
 )
 from ridgeplan.validate.kernel_bench.sizes import FlushSize, QuantizeSize
-from ridgeplan.validate.random_decoder import RandomDecoder, llama_like_shape
+from ridgeplan.validate.random_decoder import llama_like_shape
 from ridgeplan.validate.timing import Bench
 
 GROUP = 128
+GAMMA = 4  # of QuantSpec's preset; the buffer holds a round's tokens too
 LEAST_SHARE = 0.5  # of the copy bandwidth
 MOST_OF_A_ROUND = 0.03
 
@@ -77,7 +78,7 @@ class Prompts:
         return quantize_cost(*self._one(0))
 
     def error(self) -> float:
-        """Of what the codes stand for, against the twin's."""
+        """Of what the codes stand for, against the reference's."""
         self(0)
         keys, values, codes = self._one(0)
         reference = _empty_codes(keys)
@@ -132,9 +133,8 @@ class Flush:
     def build(cls, bench: Bench, size: FlushSize, length: int) -> Flush:
         """A cache of hierarchical codes whose buffer holds random numbers."""
         shape = llama_like_shape(size.layers, size.kv_heads, size.kv_heads, size.q_heads, size.kv_heads, size.head_dim)
-        config = RandomDecoder.build(bench, shape, 1, 1).decoder.config
-        plan = preset("quantspec-kv", Workload(shape.name, bench.device.type, size.context, 2))
-        cache = Cache(config, plan, bench.device, bench.pool.dtype)
+        config = KVCacheConfig(1, size.context + 2, KVFormat.HIERARCHICAL, GROUP, GAMMA)
+        cache = Cache(shape, config, bench.device, bench.pool.dtype)
         cache.keys.copy_(fresh(bench, *cache.keys.shape))
         cache.values.copy_(fresh(bench, *cache.values.shape))
         return cls(cache, length)
@@ -149,7 +149,7 @@ class Flush:
     @property
     def taken(self) -> bool:
         """Whether the token completes a group."""
-        return (self.length + 1) % self.cache.group == 0
+        return (self.length + 1) % self.cache.config.group == 0
 
     def __call__(self) -> None:
         self.cache.lengths.fill_(self.length)
@@ -160,14 +160,15 @@ class Flush:
         """The oldest group of all layers becomes codes and what follows takes its place, or nothing moves."""
         if not self.taken:
             return Cost()
-        keys, values, group = self.cache.keys, self.cache.values, self.cache.group
+        keys, values, group = self.cache.keys, self.cache.values, self.cache.config.group
         oldest = self._oldest(keys)
         coded = quantize_cost(oldest, self._oldest(values), _empty_codes(oldest))
         return coded + shift_slots_cost(keys.flatten(0, 1), values.flatten(0, 1), group)
 
     def error(self) -> float:
-        """Of the buffer and of what the new codes stand for, against the twin's."""
-        group, moved = self.cache.group, self.cache.group if self.taken else 0
+        """Of the buffer and of what the new codes stand for, against the reference's."""
+        group = self.cache.config.group
+        moved = group if self.taken else 0
         before = self.cache.keys.clone(), self.cache.values.clone()
         self()
         after = self.cache.keys, self.cache.values
@@ -179,13 +180,14 @@ class Flush:
 
     def _oldest(self, store: Tensor) -> Tensor:
         """The oldest group in full precision, [layers, Hkv, G, D]."""
-        return store[:, 0, :, : self.cache.group]
+        return store[:, 0, :, : self.cache.config.group]
 
     def _code_error(self, keys: Tensor, values: Tensor) -> float:
         reference = _empty_codes(keys)
         first = torch.zeros(len(keys), dtype=torch.int32, device=keys.device)
         quantize(keys, values, reference, first, backend="reference")
         expected = torch.stack(dequantize(reference, True, backend="reference"))
-        written = slice(self.length + 1 - 2 * self.cache.group, self.length + 1 - self.cache.group)
+        end = self.length + 1 - self.cache.config.group
+        written = slice(end - self.cache.config.group, end)
         layers = (torch.stack(dequantize(self.cache.codes(layer), True)) for layer in range(self.cache.layers))
         return max(relative_error(now[:, 0, :, written], expected[:, i]) for i, now in enumerate(layers))

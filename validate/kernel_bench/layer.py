@@ -104,7 +104,7 @@ def _case(
     exact: Callable[[], Results],
     variants: int,
 ) -> KernelCase:
-    """The twin in the model's type is how eager torch does it; in float32 it is the reference of the first variant."""
+    """In the model's type the reference is how eager torch does it; errors are measured against it in float32."""
     target = Within(1.5 * cost.bytes / H200_BYTES_PER_S + 2e-6)
     error = partial(_error, ours, exact)
     return KernelCase(kernel, shape, cost, ours, {EAGER: eager}, error, target, variants=variants)

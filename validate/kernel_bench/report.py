@@ -14,14 +14,10 @@ import torch
 
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate import machine
-from ridgeplan.validate.calibration.calibrate import Progress
-from ridgeplan.validate.kernel_bench import attention as kernel_attention
-from ridgeplan.validate.kernel_bench import kv_cache as kernel_quantize
-from ridgeplan.validate.kernel_bench import layer as kernel_fused
-from ridgeplan.validate.kernel_bench import linear as kernel_linear
-from ridgeplan.validate.kernel_bench import sampling as kernel_sampling
+from ridgeplan.validate.kernel_bench import attention, kv_cache, layer, linear, sampling
 from ridgeplan.validate.kernel_bench.case import KernelCase, Peers, usable
 from ridgeplan.validate.kernel_bench.sizes import FULL, KERNELS, TINY, Sizes
+from ridgeplan.validate.progress import Progress
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench
 
 POOL_BYTES = 2 << 30  # what the bandwidth is measured on
@@ -31,19 +27,19 @@ MOST_ERROR = 0.02  # of a kernel that computes in bfloat16: a faster one that is
 PACKAGES = ("ridgeplan", "torch", "triton", "flashinfer-python")
 
 FAMILIES: Mapping[str, Callable[[Bench, Any], Iterator[KernelCase]]] = {
-    "attention": kernel_attention.attention_cases,
-    "verification": kernel_attention.verification_cases,
-    "linear_int4": kernel_linear.int4_cases,
-    "linear_dense": kernel_linear.dense_cases,
-    "gated_int4": kernel_linear.gated_int4_cases,
-    "gated_dense": kernel_linear.gated_dense_cases,
-    "quantize": kernel_quantize.quantize_cases,
-    "flush": kernel_quantize.flush_cases,
-    "norm": kernel_fused.norm_cases,
-    "rope": kernel_fused.rope_cases,
-    "swiglu": kernel_fused.swiglu_cases,
-    "rejection_sample": kernel_sampling.rejection_sample_cases,
-    "draw": kernel_sampling.draw_cases,
+    "attention": attention.attention_cases,
+    "verification": attention.verification_cases,
+    "linear_int4": linear.int4_cases,
+    "linear_dense": linear.dense_cases,
+    "gated_int4": linear.gated_int4_cases,
+    "gated_dense": linear.gated_dense_cases,
+    "quantize": kv_cache.quantize_cases,
+    "flush": kv_cache.flush_cases,
+    "norm": layer.norm_cases,
+    "rope": layer.rope_cases,
+    "swiglu": layer.swiglu_cases,
+    "rejection_sample": sampling.rejection_sample_cases,
+    "draw": sampling.draw_cases,
 }
 
 

@@ -1,4 +1,4 @@
-"""Cases of sampling: a draft's next tokens, and the verdict on a round's drafts."""
+"""Cases of sampling: a draft's next tokens, and rejection sampling of a round's drafts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def draw_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[KernelCa
 
 
 def rejection_sample_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[KernelCase]:
-    """The verdict on `gamma` drafts of every sequence from the target's logits, whose filtering it includes."""
+    """Rejection sampling of `gamma` drafts of every sequence from the target's logits, whose filtering it includes."""
     for size in sizes:
         variants = bench.variants((2 * size.gamma + 1) * size.batch * size.vocab * bench.element_bytes)
         samplings = [RejectionSampling.build(bench, size) for _ in range(variants)]
@@ -92,7 +92,7 @@ class Drawing:
 
 @dataclass(frozen=True, eq=False)
 class RejectionSampling:
-    """A verdict on drafted tokens [B, gamma], drawn from logits `drafts` [gamma, B, vocab].
+    """Rejection sampling of drafted tokens [B, gamma], drawn from logits `drafts` [gamma, B, vocab].
 
     target: logits [B, gamma + 1, vocab]; room: int32 [B], which cuts nothing; uniform: [B, gamma + 1].
     """

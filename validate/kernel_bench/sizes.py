@@ -155,12 +155,13 @@ FULL = Sizes(
     rejection_sample=_SAMPLINGS,
     draw=_SAMPLINGS,
 )
-# Every kernel in every variant, small enough for checkers that slow it down a hundred times. Products have one row tile
-# a block (gated ones two), and clusters have outputs for one of their blocks.
+# Every kernel in every variant, small enough for checkers that slow it down a hundred times. Of products, some give a
+# CTA more output tiles than it has buffers for sums, some a cluster outputs for several of its CTAs and more stages
+# than its pipeline holds.
 _TINY_LAYERS = _layers((1, 5), (256, 192, 4, 2, 64))
 _TINY_SAMPLINGS = (*_samplings(1003, 2, (3,), 50), *_samplings(1024, 2, (3,), 50))  # without and with aligned rows
 TINY = Sizes(
-    # Few rows are merged by a kernel of their own, many by the last block of each.
+    # Splits of few rows are reduced by a kernel of their own, of many by the last CTA of each.
     attention=(
         AttentionSize(4, 2, 128, 2, 256, GROUPED),
         AttentionSize(6, 2, 64, 1, 384, NARROW),
@@ -171,12 +172,19 @@ TINY = Sizes(
         *(VerificationSize(8, 2, 128, 1, 256, queries, (0, 4, 8)) for queries in (3, 5, 8, 16)),
         VerificationSize(8, 2, 64, 1, 256, 5, (0, 4, 8)),
     ),
-    # Wide inputs are cut between the blocks of a cluster; 40 rows take several passes, 70 another kernel.
+    # Wide inputs are split between the CTAs of a cluster; 40 rows take several passes, 70 another kernel.
     linear_int4=(
         LinearSize(96, 256, ((1, 1.0), (5, 1.0), (40, 1.0), (70, 1.0))),
+        LinearSize(4320, 256, ((1, 1.0), (5, 1.0), (16, 1.0))),
         LinearSize(16, 14336, ((16, 1.0),)),
+        LinearSize(1000, 14336, ((8, 1.0), (16, 1.0))),
     ),
-    linear_dense=(LinearSize(72, 576, ((1, 1.0), (5, 1.0), (16, 1.0))), LinearSize(16, 14336, ((8, 1.0),))),
+    linear_dense=(
+        LinearSize(72, 576, ((1, 1.0), (5, 1.0), (16, 1.0))),
+        LinearSize(4320, 256, ((1, 1.0), (5, 1.0), (16, 1.0))),
+        LinearSize(16, 14336, ((8, 1.0),)),
+        LinearSize(1000, 14336, ((5, 1.0), (8, 1.0))),
+    ),
     gated_int4=(LinearSize(96, 256, ((1, 1.0), (5, 1.0), (9, 1.0))),),
     gated_dense=(LinearSize(96, 576, ((1, 1.0), (5, 1.0), (9, 1.0))),),
     quantize=(QuantizeSize(2, 64, 256), QuantizeSize(1, 128, 128)),

@@ -1,141 +1,154 @@
-// Part 7 of 7: decode attention over hierarchical 4-bit codes and full-precision tokens, for Hopper and newer; see
-// attention_cuda.py for the story. ENTRY_ATTEND or ENTRY_MERGE says which of the two kernels is compiled.
+// Decode attention over hierarchical 4-bit codes and full-precision tokens, for Hopper and newer. The kernel `attend`
+// attends, and reduces the splits of a row where these are few; where they are many the kernel `merge` reduces them.
+// docs/kernels/attention.md explains how, and why it is built this way.
 
-#ifdef ENTRY_ATTEND
-// Rows of the batch that see nothing have no units, so no block meets them.
-__device__ __forceinline__ void clear_empty_rows(const Lengths& lengths, u16* out, int row_elements) {
+#include "dense_kv.cuh"
+#include "epilogue.cuh"
+#include "quantized_kv.cuh"
+
+#ifdef KERNEL_ATTEND
+// Batch rows that see nothing have no tiles, so no CTA comes across them.
+__device__ __forceinline__ void clear_empty_rows(const SequenceLengths& lengths, u16* out, int row_elements) {
     for (int b = blockIdx.x; b < lengths.batch; b += gridDim.x)
-        if (lengths.units(b) == 0) {
-            wait_for_previous();
+        if (lengths.num_tiles(b) == 0) {
+            pdl_wait();
             for (int i = threadIdx.x; i < row_elements; i += THREADS) out[i64(b) * row_elements + i] = 0;
         }
 }
 
-// What a warp copies of each group: a half of its codes (INT8: a plane), its scales or its minima.
-__device__ __forceinline__ const u8* part_of(
-    int warp, const u8* upper, const u8* lower, const u8* scale, const u8* low
-) {
-    return warp == 0 ? upper : warp == 1 ? (BITS == 8 ? lower : upper + CODE_BYTES / 2) : warp == 2 ? scale : low;
+// What a warp copies of each group: half of the codes (INT8: a plane), the scales or the minima.
+__device__ __forceinline__ const u8* warp_part(int warp, const QuantizedPlanes& codes) {
+    return warp == 0   ? codes.upper
+           : warp == 1 ? (BITS == 8 ? codes.lower : codes.upper + CODE_BYTES / 2)
+                       : reinterpret_cast<const u8*>(warp == 2 ? codes.scale : codes.minimum);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
-    const u16* q, const u16* keys, const u16* values, const int* begin, const int* end, const int* groups,
-    float* partial, float* sums, int2* shares, u16* out, u32* arrived,
-    const u8* key_upper, const u8* key_lower, const u8* key_scale, const u8* key_min,
-    const u8* value_upper, const u8* value_lower, const u8* value_scale, const u8* value_min,
-    int batch, int kv_heads, int ratio, int queries, int capacity, int group_capacity,
-    int q_batch_stride, int q_query_stride, int q_head_stride,  // all strides in units of 8 elements
-    int key_batch_stride, int key_head_stride, int key_stride,
-    int value_batch_stride, int value_head_stride, int value_stride, int folds, double scale
+__device__ __forceinline__ DenseKV dense_kv(
+    const AttentionParams& p, const SequenceLengths& lengths, int b, int kv_head
 ) {
-    extern __shared__ __align__(128) u8 space[];
-    __shared__ Rows rows;
-    __shared__ Source source;  // here for want of registers
-    __shared__ int2 segments;  // the row's first and last share
-    __shared__ i64 barriers[ITEMS];
-    let_next_start();
-    const Lane me(shared_address(space) + ITEMS * ITEM_BYTES);
+    return {{p.keys + (i64(b) * p.key_batch_stride + i64(kv_head) * p.key_head_stride) * 8,
+             p.values + (i64(b) * p.value_batch_stride + i64(kv_head) * p.value_head_stride) * 8},
+            {p.key_stride * 8, p.value_stride * 8}, lengths.dense_begin(b), lengths.dense_end(b)};
+}
 
-    const Lengths lengths{begin, end, groups, batch, kv_heads, queries, capacity, group_capacity};
-    const Work work(lengths, gridDim.x, me.lane);
-    if (folds) clear_empty_rows(lengths, out, queries * kv_heads * ratio * HEAD_DIM);
-    if (blockIdx.x >= work.shares) return wait_for_previous();  // no kernel ends before those that came before it
-    const u32 items = Lane::opaque(shared_address(space)), full = Lane::opaque(shared_address(barriers));
-    Ring ring{items, full, me.warp, me.lane, 0, 0, 0, 0, 0, {}};
-    ring.init();
+// By one thread for each query row.
+__device__ __forceinline__ void set_query_row(
+    QueryRows& rows, int row, const AttentionParams& p, const SequenceLengths& lengths, int b
+) {
+    const int query = row % p.queries, head = row / p.queries;
+    rows.q_offset[row] = query * p.q_query_stride + head * p.q_head_stride;
+    rows.out_offset[row] = (query * p.kv_heads * p.q_heads_per_kv + head) * HEAD_DIM;
+    rows.row_max[row] = 0;
+    rows.dense_end[row] = min(lengths.first_query_end(b) + query, p.capacity);
+}
 
-    int unit = work.first_unit(blockIdx.x), start;
-    const int stop = work.first_unit(blockIdx.x + 1);
-    int b = find_row(lengths, unit, me.lane, start);
-    while (unit < stop) {
-        const int row_units = lengths.units(b), kv_head = (unit - start) / row_units;
-        const int row_start = start + kv_head * row_units, to = min(row_units, stop - row_start);
-        const int flat = b * kv_heads + kv_head;
-        const i64 first_group = i64(flat) * group_capacity;
-        const int visible = lengths.visible_groups(b), first_slot = lengths.first_slot(b), rows_used = ratio * queries;
-        if (threadIdx.x == 0)
-            source = Source{{keys + (i64(b) * key_batch_stride + i64(kv_head) * key_head_stride) * 8,
-                             values + (i64(b) * value_batch_stride + i64(kv_head) * value_head_stride) * 8},
-                            {key_stride * 8, value_stride * 8}, first_slot, lengths.last_slot(b)};
-        if (threadIdx.x >= THREADS - ROWS) {  // a row is a query of a head
-            const int row = threadIdx.x - (THREADS - ROWS), query = row % queries, head = row / queries;
-            rows.query[row] = query * q_query_stride + head * q_head_stride;
-            rows.out[row] = (query * kv_heads * ratio + head) * HEAD_DIM;
-            rows.top[row] = 0;
-            rows.limit[row] = min(lengths.own_slot(b) + query, capacity);
-        }
+// Reduces the `count` splits of a row from `first` on, in the CTA that finished the last of them.
+__device__ __forceinline__ void reduce_row(const QueryRows& rows, const Results& results, i64 first, int count) {
+    for (int i = threadIdx.x; i < results.num_rows * ROW_LANES; i += THREADS)
+        SplitReduction(results, first, i / ROW_LANES, 0, 1, count, i % ROW_LANES)
+            .store(results.out + rows.out_offset[i / ROW_LANES], i % ROW_LANES);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attend(const __grid_constant__ AttentionParams p) {
+    extern __shared__ __align__(128) u8 shared[];
+    __shared__ QueryRows rows;
+    __shared__ DenseKV dense;  // in shared memory to save registers
+    __shared__ int2 row_ctas;  // the row's first and last CTA
+    __shared__ i64 barriers[STAGES];
+    const float scale = p.scale;  // both stay in registers: loaded again in every loop, the compiler spills more
+    const bool fuse_reduction = p.fuse_reduction;
+    pdl_launch_dependents();
+    const ThreadLayout thread(SharedAddress(shared).value + STAGES * STAGE_BYTES);
+
+    const SequenceLengths lengths(p);
+    const TileScheduler scheduler(lengths, gridDim.x, thread.lane);
+    if (fuse_reduction) clear_empty_rows(lengths, p.out, p.queries * p.kv_heads * p.q_heads_per_kv * HEAD_DIM);
+    if (blockIdx.x >= scheduler.ctas) return pdl_wait();  // no kernel may end before those that came before it
+    const u32 stages = ThreadLayout::opaque(SharedAddress(shared).value);
+    const u32 full = ThreadLayout::opaque(SharedAddress(barriers).value);
+    KVPipeline pipeline{stages, full, thread.warp, thread.lane, 0, 0, 0, 0, 0, 0, {}};
+    pipeline.init();
+
+    int tile = scheduler.first_tile(blockIdx.x), batch_row_begin;
+    const int end = scheduler.first_tile(blockIdx.x + 1);
+    int b = find_row(lengths, tile, thread.lane, batch_row_begin);
+    while (tile < end) {  // a (batch row, KV head), of whose tiles this CTA takes those from `first` to `last`
+        const int row_tiles = lengths.num_tiles(b), kv_head = (tile - batch_row_begin) / row_tiles;
+        const int row_begin = batch_row_begin + kv_head * row_tiles, row = b * p.kv_heads + kv_head;
+        const int first = tile - row_begin, last = min(row_tiles, end - row_begin);
+        const int num_groups = lengths.num_groups(b), dense_begin = lengths.dense_begin(b);
+        const int num_rows = p.q_heads_per_kv * p.queries;
+        const i64 first_group = i64(row) * p.group_capacity;
+        if (threadIdx.x == 0) dense = dense_kv(p, lengths, b, kv_head);
+        if (threadIdx.x >= THREADS - ROWS) set_query_row(rows, threadIdx.x - (THREADS - ROWS), p, lengths, b);
         __syncthreads();
-        const int at = unit - row_start;
-        const u8* key_part = part_of(me.warp, key_upper, key_lower, key_scale, key_min);
-        const u8* value_part = part_of(me.warp, value_upper, value_lower, value_scale, value_min);
-        ring.start(source, key_part + first_group * Ring::part_step(me.warp, false),
-                   value_part + first_group * Ring::part_step(me.warp, true), visible, at, to);
-        if (threadIdx.x == 0 && folds)  // while the first copies are under way
-            segments = make_int2(work.share_of(row_start), work.share_of(row_start + row_units - 1));
-        wait_for_previous();
-        const u16* own_q = q + (i64(b) * q_batch_stride + i64(kv_head) * ratio * q_head_stride) * 8;
-        State state;
-        state.clear();
-        if (BITS && at < visible)
-            attend_groups(state, ring, rows, source, own_q, rows_used, float(scale), at, min(to, visible), me);
-        state.settle();
-        const int in_slots = max(at, visible);
-        if (in_slots < to)
-            attend_slots(state, ring, rows, source, own_q, rows_used, float(scale) * LOG2_E,
-                         first_slot + (in_slots - visible) * SLOTS, to - in_slots, at >= visible, me);
-        // Segments are met in the order of (share, row), and either grows from one to the next: a slot of its own.
-        const Results results{partial, sums, out + (i64(b) * queries * kv_heads + kv_head) * ratio * HEAD_DIM,
-                              rows_used};
-        const int count = folds ? segments.y - segments.x + 1 : 0;
-        store_segment(state, rows, results, count == 1 ? -1 : int(blockIdx.x) + flat, me);
-        if (!folds && threadIdx.x == 0) {
-            if (unit == row_start) shares[flat].x = blockIdx.x;
-            if (to == row_units) shares[flat].y = blockIdx.x;
+        pipeline.start(
+            dense, warp_part(thread.warp, p.key_codes) + first_group * KVPipeline::group_stride(thread.warp, false),
+            warp_part(thread.warp, p.value_codes) + first_group * KVPipeline::group_stride(thread.warp, true),
+            num_groups, first, last);
+        if (threadIdx.x == 0 && fuse_reduction)  // while the first copies are in flight
+            row_ctas = make_int2(scheduler.cta_of(row_begin), scheduler.cta_of(row_begin + row_tiles - 1));
+        pdl_wait();
+
+        const u16* q = p.q + (i64(b) * p.q_batch_stride + i64(kv_head) * p.q_heads_per_kv * p.q_head_stride) * 8;
+        Accumulator sums;
+        sums.clear();
+        if (BITS && first < num_groups)
+            attend_quantized(sums, pipeline, rows, dense, q, num_rows, scale, first, min(last, num_groups), thread);
+        sums.normalize_out();
+        const int first_dense = max(first, num_groups);
+        if (first_dense < last)
+            attend_dense(sums, pipeline, rows, dense, q, num_rows, scale * LOG2_E,
+                         dense_begin + (first_dense - num_groups) * DENSE_TILE, last - first_dense,
+                         first >= num_groups, thread);
+
+        // Splits are visited in the order of (CTA, row), and either grows from one to the next: an index of its own.
+        u16* const out = p.out + (i64(b) * p.queries * p.kv_heads + kv_head) * p.q_heads_per_kv * HEAD_DIM;
+        const Results results{p.partial, p.lse, out, num_rows};
+        const int count = fuse_reduction ? row_ctas.y - row_ctas.x + 1 : 0;
+        store_split(sums, rows, results, count == 1 ? -1 : int(blockIdx.x) + row, thread);
+        if (!fuse_reduction && threadIdx.x == 0) {
+            if (tile == row_begin) p.row_ctas[row].x = blockIdx.x;
+            if (last == row_tiles) p.row_ctas[row].y = blockIdx.x;
         }
-        if (count > 1 && arrives_last(arrived + flat, count))
-            for (int i = threadIdx.x; i < rows_used * ROW_LANES; i += THREADS)
-                Merged(results, segments.x + flat, i / ROW_LANES, 0, 1, count, i % ROW_LANES)
-                    .store(results.out + rows.out[i / ROW_LANES], i % ROW_LANES);
+        if (count > 1 && arrives_last(p.arrivals + row, count)) reduce_row(rows, results, row_ctas.x + row, count);
         __syncthreads();
-        unit = row_start + to;
-        if (unit < stop && unit - start == row_units * kv_heads) {
-            start = unit;
+        tile = row_begin + last;
+        if (tile < end && tile - batch_row_begin == row_tiles * p.kv_heads) {  // the batch row's last KV head is done
+            batch_row_begin = tile;
             do b++;
-            while (lengths.units(b) == 0);
+            while (lengths.num_tiles(b) == 0);
         }
     }
 }
 #endif
 
-#ifdef ENTRY_MERGE
+#ifdef KERNEL_MERGE
 constexpr int MERGE_PARTS = 16;
 
-// One block per query row and KV head, parts of which take every sixteenth segment.
-// out: [batch, queries, heads, HEAD_DIM].
-extern "C" __global__ void __launch_bounds__(MERGE_PARTS * ROW_LANES) merge(
-    float* partial, float* sums, const int2* shares, const int* begin, const int* end, const int* groups, u16* out,
-    int batch, int kv_heads, int ratio, int queries, int capacity, int group_capacity
-) {
-    __shared__ Merged merged[MERGE_PARTS][ROW_LANES];
-    const int lane = threadIdx.x % ROW_LANES, part = threadIdx.x / ROW_LANES, row = blockIdx.x;
-    const int flat = blockIdx.y, b = flat / kv_heads, kv_head = flat % kv_heads;
-    let_next_start();
-    wait_for_previous();
-    const Lengths lengths{begin, end, groups, batch, kv_heads, queries, capacity, group_capacity};
-    const int2 met = shares[flat];  // unwritten where the row sees nothing
-    const int count = lengths.units(b) ? met.y - met.x + 1 : 0, first = count ? met.x : 0;
-    const Results results{partial, sums, out, ratio * queries};
-    Merged own(results, first + flat, row, part, MERGE_PARTS, count, lane);
-    merged[part][lane] = own;
+// One CTA per query row and (batch row, KV head), parts of which take every sixteenth split.
+extern "C" __global__ void __launch_bounds__(MERGE_PARTS * ROW_LANES) merge(const __grid_constant__ AttentionParams p) {
+    __shared__ SplitReduction reductions[MERGE_PARTS][ROW_LANES];
+    const int lane = threadIdx.x % ROW_LANES, part = threadIdx.x / ROW_LANES, query_row = blockIdx.x;
+    const int row = blockIdx.y, b = row / p.kv_heads, kv_head = row % p.kv_heads;
+    pdl_launch_dependents();
+    pdl_wait();
+    const SequenceLengths lengths(p);
+    const int2 ctas = p.row_ctas[row];  // unwritten where the row sees nothing
+    const int count = lengths.num_tiles(b) ? ctas.y - ctas.x + 1 : 0, first = count ? ctas.x : 0;
+    const Results results{p.partial, p.lse, p.out, p.q_heads_per_kv * p.queries};
+    SplitReduction own(results, first + row, query_row, part, MERGE_PARTS, count, lane);
+    reductions[part][lane] = own;
     __syncthreads();
     if (part > 0) return;
 #pragma unroll
     for (int i = 1; i < MERGE_PARTS; i++) {
-        const Merged& other = merged[i][lane];
-        own.rescale(fmaxf(own.best, other.best));
-        own.add(exp2_of(other.best - own.best), other.total, other.acc);
+        const SplitReduction& other = reductions[i][lane];
+        own.rescale(fmaxf(own.row_max, other.row_max));
+        own.add(exp2_approx(other.row_max - own.row_max), other.row_sum, other.acc);
     }
-    const i64 at = (i64(b) * queries + row % queries) * kv_heads * ratio + kv_head * ratio + row / queries;
-    own.store(out + at * HEAD_DIM, lane);
+    const int query = query_row % p.queries, head = kv_head * p.q_heads_per_kv + query_row / p.queries;
+    const i64 at = (i64(b) * p.queries + query) * p.kv_heads * p.q_heads_per_kv + head;
+    own.store(p.out + at * HEAD_DIM, lane);
 }
 #endif

@@ -1,111 +1,117 @@
-// Part 6 of 7: what a block writes of a segment, and the log-sum-exp merge of a row's segments.
+// What a CTA writes of its split of a row, and the reduction of a row's splits by their log-sum-exps.
+#pragma once
 
-// Results of one KV head: partials of its segments are [slot, row, HEAD_DIM], their base-2 log-sum-exps [slot, row].
+#include "softmax.cuh"
+
+// Where results of one KV head go.
 struct Results {
-    float *partial, *sums;
-    u16* out;  // of the KV head's first query head and the first query
-    int rows;
+    float *partial, *lse;  // of all splits: [split, row, HEAD_DIM] and, in base 2, [split, row]
+    u16* out;              // of the KV head's first query head and the first query
+    int num_rows;
 };
 
-// Sums of the block's warps to normalized outputs, as a partial in `slot`, or where slot < 0 as the result.
-__device__ __forceinline__ void store_segment(
-    State& state, Rows& rows, const Results& results, i64 slot, const Lane& me
+// The warps' sums as normalized outputs: partials of split `split`, or the final result where split < 0.
+__device__ __forceinline__ void store_split(
+    Accumulator& sums, QueryRows& rows, const Results& results, i64 split, const ThreadLayout& thread
 ) {
-    const int c = me.lane % 4;
+    const int c = thread.lane % 4;
 #pragma unroll
-    for (int i = 0; i < 2 * TILES; i++) {
-        float total = state.total[i / 2][i % 2], tail = state.tail[i / 2][i % 2];
+    for (int i = 0; i < 2 * Q_TILES; i++) {
+        float row_sum = sums.row_sum[i / 2][i % 2], zero_sum = sums.zero_sum[i / 2][i % 2];
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) {
-            total += __shfl_xor_sync(ALL, total, step);
-            tail += __shfl_xor_sync(ALL, tail, step);
+            row_sum += __shfl_xor_sync(FULL_MASK, row_sum, step);
+            zero_sum += __shfl_xor_sync(FULL_MASK, zero_sum, step);
         }
-        if (me.lane < 4) {
-            rows.exchange[0][me.warp][4 * i - 3 * (i % 2) + 2 * c] = total;
-            rows.exchange[1][me.warp][4 * i - 3 * (i % 2) + 2 * c] = tail;
+        if (thread.lane < 4) {
+            rows.exchange[0][thread.warp][4 * i - 3 * (i % 2) + 2 * c] = row_sum;
+            rows.exchange[1][thread.warp][4 * i - 3 * (i % 2) + 2 * c] = zero_sum;
         }
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < 2 * TILES; i++) {
+    for (int i = 0; i < 2 * Q_TILES; i++) {
         const int row = 8 * (i / 2) + 2 * c + i % 2;
-        if (row >= results.rows) continue;
-        float total = 0, tail = 0;
+        if (row >= results.num_rows) continue;
+        float row_sum = 0, zero_sum = 0;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) total += rows.exchange[0][w][row], tail += rows.exchange[1][w][row];
-        const float norm = total > 0 ? 1 / total : 0;
-        const int channel = 16 * OUT_TILES * me.warp + me.lane / 4;
-        float* partial = results.partial + (slot * results.rows + row) * HEAD_DIM + channel;
-        u16* out = results.out + rows.out[row] + channel;
+        for (int w = 0; w < WARPS; w++) row_sum += rows.exchange[0][w][row], zero_sum += rows.exchange[1][w][row];
+        const float inverse = row_sum > 0 ? 1 / row_sum : 0;
+        const int channel = 16 * OUT_TILES * thread.warp + thread.lane / 4;
+        float* partial = results.partial + (split * results.num_rows + row) * HEAD_DIM + channel;
+        u16* out = results.out + rows.out_offset[row] + channel;
 #pragma unroll
         for (int k = 0; k < 2 * OUT_TILES; k++) {
-            const float x = (state.out[k / 2][i / 2][k % 2 * 2 + i % 2] + tail) * norm;
-            if (slot < 0) out[8 * k] = u16(element2_of(x, 0));
+            const float x = (sums.out[k / 2][i / 2][k % 2 * 2 + i % 2] + zero_sum) * inverse;
+            if (split < 0) out[8 * k] = u16(Elem::pair_from_floats(x, 0));
             else partial[8 * k] = x;
         }
-        if (slot >= 0 && me.warp == 0 && me.lane < 4)
-            results.sums[slot * results.rows + row] = total > 0 ? rows.top[row] + log2f(total) - LIFT : MASKED;
+        if (split >= 0 && thread.warp == 0 && thread.lane < 4)
+            results.lse[split * results.num_rows + row] =
+                row_sum > 0 ? rows.row_max[row] + log2f(row_sum) - LOG2_P_SCALE : negative_infinity();
     }
 }
 
-// The merge of some of a row's segments by ROW_LANES threads; a lane of them holds OWN adjacent channels.
-struct Merged {
+// The reduction of some of a row's splits by ROW_LANES threads; each lane holds OWN adjacent channels.
+struct SplitReduction {
     static constexpr int OWN = 4;
-    static constexpr int BATCHED = 8;  // partials in flight together: merging is all latency
-    float best, total, acc[OWN];
+    static constexpr int BATCH = 8;  // partials in flight together: reducing is all latency
+    float row_max, row_sum, acc[OWN];
 
-    Merged() = default;
-    // Segments at, at + step, ... below `count` of the row whose first segment is in `slot`.
-    __device__ __forceinline__ Merged(const Results& results, i64 slot, int row, int at, int step, int count, int lane)
-        : best(-1e30f), total(0), acc{} {
-        const float* sums = results.sums + slot * results.rows + row;
-        const float* partial = results.partial + (slot * results.rows + row) * HEAD_DIM + OWN * lane;
+    SplitReduction() = default;
+    // Splits at, at + step, ... below `count` of the row whose first split is `first`.
+    __device__ __forceinline__ SplitReduction(
+        const Results& results, i64 first, int row, int at, int step, int count, int lane
+    )
+        : row_max(-1e30f), row_sum(0), acc{} {
+        const float* lse = results.lse + first * results.num_rows + row;
+        const float* partial = results.partial + (first * results.num_rows + row) * HEAD_DIM + OWN * lane;
 #pragma unroll 1
-        for (; at < count; at += step * BATCHED) {
-            float sum[BATCHED], part[BATCHED][OWN], next = best;
+        for (; at < count; at += step * BATCH) {
+            float split_lse[BATCH], part[BATCH][OWN], new_max = row_max;
 #pragma unroll
-            for (int k = 0; k < BATCHED; k++) {
-                const i64 from = at + step * k < count ? i64(at + step * k) * results.rows : 0;
-                sum[k] = at + step * k < count ? __ldcg(sums + from) : MASKED;
+            for (int k = 0; k < BATCH; k++) {
+                const i64 from = at + step * k < count ? i64(at + step * k) * results.num_rows : 0;
+                split_lse[k] = at + step * k < count ? __ldcg(lse + from) : negative_infinity();
                 load(part[k], partial + from * HEAD_DIM);
             }
 #pragma unroll
-            for (int k = 0; k < BATCHED; k++) next = fmaxf(next, sum[k]);
-            rescale(next);
+            for (int k = 0; k < BATCH; k++) new_max = fmaxf(new_max, split_lse[k]);
+            rescale(new_max);
 #pragma unroll
-            for (int k = 0; k < BATCHED; k++) add(exp2_of(sum[k] - best), 1, part[k]);
+            for (int k = 0; k < BATCH; k++) add(exp2_approx(split_lse[k] - row_max), 1, part[k]);
         }
     }
-    __device__ __forceinline__ static void load(float (&x)[OWN], const float* from) {  // from L2: others wrote it
+    // From the L2 cache, as other CTAs wrote it.
+    __device__ __forceinline__ static void load(float (&x)[OWN], const float* from) {
         const float4 y = __ldcg(reinterpret_cast<const float4*>(from));
         x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
     }
-    __device__ __forceinline__ void rescale(float next) {
-        const float fade = exp2_of(best - next);
-        best = next;
-        total *= fade;
+    __device__ __forceinline__ void rescale(float new_max) {
+        const float factor = exp2_approx(row_max - new_max);
+        row_max = new_max;
+        row_sum *= factor;
 #pragma unroll
-        for (int i = 0; i < OWN; i++) acc[i] *= fade;
+        for (int i = 0; i < OWN; i++) acc[i] *= factor;
     }
     __device__ __forceinline__ void add(float weight, float sum, const float (&part)[OWN]) {
-        total = fmaf(weight, sum, total);
+        row_sum = fmaf(weight, sum, row_sum);
 #pragma unroll
         for (int i = 0; i < OWN; i++) acc[i] = fmaf(weight, part[i], acc[i]);
     }
     __device__ __forceinline__ void store(u16* out, int lane) const {
-        const float norm = total > 0 ? 1 / total : 0;
+        const float inverse = row_sum > 0 ? 1 / row_sum : 0;
         *reinterpret_cast<uint2*>(out + OWN * lane) =
-            make_uint2(element2_of(acc[0] * norm, acc[1] * norm), element2_of(acc[2] * norm, acc[3] * norm));
+            make_uint2(Elem::pair_from_floats(acc[0] * inverse, acc[1] * inverse),
+                       Elem::pair_from_floats(acc[2] * inverse, acc[3] * inverse));
     }
 };
-constexpr int ROW_LANES = HEAD_DIM / Merged::OWN;
+constexpr int ROW_LANES = HEAD_DIM / SplitReduction::OWN;
 
-// True in the block that arrives last of `count`, which then sees what the others wrote. The counter wraps to zero.
-__device__ __forceinline__ bool arrives_last(u32* arrived, int count) {
+// True in the CTA that arrives last of `count`, which then sees what the others wrote. The counter wraps to zero.
+__device__ __forceinline__ bool arrives_last(u32* arrivals, int count) {
     __syncthreads();
     u32 before = 0;
-    if (threadIdx.x == 0)
-        asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                     : "=r"(before) : "l"(__cvta_generic_to_global(arrived)), "r"(count - 1) : "memory");
+    if (threadIdx.x == 0) before = atomic_inc_acq_rel(arrivals, count - 1);
     return __syncthreads_or(before == u32(count - 1));
 }

@@ -1,48 +1,52 @@
-// Part 3 of 7: the online softmax that a block shares. All four warps work on one unit: a warp computes the scores of
-// its own tokens (S^T = K Q^T), all of them exchange weights through shared memory, and a warp adds up its own channels
-// over all tokens (O^T = V^T P^T). So each code is unpacked once, whatever the number of query rows.
+// The online softmax that a CTA shares. All four warps work on one KV tile: a warp computes the scores of its own
+// tokens (S^T = K Q^T), all of them exchange probabilities through shared memory, and a warp accumulates its own
+// channels over all tokens (O^T = V^T P^T). So each code is unpacked once, whatever the number of query rows.
 // `g` = lane / 4 and `c` = lane % 4 throughout; columns of all products are query rows.
+#pragma once
 
-constexpr int PARTS = TILES >= 4 ? 1 : 4 / TILES < WORDS ? 4 / TILES : WORDS;  // warps that share a tile's scaling
-constexpr int OWN_TILES = TILES > 4 ? TILES / 4 : 1;                           // tiles of queries that a warp scales
-constexpr int OWN_WORDS = WORDS / PARTS;
-constexpr int WEIGHT_BYTES = 8 * 2 * GROUP;  // of a tile's staged weights
+#include "config.cuh"
 
-// What the warps of a block tell each other of the query rows.
-struct Rows {
-    int query[ROWS];           // where it lies from the KV head's first query, in units of 8 elements
-    int out[ROWS];             // where its result lies from the KV head's first one, in elements
-    float factor[ROWS];        // of a product of codes to a base-2 score
-    float top[ROWS];           // reference of the weights: a base-2 score
-    float start[PARTS][ROWS];  // parts of the score that all tokens of the group share, relative to the reference
-    int limit[ROWS];           // first full-precision slot that the row does not see
+// Warps that share the scaling of a query tile by key scales, and query tiles that a warp scales.
+constexpr int SCALE_WARPS = Q_TILES >= 4 ? 1 : 4 / Q_TILES < WORDS ? 4 / Q_TILES : WORDS;
+constexpr int OWN_TILES = Q_TILES > 4 ? Q_TILES / 4 : 1;
+constexpr int OWN_WORDS = WORDS / SCALE_WARPS;
+constexpr int P_BYTES = 8 * 2 * GROUP;  // of a query tile's staged probabilities
+
+// What the warps of a CTA share about its query rows.
+struct QueryRows {
+    int q_offset[ROWS];                   // from the KV head's first query, in units of 8 elements
+    int out_offset[ROWS];                 // from the KV head's first result, in elements
+    float score_scale[ROWS];              // from a product with codes to a base-2 score
+    float row_max[ROWS];                  // reference of the probabilities: a base-2 score, at times below the maximum
+    float score_bias[SCALE_WARPS][ROWS];  // parts of what all scores of a group share, relative to the reference
+    int dense_end[ROWS];                  // first full-precision slot that the row does not see
     float exchange[2][WARPS][ROWS];
-    int exponent[WARPS];
+    int scale_exponent[WARPS];
 };
 
-// Which lane of the block this is, and where in shared memory it reads and writes: computed once, and kept from the
-// compiler, which would rather compute it again in every unit.
-struct Lane {
+// Which lane this is, and where in shared memory it reads and writes: computed once, and hidden from the compiler,
+// which would rather compute it again for every tile.
+struct ThreadLayout {
     int warp, lane;
-    u32 scales;         // of a keys' item: the scales of the channels whose queries it scales
-    u32 key_codes;      // of a keys' item: codes of its first token
-    u32 value_pairs;    // of a values' item: scale of its first token
-    u32 value_codes;    // of a values' item: codes of its first channel
-    u32 queries;        // staged queries: its part of the first fragment
+    u32 key_scales;    // in a stage of keys: scales of the channels for which it scales queries
+    u32 key_codes;     // in a stage of keys: codes of its first token
+    u32 value_scales;  // in a stage of values: scale of its first token
+    u32 value_codes;   // in a stage of values: codes of its first channel
+    u32 q_fragments;   // staged queries: its part of the first fragment
 
-    __device__ __forceinline__ explicit Lane(u32 staged)
-        : warp(__shfl_sync(ALL, int(threadIdx.x) / 32, 0)), lane(threadIdx.x % 32) {
+    __device__ __forceinline__ explicit ThreadLayout(u32 staged)
+        : warp(__shfl_sync(FULL_MASK, int(threadIdx.x) / 32, 0)), lane(threadIdx.x % 32) {
         const int g = lane / 4, c = lane % 4;
-        scales = opaque(CODE_BYTES + 8 * (WORDS * c + warp % PARTS * OWN_WORDS));
+        key_scales = opaque(CODE_BYTES + 8 * (WORDS * c + warp % SCALE_WARPS * OWN_WORDS));
         key_codes = opaque(first_token() * (HEAD_DIM / 2) + 4 * WORDS * c);
-        value_pairs = opaque(CODE_BYTES + 2 * first_token());
+        value_scales = opaque(CODE_BYTES + 2 * first_token());
         value_codes = opaque((16 * OUT_TILES * warp + g) * (GROUP / 2) + 16 * c);
-        queries = opaque(staged + 16 * lane);
+        q_fragments = opaque(staged + 16 * lane);
     }
-    // Staged weights: its part of the first fragment.
-    __device__ __forceinline__ u32 weights() const { return queries + QUERY_BYTES; }
-    // Row g + 8r of a warp's score tile h is token first_token + r + 64h of the group: the tokens whose
-    // value codes column c = g / 2 of the lanes holds as 16 consecutive bytes, in the order `unpack` leaves them.
+    // Staged probabilities: its part of the first fragment.
+    __device__ __forceinline__ u32 p_fragments() const { return q_fragments + Q_BYTES; }
+    // Row g + 8r of a warp's score tile h is token first_token + r + 64h of the group: the tokens whose value codes
+    // column c = g / 2 of the lanes holds as 16 consecutive bytes, in the order in which `unpack` leaves them.
     __device__ __forceinline__ int first_token() const {
         return 16 * (lane / 8) + 4 * warp + 2 * (lane / 4 % 2);
     }
@@ -52,38 +56,38 @@ struct Lane {
     }
 };
 
-// What a lane knows of the values of its tokens of a group: scales, each twice, and centres Z + 8 S.
-struct Tokens {
+// A lane's tokens of a group of values: scale S (twice in a word) and zero point Z + 8 S, to which code 8 decodes.
+struct ValueScales {
     u32 scale[2][2];
-    float centre[2][2];
+    float zero_point[2][2];
     int exponent;  // the largest of the scales', as fp16 stores it
 
-    __device__ __forceinline__ void load(u32 item, const Lane& me) {
+    __device__ __forceinline__ void load(u32 stage, const ThreadLayout& thread) {
         u32 largest = 0;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const u32 s = load_word(item + me.value_pairs + 128 * h);
-            const u32 z = load_word(item + me.value_pairs + 2 * GROUP + 128 * h);
+            const u32 s = ld_shared(stage + thread.value_scales + 128 * h);
+            const u32 z = ld_shared(stage + thread.value_scales + 2 * GROUP + 128 * h);
             scale[h][0] = __byte_perm(s, 0, 0x1010), scale[h][1] = __byte_perm(s, 0, 0x3232);
-            centre[h][0] = fmaf(float_of_half(u16(s)), 8, float_of_half(u16(z)));
-            centre[h][1] = fmaf(float_of_half(u16(s >> 16)), 8, float_of_half(u16(z >> 16)));
+            zero_point[h][0] = fmaf(half_to_float(u16(s)), 8, half_to_float(u16(z)));
+            zero_point[h][1] = fmaf(half_to_float(u16(s >> 16)), 8, half_to_float(u16(z >> 16)));
             largest = max(largest, max(s & 0xFFFF, s >> 16));
         }
         exponent = min(28, int(largest >> 10));
     }
 };
 
-// Running sums of a block's query rows: a warp's channels of the output, and a lane's tokens' part of the rest.
-struct State {
-    float out[OUT_TILES][TILES][4];  // weights times codes, times 2^(14 - exponent) and, for INT8, 16
-    float total[TILES][2];           // weights
-    float tail[TILES][2];            // weights times centres
-    int exponent;                    // fp16 exponent of the largest value scale met
+// Running sums over a CTA's tokens: a warp's channels of the output, and of the rest the part of a lane's tokens.
+struct Accumulator {
+    float out[OUT_TILES][Q_TILES][4];  // probabilities times codes, times 2^(14 - exponent) and, for INT8, 16
+    float row_sum[Q_TILES][2];         // of probabilities
+    float zero_sum[Q_TILES][2];        // of probabilities times zero points
+    int exponent;                      // fp16 exponent of the largest value scale so far
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int t = 0; t < TILES; t++) {
-            total[t][0] = total[t][1] = tail[t][0] = tail[t][1] = 0;
+        for (int t = 0; t < Q_TILES; t++) {
+            row_sum[t][0] = row_sum[t][1] = zero_sum[t][0] = zero_sum[t][1] = 0;
 #pragma unroll
             for (int i = 0; i < 4 * OUT_TILES; i++) out[i / 4][t][i % 4] = 0;
         }
@@ -93,98 +97,104 @@ struct State {
 #pragma unroll
         for (int i = 0; i < 4 * OUT_TILES; i++) out[i / 4][t][i % 4] *= i % 2 ? odd : even;
     }
-    // From here on `out` counts in ones, so that full-precision values can be added.
-    __device__ __forceinline__ void settle() {
-        const float unit = power_of_two(exponent - 14 - (BITS == 8 ? 4 : 0));
+    // Brings `out` to a scale of one, so that products with full-precision values can be added.
+    __device__ __forceinline__ void normalize_out() {
+        const float scale = power_of_two(exponent - 14 - (BITS == 8 ? 4 : 0));
 #pragma unroll
-        for (int t = 0; t < TILES; t++) rescale_out(unit, unit, t);
+        for (int t = 0; t < Q_TILES; t++) rescale_out(scale, scale, t);
         exponent = 14;
     }
-    // Moves the references up to the maxima of the block's tokens (to them, where they are the `first`), and the
-    // exponent to the largest.
+    // Raises the rows' references to the maxima of the tile's scores `x` (sets them, where this is the `first` tile),
+    // and the exponent to the largest; rescales sums and scores accordingly.
     template <int HALVES>
-    __device__ __forceinline__ void raise(
-        float (&x)[HALVES][TILES][4], Rows& rows, int own_exponent, bool first, const Lane& me
+    __device__ __forceinline__ void update_row_max(
+        float (&x)[HALVES][Q_TILES][4], QueryRows& rows, int tile_exponent, bool first, const ThreadLayout& thread
     ) {
-        const int c = me.lane % 4;
+        const int c = thread.lane % 4;
 #pragma unroll
-        for (int i = 0; i < 2 * TILES; i++) {
-            float best = MASKED;
+        for (int i = 0; i < 2 * Q_TILES; i++) {
+            float tile_max = negative_infinity();
 #pragma unroll
-            for (int k = 0; k < 2 * HALVES; k++) best = fmaxf(best, x[k / 2][i / 2][k % 2 * 2 + i % 2]);
+            for (int k = 0; k < 2 * HALVES; k++) tile_max = fmaxf(tile_max, x[k / 2][i / 2][k % 2 * 2 + i % 2]);
 #pragma unroll
-            for (int step = 4; step < 32; step *= 2) best = fmaxf(best, __shfl_xor_sync(ALL, best, step));
-            if (me.lane < 4) rows.exchange[0][me.warp][4 * i - 3 * (i % 2) + 2 * c] = best;
+            for (int step = 4; step < 32; step *= 2)
+                tile_max = fmaxf(tile_max, __shfl_xor_sync(FULL_MASK, tile_max, step));
+            if (thread.lane < 4) rows.exchange[0][thread.warp][4 * i - 3 * (i % 2) + 2 * c] = tile_max;
         }
-        own_exponent = __reduce_max_sync(ALL, max(own_exponent, exponent));
-        if (me.lane == 0) rows.exponent[me.warp] = own_exponent;
+        tile_exponent = __reduce_max_sync(FULL_MASK, max(tile_exponent, exponent));
+        if (thread.lane == 0) rows.scale_exponent[thread.warp] = tile_exponent;
         __syncthreads();
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) own_exponent = max(own_exponent, rows.exponent[w]);
-        const float shrink = power_of_two(exponent - own_exponent);
-        exponent = own_exponent;
+        for (int w = 0; w < WARPS; w++) tile_exponent = max(tile_exponent, rows.scale_exponent[w]);
+        const float shrink = power_of_two(exponent - tile_exponent);
+        exponent = tile_exponent;
 #pragma unroll
-        for (int t = 0; t < TILES; t++) {
-            float fade[2];
+        for (int t = 0; t < Q_TILES; t++) {
+            float rescale[2];
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 const int row = 8 * t + 2 * c + e;
-                float best = MASKED;
+                float tile_max = negative_infinity();
 #pragma unroll
-                for (int w = 0; w < WARPS; w++) best = fmaxf(best, rows.exchange[0][w][row]);
-                const float rise = best == MASKED ? 0 : first ? best - LIFT : fmaxf(best - LIFT, 0);
-                if (me.warp == 0 && me.lane < 4) rows.top[row] += rise;
-                fade[e] = first ? 1 : exp2_of(-rise);
-                total[t][e] *= fade[e], tail[t][e] *= fade[e];
+                for (int w = 0; w < WARPS; w++) tile_max = fmaxf(tile_max, rows.exchange[0][w][row]);
+                const float max_delta = tile_max == negative_infinity() ? 0
+                                        : first                         ? tile_max - LOG2_P_SCALE
+                                                                        : fmaxf(tile_max - LOG2_P_SCALE, 0);
+                if (thread.warp == 0 && thread.lane < 4) rows.row_max[row] += max_delta;
+                rescale[e] = first ? 1 : exp2_approx(-max_delta);
+                row_sum[t][e] *= rescale[e], zero_sum[t][e] *= rescale[e];
 #pragma unroll
-                for (int k = 0; k < 2 * HALVES; k++) x[k / 2][t][k % 2 * 2 + e] -= rise;
+                for (int k = 0; k < 2 * HALVES; k++) x[k / 2][t][k % 2 * 2 + e] -= max_delta;
             }
-            rescale_out(fade[0] * shrink, fade[1] * shrink, t);
+            rescale_out(rescale[0] * shrink, rescale[1] * shrink, t);
         }
     }
 };
 
-// Turns scores into weights and stages them as B operands of the output: times the values' scales where these are
-// codes. `tokens` is null for full precision. References that a score outgrew, or that are missing as the unit is the
-// `first`, are set before, by all warps alike.
+// Turns scores into probabilities and stages them as B operands of the output, times the values' scales where these are
+// codes; `values` is null for full precision. A warp stages before it knows whether a score exceeds its row's
+// reference: one barrier carries that vote. Where it does, or where the `first` tile has no reference yet, all warps
+// update the references and stage again.
 template <int HALVES>
-__device__ __forceinline__ void exchange_weights(
-    State& state, float (&x)[HALVES][TILES][4], Rows& rows, const Tokens* tokens, bool first, const Lane& me
+__device__ __forceinline__ void stage_probabilities(
+    Accumulator& sums, float (&x)[HALVES][Q_TILES][4], QueryRows& rows, const ValueScales* values, bool first,
+    const ThreadLayout& thread
 ) {
-    float total[TILES][2], tail[TILES][2];
-    for (bool may_outgrow = true;; may_outgrow = first = false) {
-        const u32 unit = u32(29 - state.exponent) * 0x04000400u;  // the half 2^(14 - exponent), twice
-        const u32 units[2] = {unit, BITS == 4 ? hmul2(unit, 0x2C002C00u) : unit};  // / 16, as `unpack` leaves INT4
+    float row_sum[Q_TILES][2], zero_sum[Q_TILES][2];
+    for (bool may_exceed = true;; may_exceed = first = false) {
+        const u32 unit = u32(29 - sums.exponent) * 0x04000400u;  // the half 2^(14 - exponent), twice
+        const u32 units[2] = {unit, BITS == 4 ? mul_half2(unit, 0x2C002C00u) : unit};  // / 16, as `unpack` leaves INT4
         u32 largest = 0;
 #pragma unroll
-        for (int t = 0; t < TILES; t++) {
-            total[t][0] = total[t][1] = tail[t][0] = tail[t][1] = 0;
-            u32 weights[2 * HALVES];
+        for (int t = 0; t < Q_TILES; t++) {
+            row_sum[t][0] = row_sum[t][1] = zero_sum[t][0] = zero_sum[t][1] = 0;
+            u32 p[2 * HALVES];
 #pragma unroll
             for (int i = 0; i < 2 * HALVES; i++) {
-                const float even = exp2_of(x[i / 2][t][i % 2 * 2]), odd = exp2_of(x[i / 2][t][i % 2 * 2 + 1]);
-                total[t][0] += even, total[t][1] += odd;
-                weights[i] = tokens ? half2_of(even, odd) : element2_of(even, odd);
-                largest = __vmaxu2(largest, weights[i]);  // positive numbers compare like their bits
-                if (tokens) {
-                    const float centre = tokens->centre[i / 2][i % 2];
-                    tail[t][0] = fmaf(even, centre, tail[t][0]), tail[t][1] = fmaf(odd, centre, tail[t][1]);
-                    weights[i] = hmul2(weights[i], hmul2(tokens->scale[i / 2][i % 2], units[i / 2]));
+                const float even = exp2_approx(x[i / 2][t][i % 2 * 2]), odd = exp2_approx(x[i / 2][t][i % 2 * 2 + 1]);
+                row_sum[t][0] += even, row_sum[t][1] += odd;
+                p[i] = values ? floats_to_half2(even, odd) : Elem::pair_from_floats(even, odd);
+                largest = __vmaxu2(largest, p[i]);  // positive numbers compare like their bits
+                if (values) {
+                    const float zero_point = values->zero_point[i / 2][i % 2];
+                    zero_sum[t][0] = fmaf(even, zero_point, zero_sum[t][0]);
+                    zero_sum[t][1] = fmaf(odd, zero_point, zero_sum[t][1]);
+                    p[i] = mul_half2(p[i], mul_half2(values->scale[i / 2][i % 2], units[i / 2]));
                 }
             }
-            store_matrices_transposed(me.weights() + t * WEIGHT_BYTES + me.warp * 512, weights);
-            // Summed up here, or the compiler carries all weights across the barrier and spills.
-            asm volatile("" : "+f"(total[t][0]), "+f"(total[t][1]), "+f"(tail[t][0]), "+f"(tail[t][1]));
+            stmatrix_trans(thread.p_fragments() + t * P_BYTES + thread.warp * 512, p);
+            // Summed up here, or the compiler carries all probabilities across the barrier and spills.
+            asm volatile("" : "+f"(row_sum[t][0]), "+f"(row_sum[t][1]), "+f"(zero_sum[t][0]), "+f"(zero_sum[t][1]));
         }
-        const u32 limit = tokens || !BF16 ? HEADROOM_HALF : HEADROOM_BF16;
-        bool outgrown = max(largest & 0xFFFF, largest >> 16) > limit;
-        if (tokens) outgrown |= tokens->exponent > state.exponent;
-        if (!__syncthreads_or(may_outgrow && (first || outgrown))) break;
-        state.raise(x, rows, tokens ? tokens->exponent : 0, first, me);
+        const u32 limit = values || !BF16 ? MAX_P_HALF : MAX_P_BF16;
+        bool exceeds = max(largest & 0xFFFF, largest >> 16) > limit;
+        if (values) exceeds |= values->exponent > sums.exponent;
+        if (!__syncthreads_or(may_exceed && (first || exceeds))) break;
+        sums.update_row_max(x, rows, values ? values->exponent : 0, first, thread);
     }
 #pragma unroll
-    for (int i = 0; i < 2 * TILES; i++) {
-        state.total[i / 2][i % 2] += total[i / 2][i % 2];
-        state.tail[i / 2][i % 2] += tail[i / 2][i % 2];
+    for (int i = 0; i < 2 * Q_TILES; i++) {
+        sums.row_sum[i / 2][i % 2] += row_sum[i / 2][i % 2];
+        sums.zero_sum[i / 2][i % 2] += zero_sum[i / 2][i % 2];
     }
 }

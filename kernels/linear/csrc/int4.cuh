@@ -1,35 +1,38 @@
-// Part 2 of 4 of the CUDA linear kernels, for 4-bit weights (int4_weight.py); see linear_int4_cuda.py for the story.
+// 4-bit weights in the layout of int4_weight.py; docs/kernels/linear.md explains the choices.
 //
 // Weights are the 16-row A operand of mma.m16n8k16, x is the 8-column B operand. `g` = lane / 4 and `c` = lane % 4;
-// a unit is one group of inputs of a row tile, which is 16 outputs.
+// a K tile is one group of inputs of an output tile.
+#pragma once
 
-constexpr int UNIT_INPUTS = GROUP;
+#include "config.cuh"
+
+constexpr int K_TILE = GROUP;                   // inputs
 constexpr int CHUNK = GROUP < 64 ? GROUP : 64;  // inputs whose codes a lane holds in one load
 constexpr int CHUNKS = GROUP / CHUNK;
 constexpr int STEPS = CHUNK / 16;
 constexpr int PIECES = CHUNK / 32;  // 16-byte pieces of a row of x that a lane needs for a chunk
 constexpr int CODE_BYTES = 8 * GROUP;
-constexpr int UNIT_BYTES = CODE_BYTES + 64;
-constexpr int ITEM_UNITS = ITEM_INPUTS / GROUP;
-constexpr int ITEM_BYTES = ITEM_UNITS * UNIT_BYTES;
-constexpr int COLUMNS = 8 * TILES;
-constexpr int SUM_COLUMNS = COLUMNS;  // of the sums that a unit needs beside x
-constexpr int TOGETHER = 2;           // units that a warp multiplies at once
+constexpr int K_TILE_BYTES = CODE_BYTES + 64;
+constexpr int STAGE_K_TILES = STAGE_INPUTS / GROUP;
+constexpr int STAGE_BYTES = STAGE_K_TILES * K_TILE_BYTES;
+constexpr int X_SUM_COLUMNS = COLUMNS;  // of the sums of x that a K tile needs
+constexpr int AT_ONCE = 2;              // K tiles that a warp multiplies together
 constexpr u32 MASK = 0x000F000Fu;
-constexpr u32 BASE = BF16 ? 0x43004300u : 0x64006400u;    // 128 or 1024, to whose mantissa a code is ORed
+constexpr u32 BASE = BF16 ? 0x43004300u : 0x64006400u;    // 128 or 1024, into whose mantissa a code is ORed
 constexpr u32 OFFSET = BF16 ? 0xC308C308u : 0xE408E408u;  // minus that and 8, so that centred codes remain
 constexpr float OFFSET_INVERSE = BF16 ? -1.0f / 136 : -1.0f / 1032;
 
-// Items are contiguous.
+// Stages are contiguous in memory.
 struct Weights {
     const u8* packed;
     i64 tile_bytes;
 
-    __device__ Weights(const u8* w, int inputs, int) : packed(w), tile_bytes(i64(inputs / GROUP) * UNIT_BYTES) {}
-    __device__ __forceinline__ void copy(u8* slot, int tile, int unit, int count, u64* full) const {
-        barrier_expect(full, count * UNIT_BYTES);
-        const u8* const from = packed + tile * tile_bytes + unit * UNIT_BYTES;
-        bulk_copy(shared_address(slot), from, count * UNIT_BYTES, full);
+    __device__ Weights(const u8* w, int inputs, int) : packed(w), tile_bytes(i64(inputs / GROUP) * K_TILE_BYTES) {}
+    // Copies `count` K tiles of an output tile from `k_tile` on.
+    __device__ __forceinline__ void copy(u8* stage, int tile, int k_tile, int count, u64* full) const {
+        mbarrier_arrive_expect_tx(full, count * K_TILE_BYTES);
+        const u8* const from = packed + tile * tile_bytes + k_tile * K_TILE_BYTES;
+        bulk_copy(stage, from, count * K_TILE_BYTES, full);
     }
 };
 
@@ -38,60 +41,61 @@ __device__ __forceinline__ void load_x(u32 (&b)[PIECES][4], const u8* row, int c
     for (int piece = 0; piece < PIECES; piece++) load_words(b[piece], row + (chunk * PIECES + piece) * 64);
 }
 
-// Two columns of sums[unit][column] = OFFSET * (sum of x over the unit's inputs): where a unit's product starts, and
-// its zero's share.
-__device__ __forceinline__ float2* sums_of(float* sums, int unit, int t, int lane) {
-    return reinterpret_cast<float2*>(sums + unit * COLUMNS + 8 * t + lane % 4 * 2);
+// Two columns of x_sums[k_tile][column] = OFFSET * (sum of x over the K tile's inputs): where a K tile's product
+// starts, and what its zero is multiplied by.
+__device__ __forceinline__ float2* x_sums_of(float* x_sums, int k_tile, int t, int lane) {
+    return reinterpret_cast<float2*>(x_sums + k_tile * COLUMNS + 8 * t + lane % 4 * 2);
 }
 
-// acc += scale * (codes - 8) x + zero * sum of x, for U units: the `unit`-th of this block's inputs, which is at
-// `data`, and WARPS further on each. Their products depend on nothing of each other and so hide each other's latency.
-// SUMS: the sums are found on the way, by products that cost nothing, as unpacking takes longer than multiplying.
-template <int U, bool SUMS> __device__ __forceinline__ void add_units(
-    float (&acc)[TILES][4], const u8* data, const u8* const (&x)[TILES], float* sums, int unit, int lane
+// acc += scale * (codes - 8) x + zero * sum of x, for N K tiles: `k_tile` of this CTA's inputs, whose weights are at
+// `data`, and each MMA_WARPS further on. Their products do not depend on each other and so hide each other's latency.
+// SUM_X: the sums are computed on the way, by products that cost nothing, as unpacking takes longer than multiplying.
+template <int N, bool SUM_X> __device__ __forceinline__ void multiply_k_tiles(
+    float (&acc)[X_TILES][4], const u8* data, const u8* const (&x)[X_TILES], float* x_sums, int k_tile, int lane
 ) {
-    float d[U][TILES][4], sum[U][TILES][4];
+    float d[N][X_TILES][4], sum[N][X_TILES][4];
 #pragma unroll
-    for (int u = 0; u < U; u++)
+    for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int t = 0; t < TILES; t++) {
-            const float2 known = SUMS ? make_float2(0, 0) : *sums_of(sums, unit + u * WARPS, t, lane);
-            sum[u][t][0] = sum[u][t][2] = d[u][t][0] = d[u][t][2] = known.x;
-            sum[u][t][1] = sum[u][t][3] = d[u][t][1] = d[u][t][3] = known.y;
+        for (int t = 0; t < X_TILES; t++) {
+            const float2 known = SUM_X ? make_float2(0, 0) : *x_sums_of(x_sums, k_tile + n * MMA_WARPS, t, lane);
+            sum[n][t][0] = sum[n][t][2] = d[n][t][0] = d[n][t][2] = known.x;
+            sum[n][t][1] = sum[n][t][3] = d[n][t][1] = d[n][t][3] = known.y;
         }
 #pragma unroll
     for (int i = 0; i < CHUNKS; i++) {
-        u32 words[U][STEPS], b[U][TILES][PIECES][4];
+        u32 words[N][STEPS], b[N][X_TILES][PIECES][4];
 #pragma unroll
-        for (int u = 0; u < U; u++) {
-            load_words(words[u], data + u * WARPS * UNIT_BYTES + i * (8 * CHUNK) + lane * (4 * STEPS));
+        for (int n = 0; n < N; n++) {
+            load_words(words[n], data + n * MMA_WARPS * K_TILE_BYTES + i * (8 * CHUNK) + lane * (4 * STEPS));
 #pragma unroll
-            for (int t = 0; t < TILES; t++) load_x(b[u][t], x[t], (unit + u * WARPS) * CHUNKS + i);
+            for (int t = 0; t < X_TILES; t++) load_x(b[n][t], x[t], (k_tile + n * MMA_WARPS) * CHUNKS + i);
         }
 #pragma unroll
         for (int s = 0; s < STEPS; s++)
 #pragma unroll
-            for (int u = 0; u < U; u++) {
-                const u32 word = words[u][s];
-                const u32 a0 = masked_or(word, MASK, BASE), a1 = masked_or(word >> 4, MASK, BASE);
-                const u32 a2 = masked_or(word >> 8, MASK, BASE), a3 = masked_or(word >> 12, MASK, BASE);
+            for (int n = 0; n < N; n++) {
+                const u32 word = words[n][s];
+                const u32 a0 = lop3_and_or(word, MASK, BASE), a1 = lop3_and_or(word >> 4, MASK, BASE);
+                const u32 a2 = lop3_and_or(word >> 8, MASK, BASE), a3 = lop3_and_or(word >> 12, MASK, BASE);
 #pragma unroll
-                for (int t = 0; t < TILES; t++) {
-                    const u32 b0 = b[u][t][s / 2][s % 2 * 2], b1 = b[u][t][s / 2][s % 2 * 2 + 1];
-                    multiply_add(d[u][t], a0, a1, a2, a3, b0, b1);
-                    if (SUMS) multiply_add(sum[u][t], OFFSET, OFFSET, OFFSET, OFFSET, b0, b1);
+                for (int t = 0; t < X_TILES; t++) {
+                    const u32 b0 = b[n][t][s / 2][s % 2 * 2], b1 = b[n][t][s / 2][s % 2 * 2 + 1];
+                    mma(d[n][t], a0, a1, a2, a3, b0, b1);
+                    if (SUM_X) mma(sum[n][t], OFFSET, OFFSET, OFFSET, OFFSET, b0, b1);
                 }
             }
     }
 #pragma unroll
-    for (int u = 0; u < U; u++) {
+    for (int n = 0; n < N; n++) {
 #pragma unroll
-        for (int t = 0; t < TILES && SUMS; t++) {
-            if (lane < 4) *sums_of(sums, unit + u * WARPS, t, lane) = make_float2(sum[u][t][0], sum[u][t][1]);
+        for (int t = 0; t < X_TILES && SUM_X; t++) {
+            if (lane < 4)
+                *x_sums_of(x_sums, k_tile + n * MMA_WARPS, t, lane) = make_float2(sum[n][t][0], sum[n][t][1]);
 #pragma unroll
-            for (int i = 0; i < 4; i++) d[u][t][i] += sum[u][t][i];
+            for (int i = 0; i < 4; i++) d[n][t][i] += sum[n][t][i];
         }
-        const u8* const pair_at = data + u * WARPS * UNIT_BYTES + CODE_BYTES + lane / 4 * 8;
+        const u8* const pair_at = data + n * MMA_WARPS * K_TILE_BYTES + CODE_BYTES + lane / 4 * 8;
         const uint2 pairs = *reinterpret_cast<const uint2*>(pair_at);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -99,28 +103,30 @@ template <int U, bool SUMS> __device__ __forceinline__ void add_units(
             const float scale = __uint_as_float(pair << 16);
             const float zero = __uint_as_float(pair & 0xFFFF0000u) * OFFSET_INVERSE;
 #pragma unroll
-            for (int t = 0; t < TILES; t++)
+            for (int t = 0; t < X_TILES; t++)
 #pragma unroll
                 for (int j = 0; j < 2; j++) {
                     float& to = acc[t][2 * half + j];
-                    to = fmaf(scale, d[u][t][2 * half + j], fmaf(zero, sum[u][t][j], to));
+                    to = fmaf(scale, d[n][t][2 * half + j], fmaf(zero, sum[n][t][j], to));
                 }
         }
     }
 }
 
-// This warp's units of an item of `count` units: every WARPS-th from the `own`-th on.
-template <bool SUMS> __device__ __forceinline__ void add_item(
-    float (&acc)[TILES][4], const u8* data, const u8* const (&x)[TILES], float* sums, int unit, int count,
+// This warp's K tiles of a stage of `count`: every MMA_WARPS-th from the `own`-th on. `k_tile`: the stage's first.
+template <bool SUM_X> __device__ __forceinline__ void multiply_stage(
+    float (&acc)[X_TILES][4], const u8* data, const u8* const (&x)[X_TILES], float* x_sums, int k_tile, int count,
     int own, int lane
 ) {
-    if (ITEM_UNITS % (WARPS * TOGETHER) == 0 && count >= ITEM_UNITS) {
-        data += own * UNIT_BYTES;
+    if (STAGE_K_TILES % (MMA_WARPS * AT_ONCE) == 0 && count >= STAGE_K_TILES) {
+        data += own * K_TILE_BYTES;
 #pragma unroll 2
-        for (int i = 0; i < ITEM_UNITS / WARPS; i += TOGETHER)
-            add_units<TOGETHER, SUMS>(acc, data + i * WARPS * UNIT_BYTES, x, sums, unit + own + i * WARPS, lane);
+        for (int i = 0; i < STAGE_K_TILES / MMA_WARPS; i += AT_ONCE)
+            multiply_k_tiles<AT_ONCE, SUM_X>(
+                acc, data + i * MMA_WARPS * K_TILE_BYTES, x, x_sums, k_tile + own + i * MMA_WARPS, lane);
         return;
     }
 #pragma unroll 1
-    for (; own < count; own += WARPS) add_units<1, SUMS>(acc, data + own * UNIT_BYTES, x, sums, unit + own, lane);
+    for (; own < count; own += MMA_WARPS)
+        multiply_k_tiles<1, SUM_X>(acc, data + own * K_TILE_BYTES, x, x_sums, k_tile + own, lane);
 }

@@ -1,65 +1,94 @@
-// Part 4 of 4 of the CUDA linear kernels: y = x W^T + bias for a few rows of x, or if GATED silu of its first half of
-// outputs times the second.
+// y = x W^T + bias for a few rows of x, or with FUSE_SWIGLU silu of the first half of these outputs times the second;
+// for Hopper and newer. docs/kernels/linear.md explains how, and why it is built this way.
+//
+// CTAs share the output tiles of W, and those of one blockIdx.y take `rows_per_pass` rows of x. The SPLIT_K CTAs of a
+// cluster split the inputs: sums of an output tile are sent to one of them and added up at the end. Or the X_MULTICAST
+// CTAs of a cluster take output tiles each for itself, and fetch x together.
+//
+// In a CTA one warp produces stages of the weight, MMA_WARPS multiply, and one fetches x, adds up sums and stores. Once
+// started they synchronize at mbarriers only, so that a warp may run ahead by as many stages as the pipeline holds and
+// by SUM_BUFFERS output tiles; but MMA warps wait for each other after the first output tile, for its sums of x (4
+// bits). Where a stage becomes empty one lane arrives for its warp, after __syncwarp; where sums change hands every
+// lane does, as compute-sanitizer's racecheck wants.
 
-// Blocks share the row tiles of W, and those of one blockIdx.y take `chunk_rows` rows of x. The SPLITS blocks of a
-// cluster cut the inputs: their sums of a row tile meet in one of them, and are added up at the end. Or the SHARES
-// blocks of a cluster take row tiles each for itself, and fetch x together.
-// Shared memory: slots of the ring, partial sums of the warps, sums of the units, those of the cluster, x.
+#include "consumer.cuh"
+#include "epilogue.cuh"
+#include "producer.cuh"
+
+// Where things lie in dynamic shared memory, in this order.
+struct SharedLayout {
+    u8* buffers;          // stages of the pipeline
+    float* sums;          // of the MMA warps
+    float* x_sums;        // of x over K tiles
+    float* cluster_sums;  // from the cluster's CTAs
+    u8* x;
+
+    __device__ __forceinline__ SharedLayout(u8* shared, const LinearParams& p, int max_k_tiles)
+        : buffers(shared), sums(reinterpret_cast<float*>(shared + p.stages * STAGE_BYTES)),
+          x_sums(sums + SUM_BUFFERS * MMA_WARPS * TILE_SUMS), cluster_sums(x_sums + max_k_tiles * X_SUM_COLUMNS) {
+        const int cluster_tiles = SPLIT_K > 1 ? (p.max_tiles + SPLIT_K - 1) / SPLIT_K * SPLIT_K : 0;
+        x = reinterpret_cast<u8*>(cluster_sums + cluster_tiles * TILE_SUMS);
+    }
+};
+
+// All threads of the CTA. Inside the branches of warps: ahead of these, the compiler would no longer know what is
+// uniform.
+__device__ __forceinline__ void cta_barrier() {
+    __syncwarp();
+    __syncthreads();
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
-linear(const u8* x, const u8* w, const u16* bias, u16* y, int biased, int rows, int inputs, int outputs,
-       int chunk_rows, int most_tiles, int items, int lead, int calm, int flight) {
+linear(const __grid_constant__ LinearParams p) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ Barriers barriers;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = blockIdx.x % SPLITS;
-    const int units = inputs / UNIT_INPUTS, begin = units * rank / SPLITS, most_units = (units + SPLITS - 1) / SPLITS;
-    const int first_row = blockIdx.y * chunk_rows, stride = gridDim.x / SPLITS;
-    const Part part = {int(blockIdx.x) / SPLITS, stride, (outputs + 15) / 16, begin,
-                       units * (rank + 1) / SPLITS - begin, min(chunk_rows, rows - first_row), most_tiles};
-    const int width = GATED ? outputs / 2 : outputs;
-    const Output output = {y + i64(first_row) * width, biased ? bias : nullptr, outputs, width};
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = blockIdx.x % SPLIT_K;
+    const int k_tiles = p.inputs / K_TILE, k_begin = k_tiles * rank / SPLIT_K;
+    const int first_row = blockIdx.y * p.rows_per_pass, stride = gridDim.x / SPLIT_K;
+    const CtaWork work = {int(blockIdx.x) / SPLIT_K, stride, (p.outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS, k_begin,
+                          k_tiles * (rank + 1) / SPLIT_K - k_begin, min(p.rows_per_pass, p.rows - first_row),
+                          p.max_tiles};
+    const int width = FUSE_SWIGLU ? p.outputs / 2 : p.outputs;
+    const Output output = {p.y + i64(first_row) * width, p.bias, p.outputs, width};
+    const SharedLayout at(shared, p, (k_tiles + SPLIT_K - 1) / SPLIT_K);
+    const u32 pitch = 2 * K_TILE * work.k_tiles | 64;
 
-    float* const partials = reinterpret_cast<float*>(shared + items * ITEM_BYTES);
-    float* const sums = partials + BUFFERS * WARPS * TILE_FLOATS;
-    float* const met = sums + most_units * SUM_COLUMNS;
-    const int met_tiles = SPLITS > 1 ? (most_tiles + SPLITS - 1) / SPLITS * SPLITS : 0;
-    u8* const own_x = reinterpret_cast<u8*>(met + met_tiles * TILE_FLOATS);
-    const u32 pitch = 2 * UNIT_INPUTS * part.units | 64;
-
-    // All meet in either branch below: ahead of them, the compiler would no longer know what is the same for a warp.
-    const bool leads = elected();
-    if (leads) barriers.init(warp, items);
-    if (warp == COPIER) {
-        start_meet();
-        cluster_arrive();
-        const Weights weights(w, inputs, outputs);
-        if (leads) copy_items(weights, part, barriers, shared, items, lead, calm, flight);
+    const bool leads = elect_one();
+    if (leads) barriers.init(warp, p.stages);
+    if (warp == PRODUCER_WARP) {
+        cta_barrier();
+        if (CLUSTER > 1) cluster_arrive_relaxed();
+        const Weights weights(p.weight, p.inputs, p.outputs);
+        if (leads) load_weights(weights, work, barriers, at.buffers, p);
         __syncwarp();
-        cluster_wait();
+        if (CLUSTER > 1) cluster_wait();
     } else {
-        start_meet();
-        if (warp == ADDER && leads) {
-            expect_x(part, barriers);
-            if (SPLITS > 1) expect_met(part, barriers, rank);
+        cta_barrier();
+        if (warp == EPILOGUE_WARP && leads) {
+            expect_x(work, barriers);
+            if (SPLIT_K > 1) expect_cluster_sums(work, barriers, rank);
         }
         __syncwarp();
-        cluster_arrive();
-        cluster_wait();  // all blocks of the cluster have started
-        previous_wait();  // multipliers too: polling for x, they would slow down small kernels beside this one
-        if (warp == ADDER) {
-            const u8* const from = x + 2 * (i64(first_row) * inputs + begin * UNIT_INPUTS);
-            if (leads) copy_x(own_x, pitch, from, 2 * i64(inputs), part, barriers);
+        if (CLUSTER > 1) {  // all CTAs of the cluster have started
+            cluster_arrive_relaxed();
+            cluster_wait();
+        }
+        pdl_wait();  // MMA warps too: polling for x, they would slow down small kernels beside this one
+        if (warp == EPILOGUE_WARP) {
+            const u8* const from = p.x + 2 * (i64(first_row) * p.inputs + k_begin * K_TILE);
+            if (leads) load_x_rows(at.x, pitch, from, 2 * i64(p.inputs), work, barriers);
             __syncwarp();
-            add_tiles(part, barriers, output, partials, met, rank, lane);
+            add_tiles(work, barriers, output, at.sums, at.cluster_sums, rank, lane);
         } else {
-            multiply(part, barriers, shared, items, own_x, pitch, sums, partials, lane);
-            if (SHARES > 1 && !part.own_tiles())  // what others send must find this block
-                for (int i = 0; i * part.units_per_x_part() < part.units; i++) barrier_wait(barriers.x + i, 0);
+            multiply(work, barriers, at.buffers, p.stages, at.x, pitch, at.x_sums, at.sums, lane);
+            if (X_MULTICAST > 1 && !work.num_tiles())  // what other CTAs send must still find this one
+                for (int i = 0; i * work.k_tiles_per_x_part() < work.k_tiles; i++) Barriers::wait_for_x(barriers.x + i);
         }
     }
-    if (SPLITS == 1) return;
-    if (warp == COPIER) previous_wait();  // it writes as well
-    add_met(part, barriers, output, met, rank);
+    if (SPLIT_K == 1) return;
+    if (warp == PRODUCER_WARP) pdl_wait();  // it writes as well
+    store_cluster_sums(work, barriers, output, at.cluster_sums, rank);
 }

@@ -9,9 +9,12 @@ import pytest
 import torch
 from click.testing import Result
 
+from ridgeplan.validate import planner_speed
 from ridgeplan.validate.kernel_bench import report as kernel_bench
 from ridgeplan.validate.kernel_bench.report import KernelReport, KernelRow, Roof
 from ridgeplan.validate.kernel_bench.sizes import KERNELS
+from ridgeplan.validate.planner_speed import PlannerSpeed
+from ridgeplan.validate.progress import Progress
 
 ROOT = Path(__file__).parents[2]
 Invoke = Callable[..., Result]
@@ -106,3 +109,23 @@ def test_an_output_that_cannot_be_written_is_refused_first(
 ) -> None:
     refuses("bench", "kernels", "--output", tmp_path / "nowhere" / "kernels.json")
     assert not asked
+
+
+def test_planner_speed_is_told_in_units_and_saved(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[int] = []
+
+    def measure_planner(runs: int, on_progress: Progress) -> PlannerSpeed:
+        asked.append(runs)
+        on_progress("a new process", 0, 3)
+        return PlannerSpeed(cold_s=0.4, first_s=0.05, warm_s=0.02, searched_plans=5000, swept_plans_per_s=1.5e7)
+
+    monkeypatch.setattr(planner_speed, "measure_planner", measure_planner)
+    path = tmp_path / "speed.json"
+    result = invoke("bench", "planner", "--runs", "2", "--output", str(path))
+    assert result.exit_code == 0
+    assert asked == [2]
+    assert "400 ms" in result.stdout and "20.0 ms for 5,000 plans" in result.stdout
+    assert "0.25 million plans per second" in result.stdout and "15.0 million plans per second" in result.stdout
+    assert json.loads(path.read_text(encoding="utf-8"))["searched_plans_per_s"] == 250_000

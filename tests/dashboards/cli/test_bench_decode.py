@@ -101,7 +101,8 @@ def test_a_breakdown_without_a_gpu_is_refused_before_anything_is_loaded(refuses:
 
 @pytest.mark.model
 def test_the_text_that_comes_with_python_holds_the_default_suite(smollm2: Path) -> None:
-    from ridgeplan.runtime.model.checkpoint import load_tokenizer, model_source
+    from ridgeplan.runtime.model.checkpoint import load_tokenizer
+    from ridgeplan.runtime.model.source import model_source
     from ridgeplan.validate.prompts import sample_text
 
     tokens = len(load_tokenizer(model_source(str(smollm2))).encode(sample_text()))

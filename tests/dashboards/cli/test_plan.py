@@ -152,10 +152,11 @@ def test_nothing_fits_is_3_and_says_what_it_takes(refuses: Any) -> None:
     [
         ("", "not a JSON profile"),
         ('{"schema": 1, "device"', "not a JSON profile"),
-        ('{"schema": 99}', "profile schema 99 is newer"),
-        ('{"schema": NaN}', "number NaN in a profile"),
-        ('{"schema": 2}', "lacks or garbles"),
-        ("[]", "a profile is a JSON object"),
+        ('{"schema": 99}', "schema 99 is newer"),
+        ('{"schema": NaN}', "NaN stands for a number; allowed: finite numbers"),
+        ('{"schema": 1}', "schema 1 is of an older version; make it again with `ridgeplan calibrate`"),
+        ('{"schema": 2}', "hardware, device, software"),
+        ("[]", "it is []; allowed: an object"),
     ],
 )
 def test_damaged_profiles_are_refused(refuses: Any, tmp_path: Path, text: str, words: str) -> None:
@@ -248,9 +249,15 @@ def test_estimate_refuses(refuses: Any, arguments: tuple[object, ...], words: st
         ("", "not a JSON plan"),
         ('{"schema": 1, "workload"', "not a JSON plan"),
         ('{"schema": 2}', "schema 2 is newer than this version reads; allowed: up to 1"),
-        ('{"schema": 1, "workload": {"model": "m", "hardware": "h", "context": NaN}}', "number NaN in a plan"),
+        (
+            '{"schema": 1, "workload": {"model": "m", "hardware": "h", "context": NaN}}',
+            "NaN stands for a number; allowed: finite numbers",
+        ),
         ('{"schema": 1, "workload": {"model": "m", "hardware": "h", "context": 0}}', "context is 0; allowed"),
-        ('{"schema": 1, "workload": {"model": "m", "hardware": "h", "context": 1}, "x": 1}', "unknown field"),
+        (
+            '{"schema": 1, "workload": {"model": "m", "hardware": "h", "context": 1}, "x": 1}',
+            "x is not a field; allowed: workload",
+        ),
     ],
 )
 def test_damaged_plans_are_refused(

@@ -1,12 +1,14 @@
-"""`run` on the real embedded model, and the streaming of text."""
+"""`run` on tiny models and on the embedded one, and the streaming of text."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ridgeplan.dashboards.cli.model_inputs import CALIBRATION_TOKENS, calibration_tokens, note_substitute
+from ridgeplan import runtime
+from ridgeplan.dashboards.cli.model_inputs import CALIBRATION_TOKENS, calibration_tokens
 from ridgeplan.dashboards.cli.run import summary, text_pieces
 from ridgeplan.planner import Workload, preset
 from ridgeplan.runtime.quantization.calibrate import quantized_draft
@@ -16,7 +18,7 @@ from ridgeplan.runtime.statistics import Statistics
 @pytest.fixture
 def plan_path(tmp_path: Path) -> Path:
     path = tmp_path / "plan.json"
-    path.write_text(preset("quantspec", Workload("SmolLM2-135M", "here", 64, 8)).to_json())
+    path.write_text(preset("quantspec", Workload("any", "here", 64, 8)).to_json())
     return path
 
 
@@ -51,8 +53,10 @@ def test_an_unfinished_character_shows_at_the_end() -> None:
     ("arguments", "words"),
     [
         (("--prompt", "a", "--prompt-file", "b"), "--prompt and --prompt-file were given; allowed: one of them"),
-        (("--prompt", "a", "--model", "missing.gguf"), "no model at missing.gguf"),
+        (("--prompt", "a", "--model", "missing.gguf"), "no model at 'missing.gguf'"),
         (("--prompt", ""), "--prompt is empty; allowed: text of one character or more"),
+        (("--prompt", "caf\udce9"), "--prompt holds bytes that are not UTF-8; allowed: text, or --prompt-file"),
+        (("--prompt", "a", "--model", ""), "--model is empty; allowed: a safetensors folder, a .gguf file or a hub id"),
         (("--prompt", "a", "--seed", "first"), "'first' is not a valid integer"),
     ],
 )
@@ -66,13 +70,6 @@ def test_a_plan_that_cannot_be_executed_says_why(refuses: Any, tmp_path: Path) -
     assert "can be estimated but not executed: draft selection 'specattn'" in refuses("run", path, "--prompt", "a")
 
 
-@pytest.mark.parametrize(("model", "noted"), [("HuggingFaceTB/SmolLM2-135M", False), ("meta-llama/Llama-3.1-8B", True)])
-def test_the_embedded_model_in_place_of_the_plans_is_noted(capsys: Any, model: str, noted: bool) -> None:
-    note_substitute(preset("quantspec", Workload(model, "here", 64, 8)))
-    stderr = capsys.readouterr().err
-    assert (f"note: the plan is for {model}" in stderr) == noted
-
-
 @pytest.mark.parametrize("keep", [0, 4, 1000, 90_000_000])
 def test_truncated_models_are_refused(
     refuses: Any, plan_path: Path, smollm2: Path, tmp_path: Path, keep: int, monkeypatch: pytest.MonkeyPatch
@@ -84,18 +81,52 @@ def test_truncated_models_are_refused(
 
 
 @pytest.mark.model
-def test_run_streams_what_its_json_holds(invoke: Any, refuses: Any, plan_path: Path, smollm2: Path) -> None:
-    arguments = ("run", plan_path, "--prompt", "The capital of France is", "--max-new-tokens", 8)
+def test_the_embedded_model_knows_the_capital_of_france(invoke: Any, plan_path: Path, smollm2: Path) -> None:
+    result = invoke("run", plan_path, "--prompt", "The capital of France is")
+    assert result.exit_code == 0, result.stderr
+    assert "Paris" in result.stdout
+
+
+def test_run_streams_what_its_json_holds(invoke: Any, refuses: Any, plan_path: Path, tiny_folder: Path) -> None:
+    arguments = ("run", plan_path, "--model", tiny_folder, "--prompt", "The capital", "--max-new-tokens", 8)
     streamed = invoke(*arguments)
     assert streamed.exit_code == 0, streamed.stderr
     answer = json.loads(invoke(*arguments, "--json").stdout)
     assert streamed.stdout.startswith(answer["text"])
-    assert "Paris" in answer["text"]
     assert "acceptance" in streamed.stdout
-    assert len(answer["tokens"]) == answer["statistics"]["generated"] <= 8
+    assert len(answer["tokens"]) == answer["statistics"]["generated"] == 8
+    assert answer["prompt_tokens"] == len("The capital")
     assert answer["statistics"]["tpot_ms"] > 0
     assert "max_new_tokens is 9; allowed by the plan: up to 8" in refuses(*arguments[:-1], 9)
     assert "temperature is nan" in refuses(*arguments, "--temperature", "nan")
+
+
+def test_sampling_options_reach_the_engine(invoke: Any, plan_path: Path, tiny_folder: Path) -> None:
+    arguments = ("run", plan_path, "--model", tiny_folder, "--prompt", "The capital", "--json")
+    options = {"temperature": 1.5, "top_k": 50, "top_p": 0.9, "seed": 3}
+    engine = runtime.load(preset("quantspec", Workload("m", "here", 64, 8)), str(tiny_folder))
+    sampled = engine.generate(engine.tokenizer.encode("The capital"), 8, runtime.SamplingParams(**options))
+    given = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
+    assert json.loads(invoke(*arguments, *given).stdout)["tokens"] == sampled.tokens[0]
+    assert json.loads(invoke(*arguments).stdout)["tokens"] != sampled.tokens[0]
+
+
+def test_the_end_of_text_stops_a_run_and_is_not_shown(
+    invoke: Any, plan_path: Path, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """A copy of the model whose tokenizer calls the fourth token of its answer the end of text."""
+    engine = runtime.load(preset("autoregressive", Workload("m", "here", 64, 8)), str(tiny_folder), device="cpu")
+    tokenizer, prompt = engine.tokenizer, "Once upon a time"
+    answer = engine.generate(tokenizer.encode(prompt), 8).tokens[0]
+    end = answer.index(answer[3])
+    folder = shutil.copytree(tiny_folder, tmp_path / "ending")
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(answer[3])
+    tokenizer.save_pretrained(folder)
+    arguments = ("run", plan_path, "--model", folder, "--prompt", prompt)
+    ended = json.loads(invoke(*arguments, "--json").stdout)
+    assert ended["tokens"] == answer[: end + 1]
+    shown = invoke(*arguments).stdout.partition("\n\n")[0]
+    assert shown == ended["text"] == tokenizer.decode(answer[:end])
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -111,18 +142,18 @@ def test_what_graphs_cost_is_shown(graphs: bool) -> None:
     assert ("between rounds the device waits 17 us for the host" in shown) == graphs
 
 
-@pytest.mark.model
-@pytest.mark.parametrize(("words", "noted"), [(10, True), (2000, False)])
-def test_a_short_calibration_text_is_noted(capsys: Any, smollm2: Path, tmp_path: Path, words: int, noted: bool) -> None:
+@pytest.mark.parametrize(("words", "noted"), [(199, True), (200, False)])
+def test_a_short_calibration_text_is_noted(
+    capsys: Any, tiny_folder: Path, tmp_path: Path, words: int, noted: bool
+) -> None:
     text = tmp_path / "text.txt"
     text.write_text("word " * words, encoding="utf-8")
-    assert calibration_tokens(str(smollm2), str(text))
+    assert calibration_tokens(str(tiny_folder), str(text))
     assert ("1000 or more calibrate well" in capsys.readouterr().err) == noted
 
 
-@pytest.mark.model
 def test_drafts_are_fitted_to_the_calibration_file(
-    invoke: Any, plan_path: Path, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    invoke: Any, plan_path: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
 
@@ -133,9 +164,10 @@ def test_drafts_are_fitted_to_the_calibration_file(
     monkeypatch.setattr("ridgeplan.runtime.engine.quantized_draft", quantized)
     text = tmp_path / "text.txt"
     text.write_text("A text like the one to come. " * 1200, encoding="utf-8")
-    result = invoke("run", plan_path, "--prompt", "A text", "--calibration", text, "--json")
+    model = ("--model", tiny_folder)
+    result = invoke("run", plan_path, *model, "--prompt", "A text", "--calibration", text, "--json")
     assert result.exit_code == 0, result.stderr
     assert seen == [CALIBRATION_TOKENS]
     plain = tmp_path / "plain.json"
     plain.write_text(preset("autoregressive", Workload("SmolLM2-135M", "here", 64, 8)).to_json())
-    assert "calibration changes nothing" in invoke("run", plain, "--prompt", "A", "--calibration", text).stderr
+    assert "calibration changes nothing" in invoke("run", plain, *model, "--prompt", "A", "--calibration", text).stderr

@@ -10,6 +10,7 @@ import pytest
 from ridgeplan.dashboards.cli import demo
 from ridgeplan.planner import Recommendation, Workload, preset
 from ridgeplan.roofline.catalog.profile import Profile, load_profile
+from ridgeplan.runtime import load
 
 WORKLOAD = Workload("HuggingFaceTB/SmolLM2-135M", "h200", 160, 6)
 PLAIN_ROWS = {"prefill", "decode step", "tpot", "peak memory", "speed-up over plain decoding"}
@@ -40,49 +41,57 @@ def names(comparison: Any) -> set[str]:
     return {row["name"] for row in comparison["rows"]}
 
 
-@pytest.mark.model
 def test_validate_compares_both_runs(
-    invoke: Any, plan_path: Path, profile_path: Path, tmp_path: Path, smollm2: Path
+    invoke: Any, plan_path: Path, profile_path: Path, tmp_path: Path, tiny_folder: Path
 ) -> None:
     text = tmp_path / "prompt.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 40, encoding="utf-8")
-    arguments = ("validate", plan_path, "--prompt-file", text, "--profile", profile_path)
+    arguments = ("validate", plan_path, "--model", tiny_folder, "--prompt-file", text, "--profile", profile_path)
     result = invoke(*arguments, "--json")
     assert result.exit_code == 0, result.stderr
     validation = json.loads(result.stdout)["validation"]
     assert names(validation["plain"]) == PLAIN_ROWS
     assert names(validation["plan"]) >= SPECULATIVE_ROWS
     assert (validation["plan"]["context"], validation["plan"]["new_tokens"]) == (160, 6)
-    assert "brown" in validation["plan"]["texts"][0]
+    # The target differs from plain decoding's, as its old tokens are INT8.
+    runs = {name: load(preset(name, WORKLOAD), str(tiny_folder)) for name in ("autoregressive", "int8")}
+    prompt = list(runs["int8"].tokenizer.encode(text.read_text(encoding="utf-8")))[:160]
+    for run, engine in zip(("plain", "plan"), runs.values(), strict=True):
+        assert validation[run]["texts"] == [engine.tokenizer.decode(engine.generate(prompt, 6).tokens[0])]
     tables = invoke(*arguments).stdout
     assert "plain decoding: autoregressive, context 160, 6 new tokens, batch 1 [" in tables
     assert "the plan: quantspec" in tables
     assert "speed-up over plain decoding" in tables
 
 
-@pytest.mark.model
 def test_validate_counts_tokens_that_differ_from_float32(
-    invoke: Any, plan_path: Path, profile_path: Path, smollm2: Path
+    invoke: Any, plan_path: Path, profile_path: Path, tiny_folder: Path
 ) -> None:
-    arguments = ("validate", plan_path, "--profile", profile_path, "--max-new-tokens", 3, "--agreement")
+    model = ("--model", tiny_folder)
+    arguments = ("validate", plan_path, *model, "--profile", profile_path, "--max-new-tokens", 3, "--agreement")
     agreement = json.loads(invoke(*arguments, "--json").stdout)["agreement"]
     assert (agreement["tokens"], agreement["beyond_noise"]) == (3, 0)
     assert f"{len(agreement['gaps'])} of 3 greedy tokens" in invoke(*arguments).stdout
 
 
-@pytest.mark.model
 @pytest.mark.parametrize(
     ("content", "words"),
     [(None, "cannot read text file"), (b"", "is empty"), (b"\xff\xfe", "is not UTF-8 text")],
 )
 def test_bad_prompt_files_are_refused(
-    refuses: Any, plan_path: Path, profile_path: Path, tmp_path: Path, smollm2: Path, content: bytes | None, words: str
+    refuses: Any,
+    plan_path: Path,
+    profile_path: Path,
+    tmp_path: Path,
+    tiny_folder: Path,
+    content: bytes | None,
+    words: str,
 ) -> None:
     path = tmp_path / "prompt.txt"
     if content is not None:
         path.write_bytes(content)
     for command in (("validate", plan_path, "--profile", profile_path), ("run", plan_path)):
-        assert words in refuses(*command, "--prompt-file", path)
+        assert words in refuses(*command, "--model", tiny_folder, "--prompt-file", path)
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"schema": 7}', '{"schema": Infinity}'])
@@ -106,8 +115,15 @@ def test_demo_runs_the_recommended_plan_and_quantspec(
     assert names(answer["runs"][0]["comparison"]) == PLAIN_ROWS
     assert names(answer["runs"][-1]["comparison"]) >= SPECULATIVE_ROWS
     assert all(run["statistics"]["generated"] == 6 and run["text"] for run in answer["runs"])
-    shown = invoke(*arguments).stdout
-    assert "continues the prompt" in shown
+
+
+def test_demo_shows_texts_and_comparisons(
+    invoke: Any, profile_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ridgeplan.dashboards.cli.demo.user_profile_path", lambda: profile_path)
+    monkeypatch.setattr("ridgeplan.runtime.embedded_model_path", lambda: tiny_folder)
+    shown = invoke("demo", "--context", 160, "--new-tokens", 6).stdout
+    assert shown.count("continues the prompt") == shown.count("speed-up over plain decoding") >= 2
     assert "tokens per round" in shown
 
 

@@ -1,9 +1,6 @@
-"""CUDA kernel of decode attention: its plan of registers and shared memory anywhere, its results on a GPU."""
+"""CUDA kernel of decode attention: its schedule of shared memory anywhere, its results on a GPU."""
 
-import shutil
-import subprocess
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,77 +9,81 @@ from torch import Tensor
 
 from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.kernels.attention.cost import attention_cost
-from ridgeplan.kernels.attention.cuda import fits, source
+from ridgeplan.kernels.attention.cuda import AttentionKernel, find_kernel
 from ridgeplan.kernels.attention.schedule import (
-    LEAST_BLOCKS,
-    LEAST_UNITS,
-    MAX_ITEMS,
+    MAX_STAGES,
+    MIN_CTAS_PER_SM,
+    MIN_TILES_PER_CTA,
     RESERVED_BYTES,
+    AttentionVariant,
     Occupancy,
-    Variant,
+    fuses_reduction,
 )
 from ridgeplan.kernels.kv_cache import dequantize, quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 
-HOPPER_BYTES = 228 * 1024  # shared memory of a multiprocessor
-HOPPER_PROCESSORS = 132
-# Bytes of registers, by rows: words that are met once per row, and what three blocks of 24 rows cost, which are faster
-# than two without (see the log in attention_cuda.py).
-MOST_SPILLED = {8: 16, 24: 64, 32: 16}
-VARIANTS = [Variant(d, bits, True, rows) for d in (64, 128) for bits in (0, 4, 8) for rows in (8, 16, 24, 32, 64)]
+HOPPER_BYTES = 228 * 1024  # shared memory of an SM
+HOPPER_SMS = 132
+VARIANTS = [
+    AttentionVariant(d, bits, True, rows) for d in (64, 128) for bits in (0, 4, 8) for rows in (8, 16, 24, 32, 64)
+]
 
 
-def hopper(variant: Variant) -> Occupancy:
-    return Occupancy(variant, HOPPER_PROCESSORS, HOPPER_BYTES)
+def hopper(variant: AttentionVariant) -> Occupancy:
+    return Occupancy(variant, HOPPER_SMS, HOPPER_BYTES)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_blocks_fit_a_multiprocessor(variant: Variant) -> None:
-    """Every variant keeps at least a unit and a half in flight or in work, within Hopper's shared memory."""
+def test_ctas_fit_an_sm(variant: AttentionVariant) -> None:
+    """Every variant has stages for at least a KV tile and a half, within Hopper's shared memory."""
     occupancy = hopper(variant)
-    assert occupancy.items >= 3
-    block_bytes = occupancy.shared_bytes + variant.static_bytes(occupancy.items) + RESERVED_BYTES
-    assert variant.blocks * block_bytes <= HOPPER_BYTES
+    assert occupancy.stages >= 3
+    cta_bytes = occupancy.shared_bytes + variant.static_bytes(occupancy.stages) + RESERVED_BYTES
+    assert variant.ctas_per_sm * cta_bytes <= HOPPER_BYTES
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_short_rows_have_fewer_blocks_and_these_fill_the_multiprocessor(variant: Variant) -> None:
+def test_short_rows_have_fewer_ctas_and_these_fill_the_sm(variant: AttentionVariant) -> None:
     occupancy = hopper(variant)
     shared_bytes = occupancy.shared_bytes
-    enough = HOPPER_PROCESSORS * variant.blocks * LEAST_UNITS
-    assert occupancy.residency(enough) == (HOPPER_PROCESSORS * variant.blocks, shared_bytes)
+    enough = HOPPER_SMS * variant.ctas_per_sm * MIN_TILES_PER_CTA
+    assert occupancy.residency(enough) == (HOPPER_SMS * variant.ctas_per_sm, shared_bytes)
     resident, padded_bytes = occupancy.residency(enough - 1)
-    few = min(variant.blocks, LEAST_BLOCKS)
-    assert resident == HOPPER_PROCESSORS * few
-    if few == variant.blocks:
+    few = min(variant.ctas_per_sm, MIN_CTAS_PER_SM)
+    assert resident == HOPPER_SMS * few
+    if few == variant.ctas_per_sm:
         assert padded_bytes == shared_bytes
     else:
         assert padded_bytes >= shared_bytes
         assert HOPPER_BYTES // (padded_bytes + RESERVED_BYTES) == few
-        assert few * (padded_bytes + variant.static_bytes(MAX_ITEMS) + RESERVED_BYTES) <= HOPPER_BYTES
+        assert few * (padded_bytes + variant.static_bytes(MAX_STAGES) + RESERVED_BYTES) <= HOPPER_BYTES
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.rows in MOST_SPILLED], ids=str)
-def test_compiles_for_hopper_within_its_registers_and_shared_memory(variant: Variant, tmp_path: Path) -> None:
-    (tmp_path / "attention.cu").write_text(source(), encoding="utf-8")
-    items = hopper(variant).items
-    command = ["nvcc", "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", "out", "attention.cu"]
-    done = subprocess.run(
-        command + variant.options(items, "attend"), capture_output=True, text=True, check=False, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    report = done.stderr.replace("\n", ", ").split(", ")
-    spilled, static = (
-        [int(words.split()[0]) for words in report if words.endswith(unit)]
-        for unit in ("bytes spill stores", "bytes smem")
-    )
-    assert spilled[0] <= MOST_SPILLED[variant.rows] and static[0] <= variant.static_bytes(items)
+def test_shared_memory_holds_stages_queries_and_probabilities() -> None:
+    """By hand, for 8 query rows of 128 channels and INT4: 32 tokens a dense tile, probabilities of 128 tokens, fp16."""
+    variant = AttentionVariant(128, 4, True, 8)
+    assert variant.stage_bytes == 32 * 128 * 2 + 512
+    assert variant.shared_bytes(3) == 3 * variant.stage_bytes + 8 * 128 * 2 + 8 * 128 * 2
+
+
+def test_grids_divide_rows_evenly_if_that_leaves_few_sms_idle() -> None:
+    """Of 528 CTAs: 8 rows take 66 each; 500 rows one each, as 28 idle ones are few; 300 rows would leave 228 idle."""
+    occupancy = hopper(AttentionVariant(128, 4, True, 8))
+    ctas = {kv_rows: occupancy.grid(kv_rows, 2112)[0] for kv_rows in (1, 8, 500, 300, 5000)}
+    assert ctas == {1: 528, 8: 528, 500: 500, 300: 528, 5000: 528}
+
+
+def test_reductions_of_few_elements_and_rows_are_fused() -> None:
+    """By one CTA up to 16384 elements of partials; rows as far as there are 4096 counters."""
+    assert fuses_reduction(32, 1, 512)
+    assert not fuses_reduction(33, 1, 512)
+    assert fuses_reduction(4096, 4096, 512)
+    assert not fuses_reduction(4097, 4097, 512)
 
 
 def test_cpu_calls_are_left_to_the_reference() -> None:
     case = build(Case(2, 1, 64, 1, ((1, 0, 3),), 4), "cpu")
-    assert not case.fits()
+    assert not case.runs_cuda()
     assert torch.equal(case.run(), case.run(backend="reference"))
 
 
@@ -123,8 +124,8 @@ class Problem:
             lower=self.lower, splits=splits, backend=backend,
         )  # fmt: skip
 
-    def fits(self) -> bool:
-        return fits(self.q, self.keys, self.values, self.codes, self.lower, 0.125)
+    def runs_cuda(self) -> bool:
+        return find_kernel(self.q, self.keys, self.values, self.codes, self.lower, 0.125) is not None
 
 
 def build(case: Case, device: str) -> Problem:
@@ -195,7 +196,7 @@ SWEEP = [
     *(Case(8, 2, d, 4, RAGGED, bits, torch.float16) for d in (64, 128) for bits in (0, 4, 8)),
     *(Case(8, 2, 128, 2, RAGGED, bits, torch.bfloat16, None, x, 0.0) for bits in (4, 8) for x in (1e3, 1e-3)),
     *(Case(8, 2, 128, 2, RAGGED, bits, torch.float16, None, 1e3, 5.0) for bits in (4, 8)),
-    *(Case(4, 2, 64, 1, RAGGED * 40, bits) for bits in (0, 4, 8)),  # 160 rows, more than a warp plans at once
+    *(Case(4, 2, 64, 1, RAGGED * 40, bits) for bits in (0, 4, 8)),  # 160 rows, more than a warp schedules at once
 ]
 
 
@@ -204,28 +205,28 @@ SWEEP = [
 @pytest.mark.parametrize("case", SWEEP, ids=str)
 def test_against_naive(case: Case) -> None:
     problem = build(case, "cuda")
-    assert problem.fits()
+    assert problem.runs_cuda()
     out = problem.run(case.splits)
     assert out.dtype == case.dtype and out.shape == problem.q.shape
     assert relative_error(out, naive(problem)) < 5e-3
-    assert relative_error(out, problem.run(backend="reference").double()) < 8e-3  # the twin multiplies in bf16
+    assert relative_error(out, problem.run(backend="reference").double()) < 8e-3  # the reference multiplies in bf16
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("head_dim", "queries"), [(64, 1), (128, 1), (128, 8)])
 def test_long_sums_that_nearly_cancel(bits: int, head_dim: int, queries: int) -> None:
-    """Of 128k random values about a 300th of one remains: nothing that codes hold too much may pass through the sum."""
+    """Of 128k random values about a 300th of one remains: no offset of the codes may pass through the sum."""
     problem = build(Case(8, 2, head_dim, queries, ((1024, 0, 200),), bits, bias=0.0), "cuda")
     assert relative_error(problem.run(), naive(problem)) < 4e-3
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("splits", [None, 80], ids=["folded", "merged"])
+@pytest.mark.parametrize("splits", [None, 80], ids=["fused", "merged"])
 @pytest.mark.parametrize("bits", [0, 4, 8])
 def test_rows_that_see_nothing_are_zero(bits: int, splits: int | None) -> None:
-    """Whether the last block merges a row's segments or a kernel of its own."""
+    """Whether the last CTA reduces a row's splits or a kernel of its own."""
     problem = build(Case(8, 2, 128, 3, ((0, 4, 4), (bits // 4, 6, 4), (0, 0, 0)), bits), "cuda")
     empty = replace(problem, end=problem.end - torch.tensor([3, 0, 0], device="cuda").int())
     out = empty.run(splits)
@@ -313,5 +314,84 @@ def test_misaligned_buffers_are_left_to_triton() -> None:
     shifted = torch.empty(problem.keys.numel() + 1, dtype=problem.keys.dtype, device="cuda")[1:].view_as(problem.keys)
     shifted.copy_(problem.keys)
     moved = replace(problem, keys=shifted)
-    assert problem.fits() and not moved.fits()
+    assert problem.runs_cuda() and not moved.runs_cuda()
     assert relative_error(moved.run(), naive(moved)) < 1e-2
+
+
+def launched(
+    launches: Any, q: Tensor, keys: Tensor, lengths: tuple[Tensor, Tensor, Tensor], splits: int | None
+) -> tuple[Tensor, Any]:
+    """Runs 12 query heads of 4 KV heads over INT4 codes of 5 groups, as on an H200."""
+    variant = AttentionVariant(64, 4, True, 8)
+    kernel = AttentionKernel("attend", "merge", hopper(variant), torch.zeros(4096, dtype=torch.int32))
+    codes = QuantizedKV.allocate(2, 4, 5, 128, 64, "cpu", lower=False)
+    out = kernel.run(q, keys, keys + 1, *lengths[:2], codes, lengths[2], 0.25, splits)
+    return out, launches.asked
+
+
+def cpu_case() -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    q = torch.zeros(2, 2, 12, 64, dtype=torch.bfloat16)
+    keys = torch.zeros(2, 4, 100, 64, dtype=torch.bfloat16)
+    begin, end, groups = (torch.full((2,), i, dtype=torch.int32) for i in range(3))
+    return q, keys, (begin, end, groups)
+
+
+def test_the_launch_passes_pointers_strides_and_sizes(launches: Any) -> None:
+    """Eight (batch row, KV head) pairs of 5 groups and 4 tiles of 32 tokens: short rows, so three CTAs per SM."""
+    q, keys, lengths = cpu_case()
+    out, asked = launched(launches, q, keys, lengths, None)
+    kernel, grid, threads, params, shared_bytes, early = asked[0]
+    assert (kernel, grid, threads, early) == ("attend", (3 * HOPPER_SMS // 8 * 8, 1, 1), 128, True)
+    assert HOPPER_BYTES // (shared_bytes + RESERVED_BYTES) == 3
+    assert (params.q, params.keys, params.out) == (q.data_ptr(), keys.data_ptr(), out.data_ptr())
+    assert [params.begin, params.end, params.groups] == [length.data_ptr() for length in lengths]
+    sizes = (
+        params.batch,
+        params.kv_heads,
+        params.q_heads_per_kv,
+        params.queries,
+        params.capacity,
+        params.group_capacity,
+    )
+    assert sizes == (2, 4, 3, 2, 100, 5)
+    assert (params.q_batch_stride, params.q_query_stride, params.q_head_stride) == (2 * 12 * 8, 12 * 8, 8)
+    assert (params.key_batch_stride, params.key_head_stride, params.key_stride) == (4 * 100 * 8, 100 * 8, 8)
+    assert params.value_codes.lower is None
+    assert params.scale == 0.25
+    assert out.shape == q.shape
+
+
+def test_many_splits_are_reduced_by_a_kernel_of_their_own(launches: Any) -> None:
+    """Six rows of 64 channels: 42 splits are 16128 elements, 43 are 16512, beyond the 16384 that one CTA reduces."""
+    q, keys, lengths = cpu_case()
+    for splits, fused in ((42, True), (43, False)):
+        launches.asked.clear()
+        _, asked = launched(launches, q, keys, lengths, splits)
+        assert asked[0][1] == (8 * splits, 1, 1)
+        assert asked[0][3].fuse_reduction == fused
+        # One CTA per query row and pair; 16 parts of a row's 16 lanes.
+        merges = [(kernel, grid, threads) for kernel, grid, threads, *_ in asked[1:]]
+        assert merges == ([] if fused else [("merge", (6, 8, 1), 256)])
+
+
+def test_lengths_that_must_be_copied_first_are_not_read_early(launches: Any) -> None:
+    q, keys, lengths = cpu_case()
+    begin = torch.zeros(4, dtype=torch.int32)[::2]
+    _, asked = launched(launches, q, keys, (begin, *lengths[1:]), None)
+    assert not asked[0][-1]
+
+
+def test_a_started_tile_counts_as_one() -> None:
+    """8 rows of 263 groups and 10 tokens are 8 x 264 tiles: four for each of four CTAs per SM."""
+    kernel = AttentionKernel("attend", "merge", hopper(AttentionVariant(128, 4, True, 8)), torch.zeros(1))
+    assert kernel._grid(8, (2, 4, 1, 1, 10, 263), None)[0] == 4 * HOPPER_SMS
+    assert kernel._grid(8, (2, 4, 1, 1, 0, 263), None)[0] == 3 * HOPPER_SMS // 8 * 8
+
+
+def test_every_split_has_a_partial_of_its_own() -> None:
+    """42 CTAs cut a list of 8 rows into at most 42 + 7 splits; indices go up to 42 + 8."""
+    kernel = AttentionKernel("attend", "merge", hopper(AttentionVariant(64, 4, True, 8)), torch.zeros(1))
+    outputs = kernel._outputs(torch.zeros(2, 2, 12, 64), kv_rows=8, rows=6, ctas=42)
+    assert outputs["partial"].shape == (50, 6, 64)
+    assert outputs["lse"].shape == (50, 6)
+    assert outputs["row_ctas"].shape == (8, 2)

@@ -1,4 +1,4 @@
-"""Decode attention, twin and Triton kernel, against a naive reference in float64."""
+"""Decode attention, the torch reference and the Triton kernel, against a naive computation in float64."""
 
 from dataclasses import dataclass, replace
 
@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.attention import decode_attention
+from ridgeplan.kernels.attention.merge import merge
+from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache import dequantize, quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 
@@ -195,6 +197,22 @@ def test_large_scores_do_not_overflow(backend: str, device: str) -> None:
     problem = build(Case(2, 1, 32, 2, ((2, 0, 40),), 8), device)
     hot = replace(problem, q=problem.q * 300)
     assert relative_error(hot.run(backend, 3), naive(hot)) < 1e-2
+
+
+def test_splits_are_merged_by_exact_log_sum_exps(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Natural logarithms of sums of exponentials, to float32's accuracy; scores of some dozens."""
+    merged = []
+
+    def keep(partial: Tensor, lse: Tensor, dtype: torch.dtype, *, backend: Backend) -> Tensor:
+        merged.append(lse)
+        return merge(partial, lse, dtype, backend=backend)
+
+    monkeypatch.setattr("ridgeplan.kernels.attention.triton.merge", keep)
+    problem = build(Case(2, 1, 64, 1, ((0, 0, 50),), 0), device)
+    hot = replace(problem, q=8 * problem.q)
+    hot.run("triton", 1)
+    scores = hot.keys[0, 0, :50].double() @ hot.q[0, 0].double().T / 8
+    torch.testing.assert_close(merged[0][0, 0, :, 0].double(), scores.logsumexp(0), atol=0, rtol=1e-6)
 
 
 def test_errors_name_the_value(device: str) -> None:

@@ -1,6 +1,7 @@
-"""CUDA sources are joined as they stand; what does not compile is a warning, and the caller's fallback."""
+"""What NVRTC is given of a source; what does not compile is a warning, and the caller's fallback."""
 
 import contextlib
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from ridgeplan.kernels.device import nvrtc
+from ridgeplan.kernels.device.kernel_params import KernelParams
 
 DEVICE = torch.device("cuda", 0)
 
@@ -28,10 +30,31 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda compiler: monkeypatch.setattr(torch.cuda, "_compile_kernel", compiler)
 
 
-def test_sources_are_joined_in_order() -> None:
-    folder = Path(nvrtc.__file__).parents[1] / "sampling" / "csrc"
-    first, second = ((folder / name).read_text(encoding="utf-8") for name in ("radix_select.cuh", "top_k_top_p.cu"))
-    assert nvrtc.joined("sampling", "radix_select.cuh", "top_k_top_p.cu") == f"{first}\n{second}"
+def test_a_program_includes_its_source_and_checks_its_arguments() -> None:
+    class Point(KernelParams):
+        _fields_ = (("x", ctypes.c_int), ("y", ctypes.c_double))
+
+    include, *checks = nvrtc.program("sampling/csrc/top_k_top_p.cu", Point).splitlines()
+    assert include == '#include "sampling/csrc/top_k_top_p.cu"'
+    assert [check[: check.index(",")] for check in checks] == [
+        "static_assert(sizeof(Point) == 16",
+        "static_assert(__INTADDR__(&(((Point*)0)->x)) == 0",
+        "static_assert(__INTADDR__(&(((Point*)0)->y)) == 8",
+    ]
+
+
+def test_every_include_is_found() -> None:
+    """NVRTC reads them at run time, also from where the package is installed."""
+    (option,) = nvrtc.include_options()
+    root = Path(option.removeprefix("-I"))
+    sources = [*root.rglob("*.cu"), *root.rglob("*.cuh")]
+    assert len(sources) > 20
+    for source in sources:
+        lines = source.read_text(encoding="utf-8").splitlines()
+        assert ("#pragma once" in lines) == (source.suffix == ".cuh"), source
+        for line in lines:
+            if line.startswith("#include"):
+                assert (source.parent / line.split('"')[1]).is_file(), f"{source}: {line}"
 
 
 def test_a_kernel_gets_its_options_and_shared_memory(compiling: Any) -> None:
@@ -42,11 +65,12 @@ def test_a_kernel_gets_its_options_and_shared_memory(compiling: Any) -> None:
         return Kernel()
 
     compiling(compile_kernel)
-    assert (
-        nvrtc.compiled("source", "entry", ("-DA=1",), DEVICE, shared_bytes=100_000, failing="").shared_bytes == 100_000
-    )
-    assert nvrtc.compiled("source", "entry", [], DEVICE, failing="").shared_bytes == 0
-    assert seen == [("source", "entry", ["-DA=1"]), ("source", "entry", [])]
+    include = nvrtc.include_options()
+    large = nvrtc.compile_kernel("source", "entry", ("-DA=1",), DEVICE, shared_bytes=100_000, fallback="")
+    assert large is not None and large.shared_bytes == 100_000
+    small = nvrtc.compile_kernel("source", "entry", [], DEVICE, fallback="")
+    assert small is not None and small.shared_bytes == 0
+    assert seen == [("source", "entry", [*include, "-DA=1"]), ("source", "entry", include)]
 
 
 def test_what_does_not_compile_is_a_warning(compiling: Any) -> None:
@@ -55,4 +79,4 @@ def test_what_does_not_compile_is_a_warning(compiling: Any) -> None:
 
     compiling(compile_kernel)
     with pytest.warns(UserWarning, match="^Triton runs instead: no such instruction"):
-        assert nvrtc.compiled("source", "entry", [], DEVICE, failing="Triton runs instead") is None
+        assert nvrtc.compile_kernel("source", "entry", [], DEVICE, fallback="Triton runs instead") is None

@@ -1,4 +1,4 @@
-"""Quantization and its way back: kernels against their twins, and what is refused."""
+"""Quantization and its way back: kernels against their references, and what is refused."""
 
 from dataclasses import fields, replace
 
@@ -50,7 +50,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("group", "head_dim", "dtype", "lower"), CASES)
-def test_kernel_equals_twin_bit_by_bit(group: int, head_dim: int, dtype: torch.dtype, lower: bool, device: str) -> None:
+def test_kernel_equals_reference_bit_by_bit(
+    group: int, head_dim: int, dtype: torch.dtype, lower: bool, device: str
+) -> None:
     """Ragged group indices, a masked row and strided inputs: the same bytes, nothing else touched."""
     batch, kv_heads, groups = 3, 2, 4
     buffer_keys, buffer_values = random_kv((batch, kv_heads, 3 * group + 5, head_dim), dtype, device)
@@ -156,7 +158,7 @@ def test_errors_name_the_value() -> None:
         replace(codes, key_lower=codes.key_upper)
     with pytest.raises(ValueError, match="upper plane only"):
         dequantize(codes, lower=True)
-    with pytest.raises(ValueError, match="none of: auto, triton, twin"):
+    with pytest.raises(ValueError, match="none of: auto, triton, reference"):
         quantize(x[:, :, :32], x[:, :, :32], codes, first_groups(1, "cpu"), backend="cuda")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="even"):
         QuantizedKV.allocate(1, 1, 1, 33, 32, "cpu", lower=False)
@@ -182,7 +184,7 @@ def test_triton_on_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_compiled_kernels_equal_the_cpu_twin_at_real_size(
+def test_compiled_kernels_equal_the_cpu_reference_at_real_size(
     backend: str, head_dim: int, dtype: torch.dtype, lower: bool
 ) -> None:
     """Strided, masked rows, bit by bit; "auto" is the CUDA C++ kernel on Hopper."""

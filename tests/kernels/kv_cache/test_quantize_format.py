@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from ridgeplan.kernels.kv_cache import dequantize, quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.quantized_planes import key_planes, value_planes
 from ridgeplan.kernels.kv_cache.reference import encode, pack, unpack
 
 
@@ -75,6 +76,9 @@ def test_zero_range_decodes_to_the_minimum(constant: float) -> None:
     x = torch.full((1, 1, 32, 32), constant)
     codes = QuantizedKV.allocate(1, 1, 1, 32, 32, "cpu", lower=True)
     quantize(x, x, codes, torch.zeros(1, dtype=torch.int32))
+    assert codes.key_lower is not None and codes.value_lower is not None
+    assert not codes.key_upper.any() and not codes.value_upper.any()
+    assert (codes.key_lower == 0x88).all() and (codes.value_lower == 0x88).all()
     for lower in (False, True):
         for decoded in dequantize(codes, lower):
             assert torch.equal(decoded, x.half().float())
@@ -102,10 +106,11 @@ def test_bytes_per_token() -> None:
 @pytest.mark.parametrize("lower", [True, False])
 def test_kernels_and_batches_see_the_same_storage(lower: bool) -> None:
     whole = QuantizedKV.allocate(3, 2, 2, 8, 16, "cpu", lower=lower)
-    upper = [whole.key_upper, whole.key_scale, whole.key_min, whole.value_upper, whole.value_scale, whole.value_min]
-    lows = [whole.key_lower, whole.value_lower] if lower else [whole.key_upper, whole.value_upper]
-    expected = [upper[0], lows[0], *upper[1:4], lows[1], *upper[4:]]
-    assert [id(tensor) for tensor in whole.arguments] == [id(tensor) for tensor in expected]
+    for planes, name in ((key_planes(whole), "key"), (value_planes(whole), "value")):
+        lower_codes = getattr(whole, f"{name}_lower")
+        assert planes.lower == (None if lower_codes is None else lower_codes.data_ptr())
+        pointers = [planes.upper, planes.scale, planes.minimum]
+        assert pointers == [getattr(whole, f"{name}_{part}").data_ptr() for part in ("upper", "scale", "min")]
     part = whole.rows(slice(1, 3))
     assert (part.batch, part.planes) == (2, whole.planes)
     part.value_upper.fill_(7)

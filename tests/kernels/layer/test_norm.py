@@ -57,6 +57,14 @@ def test_rows_and_weight_may_be_strided(backend: str, device: str) -> None:
         torch.testing.assert_close(strided, plain)
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_eps_counts_where_activations_are_small(backend: str, device: str) -> None:
+    """Rows of 3e-3 with eps 1.6e-5: the root of 9e-6 + 1.6e-5 is 5e-3. 96 channels are no power of two."""
+    hidden, weight = torch.full((20, 96), 3e-3, device=device), torch.full((96,), 2.0, device=device)
+    _, normed = add_rms_norm(hidden, None, weight, 1.6e-5, backend=backend)
+    torch.testing.assert_close(normed, torch.full_like(normed, 2 * 3e-3 / 5e-3), atol=0, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_declared_cost_is_the_model_s(dtype: torch.dtype) -> None:
     stream, update, weight = inputs((2, 5), 96, dtype, "cpu")

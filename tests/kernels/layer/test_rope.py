@@ -107,6 +107,20 @@ def test_rotates_and_appends(
     assert keys.isnan().all() and values.isnan().all()  # nothing else was written
 
 
+@BACKENDS
+def test_eps_counts_where_heads_are_small(backend: str, device: str) -> None:
+    """Heads of 3e-3 with eps 1.6e-5: the root of 9e-6 + 1.6e-5 is 5e-3. At position 0 nothing rotates."""
+    qkv = torch.full((1, 1, 3 * 16), 3e-3, device=device)
+    keys, values = (torch.zeros(1, 1, 4, 16, device=device) for _ in "kv")
+    slots = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    tables = rotary_tables(slots, frequencies(16, device), 1.0, backend="reference")
+    weight = torch.tensor([[2.0], [4.0]], device=device).expand(2, 16)
+    queries = rope_append(qkv, tables, keys, values, slots, 1, qk_norm=weight, eps=1.6e-5, backend=backend)
+    torch.testing.assert_close(queries, torch.full_like(queries, 2 * 0.6), atol=0, rtol=1e-5)
+    torch.testing.assert_close(keys[:, :, 0], torch.full_like(keys[:, :, 0], 4 * 0.6), atol=0, rtol=1e-5)
+    assert (values[:, :, 0] == 3e-3).all()
+
+
 @pytest.mark.parametrize("heads", [(9, 3, 64), (4, 4, 96)], ids=str)
 def test_large_programs(heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Those that long prompts run in, here with heads of several tokens."""
@@ -199,7 +213,7 @@ def test_errors_name_the_shapes() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64), (32, 32, 96), (8, 2, 256)], ids=str)
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (33, 9), (1, 2048)], ids=str)
-def test_compiled_equals_the_twin_at_real_sizes(batch: int, tokens: int, heads: tuple[int, int, int]) -> None:
+def test_compiled_equals_the_reference_at_real_sizes(batch: int, tokens: int, heads: tuple[int, int, int]) -> None:
     q_heads, kv_heads, head_dim = heads
     generator = torch.Generator().manual_seed(batch)
     qkv = torch.randn(batch, tokens, (q_heads + 2 * kv_heads) * head_dim, generator=generator).bfloat16().cuda()

@@ -1,23 +1,19 @@
-"""Dense products of few rows: the definition, declared cost, CUDA's plans and kernel, chains that overlap."""
+"""Dense products of few rows: the definition, declared cost, CUDA's schedules and kernel, chains that overlap."""
 
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ridgeplan.kernels.linear.cuda_launch import source
 from ridgeplan.kernels.linear.dense import linear_dense, linear_dense_cost
-from ridgeplan.kernels.linear.dense_cuda import fits
-from ridgeplan.kernels.linear.dense_schedule import MAX_ROWS, make_plan
-from ridgeplan.kernels.linear.schedule import BESIDE_BYTES, RESERVED_BYTES, SIZES, Machine
+from ridgeplan.kernels.linear.dense_cuda import find_kernel
+from ridgeplan.kernels.linear.dense_schedule import MAX_ROWS, make_schedule
+from ridgeplan.kernels.linear.schedule import BESIDE_BYTES, CLUSTER_SIZES, RESERVED_BYTES, DeviceLimits
 from ridgeplan.roofline import ops
 
-H200 = Machine(shared_bytes=228 * 1024, clusters=(132, 66, 30, 15))
+H200 = DeviceLimits(sm_bytes=228 * 1024, clusters=(132, 66, 30, 15))
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -75,40 +71,52 @@ def test_gated_products_are_activated(biased: bool, device: str) -> None:
 @pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
 @pytest.mark.parametrize("inputs", [32, 576, 4096, 8192, 14336, 28672])
 @pytest.mark.parametrize(("outputs", "gated"), [(1, False), (4096, False), (262144, False), (28672, True)])
-def test_blocks_fit_a_multiprocessor(rows: int, outputs: int, inputs: int, gated: bool) -> None:
-    plan = make_plan(rows, outputs, inputs, True, gated, H200)
-    if plan is None:  # the library's product is as fast, or sums of a cluster's many row tiles need their room
+def test_ctas_fit_an_sm(rows: int, outputs: int, inputs: int, gated: bool) -> None:
+    schedule = make_schedule(rows, outputs, inputs, True, gated, H200)
+    if schedule is None:  # the library's product is as fast, or a cluster's sums of many output tiles leave no room
         assert rows > 2
         assert max(inputs, outputs) > 8192
         return
-    assert not gated or plan.cut.splits == 1
-    assert plan.items >= plan.cut.least_items >= 2
-    assert 1 <= plan.calm <= plan.items
-    assert 1 <= plan.flight <= plan.items
-    assert plan.chunk_rows <= min(rows, 8 * plan.tiles)
-    assert plan.shared_bytes + RESERVED_BYTES + BESIDE_BYTES <= H200.shared_bytes
-    size = plan.cut.splits * plan.shares
-    assert plan.groups % plan.shares == 0
-    assert plan.groups * plan.cut.splits * plan.chunks <= size * H200.clusters[SIZES.index(size)]  # resident at once
-    assert plan.groups * plan.own_tiles * 16 >= outputs
-    assert plan.groups * (plan.own_tiles - (2 if gated else 1)) * 16 < outputs  # as linear_roles.cu counts
+    assert not gated or schedule.split_k.ways == 1
+    assert schedule.stages >= schedule.split_k.min_stages >= 2
+    assert 1 <= schedule.stages_before_x <= schedule.stages
+    assert 1 <= schedule.stages_after_x <= schedule.stages
+    assert schedule.rows_per_pass <= min(rows, 8 * schedule.x_tiles)
+    assert schedule.shared_bytes + RESERVED_BYTES + BESIDE_BYTES <= H200.sm_bytes
+    size = schedule.split_k.ways * schedule.x_multicast
+    assert schedule.workers % schedule.x_multicast == 0
+    assert (
+        schedule.workers * schedule.split_k.ways * schedule.passes <= size * H200.clusters[CLUSTER_SIZES.index(size)]
+    )  # resident at once
+    assert schedule.workers * schedule.max_tiles * 16 >= outputs
+    assert schedule.workers * (schedule.max_tiles - (2 if gated else 1)) * 16 < outputs  # as csrc/pipeline.cuh counts
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize(
-    ("rows", "inputs", "gated"),
-    [(1, 4096, True), (8, 4096, False), (8, 4096, True), (16, 4096, False), (8, 14336, False)],
+    ("rows", "outputs", "inputs", "taken"),
+    [
+        (16, 8192, 8192, True),
+        (8, 28672, 4096, True),  # of many outputs or inputs, eight rows
+        (9, 28672, 4096, False),
+        (9, 4096, 14336, False),
+        (4, 49152, 576, True),  # of many outputs and few inputs, four
+        (5, 49152, 576, False),
+        (16, 1536, 576, True),
+        (17, 64, 64, False),
+    ],
 )
-def test_compiles_for_hopper_without_spills(rows: int, inputs: int, gated: bool, tmp_path: Path) -> None:
-    plan = make_plan(rows, 4096, inputs, rows > 1, gated, H200)
-    assert plan is not None
-    whole = tmp_path / "linear.cu"
-    whole.write_text(source(plan.weights.source), encoding="utf-8")
-    target = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v", "-cubin"]
-    command = ["nvcc", *target, *plan.options, str(whole), "-o", str(tmp_path / "linear.cubin")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
+def test_the_library_takes_what_it_is_as_fast_at(rows: int, outputs: int, inputs: int, taken: bool) -> None:
+    assert (make_schedule(rows, outputs, inputs, True, False, H200) is not None) == taken
+
+
+def test_warps_divide_a_stage_evenly() -> None:
+    """Of 18 K tiles three warps take six each, where four would take four or five; of 12 or 19 four are faster."""
+    found = {inputs: make_schedule(1, 64, inputs, True, False, H200) for inputs in (384, 576, 608)}
+    assert {inputs: schedule and schedule.mma_warps for inputs, schedule in found.items()} == {384: 4, 576: 3, 608: 4}
+
+
+def runs_cuda(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
+    return find_kernel(x, weight, gated) is not None
 
 
 CUDA_CASES = [  # outputs, inputs: tiny models, odd sizes, all cuts
@@ -124,13 +132,13 @@ CUDA_CASES = [  # outputs, inputs: tiny models, odd sizes, all cuts
 def test_cuda_equals_the_definition(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     x, weight, bias = case(MAX_ROWS + 1, outputs, inputs, dtype, "cuda")
     expected = definition(x, weight, bias)
-    taken = [rows for rows in range(1, MAX_ROWS + 1) if fits(x[:rows], weight)]
+    taken = [rows for rows in range(1, MAX_ROWS + 1) if runs_cuda(x[:rows], weight)]
     assert taken or outputs * inputs < 1 << 20
     for rows in taken:
         actual = linear_dense(x[:rows], weight, bias)
         assert relative_error(actual, expected[:rows]) < torch.finfo(dtype).eps, rows
         assert torch.equal(actual, linear_dense(x[:rows], weight, bias)), rows
-    assert not fits(x, weight)
+    assert not runs_cuda(x, weight)
 
 
 @pytest.mark.gpu
@@ -139,10 +147,10 @@ def test_cuda_equals_the_definition(outputs: int, inputs: int, dtype: torch.dtyp
 @pytest.mark.usefixtures("poisoned_empty")
 def test_gated_in_cuda(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     x, weight, bias = case(MAX_ROWS, outputs, inputs, dtype, "cuda")
-    x, bias = x - 0.01, bias * 0  # gates and what they let through of both signs
+    x, bias = x - 0.01, bias * 0  # gates of both signs, and so what they multiply
     gate, up = definition(x / 8, weight, bias).chunk(2, dim=1)
     expected = gate * gate.sigmoid() * up
-    taken = [rows for rows in range(1, MAX_ROWS + 1) if fits(x[:rows], weight, gated=True)]
+    taken = [rows for rows in range(1, MAX_ROWS + 1) if runs_cuda(x[:rows], weight, gated=True)]
     assert taken[:2] == [1, 2]
     for rows in taken:
         actual = linear_dense(x[:rows] / 8, weight, bias, gated=True)
@@ -156,12 +164,12 @@ def test_shapes_and_strides_of_x() -> None:
     expected = linear_dense(x, weight)
     assert torch.equal(linear_dense(x.view(2, 4, 4096), weight), expected.view(2, 4, 4096))
     strided = torch.stack([x, x], dim=1)[:, 0]
-    assert not fits(strided, weight)
+    assert not runs_cuda(strided, weight)
     assert relative_error(linear_dense(strided, weight), expected.double()) < 1e-2
     odd = torch.empty(8 * 4096 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(8, 4096).copy_(x)
-    assert not fits(odd, weight)
-    assert not fits(x, weight.t())
-    assert not fits(x, weight.half())
+    assert not runs_cuda(odd, weight)
+    assert not runs_cuda(x, weight.t())
+    assert not runs_cuda(x, weight.half())
     assert linear_dense(x[:0], weight).shape == (0, 4096)
 
 

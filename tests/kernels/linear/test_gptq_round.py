@@ -43,7 +43,7 @@ def test_halves_go_to_even_and_far_numbers_are_clamped(backend: str, device: str
 
 
 @pytest.mark.gpu
-def test_the_kernel_agrees_with_the_twin_on_the_gpu() -> None:
+def test_the_kernel_agrees_with_the_reference_on_the_gpu() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     steps = 8 + 4 * torch.randn(4096, 128, generator=generator, device="cuda")
     feedback = 0.05 * torch.randn(128, 128, generator=generator, device="cuda")

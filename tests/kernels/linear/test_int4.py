@@ -1,24 +1,22 @@
-"""4-bit weights and their product: packing, twin and kernels against the definition, declared cost, CUDA's plans."""
+"""4-bit weights and their product: packing, reference and kernels, declared cost, CUDA's schedules."""
 
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.linear.cuda_launch import source
+from ridgeplan.kernels.linear.cuda_launch import LinearKernel
 from ridgeplan.kernels.linear.int4 import linear_int4, linear_int4_cost
-from ridgeplan.kernels.linear.int4_cuda import fits
-from ridgeplan.kernels.linear.int4_schedule import MAX_ROWS, make_plan
+from ridgeplan.kernels.linear.int4_cuda import find_kernel
+from ridgeplan.kernels.linear.int4_schedule import MAX_ROWS, make_schedule
 from ridgeplan.kernels.linear.int4_weight import Int4Weight
-from ridgeplan.kernels.linear.schedule import BESIDE_BYTES, MOST_GATED_ROWS, RESERVED_BYTES, SIZES, Machine
+from ridgeplan.kernels.linear.schedule import BESIDE_BYTES, CLUSTER_SIZES, MAX_GATED_ROWS, RESERVED_BYTES, DeviceLimits
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.passes import weight_bytes
 
-H200 = Machine(shared_bytes=228 * 1024, clusters=(132, 66, 30, 15))
+H200 = DeviceLimits(sm_bytes=228 * 1024, clusters=(132, 66, 30, 15))
 SHAPES = [(16, 256, 256), (23, 384, 128), (40, 192, 64), (1, 96, 32)]  # outputs, inputs, group
 
 
@@ -105,6 +103,18 @@ def test_product_in_16_bits(dtype: torch.dtype, rows: int, backend: str, device:
     assert relative_error(actual, x.double() @ definition(codes, scale, zero).T) < torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+def test_many_rows_take_the_weight_in_slabs(biased: bool, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Slabs of two output tiles, of 50 outputs: the last is part of a tile."""
+    monkeypatch.setattr("ridgeplan.kernels.linear.int4_triton.SLAB_BYTES", 32 * 128 * 4)
+    codes, scale, zero = parts(50, 128, 64, device)
+    x = torch.randn(70, 128, generator=torch.Generator().manual_seed(1)).to(device)
+    bias = torch.linspace(-3, 3, 50, device=device) if biased else None
+    actual = linear_int4(x, Int4Weight.pack(codes, scale, zero), bias, backend="triton")
+    expected = x.double() @ definition(codes, scale, zero).T + (0 if bias is None else bias)
+    assert relative_error(actual, expected) < 1e-5
+
+
 @pytest.mark.parametrize("rows", [1, 7])
 @pytest.mark.parametrize(("inputs", "group"), [(512, 256), (256, 128), (256, 64), (256, 32)])
 def test_declared_cost_is_the_models(rows: int, inputs: int, group: int) -> None:
@@ -128,54 +138,64 @@ def test_gated_products_are_activated(backend: str, rows: int, device: str) -> N
 @pytest.mark.parametrize("rows", [1, 5, 8, 9, 16, 64])
 @pytest.mark.parametrize("inputs", [32, 576, 4096, 8192, 14336, 28672, 53248])
 @pytest.mark.parametrize(("outputs", "gated"), [(1, False), (4096, False), (262144, False), (28672, True)])
-def test_blocks_fit_a_multiprocessor(rows: int, outputs: int, inputs: int, gated: bool) -> None:
-    """Models from 0.1 to 405 billion parameters: every row of x is some block's, within Hopper's shared memory."""
+def test_ctas_fit_an_sm(rows: int, outputs: int, inputs: int, gated: bool) -> None:
+    """Models from 0.1 to 405 billion parameters: every output is some CTA's, within Hopper's shared memory."""
     group = next(group for group in (128, 64, 32) if inputs % group == 0)
-    plan = make_plan(rows, outputs, inputs, group, True, gated, H200)
-    if plan is None:  # a gate and what it lets through meet in one block, which has no room for all inputs of x
+    schedule = make_schedule(rows, outputs, inputs, group, True, gated, H200)
+    if schedule is None:  # a gate and what it multiplies are in one CTA, which has no room for all inputs of x
         assert gated
-        assert rows > MOST_GATED_ROWS or inputs > 8192
+        assert rows > MAX_GATED_ROWS or inputs > 8192
         return
-    assert not gated or plan.cut.splits == 1
-    assert plan.items >= plan.cut.least_items >= 2
-    assert 1 <= plan.calm <= plan.items
-    assert 1 <= plan.flight <= plan.items
-    assert plan.chunk_rows <= min(rows, 8 * plan.tiles)
-    assert plan.shared_bytes + RESERVED_BYTES + BESIDE_BYTES <= H200.shared_bytes
-    size = plan.cut.splits * plan.shares
-    assert plan.groups % plan.shares == 0
-    assert plan.groups * plan.cut.splits * plan.chunks <= size * H200.clusters[SIZES.index(size)]  # resident at once
-    assert plan.groups * plan.own_tiles * 16 >= outputs
-    assert plan.groups * (plan.own_tiles - (2 if gated else 1)) * 16 < outputs  # as linear_roles.cu counts
+    assert not gated or schedule.split_k.ways == 1
+    assert schedule.stages >= schedule.split_k.min_stages >= 2
+    assert 1 <= schedule.stages_before_x <= schedule.stages
+    assert 1 <= schedule.stages_after_x <= schedule.stages
+    assert schedule.rows_per_pass <= min(rows, 8 * schedule.x_tiles)
+    assert schedule.shared_bytes + RESERVED_BYTES + BESIDE_BYTES <= H200.sm_bytes
+    size = schedule.split_k.ways * schedule.x_multicast
+    assert schedule.workers % schedule.x_multicast == 0
+    assert (
+        schedule.workers * schedule.split_k.ways * schedule.passes <= size * H200.clusters[CLUSTER_SIZES.index(size)]
+    )  # resident at once
+    assert schedule.workers * schedule.max_tiles * 16 >= outputs
+    assert schedule.workers * (schedule.max_tiles - (2 if gated else 1)) * 16 < outputs  # as csrc/pipeline.cuh counts
 
 
-def test_inputs_beyond_shared_memory_have_no_plan() -> None:
-    assert make_plan(1, 16, 1 << 20, 128, True, False, H200) is None
+def test_stages_in_flight_double_in_long_products() -> None:
+    """Up to four output tiles a CTA are short. Stages are of 34 KiB, of which 36 KiB hold one and 72 KiB two."""
+    tile = 132 * 16  # outputs, one tile for each SM
+    short, long = (make_schedule(1, count * tile, 4096, 128, True, False, H200) for count in (4, 5))
+    assert short is not None and long is not None
+    assert (short.max_tiles, short.stages_after_x) == (4, 1)
+    assert (long.max_tiles, long.stages_after_x) == (5, 2)
 
 
-def test_gates_beside_what_they_let_through_in_one_row_tile_have_no_plan() -> None:
-    assert make_plan(1, 48, 128, 128, True, True, H200) is None
-    assert make_plan(1, 64, 128, 128, True, True, H200) is not None
+def test_stages_are_whole_groups_and_about_equal() -> None:
+    """17 groups of 256 inputs are more than a stage of 4096 holds: 9 and 8."""
+    schedule = make_schedule(1, 16, 4352, 256, True, False, H200)
+    assert schedule is not None
+    assert (schedule.k_tiles, schedule.stage_inputs) == (17, 9 * 256)
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize(
-    ("group", "rows", "inputs", "gated"),
-    [
-        (128, 1, 4096, True), (128, 8, 4096, True), (128, 16, 4096, False), (128, 16, 14336, False),
-        (256, 16, 4096, False), (64, 8, 14336, False), (32, 16, 8192, False),
-    ],
-)  # fmt: skip
-def test_compiles_for_hopper_without_spills(group: int, rows: int, inputs: int, gated: bool, tmp_path: Path) -> None:
-    plan = make_plan(rows, 4096, inputs, group, rows > 1, gated, H200)
-    assert plan is not None
-    whole = tmp_path / "linear.cu"
-    whole.write_text(source(plan.weights.source), encoding="utf-8")
-    target = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v", "-cubin"]
-    command = ["nvcc", *target, *plan.options, str(whole), "-o", str(tmp_path / "linear.cubin")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
+@pytest.mark.parametrize(("rows", "passes"), [(1, 1), (16, 1), (17, 2), (64, 4)])
+def test_a_pass_over_the_weight_takes_up_to_16_rows(rows: int, passes: int) -> None:
+    schedule = make_schedule(rows, 4096, 4096, 128, True, False, H200)
+    assert schedule is not None
+    assert schedule.passes == schedule.grid[1] == passes
+    assert schedule.x_multicast == (1 if rows == 1 else 2)
+
+
+def test_inputs_beyond_shared_memory_have_no_schedule() -> None:
+    assert make_schedule(1, 16, 1 << 20, 128, True, False, H200) is None
+
+
+def test_gates_and_what_they_multiply_in_one_output_tile_have_no_schedule() -> None:
+    assert make_schedule(1, 48, 128, 128, True, True, H200) is None
+    assert make_schedule(1, 64, 128, 128, True, True, H200) is not None
+
+
+def runs_cuda(x: Tensor, weight: Int4Weight, gated: bool = False) -> bool:
+    return find_kernel(x, weight, gated) is not None
 
 
 CUDA_CASES = [  # rows, outputs, inputs, group: odd sizes, all variants, split inputs, several passes
@@ -193,7 +213,7 @@ def test_cuda_equals_the_definition(rows: int, outputs: int, inputs: int, group:
     codes, scale, zero = parts(outputs, inputs, group, "cuda")
     weight, bias = Int4Weight.pack(codes, scale, zero), torch.randn(outputs, device="cuda").to(dtype)
     x = torch.randn(rows, inputs, device="cuda").to(dtype) / 64 + 0.01  # sums that do not cancel, inside fp16's range
-    assert fits(x, weight)
+    assert runs_cuda(x, weight)
     expected = x.double() @ definition(codes, scale, zero).T + bias
     assert relative_error(linear_int4(x, weight, bias), expected) < torch.finfo(dtype).eps
     assert torch.equal(linear_int4(x, weight, bias), linear_int4(x, weight, bias))
@@ -207,10 +227,10 @@ def test_gated_in_cuda(rows: int, outputs: int, inputs: int) -> None:
     codes, scale, zero = parts(outputs, inputs, 64, "cuda")
     weight, bias = Int4Weight.pack(codes, scale, zero), torch.randn(outputs, device="cuda").bfloat16()
     x = torch.randn(rows, inputs, device="cuda").bfloat16() / 64 + 0.01
-    assert fits(x, weight, gated=True) == (rows <= MOST_GATED_ROWS)
+    assert runs_cuda(x, weight, gated=True) == (rows <= MAX_GATED_ROWS)
     gate, up = (x.double() @ definition(codes, scale, zero).T + bias).chunk(2, dim=1)
     actual = linear_int4(x, weight, bias, gated=True)
-    rounded = 1 if rows <= MOST_GATED_ROWS else 3  # apart, products and gates are rounded before they meet
+    rounded = 1 if rows <= MAX_GATED_ROWS else 3  # apart, products and gates are rounded before they meet
     assert relative_error(actual, gate * gate.sigmoid() * up) < rounded * torch.finfo(torch.bfloat16).eps
     assert torch.equal(actual, linear_int4(x, weight, bias, gated=True))
 
@@ -222,10 +242,12 @@ def test_what_the_cuda_kernel_leaves_to_others(rows: int) -> None:
     weight = Int4Weight.pack(codes, scale, zero)
     wide = torch.randn(rows * 256 + 1, device="cuda", dtype=torch.bfloat16)
     for x in (wide[1:].view(rows, 256), torch.randn(MAX_ROWS + rows, 256, device="cuda"), wide[:0].view(0, 256)):
-        assert not fits(x, weight)
+        assert not runs_cuda(x, weight)
         expected = x.double() @ definition(codes, scale, zero).T
         assert (linear_int4(x, weight) - expected).norm() <= 1e-2 * expected.norm()
-    assert not fits(wide[: rows * 256].view(rows, 256), Int4Weight.pack(*parts(100, 256, 128)))  # of the host's memory
+    assert not runs_cuda(
+        wide[: rows * 256].view(rows, 256), Int4Weight.pack(*parts(100, 256, 128))
+    )  # of the host's memory
 
 
 @pytest.mark.gpu
@@ -252,3 +274,27 @@ def test_dependent_products_wait_for_each_other(rows: int, chained: Callable[...
         return Int4Weight.pack(codes, scale, scale / 2)
 
     chained(linear_int4, weight, rows)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_launch_passes_the_schedule(gated: bool, launches: Any) -> None:
+    """Eight rows of 4096 inputs: pairs of CTAs fetch x together, and 128 output tiles are fewer than SMs."""
+    schedule = make_schedule(8, 2048, 4096, 128, True, gated, H200)
+    assert schedule is not None
+    weight = Int4Weight(torch.zeros(128, 32, 8 * 128 + 64, dtype=torch.uint8), 128, 4096, 2048)
+    x, bias = torch.zeros(8, 4096, dtype=torch.bfloat16), torch.zeros(2048, dtype=torch.bfloat16)
+    y = LinearKernel("linear", schedule).run(x, weight.packed, None if gated else bias)
+    ((kernel, grid, threads, params, shared_bytes, early),) = launches.asked
+    assert y.shape == (8, 1024 if gated else 2048)
+    assert (kernel, grid, threads, early) == ("linear", (64 if gated else 128, 1, 1), 32 * (8 + 2), True)
+    assert (params.x, params.weight, params.y) == (x.data_ptr(), weight.packed.data_ptr(), y.data_ptr())
+    assert params.bias == (None if gated else bias.data_ptr())
+    assert (params.rows, params.inputs, params.outputs, params.rows_per_pass) == (8, 4096, 2048, 8)
+    assert params.max_tiles == (2 if gated else 1)
+    # A stage is 4096 inputs of an output tile: 32 groups of 128, with 8 bytes of codes an input and 64 of scales.
+    # Beside are rows of x, which start an odd number of 64 bytes apart, its sums for each group, and two buffers of the
+    # warps'.
+    stage, beside = 32 * (8 * 128 + 64), 8 * (2 * 4096 + 64) + 32 * 8 * 4 + 2 * 8 * 16 * 8 * 4
+    assert params.stages == (228 * 1024 - 8 * 1024 - beside) // stage
+    assert shared_bytes == params.stages * stage + beside
+    assert (params.stages_before_x, params.stages_after_x, params.trigger_stages) == (1, 1, 0)

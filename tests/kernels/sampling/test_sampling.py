@@ -1,4 +1,6 @@
-"""Filtering, draws and speculative acceptance: twins against plain definitions, kernels against twins."""
+"""Filtering, draws and speculative acceptance: references against plain definitions, kernels against references."""
+
+import math
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from ridgeplan.kernels.sampling import draw, filter_logits, greedy_triton, rejec
 from ridgeplan.kernels.sampling import rejection_triton as sampling_triton
 from ridgeplan.kernels.sampling.cost import draw_cost, draw_metadata, filter_cost, filter_metadata
 from ridgeplan.kernels.sampling.distribution import Distribution, Greedy
+from ridgeplan.kernels.sampling.reference import Table, nucleus
 from ridgeplan.roofline import ops
 
 VOCAB = 6
@@ -90,6 +93,36 @@ def test_top_p_keeps_the_smallest_set_of_that_mass(top_p: float, kept: int) -> N
     assert probabilities.argmax() == 1
 
 
+@pytest.mark.parametrize(("top_p", "kept"), [(0.5, 1), (0.5 + 2**-20, 2), (0.75, 2), (0.75 + 2**-20, 4)])
+def test_a_set_whose_mass_is_just_top_p_is_enough(top_p: float, kept: int) -> None:
+    """Probabilities 1/2, 1/4, 1/8 and 1/8, whose sums are exact; the last two are equally likely."""
+    table = torch.tensor([0.125, 0.5, 0.25, 0.125])
+    whole = Table(
+        table.log2(), math.log2(math.e), torch.tensor(-1.0), torch.tensor(-torch.inf), torch.tensor(2.0), table
+    )
+    assert (nucleus(whole, top_p).probabilities() > 0).sum() == kept
+
+
+@FILTERS
+def test_peak_cutoff_and_mass_describe_the_distribution(
+    temperature: float, top_k: int | None, top_p: float | None
+) -> None:
+    """By the formula of `Distribution`, which kernels compute with."""
+    choice = filter_logits(random_logits(3, 40, seed=2), temperature, top_k, top_p)
+    assert isinstance(choice, Distribution)
+    by_formula = Distribution(choice.logits, choice.temperature, choice.peak, choice.cutoff, choice.mass)
+    torch.testing.assert_close(by_formula.probabilities(), choice.probabilities())
+
+
+@BACKENDS
+def test_a_uniform_number_that_was_rounded_up_to_one_draws_the_last_token(backend: str, device: str) -> None:
+    """As one of float32 may be; tokens after the last with probability are not drawn."""
+    logits = torch.full((1, 200), -torch.inf, device=device)
+    logits[0, [3, 120]] = 0.0
+    uniform = torch.ones(1, dtype=torch.float64, device=device)
+    assert draw(softmax(logits, 1.0, backend=backend), uniform, backend=backend).tolist() == [120]
+
+
 @pytest.mark.parametrize(("top_k", "top_p"), [(2, None), (None, 0.7), (2, 0.7)])
 def test_tokens_as_likely_as_the_last_kept_one_are_kept(top_k: int | None, top_p: float | None) -> None:
     probabilities = filter_logits(torch.tensor([1.0, 2.0, -1.0, 1.0, 1.0]), 1.0, top_k, top_p).probabilities()
@@ -154,14 +187,14 @@ def test_draws_follow_the_distribution(backend: str, rows: int, device: str) -> 
     ("target", "drafted", "max_tokens", "expected"),
     [
         ([1, 2, 3, 4], [1, 2, 3], 9, ([1, 2, 3, 4], 3, 3)),  # all accepted: one more from the target
-        ([1, 2, 3, 4], [1, 2, 3], 4, ([1, 2, 3, 4], 3, 3)),  # which may just fit
+        ([1, 2, 3, 4], [1, 2, 3], 4, ([1, 2, 3, 4], 3, 3)),  # which just reaches max_tokens
         ([1, 2, 3, 4], [1, 2, 3], 3, ([1, 2, 3], 3, 3)),  # or not: the round ends at the boundary
         ([1, 2, 3, 4], [1, 2, 3], 2, ([1, 2], 2, 2)),
         ([1, 2, 3, 4], [1, 2, 3], 1, ([1], 1, 1)),
         ([1, 2, 3, 4], [1, 5, 3], 9, ([1, 2], 1, 2)),  # a rejected draft is replaced by the target's token
         ([1, 2, 3, 4], [5, 2, 3], 9, ([1], 0, 1)),
         ([1, 2, 3, 4], [1, 2, 5], 3, ([1, 2, 3], 2, 3)),
-        ([1, 2, 3, 4], [1, 2, 5], 2, ([1, 2], 2, 2)),  # a wrong draft beyond the boundary is never judged
+        ([1, 2, 3, 4], [1, 2, 5], 2, ([1, 2], 2, 2)),  # a wrong draft beyond the boundary is not compared
         ([1, 2, 3, 4], [5, 2, 3], 1, ([1], 0, 1)),
         ([4], [], 1, ([4], 0, 0)),  # plain decoding
         ([4], [], 9, ([4], 0, 0)),
@@ -169,7 +202,7 @@ def test_draws_follow_the_distribution(backend: str, rows: int, device: str) -> 
 )
 @BACKENDS
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
-def test_verdicts_on_certain_rows(
+def test_verification_of_certain_rows(
     target: list[int],
     drafted: list[int],
     max_tokens: int,
@@ -193,7 +226,7 @@ def test_verdicts_on_certain_rows(
 
 
 @BACKENDS
-def test_rows_are_judged_independently(backend: str, device: str) -> None:
+def test_rows_are_verified_independently(backend: str, device: str) -> None:
     drafted = torch.tensor([[1, 2], [0, 2], [1, 2]], device=device)
     verified = rejection_sample(
         one_hot(torch.tensor([[1, 2, 3]] * 3, device=device)),
@@ -210,7 +243,7 @@ def test_rows_are_judged_independently(backend: str, device: str) -> None:
 
 @FILTERS
 @pytest.mark.parametrize(("vocab", "gamma"), [(6, 1), (203, 0), (203, 3)])
-def test_the_kernels_judge_as_the_reference(
+def test_the_kernels_verify_as_the_reference(
     vocab: int, gamma: int, temperature: float, top_k: int | None, top_p: float | None, device: str
 ) -> None:
     rows = 12
@@ -260,6 +293,29 @@ def test_a_rejection_by_rounding_alone_draws_from_the_target(backend: str, devic
     verified = rejection_sample(less, [draft], drafted, max_tokens, uniform, backend=backend)
     assert (verified.advance.item(), verified.accepted.item()) == (1, 0)
     assert verified.tokens[0, 0] == 2
+
+
+@BACKENDS
+@pytest.mark.parametrize("vocab", [6, 203])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_give_tokens_of_the_vocabulary(
+    backend: str, device: str, temperature: float, value: float, vocab: int
+) -> None:
+    """Which ones is of no account, but they must index the embedding until the engine has seen that logits broke."""
+    whole = torch.full((2, 3, vocab), value, device=device)
+    partly = random_logits(2, 3, vocab, seed=5).to(device)
+    partly[:, :, vocab // 2] = value
+    for logits in (whole, partly):
+        target = filter_logits(logits, temperature, backend=backend)
+        drafts = [filter_logits(logits[:, j].contiguous(), temperature, backend=backend) for j in range(2)]
+        uniform = random_uniform(2, 3, seed=6).to(device)
+        drafted = torch.stack([draw(draft, uniform[:, 0], backend=backend) for draft in drafts], dim=1)
+        assert ((drafted >= 0) & (drafted < vocab)).all()
+        limit = torch.full((2,), 9, dtype=torch.int32, device=device)
+        verified = rejection_sample(target, drafts, drafted, limit, uniform, backend=backend)
+        assert ((verified.tokens >= 0) & (verified.tokens < vocab)).all()
+        assert ((verified.advance >= 1) & (verified.advance <= 3)).all()
 
 
 def test_sampled_targets_refuse_greedy_drafts() -> None:

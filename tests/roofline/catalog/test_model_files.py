@@ -110,6 +110,18 @@ def test_config_from_a_folder_or_a_file(tmp_path: Path, reference: str) -> None:
                 "dense_layers": 1,
             },
         ),
+        (  # every other of 3 layers, from the first one on
+            {"model_type": "gpt_oss", "num_hidden_layers": 3, "sliding_window": 64, "num_local_experts": 8, **MOE},
+            {
+                "layers": 3,
+                "attention_bias": True,
+                "experts": 8,
+                "experts_per_token": 2,
+                "expert_intermediate": 96,
+                "window_tokens": 64,
+                "window_layers": 2,
+            },
+        ),
         (
             {"model_type": "mixtral", "num_local_experts": 8, **MOE},
             {"experts": 8, "experts_per_token": 2, "expert_intermediate": 96},
@@ -196,15 +208,15 @@ def test_config_families(tmp_path: Path, changes: dict[str, Any], expected: dict
         ({"model_type": ["llama"]}, "is not supported"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": float("nan")}, "hidden_size must be a whole number"),
-        ({"num_attention_heads": 0}, "q_heads must be a whole number from 1"),
-        ({"num_attention_heads": 10**8}, "q_heads must be a whole number from 1 to 10000, not 100000000"),
+        ({"num_attention_heads": 0}, "q_heads is 0; allowed: a whole number from 1"),
+        ({"num_attention_heads": 10**8}, "q_heads is 100000000; allowed: a whole number from 1 to 10000"),
         ({"num_hidden_layers": -3}, "num_hidden_layers must be"),
         ({"vocab_size": "many"}, "vocab_size must be"),
         ({"rope_scaling": 7}, "rope_parameters must be an object"),
         ({"rope_scaling": {"factor": float("inf"), "original_max_position_embeddings": 9}}, "factor must be"),
-        ({"rope_theta": "x"}, "rope_theta must be a number"),
-        ({"rope_theta": 0}, "rope_theta must be a number above 0"),
-        ({"tie_word_embeddings": "no"}, "tied_embeddings must be true or false"),
+        ({"rope_theta": "x"}, "rope_theta is 'x'; allowed: a number"),
+        ({"rope_theta": 0}, "rope_theta is 0; allowed: a number from 0.001"),
+        ({"tie_word_embeddings": "no"}, "tied_embeddings is 'no'; allowed: true or false"),
     ],
 )
 def test_bad_configs_are_one_line_naming_the_file(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -222,49 +234,6 @@ def test_damaged_json(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(BadModelFile, match=r"config\.json"):
         load_shape(str(path))
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=4,
-)
-FULL_CONFIG = {
-    **SMALL_CONFIG,
-    **MOE,
-    **MLA,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "sliding_window": 64,
-    "layer_types": ["sliding_attention"],
-    "rope_scaling": {"factor": 2.0, "original_max_position_embeddings": 64},
-    "quantization_config": {"quant_method": "fp8"},
-    "mlp_only_layers": [],
-    "attention_bias": False,
-}
-FAMILIES = [
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "gpt_oss",
-    "deepseek_v2",
-    "deepseek_v3",
-]
-
-
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(FAMILIES), st.sampled_from(sorted(FULL_CONFIG)), json_values)
-def test_any_value_of_any_key_is_a_shape_or_a_bad_file(tmp_path: Path, family: str, key: str, value: object) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**FULL_CONFIG, "model_type": family, key: value}))
-    try:
-        assert load_shape(str(path)).parameters > 0
-    except BadModelFile as error:
-        assert str(path) in str(error)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -308,6 +277,9 @@ def test_local_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, branch
     assert (shape.name, shape.layers) == ("someone/tiny", 3 if branch == "main" else 2)
     with pytest.raises(UnknownModel):
         load_shape("someone/other")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HOME", "/nowhere")
+    assert load_shape("someone/tiny") == shape
 
 
 # ---- GGUF
@@ -340,9 +312,9 @@ def test_gguf_window_and_head_dim(tmp_path: Path) -> None:
     [
         ("gemma3", {}, "architecture 'gemma3' is not supported; supported: llama, qwen2, qwen3"),
         ("llama", {"expert_count": 8}, "mixtures of experts"),
-        ("llama", {"attention.head_count": 0}, "q_heads must be"),
-        ("llama", {"attention.head_count_kv": 3}, "q_heads 4 must be a multiple of kv_heads 3"),
-        ("llama", {"block_count": 4_000_000_000}, "layers must be a whole number from 1 to 10000"),
+        ("llama", {"attention.head_count": 0}, "q_heads is 0; allowed"),
+        ("llama", {"attention.head_count_kv": 3}, "q_heads is 4; allowed: a multiple of kv_heads, 3"),
+        ("llama", {"block_count": 4_000_000_000}, "layers is 4000000000; allowed: a whole number from 1 to 10000"),
     ],
 )
 def test_bad_gguf_metadata(tmp_path: Path, architecture: str, metadata: dict[str, int], message: str) -> None:
@@ -373,17 +345,6 @@ def test_truncated_gguf(tmp_path: Path, good_gguf: bytes, part: float) -> None:
     path.write_bytes(good_gguf[: int(part * (len(good_gguf) - 64))])
     with pytest.raises(BadModelFile, match=r"cut\.gguf"):
         load_shape(str(path))
-
-
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(position=st.integers(0, 4000), junk=st.binary(min_size=1, max_size=9))
-def test_corrupt_gguf_is_a_shape_or_a_bad_file(tmp_path: Path, good_gguf: bytes, position: int, junk: bytes) -> None:
-    path = tmp_path / "junk.gguf"
-    path.write_bytes(good_gguf[:position] + junk + good_gguf[position + len(junk) :])
-    try:
-        assert load_shape(str(path)).parameters > 0
-    except BadModelFile as error:
-        assert str(path) in str(error)
 
 
 @pytest.mark.model

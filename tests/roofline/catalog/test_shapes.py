@@ -50,6 +50,42 @@ def test_parameters_are_near_the_published_ones(name: str) -> None:
     assert load_shape(name).parameters == pytest.approx(ROUNDED_TOTALS[name], rel=0.005)
 
 
+def test_parameters_of_a_latent_mixture_of_experts_counted_by_hand() -> None:
+    """Two layers as DeepSeek-V3's, the first one dense."""
+    shape = small_shape(
+        architecture="deepseek_v3",
+        kv_heads=4,
+        head_dim=16 + 8,
+        latent_rank=16,
+        q_lora_rank=8,
+        nope_head_dim=16,
+        rope_head_dim=8,
+        v_head_dim=12,
+        experts=8,
+        experts_per_token=2,
+        expert_intermediate=48,
+        shared_experts_intermediate=40,
+        dense_layers=1,
+    )
+    queries = 64 * 8 + 8 * (4 * 24)
+    latents = 64 * (16 + 8) + 16 * (4 * (16 + 12))
+    attention = queries + latents + (4 * 12) * 64
+    norms = 64 + 64 + 8 + 16  # of the layer's input, the MLP's input, the low-rank queries and the latents
+    dense, expert, shared, router = 3 * 64 * 96, 3 * 64 * 48, 3 * 64 * 40, 64 * 8
+    total = 2 * (attention + norms) + dense + 8 * expert + shared + router + 64 + 2 * (128 * 64)
+    assert shape.parameters == total
+    assert shape.active_parameters == total - 6 * expert - 128 * 64
+    assert (shape.score_dim, shape.value_dim, shape.kv_elements_per_token_per_layer) == (16 + 8, 16, 16 + 8)
+    assert shape.cached_heads == (16 + 8) / (2 * 24)
+
+
+def test_parameters_of_biases_and_head_norms_counted_by_hand() -> None:
+    plain = small_shape().parameters
+    # Biases of 4 query, 2 key and 2 value heads of 16; norms of one query and one key head; in 2 layers.
+    assert small_shape(attention_bias=True).parameters - plain == 2 * (4 + 2 + 2) * 16
+    assert small_shape(qk_norm=True).parameters - plain == 2 * (16 + 16)
+
+
 @pytest.mark.parametrize(
     ("name", "published", "counts_input_table"),
     [
@@ -173,7 +209,7 @@ def test_import_is_light() -> None:
     [0, -1, 10**12, pytest.param(10**5000, id="huge"), 2.5, 32.0, float("nan"), float("inf"), "8", True],
 )
 def test_bad_numbers_name_their_field(field: str, value: object) -> None:
-    with pytest.raises(InvalidField, match=rf"'small': {field} must be a whole number from \d+ to \d+") as caught:
+    with pytest.raises(InvalidField, match=rf"'small': {field} is .*; allowed: a whole number from 1 to \d+") as caught:
         small_shape(**{field: value})
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
 
@@ -181,30 +217,37 @@ def test_bad_numbers_name_their_field(field: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_heads": 3}, "q_heads 4 must be a multiple of kv_heads 3"),
-        ({"window_layers": 1}, "window_layers must be 0 to 0 with window_tokens None"),
-        ({"window_tokens": 64}, "window_layers must be 1 to 2 with window_tokens 64, not 0"),
-        ({"window_tokens": 64, "window_layers": 3}, "window_layers must be 1 to 2"),
-        ({"experts": 8}, "experts_per_token must be 1 to 8, not 0"),
-        ({"experts": 8, "experts_per_token": 9}, "experts_per_token must be 1 to 8, not 9"),
-        ({"experts": 8, "experts_per_token": 2}, "expert_intermediate must be above 0"),
+        ({"kv_heads": 3}, "q_heads is 4; allowed: a multiple of kv_heads, 3"),
+        ({"window_layers": 1}, "window_layers is 1; allowed: 0 to 0, as window_tokens is None"),
+        ({"window_tokens": 64}, "window_layers is 0; allowed: 1 to 2, as window_tokens is 64"),
+        ({"window_tokens": 64, "window_layers": 3}, "window_layers is 3; allowed: 1 to 2"),
+        ({"experts": 8}, "experts_per_token is 0; allowed: 1 to 8"),
+        ({"experts": 8, "experts_per_token": 9}, "experts_per_token is 9; allowed: 1 to 8"),
+        ({"experts": 8, "experts_per_token": 2}, "expert_intermediate is 0; allowed: 1 or more"),
         (
             {"experts": 8, "experts_per_token": 2, "expert_intermediate": 4, "dense_layers": 2},
-            "dense_layers must be below 2",
+            "dense_layers is 2; allowed: fewer than the 2 layers",
         ),
-        ({"experts_per_token": 2}, "experts_per_token must be 0 in a model without experts"),
+        ({"experts_per_token": 2}, "experts_per_token is 2; allowed: 0, as experts is 0"),
         ({"latent_rank": 8}, "latent_rank needs rope_head_dim"),
         ({"q_lora_rank": 8}, "q_lora_rank needs latent_rank"),
         (
             {"latent_rank": 8, "rope_head_dim": 8, "nope_head_dim": 16, "v_head_dim": 16},
-            "head_dim must be nope_head_dim . rope_head_dim = 24, not 16",
+            "head_dim is 16; allowed: nope_head_dim . rope_head_dim, 24",
         ),
-        ({"rope_theta": float("nan")}, "rope_theta must be a number above 0"),
-        ({"rope_theta": 0}, "rope_theta must be a number above 0"),
-        ({"native_bits": float("inf")}, "native_bits must be a number above 0"),
-        ({"tied_embeddings": 1}, "tied_embeddings must be true or false"),
-        ({"architecture": "gpt2"}, "architecture must be one of llama"),
-        ({"name": ""}, "name must be a non-empty text"),
+        ({"rope_theta": float("nan")}, "rope_theta is nan; allowed: a number from 0.001 to 1e.12"),
+        ({"rope_theta": 0}, "rope_theta is 0; allowed"),
+        ({"native_bits": float("inf")}, "native_bits is inf; allowed: a number from 1 to 64"),
+        ({"tied_embeddings": 1}, "tied_embeddings is 1; allowed: true or false"),
+        ({"architecture": "gpt2"}, "architecture is 'gpt2'; allowed: llama, mistral"),
+        ({"name": ""}, "name is ''; allowed: a text of 1 to 4096 characters"),
+        # 10^4 layers of 3 x 10^6 x 10^7 parameters
+        ({"layers": 10**4, "hidden": 10**6, "intermediate": 10**7}, r"make 3e.17 parameters; allowed: up to 1e.15"),
+        # 2 x 8 x 16 of each of 16385 layers, where 2^22 / 256 = 16384 are allowed
+        (
+            {"layers": 8193, "q_heads": 16, "kv_heads": 16},
+            r"cache 4.19e.06 numbers per token; allowed: up to 4.19e.06",
+        ),
     ],
 )
 def test_contradictions_are_named(changes: dict[str, Any], message: str) -> None:

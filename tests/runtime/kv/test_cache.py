@@ -7,24 +7,14 @@ import torch
 
 from ridgeplan.kernels.kv_cache import dequantize, quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.planner.plan import DraftCodes, KVFormat
 from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.model_config import DecoderConfig
+from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.validate.random_decoder import llama_like_shape
 
 GROUP = 32
-CONFIG = DecoderConfig(
-    family="llama",
-    layers=2,
-    hidden=32,
-    q_heads=2,
-    kv_heads=2,
-    head_dim=16,
-    vocab=8,
-    norm_eps=1e-5,
-    max_context=512,
-    windows=(None, None),
-    rotary_frequencies=(1.0,) * 8,
-    rotary_scale=1.0,
-)
+SHAPE = llama_like_shape(layers=2, hidden=32, intermediate=64, q_heads=2, kv_heads=2, head_dim=16)
+FORMATS = ["int4x2", "int8", "bf16", "bf16+int4"]
 
 
 @pytest.fixture
@@ -34,9 +24,12 @@ def kv():
     return [torch.randn(2, 2, 2, 300, 16, generator=generator) for _ in "kv"]
 
 
-def build(make_plan, kv_format, gamma=0):
-    plan = make_plan(kv_format, gamma, context=200, new_tokens=100, batch=2, group=GROUP)
-    return Cache(CONFIG, plan, torch.device("cpu"), torch.float32)
+def build(kv_format, gamma=0):
+    upper = gamma > 0 and kv_format in ("int4x2", "bf16+int4")
+    codes = DraftCodes.UPPER if upper else DraftCodes.FULL
+    return Cache(
+        SHAPE, KVCacheConfig(2, 300, KVFormat(kv_format), GROUP, gamma, codes), torch.device("cpu"), torch.float32
+    )
 
 
 def prefill(cache, kv, lengths):
@@ -44,7 +37,7 @@ def prefill(cache, kv, lengths):
     for row, tokens in enumerate(lengths):
         for layer in range(2):
             cache.store_prompt(layer, row, *(store[layer, row, :, :tokens] for store in kv))
-        cache.lengths[row] = tokens
+        cache.finish_prompt(row, tokens)
 
 
 def decode(cache, kv, tokens):
@@ -72,29 +65,20 @@ def contents(cache, layer, row):
 
 
 @pytest.mark.parametrize(
-    "length, expected",
-    [
-        (0, 0),
-        (1, 0),
-        (31, 0),
-        (32, 0),
-        (63, 0),
-        (64, 32),
-        (95, 32),
-        (96, 64),
-        (127, 64),
-        (128, 96),
-    ],
+    "length, groups",
+    [(0, 0), (1, 0), (31, 0), (32, 0), (63, 0), (64, 1), (95, 1), (96, 2), (127, 2), (128, 3)],
 )
-def test_quantized_tokens_of_a_length(length, expected, make_plan):
-    assert int(build(make_plan, "int4x2").quantized(torch.tensor(length))) == expected
+def test_quantized_tokens_of_a_length(length, groups):
+    cache = build("int4x2")
+    assert cache.config.quantized_groups(length) == groups
+    assert int(cache.quantized(torch.tensor(length))) == groups * GROUP
 
 
-@pytest.mark.parametrize("kv_format", ["int4x2", "int8", "bf16", "bf16+int4"])
+@pytest.mark.parametrize("kv_format", FORMATS)
 @pytest.mark.parametrize("rounds", [[1] * 90, [3] * 30, [2, 1, 4, 3] * 9], ids=["ones", "threes", "mixed"])
-def test_contents_depend_on_the_length_alone(kv_format, rounds, make_plan, kv):
+def test_contents_depend_on_the_length_alone(kv_format, rounds, kv):
     gamma = 3
-    cache = build(make_plan, kv_format, gamma)
+    cache = build(kv_format, gamma)
     lengths = [40, 61]
     prefill(cache, kv, lengths)
     for wanted in rounds:
@@ -102,17 +86,17 @@ def test_contents_depend_on_the_length_alone(kv_format, rounds, make_plan, kv):
         decode(cache, kv, tokens)
         lengths = [a + b for a, b in zip(lengths, tokens, strict=True)]
     assert cache.lengths.tolist() == lengths
-    fresh = build(make_plan, kv_format, gamma)
+    fresh = build(kv_format, gamma)
     prefill(fresh, kv, lengths)
     for layer in range(2):
         for row in range(2):
             assert torch.equal(contents(cache, layer, row), contents(fresh, layer, row))
             error = (contents(cache, layer, row) - kv[0][layer, row, :, : lengths[row]]).abs().max()
-            assert error < 0.05 if cache.buffered else error == 0
+            assert error < 0.05 if cache.config.buffered else error == 0
 
 
-def test_a_shadow_holds_the_upper_codes_of_old_tokens(make_plan, kv):
-    cache = build(make_plan, "bf16+int4", gamma=3)
+def test_a_shadow_holds_the_upper_codes_of_old_tokens(kv):
+    cache = build("bf16+int4", gamma=3)
     prefill(cache, kv, [62, 90])
     for _ in range(4):
         decode(cache, kv, [4, 3])
@@ -126,19 +110,19 @@ def test_a_shadow_holds_the_upper_codes_of_old_tokens(make_plan, kv):
     assert cache.target_metadata(1).groups is None
 
 
-def test_room_ends_at_the_row_and_at_the_next_boundary_of_a_quantized_target(make_plan):
-    max_tokens_rows = {"int4x2": [1, 32, 8], "int8": [1, 32, 8], "bf16": [237, 236, 8], "bf16+int4": [237, 236, 8]}
-    for kv_format, expected in max_tokens_rows.items():
-        cache = build(make_plan, kv_format)
+def test_a_round_ends_with_its_row_and_at_the_next_boundary_of_a_quantized_target():
+    expected = {"int4x2": [1, 32, 8], "int8": [1, 32, 8], "bf16": [237, 236, 8], "bf16+int4": [237, 236, 8]}
+    for kv_format, tokens in expected.items():
+        cache = build(kv_format)
         found = []
         for lengths in ([63, 64], [292, 64]):
             cache.lengths.copy_(torch.tensor(lengths))
             found += cache.max_tokens().tolist()
-        assert found[:3] == expected
+        assert found[:3] == tokens
 
 
-def test_rows_are_active_until_their_ends(make_plan):
-    cache = build(make_plan, "int4x2")
+def test_rows_are_active_until_their_ends():
+    cache = build("int4x2")
     cache.lengths.copy_(torch.tensor([63, 64]))
     assert cache.active().tolist() == [True, True]
     cache.ends.copy_(torch.tensor([64, 64]))
@@ -146,14 +130,71 @@ def test_rows_are_active_until_their_ends(make_plan):
     assert cache.max_tokens().tolist() == [1, 1]
 
 
-def test_the_buffer_never_overflows(make_plan):
-    cache = build(make_plan, "int4x2", gamma=7)
+def test_ends_are_set_by_limits_and_stops():
+    cache = build("int4x2")
+    cache.lengths.copy_(torch.tensor([50, 60]))
+    cache.limit(10)
+    assert cache.ends.tolist() == [60, 70]
+    with cache.all_stopped():
+        assert cache.active().tolist() == [False, False]
+    assert cache.active().tolist() == [True, True]
+    cache.stop(1)
+    assert cache.ends.tolist() == [60, 0]
+    assert cache.active().tolist() == [True, False]
+
+
+def test_a_reset_forgets_the_last_generation():
+    cache = build("int4x2")
+    cache.lengths.copy_(torch.tensor([63, 64]))
+    cache.ends.copy_(torch.tensor([70, 80]))
+    cache.reset(1)
+    assert cache.lengths.tolist() == [0, 0]
+    assert cache.ends.tolist() == [300, 0]  # rows that are in use go up to the context
+    assert cache.active().tolist() == [True]
+
+
+def test_a_row_alone_has_the_codes_of_its_own_layers(kv):
+    cache, both = build("int4x2"), build("int4x2")
+    prefill(both, kv, [90, 90])
+    cache.reset(1)
+    for layer in range(2):
+        cache.store_prompt(layer, 0, *(store[layer, 0, :, :90] for store in kv))
+    cache.finish_prompt(0, 90)
+    for layer in range(2):
+        assert torch.equal(contents(cache, layer, 0), contents(both, layer, 0))
+        assert (contents(cache, layer, 0) - kv[0][layer, 0, :, :90]).abs().max() < 0.05
+
+
+def test_positions_count_from_the_texts_start_and_slots_from_the_buffers():
+    lengths = torch.tensor([63, 100])
+    for kv_format, slots in {"int4x2": [[64, 65], [37, 38]], "bf16+int4": [[64, 65], [101, 102]]}.items():
+        cache = build(kv_format, gamma=3)
+        cache.lengths.copy_(lengths)
+        one = cache.draft_metadata(1)
+        assert one.positions.tolist() == [[64], [101]]
+        assert one.slots.tolist() == [row[:1] for row in slots]
+        assert one.end.tolist() == [row[0] + 1 for row in slots]
+        assert cache.target_metadata(3).positions.tolist() == [[63, 64, 65], [100, 101, 102]]
+        assert [row[1:] for row in cache.target_metadata(3).slots.tolist()] == slots
+
+
+def test_only_targets_read_lower_codes_where_drafts_have_the_upper():
+    for kv_format, lower in {"int4x2": False, "bf16+int4": False, "int8": True}.items():
+        cache = build(kv_format, gamma=3)
+        assert cache.draft_metadata(0).lower == lower
+        assert cache.target_metadata(1).lower
+        assert cache.draft_metadata(0).groups is not None
+    assert build("bf16", gamma=3).draft_metadata(0).groups is None
+
+
+def test_the_buffer_never_overflows():
+    cache = build("int4x2", gamma=7)
     last = max(int(cache.quantized(torch.tensor(n)) * -1 + n + 7) for n in range(300))
     assert last < cache.keys.shape[3] == 2 * GROUP + 7 + 1
 
 
-def test_rows_that_do_not_advance_stay_as_they_are(make_plan, kv):
-    cache = build(make_plan, "int4x2", gamma=3)
+def test_rows_that_do_not_advance_stay_as_they_are(kv):
+    cache = build("int4x2", gamma=3)
     prefill(cache, kv, [95, 95])
     before = contents(cache, 0, 1).clone()
     decode(cache, kv, [1, 0])
@@ -162,7 +203,7 @@ def test_rows_that_do_not_advance_stay_as_they_are(make_plan, kv):
     assert torch.equal(contents(cache, 0, 1), before)
 
 
-def test_bytes_count_all_storage(make_plan):
-    cache = build(make_plan, "bf16")
+def test_bytes_count_all_storage():
+    cache = build("bf16")
     assert cache.bytes == 2 * 2 * 2 * 2 * 301 * 16 * 4
-    assert build(make_plan, "int4x2").bytes < cache.bytes / 2
+    assert build("int4x2").bytes < cache.bytes / 2

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from ridgeplan.kernels.linear.int4_weight import Int4Weight
-from ridgeplan.runtime.errors import ModelError
-from ridgeplan.runtime.model.linear import Dense, Int4, LibraryInt4Weight, fitting_group
+from ridgeplan.runtime.model.linear import Dense, Int4, LibraryInt4Weight
 from ridgeplan.runtime.quantization.gptq import quantize_weight
+from ridgeplan.runtime.quantization.pack import int4_linear
 
 
 def random(*shape, seed=0):
@@ -40,13 +40,13 @@ def test_int4_equals_its_dequantized_weight(outputs, inputs, group, rows):
     assert scale.shape == zero.shape == (outputs, inputs // group)
     scale, zero = scale.unsqueeze(2), zero.unsqueeze(2)
     decoded = ((codes.unflatten(1, (-1, group)) - 8) * scale + zero).flatten(1)
-    actual = Int4.quantize(Dense(weight, bias), group)(x)
+    actual = int4_linear(Dense(weight, bias), group)(x)
     expected = x.bfloat16().float() @ decoded.T + bias
     assert actual.shape == (2, rows, outputs)
     assert (actual - expected).abs().max() < 0.02 * expected.std() + 0.01 * expected.abs().max()
 
 
-@pytest.mark.parametrize("linear", [Dense, lambda *parts: Int4.quantize(Dense(*parts), 32)], ids=["dense", "int4"])
+@pytest.mark.parametrize("linear", [Dense, lambda *parts: int4_linear(Dense(*parts), 32)], ids=["dense", "int4"])
 @pytest.mark.parametrize("rows", [1, 70])
 def test_gated_layers_activate_their_outputs(linear, rows):
     layer, x = linear(random(48, 64), random(48, seed=1)), random(2, rows, 64, seed=2)
@@ -71,24 +71,4 @@ def test_int4_on_cuda_equals_the_cpu(dtype, rows):
 def test_constant_groups_stay_finite():
     weight = torch.full((16, 64), 0.25)
     x = torch.ones(1, 64)
-    assert torch.allclose(Int4.quantize(Dense(weight), 64)(x), torch.full((1, 16), 16.0), rtol=0.01)
-
-
-@pytest.mark.parametrize(
-    "inputs, group, expected",
-    [
-        (576, 128, 64),
-        (1536, 128, 128),
-        (4096, 128, 128),
-        (96, 128, 32),
-        (64, 32, 32),
-        (512, 256, 256),
-    ],
-)
-def test_group_falls_to_what_divides_the_inputs(inputs, group, expected):
-    assert fitting_group(inputs, group) == expected
-
-
-def test_inputs_without_a_group_are_refused():
-    with pytest.raises(ModelError, match="has 100 inputs; allowed for 4-bit weights: multiples of 32"):
-        fitting_group(100, 128)
+    assert torch.allclose(int4_linear(Dense(weight), 64)(x), torch.full((1, 16), 16.0), rtol=0.01)

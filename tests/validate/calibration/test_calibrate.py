@@ -13,7 +13,8 @@ from ridgeplan.planner.prediction import predict
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profile_path
+from ridgeplan.roofline.catalog.profile import Profile, load_profile
+from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
 from ridgeplan.roofline.latency import KERNEL_CLASSES
 from ridgeplan.validate.calibration.attention import DecodeSize, Heads, decode_trial
 from ridgeplan.validate.calibration.linear import int4_trials

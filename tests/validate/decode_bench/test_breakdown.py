@@ -13,6 +13,7 @@ from ridgeplan.planner.prediction import predict
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.validate.decode_bench import breakdown as module
 from ridgeplan.validate.decode_bench.breakdown import (
@@ -98,7 +99,7 @@ def test_each_operation_of_the_model_is_in_one_class(h200_profile: Profile, name
         ("linear", "linear"),
         ("attend", "attention"),
         ("merge", "attention"),
-        ("filter", "sampling and verdict"),
+        ("filter", "sampling"),
         ("quantize", "flush and shift"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int> >(int)", "other"),
         ("Memcpy DtoD (Device -> Device)", "other"),
@@ -193,8 +194,8 @@ def test_every_case_of_a_report_is_traced_and_drafts_are_made_once(
     asked: list[Any] = []
     weights: list[int] = []
 
-    def tracing(engine: Any, prompts: list[list[int]], temperature: float) -> tuple[Launch, ...]:
-        asked.append((engine.plan.speculation.gamma, [len(prompt) for prompt in prompts], temperature))
+    def tracing(engine: Any, prompts: list[list[int]], sampling: SamplingParams) -> tuple[Launch, ...]:
+        asked.append((engine.plan.speculation.gamma, [len(prompt) for prompt in prompts], sampling.temperature))
         weights.append(id(engine.draft_weights))
         return tuple(chain(*A_ROUND))
 

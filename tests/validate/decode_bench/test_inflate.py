@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ridgeplan.planner.plan import Plan, Workload
+from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.policies.selection.all import quantspec_kv
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.memory import MemoryMeter
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense
@@ -30,10 +31,7 @@ def small(q_heads=6, kv_heads=2, biased=False):
     model = RandomDecoder.build(bench, llama_like_shape(2, 48, 80, q_heads, kv_heads, 16), 100, 1)
     weights = model.weights()
     if biased:
-        layers = tuple(
-            replace(layer, **{name: with_bias(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")})
-            for layer in weights.layers
-        )
+        layers = tuple(layer.with_projections(with_bias) for layer in weights.layers)
         weights = replace(weights, layers=layers)
     return model.decoder.config, weights
 
@@ -43,8 +41,8 @@ def with_bias(linear):
 
 
 def logits(config, weights, prompt=PROMPT):
-    plan = Plan(Workload("toy", "cpu", len(prompt), 1, 1))
-    return prefill(Decoder(config, CPU), weights, Cache(config, plan, CPU, torch.float32), 0, prompt)
+    cache = Cache(config.shape, KVCacheConfig(1, len(prompt) + 1), CPU, torch.float32)
+    return prefill(Decoder(config, CPU), weights, cache, 0, prompt)
 
 
 @pytest.mark.parametrize("q_heads, kv_heads, biased", [(6, 2, False), (4, 4, True), (8, 1, True)])
@@ -92,17 +90,18 @@ def test_a_model_with_norms_of_queries_and_keys_is_refused():
 @pytest.mark.slow
 def test_smollm2_generates_the_same_tokens(smollm2, long_text):
     """Speculation included: the codes hold the small model's KV, so drafts are accepted as its are."""
-    workload = Workload("smollm2", "cpu", 400, 40, 1)
+    workload = Workload("smollm2", "cpu", 245, 20, 1)  # with a flush at 256 tokens
     source = load(quantspec_kv(workload), str(smollm2))
-    shape = llama_like_shape(32, 1024, 2048, 16, 4, 128, vocab=50_000)
+    shape = llama_like_shape(31, 640, 1600, 12, 3, 128, vocab=50_000)
     config = inflated_config(source.config, shape)
     weights = inflated_weights(source.config, source.weights, shape)
     engine = Engine(quantspec_kv(workload), str(smollm2), config, weights, CPU, MemoryMeter(CPU))
-    prompt = source.tokenizer(long_text[30_000:40_000])["input_ids"][:400]
-    plain, inflated = source.generate(prompt, 40), engine.generate(prompt, 40)
+    prompt = source.tokenizer(long_text[30_000:40_000])["input_ids"][:245]
+    plain, inflated = source.generate(prompt, 20), engine.generate(prompt, 20)
     assert inflated.tokens == plain.tokens
+    assert inflated.statistics.flushes == 1
     assert inflated.statistics.acceptance > plain.statistics.acceptance - 0.1
-    difference = logits(config, weights, torch.tensor(prompt))[: source.config.vocab] - logits(
+    difference = logits(config, weights, torch.tensor(prompt))[: source.config.shape.vocab] - logits(
         source.config, source.weights, torch.tensor(prompt)
     )
     assert difference.abs().max() < 1e-3

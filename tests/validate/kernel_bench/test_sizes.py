@@ -4,70 +4,100 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 
+import pytest
 import torch
 
-from ridgeplan.kernels.attention import schedule as attention_plan
-from ridgeplan.kernels.linear import dense_schedule as linear_dense_plan
-from ridgeplan.kernels.linear import int4_schedule as linear_int4_plan
-from ridgeplan.kernels.linear.schedule import Machine, Plan
+from ridgeplan.kernels.attention.schedule import CTAS_PER_SM, AttentionVariant, Occupancy, fuses_reduction
+from ridgeplan.kernels.linear import dense_schedule, int4_schedule
+from ridgeplan.kernels.linear.schedule import SUM_BUFFERS, DeviceLimits, LinearSchedule
 from ridgeplan.validate.kernel_bench.linear import GROUP
 from ridgeplan.validate.kernel_bench.sizes import TINY, LinearSize
 
-PROCESSORS = 132
-H200 = Machine(shared_bytes=228 * 1024, clusters=(132, 66, 30, 15))
+SMS = 132
+H200 = DeviceLimits(sm_bytes=228 * 1024, clusters=(132, 66, 30, 15))
 
 
-def test_merges_by_the_last_block_and_by_a_kernel_of_their_own() -> None:
+def test_splits_are_reduced_by_the_last_cta_and_by_a_kernel_of_their_own() -> None:
     found = set()
     for size in TINY.attention:
         rows, kv_rows = size.q_heads // size.kv_heads, size.batch * size.kv_heads
         for bits, _ in size.speedups:
-            variant = attention_plan.Variant(size.head_dim, bits, True, 8)
-            blocks, _ = attention_plan.Occupancy(variant, PROCESSORS, H200.shared_bytes).grid(kv_rows, row_units=1)
-            found.add((bits, attention_plan.folds(blocks, kv_rows, rows * size.head_dim)))
-    assert found == {(bits, folds) for bits in (0, 4, 8) for folds in (False, True)}
+            variant = AttentionVariant(size.head_dim, bits, True, 8)
+            ctas, _ = Occupancy(variant, SMS, H200.sm_bytes).grid(kv_rows, row_tiles=1)
+            found.add((bits, fuses_reduction(ctas, kv_rows, rows * size.head_dim)))
+    assert found == {(bits, fused) for bits in (0, 4, 8) for fused in (False, True)}
 
 
 def test_few_and_many_query_rows_have_variants_of_their_own() -> None:
     found = set()
     for size in TINY.verification:
         rows = size.q_heads // size.kv_heads * size.queries
-        found |= {(bits, next(most for most in attention_plan.BLOCKS if most >= rows)) for bits in size.bits}
+        found |= {(bits, next(most for most in CTAS_PER_SM if most >= rows)) for bits in size.bits}
     found |= {(bits, 8) for size in TINY.attention for bits, _ in size.speedups}
-    assert found == set(product((0, 4, 8), attention_plan.BLOCKS))
+    assert found == set(product((0, 4, 8), CTAS_PER_SM))
 
 
-def plans(sizes: tuple[LinearSize, ...], make: Callable[[int, int, int], Plan | None]) -> list[Plan]:
-    """Those of the sizes that the CUDA kernels take, `make` being of (rows, outputs, inputs)."""
+def schedules(
+    sizes: tuple[LinearSize, ...], make: Callable[[int, int, int], LinearSchedule | None]
+) -> list[LinearSchedule]:
+    """Those of the sizes that the CUDA kernels compute, `make` being of (rows, outputs, inputs)."""
     made = (make(rows, size.outputs, size.inputs) for size in sizes for rows, _ in size.speedups)
-    return [plan for plan in made if plan]
+    return [schedule for schedule in made if schedule]
 
 
-def dense_plan(rows: int, outputs: int, inputs: int, gated: bool = False) -> Plan | None:
-    return linear_dense_plan.make_plan(rows, outputs, inputs, True, gated, H200)
+def dense(rows: int, outputs: int, inputs: int, gated: bool = False) -> LinearSchedule | None:
+    return dense_schedule.make_schedule(rows, outputs, inputs, True, gated, H200)
 
 
-def int4_plan(rows: int, outputs: int, inputs: int, gated: bool = False) -> Plan | None:
-    return linear_int4_plan.make_plan(rows, outputs, inputs, GROUP, True, gated, H200)
+def int4(rows: int, outputs: int, inputs: int, gated: bool = False) -> LinearSchedule | None:
+    return int4_schedule.make_schedule(rows, outputs, inputs, GROUP, True, gated, H200)
 
 
-def cuts(found: list[Plan]) -> set[tuple[int, int]]:
-    """Whether the inputs are cut, and how many blocks fetch x together."""
-    return {(min(plan.cut.splits, 2), plan.shares) for plan in found}
+def clusters(found: list[LinearSchedule]) -> set[tuple[int, int]]:
+    """Whether the inputs are split, and how many CTAs fetch x together."""
+    return {(min(schedule.split_k.ways, 2), schedule.x_multicast) for schedule in found}
 
 
-def test_products_share_x_or_cut_the_inputs_in_clusters_and_take_several_passes() -> None:
-    dense, int4 = plans(TINY.linear_dense, dense_plan), plans(TINY.linear_int4, int4_plan)
-    assert cuts(dense) == cuts(int4) == {(1, 1), (1, 2), (2, 1)}
-    assert {min(plan.chunks, 2) for plan in int4} == {1, 2}
+def stages_of_a_cta(schedule: LinearSchedule) -> int:
+    """Of the CTA with the most output tiles."""
+    stage_k_tiles = schedule.stage_inputs // schedule.weights.k_tile_inputs
+    return schedule.max_tiles * -(-schedule.k_tiles // stage_k_tiles)
+
+
+FORMATS = pytest.mark.parametrize(
+    "found", [schedules(TINY.linear_dense, dense), schedules(TINY.linear_int4, int4)], ids=["dense", "int4"]
+)
+
+
+@FORMATS
+def test_products_share_x_or_split_the_inputs_in_clusters(found: list[LinearSchedule]) -> None:
+    assert clusters(found) == {(1, 1), (1, 2), (2, 1)}
+
+
+def test_many_rows_take_several_passes() -> None:
+    assert {min(schedule.passes, 2) for schedule in schedules(TINY.linear_int4, int4)} == {1, 2}
+
+
+@FORMATS
+def test_buffers_are_used_again(found: list[LinearSchedule]) -> None:
+    """Those of sums, where CTAs fetch their own x, share it or split the inputs, and stages of the pipeline."""
+    assert clusters([s for s in found if s.max_tiles > SUM_BUFFERS]) == {(1, 1), (1, 2), (2, 1)}
+    assert any(stages_of_a_cta(schedule) > schedule.stages for schedule in found)
+
+
+@FORMATS
+def test_one_and_several_ctas_of_a_cluster_add_up_what_the_others_send(found: list[LinearSchedule]) -> None:
+    receivers = {min(s.max_tiles, s.split_k.ways) for s in found if s.split_k.ways > 1}
+    assert 1 in receivers
+    assert max(receivers) > 1
 
 
 def test_gated_products_share_x() -> None:
-    """A gate and what it lets through meet in one block, so the inputs are never cut; many rows are not gated."""
-    dense = plans(TINY.gated_dense, partial(dense_plan, gated=True))
-    int4 = plans(TINY.gated_int4, partial(int4_plan, gated=True))
-    assert cuts(dense) == cuts(int4) == {(1, 1), (1, 2)}
-    assert {plan.rows for plan in dense} == {plan.rows for plan in int4} == {1, 5}
+    """A gate and what it multiplies are in one CTA, so the inputs are never split; many rows are not gated."""
+    found_dense = schedules(TINY.gated_dense, partial(dense, gated=True))
+    found_int4 = schedules(TINY.gated_int4, partial(int4, gated=True))
+    assert clusters(found_dense) == clusters(found_int4) == {(1, 1), (1, 2)}
+    assert {s.rows for s in found_dense} == {s.rows for s in found_int4} == {1, 5}
 
 
 def test_rows_of_logits_are_aligned_or_not() -> None:

@@ -50,6 +50,8 @@ def test_exact_plans_equal_full_precision(kv, gamma, codes, draft_bits, tiny_mod
     plan = make_plan(kv, gamma, batch=3, codes=codes, draft_bits=draft_bits)
     drafted = generate(plan, folder, ids)
     assert drafted.tokens == plain.tokens
+    if draft_bits == 4:
+        assert drafted.statistics.accepted < drafted.statistics.judged
     if codes == "full" and draft_bits == 16:
         assert drafted.statistics.acceptance == 1.0
         # The prompt gives the first token, and the last round is cut where the sequence ends.
@@ -72,6 +74,21 @@ def test_int8_targets_agree_across_formats(kv, gamma, codes, draft_bits, tiny_mo
     plain = generate(make_plan("int8", batch=3), folder, ids)
     plan = make_plan(kv, gamma, batch=3, codes=codes, draft_bits=draft_bits)
     assert generate(plan, folder, ids).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("gamma", [1, 7])
+def test_three_queries_a_head_and_larger_groups_change_nothing(gamma, tiny_model, make_plan, prompts):
+    """Sizes of real models: three query heads a KV head, heads of 64 channels, groups of 128 tokens."""
+    heads = {"hidden_size": 96, "num_attention_heads": 6, "head_dim": 64}
+    folder, ids, new_tokens = tiny_model(agreeable=True, **heads).folder, prompts(383, 250, 130), 270
+    plain, drafted = (
+        generate(make_plan("int4x2", each, context=383, new_tokens=270, batch=3, group=128), folder, ids, new_tokens)
+        for each in (0, gamma)
+    )
+    assert drafted.tokens == plain.tokens
+    # 383, 250 and 130 tokens become 652, 519 and 399: from 1, 0 and 0 groups of codes to 4, 3 and 2.
+    assert drafted.statistics.flushes == plain.statistics.flushes == 8
+    assert drafted.statistics.accepted > 0
 
 
 def test_a_row_generates_what_it_would_alone(tiny_model, make_plan, prompts):

@@ -1,4 +1,4 @@
-"""The runtime on a CUDA device: the Triton path generates what the twins generate."""
+"""The runtime on a CUDA device: the Triton path generates what the references generate."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_rounds_read_late_end_where_they_should(gamma, tiny_model, make_plan, pr
     engine = runtime.load(make_plan("int4x2", gamma, batch=3), folder, device="cuda", dtype=torch.float32)
     whole = engine.generate(ids, 100).tokens
     stop = whole[0][40]
-    stopped = engine.generate(ids, 100, stop_tokens=[stop]).tokens
+    stopped = engine.generate(ids, 100, runtime.SamplingParams(stop_token_ids=[stop])).tokens
     assert stopped == [row[: row.index(stop) + 1] if stop in row else row for row in whole]
     assert engine.generate(ids, 7).tokens == [row[:7] for row in whole]
     alone = engine.generate(ids[:1], 100).tokens[0]

@@ -1,8 +1,7 @@
-"""Prompts on the memory of the draft's weights: nothing is lost, nothing moves, and it saves what is predicted."""
+"""Prompts that take the memory of the draft's weights: nothing is lost or moved, and it saves what is predicted."""
 
 import dataclasses
 import gc
-import itertools
 import weakref
 
 import numpy as np
@@ -11,18 +10,19 @@ import torch
 
 from ridgeplan import runtime
 from ridgeplan.planner.capacity import peak_bytes, swaps_draft_weights
-from ridgeplan.roofline import execution, memory
+from ridgeplan.roofline import execution
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.device import Device
-from ridgeplan.runtime import lending
+from ridgeplan.runtime import draft_swap
+from ridgeplan.runtime.arena import ALIGNMENT, Arena
+from ridgeplan.runtime.draft_swap import SwappableWeights, draft_weights_for
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.lending import ALIGNMENT, Arena, SwappableWeights, draft_weights_of
 from ridgeplan.runtime.model.prefill import prefill
 
 
 @pytest.fixture
-def borrowing(monkeypatch):
-    """Prompts borrow whatever the device and however short the plan; returns the bytes that each request reached."""
+def swapping(monkeypatch):
+    """Every plan on every device swaps draft weights; returns how many bytes of the arena each prompt reached."""
     reached = []
 
     class Watched(Arena):
@@ -30,8 +30,8 @@ def borrowing(monkeypatch):
             reached.append(self)
             super().clear()
 
-    monkeypatch.setattr(lending, "_borrows", lambda plan, device: True)
-    monkeypatch.setattr(lending, "Arena", Watched)
+    monkeypatch.setattr(draft_swap, "_swaps", lambda plan, device: True)
+    monkeypatch.setattr(draft_swap, "Arena", Watched)
     return lambda: [arena.reached for arena in reached]
 
 
@@ -42,7 +42,7 @@ def plan(make_plan):
 
 @pytest.fixture
 def plain(tiny_model, plan):
-    """An engine whose prompts borrow nothing."""
+    """An engine whose prompts swap nothing out."""
     return runtime.load(plan, tiny_model(agreeable=True).folder, device="cpu")
 
 
@@ -62,11 +62,11 @@ def load(tiny_model, plan, plain):
     return make
 
 
-def arena_capacity(engine):
-    """A lendable copy of an engine's drafts."""
+def swappable(engine):
+    """A swappable copy of an engine's drafts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lending, "_borrows", lambda plan, device: True)
-        return draft_weights_of(engine.plan, engine.weights, lambda: engine.draft_weights)
+        patch.setattr(draft_swap, "_swaps", lambda plan, device: True)
+        return draft_weights_for(engine.plan, engine.weights, lambda: engine.draft_weights)
 
 
 def own(drafts, target):
@@ -81,7 +81,7 @@ def outcome(result):
 
 
 def test_drafts_lie_in_one_piece_and_share_with_the_target_what_they_shared(plain):
-    made = arena_capacity(plain)
+    made = swappable(plain)
     assert made.bytes == plain.draft_weights.bytes
     assert made.embedding is plain.weights.embedding
     assert made.norm is plain.weights.norm
@@ -98,11 +98,11 @@ def test_drafts_lie_in_one_piece_and_share_with_the_target_what_they_shared(plai
 def test_tied_weights_stay_tied(plain):
     layers = (plain.draft_weights.layers[0],) * 2
     tied = dataclasses.replace(plain.draft_weights, layers=layers)
-    made = SwappableWeights(**vars(lending._arena_capacity(lambda: tied, plain.weights)))
+    made = SwappableWeights(**vars(draft_swap._swappable(lambda: tied, plain.weights)))
     assert made.bytes == tied.bytes
-    one, other = (layer.down.weight.packed for layer in made.layers)
+    one, other = (layer.mlp.down.weight.packed for layer in made.layers)
     assert one.data_ptr() == other.data_ptr()
-    assert torch.equal(one, layers[0].down.weight.packed)
+    assert torch.equal(one, layers[0].mlp.down.weight.packed)
 
 
 def test_what_was_made_is_freed_before_the_one_piece_is_allocated(plain, monkeypatch):
@@ -113,27 +113,27 @@ def test_what_was_made_is_freed_before_the_one_piece_is_allocated(plain, monkeyp
         made.extend(weakref.ref(tensor) for tensor in drafts.tensors())
         return drafts
 
-    class Watched(lending.DraftSwap):
+    class Watched(draft_swap.DraftSwap):
         def __init__(self, copies, device):
             # The embedding and the norms, here no longer the target's, are copies too.
             alive.append(sum(ref() is not None for ref in made))
             super().__init__(copies, device)
 
-    monkeypatch.setattr(lending, "DraftSwap", Watched)
-    lending._arena_capacity(make, plain.weights)
+    monkeypatch.setattr(draft_swap, "DraftSwap", Watched)
+    draft_swap._swappable(make, plain.weights)
     assert len(made) > 18
     assert alive == [0]
 
 
 @pytest.mark.parametrize("error", [None, WorkloadError("no"), KeyboardInterrupt()])
 @pytest.mark.parametrize("share", [0.1, 0.6, 1.0])
-def test_weights_are_back_where_they_were_however_a_prompt_ends(plain, error, share):
-    drafts = arena_capacity(plain)
+def test_weights_are_restored_however_a_prompt_ends(plain, error, share):
+    drafts = swappable(plain)
     tensors = own(drafts, plain.weights)
     places, values = [tensor.data_ptr() for tensor in tensors], [tensor.clone() for tensor in tensors]
     held = tensors[0].untyped_storage().nbytes()
 
-    def borrow():
+    def swap():
         with drafts.swap.scratch_arena() as arena:
             taken = arena.empty((int(share * held),), torch.uint8)
             assert taken.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr()
@@ -143,16 +143,16 @@ def test_weights_are_back_where_they_were_however_a_prompt_ends(plain, error, sh
                 raise error
 
     if error is None:
-        borrow()
+        swap()
     else:
         with pytest.raises(type(error)):
-            borrow()
+            swap()
     assert [tensor.data_ptr() for tensor in tensors] == places
     assert all(map(torch.equal, tensors, values))
 
 
 def test_only_what_was_overwritten_comes_back(plain):
-    drafts = arena_capacity(plain)
+    drafts = swappable(plain)
     first, *_, last = sorted(own(drafts, plain.weights), key=torch.Tensor.data_ptr)
     expected = first.clone()
     last.zero_()  # of which the copy on the host knows nothing
@@ -163,35 +163,10 @@ def test_only_what_was_overwritten_comes_back(plain):
     assert not last.any()
 
 
-def test_the_arena_takes_what_the_memory_model_says():
-    sizes = [0, 256, 512, 768, 1280]
-    for lendable_bytes, buffers in itertools.product(
-        [0, 256, 512, 1024, 1280, 4096], itertools.product(sizes, repeat=4)
-    ):
-        arena = Arena(torch.empty(lendable_bytes, dtype=torch.uint8))
-        taken = [arena.empty((size // 4,), torch.float32) for size in buffers]
-        inside = [one.untyped_storage().data_ptr() == arena._memory.data_ptr() for one in taken if one.nbytes]
-        taken_bytes = sum(size for size, lies in zip(filter(None, buffers), inside, strict=True) if lies)
-        assert taken_bytes == memory.arena_bytes(lendable_bytes, buffers) == arena.reached
-
-
-def test_tensors_of_an_arena_do_not_overlap_until_it_is_cleared():
-    arena = Arena(torch.zeros(2048, dtype=torch.uint8))
-    shapes = ((3, 5), torch.float32), ((7,), torch.bfloat16), ((2, 3), torch.int64)
-    taken = [arena.empty(shape, dtype).fill_(value) for value, (shape, dtype) in enumerate(shapes, start=1)]
-    for value, (tensor, (shape, dtype)) in enumerate(zip(taken, shapes, strict=True), start=1):
-        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
-        assert (tensor == value).all()
-    reached = arena.reached
-    arena.clear()
-    assert arena.empty((1,), torch.uint8).data_ptr() == taken[0].data_ptr()
-    assert arena.reached == reached
-
-
-@pytest.mark.parametrize("lendable_bytes", [0, 1 << 13, 1 << 15, 1 << 20])
-def test_prefill_reads_nothing_that_its_memory_held(plain, prompts, lendable_bytes, poisoned_empty):
+@pytest.mark.parametrize("arena_bytes", [0, 1 << 13, 1 << 15, 1 << 20])
+def test_prefill_reads_nothing_that_its_memory_held(plain, prompts, arena_bytes, poisoned_empty):
     prompt, other = (torch.tensor(ids) for ids in prompts(100, 60))
-    arena = Arena(torch.full((lendable_bytes,), 0xFF, dtype=torch.uint8))  # NaN in every type
+    arena = Arena(torch.full((arena_bytes,), 0xFF, dtype=torch.uint8))  # NaN in every type
     results = []
     for used in (None, arena):
         plain.cache.reset(1)
@@ -203,33 +178,34 @@ def test_prefill_reads_nothing_that_its_memory_held(plain, prompts, lendable_byt
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
-def test_generation_is_the_same_on_borrowed_memory(plain, load, prompts, borrowing, options):
+def test_generation_is_the_same_with_a_swap(plain, load, prompts, swapping, options):
     mixes = prompts(70, 50), prompts(20, seed=2), prompts(128, 128, seed=3)
-    expected = [outcome(plain.generate(ids, 40, **options)) for ids in mixes]
-    unlent = len(borrowing())
+    sampling = runtime.SamplingParams(**options)
+    expected = [outcome(plain.generate(ids, 40, sampling)) for ids in mixes]
+    unswapped = len(swapping())
     engine = load(plain.draft_weights)
     assert isinstance(engine.draft_weights, SwappableWeights)
-    assert [outcome(engine.generate(ids, 40, **options)) for ids in (*mixes, mixes[0])] == [*expected, expected[0]]
-    assert borrowing()[:unlent] == [0] * unlent
-    assert min(borrowing()[unlent:]) > 0
+    assert [outcome(engine.generate(ids, 40, sampling)) for ids in (*mixes, mixes[0])] == [*expected, expected[0]]
+    assert swapping()[:unswapped] == [0] * unswapped
+    assert min(swapping()[unswapped:]) > 0
     assert sum(map(sum, (found[1] for found in expected))) > 0
 
 
-def test_an_engine_makes_its_own_lendable_drafts(plain, load, prompts, borrowing):
+def test_an_engine_makes_its_own_swappable_drafts(plain, load, prompts, swapping):
     engine = load()
     assert isinstance(engine.draft_weights, SwappableWeights)
     ids = prompts(70, 50)
     assert outcome(engine.generate(ids, 40)) == outcome(plain.generate(ids, 40))
-    assert borrowing()[0] > 0
+    assert swapping()[0] > 0
 
 
-def test_engines_that_share_drafts_share_the_lender(plain, load, prompts, borrowing):
+def test_engines_that_share_drafts_share_the_swap(plain, load, prompts, swapping):
     first = load(plain.draft_weights)
     second = load(first.draft_weights)
     assert second.draft_weights is first.draft_weights
     ids, others = prompts(50), prompts(90, seed=2)
     alone, other = (engine.generate(mix, 30).tokens[0] for engine, mix in ((plain, ids), (plain, others)))
-    # The second's prompt borrows the drafts between two rounds of the first.
+    # The second's prompt takes the drafts' memory between two rounds of the first.
     stream = first.stream(ids[0], 30)
     begun = [next(stream) for _ in range(5)]
     assert second.generate(others, 30).tokens[0] == other
@@ -240,7 +216,7 @@ def test_engines_that_share_drafts_share_the_lender(plain, load, prompts, borrow
     assert outcome(second.generate(ids, 30)) == expected
 
 
-def test_a_prefill_that_failed_leaves_the_drafts_as_they_were(plain, load, prompts, borrowing, monkeypatch):
+def test_a_prefill_that_failed_leaves_the_drafts_as_they_were(plain, load, prompts, swapping, monkeypatch):
     engine, ids = load(plain.draft_weights), prompts(70, 50)
     expected = outcome(plain.generate(ids, 40))
 
@@ -252,25 +228,25 @@ def test_a_prefill_that_failed_leaves_the_drafts_as_they_were(plain, load, promp
         patch.setattr("ridgeplan.runtime.engine.prefill", failing)
         with pytest.raises(WorkloadError, match="no"):
             engine.generate(ids, 40)
-    assert borrowing()[-1] > 0
+    assert swapping()[-1] > 0
     assert all(map(torch.equal, own(engine.draft_weights, plain.weights), own(plain.draft_weights, plain.weights)))
     assert outcome(engine.generate(ids, 40)) == expected
 
 
-def test_who_borrows(make_plan):
+def test_who_swaps(make_plan):
     long, short = execution.DRAFT_SWAP_PROMPT_TOKENS, execution.DRAFT_SWAP_PROMPT_TOKENS - 1
     assert swaps_draft_weights(make_plan("int4x2", 3, draft_bits=4, context=long))
     assert not swaps_draft_weights(make_plan("int4x2", 3, draft_bits=4, context=short))
     assert not swaps_draft_weights(make_plan("int4x2", 3, context=long))
     plan = make_plan("int4x2", 3, draft_bits=4, context=long)
-    assert [lending._borrows(plan, torch.device(kind)) for kind in ("cpu", "cuda")] == [False, True]
+    assert [draft_swap._swaps(plan, torch.device(kind)) for kind in ("cpu", "cuda")] == [False, True]
 
 
 LARGER = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
 
 
 @pytest.mark.gpu
-def test_graphs_replay_over_drafts_that_were_lent(tiny_model, make_plan, prompts, monkeypatch):
+def test_graphs_replay_over_drafts_that_were_swapped(tiny_model, make_plan, prompts, monkeypatch):
     plan = make_plan("int4x2", 3, batch=2, group=64, draft_bits=4, weight_group=128)
     folder = tiny_model(agreeable=True, **LARGER).folder
     plain = runtime.load(plan, folder, device="cuda")

@@ -1,0 +1,199 @@
+"""Fills in what README.md and docs/ show of results: `make docs`; with --check it only says which files are stale.
+
+Between `<!-- generated: NAME ARGUMENTS -->` and `<!-- end -->` stands what the function NAME below returns. All other
+text is written by hand and stays.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ridgeplan.dashboards.cli import bench, bench_decode
+from ridgeplan.dashboards.cli.output import number
+from ridgeplan.planner import recommend
+from ridgeplan.roofline.catalog.profile import load_profile
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "validate" / "results"
+PROFILES = ROOT / "roofline" / "catalog" / "profiles"
+BLOCK = re.compile(r"(<!-- generated: ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def result(name: str) -> Any:
+    """A file of validate/results."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def made(name: str) -> str:
+    """Where and with what a file of results was measured."""
+    found = result(name)
+    software = ", ".join(f"{package} {version}" for package, version in found["software"].items())
+    return f"{found['device']}, {found['date']}, {software}; `validate/results/{name}.json`"
+
+
+def classes(name: str) -> str:
+    """What each class of kernels reaches, of a shipped calibration profile."""
+    profile = load_profile(PROFILES / f"{name}.json")
+    rows = [
+        (
+            kind,
+            f"{rates.bandwidth_utilization:.0%}",
+            f"{rates.compute_utilization:.0%}",
+            f"{1e6 * rates.launch_s:.1f}",
+            f"{rates.spread:.0%}",
+        )
+        for kind, rates in profile.classes.items()
+    ]
+    head = f"{profile.device}, {profile.date}, torch {profile.software['torch']}; `{name}.json`"
+    return f"{head}\n\n{table(('class', 'bandwidth', 'compute', 'launch, us', 'spread of the fit'), rows)}"
+
+
+def decode(name: str) -> str:
+    """Decoding end to end: measured, and in brackets predicted."""
+    return table(bench_decode.COLUMNS, map(bench_decode.row_texts, result(name)["rows"]))
+
+
+def decode_errors(name: str) -> str:
+    """The signed error of each prediction, at the measured acceptance."""
+    rows = []
+    for row in result(name)["rows"]:
+        errors = {one["name"]: one["error"] for one in row["comparison"]}
+        tpot = errors["tpot at the measured acceptance" if row["gamma"] else "tpot"]
+        others = (errors.get(kind) for kind in ("draft step", "verification", "decode step", "peak memory"))
+        told = ("" if error is None else f"{error:+.1%}" for error in (tpot, *others))
+        rows.append((f"{row['preset']} {row['context']}x{row['batch']}", *told))
+    return table(("plan", "TPOT", "draft step", "verification", "plain step", "peak memory"), rows)
+
+
+def breakdown(name: str, preset: str) -> str:
+    """One round by class of kernels."""
+    (found,) = (row["breakdown"] for row in result(name)["rows"] if row["preset"] == preset)
+    rows = [
+        (
+            f"{one['part']} {one['operation']}",
+            f"{one['launches']:.4g}",
+            number(one["measured_us"]),
+            number(one["predicted_us"]),
+        )
+        for one in found["rows"]
+    ]
+    sums = (
+        f"Together {number(found['kernels_us'])} us, of which {number(found['overlap_us'])} us pass beside other "
+        f"kernels; the round takes {number(found['round_us'])} us, predicted {number(found['predicted_us'])} us."
+    )
+    return f"{table(('part of a round', 'launches', 'measured, us', 'predicted, us'), rows)}\n\n{sums}"
+
+
+def kernels(name: str) -> str:
+    """Every kernel beside its peer and its target."""
+    columns = ("kernel", "ours, us", "peer, us", "ratio", "roof", "error", "target, us", "", "peer")
+    return table(columns, map(bench.row_texts, result(name)["rows"]))
+
+
+def kernel_targets(name: str) -> str:
+    """How many rows meet their targets, and by how much the others miss them."""
+    rows = result(name)["rows"]
+    missed = [
+        (f"{row['kernel']} {row['shape']}", f"{row['ours_us'] / row['target_us'] - 1:.1%}")
+        for row in rows
+        if not row["met"]
+    ]
+    met = f"{len(rows) - len(missed)} of {len(rows)} rows meet their targets. The others:"
+    return f"{met}\n\n{table(('kernel', 'longer than the target by'), missed)}"
+
+
+def headline(name: str) -> str:
+    """QuantSpec's speed-ups: the best gamma of each workload."""
+    best: dict[str, Any] = {}
+    for row in result(name)["rows"]:
+        workload = f"{row['context']} x {row['batch']}"
+        if row["preset"] == "quantspec" and row["over_vllm"] > best.get(workload, row)["over_vllm"] - 1e-9:
+            best[workload] = row
+    rows = [
+        (workload, f"{row['measured']['tpot_ms']:.2f}", f"{plain(row):.2f}x", f"{row['over_vllm']:.2f}x")
+        for workload, row in best.items()
+    ]
+    return table(("context x batch", "ms per token", "over plain decoding", "over vLLM 0.24, bf16"), rows)
+
+
+def plain(row: Any) -> float:
+    """Measured speed-up of a row over plain decoding of the same workload."""
+    found = {one["name"]: one["measured"] for one in row["comparison"]}
+    return float(found["speed-up over plain decoding"])
+
+
+def recommendation(model: str, gpu: str, context: str) -> str:
+    """What `ridgeplan recommend` says first."""
+    question = f"$ ridgeplan recommend {model} --gpu {gpu} --ctx {context}"
+    return f"```\n{question}\n{recommend(model, gpu, int(context)).explain()}\n```"
+
+
+def modules(package: str) -> str:
+    """Every file of a package with the first line of its docstring, folder by folder."""
+    rows = []
+    folders = sorted({path.parent for path in (ROOT / package).rglob("*.py")})
+    for folder in folders:
+        for path in sorted(folder.glob("*.py"), key=lambda path: (path.name != "__init__.py", path.name)):
+            told = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+            name = path.relative_to(ROOT).as_posix().removesuffix("__init__.py")
+            rows.append((f"`{name}`", told.replace("|", "\\|")))
+    return table(("file", "what it is"), rows)
+
+
+BLOCKS: dict[str, Callable[..., str]] = {
+    one.__name__: one
+    for one in (
+        made,
+        classes,
+        decode,
+        decode_errors,
+        breakdown,
+        kernels,
+        kernel_targets,
+        headline,
+        modules,
+        recommendation,
+    )
+}
+
+
+def filled(text: str) -> str:
+    """`text` with every generated block made anew. Raises KeyError for an unknown one."""
+
+    def block(match: re.Match[str]) -> str:
+        name, *arguments = shlex.split(match[2])
+        return f"{match[1]}{BLOCKS[name](*arguments)}\n{match[3]}"
+
+    return BLOCK.sub(block, text)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Writes the files, or with --check names those that are stale; the exit code."""
+    stale = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        text = path.read_text(encoding="utf-8")
+        now = filled(text)
+        if now != text:
+            stale.append(path)
+            if "--check" not in arguments:
+                path.write_text(now, encoding="utf-8")
+    for path in stale:
+        print(f"{'stale' if '--check' in arguments else 'written'}: {path.relative_to(ROOT)}")
+    return 1 if stale and "--check" in arguments else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

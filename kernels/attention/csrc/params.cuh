@@ -1,0 +1,22 @@
+// Arguments of both attention kernels; AttentionParams in attention/cuda.py has the same layout.
+#pragma once
+
+#include "../../kv_cache/csrc/quantized_kv_params.cuh"
+
+struct AttentionParams {
+    const u16 *q, *keys, *values;
+    // Per batch row: first full-precision slot, one past the first query's own token, visible quantized groups.
+    const int *begin, *end, *groups;
+    float *partial, *lse;  // of each split: [split, query row, HEAD_DIM], and base-2 log-sum-exps [split, query row]
+    int2* row_ctas;        // of each (batch row, KV head): its first and last CTA, where the reduction is not fused
+    u16* out;              // [batch, queries, q_heads, HEAD_DIM]
+    u32* arrivals;         // of each (batch row, KV head): zero before and after the call
+    QuantizedPlanes key_codes, value_codes;
+    int batch, kv_heads, q_heads_per_kv, queries, capacity, group_capacity;
+    // Strides in units of 8 elements, so that they fit 32 bits.
+    int q_batch_stride, q_query_stride, q_head_stride;
+    int key_batch_stride, key_head_stride, key_stride;
+    int value_batch_stride, value_head_stride, value_stride;
+    int fuse_reduction;  // whether a row's last CTA reduces its splits; else the kernel `merge` does
+    float scale;         // of scores
+};

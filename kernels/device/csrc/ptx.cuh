@@ -1,0 +1,289 @@
+// PTX instructions that CUDA C++ has no expression for, each wrapped once and named after the instruction.
+// Reference: PTX ISA 8.x, sm_90. Nothing here knows about a kernel.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+constexpr u32 FULL_MASK = 0xFFFFFFFFu;  // all lanes of a warp
+
+// An address in this CTA's shared memory, from a pointer or from an address that was computed before.
+struct SharedAddress {
+    u32 value;
+
+    __device__ __forceinline__ SharedAddress(u32 address) : value(address) {}
+    __device__ __forceinline__ SharedAddress(const void* pointer) : value(u32(__cvta_generic_to_shared(pointer))) {}
+};
+
+// ---------------------------------------------------------------- arithmetic and conversions
+
+__device__ __forceinline__ float negative_infinity() { return __int_as_float(0xFF800000); }
+__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
+
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// (x & mask) | bits in one instruction; the compiler needs two where both constants are immediates.
+__device__ __forceinline__ u32 lop3_and_or(u32 x, u32 mask, u32 bits) {
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(x), "r"(mask), "r"(bits));
+    return d;
+}
+
+__device__ __forceinline__ u32 mul_half2(u32 a, u32 b) {
+    u32 d;
+    asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+__device__ __forceinline__ u32 add_half2(u32 a, u32 b) {
+    u32 d;
+    asm("add.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+__device__ __forceinline__ float half_to_float(u16 x) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x));
+    return f;
+}
+__device__ __forceinline__ u16 float_to_half(float x) {
+    u16 h;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+    return h;
+}
+__device__ __forceinline__ u32 floats_to_half2(float low, float high) {
+    u32 d;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+
+// 16-bit elements of a tensor: bfloat16 where IS_BF16, else float16.
+template <bool IS_BF16> struct Element {
+    static __device__ __forceinline__ float to_float(u16 x) {
+        if (IS_BF16) return __uint_as_float(u32(x) << 16);
+        return half_to_float(x);
+    }
+    static __device__ __forceinline__ float low_to_float(u32 pair) { return to_float(u16(pair)); }
+    static __device__ __forceinline__ float high_to_float(u32 pair) {
+        if (IS_BF16) return __uint_as_float(pair & 0xFFFF0000u);
+        return half_to_float(u16(pair >> 16));
+    }
+    static __device__ __forceinline__ u16 from_float(float x) {
+        u16 d;
+        if (IS_BF16) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(d) : "f"(x));
+        else d = float_to_half(x);
+        return d;
+    }
+    static __device__ __forceinline__ u32 pair_from_floats(float low, float high) {
+        u32 d;
+        if (IS_BF16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+        else d = floats_to_half2(low, high);
+        return d;
+    }
+    static __device__ __forceinline__ u32 min_pair(u32 a, u32 b) {
+        u32 d;
+        if (IS_BF16) asm("min.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+        else asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+        return d;
+    }
+    static __device__ __forceinline__ u32 max_pair(u32 a, u32 b) {
+        u32 d;
+        if (IS_BF16) asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+        else asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+        return d;
+    }
+};
+
+// ---------------------------------------------------------------- tensor cores
+
+// d += a b, with a of 16 rows by 16 and b of 16 by 8 columns, accumulated in float32. Lane 4 g + c holds of d the rows
+// g and g + 8 of columns 2c and 2c + 1; of a the same rows of k = 2c, 2c + 1 (a0, a1) and of k + 8 (a2, a3); of b the
+// same k (b0) and k + 8 (b1) of column g.
+template <bool IS_BF16>
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if constexpr (IS_BF16)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// ---------------------------------------------------------------- shared memory
+
+__device__ __forceinline__ u32 ld_shared(SharedAddress from) {
+    u32 x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from.value));
+    return x;
+}
+template <int N> __device__ __forceinline__ void ld_shared(u32 (&x)[N], SharedAddress from) {
+    if constexpr (N % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < N; i += 4)
+            asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                         : "=r"(x[i]), "=r"(x[i + 1]), "=r"(x[i + 2]), "=r"(x[i + 3])
+                         : "r"(from.value + 4 * i));
+    } else {
+        static_assert(N == 2, "two words or a multiple of four");
+        asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(from.value));
+    }
+}
+__device__ __forceinline__ void st_shared(SharedAddress to, const u32 (&x)[4]) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};"
+                 ::"r"(to.value), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+
+// Matrices of 8 x 8 16-bit elements, a row's address given by each lane (x4) or by the first sixteen (x2).
+__device__ __forceinline__ void ldmatrix(u32 (&x)[4], SharedAddress row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row.value));
+}
+__device__ __forceinline__ void ldmatrix(u32 (&x)[2], SharedAddress row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(x[0]), "=r"(x[1]) : "r"(row.value));
+}
+__device__ __forceinline__ void ldmatrix_trans(u32 (&x)[4], SharedAddress row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row.value));
+}
+__device__ __forceinline__ void stmatrix_trans(SharedAddress row, const u32 (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+                 ::"r"(row.value), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+__device__ __forceinline__ void stmatrix_trans(SharedAddress row, const u32 (&x)[2]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};"
+                 ::"r"(row.value), "r"(x[0]), "r"(x[1]) : "memory");
+}
+
+// ---------------------------------------------------------------- mbarriers
+
+__device__ __forceinline__ void mbarrier_init(SharedAddress barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier.value), "r"(arrivals) : "memory");
+}
+// Makes initialized barriers visible to the cluster and to bulk copies.
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(SharedAddress barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier.value) : "memory");
+}
+// Arrives once, and makes the phase wait for `bytes` of bulk copies or asynchronous stores as well.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(SharedAddress barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 ::"r"(barrier.value), "r"(bytes) : "memory");
+}
+// Waits until the phase of this parity has completed. Sees what threads of this CTA wrote before they arrived, and what
+// bulk copies issued by this CTA brought.
+__device__ __forceinline__ void mbarrier_wait(SharedAddress barrier, u32 parity) {
+    u32 done;
+    do {
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(barrier.value), "r"(parity) : "memory");
+    } while (!done);
+}
+// The same for what other CTAs of the cluster wrote or copied here.
+__device__ __forceinline__ void mbarrier_wait_cluster(SharedAddress barrier, u32 parity) {
+    u32 done;
+    do {
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; "
+                     "selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(barrier.value), "r"(parity) : "memory");
+    } while (!done);
+}
+__device__ __forceinline__ bool mbarrier_test(SharedAddress barrier, u32 parity) {
+    u32 done;
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(barrier.value), "r"(parity) : "memory");
+    return done;
+}
+
+// ---------------------------------------------------------------- asynchronous copies
+
+// Orders ordinary accesses of shared memory before bulk copies that follow.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Global to shared memory, 16 bytes aligned and a multiple of 16 long; `barrier` counts the bytes.
+__device__ __forceinline__ void bulk_copy(SharedAddress to, const void* from, int bytes, SharedAddress barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to.value), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier.value) : "memory");
+}
+// The same to one place in each of the first `ctas` CTAs of the cluster, each of which counts on its own barrier.
+__device__ __forceinline__ void bulk_copy_multicast(
+    SharedAddress to, const void* from, int bytes, SharedAddress barrier, int ctas
+) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1], %2, [%3], %4;"
+                 ::"r"(to.value), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier.value),
+                 "h"(u16((1 << ctas) - 1)) : "memory");
+}
+__device__ __forceinline__ void cp_async_16(SharedAddress to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to.value), "l"(from) : "memory");
+}
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// ---------------------------------------------------------------- warps, CTAs and clusters
+
+// True in one lane of a converged warp; the compiler then needs no loop over lanes around instructions with uniform
+// operands.
+__device__ __forceinline__ bool elect_one() {
+    u32 one;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p; }" : "=r"(one));
+    return one;
+}
+// Barrier `ID` (1..15; 0 is __syncthreads) of THREADS threads in whole warps.
+template <int ID, int THREADS> __device__ __forceinline__ void named_barrier_sync() {
+    asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
+}
+
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+// Without the release, which fences all of the GPU's memory and takes long while copies are in flight.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Where `local` lies in the shared memory of the cluster's CTA `rank`.
+__device__ __forceinline__ u32 mapa(SharedAddress local, int rank) {
+    u32 remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local.value), "r"(rank));
+    return remote;
+}
+__device__ __forceinline__ u32 ld_shared_cluster(u32 remote) {
+    u32 x;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(remote) : "memory");
+    return x;
+}
+__device__ __forceinline__ void red_add_shared_cluster(u32 remote, u32 x) {
+    asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(remote), "r"(x) : "memory");
+}
+// Stores to another CTA's shared memory; its barrier at `remote_barrier` counts the four bytes.
+__device__ __forceinline__ void st_async(u32 remote, float x, u32 remote_barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+                 ::"r"(remote), "r"(__float_as_uint(x)), "r"(remote_barrier) : "memory");
+}
+
+// Adds one with acquire and release over the GPU; wraps to zero after `last`. Returns the count before.
+__device__ __forceinline__ u32 atomic_inc_acq_rel(u32* counter, u32 last) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before) : "l"(__cvta_generic_to_global(counter)), "r"(last) : "memory");
+    return before;
+}
+
+// ---------------------------------------------------------------- programmatic dependent launch (see device/launch.py)
+
+// The next kernel's CTAs may start as soon as there is room for them.
+__device__ __forceinline__ void pdl_launch_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+// Kernels before this one have ended, and what they wrote is visible.
+__device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -1,0 +1,55 @@
+"""Arguments of CUDA C++ kernels: one structure per kernel, laid out alike here and in the kernel's params.cuh."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+INT_RANGE = range(-(1 << 31), 1 << 31)
+
+
+class KernelParams(ctypes.Structure):
+    """Base of the structures: `_fields_` of a subclass lists what the C++ struct of the same name has.
+
+    Fields are given by name, and all of them: tensors go as pointers, None as a null pointer. Raises TypeError when
+    a field is missing or unknown, ValueError for an integer beyond 32 bits, of which ctypes would take the lower half.
+    """
+
+    def __init__(self, **values: Tensor | ctypes.Structure | float | None) -> None:
+        names = {name for name, *_ in self._fields_}
+        if values.keys() != names:
+            raise TypeError(f"{type(self).__name__} got other fields than its own: {sorted(values.keys() ^ names)}")
+        super().__init__(**{name: _c_value(name, value) for name, value in values.items()})
+
+
+def _c_value(name: str, value: Tensor | ctypes.Structure | float | None) -> Any:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if isinstance(value, int) and value not in INT_RANGE:
+        raise ValueError(f"{name} is {value}; allowed: 32-bit integers, {INT_RANGE.start} to {INT_RANGE.stop - 1}")
+    return value
+
+
+def layout_assertions(params: type[ctypes.Structure]) -> str:
+    """C++ that does not compile unless the struct named like `params` has its size and the offset of each field.
+
+    `__INTADDR__` is what the front end of NVIDIA's compilers makes of `offsetof`, for which NVRTC has no header.
+    """
+    name = params.__name__
+    lines = [f'static_assert(sizeof({name}) == {ctypes.sizeof(params)}, "size of {name}");']
+    for field, offset in _offsets(params):
+        address = f"__INTADDR__(&((({name}*)0)->{field}))"
+        lines.append(f'static_assert({address} == {offset}, "offset of {name}::{field}");')
+    return "\n".join(lines)
+
+
+def _offsets(params: type[ctypes.Structure], outer: str = "", base: int = 0) -> Iterator[tuple[str, int]]:
+    """Every field and its offset in bytes; fields of structures in it as `outer.inner`."""
+    for name, kind, *_ in params._fields_:
+        offset = base + getattr(params, name).offset
+        yield outer + name, offset
+        if issubclass(kind, ctypes.Structure):
+            yield from _offsets(kind, f"{outer}{name}.", offset)

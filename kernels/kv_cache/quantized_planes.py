@@ -1,0 +1,28 @@
+"""How CUDA C++ kernels take the tensors of a QuantizedKV (csrc/quantized_kv_params.cuh)."""
+
+import ctypes
+
+from ridgeplan.kernels.device.kernel_params import KernelParams
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+
+
+class QuantizedPlanes(KernelParams):
+    """Pointers to the codes, scales and minima of keys or of values."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("upper", "lower", "scale", "minimum"))
+
+
+def key_planes(codes: QuantizedKV | None) -> QuantizedPlanes:
+    """Those of the keys; null pointers for lower codes that are not there, and where there are no codes at all."""
+    if codes is None:
+        return QuantizedPlanes(upper=None, lower=None, scale=None, minimum=None)
+    return QuantizedPlanes(upper=codes.key_upper, lower=codes.key_lower, scale=codes.key_scale, minimum=codes.key_min)
+
+
+def value_planes(codes: QuantizedKV | None) -> QuantizedPlanes:
+    """Those of the values, likewise."""
+    if codes is None:
+        return QuantizedPlanes(upper=None, lower=None, scale=None, minimum=None)
+    return QuantizedPlanes(
+        upper=codes.value_upper, lower=codes.value_lower, scale=codes.value_scale, minimum=codes.value_min
+    )

@@ -1,0 +1,65 @@
+// What a CTA takes of the product, and the barriers at which its warps hand each other stages and sums.
+#pragma once
+
+#include "config.cuh"
+// Either defines K_TILE, STAGE_K_TILES, STAGE_BYTES, X_SUM_COLUMNS, Weights and multiply_stage.
+#if WEIGHT_BITS == 4
+#include "int4.cuh"
+#else
+#include "dense.cuh"
+#endif
+
+// Output tiles first_tile, first_tile + stride, ... of the weight's `tiles`, `k_tiles` K tiles of the inputs from
+// `k_begin` on, and `rows` rows of x. With FUSE_SWIGLU tiles are of the first half of the outputs, the gates, and each
+// is followed by the tile that it multiplies, which lies as far into the second half. No CTA has more than `max_tiles`,
+// and none has more than one (or one pair) fewer.
+struct CtaWork {
+    int first_tile, stride, tiles, k_begin, k_tiles, rows, max_tiles;
+
+    __device__ __forceinline__ int half() const { return tiles / 2; }
+    __device__ __forceinline__ int num_tiles() const {
+        const int step = FUSE_SWIGLU ? 2 : 1, last = first_tile + (max_tiles / step - 1) * stride;
+        return last < tiles / step ? max_tiles : max_tiles - step;
+    }
+    __device__ __forceinline__ int next_tile(int tile) const {
+        if (!FUSE_SWIGLU) return tile + stride;
+        return tile < half() ? tile + half() : tile - half() + stride;
+    }
+    __device__ __forceinline__ int stages_per_tile() const { return (k_tiles + STAGE_K_TILES - 1) / STAGE_K_TILES; }
+    // Of each part in which x arrives; whole stages.
+    __device__ __forceinline__ int k_tiles_per_x_part() const {
+        return X_PARTS == 1 ? k_tiles : (stages_per_tile() + X_PARTS - 1) / X_PARTS * STAGE_K_TILES;
+    }
+};
+
+struct Barriers {
+    u64 full[MAX_STAGES], empty[MAX_STAGES];             // stages of the pipeline
+    u64 sums_full[SUM_BUFFERS], sums_empty[SUM_BUFFERS];  // buffers of an output tile's sums
+    u64 x[X_PARTS];
+    u64 cluster_sums;  // from other CTAs of the cluster
+
+    // For one lane of each warp: setting one up takes 75 cycles.
+    __device__ __forceinline__ void init(int warp, int stages) {
+        for (int i = warp; i < stages; i += WARPS) mbarrier_init(full + i, 1), mbarrier_init(empty + i, MMA_WARPS);
+        for (int i = WARPS - 1 - warp; i <= SUM_BUFFERS + X_PARTS; i += WARPS) {
+            if (i < SUM_BUFFERS) mbarrier_init(sums_full + i, 32 * MMA_WARPS), mbarrier_init(sums_empty + i, 32);
+            else if (i < SUM_BUFFERS + X_PARTS) mbarrier_init(x + i - SUM_BUFFERS, 1);
+            else mbarrier_init(&cluster_sums, 1);
+        }
+        fence_mbarrier_init();
+    }
+    __device__ static __forceinline__ void wait_for_x(u64* part) {  // one of `x`
+        if (X_MULTICAST > 1) mbarrier_wait_cluster(part, 0);
+        else mbarrier_wait(part, 0);
+    }
+};
+
+// A place in a ring of buffers, and the parity of its barrier's phase.
+struct PipelineState {
+    int index;
+    u32 parity;
+
+    __device__ __forceinline__ void advance(int count) {
+        if (++index == count) index = 0, parity ^= 1;
+    }
+};

@@ -1,0 +1,13 @@
+"""What the host's memory can still hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+def available_bytes(meminfo: Path = _MEMINFO) -> int | None:
+    """Bytes that programs may still take without swapping, as Linux estimates them; None where it does not tell."""
+    lines = meminfo.read_text(encoding="utf-8").splitlines() if meminfo.exists() else []
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)

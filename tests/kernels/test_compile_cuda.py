@@ -1,0 +1,214 @@
+"""Every CUDA source compiles for Hopper on a machine without a GPU, within its registers and shared memory.
+
+NVRTC is what torch compiles kernels with at run time; its wheel `nvidia-cuda-nvrtc` works without a GPU.
+"""
+
+import ctypes
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
+
+import pytest
+import torch
+
+from ridgeplan.kernels.attention import cuda as attention
+from ridgeplan.kernels.attention.schedule import AttentionVariant, Occupancy
+from ridgeplan.kernels.device.kernel_params import KernelParams
+from ridgeplan.kernels.device.nvrtc import include_options, program
+from ridgeplan.kernels.kv_cache import quantize_cuda
+from ridgeplan.kernels.linear import cuda_launch as linear
+from ridgeplan.kernels.linear import dense_schedule, int4_schedule
+from ridgeplan.kernels.linear.schedule import DeviceLimits, LinearSchedule
+from ridgeplan.kernels.sampling import top_k_top_p_cuda as top_k_top_p
+
+WHEEL = "nvidia-cuda-nvrtc"
+REGISTERS = 65536  # of an SM
+H200 = DeviceLimits(sm_bytes=228 * 1024, clusters=(132, 66, 30, 15))
+# That a multicast copy would be slower on other GPUs if compiled for sm_90, which is what torch does.
+TOLERATED = "Advisory: '.multicast::cluster' modifier"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What NVRTC says of a kernel: warnings, registers of a thread, spilled and shared bytes; PTX where asked for."""
+
+    warnings: list[str]
+    registers: int
+    spilled: int
+    shared: int
+    ptx: str
+
+
+Compile = Callable[..., Compiled]
+
+
+class Nvrtc:
+    """NVRTC's C interface, of which torch uses the same calls."""
+
+    def __init__(self, libraries: Sequence[str]) -> None:
+        for path in sorted(libraries):  # the builtins first: the compiler opens them by name
+            self.library = ctypes.CDLL(path)
+
+    def compile(self, text: str, entry: str, options: Sequence[str], arch: str = "sm_90") -> Compiled:
+        """Raises RuntimeError with the compiler's messages where it refuses."""
+        library, made = self.library, ctypes.c_void_p()
+        library.nvrtcCreateProgram(ctypes.byref(made), text.encode(), f"{entry}.cu".encode(), 0, None, None)
+        report = ["--ptxas-options=-v"] if arch.startswith("sm") else []
+        given = [option.encode() for option in (f"-arch={arch}", *include_options(), *options, *report)]
+        status = library.nvrtcCompileProgram(made, len(given), (ctypes.c_char_p * len(given))(*given))
+        log = self._text(made, "ProgramLog")
+        ptx = "" if report or status else self._text(made, "PTX")
+        library.nvrtcDestroyProgram(ctypes.byref(made))
+        if status:
+            raise RuntimeError(log)
+        warnings = [line for line in log.splitlines() if "warning" in line and TOLERATED not in line]
+        return Compiled(warnings, *(_bytes(log, what) for what in ("Used", "spill stores", "smem")), ptx)
+
+    def _text(self, made: ctypes.c_void_p, what: str) -> str:
+        size = ctypes.c_size_t()
+        getattr(self.library, f"nvrtcGet{what}Size")(made, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        getattr(self.library, f"nvrtcGet{what}")(made, buffer)
+        return buffer.value.decode()
+
+
+def _bytes(log: str, what: str) -> int:
+    """The number that ptxas reports of `what`; 0 where it says nothing."""
+    found = re.search(rf"{what} (\d+)|(\d+) bytes {what}", log)
+    return int(found[1] or found[2]) if found else 0
+
+
+@pytest.fixture(scope="module")
+def compile_cuda() -> Compile:
+    try:
+        files = distribution(WHEEL).files or []
+    except PackageNotFoundError:
+        pytest.skip(f"needs the wheel {WHEEL}")
+    libraries = [str(path.locate()) for path in files if re.match(r"libnvrtc[^.]*\.so\.", path.name)]
+    return cache(Nvrtc(libraries).compile)
+
+
+def attention_kernel(compile_cuda: Compile, variant: AttentionVariant, kernel: str = "attend") -> Compiled:
+    occupancy = Occupancy(variant, num_sms=132, sm_bytes=H200.sm_bytes)
+    options = tuple(variant.options(occupancy.stages, kernel))
+    return compile_cuda(program(attention.SOURCE, attention.AttentionParams), kernel, options)
+
+
+# Bytes that are written to local memory outside the loops over tokens, by variant; the others spill nothing.
+ATTENTION_SPILLS = {(128, 8, 8): 16, (128, 8, 16): 8, (128, 4, 24): 36, (128, 8, 24): 84}
+MAIN = [AttentionVariant(d, bits, True, 8) for d in (64, 128) for bits in (0, 4, 8)]
+MORE = [AttentionVariant(d, bits, True, rows) for d in (64, 128) for bits in (0, 4, 8) for rows in (16, 24, 32)]
+HALF = [AttentionVariant(64, bits, False, 8) for bits in (0, 4)]
+
+
+@pytest.mark.parametrize("variant", [*MAIN, *(pytest.param(v, marks=pytest.mark.slow) for v in MORE + HALF)], ids=str)
+def test_attention(variant: AttentionVariant, compile_cuda: Compile) -> None:
+    made = attention_kernel(compile_cuda, variant)
+    assert made.warnings == []
+    assert made.registers * attention.THREADS * variant.ctas_per_sm <= REGISTERS
+    assert made.spilled <= ATTENTION_SPILLS.get((variant.head_dim, variant.bits, variant.rows), 0)
+    assert made.shared <= variant.static_bytes(Occupancy(variant, 132, H200.sm_bytes).stages)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_reduction_of_many_splits(head_dim: int, compile_cuda: Compile) -> None:
+    made = attention_kernel(compile_cuda, AttentionVariant(head_dim, 4, True, 8), "merge")
+    assert made.warnings == []
+    assert made.spilled == 0
+
+
+def linear_kernel(compile_cuda: Compile, schedule: LinearSchedule | None) -> Compiled:
+    assert schedule is not None
+    made = compile_cuda(program(linear.SOURCE, linear.LinearParams), linear.ENTRY, schedule.options)
+    assert made.warnings == []
+    assert made.registers * schedule.threads <= REGISTERS
+    return made
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "gated"),
+    [(1, 4096, True), (8, 4096, False), (8, 4096, True), (16, 4096, False), (8, 14336, False)],
+)
+def test_dense_products(rows: int, inputs: int, gated: bool, compile_cuda: Compile) -> None:
+    schedule = dense_schedule.make_schedule(rows, 4096, inputs, rows > 1, gated, H200)
+    assert linear_kernel(compile_cuda, schedule).spilled == 0
+
+
+@pytest.mark.parametrize(
+    ("group", "rows", "inputs", "gated"),
+    [
+        (128, 1, 4096, True), (128, 8, 4096, True), (128, 16, 4096, False), (128, 16, 14336, False),
+        (256, 16, 4096, False), (64, 8, 14336, False), (32, 16, 8192, False),
+    ],
+)  # fmt: skip
+def test_int4_products(group: int, rows: int, inputs: int, gated: bool, compile_cuda: Compile) -> None:
+    schedule = int4_schedule.make_schedule(rows, 4096, inputs, group, rows > 1, gated, H200)
+    assert linear_kernel(compile_cuda, schedule).spilled == 0
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize("head_dim", quantize_cuda.HEAD_DIMS)
+def test_quantization(head_dim: int, planes: int, bf16: bool, compile_cuda: Compile) -> None:
+    text = program(quantize_cuda.SOURCE, quantize_cuda.QuantizeParams)
+    made = compile_cuda(text, quantize_cuda.ENTRY, tuple(quantize_cuda.options(head_dim, planes, bf16)))
+    assert made.warnings == []
+    assert made.spilled == 0
+    assert 768 * made.registers <= REGISTERS  # threads that are resident
+
+
+@pytest.mark.parametrize(("aligned", "cluster"), [(False, 4), (True, 4), (True, 8)])
+@pytest.mark.parametrize("dtype", top_k_top_p.ELEMENTS, ids=str)
+def test_top_k_and_top_p(dtype: torch.dtype, aligned: bool, cluster: int, compile_cuda: Compile) -> None:
+    text = program(top_k_top_p.SOURCE, top_k_top_p.FilterParams)
+    variant = top_k_top_p.TopKVariant(dtype, aligned, cluster)
+    made = compile_cuda(text, top_k_top_p.ENTRY, tuple(variant.options))
+    assert made.warnings == []
+    assert made.spilled == 0
+    assert made.registers * top_k_top_p.THREADS * (2 if cluster == 4 else 3) <= REGISTERS
+    assert made.shared <= 17 * 1024  # what test_top_k_top_p_cuda.py leaves to it
+
+
+def test_another_layout_of_the_arguments_does_not_compile(compile_cuda: Compile) -> None:
+    fields = dict(top_k_top_p.FilterParams._fields_)
+    swapped = [(name, fields[name]) for name in ("logits", "cutoffs", "peaks", *list(fields)[3:])]
+    wrong = type("FilterParams", (KernelParams,), {"_fields_": swapped})
+    options = tuple(top_k_top_p.TopKVariant(torch.bfloat16, True, 4).options)
+    with pytest.raises(RuntimeError, match="offset of FilterParams::peaks"):
+        compile_cuda(program(top_k_top_p.SOURCE, wrong), top_k_top_p.ENTRY, options)
+    longer = type("FilterParams", (KernelParams,), {"_fields_": [*fields.items(), ("more", ctypes.c_int)]})
+    with pytest.raises(RuntimeError, match="size of FilterParams"):
+        compile_cuda(program(top_k_top_p.SOURCE, longer), top_k_top_p.ENTRY, options)
+
+
+TRIGGER, WAIT, ACCESS = (
+    "griddepcontrol.launch_dependents",
+    "griddepcontrol.wait",
+    re.compile(r"\b(ld|st|cp)\S*\.global"),
+)
+
+
+def test_kernels_that_read_activations_wait_first(compile_cuda: Compile) -> None:
+    """Attention and products read lengths, codes and weights before the wait, these kernels nothing."""
+    variant = AttentionVariant(128, 4, True, 8)
+    for params, source, entry, options in (
+        (
+            top_k_top_p.FilterParams,
+            top_k_top_p.SOURCE,
+            "filter",
+            top_k_top_p.TopKVariant(torch.bfloat16, True, 4).options,
+        ),
+        (attention.AttentionParams, attention.SOURCE, "merge", variant.options(4, "merge")),
+    ):
+        ptx = compile_cuda(program(source, params), entry, tuple(options), "compute_90").ptx
+        assert 0 < ptx.find(TRIGGER) < ptx.find(WAIT) < ACCESS.search(ptx).start()  # type: ignore[union-attr]
+
+
+def test_quantization_waits_and_lets_no_kernel_start_early(compile_cuda: Compile) -> None:
+    """Attention reads codes before it waits."""
+    text = program(quantize_cuda.SOURCE, quantize_cuda.QuantizeParams)
+    ptx = compile_cuda(text, "quantize", tuple(quantize_cuda.options(128, 2, True)), "compute_90").ptx
+    assert TRIGGER not in ptx
+    assert 0 < ptx.find(WAIT) < ACCESS.search(ptx).start()  # type: ignore[union-attr]

@@ -1,0 +1,99 @@
+"""JSON and TOML from outside: what is parsed, and the one line for what is not."""
+
+from pathlib import Path
+
+import pytest
+
+from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json, parse_toml, read_document
+
+
+def test_json_and_toml_as_text_and_as_bytes() -> None:
+    assert parse_json('{"a": [1, 2.5, null, "\u00e9"]}') == {"a": [1, 2.5, None, "\u00e9"]}
+    assert parse_json('{"\u00e9": {"a": 1}, "b": {"a": 1}}'.encode()) == {"\u00e9": {"a": 1}, "b": {"a": 1}}
+    assert parse_toml("[a]\nb = 1_000") == parse_toml(b"[a]\nb = 1_000") == {"a": {"b": 1000}}
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ("", "it is empty"),
+        (b" \n ", "it is empty"),
+        ("{", "Expecting property name"),
+        ('{"a": 1, "b": {"c": 1, "c": 1}}', "the key 'c' stands twice in one object"),
+        ("[NaN]", "NaN stands for a number; allowed: finite numbers"),
+        ("[-Infinity]", "-Infinity stands for a number"),
+        ("1" * 4001, "a number has 4001 digits; allowed: up to 4000"),
+        ("1" * 10_000, "a number has 10000 digits"),
+        ("[" * 100_000, "it is nested too deeply"),
+        (b"\xff{}", "it is not UTF-8 text: byte 0 is 0xff"),
+        ('{"a": 1}'.encode("utf-16"), "it is not UTF-8 text: byte 0 is 0xff"),
+        (b'{"a": "\xe9"}', "it is not UTF-8 text: byte 7 is 0xe9"),
+        ("{} {}", "Extra data"),
+    ],
+    ids=lambda part: str(part[:12]),
+)
+def test_json_that_is_refused(document: str | bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        parse_json(document)
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_within_a_floats_range_and_somewhat_beyond_are_left_to_the_fields() -> None:
+    assert parse_json("1" * 4000) == int("1" * 4000)
+    assert parse_json("1e999") == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ("[a]\n[a]", "Cannot declare"),
+        ("[a]\nb = 1\nb = 2", "Cannot overwrite"),
+        ("a = " + "[" * 100_000, "it is nested too deeply"),
+        (b"a = '\xff'", "it is not UTF-8 text: byte 5 is 0xff"),
+        ("a = " + "1" * 10_000, "digits"),
+    ],
+    ids=lambda part: str(part[:12]),
+)
+def test_toml_that_is_refused(document: str | bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        parse_toml(document)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_of_up_to_16_mib_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(b" " * (16 * 2**20))
+    assert len(read_document(path)) == 16 * 2**20
+    path.write_bytes(b" " * (16 * 2**20 + 1))
+    with pytest.raises(ValueError, match="it is larger than 16 MiB"):
+        read_document(path)
+    with pytest.raises(ValueError, match="it is larger than 16 MiB"):
+        read_document(Path("/dev/zero"))
+
+
+class SchemaError(ValueError):
+    """What the caller wants raised."""
+
+
+def test_the_fields_beside_the_schema() -> None:
+    assert fields_of_schema({"schema": 2, "a": 1}, 2, "", SchemaError) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([], "it is []; allowed: an object with named fields"),
+        ({"a": 1}, "schema is None; allowed: 2"),
+        ({"schema": "2"}, "schema is '2'; allowed: 2"),
+        ({"schema": True}, "schema is True; allowed: 2"),
+        ({"schema": 2.0}, "schema is 2.0; allowed: 2"),
+        ({"schema": 0}, "schema is 0; allowed: 2"),
+        ({"schema": 1}, "schema 1 is of an older version; do it again"),
+        ({"schema": 3}, "schema 3 is newer than this version reads; allowed: up to 2"),
+        ({"schema": 10**300}, "schema a huge number is newer than this version reads; allowed: up to 2"),
+    ],
+)
+def test_other_schemas_are_refused(document: object, message: str) -> None:
+    with pytest.raises(SchemaError) as caught:
+        fields_of_schema(document, 2, "do it again", SchemaError)
+    assert str(caught.value) == message

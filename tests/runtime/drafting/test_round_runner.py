@@ -1,0 +1,48 @@
+"""How rounds run: what a launch leaves to be collected, and the times of its parts."""
+
+import pytest
+import torch
+
+from ridgeplan import runtime
+from ridgeplan.runtime.drafting import round_runner
+from ridgeplan.runtime.drafting.round_result import RoundFigures, RowResult
+from ridgeplan.runtime.drafting.round_runner import STAMPS, EagerRounds
+from ridgeplan.runtime.sampling import SamplingParams
+
+
+@pytest.fixture
+def rounds(tiny_model, make_plan):
+    """Rounds of two rows of 50 and 60 tokens."""
+    engine = runtime.load(make_plan("int4x2", 2, batch=2), tiny_model().folder, device="cpu")
+    engine.cache.reset(2)
+    engine.cache.lengths.copy_(torch.tensor([50, 60]))
+    engine.cache.limit(20)
+    return EagerRounds(engine._speculator(engine.cache, SamplingParams()))
+
+
+def test_phases_last_from_one_reading_of_the_clock_to_the_next(rounds, monkeypatch):
+    readings = iter([1_000_000_000, 1_000_000_003, 1_000_000_020, 1_000_000_100])
+    monkeypatch.setattr(round_runner.time, "perf_counter_ns", lambda: next(readings))
+    rounds.start(torch.tensor([1, 2]))
+    rounds.launch()
+    seconds = rounds.collect().seconds
+    assert seconds == pytest.approx({"draft": 3e-9, "verify": 17e-9, "flush": 80e-9})
+
+
+def test_rounds_that_nobody_collected_are_forgotten(rounds):
+    rounds.start(torch.tensor([1, 2]))
+    rounds.launch()
+    assert rounds.in_flight == 1
+    rounds.start(torch.tensor([1, 2]))
+    assert rounds.in_flight == 0
+
+
+def test_one_buffer_holds_figures_and_clock():
+    """As a CUDA graph writes it and the host reads its copy."""
+    out = torch.arange(2 * RoundFigures.width(gamma=1) + STAMPS)
+    out[:12] = torch.tensor([5, 6, 2, 1, 1, 1, 7, 8, 1, 0, 1, 0])
+    figures, stamps = round_runner._split(out, rows=2)
+    assert figures.rows() == [RowResult([5, 6], 1, 1), RowResult([7], 0, 1, finite=False)]
+    assert stamps.tolist() == [12, 13, 14, 15]
+    stamps[0] = 99
+    assert out[12] == 99  # views: the graph writes through them

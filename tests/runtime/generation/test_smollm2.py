@@ -1,0 +1,68 @@
+"""The real SmolLM2-135M-Instruct in float32 on the CPU: logits, identity and acceptance on real text."""
+
+import pytest
+import torch
+import transformers
+
+from ridgeplan import runtime
+from ridgeplan.validate.agreement import forced_logits
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module")
+def real(smollm2, make_plan, long_text):
+    """An engine whose weights all tests share, and the text's tokens."""
+    engine = runtime.load(make_plan(), str(smollm2), device="cpu", dtype=torch.float32)
+    tokens = engine.tokenizer(long_text[30_000:80_000])["input_ids"]
+    return engine, tokens
+
+
+@pytest.fixture(scope="module")
+def generate(real, smollm2, make_plan):
+    def run(kv, gamma, prompts, new_tokens, group=128, draft_bits=16, **sampling):
+        context = max(map(len, prompts))
+        sizes = {"context": context, "new_tokens": new_tokens, "batch": len(prompts), "group": group}
+        plan = make_plan(kv, gamma, **sizes, draft_bits=draft_bits, weight_group=64)
+        engine = runtime.load(plan, str(smollm2), device="cpu", dtype=torch.float32, weights=real[0].weights)
+        return engine.generate(prompts, new_tokens, runtime.SamplingParams(**sampling))
+
+    return run
+
+
+def test_logits_are_those_of_transformers(real):
+    engine, tokens = real
+    reference = transformers.AutoModelForCausalLM.from_pretrained(engine.source, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens[:132]])).logits[0, 123:]
+    assert (forced_logits(engine, tokens[:124], tokens[124:132]) - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kv", "target", "gamma", "draft_bits", "lengths", "new_tokens", "flushes", "acceptance"),
+    [
+        # Groups of 32 tokens. 600 tokens become 679: flushes at 608, 640 and 672.
+        ("int4x2", "int4x2", 4, 16, [600], 80, 3, 0.9),
+        # 200, 131 and 90 become 249, 180 and 139: flushes at 224; at 160; at 96 and 128.
+        ("int4x2", "int8", 7, 16, [200, 131, 90], 50, 4, 0.9),
+        ("bf16+int4", "bf16", 3, 4, [200, 131, 90], 50, 4, 0.5),
+    ],
+    ids=["one row", "ragged rows", "a shadow and 4-bit weights"],
+)
+def test_speculation_changes_nothing(
+    kv, target, gamma, draft_bits, lengths, new_tokens, flushes, acceptance, generate, real
+):
+    prompts = [real[1][start : start + length] for start, length in zip((0, 3000, 6000), lengths, strict=False)]
+    plain = generate(target, 0, prompts, new_tokens, group=32)
+    drafted = generate(kv, gamma, prompts, new_tokens, group=32, draft_bits=draft_bits)
+    assert drafted.tokens == plain.tokens
+    assert [len(tokens) for tokens in plain.tokens] == [new_tokens] * len(prompts)
+    assert drafted.statistics.flushes == flushes
+    assert drafted.statistics.acceptance > acceptance
+    assert len(set(plain.tokens[0])) > 10
+
+
+def test_int4_kv_drafts_are_accepted_at_4k(generate, real):
+    statistics = generate("int4x2", 4, [real[1][:4096]], 160, temperature=1.0).statistics
+    assert statistics.judged >= 120
+    assert statistics.acceptance >= 0.93

@@ -1,0 +1,30 @@
+"""Sizes of caches, by hand."""
+
+import pytest
+
+from ridgeplan.planner.plan import DraftCodes, KVFormat, Workload
+from ridgeplan.planner.presets import preset
+from ridgeplan.runtime.kv.config import KVCacheConfig
+
+
+def test_a_plan_gives_everything():
+    plan = preset("quantspec", Workload("m", "h", context=4096, new_tokens=100, batch=3))
+    expected = KVCacheConfig(3, 4196, KVFormat.HIERARCHICAL, 128, gamma=4, draft_codes=DraftCodes.UPPER)
+    assert KVCacheConfig.of(plan) == expected
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "quantized", "buffered", "slots"),
+    [
+        (KVFormat.FULL, False, False, 1000 + 4 + 1),
+        (KVFormat.SHADOW, True, False, 1000 + 4 + 1),
+        (KVFormat.INT8, True, True, 2 * 64 + 4 + 1),
+        (KVFormat.HIERARCHICAL, True, True, 2 * 64 + 4 + 1),
+    ],
+)
+def test_slots_hold_the_recent_tokens_and_a_round(kv_format, quantized, buffered, slots):
+    config = KVCacheConfig(2, 1000, kv_format, 64, gamma=4)
+    assert (config.quantized, config.buffered, config.slots) == (quantized, buffered, slots)
+    # 15 groups of 64 are full at 1000 tokens, of which the last stays recent.
+    assert config.quantized_groups(1000) == (14 if quantized else 0)
+    assert config.groups == (14 if quantized else 1)

@@ -1,0 +1,316 @@
+"""A GGUF file becomes a safetensors folder with the same weights, once for each content."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from tokenizers import pre_tokenizers
+
+from ridgeplan import runtime
+from ridgeplan.runtime.errors import ModelError
+from ridgeplan.runtime.model import gguf_convert
+from ridgeplan.runtime.model.checkpoint import load_tokenizer
+from ridgeplan.runtime.model.gguf_convert import converted
+from ridgeplan.runtime.model.source import model_source
+
+# GGUF's names of a layer's tensors, and transformers'.
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+REST = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+@pytest.fixture(autouse=True)
+def cache_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def kept(cache_home: Path) -> list[str]:
+    """What stands in the cache of converted models, but for its lock."""
+    return [entry.name for entry in (cache_home / "ridgeplan" / "models").iterdir() if entry.name != ".lock"]
+
+
+def interleaved(weight, heads):
+    """The order of GGUF's query and key rows: the halves of a rotary pair are neighbours there."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path: Path, model, merge: str = "+ -") -> None:
+    """A transformers Llama in float32, as llama.cpp's converter writes it."""
+    config, state = model.config, model.state_dict()
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: config.vocab_size - 1]
+    writer.add_token_list([*letters, "+-"])
+    writer.add_token_types([1] * config.vocab_size)
+    writer.add_token_merges([merge])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    names = {f"{name}.weight": f"{ours}.weight" for name, ours in REST.items()}
+    for layer in range(config.num_hidden_layers):
+        names |= {f"blk.{layer}.{name}.weight": f"model.layers.{layer}.{ours}.weight" for name, ours in LAYER.items()}
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for name, ours in names.items():
+        count = heads.get(name.split(".")[-2])
+        tensor = state[ours] if count is None else interleaved(state[ours], count)
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture
+def path(tiny_model, tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, tiny_model(head_dim=16).reference)
+    return path
+
+
+def test_weights_come_out_bit_by_bit(path, tiny_model, make_plan):
+    model = tiny_model(head_dim=16).reference
+    found = load_file(Path(model_source(str(path))) / "model.safetensors")
+    expected = {name: tensor for name, tensor in model.state_dict().items() if name in found}
+    assert len(expected) == len(found) == 3 + 9 * 2
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    engine = runtime.load(make_plan(), str(path), device="cpu")
+    tokens = list(range(40))
+    with torch.inference_mode():
+        reference = model(torch.tensor([tokens])).logits[0, -1]
+    assert engine.generate(tokens, 1).tokens[0] == [int(reference.argmax())]
+    assert engine.config.shape.q_heads == 4
+
+
+def test_the_tokenizer_comes_along(path):
+    tokenizer = load_tokenizer(model_source(str(path)))
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("+-+")) == ["+-", "+"]
+
+
+def test_a_tokenizer_that_contradicts_itself_is_one_clear_line(tiny_model, tmp_path, cache_home):
+    path = tmp_path / "strange.gguf"
+    write_gguf(path, tiny_model(head_dim=16).reference, merge="! !")  # there is no token "!!"
+    with pytest.raises(ModelError, match=r"cannot read the GGUF file .*strange\.gguf: .*out of vocabulary") as error:
+        converted(path)
+    assert "\n" not in str(error.value)
+    assert kept(cache_home) == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"GGUF", b"not a model at all" * 50, b"GGUF\x03\x00\x00\x00" + b"\xff" * 64],
+    ids=["empty", "magic only", "text", "huge counts"],
+)
+def test_a_corrupt_file_is_one_clear_line_and_leaves_nothing(content, tmp_path, cache_home):
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=r"cannot read the GGUF file .*bad\.gguf") as error:
+        converted(path)
+    assert "\n" not in str(error.value)
+    assert kept(cache_home) == []
+
+
+def test_a_truncated_file_is_one_clear_line(path, cache_home):
+    path.write_bytes(path.read_bytes()[:-5000])
+    with pytest.raises(ModelError, match=r"cannot read the GGUF file .*model\.gguf: "):
+        converted(path)
+    assert kept(cache_home) == []
+
+
+def test_python_beside_the_file_is_never_run(path, tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    mark = tmp_path / "ran"
+    (tmp_path / "custom.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Custom: pass\n")
+    names = {
+        "AutoConfig": "custom.Custom",
+        "AutoModelForCausalLM": "custom.Custom",
+        "AutoTokenizer": ["custom.Custom"] * 2,
+    }
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps({"model_type": "custom", "auto_map": names}))
+    with contextlib.suppress(ModelError):
+        converted(path)
+    assert not mark.exists()
+
+
+@pytest.fixture
+def conversions(monkeypatch):
+    """The files that were converted, each to a folder with a config only; one named broken fails halfway."""
+    calls = []
+
+    def convert(path, staging):
+        calls.append(path)
+        (staging / "config.json").write_text("{}")
+        if path.stem == "broken":
+            raise ModelError("broken")
+
+    monkeypatch.setattr(gguf_convert, "_convert", convert)
+    return calls
+
+
+def test_a_file_is_converted_once(path, conversions):
+    folder = converted(path)
+    assert converted(path) == folder
+    assert conversions == [path]
+    assert (folder / "config.json").read_text() == "{}"
+
+
+def test_a_failed_conversion_is_not_cached(path, conversions, cache_home):
+    path = path.rename(path.with_stem("broken"))
+    for _ in range(2):
+        with pytest.raises(ModelError, match="broken"):
+            converted(path)
+    assert len(conversions) == 2
+    assert kept(cache_home) == []
+
+
+@pytest.mark.parametrize("damage", ["cut", "file", "manifest", "garbage"])
+def test_a_damaged_folder_is_made_again(path, conversions, damage):
+    folder = converted(path)
+    config, manifest = folder / "config.json", folder / gguf_convert.MANIFEST
+    changes = {
+        "cut": lambda: config.write_text("{"),
+        "file": config.unlink,
+        "manifest": manifest.unlink,
+        "garbage": lambda: manifest.write_text("[1, 2]"),
+    }
+    changes[damage]()
+    assert converted(path) == folder
+    assert len(conversions) == 2
+    assert config.read_text() == "{}"
+
+
+def test_what_a_killed_conversion_left_goes(path, conversions, cache_home):
+    folder = converted(path)
+    folder.rename(folder.with_name(f".converting-{folder.name}"))
+    assert converted(path) == folder
+    assert kept(cache_home) == [folder.name]
+
+
+def test_a_cache_that_cannot_be_written_is_a_model_error(path, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"cannot write the converted model to .*Not a directory"):
+        converted(path)
+
+
+def test_a_disk_that_fills_up_is_one_clear_line(path, monkeypatch, cache_home):
+    def save_file(*_, **__):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(gguf_convert, "save_file", save_file)
+    with pytest.raises(ModelError, match=r"cannot write the converted model to .*: I/O error: No space left on device"):
+        converted(path)
+    assert kept(cache_home) == []
+
+
+@pytest.mark.parametrize("what", ["memory", "disk"])
+def test_what_does_not_fit_is_refused_before_it_is_read(path, conversions, monkeypatch, what):
+    """All tensors in float32: 4 bytes of each element."""
+    needed_bytes = 4 * sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(path).tensors)
+    free = {"memory": 1 << 40, "disk": 1 << 40} | {what: needed_bytes - 1}
+    usage = shutil.disk_usage(path.parent)
+    monkeypatch.setattr(gguf_convert, "available_bytes", lambda: free["memory"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free["disk"]))
+    with pytest.raises(ModelError, match=rf"converting .* takes 0\.0 GB of {what} and 0\.0 GB are free"):
+        converted(path)
+    assert not conversions
+    free[what] += 1
+    converted(path)
+    assert conversions
+
+
+CONVERT = """
+import sys, time
+from pathlib import Path
+from ridgeplan.runtime.model import gguf_convert
+
+def convert(path, staging):
+    Path(sys.argv[2], f"started-{time.monotonic_ns()}").touch()
+    (staging / "config.json").write_text("{")
+    time.sleep(float(sys.argv[3]))
+    (staging / "config.json").write_text("{}")
+
+gguf_convert._convert = convert
+print(gguf_convert.converted(Path(sys.argv[1])))
+"""
+
+
+def converting(path, marks, seconds):
+    """A process that converts `path` in so many seconds and leaves a mark when it starts to."""
+    command = [sys.executable, "-c", CONVERT, str(path), str(marks), str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def started(marks):
+    return len([*marks.iterdir()])
+
+
+def test_two_processes_convert_once(path, tmp_path, cache_home):
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    processes = [converting(path, marks, 0.5) for _ in range(2)]
+    answers = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], answers
+    folders = {stdout.strip() for stdout, _ in answers}
+    assert len(folders) == started(marks) == 1
+    assert Path(folders.pop(), "config.json").read_text() == "{}"
+
+
+def test_a_conversion_that_was_killed_is_done_by_the_next(path, tmp_path, cache_home):
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    first = converting(path, marks, 600)
+    while not started(marks):
+        assert first.poll() is None
+        time.sleep(0.05)
+    first.kill()
+    first.communicate()
+    (left,) = kept(cache_home)
+    assert left.startswith(".converting-")
+    stdout, stderr = converting(path, marks, 0).communicate(timeout=120)
+    assert stderr == ""
+    assert kept(cache_home) == [Path(stdout.strip()).name]
+
+
+@pytest.mark.parametrize("changed", ["time", "size"])
+def test_a_changed_file_is_converted_anew(path, changed):
+    first, status = converted(path), path.stat()
+    assert converted(path) == first
+    if changed == "time":
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    else:
+        path.write_bytes(path.read_bytes() + b"\0")
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    second = converted(path)
+    assert second != first
+    assert {first.parent, second.parent} == {first.parent}

@@ -1,0 +1,48 @@
+"""Prefill: what the cost model assumes of it, and its attention against the definition."""
+
+import pytest
+import torch
+
+from ridgeplan.roofline.memory import PREFILL_ATTENDED_TOKENS, PREFILL_CHUNK_TOKENS
+from ridgeplan.runtime.model.prefill import ATTENDED_TOKENS, CHUNK_TOKENS, attend_in_place, causal_attention
+
+TOKENS = 50
+
+
+@pytest.fixture
+def qkv():
+    """Queries [6, tokens, 16] of two query heads a KV head; keys and values [3, tokens, 16]."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(heads, TOKENS, 16, generator=generator) for heads in (6, 3, 3)]
+
+
+def attention_of(q, keys, values, window):
+    """Token by token: softmax(q k / sqrt(16)) over the token itself and those before it, `window` in all."""
+    out = torch.empty_like(q)
+    for head in range(6):
+        for token in range(TOKENS):
+            seen = slice(max(0, token + 1 - window), token + 1)
+            weights = (keys[head // 2, seen] @ q[head, token] / 4).softmax(0)
+            out[head, token] = weights @ values[head // 2, seen]
+    return out
+
+
+def test_the_priced_chunk_is_the_executed_one():
+    assert PREFILL_CHUNK_TOKENS == CHUNK_TOKENS
+    assert PREFILL_ATTENDED_TOKENS == ATTENDED_TOKENS
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 25, 49, 50, 51])
+def test_tokens_see_themselves_and_a_window_before_them(qkv, window):
+    torch.testing.assert_close(causal_attention(*qkv, window), attention_of(*qkv, window or TOKENS))
+
+
+@pytest.mark.parametrize("attended", [1, 49, 50, 100, 1000])
+@pytest.mark.parametrize("window", [None, 7])
+def test_heads_may_attend_one_after_another(qkv, attended, window, monkeypatch):
+    """Also where the prompt alone is longer than what may attend at once."""
+    monkeypatch.setattr("ridgeplan.runtime.model.prefill.ATTENDED_TOKENS", attended)
+    q, keys, values = qkv
+    queries = q.transpose(0, 1).clone()
+    attend_in_place(queries, keys, values, window)
+    torch.testing.assert_close(queries.transpose(0, 1), attention_of(*qkv, window or TOKENS))

@@ -1,0 +1,177 @@
+"""What 4-bit drafts are fitted to: the inputs of each layer, on a text that is given, written or sampled."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn import functional
+
+from ridgeplan import runtime
+from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.model.linear import Dense, Int4
+from ridgeplan.runtime.model.prefill import prefill_layer
+from ridgeplan.runtime.quantization import calibrate
+from ridgeplan.runtime.quantization.calibrate import HessianRecorder, fitted_draft, quantized_draft
+from ridgeplan.runtime.quantization.self_generated import SEQUENCES, TOKENS, self_generated_text
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_every_token_counts_the_same():
+    x = random(2, 10, 32) * torch.tensor([1.0, 1000.0])[:, None, None]
+    weight = random(4, 32)
+    diagonal, full = (HessianRecorder(weight=weight, hessian=torch.zeros(shape)) for shape in [(32,), (32, 32)])
+    outputs = [layer(x) for layer in (Dense(weight), diagonal, full)]
+    rows = functional.normalize(x.flatten(0, 1), dim=1) * 32**0.5
+    torch.testing.assert_close(full.hessian, rows.T @ rows)
+    torch.testing.assert_close(diagonal.hessian, full.hessian.diagonal())
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+def test_drafts_are_the_same_each_time(tiny_model, make_plan):
+    plan = make_plan("int4x2", 3, draft_bits=4)
+    one, other = (runtime.load(plan, tiny_model().folder, device="cpu") for _ in range(2))
+    assert torch.equal(one.draft_weights.head.weight.packed, other.draft_weights.head.weight.packed)
+
+
+def test_calibration_changes_the_draft_and_nothing_else(tiny_model, make_plan, prompts):
+    plan, text = make_plan("int4x2", 3, draft_bits=4), prompts(200)[0]
+    plain = runtime.load(plan, tiny_model().folder, device="cpu")
+    calibrated = runtime.load(plan, tiny_model().folder, device="cpu", calibration=text)
+    heads = [engine.draft_weights.head.weight.packed for engine in (plain, calibrated)]
+    assert not torch.equal(*heads)
+    prompt = prompts(90, seed=2)[0]
+    assert plain.generate(prompt, 30).tokens == calibrated.generate(prompt, 30).tokens
+
+
+@pytest.mark.parametrize(
+    "calibration, message",
+    [
+        ([], "no tokens; allowed: 1 or more"),
+        ([5, 128], "the token 128; allowed: whole numbers from 0 to 127"),
+        ("a text", "the token 'a'"),
+        ([1.5], "the token 1.5"),
+    ],
+)
+def test_calibration_that_is_no_text_of_the_model_is_refused(tiny_model, make_plan, calibration, message):
+    plan = make_plan("int4x2", 3, draft_bits=4)
+    with pytest.raises(WorkloadError, match=message):
+        runtime.load(plan, tiny_model().folder, device="cpu", calibration=calibration)
+
+
+def test_a_model_writes_what_it_finds_likely(tiny_model, make_plan):
+    engine = runtime.load(make_plan(), tiny_model().folder, device="cpu")
+    text = self_generated_text(engine.decoder, engine.weights)
+    assert text.shape == (SEQUENCES, TOKENS)
+    assert torch.equal(text, self_generated_text(engine.decoder, engine.weights))
+
+    def surprise(tokens):
+        """Mean over all but the first token of each sequence."""
+        hidden = functional.embedding(tokens, engine.weights.embedding)
+        for layer, window in zip(engine.weights.layers, engine.config.windows, strict=True):
+            for sequence in hidden:
+                prefill_layer(engine.decoder, layer, sequence, window)
+        logits = engine.weights.head(engine.decoder.norm(hidden, None, engine.weights.norm)[1])
+        entropy = torch.distributions.Categorical(logits=logits[:, :-1]).entropy().mean()
+        return float(functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) / entropy)
+
+    with torch.inference_mode():
+        assert surprise(text) == pytest.approx(1, abs=0.03)  # as drawn from the model's own distribution
+        assert surprise(torch.randint(engine.config.shape.vocab, text.shape)) > 1.1
+
+
+def test_sequences_of_a_text_do_not_see_each_other(tiny_model, make_plan, prompts):
+    engine = runtime.load(make_plan(), tiny_model().folder, device="cpu")
+    text = torch.tensor(prompts(64, 64))
+    one, other = (fitted_draft(engine.decoder, engine.weights, 32, part, full=True) for part in (text, text.flip(0)))
+    joined = fitted_draft(engine.decoder, engine.weights, 32, text.view(1, -1), full=True)
+    heads = [draft.head.weight.packed for draft in (one, other, joined)]
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+
+
+# Modules of a transformers layer in the order of our projections; several read the same input.
+INPUTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+
+
+@torch.no_grad()
+def hessians_of(reference, text):
+    """Of the inputs of each projection and of the head, as transformers computes them."""
+    layers = reference.model.layers
+    modules = [layer.get_submodule(name) for layer in layers for name in INPUTS] + [reference.lm_head]
+    seen = [[] for _ in modules]
+    hooks = [
+        module.register_forward_pre_hook(lambda _, inputs, rows=rows: rows.append(inputs[0]))
+        for module, rows in zip(modules, seen, strict=True)
+    ]
+    reference(text)
+    for hook in hooks:
+        hook.remove()
+    # Every token at a mean square of 1: scaled to a norm of the square root of its width.
+    rows = [functional.normalize(torch.cat(each).flatten(0, 1), dim=1) * each[0].shape[-1] ** 0.5 for each in seen]
+    return [each.T @ each for each in rows]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llama", {}), ("mistral", {"sliding_window": 24}), ("qwen3", {}), ("qwen2", {})],
+    ids=["llama", "window", "qwen3", "qwen2"],
+)
+def test_hessians_are_of_the_inputs_that_transformers_sees(
+    family, changes, tiny_model, make_plan, prompts, monkeypatch
+):
+    model = tiny_model(family, **changes)
+    engine = runtime.load(make_plan(), model.folder, device="cpu")
+    text, recorded = torch.tensor(prompts(80, 80)), []
+
+    def quantized(linear, group):
+        recorded.append(linear.hessian)
+        return linear
+
+    monkeypatch.setattr(calibrate, "_quantized", quantized)
+    for full in (True, False):
+        recorded.clear()
+        fitted_draft(engine.decoder, engine.weights, 32, text, full=full)
+        for found, expected in zip(recorded, hessians_of(model.reference, text), strict=True):
+            torch.testing.assert_close(found, expected if full else expected.diagonal(), rtol=1e-3, atol=1e-2)
+
+
+def test_every_projection_and_the_head_are_quantized(tiny_model, make_plan, prompts):
+    engine = runtime.load(make_plan(), tiny_model().folder, device="cpu")
+    draft = quantized_draft(engine.decoder, engine.weights, 32, prompts(100)[0])
+    linears = [draft.head]
+    for layer in draft.layers:
+        linears += [layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down]
+    assert [type(linear) for linear in linears] == [Int4] * (1 + 4 * 2)
+    assert draft.embedding is engine.weights.embedding
+    # What is quantized already stays as it is.
+    again = quantized_draft(engine.decoder, draft, 32, prompts(100)[0])
+    assert again.layers[1].mlp.down is draft.layers[1].mlp.down
+    assert again.head is draft.head
+
+
+def test_a_given_text_speaks_for_itself_and_a_cpu_samples_one(tiny_model, make_plan, prompts, monkeypatch):
+    engine = runtime.load(make_plan(), tiny_model().folder, device="cpu")
+    asked = []
+    monkeypatch.setattr(calibrate, "fitted_draft", lambda *arguments, full: asked.append((arguments[3], full)))
+    [text] = prompts(100)
+    quantized_draft(engine.decoder, engine.weights, 32, text)
+    quantized_draft(engine.decoder, engine.weights, 32)
+    (given, whole), (sampled, diagonal_is_enough) = asked
+    assert given.tolist() == [text]
+    assert sampled.shape == (1, calibrate.SAMPLED_TOKENS)
+    assert (whole, diagonal_is_enough) == (True, False)
+
+
+def test_sampled_tokens_are_as_frequent_as_the_model_finds_them(tiny_model, make_plan):
+    engine = runtime.load(make_plan(), tiny_model().folder, device="cpu")
+    odds = torch.ones(128)
+    odds[5] = 3 * 127  # three quarters
+    likely = dataclasses.replace(engine.weights, head=lambda x: odds.log().expand(*x.shape[:-1], -1))
+    tokens = calibrate._sampled(engine.decoder, likely)
+    deviation = (0.75 * 0.25 / calibrate.SAMPLED_TOKENS) ** 0.5
+    assert float((tokens == 5).float().mean()) == pytest.approx(0.75, abs=4 * deviation)
+    assert torch.equal(tokens, calibrate._sampled(engine.decoder, likely))

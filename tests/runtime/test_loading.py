@@ -1,0 +1,57 @@
+"""What loading accepts and refuses, each in one line."""
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+
+from ridgeplan import runtime
+from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
+
+
+def test_plans_that_cannot_run_are_refused(tiny_model, make_plan, monkeypatch):
+    missing = ["eviction 'h2o'", "offloaded KV"]
+    monkeypatch.setattr("ridgeplan.runtime.loading.missing_execution", lambda plan: missing)
+    with pytest.raises(UnsupportedPlan, match="estimated but not executed: eviction 'h2o'; offloaded KV"):
+        runtime.load(make_plan(), tiny_model().folder)
+
+
+@pytest.mark.parametrize("device", ["tpu", "cpu:x", "cuda:x", "cuda:1"])
+def test_an_unknown_device_is_refused(device, tiny_model, make_plan):
+    with pytest.raises(WorkloadError, match=f"device is '{device}'; allowed here: cpu"):
+        runtime.load(make_plan(), tiny_model().folder, device=device)
+
+
+def test_weights_of_another_device_are_refused(tiny_model, make_plan):
+    weights = runtime.load(make_plan(), tiny_model().folder, device="cpu").weights
+    elsewhere = dataclasses.replace(weights, embedding=weights.embedding.to("meta"))
+    with pytest.raises(WorkloadError, match="the shared weights are on meta; allowed: on cpu"):
+        runtime.load(make_plan(), tiny_model().folder, device="cpu", weights=elsewhere)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+def test_a_cpu_computes_in_float32_unless_told_otherwise(dtype, tiny_model, make_plan):
+    engine = runtime.load(make_plan(), tiny_model().folder, device="cpu", dtype=dtype)
+    tensors = [*engine.weights.tensors(), engine.cache.keys]
+    assert {tensor.dtype for tensor in tensors} == {dtype or torch.float32}
+
+
+@pytest.mark.parametrize("kv, gamma", [("int4x2", 2), ("int8", 0), ("bf16+int4", 1), ("bf16", 1)])
+def test_a_sliding_window_refuses_what_it_would_break(kv, gamma, tiny_model, make_plan):
+    plan = make_plan(kv, gamma, draft_bits=4 if kv == "bf16" else 16)
+    reaching = tiny_model("mistral", sliding_window=256).folder  # the plan's sequences reach 256 tokens
+    assert runtime.load(plan, reaching).config.windows == (256, 256)
+    short = tiny_model("mistral", sliding_window=255).folder
+    with pytest.raises(UnsupportedPlan, match="window is 255 tokens and the plan's sequences reach 256"):
+        runtime.load(plan, short)
+    assert runtime.load(make_plan("bf16"), short).config.windows == (255, 255)
+
+
+def test_a_context_beyond_the_model_warns(tiny_model, make_plan):
+    folder = tiny_model().folder  # for 1024 tokens
+    with pytest.warns(UserWarning, match="1025 tokens pass the model's limit of 1024"):
+        runtime.load(make_plan(context=1000, new_tokens=25), folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runtime.load(make_plan(context=1000, new_tokens=24), folder)

@@ -1,0 +1,98 @@
+"""Configurations of transformers become decoders: shapes as the roofline reads them, windows, rotary frequencies."""
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+
+from ridgeplan.planner.support import EXECUTABLE_ARCHITECTURES
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.runtime.errors import ModelError
+from ridgeplan.runtime.model.checkpoint import load_config
+from ridgeplan.runtime.model_config import DecoderConfig, decoder_config
+from ridgeplan.validate.random_decoder import llama_like_shape
+
+
+@pytest.mark.parametrize("family", EXECUTABLE_ARCHITECTURES)
+def test_the_shape_is_the_one_that_the_planner_reads(family, tiny_model):
+    folder = tiny_model(family, num_hidden_layers=3, tie_word_embeddings=family == "qwen2").folder
+    shape, expected = decoder_config(load_config(folder), folder).shape, load_shape(folder)
+    assert shape == dataclasses.replace(expected, name=shape.name, source=shape.source)
+    assert (shape.layers, shape.q_heads, shape.kv_heads, shape.vocab) == (3, 4, 2, 128)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "windows"),
+    [
+        ("llama", {}, (None, None, None)),
+        ("mistral", {"sliding_window": 24}, (24, 24, 24)),
+        ("mistral", {"sliding_window": None}, (None, None, None)),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}, (None, 24, 24)),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 24, "max_window_layers": 1}, (None, None, None)),
+        (
+            "qwen3",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 24,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (24, None, 24),
+        ),
+    ],
+)
+def test_each_layer_has_its_window(family, changes, windows):
+    hub = transformers.AutoConfig.for_model(family, num_hidden_layers=3, **changes)
+    assert decoder_config(hub, "model").windows == windows
+
+
+def test_plain_rotary_frequencies_are_powers_of_theta():
+    hub = transformers.LlamaConfig(head_dim=8, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    config = decoder_config(hub, "model")
+    assert config.rotary_frequencies == pytest.approx([5e5 ** (-2 * i / 8) for i in range(4)], rel=1e-6)
+    assert config.rotary_scale == 1.0
+    assert DecoderConfig.plain(config.shape).rotary_frequencies == config.rotary_frequencies
+
+
+def test_a_decoder_without_a_checkpoint_attends_to_everything():
+    config = DecoderConfig.plain(llama_like_shape(3, 64, 96, 4, 2, 32))
+    assert config.windows == (None, None, None)
+    assert len(config.rotary_frequencies) == 16
+
+
+def test_yarn_stretches_the_limit_and_scales_cosines():
+    hub = transformers.LlamaConfig(max_position_embeddings=1000)
+    for factor, limit, scale in ((1.0, 1000, 1.0), (1.5, 1500, 1.0405465), (4.0, 4000, 1.1386294)):
+        config = decoder_config(hub, "model", factor)
+        assert config.shape.max_context == limit
+        assert config.rotary_scale == pytest.approx(scale)  # 0.1 ln(factor) + 1 (YaRN, equation 22)
+    assert hub.rope_parameters["rope_type"] == "default"  # the configuration itself stays as it was
+
+
+def test_what_the_decoder_does_not_compute_is_refused():
+    def refused(message, family="llama", **changes):
+        with pytest.raises(ModelError, match=message) as error:
+            decoder_config(transformers.AutoConfig.for_model(family, **changes), "model")
+        assert "\n" not in str(error.value)
+
+    refused("hidden_act is 'gelu'; supported: silu", hidden_act="gelu")
+    refused("model_type is 'gpt_neox'; supported: llama, mistral, qwen2, qwen3", family="gpt_neox", rotary_pct=1.0)
+    refused("model_type is 'mixtral'", family="mixtral")
+    refused("rope_type is 'dynamic'", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    refused("cannot load the model model: .*vocab_size must be a whole number", vocab_size=10**10)
+
+
+def test_yarn_on_an_already_scaled_model_is_refused():
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    hub = transformers.LlamaConfig(rope_parameters=rope)
+    with pytest.raises(ModelError, match=r"yarn_factor is 2\.0, but the model's own rope_type is 'linear'; allowed: 1"):
+        decoder_config(hub, "model", 2.0)
+
+
+def test_scaled_rotary_frequencies_are_transformers(tiny_model):
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    model = tiny_model(rope_parameters=rope)
+    config = decoder_config(load_config(model.folder), model.folder)
+    embedding = model.reference.model.rotary_emb
+    assert torch.tensor(config.rotary_frequencies).equal(embedding.inv_freq)
+    assert config.rotary_scale == pytest.approx(embedding.attention_scaling)

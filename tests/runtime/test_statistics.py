@@ -1,0 +1,60 @@
+"""Figures of a generation, from rounds that are counted by hand."""
+
+import pytest
+import torch
+
+from ridgeplan.runtime.drafting.round_result import NOTHING, RowResult
+from ridgeplan.runtime.statistics import Statistics, Tally
+from ridgeplan.runtime.stopwatch import Stopwatch
+
+# Two drafts a round. The first sequence has three tokens from its first round and two from its second; the second
+# one's draft is rejected, and then it is done.
+ROUNDS = [
+    [RowResult([1, 2, 3], accepted=2, judged=2), RowResult([4], accepted=0, judged=1)],
+    [RowResult([5, 6], accepted=1, judged=2), NOTHING],
+]
+
+
+@pytest.fixture
+def statistics() -> Statistics:
+    tally, stopwatch = Tally(2, (50, 70)), Stopwatch(torch.device("cpu"))
+    for rows in ROUNDS:
+        tally.add(rows)
+    stopwatch.add({"draft": 0.004, "verify": 0.010, "flush": 0.001, "round": 0.020})
+    stopwatch.add({"draft": 0.008, "verify": 0.030, "flush": 0.002, "round": 0.028, "idle": 0.0005})
+    stopwatch.add({"prefill": 0.3, "capture": 0.7})
+    return tally.statistics(8, stopwatch, 12345)
+
+
+def test_counts(statistics):
+    assert (statistics.gamma, statistics.prompt_tokens) == (2, (50, 70))
+    assert (statistics.rounds, statistics.sequence_rounds) == (2, 3)
+    assert (statistics.generated, statistics.decoded) == (8, 6)
+    assert statistics.judged_at == (3, 2)
+    assert statistics.accepted_at == (2, 1)
+    assert (statistics.drafted, statistics.judged, statistics.accepted) == (6, 5, 3)
+    assert statistics.peak_memory_bytes == 12345
+
+
+def test_acceptance_under_both_definitions(statistics):
+    assert statistics.acceptance == 3 / 5  # of the drafts that were compared
+    assert statistics.accepted_share == 3 / 6  # of all drafts
+    assert statistics.acceptance_at == (2 / 3, 1 / 2)
+    assert statistics.tokens_per_round == 6 / 3
+
+
+def test_times(statistics):
+    assert statistics.draft_s == pytest.approx(0.006 / 2)  # the median of two rounds, by draft
+    assert statistics.verify_s == pytest.approx(0.020)
+    assert statistics.flush_s == pytest.approx(0.003)
+    assert statistics.decode_s == pytest.approx(0.048)
+    assert (statistics.idle_s, statistics.capture_s) == (0.0005, 0.7)
+    # A round of 24 ms brings each unfinished sequence two tokens.
+    assert statistics.tpot_ms == pytest.approx(12)
+    assert statistics.ttft_ms == pytest.approx(300)
+
+
+def test_without_rounds_every_figure_is_zero():
+    statistics = Tally(0, (5,)).statistics(1, Stopwatch(torch.device("cpu")), None)
+    assert (statistics.acceptance, statistics.accepted_share, statistics.tokens_per_round) == (0.0, 0.0, 0.0)
+    assert (statistics.tpot_ms, statistics.draft_s, statistics.verify_s) == (0.0, 0.0, 0.0)

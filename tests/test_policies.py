@@ -1,0 +1,15 @@
+"""What plans are told can be executed, and what the runtime has."""
+
+from ridgeplan.planner.policies import SELECTIONS
+from ridgeplan.planner.policies.policy import Role
+from ridgeplan.runtime.drafting.policies import POLICIES, DraftPolicy
+
+
+def test_drafts_are_executed_by_the_policies_that_say_so() -> None:
+    assert {name for name, policy in SELECTIONS.items() if Role.DRAFT in policy.executable} == set(POLICIES)
+
+
+def test_every_policy_of_the_runtime_chooses() -> None:
+    for name, make in POLICIES.items():
+        policy: DraftPolicy = make()
+        assert callable(policy.select), name

@@ -1,0 +1,16 @@
+"""What the planner's speed is measured on: the plans of a real question, and calls that really run."""
+
+from ridgeplan.planner import resolve, workload_for
+from ridgeplan.planner.search_space import families
+from ridgeplan.validate.planner_speed import CONTEXT, GPU, MODEL, measure_planner
+
+
+def test_the_planner_is_timed_on_the_plans_of_its_question() -> None:
+    steps = []
+    found = measure_planner(1, lambda what, done, total: steps.append((what, done, total)))
+    shape, profile = resolve(MODEL, GPU)
+    spaces = families(workload_for(shape, profile, CONTEXT, 1024, 1, yarn=False), offload=False)
+    assert found.searched_plans == sum(len(space.gammas) * len(space.ratios) for space in spaces)
+    assert found.searched_plans_per_s * found.warm_s == found.searched_plans
+    assert min(found.cold_s, found.first_s, found.warm_s, found.swept_plans_per_s) > 0
+    assert [(done, total) for _, done, total in steps] == [(0, 3), (1, 3), (2, 3)]

@@ -1,0 +1,93 @@
+"""How fast the planner answers: cold as a process of its own, warm, and in plans evaluated per second."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ridgeplan.planner import preset, recommend, resolve, sweep, workload_for
+from ridgeplan.planner.search_space import families
+from ridgeplan.validate.progress import Progress, silent
+
+MODEL, GPU, CONTEXT = "meta-llama/Llama-3.1-8B", "h200", 120_000
+COMMAND = ("-P", "-c", "from ridgeplan.dashboards.cli import main; main()")
+SWEPT_PLANS = 1 << 21
+
+
+@dataclass(frozen=True)
+class PlannerSpeed:
+    """Medians. searched_plans: of one question's search, each predicted in full; swept: points of a compiled sweep.
+
+    cold_s holds the interpreter's start and all imports; first_s is the first question of a process that has them.
+    """
+
+    cold_s: float
+    first_s: float
+    warm_s: float
+    searched_plans: int
+    swept_plans_per_s: float
+
+    @property
+    def searched_plans_per_s(self) -> float:
+        """Plans that a warm question evaluates per second, all else that it does included."""
+        return self.searched_plans / self.warm_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "searched_plans_per_s": self.searched_plans_per_s}
+
+
+def measure_planner(runs: int = 5, on_progress: Progress = silent) -> PlannerSpeed:
+    """Times `recommend` for an 8B model on an H200 at 120,000 tokens: `runs` processes, and warm calls."""
+    on_progress("a new process", 0, 3)
+    cold_s = statistics.median(seconds(_in_a_process) for _ in range(runs))
+    on_progress("questions", 1, 3)
+    first_s = seconds(_question)
+    warm_s = statistics.median(seconds(_question) for _ in range(5 * runs))
+    on_progress("a sweep", 2, 3)
+    return PlannerSpeed(cold_s, first_s, warm_s, _searched_plans(), _swept_plans_per_s(runs))
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def _in_a_process() -> None:
+    question = ("recommend", MODEL, "--gpu", GPU, "--ctx", str(CONTEXT))
+    subprocess.run([sys.executable, *COMMAND, *question], check=True, stdout=subprocess.DEVNULL)
+
+
+def _question() -> None:
+    recommend(MODEL, GPU, CONTEXT)
+
+
+def _searched_plans() -> int:
+    shape, profile = resolve(MODEL, GPU)
+    workload = workload_for(shape, profile, CONTEXT, 1024, 1, yarn=False)
+    return sum(family.size for family in families(workload, offload=False))
+
+
+def _swept_plans_per_s(runs: int) -> float:
+    """Time per token over context, gamma and acceptance, compiled once."""
+    shape, profile = resolve(MODEL, GPU)
+    plan = preset("quantspec", workload_for(shape, profile, CONTEXT, 1024, 1, yarn=False))
+    compiled = sweep(plan, shape, profile, "tpot_s", ("context", "gamma", "acceptance"))
+    points = np.random.default_rng(0)
+    context, gamma = points.integers(4096, 1 << 17, SWEPT_PLANS), points.integers(1, 16, SWEPT_PLANS)
+    acceptance = points.uniform(0.5, 0.99, SWEPT_PLANS)
+
+    def once() -> object:
+        return compiled(context=context, gamma=gamma, acceptance=acceptance)
+
+    once()
+    return SWEPT_PLANS / statistics.median(seconds(once) for _ in range(runs))
