@@ -86,11 +86,13 @@ def test_models_are_looked_up_by_name():
     assert missing_memory(plan(), "meta-llama/Llama-3.1-8B", GPU) == missing_memory(plan(), SHAPE, GPU)
 
 
-def test_a_context_whose_prompts_use_the_draft_weights_memory_may_fit_where_a_shorter_one_does_not():
-    wanted = plan("quantspec", context=DRAFT_SWAP_PROMPT_TOKENS - 1, batch=1)
+@pytest.mark.parametrize("new_tokens", [256, 4096])
+def test_a_context_whose_prompts_use_the_draft_weights_memory_may_fit_where_a_shorter_one_does_not(new_tokens):
+    wanted = resized(plan("quantspec", context=DRAFT_SWAP_PROMPT_TOKENS - 1, batch=1), new_tokens=new_tokens)
     taken_bytes = peak_bytes(resized(wanted, context=DRAFT_SWAP_PROMPT_TOKENS), SHAPE, GPU)
     smaller = replace(GPU, memory_bytes=int(taken_bytes + 1e8))
     message = missing_memory(wanted, SHAPE, smaller)
     first, context = map(int, re.search(r"context from (\d+) to (\d+) with batch 1", message).groups())
     assert first == DRAFT_SWAP_PROMPT_TOKENS <= context
+    assert peak_bytes(resized(wanted, context=context), SHAPE, GPU) <= smaller.memory_bytes
     assert peak_bytes(resized(wanted, context=context + 1), SHAPE, GPU) > smaller.memory_bytes

@@ -3,7 +3,9 @@
 import pytest
 import sympy
 
-from ridgeplan.roofline.papers.quantspec_table1 import leading_terms, table_1
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.papers.quantspec_table1 import categories, leading_terms, table_1
+from ridgeplan.roofline.passes import PassTerms, decode_pass
 from ridgeplan.roofline.symbolic.symbols import symbol
 
 B, S, d, k = (symbol(name) for name in ("batch", "context", "hidden", "new_tokens"))
@@ -30,6 +32,18 @@ def test_decode_intensity_does_not_grow_with_context_and_prefill_does():
     assert sympy.limit(decode, S, sympy.oo) == 1
     assert sympy.limit(prefill, S, sympy.oo) == sympy.oo
     assert sympy.limit(decode.subs(S, 1), d, sympy.oo) == B  # short contexts: the batch
+
+
+def test_categories_leave_out_the_head():
+    """Llama-3.1-8B: 2 FLOPs for each of 6,979,321,856 parameters of 32 layers, and attention over 100 tokens."""
+    terms = PassTerms(
+        batch=1, queries=1, quantized_tokens=0, full_tokens=100, bits=0, group=128, splits=1,
+        weight_bytes=2, head_bytes=2, element_bytes=2,
+    )  # fmt: skip
+    found = categories(decode_pass(load_shape("Llama-3.1-8B"), terms))
+    assert found["linear"].flops == 2 * 6_979_321_856
+    assert found["attention"].flops == 32 * (4 * 4096 * 100 + 2 * 4096)
+    assert found["aggregate"] == found["linear"] + found["attention"]
 
 
 def test_dominated_monomials_and_coefficients_go():
