@@ -1,4 +1,4 @@
-"""The runtime on a CUDA device: the Triton path generates what the twins generate."""
+"""The runtime on a CUDA device: CUDA graphs and Triton kernels generate what the CPU generates."""
 
 import pytest
 import torch
