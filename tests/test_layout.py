@@ -14,7 +14,8 @@ LAYERS: dict[str, tuple[set[str], set[str] | None]] = {
     "planner": ({"roofline"}, {"sympy", "numpy", "scipy"}),
     "kernels": ({"roofline.cost", "roofline.ops"}, {"torch", "triton"}),
     "runtime": (
-        {"kernels", "planner.plan", "planner.support", "planner.capacity", "roofline.catalog"},
+        {"kernels", "planner.plan", "planner.support", "planner.capacity",
+         "roofline.catalog.shapes", "roofline.catalog.huggingface"},
         {"torch", "transformers", "safetensors", "gguf", "numpy"},
     ),
     "validate": ({"roofline", "planner", "kernels", "runtime"}, {"torch", "triton", "transformers", "numpy", "scipy"}),
