@@ -32,6 +32,19 @@ def test_extreme_temperatures_still_are_distributions(temperature):
     assert probabilities.sum().item() == pytest.approx(1)
 
 
+def test_a_graph_serves_what_its_constants_do_not_tell_apart():
+    params = SamplingParams(0.5, top_k=3, top_p=0.95, seed=7, stop_token_ids=[1])
+    assert params.graph_key == SamplingParams(0.5, top_k=3, top_p=0.95).graph_key
+    others = SamplingParams(0.6, top_k=3, top_p=0.95), SamplingParams(0.5, top_k=4, top_p=0.95), SamplingParams(0.5, 3)
+    assert len({params.graph_key, *(other.graph_key for other in others)}) == 4
+
+
+def test_the_ends_of_the_ranges_are_allowed():
+    whole = SamplingParams(1.0, top_k=1, top_p=1.0, seed=2**63 - 1, stop_token_ids=[0])
+    assert SamplingParams(1.0, top_p=1.0).choice(LOGITS[0]).probabilities().gt(0).all()
+    assert whole.choice(LOGITS[0]).probabilities().tolist() == [0, 1, 0, 0]
+
+
 @pytest.mark.parametrize(
     "values, message",
     [

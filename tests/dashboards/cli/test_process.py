@@ -1,6 +1,7 @@
 """The installed command as its own process: exit codes, streams, speed and what it imports."""
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -85,7 +86,9 @@ def test_interrupt_is_quiet(tmp_path: Path) -> None:
     pipe = tmp_path / "plan.json"
     os.mkfifo(pipe)
     command = [str(Path(sys.executable).with_name("ridgeplan")), "run", str(pipe)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # Tests that run in the background of a shell ignore Ctrl-C, and what they start would too.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     with pipe.open("w"):  # opens once the command opens the pipe, from which it then reads without end
         stderr = interrupted(process)
     assert process.returncode == 130

@@ -81,6 +81,19 @@ def test_every_token_is_drawn_with_a_number_of_its_own(speculator, monkeypatch):
     assert speculator.first(torch.zeros(3, 3)).tolist() == [0, 0, 1]  # 0.01, 0.18 and 0.34 of three equal parts
 
 
+def test_rounds_end_with_their_rows_and_where_the_target_changes(tiny_model, make_plan):
+    """Drafts that read what the target reads agree with it: only the limits keep a round from gamma + 1 tokens."""
+    engine = runtime.load(make_plan("int8", 2, batch=4, codes="full"), tiny_model().folder, device="cpu")
+    engine.cache.reset(4)
+    engine.cache.lengths.copy_(torch.tensor([61, 62, 63, 100]))
+    engine.cache.limit(10)
+    engine.cache.ends[3] = 101
+    speculator = engine._speculator(engine.cache, SamplingParams())
+    pending = torch.tensor([1, 2, 3, 4])
+    verified = speculator.verify(pending, speculator.draft(pending))
+    assert verified.advance.tolist() == [3, 2, 1, 1]  # groups of 32 tokens: codes change at 64
+
+
 def test_random_numbers_reach_beyond_float32(speculator):
     """A float32 below 1 has 24 bits: tokens of a probability under 2^-24 would never or too often be drawn."""
     numbers = speculator._uniform(1000)

@@ -1,7 +1,6 @@
 """Many rounds over mixed prompts on a CUDA device: memory does not grow and rounds do not slow down."""
 
 import statistics
-import time
 
 import pytest
 import torch
@@ -22,9 +21,9 @@ def test_twenty_thousand_rounds_neither_grow_nor_drift(tiny_model, make_plan, pr
     torch.cuda.synchronize()
     held, rounds, round_s = torch.cuda.memory_allocated(), 0, []
     while rounds < ROUNDS:
-        start = time.perf_counter()
         figures = engine.generate(mixes[len(round_s) % 2], 1024).statistics
-        round_s.append((time.perf_counter() - start - figures.prefill_s) / figures.rounds)
+        # By the device's clock, which does not depend on what else the host does.
+        round_s.append(figures.gamma * figures.draft_s + figures.verify_s + figures.flush_s / figures.rounds)
         rounds += figures.rounds
         assert torch.cuda.memory_allocated() == held
     third = len(round_s) // 3

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ridgeplan import runtime
+from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.runtime.model.prefill import prefill
 
 TOLERANCE = 1e-3
@@ -88,6 +89,19 @@ def test_prefill_chunks_change_nothing(name, chunk_tokens, tiny_model, make_plan
     engine = runtime.load(make_plan(), model.folder)
     actual = logits_of(engine, tokens, 70, chunk_tokens)
     assert (actual - reference_logits(model.reference, tokens, 70)).abs().max() < TOLERANCE
+
+
+def test_a_window_never_begins_before_the_text(tiny_model, make_plan, prompts, monkeypatch):
+    engine, seen = runtime.load(make_plan(), tiny_model("mistral", sliding_window=24).folder), []
+
+    def attended(q, keys, values, begin, end, *rest, **options):
+        seen.append((int(begin), int(end)))
+        return decode_attention(q, keys, values, begin, end, *rest, **options)
+
+    monkeypatch.setattr("ridgeplan.runtime.model.decoder.decode_attention", attended)
+    logits_of(engine, prompts(26)[0], 22)
+    # 23 to 26 tokens, the new one included, of which 24 are seen; each is forwarded by two layers.
+    assert seen[::2] == seen[1::2] == [(0, 23), (0, 24), (1, 25), (2, 26)]
 
 
 def test_plan_stretches_positions_by_yarn(tiny_model, make_plan, prompts):

@@ -68,6 +68,13 @@ def test_int4_on_cuda_equals_the_cpu(dtype, rows):
     assert (actual.cpu().float() - expected).abs().max() < 0.02 * expected.std() + 0.01 * expected.abs().max()
 
 
+def test_storage_is_four_bits_a_weight_and_a_pair_for_each_group():
+    packed = int4_linear(Dense(random(23, 96), random(23, seed=1)), 32)
+    # 23 outputs are padded to 32; each has 3 groups of a scale and a zero in 16 bits.
+    assert packed.bytes == 32 * 96 // 2 + 32 * 3 * 2 * 2 + 23 * 4
+    assert Dense(random(23, 96), random(23, seed=1)).bytes == 23 * 96 * 4 + 23 * 4
+
+
 def test_constant_groups_stay_finite():
     weight = torch.full((16, 64), 0.25)
     x = torch.ones(1, 64)
