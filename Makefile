@@ -19,7 +19,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/python docs/generate.py --check
 	# mypy cannot follow the editable install's mapping of folders to the namespace, so it reads a plain one.
-	rm -rf $(TYPED)
+	rm -rf build
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $(TYPED) .
 	MYPYPATH=$(TYPED) $(BIN)/mypy $(PACKAGES:%=-p ridgeplan.%)
 

@@ -19,14 +19,16 @@ struct Output {
     __device__ static __forceinline__ int sum_index(int i) {
         return i / 128 * 128 + i / 8 % 2 * 64 + i % 8 * 8 + i / 16 % 8;
     }
-    __device__ __forceinline__ float add_bias(int tile, int i, float sum) const {
-        return bias ? sum + Elem::to_float(bias[TILE_OUTPUTS * tile + i % TILE_OUTPUTS]) : sum;
+    // The same for all of a thread's sums, which lie a multiple of a warp apart.
+    __device__ __forceinline__ float thread_bias(int tile) const {
+        const int own = TILE_OUTPUTS * tile + threadIdx.x % TILE_OUTPUTS;
+        return bias && own < outputs ? Elem::to_float(bias[own]) : 0.0f;
     }
     __device__ __forceinline__ void put(int tile, int i, float value) const {
         y[i64(i / TILE_OUTPUTS) * width + TILE_OUTPUTS * tile + i % TILE_OUTPUTS] = Elem::from_float(value);
     }
-    __device__ __forceinline__ void store(int tile, int i, float sum) const {
-        if (TILE_OUTPUTS * tile + i % TILE_OUTPUTS < outputs) put(tile, i, add_bias(tile, i, sum));
+    __device__ __forceinline__ void store(int tile, int i, float value) const {
+        if (TILE_OUTPUTS * tile + i % TILE_OUTPUTS < outputs) put(tile, i, value);
     }
 };
 
@@ -35,13 +37,13 @@ struct SwigluEpilogue {
     float gates[COLUMNS / 2];  // activated; sums lane, lane + 32, ... of the tile
 
     __device__ __forceinline__ void add_tile(
-        const CtaWork& work, const Output& output, const float* sums, int tile, int lane
+        const CtaWork& work, const Output& output, const float* sums, float bias, int tile, int lane
     ) {
 #pragma unroll
         for (int j = 0; j < COLUMNS / 2; j++) {
             const int i = 32 * j + lane;
             if (i >= TILE_OUTPUTS * work.rows) continue;
-            const float sum = output.add_bias(tile, i, add_up<MMA_WARPS>(sums + Output::sum_index(i)));
+            const float sum = bias + add_up<MMA_WARPS>(sums + Output::sum_index(i));
             if (tile < work.half()) gates[j] = sum / (1.0f + __expf(-sum));
             else output.put(tile - work.half(), i, gates[j] * sum);
         }
@@ -51,8 +53,8 @@ struct SwigluEpilogue {
 // Sums of an output tile, COUNT a lane: all are read before the first is stored, or storing would keep the others
 // waiting.
 template <int COUNT> __device__ __forceinline__ void add_tile(
-    const CtaWork& work, Barriers& barriers, const Output& output, const float* sums, float* cluster_sums, int own_tile,
-    int tile, int rank, int lane
+    const CtaWork& work, Barriers& barriers, const Output& output, const float* sums, float bias, float* cluster_sums,
+    int own_tile, int tile, int rank, int lane
 ) {
     const int owner = own_tile % SPLIT_K;
     float sum[COUNT];
@@ -63,7 +65,7 @@ template <int COUNT> __device__ __forceinline__ void add_tile(
         const int i = 32 * j + lane;
         if (i >= TILE_OUTPUTS * work.rows) continue;
         float* const received = cluster_sums + (own_tile - owner + rank) * TILE_SUMS + Output::sum_index(i);
-        if (SPLIT_K == 1) output.store(tile, i, sum[j]);
+        if (SPLIT_K == 1) output.store(tile, i, bias + sum[j]);
         else st_async(mapa(received, owner), sum[j], mapa(&barriers.cluster_sums, owner));
     }
 }
@@ -80,12 +82,13 @@ __device__ __forceinline__ void add_tiles(
     int tile = work.first_tile;
 #pragma unroll 1
     for (int own_tile = 0; own_tile < count; own_tile++, tile = work.next_tile(tile)) {
+        const float bias = SPLIT_K == 1 ? output.thread_bias(tile) : 0.0f;
         mbarrier_wait(barriers.sums_full + buffer.index, buffer.parity);
         const float* const tile_sums = sums + buffer.index * MMA_WARPS * TILE_SUMS;
-        if (FUSE_SWIGLU) swiglu.add_tile(work, output, tile_sums, tile, lane);
+        if (FUSE_SWIGLU) swiglu.add_tile(work, output, tile_sums, bias, tile, lane);
         else if (work.rows <= 2)
-            add_tile<1>(work, barriers, output, tile_sums, cluster_sums, own_tile, tile, rank, lane);
-        else add_tile<COLUMNS / 2>(work, barriers, output, tile_sums, cluster_sums, own_tile, tile, rank, lane);
+            add_tile<1>(work, barriers, output, tile_sums, bias, cluster_sums, own_tile, tile, rank, lane);
+        else add_tile<COLUMNS / 2>(work, barriers, output, tile_sums, bias, cluster_sums, own_tile, tile, rank, lane);
         mbarrier_arrive(barriers.sums_empty + buffer.index);
         buffer.advance(SUM_BUFFERS);
     }
@@ -103,9 +106,12 @@ __device__ __forceinline__ void store_cluster_sums(
     const CtaWork& work, Barriers& barriers, const Output& output, const float* cluster_sums, int rank
 ) {
     mbarrier_wait_cluster(&barriers.cluster_sums, 0);
-    for (int own_tile = rank; own_tile < work.num_tiles(); own_tile += SPLIT_K)
+    for (int own_tile = rank; own_tile < work.num_tiles(); own_tile += SPLIT_K) {
+        const int tile = work.first_tile + own_tile * work.stride;
+        const float bias = output.thread_bias(tile);
         for (int i = threadIdx.x; i < TILE_OUTPUTS * work.rows; i += THREADS) {
             const float* const sums = cluster_sums + own_tile / SPLIT_K * SPLIT_K * TILE_SUMS + Output::sum_index(i);
-            output.store(work.first_tile + own_tile * work.stride, i, add_up<SPLIT_K>(sums));
+            output.store(tile, i, bias + add_up<SPLIT_K>(sums));
         }
+    }
 }
