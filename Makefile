@@ -1,12 +1,13 @@
 # Two commands on a fresh machine with Python 3.11 or newer: `make demo` and `make test`.
 PYTHON ?= python3
+EXAMPLES ?= 5000
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 TYPED := build/typed
 PACKAGES := roofline planner kernels runtime validate dashboards
 
-.PHONY: demo test lint docs mutants clean
+.PHONY: demo test fuzz lint docs mutants clean
 
 demo: $(INSTALLED)
 	$(BIN)/ridgeplan demo
@@ -14,6 +15,11 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	# One thread a process: OpenMP threads of several processes on the same cores wait for each other.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
+# Thousands of damaged files and command lines of each kind, which take about half an hour on two cores.
+fuzz: $(INSTALLED)
+	OMP_NUM_THREADS=1 RIDGEPLAN_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/fuzz --numprocesses auto \
+		--dist worksteal --override-ini timeout=0
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

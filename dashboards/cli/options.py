@@ -39,6 +39,14 @@ class Size(click.ParamType):
         )
 
 
+def may_be_written(path: Path) -> bool:
+    """Whether a file of that name can stand in its folder."""
+    try:
+        return not path.is_dir() and path.parent.is_dir() and os.access(path.parent, os.W_OK)
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
 class OutputFile(click.ParamType):
     """A file to write. Checked before the command works for a minute and cannot keep what it found."""
 
@@ -47,8 +55,8 @@ class OutputFile(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """The path, if its folder exists and may be written to."""
         path = Path(value)
-        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            self.fail(f"cannot write {str(path)!r}; allowed: a file in an existing, writable folder", param, ctx)
+        if not may_be_written(path):
+            self.fail(f"cannot write {value!r}; allowed: a file in an existing, writable folder", param, ctx)
         return path
 
 

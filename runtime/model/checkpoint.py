@@ -46,8 +46,14 @@ def load_weights(source: str, shape: ModelShape, device: torch.device, dtype: to
 
 
 def load_tokenizer(source: str) -> Any:
-    """The tokenizer in the folder `source`. Raises ModelError."""
-    return _read(lambda: transformers.AutoTokenizer.from_pretrained(source, **UNTRUSTED), source)
+    """The tokenizer in the folder `source`, which has proved that it works. Raises ModelError."""
+
+    def load() -> Any:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **UNTRUSTED)
+        tokenizer.decode(tokenizer.encode("It works."))  # transformers takes settings that fail at their first use
+        return tokenizer
+
+    return _read(load, source)
 
 
 def checkpoint_elements(source: str) -> int:

@@ -90,7 +90,7 @@ def test_rounds_end_with_their_rows_and_where_the_target_changes(tiny_model, mak
     engine.cache.ends[3] = 101
     speculator = engine._speculator(engine.cache, SamplingParams())
     pending = torch.tensor([1, 2, 3, 4])
-    verified = speculator.verify(pending, speculator.draft(pending))
+    verified = speculator.verify(pending, speculator.draft(pending)).result
     assert verified.advance.tolist() == [3, 2, 1, 1]  # groups of 32 tokens: codes change at 64
 
 

@@ -1,0 +1,103 @@
+"""Damaged checkpoints and GGUF files either run or are refused with one line, and nothing of them is left behind."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from gguf_values import METADATA, TENSORS, gguf_bytes, gguf_files
+from hypothesis import given
+from hypothesis import strategies as st
+from mutations import FUZZ, assert_one_line, binary_files, json_files
+
+from ridgeplan import runtime
+from ridgeplan.planner import Workload, preset
+from ridgeplan.runtime.errors import ModelError, UnsupportedPlan, WorkloadError
+from ridgeplan.runtime.model.checkpoint import load_tokenizer
+from ridgeplan.runtime.model.gguf_convert import converted
+
+REFUSED = (ModelError, WorkloadError, UnsupportedPlan)
+PLAN = preset("autoregressive", Workload("any", "here", 64, 8))
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def configs(tiny_folder: Path) -> dict[str, Any]:
+    """A complete configuration of each family that runs, with the sizes of the tiny model."""
+    own = json.loads((tiny_folder / "config.json").read_text())
+    del own["model_type"]
+    return {family: transformers.AutoConfig.for_model(family, **own).to_dict() for family in FAMILIES}
+
+
+def link_all_but(name: str, source: Path, folder: Path) -> Path:
+    """`folder` anew with links to the files of `source`, without the one called `name`, whose path is returned."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for file in source.iterdir():
+        if file.name != name:
+            (folder / file.name).symlink_to(file)
+    return folder / name
+
+
+def write_two_tokens(folder: Path) -> None:
+    """Loads and runs the model in `folder`; a refusal is one line."""
+    try:
+        engine = runtime.load(PLAN, str(folder), device="cpu")
+        [tokens] = engine.generate([1, 2, 3], 2).tokens
+    except REFUSED as error:
+        assert_one_line(error)
+        return
+    assert all(0 <= token < engine.config.shape.vocab for token in tokens)
+
+
+@pytest.mark.filterwarnings("ignore")
+@FUZZ
+@given(family=st.sampled_from(FAMILIES), data=st.data())
+def test_checkpoints_with_damaged_configurations(
+    tmp_path: Path, tiny_folder: Path, configs: dict[str, Any], family: str, data: st.DataObject
+) -> None:
+    path = link_all_but("config.json", tiny_folder, tmp_path / "model")
+    path.write_bytes(data.draw(json_files(configs[family])))
+    write_two_tokens(path.parent)
+
+
+@pytest.mark.filterwarnings("ignore")
+@FUZZ
+@given(data=st.data())
+def test_checkpoints_with_damaged_weights(tmp_path: Path, tiny_folder: Path, data: st.DataObject) -> None:
+    path = link_all_but("model.safetensors", tiny_folder, tmp_path / "model")
+    valid = (tiny_folder / path.name).read_bytes()
+    path.write_bytes(data.draw(binary_files(valid, int.from_bytes(valid[:8], "little") + 8)))
+    write_two_tokens(path.parent)
+
+
+@pytest.mark.filterwarnings("ignore")
+@FUZZ
+@given(name=st.sampled_from(("tokenizer.json", "tokenizer_config.json")), data=st.data())
+def test_damaged_tokenizers(tmp_path: Path, tiny_folder: Path, name: str, data: st.DataObject) -> None:
+    path = link_all_but(name, tiny_folder, tmp_path / "model")
+    path.write_bytes(data.draw(json_files(json.loads((tiny_folder / name).read_text()))))
+    try:
+        tokenizer = load_tokenizer(str(path.parent))
+    except ModelError as error:
+        assert_one_line(error)
+        return
+    assert all(isinstance(token, int) for token in tokenizer.encode("a"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@FUZZ
+@given(content=gguf_files() | binary_files(gguf_bytes(METADATA, TENSORS), 1024))
+def test_conversions_of_damaged_gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    try:
+        write_two_tokens(converted(path))
+    except ModelError as error:
+        assert_one_line(error)
+    cache = tmp_path / "ridgeplan" / "models"
+    assert not list(cache.glob(".converting-*"))
+    shutil.rmtree(cache, ignore_errors=True)

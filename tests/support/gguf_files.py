@@ -1,0 +1,63 @@
+"""GGUF files for tests, as llama.cpp's converter writes them."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+from tokenizers import pre_tokenizers
+from torch import Tensor
+
+# GGUF's names of a layer's tensors, and transformers'.
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+REST = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+def interleaved(weight: Tensor, heads: int) -> Tensor:
+    """The order of GGUF's query and key rows: the halves of a rotary pair are neighbours there."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path: Path, model: Any, merge: str = "+ -") -> None:
+    """A transformers Llama in float32, as llama.cpp's converter writes it."""
+    config, state = model.config, model.state_dict()
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: config.vocab_size - 1]
+    writer.add_token_list([*letters, "+-"])
+    writer.add_token_types([1] * config.vocab_size)
+    writer.add_token_merges([merge])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    names = {f"{name}.weight": f"{ours}.weight" for name, ours in REST.items()}
+    for layer in range(config.num_hidden_layers):
+        names |= {f"blk.{layer}.{name}.weight": f"model.layers.{layer}.{ours}.weight" for name, ours in LAYER.items()}
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for name, ours in names.items():
+        count = heads.get(name.split(".")[-2])
+        tensor = state[ours] if count is None else interleaved(state[ours], count)
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
