@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from ridgeplan.planner.plan import DraftCodes, DraftSelection, Plan, PlanError, Workload
 from ridgeplan.planner.policies import POLICIES
 from ridgeplan.planner.policies.policy import Preset
+from ridgeplan.roofline.catalog.mistakes import brief
 
 PRESETS: dict[str, Preset] = {name: make for policy in POLICIES for name, make in policy.presets.items()}
 
@@ -16,7 +17,7 @@ def preset(name: str, workload: Workload) -> Plan:
     if name not in PRESETS:
         near = get_close_matches(name, PRESETS, n=3)
         hint = f" Did you mean {', '.join(near)}?" if near else ""
-        raise PlanError(f"unknown preset {name!r}.{hint} Known: {', '.join(PRESETS)}")
+        raise PlanError(f"unknown preset {brief(name)}.{hint} Known: {', '.join(PRESETS)}")
     return PRESETS[name](workload)
 
 

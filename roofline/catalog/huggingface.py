@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ridgeplan.roofline.catalog.documents import read_document
 from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.shapes import BadModelFile, ModelShape
 
@@ -15,7 +16,7 @@ Fields = dict[str, Any]
 def shape_from_config_file(path: Path, name: str) -> ModelShape:
     """The shape that a config.json describes. Raises BadModelFile, one line that names the file."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_document(path))
         return shape_from_config(config, name, source=str(path))
     except OSError as error:
         raise BadModelFile(f"cannot read {path}: {error.strerror}") from None

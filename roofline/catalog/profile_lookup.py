@@ -23,11 +23,12 @@ def user_profile_path() -> Path:
 def profile_for(hardware: Hardware, calibrated: tuple[Profile, ...]) -> Profile:
     """The profile of `hardware` among `calibrated`, or that of the nearest machine, marked as transferred.
 
+    A user's own file may give a known name to other figures, to which no calibration belongs.
     The nearest machine is of the same kind, GPU or CPU, and differs the fewest octaves (factors of 2) in ridge point
     and bandwidth together. Raises ProfileError if there is none.
     """
     for profile in calibrated:
-        if profile.hardware.name == hardware.name:
+        if profile.hardware.name == hardware.name and _distance(profile.hardware, hardware) == 0:
             return profile
     alike = [profile for profile in calibrated if profile.hardware.kind == hardware.kind]
     if not alike:

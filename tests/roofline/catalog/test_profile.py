@@ -125,6 +125,12 @@ def test_another_machine_takes_the_nearest_profile_and_says_so(h200_profile):
     assert other.hardware == load_hardware("a100-80gb")
 
 
+def test_a_known_name_with_other_figures_is_another_machine(h200_profile):
+    half = replace(load_hardware("h200"), bandwidth_bytes_per_s=2.4e12)
+    other = profile_for(half, (h200_profile,))
+    assert (other.source, other.hardware) == ("transferred", half)
+
+
 def test_the_widest_band_stays_the_widest(h200_profile):
     widest = replace(h200_profile, classes={"linear": replace(h200_profile.classes["linear"], spread=10)})
     assert widest.rates("head").spread == 10
