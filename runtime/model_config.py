@@ -10,6 +10,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ridgeplan.roofline.catalog.huggingface import shape_from_config, sliding_layers
+from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.runtime.errors import ModelError
@@ -63,7 +64,7 @@ def plain_frequencies(shape: ModelShape) -> tuple[float, ...]:
 
 def _require(condition: bool, name: str, value: object, allowed: tuple[str, ...]) -> None:
     if not condition:
-        raise ModelError(f"the model's {name} is {value!r}; supported: {', '.join(allowed)}")
+        raise ModelError(f"the model's {name} is {brief(value)}; supported: {', '.join(allowed)}")
 
 
 def _stretched(hub: Any, yarn_factor: float) -> Any:
@@ -72,7 +73,7 @@ def _stretched(hub: Any, yarn_factor: float) -> Any:
         return hub
     own = hub.rope_parameters["rope_type"]
     if own != "default":
-        raise ModelError(f"yarn_factor is {yarn_factor}, but the model's own rope_type is {own!r}; allowed: 1")
+        raise ModelError(f"yarn_factor is {yarn_factor}, but the model's own rope_type is {brief(own)}; allowed: 1")
     hub = copy.deepcopy(hub)
     hub.rope_parameters |= {
         "rope_type": "yarn",

@@ -13,7 +13,7 @@ from ridgeplan.dashboards.cli import main
 from ridgeplan.roofline.catalog.profile_lookup import shipped_profiles, user_profile_path
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-TABLED = re.findall(r"^\| `ridgeplan ([^`]+)` \|", README, re.MULTILINE) + ["models", "gpus"]
+TABLED = [*re.findall(r"^\| `ridgeplan ([^`]+)` \|", README, re.MULTILINE), "models", "gpus"]
 
 
 @pytest.mark.parametrize("line", re.findall(r"^\$ ridgeplan (.+)$", README, re.MULTILINE))

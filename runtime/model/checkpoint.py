@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
 from safetensors import safe_open
 
 from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.runtime.errors import ModelError, one_line
-from ridgeplan.runtime.model.gguf_convert import no_progress_bars
+from ridgeplan.runtime.errors import ModelError
+from ridgeplan.runtime.model.readers import failures_as, quiet_rust
 from ridgeplan.runtime.model.weights import DecoderWeights, decoder_weights
 
-Found = TypeVar("Found")
 # Left out, transformers asks on stdin whether a checkpoint's own Python may run.
 UNTRUSTED = {"trust_remote_code": False}
 
 
 def load_config(source: str) -> Any:
     """The transformers configuration in the folder `source`. Raises ModelError."""
-    return _read(lambda: transformers.AutoConfig.from_pretrained(source, **UNTRUSTED), source)
+    with _reading(source):
+        return transformers.AutoConfig.from_pretrained(source, **UNTRUSTED)
 
 
 def load_weights(source: str, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
@@ -31,9 +31,9 @@ def load_weights(source: str, shape: ModelShape, device: torch.device, dtype: to
 
     Raises ModelError when any is missing, misshapen or not finite.
     """
-    load = transformers.AutoModelForCausalLM.from_pretrained
     options = {"dtype": dtype, "output_loading_info": True, "use_safetensors": True, **UNTRUSTED}
-    model, info = _read(lambda: load(source, **options), source)
+    with _reading(source):
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(source, **options)
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if missing:
         raise ModelError(f"the checkpoint {source} lacks {len(missing)} weights, the first is {missing[0]}")
@@ -47,18 +47,16 @@ def load_weights(source: str, shape: ModelShape, device: torch.device, dtype: to
 
 def load_tokenizer(source: str) -> Any:
     """The tokenizer in the folder `source`, which has proved that it works. Raises ModelError."""
-
-    def load() -> Any:
+    with _reading(source), quiet_rust():
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **UNTRUSTED)
         tokenizer.decode(tokenizer.encode("It works."))  # transformers takes settings that fail at their first use
-        return tokenizer
-
-    return _read(load, source)
+    return tokenizer
 
 
 def checkpoint_elements(source: str) -> int:
     """Elements of all tensors in the folder's safetensors files, from their headers. Raises ModelError."""
-    return _read(lambda: sum(map(_elements, Path(source).glob("*.safetensors"))), source)
+    with _reading(source):
+        return sum(map(_elements, Path(source).glob("*.safetensors")))
 
 
 def _elements(path: Path) -> int:
@@ -72,10 +70,5 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
-def _read(load: Callable[[], Found], source: str) -> Found:
-    """What `load` returns. A damaged checkpoint makes transformers fail in any way, told here in one line."""
-    try:
-        with no_progress_bars():
-            return load()
-    except Exception as error:
-        raise ModelError(f"cannot load the model {source}: {one_line(error)}") from error
+def _reading(source: str) -> AbstractContextManager[None]:
+    return failures_as(f"cannot load the model {source}")

@@ -16,12 +16,12 @@ import transformers
 from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers.utils import logging
 
 from ridgeplan.roofline.catalog.gguf_header import read_gguf_header
 from ridgeplan.roofline.catalog.user_folders import cache_folder
 from ridgeplan.runtime.errors import ModelError, one_line
 from ridgeplan.runtime.host_memory import available_bytes
+from ridgeplan.runtime.model.readers import failures_as, quiet_rust, quiet_transformers
 
 CONVERSION = "2"  # part of the folder's name: a change of what is written makes a new folder
 MANIFEST = "conversion.json"  # sizes of the files that a finished conversion wrote
@@ -48,18 +48,6 @@ def converted(path: Path) -> Path:
             reason = getattr(error, "strerror", None) or one_line(error)
             raise ModelError(f"cannot write the converted model to {where}: {reason}") from error
     return folder
-
-
-@contextlib.contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Silences transformers' progress bars inside the body."""
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            logging.enable_progress_bar()
 
 
 def _key(path: Path) -> str:
@@ -107,8 +95,7 @@ def _convert_into(path: Path, folder: Path) -> None:
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:
-        with no_progress_bars():
-            _convert(path, staging)
+        _convert(path, staging)
         sizes = {file.name: file.stat().st_size for file in staging.iterdir()}
         (staging / MANIFEST).write_text(json.dumps(sizes), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
@@ -125,14 +112,14 @@ def _convert(path: Path, staging: Path) -> None:
         "gguf_file": path.name,
         "trust_remote_code": False,
     }
-    try:
+    with failures_as(f"cannot read the GGUF file {path}"):
         config = transformers.AutoConfig.from_pretrained(**where)
         tensors = _tensors(path, config)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-    except Exception as error:  # the readers unpack whatever the file holds, and a corrupt one fails in any way
-        raise ModelError(f"cannot read the GGUF file {path}: {one_line(error)}") from error
-    config.save_pretrained(staging)
-    tokenizer.save_pretrained(staging)
+        with quiet_rust():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    with quiet_transformers():
+        config.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
     save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
 
 

