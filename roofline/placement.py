@@ -50,8 +50,8 @@ def offload_thresholds(
 
     From length S_i on, more than i layers must be offloaded. The largest length that fits is found by bisection, for
     all layers at once. Memory grows with the length except where prompts begin to use the draft weights' memory, so
-    the bisection starts there. Lengths never fall along the list (errata 3); `reserved_tokens` keeps slots free,
-    gamma + 1 of them when speculating (errata 2).
+    the bisection starts there. Lengths never fall along the list (SpeContext-3); `reserved_tokens` keeps slots free,
+    gamma + 1 of them when speculating (SpeContext-2).
     """
     layers = np.arange(shape.layers + 1)
     fits, too_long = np.zeros(layers.size), np.full(layers.size, float(MAX_LENGTH))

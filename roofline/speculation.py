@@ -25,12 +25,12 @@ def tokens_per_round(acceptance: Term, gamma: Term) -> Term:
 
 
 def accepted_share(acceptance: Term, gamma: Term) -> Term:
-    """Accepted over drafted tokens, which QuantSpec calls acceptance rate (errata 6)."""
+    """Accepted over drafted tokens, which QuantSpec calls acceptance rate (QuantSpec-6)."""
     return (tokens_per_round(acceptance, gamma) - 1) / gamma
 
 
 def flush_capped(tokens: Term, group: Term) -> Term:
-    """Tokens per round where rounds end at flush boundaries, every `group` tokens (QuantSpec, errata 4).
+    """Tokens per round where rounds end at flush boundaries, every `group` tokens (QuantSpec-4).
 
     A round that would cross a boundary loses the tokens beyond it: (tokens - 1) / 2 per boundary on average.
     """

@@ -71,7 +71,7 @@ class Statistics:
 
     @property
     def accepted_share(self) -> float:
-        """Accepted over drafted tokens, QuantSpec's acceptance rate (errata 6)."""
+        """Accepted over drafted tokens, QuantSpec's acceptance rate (QuantSpec-6)."""
         return _ratio(self.accepted, self.drafted)
 
     @property

@@ -2,7 +2,7 @@
 
 A row of n tokens keeps quantized(n) = max(0, n // G - 1) * G of them as codes, so that G to 2G - 1 recent tokens stay
 in full precision (QuantSpec, section 4.3.2). The split depends on the length alone, not on how tokens were divided
-into rounds (errata 4): the quantized target is one well-defined model.
+into rounds (docs/papers.md, QuantSpec-4): the quantized target is one well-defined model.
 """
 
 from __future__ import annotations
