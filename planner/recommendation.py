@@ -10,6 +10,7 @@ from ridgeplan.planner.prediction import Prediction
 from ridgeplan.roofline.passes import category
 
 GIB = 2**30
+BALANCED_WITHIN = 0.1  # neither side of a step is called the bottleneck if attention takes 40% to 60% of it
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,7 @@ class Recommendation:
             f"({_ms(self.predicted.low.tpot_ms)} to {_ms(self.predicted.high.tpot_ms)}), "
             f"{self.predicted.speedup:.2f}x plain decoding ({_ms(self.baseline.best.tpot_ms)}) "
             f"[{self.predicted.source}]",
-            f"  plain decoding spends {100 * self._attention_share():.0f}% of a step on attention: "
-            + ("the KV cache is the bottleneck" if self._attention_share() > 0.5 else "the weights are the bottleneck"),
+            f"  plain decoding spends {100 * self._attention_share():.0f}% of a step on attention: {self._bottleneck()}",
         ]
 
     def _round(self) -> list[str]:
@@ -92,6 +92,12 @@ class Recommendation:
         lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  not {other.preset}: {other.rejected}" for other in self.alternatives[:5]]
         return lines
+
+    def _bottleneck(self) -> str:
+        share = self._attention_share()
+        if abs(share - 0.5) <= BALANCED_WITHIN:
+            return "the weights and the KV cache weigh about the same"
+        return "the KV cache is the bottleneck" if share > 0.5 else "the weights are the bottleneck"
 
     def _attention_share(self) -> float:
         target = [op for op in self.baseline.breakdown if op.part == "target"]

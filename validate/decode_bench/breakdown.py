@@ -1,8 +1,8 @@
-"""One round by kernel: what each class of operations takes on the device, beside what the model predicts of it.
+"""One round by kernel: the device time of each class of operations, measured and predicted.
 
-Once all plans are measured, a few rounds of each run again under a profiler (trace.py). A kernel belongs to a class by
-its name; the clock's stamps in the graph tell which part of a round it is of. Kernels that start while those before
-them end are counted whole, waiting included: they overlap, and their sum may exceed the round.
+Once all plans are measured, a few rounds of each run again under a profiler (profiler_trace.py). A kernel's class
+follows from its name, its part of the round from the timestamps in the graph. With PDL a kernel starts before the one
+ahead of it ends; its whole time counts, waiting included, so the sum of all kernels may exceed the round.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ def breakdowns(
     text: str | None = None,
     temperature: float = 0.0,
 ) -> list[Breakdown]:
-    """Of every row of a report of `bench_decode`, whose other arguments are its own.
+    """One breakdown per row of a report of `bench_decode`, with the report's own arguments.
 
-    Engines are built anew, as the profiler stays attached to the device once it was used, and what runs then may be
-    slower: it comes last. Draft weights are fitted to no text that is given, which changes no kernel's time.
+    Profiling comes last and builds new engines: once used, the profiler stays attached to the device and may slow down
+    what runs later. Draft weights use self-generated calibration text, which changes no kernel's time.
     Raises NoBreakdown where the model is not on a CUDA device.
     """
     require_cuda(model.device.type)
