@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.attention.cuda import find_kernel
 from ridgeplan.kernels.attention.reference import decode_attention_reference
-from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.kv_cache import require_lower, require_rows
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 
@@ -48,7 +48,7 @@ def decode_attention(
     if codes is not None:
         require_lower(codes, lower)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if not uses_triton(backend, q):
+    if not uses_gpu_kernel(backend, q):
         return decode_attention_reference(q, keys, values, begin, end, codes, groups, lower, scale)
     kernel = find_kernel(q, keys, values, codes, lower, scale) if backend == "auto" else None
     if kernel is not None:

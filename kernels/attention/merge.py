@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 
 
 def merge(partial: Tensor, lse: Tensor, dtype: torch.dtype, *, backend: Backend = "auto") -> Tensor:
@@ -12,7 +12,7 @@ def merge(partial: Tensor, lse: Tensor, dtype: torch.dtype, *, backend: Backend 
     A partial is normalized over its own tokens, and lse is the natural logarithm of its sum of exponentials. An empty
     split has lse -inf and weight 0, and its partial is not read; where all splits are empty the result is 0.
     """
-    if not uses_triton(backend, partial):
+    if not uses_gpu_kernel(backend, partial):
         return merge_reference(partial, lse, dtype)
     from ridgeplan.kernels.attention.merge_triton import merge_triton
 

@@ -6,7 +6,7 @@ Not here: attention to it (kernels/attention), and when groups are quantized (ru
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.quantize_cuda import find_kernel
 from ridgeplan.kernels.kv_cache.reference import dequantize_reference, quantize_reference
@@ -36,7 +36,7 @@ def quantize(
     _check(keys, values, out, whole_groups=first_slot is None)
     require_rows(out.batch, torch.int32, group_index=group_index, first_slot=first_slot)
     require_rows(out.batch, torch.bool, mask=mask)
-    if not uses_triton(backend, keys):
+    if not uses_gpu_kernel(backend, keys):
         quantize_reference(keys, values, out, group_index, mask, first_slot)
         return
     kernel = find_kernel(keys, values, out) if backend == "auto" else None
@@ -56,7 +56,7 @@ def dequantize(
     Raises ValueError when `lower` is wanted of codes that hold the upper plane only.
     """
     require_lower(codes, lower)
-    if not uses_triton(backend, codes.key_upper):
+    if not uses_gpu_kernel(backend, codes.key_upper):
         return dequantize_reference(codes, lower, dtype)
     from ridgeplan.kernels.kv_cache.dequantize_triton import dequantize_triton
 

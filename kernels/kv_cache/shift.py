@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.roofline.cost import Cost
 
 
@@ -20,7 +20,7 @@ def shift_slots(keys: Tensor, values: Tensor, group: int, mask: Tensor, *, backe
         )
     if not 0 < group <= keys.shape[2]:
         raise ValueError(f"group is {group}; allowed: 1 to the {keys.shape[2]} slots of the buffer")
-    if not uses_triton(backend, keys):
+    if not uses_gpu_kernel(backend, keys):
         shift_slots_reference(keys, values, group, mask)
         return
     from ridgeplan.kernels.kv_cache.shift_triton import shift_slots_triton

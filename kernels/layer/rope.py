@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.roofline.cost import Cost
 
 Tables = tuple[Tensor, Tensor]
@@ -16,7 +16,7 @@ def rotary_tables(positions: Tensor, frequencies: Tensor, scale: float, *, backe
     RoFormer (Su et al., 2021) sec. 3.4.2. Frequencies are in radians per token; `scale` is YaRN's factor on both
     tables. Angles are float32 products as in transformers, of positions that are exact up to 2 ** 24.
     """
-    if not uses_triton(backend, frequencies):
+    if not uses_gpu_kernel(backend, frequencies):
         angles = positions[..., None] * frequencies
         return angles.cos() * scale, angles.sin() * scale
     from ridgeplan.kernels.layer.rope_triton import rotary_tables_triton
@@ -47,7 +47,7 @@ def rope_append(
     Raises ValueError when shapes disagree.
     """
     _check(qkv, tables, keys, values, slots, q_heads, qk_norm)
-    if not uses_triton(backend, qkv):
+    if not uses_gpu_kernel(backend, qkv):
         return rope_append_reference(qkv, tables, keys, values, slots, q_heads, qk_norm, eps)
     from ridgeplan.kernels.layer.rope_triton import rope_append_triton
 

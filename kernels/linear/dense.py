@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.nn import functional
 
-from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.layer.swiglu import swiglu
 from ridgeplan.kernels.linear.dense_cuda import find_kernel
 from ridgeplan.roofline.cost import Cost
@@ -25,7 +25,7 @@ def linear_dense(
         raise ValueError(f"x {list(x.shape)} does not fit a weight of {inputs} inputs")
     if bias is not None and bias.shape != (outputs,):
         raise ValueError(f"bias {list(bias.shape)} does not fit a weight of {outputs} outputs")
-    uses_triton(backend, x)  # raises for names of no backend
+    uses_gpu_kernel(backend, x)  # raises ValueError for an unknown backend
     rows = x.reshape(-1, inputs)
     kernel = find_kernel(rows, weight, gated) if backend == "auto" else None
     if kernel is not None:

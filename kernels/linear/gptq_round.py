@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.roofline.cost import Cost
 
 TOP_CODE = 15
@@ -18,7 +18,7 @@ def gptq_round(steps: Tensor, feedback: Tensor, *, backend: Backend = "auto") ->
     """
     if feedback.shape != (steps.shape[1], steps.shape[1]):
         raise ValueError(f"feedback {list(feedback.shape)} must be square, as wide as steps {list(steps.shape)}")
-    if not uses_triton(backend, steps):
+    if not uses_gpu_kernel(backend, steps):
         return gptq_round_reference(steps, feedback)
     from ridgeplan.kernels.linear.gptq_round_triton import gptq_round_triton
 

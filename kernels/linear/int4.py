@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.nn import functional
 
-from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.layer.swiglu import swiglu
 from ridgeplan.kernels.linear.int4_cuda import find_kernel
 from ridgeplan.kernels.linear.int4_weight import Int4Weight
@@ -28,13 +28,13 @@ def linear_int4(
             raise ValueError(f"bias {list(bias.shape)} does not fit a weight of {weight.outputs} outputs")
         bias = bias.to(x.dtype).contiguous()
     rows = x.reshape(-1, weight.inputs)
-    runs_triton = uses_triton(backend, x)
-    kernel = find_kernel(rows, weight, gated) if runs_triton and backend == "auto" else None
+    on_gpu = uses_gpu_kernel(backend, x)
+    kernel = find_kernel(rows, weight, gated) if on_gpu and backend == "auto" else None
     if kernel is not None:
         return kernel.run(rows, weight.packed, bias).view(*x.shape[:-1], -1)
     if gated:
         return swiglu(linear_int4(x, weight, bias, backend=backend), backend=backend)
-    if not runs_triton:
+    if not on_gpu:
         out = linear_int4_reference(rows, weight, bias)
     else:
         from ridgeplan.kernels.linear.int4_triton import linear_int4_triton

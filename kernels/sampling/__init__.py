@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.sampling.distribution import Choice, Distribution, Greedy, VerifyResult
 from ridgeplan.kernels.sampling.reference import (
     count_accepted,
@@ -50,7 +50,7 @@ def softmax(
     logits: Tensor, temperature: float, cutoff: Tensor | None = None, *, backend: Backend = "auto"
 ) -> Distribution:
     """The distribution of logits [..., vocab] that reach `cutoff`, float32 [...], at a temperature above 0."""
-    if not uses_triton(backend, logits):
+    if not uses_gpu_kernel(backend, logits):
         return softmax_reference(logits, temperature, cutoff)
     from ridgeplan.kernels.sampling.rejection_triton import softmax_triton
 
@@ -59,7 +59,7 @@ def softmax(
 
 def greedy(logits: Tensor, *, backend: Backend = "auto") -> Greedy:
     """The likeliest token of each row of logits [..., vocab]; of equal ones the first."""
-    if not uses_triton(backend, logits):
+    if not uses_gpu_kernel(backend, logits):
         return Greedy(logits.argmax(-1))
     from ridgeplan.kernels.sampling.greedy_triton import greedy_triton
 
@@ -70,7 +70,7 @@ def draw(choice: Choice, uniform: Tensor, *, backend: Backend = "auto") -> Tenso
     """Tokens int64 [...] by inverse CDF; uniform: float64 [...] in [0, 1). Only tokens with probability are drawn."""
     if isinstance(choice, Greedy):
         return choice.best
-    if not uses_triton(backend, choice.logits):
+    if not uses_gpu_kernel(backend, choice.logits):
         return draw_reference(choice, uniform)
     from ridgeplan.kernels.sampling.rejection_triton import draw_triton
 
@@ -100,7 +100,7 @@ def rejection_sample(
     if isinstance(target, Greedy):
         return _agree(target, drafted, max_tokens, backend)
     drawn = [_sampled(draft) for draft in drafts]
-    if not uses_triton(backend, target.logits):
+    if not uses_gpu_kernel(backend, target.logits):
         return rejection_sample_reference(target, drawn, drafted, max_tokens, uniform)
     from ridgeplan.kernels.sampling.rejection_triton import rejection_sample_triton
 
@@ -108,7 +108,7 @@ def rejection_sample(
 
 
 def _agree(target: Greedy, drafted: Tensor, max_tokens: Tensor, backend: Backend) -> VerifyResult:
-    if not uses_triton(backend, drafted):
+    if not uses_gpu_kernel(backend, drafted):
         accepted, full, judged = count_accepted(drafted == target.best[:, :-1], max_tokens)
         return VerifyResult(target.best, accepted + (~full).long(), accepted, judged)
     from ridgeplan.kernels.sampling.greedy_triton import agree_triton
