@@ -178,8 +178,8 @@ def _deepseek_fields(config: Config) -> Fields:
     }
 
 
-# What a family has beside the common keys; a new dense family needs one line here and its
-# name among the architectures of shapes.py.
+# What a family's config.json holds beside the common keys, by `model_type`; docs/add-a-model.md lists what else a new
+# family needs.
 _OWN_FIELDS: dict[str, Callable[[Config], Fields]] = {
     "llama": _llama_fields,
     "mistral": _mistral_fields,
