@@ -18,7 +18,7 @@ MAX_GAMMA = 15  # gamma + 1 verification queries fill one 16-row tensor-core til
 def tokens_per_round(acceptance: Term, gamma: Term) -> Term:
     """Expected tokens per round, the target's own included: (1 - a^(gamma + 1)) / (1 - a) at acceptance a.
 
-    Leviathan et al., Eq 1. The limit at a = 1 is gamma + 1; numbers are evaluated just below.
+    Leviathan et al., Eq 1. The limit at a = 1 is gamma + 1; numbers are clamped to just below 1.
     """
     below_one = acceptance if is_symbolic(acceptance) else minimum(acceptance, 1 - 1e-9)
     return (1 - below_one ** (gamma + 1)) / (1 - below_one)

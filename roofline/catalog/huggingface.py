@@ -134,7 +134,7 @@ def _gpt_oss_fields(config: Config) -> Fields:
 
 
 def _qwen2_fields(config: Config) -> Fields:
-    return {"attention_bias": True}  # its class has the biases whatever the config says
+    return {"attention_bias": True}  # transformers' class has the biases whatever the config says
 
 
 def _qwen3_fields(config: Config) -> Fields:
