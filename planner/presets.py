@@ -22,13 +22,13 @@ def preset(name: str, workload: Workload) -> Plan:
 
 
 def preset_name(plan: Plan) -> str:
-    """The preset that the plan equals but for hyperparameters, else a description of its axes."""
+    """The preset that the plan equals up to hyperparameters, else a description of its axes."""
     key = family_key(plan)
     return next((name for name, make in PRESETS.items() if family_key(make(plan.workload)) == key), describe(plan))
 
 
 def describe(plan: Plan) -> str:
-    """What differs from plain decoding, in a few words."""
+    """The differences from plain decoding, in a few words."""
     speculation = plan.speculation
     words = [
         f"w{plan.weights.target_bits}" if plan.weights.target_bits != 16 else "",

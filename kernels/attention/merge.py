@@ -10,7 +10,7 @@ def merge(partial: Tensor, lse: Tensor, dtype: torch.dtype, *, backend: Backend 
     """Softmax-weighted sum of splits: partial float32 [..., splits, D], lse [..., splits] -> [..., D].
 
     A partial is normalized over its own tokens, and lse is the natural logarithm of its sum of exponentials. An empty
-    split has lse -inf and weight 0, and its partial is not read; where all splits are empty the result is 0.
+    split has lse -inf and weight 0, and its partial is not read; if all splits are empty, the result is 0.
     """
     if not uses_gpu_kernel(backend, partial):
         return merge_reference(partial, lse, dtype)

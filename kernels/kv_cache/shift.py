@@ -10,8 +10,8 @@ def shift_slots(keys: Tensor, values: Tensor, group: int, mask: Tensor, *, backe
     """Moves slots `group`, `group` + 1, ... of rows where `mask` is True to slots 0, 1, ..., in place.
 
     keys, values: [B, Hkv, slots, D], any strides with contiguous channels. mask: bool [B] on the device, so that a
-    captured CUDA graph can flush conditionally (QuantSpec sec. 4.3.2). The last `group` slots keep what they held.
-    Raises ValueError when shapes disagree, and for a group of no slots or of more than the buffer has.
+    captured CUDA graph can flush conditionally (QuantSpec sec. 4.3.2). The last `group` slots keep their contents.
+    Raises ValueError when shapes disagree, and for a group of 0 slots or of more than the buffer has.
     """
     if keys.shape != values.shape or mask.shape != keys.shape[:1]:
         raise ValueError(
@@ -29,7 +29,7 @@ def shift_slots(keys: Tensor, values: Tensor, group: int, mask: Tensor, *, backe
 
 
 def shift_slots_reference(keys: Tensor, values: Tensor, group: int, mask: Tensor) -> None:
-    """The same in plain torch. Only rows that move are read: in most rounds they are few."""
+    """The same in plain torch. Only rows that move are read, which are few in most rounds."""
     rows = mask.nonzero().squeeze(1)
     for store in (keys, values):
         store[rows, :, : store.shape[2] - group] = store[rows, :, group:]

@@ -1,6 +1,6 @@
-"""Sampling from logits and speculative acceptance, without a host synchronization or stored probabilities.
+"""Sampling from logits and rejection sampling, without host synchronization and without storing probabilities.
 
-Not here: which settings a request has (runtime/sampling.py), and how rounds are run (runtime/drafting).
+Not here: a request's settings (runtime/sampling.py), and the execution of rounds (runtime/drafting).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def filter_logits(
     *,
     backend: Backend = "auto",
 ) -> Choice:
-    """The distribution to draw from, of logits [..., vocab] in any floating type, which it refers to without a copy.
+    """The distribution of logits [..., vocab] in any floating type, which it references without a copy.
 
     Temperature 0 is greedy. top_k keeps the k likeliest tokens; of these, top_p keeps the smallest set of likeliest
     ones whose mass reaches top_p (in this order, as transformers does). Ties with the last kept token are all kept.
@@ -49,7 +49,7 @@ def filter_logits(
 def softmax(
     logits: Tensor, temperature: float, cutoff: Tensor | None = None, *, backend: Backend = "auto"
 ) -> Distribution:
-    """The distribution of logits [..., vocab] that reach `cutoff`, float32 [...], at a temperature above 0."""
+    """The distribution over logits [..., vocab] of at least `cutoff`, float32 [...], at a temperature above 0."""
     if not uses_gpu_kernel(backend, logits):
         return softmax_reference(logits, temperature, cutoff)
     from ridgeplan.kernels.sampling.rejection_triton import softmax_triton
@@ -58,7 +58,7 @@ def softmax(
 
 
 def greedy(logits: Tensor, *, backend: Backend = "auto") -> Greedy:
-    """The likeliest token of each row of logits [..., vocab]; of equal ones the first."""
+    """The likeliest token of each row of logits [..., vocab]; of ties, the first."""
     if not uses_gpu_kernel(backend, logits):
         return Greedy(logits.argmax(-1))
     from ridgeplan.kernels.sampling.greedy_triton import greedy_triton
@@ -67,7 +67,7 @@ def greedy(logits: Tensor, *, backend: Backend = "auto") -> Greedy:
 
 
 def draw(choice: Choice, uniform: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """Tokens int64 [...] by inverse CDF; uniform: float64 [...] in [0, 1). Only tokens with probability are drawn."""
+    """Tokens int64 [...] by inverse CDF; uniform: float64 [...] in [0, 1). Never draws a token of probability 0."""
     if isinstance(choice, Greedy):
         return choice.best
     if not uses_gpu_kernel(backend, choice.logits):
@@ -86,14 +86,14 @@ def rejection_sample(
     *,
     backend: Backend = "auto",
 ) -> VerifyResult:
-    """Speculative sampling (Leviathan et al. 2023, algorithm 1), cut at each row's `max_tokens`.
+    """Speculative sampling (Leviathan et al. 2023, algorithm 1), truncated at each row's `max_tokens`.
 
     target: of [rows, gamma + 1]; drafts: gamma choices of [rows] each; drafted: int64 [rows, gamma]; max_tokens: int32
-    [rows], at least 1; uniform: float64 [rows, gamma + 1] in [0, 1), the last of which draws the replacement.
+    [rows], at least 1; uniform: float64 [rows, gamma + 1] in [0, 1), the last of which draws the target's token.
 
     Draft j is accepted with probability min(1, p/q). At the first rejection the token is drawn from the residual
     distribution, (p - q)+ normalized; after gamma acceptances one more from p. A row that reaches its `max_tokens` ends
-    with an accepted draft. A greedy target accepts drafts that equal its own choice, whatever they were drawn from.
+    with an accepted draft. A greedy target accepts drafts that equal its own choice, however they were drawn.
 
     Raises ValueError when drafts are greedy under a sampled target.
     """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ridgeplan.planner.acceptance import Knowledge
+from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.plan import DraftSelection, EvictionPolicy, Plan, TargetSelection, Workload
 from ridgeplan.planner.policies import (
     EVICTIONS,
@@ -70,7 +70,7 @@ def test_losses_name_the_policy_and_what_it_keeps():
 
 
 def test_something_is_known_of_every_draft_selections_acceptance():
-    known = Knowledge.about(load_shape("Llama-3.1-8B"), 32768).by_kind
+    known = AcceptanceModel.for_model(load_shape("Llama-3.1-8B"), 32768).by_kind
     for policy in selections(Role.DRAFT):
         if policy.name != "all":
             assert 0 < known[policy.name].best < 1
