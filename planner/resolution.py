@@ -36,7 +36,7 @@ def this_machine() -> Profile:
     name = detect_hardware()
     if name is None:
         raise ProfileError(
-            "gpu is 'auto', but this machine is not calibrated: run `ridgeplan calibrate --quick`, or name a GPU"
+            "this machine is neither calibrated nor in the catalog: run `ridgeplan calibrate --quick`, or name a GPU"
         )
     return profile_for(load_hardware(name), shipped_profiles())
 

@@ -186,7 +186,8 @@ class Engine:
         return pending.tolist(), rounds
 
     def _speculator(self, cache: Cache, sampling: SamplingParams) -> Speculator:
-        policy = POLICIES[self.plan.speculation.selection]()
+        speculation = self.plan.speculation
+        policy = POLICIES[speculation.selection](speculation.ratio)
         return Speculator(self.decoder, self.weights, self.draft_weights, cache, policy, sampling, self._generator)
 
     def _prepared(self, speculator: Speculator, stopwatch: Stopwatch) -> Rounds:

@@ -11,5 +11,5 @@ def test_drafts_are_executed_by_the_policies_that_say_so() -> None:
 
 def test_every_policy_of_the_runtime_chooses() -> None:
     for name, make in POLICIES.items():
-        policy: DraftPolicy = make()
+        policy: DraftPolicy = make(1.0)
         assert callable(policy.select), name

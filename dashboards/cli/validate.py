@@ -19,6 +19,7 @@ from ridgeplan.dashboards.cli.options import (
 from ridgeplan.dashboards.cli.output import print_json, print_table, progress, warnings_as_notes
 from ridgeplan.dashboards.cli.run import DEFAULT_NEW_TOKENS
 from ridgeplan.planner import Plan
+from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.profile import load_profile
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def validate(
 
     The prompt is the start of the text, as long as the plan's context.
     """
-    calibrated = load_profile(profile) if profile else None
+    calibrated = load_profile(profile) if profile else this_machine()
     limit = min(DEFAULT_NEW_TOKENS, plan.workload.new_tokens) if max_new_tokens is None else max_new_tokens
     # Importing torch takes seconds, so it waits until the files are known to be good.
     from ridgeplan.validate import validate_plan

@@ -156,9 +156,11 @@ def _variant(q: Tensor, keys: Tensor, codes: QuantizedKV | None, lower: bool) ->
 
 @cache
 def _compiled(variant: AttentionVariant, device: torch.device) -> AttentionKernel | None:
-    """None, with one warning, where a kernel does not compile."""
+    """None where an SM is too small for the variant and, with one warning, where a kernel does not compile."""
     found = torch.cuda.get_device_properties(device)
     occupancy = Occupancy(variant, found.multi_processor_count, found.shared_memory_per_multiprocessor)
+    if not occupancy.fits:
+        return None
     text = program(SOURCE, AttentionParams)
     fallback = "the CUDA attention kernel does not compile, Triton's runs instead"
     attend, merge = (

@@ -15,6 +15,7 @@ MIN_TILES_PER_CTA = 4  # with fewer KV tiles per CTA, fewer CTAs are resident
 MIN_GRID_FILL = 0.9  # of the resident CTAs
 MAX_CTAS = 65535  # so that the tile scheduler can use 32-bit arithmetic
 RESERVED_BYTES = 1024  # of a CTA's shared memory, for the driver
+MIN_STAGES = 2  # one is read while all others are being filled
 MAX_STAGES = 12  # of the pipeline: more hide no more latency
 MAX_FUSED_ELEMENTS = 16384  # of a KV head's partials that its last CTA reduces; more are left to the kernel `merge`
 MAX_FUSED_KV_ROWS = 4096  # arrival counters: (batch row, KV head) pairs whose reduction may be fused
@@ -88,6 +89,11 @@ class Occupancy:
     def stages(self) -> int:
         """Stages of a CTA's pipeline, with which the variant's CTAs are resident."""
         return self.variant.stages(self.sm_bytes // self.variant.ctas_per_sm - RESERVED_BYTES)
+
+    @property
+    def fits(self) -> bool:
+        """Whether an SM has the shared memory for the shortest pipelines. GPUs after Hopper may have less of it."""
+        return self.stages >= MIN_STAGES
 
     @cached_property
     def shared_bytes(self) -> int:

@@ -106,17 +106,21 @@ def _convert_into(path: Path, folder: Path) -> None:
 
 def _convert(path: Path, staging: Path) -> None:
     """Writes config, weights and tokenizer; in float32, since dequantized 4-bit values need more than 16 bits."""
-    # Python beside the file is none of its own: left out, trust_remote_code asks on stdin whether it may run.
+    # transformers would also read configurations beside the file, which may not be its own and may name Python to run.
+    alone = staging / "alone"
+    alone.mkdir()
+    (alone / path.name).symlink_to(path.resolve())
     where: dict[str, Any] = {
-        "pretrained_model_name_or_path": str(path.parent),
+        "pretrained_model_name_or_path": str(alone),
         "gguf_file": path.name,
-        "trust_remote_code": False,
+        "trust_remote_code": False,  # left out, transformers asks on stdin
     }
     with failures_as(f"cannot read the GGUF file {path}"):
         config = transformers.AutoConfig.from_pretrained(**where)
         tensors = _tensors(path, config)
         with quiet_rust():
             tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    shutil.rmtree(alone)
     with quiet_transformers():
         config.save_pretrained(staging)
         tokenizer.save_pretrained(staging)

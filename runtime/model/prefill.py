@@ -22,8 +22,6 @@ from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
 
-CHUNK_TOKENS = 4096  # of the projections and the MLP: enough rows for full speed, few enough for a small workspace
-ATTENDED_TOKENS = 1 << 16  # tokens times KV heads that attend at once: enough to fill a GPU
 # cuDNN first: on long prompts it is about twice as fast as FlashAttention-2 (H200, 8k to 128k tokens).
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,

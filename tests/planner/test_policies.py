@@ -78,7 +78,7 @@ def test_something_is_known_of_every_draft_selections_acceptance():
             below, above = (known[name] for name in policy.acceptance_between)
             assert known[policy.name].best == pytest.approx((below.best + above.best) / 2)
             assert known[policy.name].low == min(below.low, above.low)
-            assert known[policy.name].where == "between streamingllm and specattn"
+            assert known[policy.name].where == "between {} and {}".format(*policy.acceptance_between)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -54,7 +54,7 @@ def test_auto_is_the_given_the_calibrated_or_the_detected_machine(h200_profile, 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("ridgeplan.planner.resolution.detect_hardware", lambda: None)
     assert resolve(QWEN, "auto", h200_profile)[1] == h200_profile
-    with pytest.raises(ProfileError, match="this machine is not calibrated"):
+    with pytest.raises(ProfileError, match="this machine is neither calibrated nor in the catalog"):
         resolve(QWEN, "auto")
     monkeypatch.setattr("ridgeplan.planner.resolution.detect_hardware", lambda: "h200")
     assert resolve(QWEN, "auto")[1] == shipped_profiles()[0]

@@ -10,6 +10,7 @@ import transformers
 
 from ridgeplan.planner.plan import (
     DraftCodes,
+    DraftSelection,
     KVCache,
     KVFormat,
     Plan,
@@ -93,13 +94,17 @@ def make_plan() -> Callable[..., Plan]:
         weight_group: int = 32,
         codes: str | None = None,
         yarn_factor: float = 1.0,
+        selection: str = "all",
+        ratio: float = 1.0,
     ) -> Plan:
         stored = gamma > 0 and kv in ("int4x2", "bf16+int4")
         return Plan(
             Workload("tiny", "cpu", context, new_tokens, batch, yarn_factor),
             weights=Weights(draft_bits=draft_bits, group=weight_group),
             kv=KVCache(KVFormat(kv), group),
-            speculation=Speculation(gamma, DraftCodes(codes or ("upper" if stored else "full"))),
+            speculation=Speculation(
+                gamma, DraftCodes(codes or ("upper" if stored else "full")), DraftSelection(selection), ratio
+            ),
         )
 
     return make

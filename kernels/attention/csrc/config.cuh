@@ -46,6 +46,7 @@ constexpr float LOG2_P_SCALE = 5.0f;  // probabilities are stored times 2^5, so 
 // A score may exceed the row's reference by 2^8 before sums are rescaled: probabilities up to 2^13, in either dtype.
 constexpr u32 MAX_P_HALF = 0x7000, MAX_P_BF16 = 0x4600;
 
+static_assert(STAGES >= 2, "one is read while all others are being filled");
 static_assert(BITS == 0 || CODE_BYTES + 512 <= STAGE_BYTES, "codes and their scales fit a stage");
 static_assert(8 * KEY_PITCH <= STAGE_BYTES, "full-precision tokens fit a stage");
 

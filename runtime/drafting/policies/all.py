@@ -10,7 +10,9 @@ from ridgeplan.runtime.kv.metadata import AttentionMetadata
 
 @dataclass(frozen=True)
 class AllTokens:
-    """The whole cache."""
+    """The whole cache: the ratio is 1."""
+
+    ratio: float = 1.0
 
     def select(self, cache: Cache, ahead: int) -> AttentionMetadata:
         """See `DraftPolicy`."""

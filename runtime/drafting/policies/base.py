@@ -11,10 +11,10 @@ from ridgeplan.runtime.kv.metadata import AttentionMetadata
 class DraftPolicy(Protocol):
     """Chooses what each draft of a round reads.
 
-    The speculator calls `select` before every draft's forward pass. A policy that learns from earlier tokens will
-    have two more hooks: `before_round`, before the first draft, and `after_verify`, between the target's pass and the
-    moment its tokens are kept. All of them run inside the round that a CUDA graph captures: they work on fixed device
-    tensors and never ask the device for a value.
+    The speculator calls `select` before every draft's forward pass, inside the round that a CUDA graph captures: it
+    works on fixed device tensors and never asks the device for a value. What can be chosen is what `AttentionMetadata`
+    expresses, one run of full-precision slots and the leading groups of codes, the same for all layers and heads; the
+    draft's query is not known yet.
     """
 
     def select(self, cache: Cache, ahead: int) -> AttentionMetadata:

@@ -94,6 +94,15 @@ def test_bad_prompt_files_are_refused(
         assert words in refuses(*command, "--model", tiny_folder, "--prompt-file", path)
 
 
+def test_a_machine_that_is_not_calibrated_is_refused_before_anything_runs(
+    refuses: Any, plan_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("ridgeplan.planner.resolution.detect_hardware", lambda: None)
+    monkeypatch.setattr("ridgeplan.dashboards.cli.validate.opening_tokens", lambda *_: pytest.fail("it was read"))
+    assert "this machine is neither calibrated nor in the catalog" in refuses("validate", plan_path)
+
+
 @pytest.mark.parametrize("text", ["", "{", '{"schema": 7}', '{"schema": Infinity}'])
 def test_validate_refuses_damaged_profiles(refuses: Any, plan_path: Path, tmp_path: Path, text: str) -> None:
     path = tmp_path / "broken.json"

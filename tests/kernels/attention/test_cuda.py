@@ -35,11 +35,23 @@ def hopper(variant: AttentionVariant) -> Occupancy:
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_ctas_fit_an_sm(variant: AttentionVariant) -> None:
-    """Every variant has stages for at least a KV tile and a half, within Hopper's shared memory."""
+    """On Hopper every variant has the stages it needs."""
     occupancy = hopper(variant)
-    assert occupancy.stages >= 3
+    assert occupancy.fits
     cta_bytes = occupancy.shared_bytes + variant.static_bytes(occupancy.stages) + RESERVED_BYTES
     assert variant.ctas_per_sm * cta_bytes <= HOPPER_BYTES
+
+
+def test_smaller_sms_run_what_fits_them() -> None:
+    """Of 100 KB three CTAs have 33.3 each, of which 16 query rows of 128 channels take 8 and the rest 1.3:
+    room for one stage of INT8 (16.5 KB) but for two of INT4 (8.5 KB)."""
+    sm_bytes = 100 * 1024
+    fitting = {
+        (variant.head_dim, variant.bits)
+        for variant in VARIANTS
+        if variant.rows == 16 and Occupancy(variant, 170, sm_bytes).fits
+    }
+    assert fitting == {(64, 0), (64, 4), (64, 8), (128, 0), (128, 4)}
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)

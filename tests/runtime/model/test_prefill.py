@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from ridgeplan.roofline.memory import PREFILL_ATTENDED_TOKENS, PREFILL_CHUNK_TOKENS
-from ridgeplan.runtime.model.prefill import ATTENDED_TOKENS, CHUNK_TOKENS, attend_in_place, causal_attention
+from ridgeplan.runtime.model.prefill import attend_in_place, causal_attention
 
 TOKENS = 50
 
@@ -27,11 +26,6 @@ def attention_of(q, keys, values, window):
     return out
 
 
-def test_the_priced_chunk_is_the_executed_one():
-    assert PREFILL_CHUNK_TOKENS == CHUNK_TOKENS
-    assert PREFILL_ATTENDED_TOKENS == ATTENDED_TOKENS
-
-
 @pytest.mark.parametrize("window", [None, 1, 7, 25, 49, 50, 51])
 def test_tokens_see_themselves_and_a_window_before_them(qkv, window):
     torch.testing.assert_close(causal_attention(*qkv, window), attention_of(*qkv, window or TOKENS))
@@ -41,7 +35,7 @@ def test_tokens_see_themselves_and_a_window_before_them(qkv, window):
 @pytest.mark.parametrize("window", [None, 7])
 def test_heads_may_attend_one_after_another(qkv, attended, window, monkeypatch):
     """Also where the prompt alone is longer than what may attend at once."""
-    monkeypatch.setattr("ridgeplan.runtime.model.prefill.ATTENDED_TOKENS", attended)
+    monkeypatch.setattr("ridgeplan.runtime.model.prefill.PREFILL_ATTENDED_TOKENS", attended)
     q, keys, values = qkv
     queries = q.transpose(0, 1).clone()
     attend_in_place(queries, keys, values, window)
