@@ -1,4 +1,4 @@
-"""The Streamlit page: ask for a plan, see why it is the best one, download it. `ridgeplan dashboard` serves it."""
+"""The Streamlit page of `ridgeplan dashboard`: ask for a plan, see why it is the best, download it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ THIS_MACHINE = "auto"
 
 @dataclass(frozen=True)
 class PageQuestion:
-    """What the sidebar asks for, as typed."""
+    """The sidebar's inputs, as typed."""
 
     model: str
     gpu: str
@@ -51,7 +51,7 @@ class PageQuestion:
 
 
 def main() -> None:
-    """One run of the page; Streamlit repeats it at every change of an input."""
+    """One run of the page; Streamlit reruns it whenever an input changes."""
     st.set_page_config(page_title="ridgeplan", layout="wide")
     with st.sidebar:
         question = ask()
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def ask() -> PageQuestion:
-    """The inputs. Their limits are the planner's to check, which says what is allowed."""
+    """The inputs, which the planner validates."""
     models = [shape.name for shape in list_models()]
     gpus = [*(item.name for item in list_hardware()), THIS_MACHINE]
     model = st.selectbox("Model", models, index=models.index(DEFAULT_MODEL), key="model")
@@ -116,7 +116,7 @@ def show_plan(recommendation: Recommendation, shape: ModelShape) -> None:
 
 
 def show_charts(recommendation: Recommendation, hardware: Hardware) -> None:
-    """Where time and memory go."""
+    """Charts of time and memory."""
     predictions = {recommendation.name: recommendation.predicted, charts.PLAIN: recommendation.baseline}
     st.subheader("Time per token")
     st.plotly_chart(charts.round_breakdown(recommendation), key="round")
@@ -128,7 +128,7 @@ def show_charts(recommendation: Recommendation, hardware: Hardware) -> None:
 
 
 def show_alternatives(recommendation: Recommendation) -> None:
-    """All other plans, each with why it was not chosen."""
+    """All other plans, and why each was not chosen."""
     st.subheader("Alternatives")
     st.plotly_chart(charts.alternatives(recommendation), key="alternatives")
     st.dataframe(

@@ -1,4 +1,4 @@
-"""`ridgeplan models` and `ridgeplan gpus`: what the package knows by name."""
+"""`ridgeplan models` and `ridgeplan gpus`: the catalogs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ridgeplan recommend` and `ridgeplan estimate`: the best plan for a question, and the figures of a given one."""
+"""`ridgeplan recommend` and `ridgeplan estimate`: the best plan, and the predicted figures of a given plan."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _print_recommendation(recommendation: Recommendation) -> None:
 
 
 def _forbid_beside_plan(given: dict[str, Any]) -> None:
-    """A plan's file holds its own workload, which must not be asked for twice."""
+    """A plan's file holds its own workload, so options for it are refused."""
     stray = next((name for name, value in given.items() if value is not None and value is not False), None)
     if stray:
         raise click.UsageError(f"{stray} cannot be given with --plan, which has its own")

@@ -109,8 +109,8 @@ def rejection_sample(
 
 def _agree(target: Greedy, drafted: Tensor, max_tokens: Tensor, backend: Backend) -> VerifyResult:
     if not uses_gpu_kernel(backend, drafted):
-        accepted, full, judged = count_accepted(drafted == target.best[:, :-1], max_tokens)
-        return VerifyResult(target.best, accepted + (~full).long(), accepted, judged)
+        accepted, full, verified = count_accepted(drafted == target.best[:, :-1], max_tokens)
+        return VerifyResult(target.best, accepted + (~full).long(), accepted, verified)
     from ridgeplan.kernels.sampling.greedy_triton import agree_triton
 
     return agree_triton(target, drafted, max_tokens)

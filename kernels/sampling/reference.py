@@ -69,16 +69,16 @@ def rejection_sample_reference(
     # After the last draft q is 0, so that the residual is p.
     draft = torch.stack([*(d.probabilities() for d in drafts), torch.zeros_like(tables[:, 0])], dim=1)
     p, q = (table[:, :-1].gather(-1, drafted[..., None])[..., 0] for table in (tables, draft))
-    accepted, full, judged = count_accepted(uniform[:, :-1] * q < p, max_tokens)
+    accepted, full, verified = count_accepted(uniform[:, :-1] * q < p, max_tokens)
     replacement = _pick(_residual(tables, draft, accepted), uniform[:, -1])
     tokens = torch.cat([drafted, drafted.new_zeros(len(drafted), 1)], dim=1)
     # A full row keeps its last draft, which becomes the pending token; what is written after it is never read.
     tokens.scatter_(1, accepted[:, None], replacement[:, None])
-    return VerifyResult(tokens, accepted + (~full).long(), accepted, judged)
+    return VerifyResult(tokens, accepted + (~full).long(), accepted, verified)
 
 
 def count_accepted(passed: Tensor, max_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each row's accepted drafts, whether it reaches max_tokens, and its judged drafts; passed: bool [rows, gamma]."""
+    """Each row's accepted drafts, whether it reaches max_tokens, and its verified drafts; passed: bool [rows, gamma]."""
     gamma = passed.shape[1]
     limit = max_tokens.long().clamp_max(gamma)
     inside = torch.arange(gamma, device=passed.device) < limit[:, None]

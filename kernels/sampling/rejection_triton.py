@@ -85,7 +85,7 @@ def _probability(logits, row, tokens, vocab, peaks, cutoffs, masses, scale):
 
 @triton.jit
 def _store_counts(counts, row, accepted, max_tokens, GAMMA: tl.constexpr):
-    """How many tokens a row keeps, and how many of its drafts are accepted and judged."""
+    """How many tokens a row keeps, and how many of its drafts are accepted and verified."""
     limit = tl.minimum(max_tokens, GAMMA)
     # A row that reaches max_tokens ends with an accepted draft, which becomes the pending token.
     full = (accepted == limit) & (max_tokens <= GAMMA)

@@ -213,7 +213,7 @@ def test_verification_of_certain_rows(
 ) -> None:
     certain = one_hot if kind == "sampled" else Greedy
     drafts = torch.tensor([drafted], dtype=torch.int64, device=device).view(1, -1)
-    verified = rejection_sample(
+    result = rejection_sample(
         certain(torch.tensor([target], device=device)),
         [certain(token) for token in drafts.unbind(1)],
         drafts,
@@ -221,14 +221,14 @@ def test_verification_of_certain_rows(
         torch.full((1, len(target)), 1 - 2**-53, dtype=torch.float64, device=device),
         backend=backend,
     )
-    kept = int(verified.advance)
-    assert (verified.tokens[0, :kept].tolist(), int(verified.accepted), int(verified.judged)) == expected
+    kept = int(result.advance)
+    assert (result.tokens[0, :kept].tolist(), int(result.accepted), int(result.verified)) == expected
 
 
 @BACKENDS
 def test_rows_are_verified_independently(backend: str, device: str) -> None:
     drafted = torch.tensor([[1, 2], [0, 2], [1, 2]], device=device)
-    verified = rejection_sample(
+    result = rejection_sample(
         one_hot(torch.tensor([[1, 2, 3]] * 3, device=device)),
         [one_hot(tokens) for tokens in drafted.unbind(1)],
         drafted,
@@ -236,9 +236,9 @@ def test_rows_are_verified_independently(backend: str, device: str) -> None:
         torch.full((3, 3), 0.5, dtype=torch.float64, device=device),
         backend=backend,
     )
-    assert verified.advance.tolist() == [3, 1, 1]
-    assert verified.accepted.tolist() == [2, 0, 1]
-    assert verified.judged.tolist() == [2, 1, 1]
+    assert result.advance.tolist() == [3, 1, 1]
+    assert result.accepted.tolist() == [2, 0, 1]
+    assert result.verified.tolist() == [2, 1, 1]
 
 
 @FILTERS
@@ -258,7 +258,7 @@ def test_the_kernels_verify_as_the_reference(
         rejection_sample(target, drafts, drafted[:, :gamma], max_tokens, uniform[1], backend=backend)
         for backend in ("triton", "reference")
     )
-    for name in ("advance", "accepted", "judged"):
+    for name in ("advance", "accepted", "verified"):
         assert torch.equal(getattr(actual, name), getattr(expected, name))
     kept = torch.arange(gamma + 1, device=device) < expected.advance[:, None]
     assert torch.equal(actual.tokens[kept], expected.tokens[kept])
@@ -271,14 +271,14 @@ def test_tokens_of_a_round_follow_the_target_whatever_the_draft(max_tokens: int)
     drafts = [softmax(row.expand(rows, -1), 1.0) for row in random_logits(gamma, VOCAB, seed=2)]
     uniform = random_uniform(2, rows, gamma + 1, seed=3)
     drafted = torch.stack([draw(draft, uniform[0, :, j]) for j, draft in enumerate(drafts)], dim=1)
-    verified = rejection_sample(target, drafts, drafted, torch.full((rows,), max_tokens, dtype=torch.int32), uniform[1])
+    result = rejection_sample(target, drafts, drafted, torch.full((rows,), max_tokens, dtype=torch.int32), uniform[1])
     probabilities = target.probabilities()[0]
     for position in range(min(max_tokens, gamma + 1)):
         # Every position follows its own target distribution, given that the round reached it.
-        tokens = verified.tokens[verified.advance > position, position]
+        tokens = result.tokens[result.advance > position, position]
         assert chi_square(tokens.bincount(minlength=VOCAB), probabilities[position]) > 1e-3
     overlap = torch.minimum(probabilities[0], drafts[0].probabilities()[0]).sum()
-    assert (verified.accepted > 0).float().mean() == pytest.approx(float(overlap), abs=0.01)
+    assert (result.accepted > 0).float().mean() == pytest.approx(float(overlap), abs=0.01)
 
 
 @BACKENDS
@@ -290,9 +290,9 @@ def test_a_rejection_by_rounding_alone_draws_from_the_target(backend: str, devic
     less = Distribution(logits, 1.0, target.peak, target.cutoff, target.mass * (1 + 2**-22))
     uniform = torch.tensor([[1 - 2**-26, 0.5]], dtype=torch.float64, device=device)
     drafted, max_tokens = torch.tensor([[2]], device=device), torch.tensor([9], dtype=torch.int32, device=device)
-    verified = rejection_sample(less, [draft], drafted, max_tokens, uniform, backend=backend)
-    assert (verified.advance.item(), verified.accepted.item()) == (1, 0)
-    assert verified.tokens[0, 0] == 2
+    result = rejection_sample(less, [draft], drafted, max_tokens, uniform, backend=backend)
+    assert (result.advance.item(), result.accepted.item()) == (1, 0)
+    assert result.tokens[0, 0] == 2
 
 
 @BACKENDS
@@ -313,9 +313,9 @@ def test_logits_that_are_no_numbers_give_tokens_of_the_vocabulary(
         drafted = torch.stack([draw(draft, uniform[:, 0], backend=backend) for draft in drafts], dim=1)
         assert ((drafted >= 0) & (drafted < vocab)).all()
         limit = torch.full((2,), 9, dtype=torch.int32, device=device)
-        verified = rejection_sample(target, drafts, drafted, limit, uniform, backend=backend)
-        assert ((verified.tokens >= 0) & (verified.tokens < vocab)).all()
-        assert ((verified.advance >= 1) & (verified.advance <= 3)).all()
+        result = rejection_sample(target, drafts, drafted, limit, uniform, backend=backend)
+        assert ((result.tokens >= 0) & (result.tokens < vocab)).all()
+        assert ((result.advance >= 1) & (result.advance <= 3)).all()
 
 
 def test_sampled_targets_refuse_greedy_drafts() -> None:
