@@ -17,7 +17,7 @@ from ridgeplan.kernels.sampling.reference import (
     kth_largest,
     nucleus,
     rejection_sample_reference,
-    softmax_reference,
+    softmax_distribution_reference,
 )
 from ridgeplan.kernels.sampling.top_k_top_p_cuda import find_kernel
 
@@ -42,19 +42,19 @@ def filter_logits(
     if kernel is not None:
         return kernel.run(logits, temperature, top_k, top_p)
     cutoff = None if top_k is None or top_k >= logits.shape[-1] else kth_largest(logits, top_k)
-    whole = softmax(logits, temperature, cutoff, backend=backend)
+    whole = softmax_distribution(logits, temperature, cutoff, backend=backend)
     return whole if top_p is None or top_p == 1 else nucleus(whole, top_p)
 
 
-def softmax(
+def softmax_distribution(
     logits: Tensor, temperature: float, cutoff: Tensor | None = None, *, backend: Backend = "auto"
 ) -> Distribution:
     """The distribution over logits [..., vocab] of at least `cutoff`, float32 [...], at a temperature above 0."""
     if not uses_gpu_kernel(backend, logits):
-        return softmax_reference(logits, temperature, cutoff)
-    from ridgeplan.kernels.sampling.rejection_triton import softmax_triton
+        return softmax_distribution_reference(logits, temperature, cutoff)
+    from ridgeplan.kernels.sampling.softmax_triton import softmax_distribution_triton
 
-    return softmax_triton(logits, temperature, cutoff)
+    return softmax_distribution_triton(logits, temperature, cutoff)
 
 
 def greedy(logits: Tensor, *, backend: Backend = "auto") -> Greedy:

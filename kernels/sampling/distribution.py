@@ -47,8 +47,8 @@ Choice = Distribution | Greedy
 class VerifyResult:
     """The tokens that a round keeps: the first advance[b] of row b of `tokens`, int64 [rows, gamma + 1].
 
-    advance, accepted, verified: int64 [rows]. verified counts the drafts that were compared with the target: those whose
-    predecessors were all accepted.
+    advance, accepted, verified: int64 [rows]. verified counts the drafts that were compared with the target: those
+    whose predecessors were all accepted.
     """
 
     tokens: Tensor

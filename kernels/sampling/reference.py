@@ -22,8 +22,8 @@ class Table(Distribution):
         return self.table
 
 
-def softmax_reference(logits: Tensor, temperature: float, cutoff: Tensor | None) -> Table:
-    """See `ridgeplan.kernels.sampling.softmax`."""
+def softmax_distribution_reference(logits: Tensor, temperature: float, cutoff: Tensor | None) -> Table:
+    """See `ridgeplan.kernels.sampling.softmax_distribution`."""
     values = logits.float()
     peak = values.amax(-1)
     if cutoff is None:
@@ -78,7 +78,7 @@ def rejection_sample_reference(
 
 
 def count_accepted(passed: Tensor, max_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each row's accepted drafts, whether it reaches max_tokens, and its verified drafts; passed: bool [rows, gamma]."""
+    """Each row's accepted drafts, whether it reaches max_tokens, its verified drafts; passed: bool [rows, gamma]."""
     gamma = passed.shape[1]
     limit = max_tokens.long().clamp_max(gamma)
     inside = torch.arange(gamma, device=passed.device) < limit[:, None]

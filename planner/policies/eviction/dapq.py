@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ridgeplan.planner.plan import EvictionPolicy, Plan, Workload
 from ridgeplan.planner.policies.policy import TokenEviction, evicting
-from ridgeplan.planner.policies.selection.all import quantspec
+from ridgeplan.planner.policies.selection.quantspec import quantspec
 
 dapq = evicting(EvictionPolicy.DAPQ)
 

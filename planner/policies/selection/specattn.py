@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ridgeplan.planner.plan import DraftCodes, DraftSelection, Plan, Speculation, Workload
 from ridgeplan.planner.policies.policy import SPARSE_RATIO, Role, TokenSelection, drafting
-from ridgeplan.planner.policies.selection.all import quantspec
+from ridgeplan.planner.policies.selection.quantspec import quantspec
 
 
 def specattn_int4(workload: Workload) -> Plan:
