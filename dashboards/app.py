@@ -11,11 +11,11 @@ from ridgeplan.dashboards import charts
 from ridgeplan.dashboards.user_errors import about_input
 from ridgeplan.planner import Recommendation
 from ridgeplan.planner.quality import Quality
-from ridgeplan.planner.recommendation import GIB
 from ridgeplan.planner.search import Objective
 from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
 from ridgeplan.roofline.catalog.models import list_models
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.device import GIB
 
 DEFAULT_MODEL, DEFAULT_GPU, DEFAULT_CONTEXT = "meta-llama/Llama-3.1-8B", "h200", 120_000
 THIS_MACHINE = "auto"

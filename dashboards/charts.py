@@ -9,8 +9,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ridgeplan.planner import Prediction, Recommendation
-from ridgeplan.planner.recommendation import GIB
 from ridgeplan.roofline.catalog.hardware import Hardware
+from ridgeplan.roofline.device import GIB
 from ridgeplan.roofline.passes import category
 
 # A colour has the same meaning in all figures of a page.

@@ -9,6 +9,7 @@ from typing import Any
 
 from ridgeplan.roofline.catalog.checks import Checked, build, flag, number, one_of, part, text, whole
 from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json
+from ridgeplan.roofline.execution import QUANTIZATION_GROUPS
 from ridgeplan.roofline.speculation import MAX_GAMMA
 
 SCHEMA = 1
@@ -16,7 +17,7 @@ MAX_TOKENS = 1 << 24
 MAX_BATCH = 4096
 MAX_DEVICES = 64
 MAX_YARN_FACTOR = 64
-MIN_RATIO = 1e-6  # of the tokens: one in a million
+MIN_RATIO = 1e-6  # one token in a million
 
 
 class PlanError(ValueError):
@@ -30,6 +31,16 @@ class KVFormat(StrEnum):
     SHADOW = "bf16+int4"  # bf16 for the target and INT4 upper codes that only drafts read
     INT8 = "int8"
     HIERARCHICAL = "int4x2"  # upper codes for drafts, upper and lower for the target (QuantSpec, section 4.2)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any codes are stored."""
+        return self is not KVFormat.FULL
+
+    @property
+    def buffered(self) -> bool:
+        """Whether old tokens are stored only as upper and lower codes, and recent ones in a full-precision buffer."""
+        return self in (KVFormat.INT8, KVFormat.HIERARCHICAL)
 
 
 class EvictionPolicy(StrEnum):
@@ -86,7 +97,7 @@ class _PlanPart(Checked):
 
 
 def _group() -> Any:
-    return one_of((32, 64, 128, 256), default=128)
+    return one_of(QUANTIZATION_GROUPS, default=128)
 
 
 def _budget() -> Any:
@@ -137,14 +148,9 @@ class KVCache(_PlanPart):
     group: int = _group()  # tokens
 
     @property
-    def quantized(self) -> bool:
-        """Whether any codes are stored."""
-        return self.format is not KVFormat.FULL
-
-    @property
     def target_bits(self) -> int:
         """Bits per element of old tokens as the target reads them; 16 is full precision."""
-        return 8 if self.format in (KVFormat.INT8, KVFormat.HIERARCHICAL) else 16
+        return 8 if self.format.buffered else 16
 
 
 @dataclass(frozen=True)

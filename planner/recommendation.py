@@ -7,9 +7,9 @@ from typing import Any
 
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.prediction import Prediction
+from ridgeplan.roofline.device import GIB
 from ridgeplan.roofline.passes import category
 
-GIB = 2**30
 BALANCED_WITHIN = 0.1  # neither side of a step is called the bottleneck if attention takes 40% to 60% of it
 
 

@@ -16,7 +16,7 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
     """
     evicting, target, drafts = eviction(plan), target_selection(plan), draft_selection(plan)
     window = shape.window_tokens if shape else None
-    plain = not (plan.kv.quantized or plan.speculation.active)
+    plain = not (plan.kv.format.quantized or plan.speculation.active)
     checks = {
         f"eviction {plan.eviction.policy.value!r}": evicting and not evicting.executable,
         "offloaded KV": plan.placement.offload,

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from ridgeplan.roofline.cost import Term
 
+GIB = 2**30  # bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Device:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-GIB = 2**30
 PIPE_COLUMNS = 140  # width of tables without a terminal
 
 

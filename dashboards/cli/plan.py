@@ -10,13 +10,14 @@ import click
 
 from ridgeplan import planner
 from ridgeplan.dashboards.cli.options import OutputFile, PlanFile, Size, as_json, options, profile_file, yarn
-from ridgeplan.dashboards.cli.output import GIB, number, print_json, print_table, write_atomically
+from ridgeplan.dashboards.cli.output import number, print_json, print_table, write_atomically
 from ridgeplan.planner import Plan, Prediction, Recommendation
 from ridgeplan.planner.presets import preset_name
 from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.search import Objective, notes
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.device import GIB
 
 GPU_HELP = "A name of `ridgeplan gpus`, a TOML file, or auto for this machine."
 FIGURES = ("TPOT ms", "low", "high", "TTFT ms", "tokens/s", "GiB", "speed-up")

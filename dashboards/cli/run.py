@@ -11,8 +11,9 @@ import click
 
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, prompt_text, prompt_tokens
 from ridgeplan.dashboards.cli.options import PlanFile, as_json, calibration_file, model_to_run, options, prompt_file
-from ridgeplan.dashboards.cli.output import GIB, print_json, warnings_as_notes
+from ridgeplan.dashboards.cli.output import print_json, warnings_as_notes
 from ridgeplan.planner import Plan
+from ridgeplan.roofline.device import GIB
 
 if TYPE_CHECKING:
     from ridgeplan.runtime import Engine, Statistics

@@ -36,7 +36,7 @@ class Cache:
         sizes = (model.layers, config.batch, model.kv_heads, config.slots, model.head_dim)
         self.keys = torch.zeros(sizes, dtype=dtype, device=device)
         self.values = torch.zeros(sizes, dtype=dtype, device=device)
-        self.all_codes = _allocate_codes(model, config, device) if config.quantized else None
+        self.all_codes = _allocate_codes(model, config, device) if config.format.quantized else None
         self.lengths = torch.zeros(config.batch, dtype=torch.int32, device=device)
         self.ends = torch.full_like(self.lengths, config.context)
 

@@ -36,14 +36,9 @@ class KVCacheConfig:
         )
 
     @property
-    def quantized(self) -> bool:
-        """Whether any codes are stored."""
-        return self.format is not KVFormat.FULL
-
-    @property
     def buffered(self) -> bool:
-        """Whether old tokens are stored only as upper and lower codes, and recent ones in a full-precision buffer."""
-        return self.format in (KVFormat.INT8, KVFormat.HIERARCHICAL)
+        """`format.buffered`: full-precision slots are a buffer for recent tokens."""
+        return self.format.buffered
 
     @property
     def drafts_read_upper(self) -> bool:
@@ -63,4 +58,4 @@ class KVCacheConfig:
 
     def quantized_groups(self, tokens: int) -> int:
         """Groups held as codes for a row of `tokens` tokens; `Cache.quantized` is the device version, in tokens."""
-        return quantized_groups(tokens, self.group) if self.quantized else 0
+        return quantized_groups(tokens, self.group) if self.format.quantized else 0
