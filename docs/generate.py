@@ -136,7 +136,7 @@ def plain(row: Any) -> float:
 
 
 def recommendation(model: str, gpu: str, context: str) -> str:
-    """The output of `ridgeplan recommend`, without its table."""
+    """The explanation that `ridgeplan recommend` prints."""
     question = f"$ ridgeplan recommend {model} --gpu {gpu} --ctx {context}"
     return f"```\n{question}\n{recommend(model, gpu, int(context)).explain()}\n```"
 

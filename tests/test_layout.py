@@ -1,7 +1,7 @@
 """Import rules between packages, and file-count limits.
 
-Everything is read from the sources; nothing is imported. A room is a folder with the imports that it allows; tests/ is in
-no room.
+Everything is read from the sources; nothing is imported. A room is a folder with the imports that it allows; tests/ is
+in no room.
 """
 
 import ast
