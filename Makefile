@@ -16,7 +16,7 @@ test: $(INSTALLED)
 	# One thread a process: OpenMP threads of several processes on the same cores wait for each other.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-# Thousands of damaged files and command lines of each kind, which take about half an hour on two cores.
+# Thousands of damaged files and command lines of each kind, which take about ten minutes on two cores.
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 RIDGEPLAN_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/fuzz --numprocesses auto \
 		--dist worksteal --override-ini timeout=0
