@@ -68,7 +68,7 @@ def require_memory(plan: Plan, shape: ModelShape, device: torch.device, dtype: t
 def require_weight_memory(source: str, device: torch.device, dtype: torch.dtype) -> None:
     """Raises WorkloadError if the weights in the folder `source` exceed what is free, before any of them is read.
 
-    Their files tell, whatever the configuration beside them claims; those in 16 bits double where `dtype` is float32.
+    The sizes come from the weights' files, not from the configuration; 16-bit weights double if `dtype` is float32.
     """
     available = _available(device, dtype, 0)
     needed_bytes = checkpoint_elements(source) * dtype.itemsize

@@ -1,6 +1,6 @@
 // The online softmax that a CTA shares. All four warps work on one KV tile: a warp computes the scores of its own
 // tokens (S^T = K Q^T), all of them exchange probabilities through shared memory, and a warp accumulates its own
-// channels over all tokens (O^T = V^T P^T). So each code is unpacked once, whatever the number of query rows.
+// channels over all tokens (O^T = V^T P^T). So each code is unpacked once, for any number of query rows.
 // `g` = lane / 4 and `c` = lane % 4 throughout; columns of all products are query rows.
 #pragma once
 

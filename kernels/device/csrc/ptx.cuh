@@ -260,7 +260,7 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Where `local` lies in the shared memory of the cluster's CTA `rank`.
+// The address of `local` in the shared memory of the cluster's CTA `rank`.
 __device__ __forceinline__ u32 mapa(SharedAddress local, int rank) {
     u32 remote;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local.value), "r"(rank));

@@ -1,4 +1,4 @@
-// What a CTA takes of the product, and the barriers at which its warps hand each other stages and sums.
+// A CTA's share of the product, and the barriers by which its warps pass on stages and sums.
 #pragma once
 
 #include "config.cuh"
@@ -11,7 +11,7 @@
 
 // Output tiles first_tile, first_tile + stride, ... of the weight's `tiles`, `k_tiles` K tiles of the inputs from
 // `k_begin` on, and `rows` rows of x. With FUSE_SWIGLU tiles are of the first half of the outputs, the gates, and each
-// is followed by the tile that it multiplies, which lies as far into the second half. No CTA has more than `max_tiles`,
+// is followed by the tile that it multiplies, at the same offset in the second half. No CTA has more than `max_tiles`,
 // and none has more than one (or one pair) fewer.
 struct CtaWork {
     int first_tile, stride, tiles, k_begin, k_tiles, rows, max_tiles;
@@ -26,7 +26,7 @@ struct CtaWork {
         return tile < half() ? tile + half() : tile - half() + stride;
     }
     __device__ __forceinline__ int stages_per_tile() const { return (k_tiles + STAGE_K_TILES - 1) / STAGE_K_TILES; }
-    // Of each part in which x arrives; whole stages.
+    // K tiles of each part in which x arrives, in whole stages.
     __device__ __forceinline__ int k_tiles_per_x_part() const {
         return X_PARTS == 1 ? k_tiles : (stages_per_tile() + X_PARTS - 1) / X_PARTS * STAGE_K_TILES;
     }
@@ -54,7 +54,7 @@ struct Barriers {
     }
 };
 
-// A place in a ring of buffers, and the parity of its barrier's phase.
+// An index into a ring of buffers, and the parity of its barrier's phase.
 struct PipelineState {
     int index;
     u32 parity;
