@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attend(const 
                          dense_begin + (first_dense - num_groups) * DENSE_TILE, last - first_dense,
                          first >= num_groups, thread);
 
-        // Splits are visited in the order of (CTA, row), and either grows from one to the next, so each has a unique index.
+        // Splits are visited in the order of (CTA, row), of which one grows at each step, so indices are unique.
         u16* const out = p.out + (i64(b) * p.queries * p.kv_heads + kv_head) * p.q_heads_per_kv * HEAD_DIM;
         const Results results{p.partial, p.lse, out, num_rows};
         const int count = fuse_reduction ? row_ctas.y - row_ctas.x + 1 : 0;
