@@ -1,1 +1,1 @@
-"""Every face people see: the `ridgeplan` command, the charts and the Streamlit page."""
+"""User interfaces: CLI, charts, Streamlit page."""

@@ -1,4 +1,4 @@
-"""The Streamlit page: ask for a plan, see why it is the best one, download it. `ridgeplan dashboard` serves it."""
+"""The Streamlit page of `ridgeplan dashboard`: ask for a plan, see why it is the best, download it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ridgeplan.dashboards import charts
 from ridgeplan.dashboards.user_errors import about_input
 from ridgeplan.planner import Recommendation
 from ridgeplan.planner.quality import Quality
-from ridgeplan.planner.recommendation import GIB
 from ridgeplan.planner.search import Objective
 from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
 from ridgeplan.roofline.catalog.models import list_models
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.device import GIB
 
 DEFAULT_MODEL, DEFAULT_GPU, DEFAULT_CONTEXT = "meta-llama/Llama-3.1-8B", "h200", 120_000
 THIS_MACHINE = "auto"
@@ -23,7 +23,7 @@ THIS_MACHINE = "auto"
 
 @dataclass(frozen=True)
 class PageQuestion:
-    """What the sidebar asks for, as typed."""
+    """The sidebar's inputs, as typed."""
 
     model: str
     gpu: str
@@ -51,7 +51,7 @@ class PageQuestion:
 
 
 def main() -> None:
-    """One run of the page; Streamlit repeats it at every change of an input."""
+    """One run of the page; Streamlit reruns it whenever an input changes."""
     st.set_page_config(page_title="ridgeplan", layout="wide")
     with st.sidebar:
         question = ask()
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def ask() -> PageQuestion:
-    """The inputs. Their limits are the planner's to check, which says what is allowed."""
+    """The inputs, which the planner validates."""
     models = [shape.name for shape in list_models()]
     gpus = [*(item.name for item in list_hardware()), THIS_MACHINE]
     model = st.selectbox("Model", models, index=models.index(DEFAULT_MODEL), key="model")
@@ -116,7 +116,7 @@ def show_plan(recommendation: Recommendation, shape: ModelShape) -> None:
 
 
 def show_charts(recommendation: Recommendation, hardware: Hardware) -> None:
-    """Where time and memory go."""
+    """Charts of time and memory."""
     predictions = {recommendation.name: recommendation.predicted, charts.PLAIN: recommendation.baseline}
     st.subheader("Time per token")
     st.plotly_chart(charts.round_breakdown(recommendation), key="round")
@@ -128,7 +128,7 @@ def show_charts(recommendation: Recommendation, hardware: Hardware) -> None:
 
 
 def show_alternatives(recommendation: Recommendation) -> None:
-    """All other plans, each with why it was not chosen."""
+    """All other plans, and why each was not chosen."""
     st.subheader("Alternatives")
     st.plotly_chart(charts.alternatives(recommendation), key="alternatives")
     st.dataframe(

@@ -9,11 +9,11 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ridgeplan.planner import Prediction, Recommendation
-from ridgeplan.planner.recommendation import GIB
 from ridgeplan.roofline.catalog.hardware import Hardware
+from ridgeplan.roofline.device import GIB
 from ridgeplan.roofline.passes import category
 
-# One colour means one thing in all figures of a page.
+# A colour has the same meaning in all figures of a page.
 BLUE, ORANGE, GREEN, PURPLE, RED, GOLD, GREY = (
     "#2a6fdb", "#e8833a", "#2f9e6e", "#8a5cd1", "#d1495b", "#d4a72c", "#8c95a3",
 )  # fmt: skip
@@ -29,8 +29,7 @@ PLAIN = "plain decoding"
 
 
 def round_breakdown(recommendation: Recommendation) -> go.Figure:
-    """Milliseconds per token of the recommended plan beside plain decoding, stacked twice: by part of a round, and
-    by kind of operation."""
+    """Milliseconds per token of the recommended plan and plain decoding, by part of a round and kind of operation."""
     bars = {recommendation.name: recommendation.predicted, PLAIN: recommendation.baseline}
     figure = make_subplots(1, 2, shared_yaxes=True, subplot_titles=("by part of a round", "by kind of operation"))
     stacks = (
@@ -54,7 +53,7 @@ def part_ms(prediction: Prediction) -> dict[str, float]:
 
 
 def operation_ms(prediction: Prediction) -> dict[str, float]:
-    """Milliseconds per token of each kind of operation; the last is what the round takes beyond its operations."""
+    """Milliseconds per token of each kind of operation; the last is the rest of the round."""
     spent = dict.fromkeys(OPERATION_COLORS, 0.0)
     times = {"draft": prediction.gamma, "target": 1}
     for op in prediction.breakdown:
@@ -62,12 +61,12 @@ def operation_ms(prediction: Prediction) -> dict[str, float]:
             spent[_operation(op.kind)] += times[op.part] * 1e3 * op.seconds / prediction.tokens_per_round
     total = prediction.round_ms / prediction.tokens_per_round
     *_, rest = OPERATION_COLORS
-    # Operations are taken halfway through the generation, the round is its average: their rest may be below 0.
+    # Operations are evaluated halfway through the generation, the round is its average, so the rest may be negative.
     return {**spent, rest: max(0.0, total - sum(spent.values()))}
 
 
 def memory_bars(predictions: Mapping[str, Prediction], capacity_bytes: float) -> go.Figure:
-    """GiB by purpose, a bar per named prediction, against the memory that there is."""
+    """GiB by purpose, a bar per named prediction, against the available memory."""
     figure = go.Figure()
     parts = [memory_gib(one) for one in predictions.values()]
     for name, color in MEMORY_COLORS.items():
@@ -83,14 +82,14 @@ def memory_bars(predictions: Mapping[str, Prediction], capacity_bytes: float) ->
 
 
 def memory_gib(prediction: Prediction) -> dict[str, float]:
-    """GiB by purpose at the peak, whose workspace is the larger of prefill's and decoding's."""
+    """GiB by purpose at the peak, with the larger of the prefill and decode workspaces."""
     held = dict(prediction.memory_bytes)
     held["workspace"] = max(held.pop("prefill_workspace"), held.pop("decode_workspace"))
     return {name.replace("_", " "): value / GIB for name, value in held.items()}
 
 
 def roofline(prediction: Prediction, hardware: Hardware) -> go.Figure:
-    """Reached FLOP/s of every operation over its intensity, under the roof of the machine (log-log)."""
+    """Achieved FLOP/s of every operation over its intensity, under the machine's roofline (log-log)."""
     figure = go.Figure()
     dots = [op for op in prediction.breakdown if op.flops > 0]
     low = min(0.5, *(op.intensity for op in dots))
@@ -115,7 +114,7 @@ def roofline(prediction: Prediction, hardware: Hardware) -> go.Figure:
 
 
 def alternatives(recommendation: Recommendation) -> go.Figure:
-    """Milliseconds per token of the recommended plan and of all others with their bands, coloured by verdict."""
+    """Milliseconds per token of the recommended plan and all others, with bands, coloured by why they lost."""
     rows = [(recommendation.name, recommendation.predicted, "recommended")]
     rows += [(other.preset, other.predicted, other.rejected) for other in recommendation.alternatives]
     figure = go.Figure()
@@ -136,12 +135,12 @@ def alternatives(recommendation: Recommendation) -> go.Figure:
 
 
 def _operation(kind: str) -> str:
-    """The entry of `OPERATION_COLORS` that a kernel class belongs to."""
+    """The entry of `OPERATION_COLORS` for a kernel class."""
     return {"linear": "linear layers", "attention": "attention", "other": "element-wise"}[category(kind)]
 
 
 def _below(bottom: float = -0.25) -> dict[str, object]:
-    """A legend in a row under the axis, `bottom` in heights of the plot."""
+    """A horizontal legend under the axis; `bottom` is in plot heights."""
     return {"orientation": "h", "x": 0, "y": bottom, "yanchor": "top", "traceorder": "normal"}
 
 

@@ -1,4 +1,4 @@
-"""Which errors are a user's to mend: those are shown as one line, every other one is a defect and must show whole."""
+"""Errors caused by user input are shown as one line; all others keep their traceback."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ class FileProblem(ValueError):
 
 
 def about_input(error: ValueError) -> bool:
-    """Whether the message is for the user, as those of the package's own errors are."""
+    """Whether an error is caused by user input, as the package's own errors are."""
     return type(error).__module__.startswith("ridgeplan.")

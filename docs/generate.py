@@ -1,7 +1,7 @@
-"""Fills in what README.md and docs/ show of results: `make docs`; with --check it only says which files are stale.
+"""Generates the tables in README.md and docs/: `make docs`. With --check it only lists stale files.
 
-Between `<!-- generated: NAME ARGUMENTS -->` and `<!-- end -->` stands what the function NAME below returns. All other
-text is written by hand and stays.
+The text between `<!-- generated: NAME ARGUMENTS -->` and `<!-- end -->` is the result of the function NAME below. All
+other text is written by hand and is kept.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def made(name: str) -> str:
 
 
 def classes(name: str) -> str:
-    """What each class of kernels reaches, of a shipped calibration profile."""
+    """Utilization and launch time of each kernel class of a shipped calibration profile."""
     profile = load_profile(PROFILES / f"{name}.json")
     rows = [
         (
@@ -62,7 +62,7 @@ def classes(name: str) -> str:
 
 
 def decode(name: str) -> str:
-    """Decoding end to end: measured, and in brackets predicted."""
+    """End-to-end decoding, measured and, in brackets, predicted."""
     return table(bench_decode.COLUMNS, map(bench_decode.row_texts, result(name)["rows"]))
 
 
@@ -98,7 +98,7 @@ def breakdown(name: str, preset: str) -> str:
 
 
 def kernels(name: str) -> str:
-    """Every kernel beside its peer and its target."""
+    """Every kernel with its peer and its target."""
     columns = ("kernel", "ours, us", "peer, us", "ratio", "roof", "error", "target, us", "", "peer")
     return table(columns, map(bench.row_texts, result(name)["rows"]))
 
@@ -136,7 +136,7 @@ def plain(row: Any) -> float:
 
 
 def recommendation(model: str, gpu: str, context: str) -> str:
-    """What `ridgeplan recommend` says first."""
+    """The explanation that `ridgeplan recommend` prints."""
     question = f"$ ridgeplan recommend {model} --gpu {gpu} --ctx {context}"
     return f"```\n{question}\n{recommend(model, gpu, int(context)).explain()}\n```"
 

@@ -1,7 +1,7 @@
-"""What is known of acceptance: measured and published rows, and how they carry over to another model or context.
+"""Acceptance model: measured and published rows, extrapolated to other models and contexts.
 
-Works on disagreement, 1 - acceptance, which is what adds up: drafts that both read fewer bits and fewer tokens
-disagree with the target about as often as the two apart. Figures are conditional acceptance.
+It works on disagreement, 1 - acceptance, which is roughly additive: drafts that read both fewer bits and fewer tokens
+disagree with the target about as often as both kinds together. All figures are conditional acceptance.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from ridgeplan.roofline.catalog.profile import SOURCES
 from ridgeplan.roofline.catalog.shapes import ModelShape
 
 REFERENCE_RATIO = 0.25
-# How a draft differs from the target: in the bits that it reads, or in the tokens.
+# How a draft differs from the target: in the bits or in the tokens that it reads.
 DRAFTS = ("kv8", "kv4", "w4", "w4kv4", *(policy.name for policy in selections(Role.DRAFT) if policy is not ALL))
-# Drafts that read fewer bits of both weights and KV, and of either alone, which can only agree more often.
+# Drafts that read fewer bits of both weights and KV, and of only one of them: the latter agree at least as often.
 JOINT, JOINT_PARTS = "w4kv4", ("w4", "kv4")
 
 
@@ -64,13 +64,13 @@ class AcceptanceRow(Checked):
 
     @property
     def disagreement(self) -> float:
-        """1 - acceptance, carried to `REFERENCE_RATIO` for policies that read a share of the tokens."""
+        """1 - acceptance, scaled to `REFERENCE_RATIO` for policies that read a share of the tokens."""
         return (1 - self.acceptance) / ratio_factor(self.ratio) if self.ratio < 1 else 1 - self.acceptance
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """A conditional acceptance with its band and where it comes from."""
+    """A conditional acceptance with its band and its source."""
 
     low: float
     best: float
@@ -92,14 +92,14 @@ def ratio_factor(ratio: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Knowledge:
-    """What is known about the drafts of one model at one context, by how they differ from the target."""
+class AcceptanceModel:
+    """Acceptance of the drafts of one model at one context, by how they differ from the target."""
 
     by_kind: Mapping[str, Acceptance]
 
     @classmethod
-    def about(cls, shape: ModelShape, context: int, own_rows: Iterable[Mapping[str, Any]] = ()) -> Knowledge:
-        """Knowledge from the shipped rows and `own_rows`, a profile's, measured on the user's machine."""
+    def for_model(cls, shape: ModelShape, context: int, own_rows: Iterable[Mapping[str, Any]] = ()) -> AcceptanceModel:
+        """From the shipped rows and `own_rows`, those of a profile, measured on the user's machine."""
         rows = (*shipped_rows(), *map(AcceptanceRow.read, own_rows))
         known = {
             kind: _look_up([row for row in rows if row.draft == kind], shape, context)
@@ -121,7 +121,7 @@ class Knowledge:
         return _combined(parts) if plan.speculation.active and parts else CERTAIN
 
     def best(self, plan: Plan, ratios: np.ndarray) -> np.ndarray:
-        """The best estimate of `of(plan)` with each of `ratios` [n] in the plan's place."""
+        """The best estimate of `of(plan)`, with each of `ratios` [n] instead of the plan's own ratio."""
         numeric = math.prod(self.by_kind[kind].best for kind in _numeric_kinds(plan))
         if not plan.speculation.active:
             return np.ones_like(ratios)
@@ -133,13 +133,13 @@ class Knowledge:
 
 @cache
 def shipped_rows() -> tuple[AcceptanceRow, ...]:
-    """The rows of acceptance.toml: what the entries of a table share stands once."""
+    """The rows of acceptance.toml. Fields shared by a table's entries are written once."""
     tables = tomllib.loads(Path(__file__).with_name("acceptance.toml").read_text(encoding="utf-8"))["row"]
     return tuple(AcceptanceRow(**table, **entry) for table in tables for entry in table.pop("entries"))
 
 
 def _numeric_kinds(plan: Plan) -> list[str]:
-    """How a draft's numbers differ from the target's: codes, weights, both, or neither."""
+    """Which of a draft's numbers have fewer bits than the target's: codes, weights, both, or neither."""
     upper = plan.speculation.codes is DraftCodes.UPPER
     fewer_bits = plan.weights.draft_bits == 4 and plan.weights.draft_differs
     kind = ("w4" if fewer_bits else "") + ("kv4" if upper else "")
@@ -150,7 +150,7 @@ def _numeric_kinds(plan: Plan) -> list[str]:
 
 
 def _look_up(matching: list[AcceptanceRow], shape: ModelShape, context: int) -> Acceptance:
-    """The rows of the model itself if there are any, else all, weighted by how near they are."""
+    """The model's own rows if there are any, else all rows, weighted by similarity."""
     own = [row for row in matching if same_model(row.model, shape.name)]
     used = own or matching
     weights = [_weight(row, shape, context) for row in used]
@@ -165,7 +165,7 @@ def _look_up(matching: list[AcceptanceRow], shape: ModelShape, context: int) -> 
 
 
 def _at_least(part: Acceptance, joint: Acceptance) -> Acceptance:
-    """`part`, or `joint` where that is better and `part` stands on other models, which are farther than `joint`'s."""
+    """`part`, or `joint` where that is higher and `part` comes from other models."""
     return joint if part.source == "transferred" and part.best < joint.best else part
 
 
@@ -182,7 +182,7 @@ def _between(known: Mapping[str, Acceptance], below: str, above: str) -> Accepta
 
 
 def _weight(row: AcceptanceRow, shape: ModelShape, context: int) -> float:
-    """How much a row says: halves per factor of 2 in model size, quarters per factor of 2 in context."""
+    """A row's weight: halved per factor of 2 in model size, quartered per factor of 2 in context."""
     size = abs(math.log2(row.parameters * 1e9 / shape.parameters))
     length = 2 * abs(math.log2(row.context / context))
     return float(0.5 ** (size + length))
@@ -194,7 +194,7 @@ def _scaled(found: Acceptance, factor: float) -> Acceptance:
 
 
 def _combined(parts: list[Acceptance]) -> Acceptance:
-    """Independent disagreements: acceptances multiply. The weakest source speaks for the whole."""
+    """Disagreements are independent, so acceptances multiply. The result has the weakest source."""
     weakest = max(parts, key=lambda part: SOURCES.index(part.source))
     return Acceptance(
         math.prod(part.low for part in parts),
@@ -206,7 +206,7 @@ def _combined(parts: list[Acceptance]) -> Acceptance:
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether two names are of one model, whatever its case, tuning (-Instruct, -Coder) or GGUF type (.Q4_1)."""
+    """Whether two names are of one model, ignoring case, tuning (-Instruct, -Coder) and GGUF type (.Q4_1)."""
 
     def core(name: str) -> str:
         plain = re.sub(r"[.-](i?q\d\w*|b?f16|f32)$", "", name.rsplit("/", 1)[-1].casefold())

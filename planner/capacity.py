@@ -1,4 +1,4 @@
-"""Whether a plan fits into the memory that is free, and the largest workload that would."""
+"""Whether a plan fits into free memory, and the largest workload that would."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ModelReference = str | ModelShape
 
 
 def missing_memory(plan: Plan, model: ModelReference, device: Device) -> str | None:
-    """Why the plan's workload does not fit into the device's memory, with the largest that would; None if it fits.
+    """Why the plan's workload does not fit into the device's memory, and the largest that would; None if it fits.
 
     Raises UnknownModel or BadModelFile (ValueErrors) for a model that cannot be read.
     """
@@ -49,22 +49,22 @@ def missing_memory(plan: Plan, model: ModelReference, device: Device) -> str | N
 
 
 def swaps_draft_weights(plan: Plan) -> bool:
-    """Whether on a GPU prompts of the plan take their long buffers from the memory of the draft's weights."""
+    """Whether, on a GPU, the plan's prompts use the memory of the draft's weights for their long buffers."""
     return plan.weights.draft_differs and bool(uses_draft_swap(plan.workload.context))
 
 
 def peak_bytes(plan: Plan, shape: ModelShape, device: Device) -> float:
-    """Predicted peak of weights, caches, buffers and workspaces, everything on the device."""
+    """Predicted peak of weights, caches, buffers and workspaces, with nothing offloaded."""
     certain = 1.0  # memory does not depend on acceptance
     return float(resident_memory(shape, device, strategy_of(plan, shape, device, certain)).peak)
 
 
 def _options(workload: Workload, context_with: Callable[[int], int], batch: int) -> list[str]:
-    """The largest workloads that differ in one size; where none fits, in both."""
+    """The contexts that fit the plan's batch and the batches that fit its context; if none, contexts for batch 1."""
 
     def contexts(batch: int) -> list[str]:
         longest = context_with(batch)
-        # Where a plan does not fit, a longer one may only once its prompts use the draft weights' memory.
+        # Where a plan does not fit, a longer one may fit only because its prompts use the draft weights' memory.
         first = f"from {DRAFT_SWAP_PROMPT_TOKENS}" if longest > workload.context else "up"
         return [f"context {first} to {longest} with batch {batch}"] if longest else []
 

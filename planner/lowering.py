@@ -1,4 +1,4 @@
-"""From a plan to the terms of the cost model: what the plan is, and at which rates a machine runs it."""
+"""Lowering of plans to the cost model: a plan's `Strategy`, and a machine's rates for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
     """The plan's axes as plain numbers. Raises PlanError for tensor parallelism, which is not modelled yet."""
     require(plan.tensor_parallel == 1, f"tensor_parallel is {plan.tensor_parallel}; allowed: 1 for a prediction")
     workload, kv, weights, speculation = plan.workload, plan.kv, plan.weights, plan.speculation
-    # "16 bits" is what the checkpoint holds: some are published in 8 or 4 bits and stay so.
+    # "16 bits" means the checkpoint's own format: some are published in 8 or 4 bits and stay so.
     full_bytes = shape.native_bits / 8 if shape.native_bits < 16 else device.element_bytes
     drafts_read, target_reads = draft_selection(plan), target_selection(plan)
     return Strategy(
@@ -55,7 +55,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
 
 
 def rates_of(plan: Plan, shape: ModelShape, machine: Machine) -> StrategyRates:
-    """Rates of the kernel classes that the plan's formats choose."""
+    """Rates of the kernel classes that the plan's formats use."""
 
     def of(part: str) -> PassRates:
         kinds = ("linear", "head", "attention")
@@ -65,7 +65,7 @@ def rates_of(plan: Plan, shape: ModelShape, machine: Machine) -> StrategyRates:
 
 
 def kernel_class(plan: Plan, head_dim: int, part: str, kind: str) -> str:
-    """The calibrated class behind an operation's kind in a part of the work: "prefill", "draft" or "target"."""
+    """The calibrated class of an operation's kind in one part of the work: "prefill", "draft" or "target"."""
     drafting = part == "draft"
     if kind == "head":
         bits = draft_head_bits(plan) if drafting else 16
@@ -89,14 +89,14 @@ def target_code_bits(plan: Plan) -> int:
 
 
 def draft_code_bits(plan: Plan) -> int:
-    """Bits of the codes drafts read; without upper codes they read what the target reads."""
+    """Bits of the codes drafts read: 4 with upper codes, else the same as the target."""
     return 4 if plan.speculation.codes is DraftCodes.UPPER else target_code_bits(plan)
 
 
 def stack(items: Sequence[Any], counts: Sequence[int]) -> Any:
-    """One dataclass of arrays from many of numbers, item i repeated counts[i] times; nested dataclasses too.
+    """Stacks dataclasses of numbers into one of arrays, item i repeated counts[i] times; nested dataclasses too.
 
-    A field that is the same in all items stays a number: cheaper to compute with than an array.
+    A field that is equal in all items stays a number, which is cheaper to compute with than an array.
     """
     first = items[0]
     if is_dataclass(first):

@@ -1,4 +1,4 @@
-"""The plan: one point of a six-axis space, frozen, validated, with an exact JSON round trip."""
+"""The plan: one point of a six-axis space, frozen, validated, with a lossless JSON form."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from ridgeplan.roofline.catalog.checks import Checked, build, flag, number, one_of, part, text, whole
 from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json
+from ridgeplan.roofline.execution import QUANTIZATION_GROUPS
 from ridgeplan.roofline.speculation import MAX_GAMMA
 
 SCHEMA = 1
@@ -16,11 +17,11 @@ MAX_TOKENS = 1 << 24
 MAX_BATCH = 4096
 MAX_DEVICES = 64
 MAX_YARN_FACTOR = 64
-MIN_RATIO = 1e-6  # of the tokens: one in a million
+MIN_RATIO = 1e-6  # one token in a million
 
 
 class PlanError(ValueError):
-    """A plan that is malformed or contradicts itself; the message names the value and what is allowed."""
+    """A malformed or contradictory plan; the message names the value and what is allowed."""
 
 
 class KVFormat(StrEnum):
@@ -31,9 +32,19 @@ class KVFormat(StrEnum):
     INT8 = "int8"
     HIERARCHICAL = "int4x2"  # upper codes for drafts, upper and lower for the target (QuantSpec, section 4.2)
 
+    @property
+    def quantized(self) -> bool:
+        """Whether any codes are stored."""
+        return self is not KVFormat.FULL
+
+    @property
+    def buffered(self) -> bool:
+        """Whether old tokens are stored only as upper and lower codes, and recent ones in a full-precision buffer."""
+        return self in (KVFormat.INT8, KVFormat.HIERARCHICAL)
+
 
 class EvictionPolicy(StrEnum):
-    """What leaves the cache for good, once, after prefill."""
+    """Which tokens are evicted from the cache for good, once, after prefill."""
 
     NONE = "none"
     STREAMING = "streamingllm"
@@ -80,13 +91,13 @@ def require(condition: bool, message: str) -> None:
 
 
 class _PlanPart(Checked):
-    """Raises PlanError when made with values that are not allowed."""
+    """Raises PlanError for values that are not allowed."""
 
     error = PlanError
 
 
 def _group() -> Any:
-    return one_of((32, 64, 128, 256), default=128)
+    return one_of(QUANTIZATION_GROUPS, default=128)
 
 
 def _budget() -> Any:
@@ -95,14 +106,14 @@ def _budget() -> Any:
 
 @dataclass(frozen=True)
 class Workload(_PlanPart):
-    """The question a plan answers: a model on a machine, at a context and batch."""
+    """What a plan is for: a model on a machine, at a context and batch."""
 
     model: str = text()
     hardware: str = text()
     context: int = whole(1, MAX_TOKENS)  # tokens of a prompt
     new_tokens: int = whole(1, MAX_TOKENS, default=1024)
     batch: int = whole(1, MAX_BATCH, default=1)  # sequences
-    yarn_factor: float = number(1, MAX_YARN_FACTOR, default=1.0)  # above 1: YaRN stretches the rotary embedding
+    yarn_factor: float = number(1, MAX_YARN_FACTOR, default=1.0)  # above 1: RoPE is scaled by YaRN
 
     @property
     def final_context(self) -> int:
@@ -112,7 +123,7 @@ class Workload(_PlanPart):
 
 @dataclass(frozen=True)
 class Weights(_PlanPart):
-    """Bits of the target's weights and of the draft's; 16 stands for the machine's full precision."""
+    """Bits of the target's weights and of the draft's; 16 means the machine's full precision."""
 
     target_bits: int = one_of((16, 8, 4), default=16)
     draft_bits: int = one_of((16, 8, 4), default=16)
@@ -137,14 +148,9 @@ class KVCache(_PlanPart):
     group: int = _group()  # tokens
 
     @property
-    def quantized(self) -> bool:
-        """Whether any codes are stored."""
-        return self.format is not KVFormat.FULL
-
-    @property
     def target_bits(self) -> int:
-        """Bits of an old token's element as the target reads it; 16 is full precision."""
-        return 8 if self.format in (KVFormat.INT8, KVFormat.HIERARCHICAL) else 16
+        """Bits per element of old tokens as the target reads them; 16 is full precision."""
+        return 8 if self.format.buffered else 16
 
 
 @dataclass(frozen=True)
@@ -160,10 +166,10 @@ class Eviction(_PlanPart):
 
 @dataclass(frozen=True)
 class Placement(_PlanPart):
-    """Where KV lives: all on the GPU, or layers leave it at Algorithm 1's thresholds (SpeContext)."""
+    """Where KV is kept: all on the GPU, or layers are offloaded at Algorithm 1's thresholds (SpeContext)."""
 
     offload: bool = flag(False)
-    budget: int = _budget()  # tokens of an offloaded layer that are on the GPU at a step
+    budget: int = _budget()  # tokens per offloaded layer that are on the GPU at a step
 
     def _contradiction(self) -> str | None:
         return _budget_problem("placement", self.offload, self.budget)
@@ -182,7 +188,7 @@ class TargetAttention(_PlanPart):
 
 @dataclass(frozen=True)
 class Speculation(_PlanPart):
-    """Self-speculation: gamma drafted tokens a round, from these codes of a share `ratio` of the tokens."""
+    """Self-speculation: gamma drafts per round, which read these codes of a share `ratio` of the tokens."""
 
     gamma: int = whole(0, MAX_GAMMA, default=0)
     codes: DraftCodes = one_of(DraftCodes, default=DraftCodes.FULL)
@@ -208,7 +214,7 @@ def _budget_problem(axis: str, active: bool, budget: int) -> str | None:
 
 @dataclass(frozen=True)
 class Plan(_PlanPart):
-    """A strategy with all its hyperparameters. Raises PlanError when made with values that are not allowed."""
+    """A workload with a value on every axis. Raises PlanError for values that are not allowed."""
 
     workload: Workload = part(Workload, required=True)
     weights: Weights = part(Weights)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ridgeplan.planner.acceptance import Acceptance, Knowledge
+from ridgeplan.planner.acceptance import Acceptance, AcceptanceModel
 from ridgeplan.planner.lowering import kernel_class, rates_of, stack, strategy_of
 from ridgeplan.planner.plan import DraftSelection, Plan, TargetSelection
 from ridgeplan.roofline.catalog.profile import SOURCES, Profile
@@ -33,7 +33,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class OpTime:
-    """One operation of a part of the work ("prefill", "draft" or "target"), all its launches together."""
+    """All launches of one operation in one part of the work ("prefill", "draft" or "target")."""
 
     part: str
     op: str
@@ -51,7 +51,7 @@ class OpTime:
 
 @dataclass(frozen=True)
 class PartTimes:
-    """One part of the work of all plans predicted together; seconds per operation and spread of the time: [plans]."""
+    """One part of the work, of all plans predicted together. Seconds per operation and relative spread: [plans]."""
 
     part: str
     ops: tuple[Op, ...]
@@ -61,7 +61,7 @@ class PartTimes:
 
 @dataclass(frozen=True)
 class BreakdownSource:
-    """What a plan's breakdown is made from: the parts of the work, and the plan's index in their arrays."""
+    """The input of a plan's breakdown: the parts of the work, and the plan's index in their arrays."""
 
     plan: Plan
     head_dim: int
@@ -69,7 +69,7 @@ class BreakdownSource:
     index: int
 
     def op_times(self) -> Iterator[OpTime]:
-        """The operations of every part that the plan has; those that it never launches are left out."""
+        """The operations that the plan launches, part by part."""
         for times in self.parts:
             if times.part == "draft" and not self.plan.speculation.active:
                 continue
@@ -83,7 +83,7 @@ class BreakdownSource:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted figures of a plan: the best estimate, a band around it, and the weakest source they rest on.
+    """Predicted figures of a plan: the best estimate, a band around it, and the weakest source used.
 
     `round_s` holds the seconds of a round by part, `memory_bytes` the bytes by purpose.
     """
@@ -112,11 +112,11 @@ class Prediction:
 
     @property
     def round_ms(self) -> float:
-        """One whole round."""
+        """Milliseconds of a whole round."""
         return 1e3 * sum(self.round_s.values())
 
     def against(self, baseline: Prediction) -> Prediction:
-        """This prediction with its speed-up in time per token over `baseline`."""
+        """A copy with the speed-up in time per token over `baseline`."""
         return replace(self, speedup=baseline.best.tpot_ms / self.best.tpot_ms)
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,14 +137,14 @@ def predict_all(
 ) -> list[Prediction]:
     """Predictions of several plans of one context, in one evaluation.
 
-    `machine` is the profile's unless given: with less memory, layers are offloaded earlier.
+    `machine` defaults to the profile's; with less memory, layers are offloaded earlier.
     Bands come from the spread of the calibration's fit, weighted by the time of each kernel class, and from the band
     of the acceptance.
     """
     machine = machine or Machine.of(profile)
-    knowledge = Knowledge.about(shape, plans[0].workload.context, profile.acceptance)
-    known = [knowledge.of(plan) for plan in plans]
-    # One plan stays in numbers; several become arrays with an entry each.
+    acceptance = AcceptanceModel.for_model(shape, plans[0].workload.context, profile.acceptance)
+    known = [acceptance.of(plan) for plan in plans]
+    # A single plan stays in numbers; several become arrays with one entry each.
     ones = [1] * len(plans)
     strategy = stack([strategy_of(plan, shape, machine, 1.0) for plan in plans], ones)
     rates = stack([rates_of(plan, shape, machine) for plan in plans], ones)
@@ -214,7 +214,7 @@ def _prediction(
 def _figures(
     estimate: Estimate, index: int, batch: int, spread: float, prefill_spread: float, workspace: float
 ) -> Figures:
-    """Figures with times longer by the relative spreads, and `workspace` times the predicted workspace."""
+    """Figures with times scaled by the relative spreads, and `workspace` times the predicted workspace."""
     tpot_s = _at(estimate.tpot_s, index) * max(1 + spread, 0.1)
     resident = _at(estimate.memory.resident, index)
     return Figures(
@@ -234,7 +234,7 @@ def _ordered(
     prefill_spread: float,
     workspace: float,
 ) -> Figures:
-    """One end of the band. Throughput is inverse to time, so it comes from the opposite estimate."""
+    """One end of the band. Throughput is inverse to time, so it is taken from the other estimate."""
     figures = _figures(near, index, batch, spread, prefill_spread, workspace)
     return replace(figures, tokens_per_s=_figures(far, index, batch, -spread, 0, workspace).tokens_per_s)
 
@@ -270,6 +270,6 @@ def _source(plan: Plan, head_dim: int, profile: Profile, acceptance: Acceptance)
 
 
 def _at(value: Any, index: int) -> float:
-    """One plan's entry of an array, or the number that all plans share."""
+    """One plan's entry of an array, or the number shared by all plans."""
     array = np.asarray(value, dtype=float)
     return float(array[index] if array.ndim else array)

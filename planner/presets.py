@@ -22,17 +22,17 @@ def preset(name: str, workload: Workload) -> Plan:
 
 
 def preset_name(plan: Plan) -> str:
-    """The preset that the plan equals but for hyperparameters, else a description of its axes."""
+    """The preset that the plan equals up to hyperparameters, else a description of its axes."""
     key = family_key(plan)
     return next((name for name, make in PRESETS.items() if family_key(make(plan.workload)) == key), describe(plan))
 
 
 def describe(plan: Plan) -> str:
-    """What differs from plain decoding, in a few words."""
+    """The differences from plain decoding, in a few words."""
     speculation = plan.speculation
     words = [
         f"w{plan.weights.target_bits}" if plan.weights.target_bits != 16 else "",
-        f"{plan.kv.format.value} KV" if plan.kv.quantized else "",
+        f"{plan.kv.format.value} KV" if plan.kv.format.quantized else "",
         plan.eviction.policy.value if plan.eviction.budget else "",
         "offload" if plan.placement.offload else "",
         plan.attention.selection.value if plan.attention.budget else "",

@@ -22,9 +22,9 @@ class Quality(StrEnum):
 
 
 def losses(plan: Plan) -> list[str]:
-    """What the plan's target gives up, with the published loss where there is one; empty for an exact plan.
+    """What the plan's target gives up, with the published loss if there is one; empty for an exact plan.
 
-    Speculation is never a loss: whatever drafts read, the output has the target's distribution.
+    Speculation is never a loss: the output has the target's distribution whatever the drafts read.
     """
     found = []
     if plan.kv.target_bits == 8:

@@ -7,9 +7,10 @@ from typing import Any
 
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.prediction import Prediction
+from ridgeplan.roofline.device import GIB
 from ridgeplan.roofline.passes import category
 
-GIB = 2**30
+BALANCED_WITHIN = 0.1  # neither side of a step is called the bottleneck if attention takes 40% to 60% of it
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,14 @@ class Recommendation:
 
     def _choice(self) -> list[str]:
         workload, best = self.plan.workload, self.predicted.best
+        share = self._attention_share()
         return [
             f"{workload.model} on {workload.hardware}, {workload.context} tokens of context, batch {workload.batch}:",
             f"  {self.name}: {_ms(best.tpot_ms)} per token "
             f"({_ms(self.predicted.low.tpot_ms)} to {_ms(self.predicted.high.tpot_ms)}), "
             f"{self.predicted.speedup:.2f}x plain decoding ({_ms(self.baseline.best.tpot_ms)}) "
             f"[{self.predicted.source}]",
-            f"  plain decoding spends {100 * self._attention_share():.0f}% of a step on attention: "
-            + ("the KV cache is the bottleneck" if self._attention_share() > 0.5 else "the weights are the bottleneck"),
+            f"  plain decoding spends {100 * share:.0f}% of a step on attention: {_bottleneck(share)}",
         ]
 
     def _round(self) -> list[str]:
@@ -96,6 +97,12 @@ class Recommendation:
     def _attention_share(self) -> float:
         target = [op for op in self.baseline.breakdown if op.part == "target"]
         return sum(op.seconds for op in target if category(op.kind) == "attention") / sum(op.seconds for op in target)
+
+
+def _bottleneck(attention_share: float) -> str:
+    if abs(attention_share - 0.5) <= BALANCED_WITHIN:
+        return "the weights and the KV cache weigh about the same"
+    return "the KV cache is the bottleneck" if attention_share > 0.5 else "the weights are the bottleneck"
 
 
 def _ms(value: float) -> str:

@@ -16,9 +16,9 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 def resolve(
     model: str | ModelShape, gpu: str, profile: Profile | str | Path | None = None
 ) -> tuple[ModelShape, Profile]:
-    """The model's shape and the profile to predict by.
+    """The model's shape and the profile to predict with.
 
-    "auto" is this machine: its own profile where `ridgeplan calibrate` saved one, else its GPU by name. Raises
+    "auto" is this machine: the profile saved by `ridgeplan calibrate` if there is one, else its GPU by name. Raises
     UnknownModel, BadModelFile, UnknownHardware, BadHardwareFile or ProfileError (all ValueError).
     """
     shape = model if isinstance(model, ModelShape) else load_shape(model)
@@ -44,7 +44,7 @@ def this_machine() -> Profile:
 def workload_for(
     shape: ModelShape, profile: Profile, context: int, new_tokens: int, batch: int, *, yarn: bool
 ) -> Workload:
-    """A validated workload; with `yarn`, RoPE is stretched in steps of 0.5 to reach it. Raises PlanError."""
+    """A validated workload; with `yarn`, RoPE is scaled in steps of 0.5 to reach its context. Raises PlanError."""
     workload = Workload(shape.name, profile.hardware.name, context, new_tokens, batch)
     if not yarn or workload.final_context <= shape.max_context:
         return workload

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ridgeplan.planner.acceptance import Knowledge
+from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.lowering import rates_of, stack, strategy_of
 from ridgeplan.planner.plan import Plan, Workload, require
 from ridgeplan.planner.policies.selection.all import autoregressive
@@ -45,7 +45,7 @@ class NothingFits(ValueError):
 
 @dataclass(frozen=True)
 class Question:
-    """Everything a search depends on."""
+    """The inputs of a search."""
 
     shape: ModelShape
     profile: Profile
@@ -71,7 +71,7 @@ class Candidate:
     peak_bytes: float
 
     def rejection(self, question: Question) -> str | None:
-        """Why this plan cannot be recommended, however fast it is; None where it can."""
+        """Why this plan cannot be recommended, however fast; None if it can."""
         if self.peak_bytes > question.memory_limit_bytes:
             needed, limit = self.peak_bytes / GIB, question.memory_limit_bytes / GIB
             return f"does not fit: needs {needed:.1f} GiB of {limit:.1f} GiB"
@@ -97,8 +97,8 @@ def recommend(
     """The best executable plan for a model on a machine at a context and batch, with its prediction.
 
     `model` is a catalog name, a config.json, a GGUF, a hub id in the local cache, or a ModelShape; `gpu` a catalog
-    name, a TOML file or "auto". `quality` bounds what the target may give up (exact, near-lossless, lossy),
-    `memory_limit` (bytes) replaces the machine's memory, `profile` is a calibration or its file. Raises PlanError,
+    name, a TOML file or "auto". `quality` limits what the target may give up (exact, near-lossless, lossy),
+    `memory_limit` (bytes) overrides the machine's memory, `profile` is a calibration or its file. Raises PlanError,
     UnknownModel, UnknownHardware, ProfileError (all ValueError) for bad input, and NothingFits.
     """
     wanted, aim = _choice(Quality, "quality", quality), _choice(Objective, "objective", objective)
@@ -131,14 +131,14 @@ def recommend(
 def search(question: Question) -> list[Candidate]:
     """The best plan of every family, from one evaluation of all their grids."""
     searched = families(question.workload, offload=not fits_whole(question))
-    knowledge = Knowledge.about(question.shape, question.workload.context, question.profile.acceptance)
+    model = AcceptanceModel.for_model(question.shape, question.workload.context, question.profile.acceptance)
     machine = question.machine
     templates = [strategy_of(family.template, question.shape, machine, 1.0) for family in searched]
     rates = [rates_of(family.template, question.shape, machine) for family in searched]
     grids = [family.grid() for family in searched]
     gamma, ratio = (np.concatenate(axis) for axis in zip(*grids, strict=True))
     acceptance = np.concatenate(
-        [knowledge.best(family.template, grid[1]) for family, grid in zip(searched, grids, strict=True)]
+        [model.best(family.template, grid[1]) for family, grid in zip(searched, grids, strict=True)]
     )
     sizes = [family.size for family in searched]
     strategy = replace(stack(templates, sizes), gamma=gamma, draft_ratio=ratio, acceptance=acceptance)
@@ -156,9 +156,9 @@ def fits_whole(question: Question) -> bool:
 def _best_of_each(
     searched: tuple[Family, ...], grid: tuple[np.ndarray, ...], estimate: Estimate, question: Question
 ) -> Iterator[Candidate]:
-    """Of each family the plan with the lowest objective that fits; where none fits, the one that needs least memory.
+    """For each family, the fitting plan with the lowest objective; if none fits, the one that needs least memory.
 
-    Plans of the joint space that may offload but need not are left out: they are in it without offloading already.
+    Plans of the joint space that may offload but need not are skipped, as they are listed without offloading too.
     """
     size = len(grid[0])
     offloaded = np.broadcast_to(estimate.offloaded_layers, (size,))
@@ -187,7 +187,7 @@ def _score(estimate: Estimate, question: Question, size: int) -> np.ndarray:
 
 
 def _others(candidates: list[Candidate], chosen: Candidate, question: Question) -> list[Candidate]:
-    """All presets and the best few other families: first those that are slower, then those that are ruled out."""
+    """All presets and the best few other families: first the slower ones, then those that are ruled out."""
     unnamed = [one for one in candidates if one.name not in PRESETS]
     listed = [one for one in candidates if one is not chosen and (one.name in PRESETS or one in unnamed[:MAX_UNNAMED])]
     return sorted(listed, key=lambda one: one.rejection(question) is not None)
@@ -200,7 +200,7 @@ def _slower(one: Candidate, chosen: Candidate, question: Question) -> str:
 
 
 def _why_nothing_fits(candidates: list[Candidate], question: Question) -> str:
-    """One line that names the allowed plan which needs least memory."""
+    """One line that names the allowed plan with the smallest memory."""
     unlimited = replace(question, memory_limit_bytes=math.inf)
     allowed = [one for one in candidates if one.rejection(unlimited) is None]
     workload, limit = question.workload, question.memory_limit_bytes / GIB

@@ -29,10 +29,10 @@ GAMMAS = tuple(range(1, MAX_GAMMA + 1))
 
 @dataclass(frozen=True)
 class Family:
-    """Plans that differ only in gamma and ratio: a template, and the values that both may take.
+    """Plans that differ only in gamma and ratio: a template, and the values of both.
 
-    Budgets of lossy policies stay the template's: fewer tokens are always faster, and a latency model cannot weigh
-    the loss of quality against that.
+    Budgets of lossy policies are the template's: fewer tokens are always faster, and a latency model cannot weigh that
+    against the loss of quality.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Family:
 def families(workload: Workload, *, offload: bool) -> tuple[Family, ...]:
     """Every preset, and the joint space of cache formats, draft weights, draft codes and selections.
 
-    `offload` adds the joint space again with layers that may be offloaded, for plans that would not fit otherwise.
+    `offload` repeats the joint space with offloading allowed, for plans that would not fit otherwise.
     """
     named = {
         family_key(plan): (name, plan) for name, plan in ((name, make(workload)) for name, make in PRESETS.items())
@@ -68,7 +68,7 @@ def families(workload: Workload, *, offload: bool) -> tuple[Family, ...]:
     return tuple(_family(name, plan) for name, plan in named.values())
 
 
-# Cache formats with the codes that drafts read of them. Where upper codes are stored, drafts read these.
+# Cache formats with the codes that drafts read: the upper ones where they are stored.
 DRAFT_READS = (
     (KVFormat.FULL, DraftCodes.FULL),
     (KVFormat.INT8, DraftCodes.FULL),

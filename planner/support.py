@@ -1,4 +1,4 @@
-"""What the runtime can execute today. The planner never recommends the rest, and the runtime refuses it."""
+"""What the runtime can execute today. The planner never recommends anything else, and the runtime refuses it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
     """The plan's values that the runtime cannot execute yet, one phrase each; empty if it can execute the plan.
 
-    With `shape`, also what it cannot execute for this model.
+    With `shape`, also the limits for this model.
     """
     evicting, target, drafts = eviction(plan), target_selection(plan), draft_selection(plan)
     window = shape.window_tokens if shape else None
-    plain = not (plan.kv.quantized or plan.speculation.active)
+    plain = not (plan.kv.format.quantized or plan.speculation.active)
     checks = {
         f"eviction {plan.eviction.policy.value!r}": evicting and not evicting.executable,
         "offloaded KV": plan.placement.offload,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ridgeplan.planner.acceptance import Knowledge
+from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.plan import Plan
 from ridgeplan.roofline.catalog.profile import Profile
@@ -23,7 +23,7 @@ def sweep(plan: Plan, shape: ModelShape, profile: Profile, figure: str, varying:
 
     These are fields of a `Strategy`, such as context, batch, gamma or acceptance. Raises ValueError for others.
     """
-    from ridgeplan.roofline.symbolic.sweep import compile_sweep  # brings sympy, which nothing else here needs
+    from ridgeplan.roofline.symbolic.sweep import compile_sweep  # imports sympy, which nothing else here needs
 
     machine = Machine.of(profile)
     strategy, rates = _strategy(plan, shape, profile), rates_of(plan, shape, machine)
@@ -37,5 +37,5 @@ def thresholds(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[int, ..
 
 
 def _strategy(plan: Plan, shape: ModelShape, profile: Profile) -> Strategy:
-    acceptance = Knowledge.about(shape, plan.workload.context, profile.acceptance).of(plan).best
+    acceptance = AcceptanceModel.for_model(shape, plan.workload.context, profile.acceptance).of(plan).best
     return strategy_of(plan, shape, Machine.of(profile), acceptance)

@@ -46,7 +46,7 @@ class Estimate:
 
 
 def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates) -> Estimate:
-    """Latency, tokens per round and memory of `strategy` for `shape` on `machine`, which runs it at `rates`."""
+    """Latency, tokens per round and memory of `strategy` for `shape` on `machine` at `rates`."""
     offloading = offload_layers(shape, machine, strategy)
     early, late = (
         round_at(shape, machine, strategy, rates, strategy.context + node * strategy.new_tokens, offloading.transfer_s)
@@ -62,12 +62,12 @@ def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy, rates: Str
 
 
 def prefill_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
-    """Time to the first token: all prompts one after another, with the quantization of their KV.
+    """Time to the first token: all prompts one after another, including the quantization of their KV.
 
-    Where prompts overwrote the draft's weights, these are copied back from the host once, after the last prompt.
+    Draft weights that prompts overwrote are copied back from the host once, after the last prompt.
     """
     ops = prefill_pass(shape, 1, strategy.context, machine.element_bytes, strategy.target_weight_bytes)
-    chunks = maximum(strategy.context / PREFILL_CHUNK_TOKENS, 1)  # each layer is launched once per chunk
+    chunks = maximum(strategy.context / PREFILL_CHUNK_TOKENS, 1)  # every layer is launched once per chunk
     one_s = machine.pass_seconds(ops, prefill_rates(machine), shape.layers * chunks, machine.prefill_layer_dispatch_s)
     cost = quantize_cost(shape, machine, strategy, 1, strategy.context)
     quantize_s = minimum(strategy.code_planes, 1) * shape.layers * machine.seconds(cost, machine.rates["quantize"])

@@ -1,7 +1,7 @@
-"""What the planner, the runtime and the kernels must agree on, each fact once.
+"""Rules of execution that the planner, the runtime and the kernels share, each defined once.
 
-Predictions hold only for what really runs. So a limit or a rule that decides how a plan is executed stands here, and
-both who executes by it and who predicts it import it.
+Predictions only hold for what really runs. Limits and rules that decide how a plan is executed are defined here; the
+runtime and the cost model both import them.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from ridgeplan.roofline.term_math import indicator, maximum, minimum
 # Model families that the runtime executes, as `model_type` of a Hugging Face config names them.
 EXECUTABLE_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
-# Prefill runs layer by layer over a whole prompt: projections and MLPs in chunks of tokens, attention of as many KV
-# heads at once as keep tokens x heads within a bound.
+# Prefill runs layer by layer over a whole prompt: projections and MLPs in chunks of tokens, attention for as many KV
+# heads at once as PREFILL_ATTENDED_TOKENS / tokens allows.
 PREFILL_CHUNK_TOKENS = 4096  # enough rows for full speed, few enough for a small workspace
 PREFILL_ATTENDED_TOKENS = 1 << 16  # enough to fill a GPU
 
-# Rows of activations up to which matrix products run kernels of their own; beyond, the library's are faster.
+# Largest number of rows of activations that this package's matrix-product kernels take; beyond, the library is faster.
 CUDA_SKINNY_GEMM_ROWS = 16
 CPU_SKINNY_GEMM_ROWS = 64
-CUDA_FUSED_SWIGLU_ROWS = 8  # up to which the product of gate and up applies the activation too, dense or 4-bit
+CUDA_FUSED_SWIGLU_ROWS = 8  # most rows for which the gate and up product also applies SwiGLU, dense or 4-bit
 
-QUANTIZATION_GROUPS = (32, 64, 128, 256)  # weights, or tokens of the KV cache, that share a scale and a minimum
+QUANTIZATION_GROUPS = (32, 64, 128, 256)  # weights, or tokens of the KV cache, per scale and minimum
 
-# Plans with prompts this long keep a copy of the draft's weights on the host, so that prompts may use the weights'
-# memory on the device. Restoring what a prompt overwrote takes 0.4% to 2% of its time; with shorter prompts too little
-# memory would be saved to be worth the copy.
+# Plans with contexts this long keep a copy of the draft's weights on the host, so prompts may use the weights' memory
+# on the device. Restoring what a prompt overwrote takes 0.4% to 2% of its time. Shorter prompts save too little memory
+# to be worth the copy.
 DRAFT_SWAP_PROMPT_TOKENS = 1 << 16
 
-SPLIT_TOKENS = 256  # of a split of split-KV attention, at least
+SPLIT_TOKENS = 256  # fewest tokens per split of split-KV attention
 
 
 def uses_draft_swap(context: Term) -> Term:
-    """1 where prompts of plans with this context use the memory of the draft's weights, if there are any; else 0."""
+    """1 where prompts of plans with this context use the memory of the draft's weights, if any; else 0."""
     return indicator(DRAFT_SWAP_PROMPT_TOKENS, context)
 
 
 def fitting_group(inputs: int, group: int) -> int | None:
-    """The group in which a weight with `inputs` inputs is quantized where a plan asks for `group`.
+    """The group size for a weight with `inputs` inputs in a plan with groups of `group`.
 
     The largest of `group`, 64 and 32 that is at most `group` and divides the inputs; None where none does.
     """
@@ -48,7 +48,7 @@ def fitting_group(inputs: int, group: int) -> int | None:
 def quantized_groups(tokens: int, group: int) -> int:
     """Groups held as codes of a sequence of `tokens` tokens: all whole ones but the last (QuantSpec, section 4.3.2).
 
-    So `group` to 2 x `group` - 1 recent tokens stay in full precision, however rounds divided the text.
+    So `group` to 2 x `group` - 1 recent tokens stay in full precision, wherever rounds ended.
     """
     return max(0, tokens // group - 1)
 

@@ -1,4 +1,4 @@
-"""Seconds: the roofline time of an operation on a machine, at the utilization that its kernel class reaches."""
+"""Roofline time of an operation on a machine, at the utilization of its kernel class."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class RateTerms:
     bandwidth_utilization: Term
     compute_utilization: Term
     launch_s: Term
-    spread: Term = 0.0  # relative, of the fit
+    spread: Term = 0.0  # relative standard deviation of the fit
 
 
 @dataclass(frozen=True)
 class PassRates:
-    """Rates of the classes that depend on the formats a decode pass reads: bits of its weights and of its codes."""
+    """Rates of the classes that depend on the formats a decode pass reads: bits of weights and of codes."""
 
     linear: RateTerms
     head: RateTerms
@@ -34,7 +34,7 @@ class PassRates:
 
 @dataclass(frozen=True)
 class StrategyRates:
-    """What a machine makes of a strategy's formats: rates of the target's passes and of the drafts'."""
+    """A machine's rates for a strategy's formats: of the target's passes and of the drafts'."""
 
     target: PassRates
     draft: PassRates
@@ -42,17 +42,17 @@ class StrategyRates:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine(Device):
-    """A device with its ceilings, the rates of its kernel classes and what the host spends to issue work."""
+    """A device with its peak rates, the utilizations of its kernel classes and the host's launch times."""
 
     bandwidth_bytes_per_s: Term
-    compute_flops: Term  # per second
+    compute_flops: Term  # FLOP/s
     host_link_bytes_per_s: Term
     rates: Mapping[str, RateTerms]
     pass_dispatch_s: Term
     layer_dispatch_s: Term
     prefill_layer_dispatch_s: Term
-    skinny_gemm_rows: Term  # up to which dense products have kernels of their own; beyond, they run the library's
-    fused_swiglu_rows: Term  # up to which the product of gate and up applies the activation itself
+    skinny_gemm_rows: Term  # most rows of this package's dense kernels; beyond, the library's run
+    fused_swiglu_rows: Term  # most rows for which the gate and up product applies SwiGLU
 
     @classmethod
     def of(cls, profile: Profile) -> Machine:
@@ -81,15 +81,15 @@ class Machine(Device):
         return rates.launch_s + maximum(memory_s, compute_s)
 
     def op_seconds(self, op: Op, pass_rates: Mapping[str, RateTerms]) -> Term:
-        """All launches of one operation of a pass; `pass_rates` as of `rates_for`."""
+        """Seconds of all launches of one operation of a pass; `pass_rates` as for `rates_for`."""
         return op.launches * self.seconds(op.cost, self.rates_for(op, pass_rates))
 
     def rates_for(self, op: Op, pass_rates: Mapping[str, RateTerms]) -> RateTerms:
-        """The pass's own rates of the operation's class where it has any, else the machine's."""
+        """The pass's own rates for the operation's class if it has any, else the machine's."""
         return pass_rates[op.kind] if op.kind in pass_rates else self.rates[op.kind]
 
     def gemm_rates(self, rows: Term, dense: Term, few_rows: RateTerms) -> RateTerms:
-        """Rates of a matrix product: `few_rows`, or prefill's where it is dense and has too many rows for them."""
+        """Rates of a matrix product: `few_rows`, or prefill's for a dense one with more rows."""
         beyond = dense * minimum(maximum(rows - self.skinny_gemm_rows, 0), 1)
         return select_rates(beyond, self.rates["prefill_linear"], few_rows)
 
@@ -100,9 +100,9 @@ class Machine(Device):
         layers: Term,
         layer_dispatch_s: Term | None = None,
     ) -> Term:
-        """One forward pass: the device's work and the host's, which overlap on a device that works by itself.
+        """One forward pass: the device's time and the host's, which overlap on an asynchronous device.
 
-        `layer_dispatch_s` is a decode pass's unless given.
+        `layer_dispatch_s` defaults to a decode pass's.
         """
         device_s = sum(self.op_seconds(op, pass_rates) for op in ops)
         per_layer_s = self.layer_dispatch_s if layer_dispatch_s is None else layer_dispatch_s
@@ -131,8 +131,8 @@ def linear_kind(bits: int) -> str:
 def attention_kind(bits: int, head_dim: int) -> str:
     """Kernel class of decode attention over codes of `bits` bits; 0 is full precision.
 
-    Heads of up to 64 elements are classes of their own: the work around each token is that of a head of 128, for half
-    the bytes.
+    Heads of up to 64 elements have classes of their own: each token costs the same overhead as with a head of 128, for
+    half the bytes.
     """
     codes = {0: "attention", 8: "attention_int8", 4: "attention_int4"}[bits]
     return codes if head_dim > 64 else f"{codes}_d64"

@@ -1,4 +1,4 @@
-"""Bytes of what a plan holds on the device: weights, caches, buffers and workspaces."""
+"""Device memory of a plan: weights, caches, buffers and workspaces, in bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ridgeplan.roofline.term_math import indicator, maximum, minimum
 class MemoryBreakdown:
     """Bytes on the device by purpose.
 
-    prefill_workspace: without the buffers that lie in the draft weights' memory.
+    prefill_workspace: excludes buffers that use the draft weights' memory.
     """
 
     weights: Term
@@ -28,7 +28,7 @@ class MemoryBreakdown:
 
     @property
     def resident(self) -> Term:
-        """Held for the whole generation."""
+        """Bytes held for the whole generation."""
         return self.weights + self.draft_weights + self.kv + self.buffers
 
     @property
@@ -48,7 +48,7 @@ class MemoryBreakdown:
 
 
 def layer_parameters(shape: ModelShape) -> int:
-    """Parameters of the matrices that may be quantized: linear layers and experts, not routers or embeddings."""
+    """Parameters of the matrices that may be quantized: linear layers and experts, without routers and embeddings."""
     dense = (shape.layers - shape.moe_layers) * shape.dense_mlp_params
     sparse = shape.moe_layers * (shape.experts * shape.expert_params + shape.shared_experts_params)
     return shape.layers * shape.attention_params_per_layer + dense + sparse
@@ -64,7 +64,7 @@ def weight_memory(shape: ModelShape, weight_bytes: Term, element_bytes: Term) ->
 
 
 def draft_weight_memory(shape: ModelShape, weight_bytes: Term) -> Term:
-    """The drafts' own copy of the linear layers and the head; they share the target's embeddings and norms."""
+    """The drafts' own copy of the linear layers and the head; embeddings and norms are the target's."""
     return (layer_parameters(shape) + shape.embedding_params) * weight_bytes
 
 
@@ -77,13 +77,13 @@ def full_kv(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term) -
 
 
 def code_memory(shape: ModelShape, batch: Term, tokens: Term, planes: Term, group: Term) -> Term:
-    """Codes of `tokens` tokens in every layer in `planes` 4-bit planes, with scales and minima; 0 without planes."""
+    """Codes of `tokens` tokens in every layer, in `planes` 4-bit planes with scales and minima; 0 without planes."""
     codes = ops.quantized_bytes(batch, shape.cached_heads, shape.head_dim, tokens, 4 * planes, group)
     return shape.layers * minimum(planes, 1) * codes
 
 
 def prompt_buffers(shape: ModelShape, tokens: Term, element_bytes: Term) -> tuple[Term, ...]:
-    """Bytes of the buffers that last through a prompt's prefill, in the order of their allocation.
+    """Bytes of the buffers that live through a prompt's prefill, in the order of their allocation.
 
     These are the prompt's hidden states, and one layer's queries, keys and values.
     """
@@ -92,7 +92,7 @@ def prompt_buffers(shape: ModelShape, tokens: Term, element_bytes: Term) -> tupl
 
 
 def arena_bytes(capacity_bytes: Term, buffers: Sequence[Term]) -> Term:
-    """Bytes of the buffers that an arena takes: each in turn, where what is left of its capacity holds it whole."""
+    """Bytes of the buffers that fit an arena: each in turn, if the rest of the capacity holds all of it."""
     taken_bytes: Term = 0
     for buffer in buffers:
         taken_bytes = taken_bytes + buffer * indicator(taken_bytes + buffer, capacity_bytes)
@@ -103,7 +103,7 @@ def prefill_workspace(shape: ModelShape, tokens: Term, element_bytes: Term, aren
     """Workspace of layer-major prefill, one sequence at a time.
 
     It holds the prompt's hidden states, one layer's queries and KV, and either the attention output of a few heads or
-    one chunk's activations. Buffers that the draft weights' memory takes, of `arena_capacity_bytes`, are counted there.
+    one chunk's activations. Buffers that fit the draft weights' memory, `arena_capacity_bytes`, are not counted.
     """
     chunk = minimum(tokens, PREFILL_CHUNK_TOKENS)
     kv_width = shape.kv_elements_per_token_per_layer

@@ -1,6 +1,6 @@
 """The cost of every operation of a decoder, each formula once.
 
-Every function is plain arithmetic on its arguments. They may be ints (tests hold the result equal to the cost that the
+Every function is plain arithmetic on its arguments, which may be ints (tests compare the result with the cost that the
 kernel declares), numpy arrays (for sweeps) or sympy symbols (to print, solve or lambdify).
 `element_bytes` is the size of a full-precision element: 2 for bf16 on a GPU, 4 for fp32 on a CPU.
 """
@@ -26,7 +26,7 @@ def gated_linear(
 ) -> Cost:
     """Gate and up projections as one product over both weights.
 
-    Where `fused` is 1 it applies SwiGLU and writes one `rows x outputs` result, where it is 0 both products.
+    If `fused` is 1 it applies SwiGLU and writes one `rows x outputs` result; if 0, it writes both products.
     """
     return matmul(rows, inputs, (2 - fused) * outputs, 2 * inputs * outputs, weight_bytes, element_bytes)
 
@@ -72,7 +72,7 @@ def code_bytes(batch: Term, kv_elements: Term, tokens: Term, bits: Term) -> Term
 
 
 def metadata_bytes(batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, group: Term) -> Term:
-    """Scales and minima: of keys per channel and group of tokens, of values per token (QuantSpec, section 4.3)."""
+    """Scales and minima: one per channel and group of tokens for keys, one per token for values (QuantSpec, 4.3)."""
     keys = tokens / group * head_dim * 2 * METADATA_BYTES
     values = tokens * 2 * METADATA_BYTES
     return batch * kv_heads * (keys + values)
@@ -210,7 +210,7 @@ def shift_slots(batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, eleme
 
 
 def elementwise(rows: Term, read_width: Term, write_width: Term, element_bytes: Term) -> Cost:
-    """A few operations per element read: look-ups, activations, the memory traffic of norms and RoPE."""
+    """A few operations per element read, as in look-ups and activations."""
     return Cost(4 * rows * read_width, rows * read_width * element_bytes, rows * write_width * element_bytes)
 
 
@@ -248,7 +248,7 @@ def rope_append(rows: Term, width: Term, rotary_dim: Term, normed_width: Term, e
 
 
 def filter_logits(rows: Term, vocab: Term, element_bytes: Term) -> Cost:
-    """What sampling needs to know of each row of logits: the argmax, or maximum, cutoff and mass of top-k and top-p."""
+    """Statistics of each row of logits for sampling: the argmax, or maximum, cutoff and mass of top-k and top-p."""
     return Cost(LOGIT_FLOPS * rows * vocab, rows * vocab * element_bytes)
 
 

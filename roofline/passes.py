@@ -1,7 +1,7 @@
 """The operations of one forward pass of a decoder: a decode step, a verification, or prefill.
 
-A pass is a tuple of `Op`. Formats and selections only change the terms that go in. Code branches only on what a model
-consists of: experts, latent attention, a sliding window.
+A pass is a tuple of `Op`. Formats and selections only change the terms; the code branches only on the model's
+structure: experts, latent attention, a sliding window.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ridgeplan.roofline.term_math import minimum
 
 @dataclass(frozen=True)
 class Op:
-    """One kind of launch in a pass: the cost of one, how many there are, and the kernel class that sets its rates.
+    """One kind of launch in a pass: the cost of one, their number, and the kernel class that sets their rates.
 
-    Of the classes in `kind`, `linear`, `head` and `attention` stand for that of the weights or codes which the pass
-    reads, such as `linear_int4` or `attention_int8`.
+    The kinds `linear`, `head` and `attention` stand for the class of the weights or codes that the pass reads, such as
+    `linear_int4` or `attention_int8`.
     """
 
     name: str
@@ -52,14 +52,14 @@ class PassTerms:
     batch: Term
     queries: Term  # tokens per sequence that the pass processes
     quantized_tokens: Term  # read as codes
-    full_tokens: Term  # read in full precision, those of the pass included
-    bits: Term  # of a code: 4, 8, or 0 without codes
+    full_tokens: Term  # read in full precision, including those of the pass
+    bits: Term  # bits per code: 4, 8, or 0 without codes
     group: Term
     splits: Term
     weight_bytes: Term  # per parameter of a linear layer, with scales and minima
     head_bytes: Term  # per parameter of the output head
     element_bytes: Term
-    fused_swiglu: Term = 0  # 1 where the product of gate and up applies the activation itself
+    fused_swiglu: Term = 0  # 1 where the gate and up product applies SwiGLU
 
     @property
     def rows(self) -> Term:
@@ -68,7 +68,7 @@ class PassTerms:
 
 
 def weight_bytes(bits: int, group: int, full_bytes: float) -> float:
-    """Bytes per parameter: `full_bytes` at 16 bits, else a code and its share of the group's fp16 scale and minimum."""
+    """Bytes per parameter: `full_bytes` at 16 bits, else a code and its share of an fp16 scale and minimum."""
     return full_bytes if bits == 16 else bits / 8 + 2 * ops.METADATA_BYTES / group
 
 
@@ -90,7 +90,7 @@ def prefill_pass(
 ) -> tuple[Op, ...]:
     """All operations of prefill: every token of the prompt, logits of the last one only.
 
-    `weight_bytes` per parameter of a linear layer are `element_bytes` unless the weights are stored in fewer bits.
+    `weight_bytes` per parameter of a linear layer default to `element_bytes`.
     """
     rows, weight_bytes = batch * tokens, element_bytes if weight_bytes is None else weight_bytes
     return (

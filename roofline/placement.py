@@ -1,4 +1,4 @@
-"""What a strategy holds in memory, which layers must be offloaded, and what that costs a step."""
+"""A strategy's memory, the layers that must be offloaded, and the time that offloading adds to a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ridgeplan.roofline.memory import MemoryBreakdown
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
 from ridgeplan.roofline.term_math import is_symbolic, maximum, minimum, where
 
-# Share of an offloaded layer's budget that the last step already loaded (SpeContext, section 5.4 and Fig 6b).
+# Share of an offloaded layer's budget that the previous step already loaded (SpeContext, section 5.4 and Fig 6b).
 ELASTIC_OVERLAP = 0.9
 MAX_LENGTH = 1 << 24  # tokens, the longest context a plan may have
 
@@ -50,8 +50,8 @@ def offload_thresholds(
 
     From length S_i on, more than i layers must be offloaded. The largest length that fits is found by bisection, for
     all layers at once. Memory grows with the length except where prompts begin to use the draft weights' memory, so
-    the bisection starts there. Lengths never fall along the list (errata 3); `reserved_tokens` keeps slots free,
-    gamma + 1 of them when speculating (errata 2).
+    the bisection starts there. Lengths never fall along the list (SpeContext-3); `reserved_tokens` keeps slots free,
+    gamma + 1 of them when speculating (SpeContext-2).
     """
     layers = np.arange(shape.layers + 1)
     fits, too_long = np.zeros(layers.size), np.full(layers.size, float(MAX_LENGTH))
@@ -68,7 +68,7 @@ def offload_thresholds(
 
 
 def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> MemoryBreakdown:
-    """Memory with everything on the device, when the sequences are at their longest."""
+    """Memory with everything on the device, at the sequences' full length."""
     element_bytes, batch = device.element_bytes, strategy.batch
     tokens = minimum(strategy.context, strategy.eviction_budget) + strategy.new_tokens
     slots = strategy.stores_full_kv * (tokens + strategy.queries)
@@ -97,20 +97,20 @@ def _draft_weights(shape: ModelShape, strategy: Strategy) -> Term:
 
 
 def _arena_capacity_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
-    """The draft weights' bytes where prompts may overwrite them. On a CPU a copy on the host would save nothing."""
+    """The draft weights' bytes if prompts may overwrite them; 0 on a CPU, where a host copy would save nothing."""
     return device.asynchronous * uses_draft_swap(strategy.context) * _draft_weights(shape, strategy)
 
 
 def _freed_bytes_per_layer(shape: ModelShape, strategy: Strategy, parts: MemoryBreakdown) -> Term:
-    """Bytes of KV that one layer frees by leaving the device; its budget stays (SpeContext, Eq 7)."""
+    """Bytes of KV freed by offloading one layer; its budget stays on the device (SpeContext, Eq 7)."""
     kept = minimum(strategy.offload_budget / (strategy.context + strategy.new_tokens), 1)
     return parts.kv / shape.layers * (1 - kept)
 
 
 def _transfer_s_per_layer(shape: ModelShape, machine: Machine, strategy: Strategy, parts: MemoryBreakdown) -> Term:
-    """Seconds to load one offloaded layer's tokens: the changed part of its budget, or all where all are read.
+    """Seconds to load one offloaded layer's tokens, in their stored format.
 
-    They travel in the format they are stored in.
+    Only the part of its budget that changed is loaded, or every token if the target has no budget.
     """
     reads_all = minimum(strategy.target_budget / UNLIMITED_TOKENS, 1)  # 1 without a budget, about 0 with one
     budget = minimum(strategy.offload_budget, strategy.context)

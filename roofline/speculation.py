@@ -18,19 +18,19 @@ MAX_GAMMA = 15  # gamma + 1 verification queries fill one 16-row tensor-core til
 def tokens_per_round(acceptance: Term, gamma: Term) -> Term:
     """Expected tokens per round, the target's own included: (1 - a^(gamma + 1)) / (1 - a) at acceptance a.
 
-    Leviathan et al., Eq 1. The limit at a = 1 is gamma + 1; numbers are evaluated just below.
+    Leviathan et al., Eq 1. The limit at a = 1 is gamma + 1; numbers are clamped to just below 1.
     """
     below_one = acceptance if is_symbolic(acceptance) else minimum(acceptance, 1 - 1e-9)
     return (1 - below_one ** (gamma + 1)) / (1 - below_one)
 
 
 def accepted_share(acceptance: Term, gamma: Term) -> Term:
-    """Accepted over drafted tokens, which QuantSpec calls acceptance rate (errata 6)."""
+    """Accepted over drafted tokens, which QuantSpec calls acceptance rate (QuantSpec-6)."""
     return (tokens_per_round(acceptance, gamma) - 1) / gamma
 
 
 def flush_capped(tokens: Term, group: Term) -> Term:
-    """Tokens per round where rounds end at flush boundaries, every `group` tokens (QuantSpec, errata 4).
+    """Tokens per round where rounds end at flush boundaries, every `group` tokens (QuantSpec-4).
 
     A round that would cross a boundary loses the tokens beyond it: (tokens - 1) / 2 per boundary on average.
     """

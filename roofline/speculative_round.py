@@ -33,7 +33,7 @@ class Round:
 
 
 def round_tokens(strategy: Strategy) -> Term:
-    """Tokens per round, less what rounds lose at flush boundaries where the target reads codes."""
+    """Tokens per round, minus the loss at flush boundaries if the target reads codes."""
     tokens = tokens_per_round(strategy.acceptance, strategy.gamma)
     reads_codes = minimum(strategy.target_bits, 1)
     return reads_codes * flush_capped(tokens, strategy.kv_group) + (1 - reads_codes) * tokens
@@ -82,7 +82,7 @@ def draft_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context
 
 
 def target_rates(machine: Machine, strategy: Strategy, rates: StrategyRates) -> dict[str, RateTerms]:
-    """Rates of the target's linear layers, head (which is full precision) and attention, by an op's kind."""
+    """Rates of the target's linear layers, full-precision head and attention, by kind of op."""
     rows, own = strategy.batch * strategy.queries, rates.target
     return {
         "linear": machine.gemm_rates(rows, strategy.target_dense, own.linear),
@@ -92,7 +92,7 @@ def target_rates(machine: Machine, strategy: Strategy, rates: StrategyRates) -> 
 
 
 def draft_rates(machine: Machine, strategy: Strategy, rates: StrategyRates) -> dict[str, RateTerms]:
-    """Rates of the drafts' linear layers, head and attention, by an op's kind."""
+    """Rates of the drafts' linear layers, head and attention, by kind of op."""
     rows, dense, own = strategy.batch, strategy.draft_dense, rates.draft
     return {
         "linear": machine.gemm_rates(rows, dense, own.linear),
@@ -102,12 +102,12 @@ def draft_rates(machine: Machine, strategy: Strategy, rates: StrategyRates) -> d
 
 
 def prefill_rates(machine: Machine) -> dict[str, RateTerms]:
-    """Rates of linear layers over many rows; the head takes one."""
+    """Rates of linear layers over many rows; the head has one row."""
     return {"linear": machine.rates["prefill_linear"]}
 
 
 def sampling_seconds(shape: ModelShape, machine: Machine, rows: Term) -> Term:
-    """A token for each of `rows` rows of logits, drawn at a temperature: greedy choice takes less."""
+    """Drawing a token for each of `rows` rows of logits, at a temperature; greedy is faster."""
     sizes = rows, shape.vocab, machine.element_bytes
     return machine.seconds(ops.filter_logits(*sizes) + ops.draw(*sizes), machine.rates["sampling"])
 

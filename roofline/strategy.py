@@ -1,4 +1,4 @@
-"""A plan in numbers: lengths, formats, budgets and acceptance. How fast a machine is at it lies in latency.py."""
+"""A plan in numbers: lengths, formats, budgets and acceptance. Speeds are in latency.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ UNLIMITED_TOKENS = float(1 << 40)  # a budget that never binds
 class Strategy:
     """A plan's axes. Every field is a number, an array with one entry per plan, or a sympy symbol.
 
-    Flags are 0 or 1. Bits of codes are 0 where full precision is read. Budgets are in tokens, UNLIMITED_TOKENS where
-    there is none.
+    Flags are 0 or 1. Bits of codes are 0 where full precision is read. Budgets are in tokens; UNLIMITED_TOKENS means
+    none.
     """
 
     batch: Term
@@ -31,7 +31,7 @@ class Strategy:
     stores_full_kv: Term  # the whole context is stored in full precision
     code_planes: Term  # 4-bit planes stored: 0, 1 (upper) or 2 (upper and lower)
     kv_group: Term  # tokens
-    target_bits: Term  # of the codes that a pass reads
+    target_bits: Term  # bits of the codes that a pass reads
     draft_bits: Term
     eviction_budget: Term
     # Offload
@@ -40,12 +40,12 @@ class Strategy:
     # Sparse attention: tokens read at a step, and the traffic of choosing them
     target_budget: Term
     draft_ratio: Term  # share of the cached tokens
-    target_scored_keys: Term  # of every cached token, at each step: in keys of one layer, summed over layers
+    target_scored_keys: Term  # keys of one layer scored per cached token and step, summed over layers
     draft_scored_keys: Term
-    round_score_bytes: Term  # of every cached token, once a round, summed over layers
+    round_score_bytes: Term  # per cached token, once a round, summed over layers
     # Speculation
     gamma: Term
-    acceptance: Term  # conditional
+    acceptance: Term  # conditional acceptance
 
     @property
     def queries(self) -> Term:

@@ -31,7 +31,7 @@ def minimum(a: Term, b: Term) -> Term:
 
 
 def indicator(a: Term, b: Term) -> Term:
-    """1 where `a <= b`, else 0."""
+    """1 if `a <= b`, else 0."""
     if is_symbolic(a, b):
         from sympy import Heaviside
 
@@ -40,5 +40,5 @@ def indicator(a: Term, b: Term) -> Term:
 
 
 def where(condition: Term, yes: Term, no: Term) -> Term:
-    """As numpy.where for a term `condition` of 0 or 1; `yes` and `no` must be finite."""
+    """Like numpy.where, for a `condition` of 0 or 1; `yes` and `no` must be finite."""
     return condition * yes + (1 - condition) * no

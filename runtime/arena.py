@@ -1,4 +1,4 @@
-"""The scratch arena: memory that tensors of one prompt are taken from, instead of being allocated."""
+"""The scratch arena: preallocated memory for the tensors of one prompt."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import math
 import torch
 from torch import Tensor
 
-ALIGNMENT = 256  # bytes, as torch aligns what it allocates on a GPU
+ALIGNMENT = 256  # bytes, torch's own alignment on a GPU
 
 
 class Arena:
-    """One piece of memory that tensors are taken from in order; a tensor that does not fit is allocated instead."""
+    """A bump allocator over one piece of memory; a tensor that does not fit is allocated by torch instead."""
 
     def __init__(self, memory: Tensor) -> None:
         """memory: uint8 [bytes], aligned."""
         self._memory = memory
         self._taken = 0
-        self.reached = 0  # bytes from the start that any tensor has covered
+        self.reached = 0  # bytes from the start that tensors have used
 
     @classmethod
     def without_memory(cls, device: torch.device) -> Arena:
@@ -25,7 +25,7 @@ class Arena:
         return cls(torch.empty(0, dtype=torch.uint8, device=device))
 
     def clear(self) -> None:
-        """Frees all tensors taken so far: the next ones start at the beginning again."""
+        """Frees all tensors: the next one starts at the beginning again."""
         self._taken = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

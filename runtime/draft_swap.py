@@ -1,8 +1,8 @@
-"""Draft-weight swap: while a prompt is prefilled, the draft's own weights make way for prefill's buffers.
+"""Draft-weight swap: prefill uses the memory of the draft's own weights for its buffers.
 
-Nothing reads those weights then. On a GPU they lie in one piece of memory, which serves prefill as its scratch arena;
-before the first round a copy on the host restores what was overwritten. The weights keep their addresses, so CUDA
-graphs that were captured with them stay valid.
+Prefill does not read those weights. On a GPU they are allocated as one piece of memory, which serves as prefill's
+scratch arena; before the first round, a copy on the host restores what was overwritten. The weights keep their
+addresses, so CUDA graphs that use them stay valid.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ridgeplan.runtime.model.weights import DecoderWeights
 class DraftSwap:
     """Weights in one piece of device memory, and their copy on the host.
 
-    Swaps are ordered by the stream that prompts run on; whoever reads the weights uses that stream too.
+    Swaps run on the current stream, which all readers of the weights must use too.
     """
 
     def __init__(self, copies: list[Tensor], device: torch.device) -> None:
-        """copies: the weights on the host; on `device` they are laid out in the same order."""
+        """copies: the weights on the host; `device` holds them in the same order."""
         size = sum(aligned(copy.nbytes) for copy in copies)
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         arena = Arena(self._memory)
@@ -41,7 +41,7 @@ class DraftSwap:
 
     @contextlib.contextmanager
     def scratch_arena(self) -> Iterator[Arena]:
-        """The memory as an arena inside the body; however that ends, the weights are restored."""
+        """The memory as an arena inside the body; afterwards the weights are restored, also after an exception."""
         arena = Arena(self._memory)
         try:
             yield arena
@@ -57,22 +57,22 @@ class DraftSwap:
 
 @dataclass(frozen=True, eq=False)
 class SwappableWeights(DecoderWeights):
-    """Draft weights whose own memory can serve as a scratch arena; engines that share them share the swap."""
+    """Draft weights whose memory can serve as a scratch arena. Engines that share them share the swap."""
 
     swap: DraftSwap
 
 
 def draft_weights_for(plan: Plan, target: DecoderWeights, make: Callable[[], DecoderWeights]) -> DecoderWeights:
-    """Draft weights as `make` returns them, swappable where the plan's prompts take their memory.
+    """The draft weights that `make` returns, swappable if the plan's prompts use their memory.
 
-    Nothing else may hold what `make` returns: it has to be freed before the one piece of memory is allocated.
+    Nothing else may reference what `make` returns, as it has to be freed before the one piece of memory is allocated.
     """
     return _swappable(make, target) if _swaps(plan, target.embedding.device) else make()
 
 
 @contextlib.contextmanager
 def prompt_arena(plan: Plan, drafts: DecoderWeights, device: torch.device) -> Iterator[Arena]:
-    """What the plan's prompts take their long buffers from inside the body."""
+    """The arena for the long buffers of the plan's prompts, inside the body."""
     if isinstance(drafts, SwappableWeights) and _swaps(plan, device):
         with drafts.swap.scratch_arena() as arena:
             yield arena
@@ -81,12 +81,12 @@ def prompt_arena(plan: Plan, drafts: DecoderWeights, device: torch.device) -> It
 
 
 def _swaps(plan: Plan, device: torch.device) -> bool:
-    """A CPU's memory is the host's own, so there a copy on the host would save nothing."""
+    """Only on CUDA: on a CPU, a copy on the host would save nothing."""
     return device.type == "cuda" and swaps_draft_weights(plan)
 
 
 def _swappable(make: Callable[[], DecoderWeights], target: DecoderWeights) -> SwappableWeights:
-    """Moves the weights that only the draft has by way of the host, so that the device never holds them twice."""
+    """Moves the draft's own weights through the host, so that the device never holds them twice."""
     shared = {tensor.data_ptr() for tensor in target.tensors()}
     copies: dict[int, Tensor] = {}  # by address on the device, so that tied weights stay tied
 
@@ -105,6 +105,6 @@ def _swappable(make: Callable[[], DecoderWeights], target: DecoderWeights) -> Sw
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    """A copy, page-locked if it comes from a GPU: only then can it be restored without waiting."""
+    """A copy, page-locked if it comes from a GPU, so that it can be restored asynchronously."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return copy.copy_(tensor)

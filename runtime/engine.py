@@ -31,7 +31,7 @@ from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.statistics import Statistics, Tally
 from ridgeplan.runtime.stopwatch import Stopwatch
 
-GraphKey = tuple[int, tuple[float, int | None, float | None]]  # rows, and the sampling's constants
+GraphKey = tuple[int, tuple[float, int | None, float | None]]  # rows, and the sampling parameters
 KEPT_GRAPHS = 8  # each holds a round's workspace; a plan's predicted memory counts one
 
 
@@ -57,10 +57,10 @@ class Engine:
         draft_weights: DecoderWeights | None = None,
         calibration: Sequence[int] | None = None,
     ) -> None:
-        """draft_weights: of the plan's drafts, quantized from `weights` and `calibration` unless given.
+        """draft_weights: those of the plan's drafts, by default quantized from `weights` and `calibration`.
 
-        Where prompts take their memory, swappable weights of another engine are shared and others copied.
-        Raises WorkloadError for a calibration with tokens that are not the model's.
+        If prompts use their memory, swappable weights of another engine are shared, and others copied.
+        Raises WorkloadError for a calibration with tokens outside the vocabulary.
         """
         self.plan, self.source, self.config, self.device = plan, source, config, device
         self.weights = weights
@@ -110,7 +110,7 @@ class Engine:
         return Generation(results, self.statistics)
 
     def stream(self, prompt_ids: Prompts, max_new_tokens: int, sampling: SamplingParams | None = None) -> Iterator[int]:
-        """Tokens of one prompt as rounds finish; otherwise as `generate`, whose tokens they equal."""
+        """Like `generate` for one prompt, but yields each token as its round finishes."""
         request = Request.build(prompt_ids, max_new_tokens, sampling)
         if len(request.prompts) != 1:
             raise WorkloadError(f"stream got {len(request.prompts)} prompts; allowed: 1")
@@ -118,7 +118,7 @@ class Engine:
             yield from step[0]
 
     def close(self) -> None:
-        """Releases the caches and captured graphs; the weights live as long as someone holds them."""
+        """Releases the caches and captured graphs. The weights are freed with their last reference."""
         self.cache = None
         self._graphs.clear()
 
@@ -179,7 +179,7 @@ class Engine:
         speculator = self._speculator(cache, request.sampling)
         self._generator.manual_seed(request.sampling.seed)
         pending = self._prefill(request, speculator, stopwatch)
-        # Prefill draws the first token, and the last one never enters the cache.
+        # Prefill already draws the first token, and the last one never enters the cache.
         cache.limit(request.max_new_tokens - 1)
         rounds = self._prepared(speculator, stopwatch)
         rounds.start(pending)
@@ -191,7 +191,7 @@ class Engine:
         return Speculator(self.decoder, self.weights, self.draft_weights, cache, policy, sampling, self._generator)
 
     def _prepared(self, speculator: Speculator, stopwatch: Stopwatch) -> Rounds:
-        """Rounds for this number of rows and this sampling; on CUDA their graph is captured once."""
+        """Rounds for this number of rows and these sampling parameters; on CUDA their graph is captured once."""
         if self.device.type != "cuda":
             return EagerRounds(speculator)
         kind = speculator.cache.rows, speculator.sampling.graph_key
@@ -222,9 +222,9 @@ class Engine:
 
     @torch.inference_mode()
     def _round(self, rounds: Rounds, rows: list[SequenceState], stopwatch: Stopwatch) -> list[RowResult]:
-        """Launches as many rounds as may be in flight, and waits for the oldest; nothing of rows that are done."""
+        """Launches as many rounds as may be in flight and waits for the oldest. Finished rows return nothing."""
         with stopwatch.measure_wall("round"):
-            # A round brings each row a token at least, so that many rounds may be needed.
+            # A round adds at least one token per row, so a row needs at most `left` more rounds.
             while rounds.in_flight < rounds.depth and any(row.left > rounds.in_flight for row in rows):
                 rounds.launch()
             result = rounds.collect()
@@ -235,7 +235,7 @@ class Engine:
 
 
 def _require_finite(finite: Sequence[bool]) -> None:
-    """Raises ModelError for the first sequence whose logits are not all numbers."""
+    """Raises ModelError for the first sequence with logits that are not finite."""
     if not all(finite):
         raise ModelError(
             f"the model's logits are NaN or infinite for sequence {finite.index(False)}, so that no token can be "
@@ -244,7 +244,7 @@ def _require_finite(finite: Sequence[bool]) -> None:
 
 
 def _extend(rows: list[SequenceState], tokens: list[list[int]], cache: Cache) -> list[list[int]]:
-    """The tokens that each sequence gains; one that met a stop token ends in the cache as well."""
+    """Appends each sequence's tokens and returns them; a sequence that hit a stop token also ends in the cache."""
     gained = []
     for index, (row, more) in enumerate(zip(rows, tokens, strict=True)):
         running = not row.done
@@ -255,5 +255,5 @@ def _extend(rows: list[SequenceState], tokens: list[list[int]], cache: Cache) ->
 
 
 def _flushes(row: SequenceState, cache: KVCacheConfig) -> int:
-    """Groups of a sequence that were quantized while it was decoded."""
+    """Groups of a sequence that were quantized during decoding."""
     return cache.quantized_groups(row.prompt_tokens + row.cached) - cache.quantized_groups(row.prompt_tokens)

@@ -17,7 +17,7 @@ LONGEST_REASON = 200  # characters
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
+    """The first line of an error's message, or its type if it has none."""
     first = str(error).strip().partition("\n")[0]
     return first[:LONGEST_REASON] or type(error).__name__
 

@@ -1,4 +1,4 @@
-"""What the host's memory can still hold."""
+"""Free memory of the host."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def available_bytes(meminfo: Path = _MEMINFO) -> int | None:
-    """Bytes that programs may still take without swapping, as Linux estimates them; None where it does not tell."""
+    """Bytes that can be allocated without swapping, as Linux estimates them; None on other systems."""
     lines = meminfo.read_text(encoding="utf-8").splitlines() if meminfo.exists() else []
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)

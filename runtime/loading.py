@@ -62,7 +62,7 @@ def load(
 
 
 def require_executable(plan: Plan) -> None:
-    """Raises UnsupportedPlan, naming what of the plan can be estimated only."""
+    """Raises UnsupportedPlan, listing what the runtime cannot execute."""
     missing = missing_execution(plan)
     if missing:
         raise UnsupportedPlan(f"this plan can be estimated but not executed: {'; '.join(missing)}")
@@ -77,11 +77,11 @@ def _device(name: str | None) -> torch.device:
 
 
 def _compare_models(plan: Plan, shape: ModelShape, model: str) -> None:
-    """Warns where the plan is for a model of other sizes: its prediction and its choices are then not this model's."""
+    """Warns if the plan was made for a model of other sizes, as its prediction and choices then do not apply."""
     try:
         planned = load_shape(plan.workload.model)
     except ValueError:
-        return  # a name that only whoever made the plan can resolve
+        return  # the name cannot be resolved here
     sizes = ("layers", "hidden", "q_heads", "kv_heads", "head_dim", "intermediate")
     if any(getattr(planned, name) != getattr(shape, name) for name in sizes):
         warnings.warn(
@@ -92,9 +92,9 @@ def _compare_models(plan: Plan, shape: ModelShape, model: str) -> None:
 
 
 def _check_context(plan: Plan, shape: ModelShape) -> None:
-    """Raises UnsupportedPlan where a sliding window would cut into what the plan's drafts or codes read.
+    """Raises UnsupportedPlan if a sliding window is shorter than what the plan's drafts or codes read.
 
-    Warns where sequences pass the model's context limit.
+    Warns if sequences exceed the model's context limit.
     """
     final = plan.workload.final_context
     window = shape.window_tokens or final

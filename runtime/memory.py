@@ -1,4 +1,4 @@
-"""Memory: whether a plan fits, and the peak of a generation."""
+"""Memory checks before loading, and the peak memory of a generation."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from ridgeplan.runtime.model.checkpoint import checkpoint_elements
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
-HOST_ALLOCATOR = "DefaultCPUAllocator"  # in the message of torch's RuntimeError, which has no type of its own
+HOST_ALLOCATOR = "DefaultCPUAllocator"  # in torch's message; the error is a plain RuntimeError
 SMALLER = "allowed: a shorter context, a smaller batch or another KV format"
 
 
 class MemoryMeter:
     """Peak bytes since construction, or since the last `restart`.
 
-    On CUDA these are all bytes that torch has allocated on the device, since that is what must fit. On a CPU they are
-    what the process has grown by: the interpreter and its libraries do not count, while `shared_bytes` of weights that
-    were loaded earlier do.
+    On CUDA this counts all bytes that torch has allocated on the device. On a CPU it is the growth of the process: the
+    interpreter and its libraries do not count, but `shared_bytes` of weights loaded earlier do.
     """
 
     def __init__(self, device: torch.device, shared_bytes: int = 0) -> None:
@@ -37,17 +36,17 @@ class MemoryMeter:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets the peak so far."""
+        """Resets the peak."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         elif _CLEAR.exists():
             try:
-                _CLEAR.write_text("5")  # resets VmHWM to the present resident set (proc(5))
+                _CLEAR.write_text("5")  # resets VmHWM to the current resident set (proc(5))
             except PermissionError:
-                return  # the peak then spans the whole process: too high rather than missing
+                return  # the peak of the whole process is too high, but better than none
 
     def peak_bytes(self) -> int | None:
-        """None where the platform does not tell."""
+        """The peak; None where the platform does not report it."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         peak = _status_bytes("VmHWM")
@@ -57,8 +56,8 @@ class MemoryMeter:
 def require_memory(plan: Plan, shape: ModelShape, device: torch.device, dtype: torch.dtype, shared_bytes: int) -> None:
     """Raises WorkloadError if the plan's predicted peak exceeds what is free, before anything is allocated.
 
-    shared_bytes: of weights that are on the device already. Nothing is checked on a host that does not tell what is
-    available.
+    shared_bytes: weights that are on the device already. Nothing is checked on a host that does not report its
+    available memory.
     """
     available = _available(device, dtype, shared_bytes)
     missing = None if available is None else missing_memory(plan, shape, available)
@@ -81,7 +80,7 @@ def require_weight_memory(source: str, device: torch.device, dtype: torch.dtype)
 
 
 def _available(device: torch.device, dtype: torch.dtype, shared_bytes: int) -> Device | None:
-    """What may be allocated; `shared_bytes` are on the device and counted by predictions. None where nobody tells."""
+    """A device with the memory that may be allocated, plus `shared_bytes`, which predictions count; None if unknown."""
     if device.type != "cuda":
         free_bytes = available_bytes()
         held = {"element_bytes": dtype.itemsize, "num_sms": torch.get_num_threads(), "asynchronous": 0}
@@ -98,7 +97,7 @@ def readable_out_of_memory(device: torch.device) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        # The error's frames keep their tensors alive for as long as someone holds the error.
+        # The error's frames keep their tensors alive as long as the error is referenced.
         traceback.clear_frames(error.__traceback__)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)

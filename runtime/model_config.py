@@ -1,4 +1,4 @@
-"""What the decoder needs to know of a model: its shape, and what executing it takes besides."""
+"""A model's shape plus what only execution needs: norm epsilon, windows, RoPE."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.runtime.errors import ModelError
 
-ROTARY_TYPES = ("default", "linear", "yarn", "llama3")  # the others change with the length of the sequence
+ROTARY_TYPES = ("default", "linear", "yarn", "llama3")  # other types depend on the sequence length
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class DecoderConfig:
 
     @classmethod
     def plain(cls, shape: ModelShape, norm_eps: float = 1e-5) -> DecoderConfig:
-        """Full attention in every layer, and rotary embedding without any scaling."""
+        """A decoder with full attention in every layer and unscaled RoPE."""
         return cls(shape, norm_eps, (None,) * shape.layers, plain_frequencies(shape))
 
 
 def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderConfig:
-    """The decoder of a transformers configuration, its positions stretched by YaRN when `yarn_factor` > 1.
+    """The decoder of a transformers configuration, with RoPE scaled by YaRN if `yarn_factor` > 1.
 
     source: where the model was read from. Raises ModelError for families, activations, sizes or rotary embeddings
-    that the decoder does not compute.
+    that the decoder does not support.
     """
     _require(hub.model_type in EXECUTABLE_ARCHITECTURES, "model_type", hub.model_type, EXECUTABLE_ARCHITECTURES)
     _require(hub.hidden_act == "silu", "hidden_act", hub.hidden_act, ("silu",))
@@ -68,7 +68,7 @@ def _require(condition: bool, name: str, value: object, allowed: tuple[str, ...]
 
 
 def _stretched(hub: Any, yarn_factor: float) -> Any:
-    """A copy of the configuration with YaRN by `yarn_factor`, or the configuration itself for 1."""
+    """A copy of the configuration with YaRN's `yarn_factor`, or the configuration itself for 1."""
     if yarn_factor == 1:
         return hub
     own = hub.rope_parameters["rope_type"]

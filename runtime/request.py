@@ -1,4 +1,4 @@
-"""A checked request, and the state of its sequences while they are generated."""
+"""A validated request, and the state of its sequences during generation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Prompts = Sequence[Sequence[int]] | Sequence[int] | Tensor
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate. Raises WorkloadError for values out of range; `check` adds the engine's limits."""
+    """A generation request. Raises WorkloadError for values out of range; `check` adds the engine's limits."""
 
     prompts: tuple[tuple[int, ...], ...]
     max_new_tokens: int
@@ -37,7 +37,7 @@ class Request:
                 raise WorkloadError(f"prompt {index} is empty; allowed: one token or more")
 
     def check(self, workload: Workload, vocab: int) -> None:
-        """Raises WorkloadError for what the plan's workload or the vocabulary does not allow."""
+        """Raises WorkloadError for values that the plan's workload or the vocabulary does not allow."""
         _require_most("the batch", len(self.prompts), workload.batch)
         _require_most("max_new_tokens", self.max_new_tokens, workload.new_tokens)
         for index, prompt in enumerate(self.prompts):
@@ -48,18 +48,18 @@ class Request:
 
 @dataclass
 class SequenceState:
-    """One sequence while it is generated."""
+    """One sequence during generation."""
 
     prompt_tokens: int
     limit: int
     stop_token_ids: frozenset[int]
     tokens: list[int] = field(default_factory=list)
-    cached: int = 0  # tokens that rounds kept, those past a stop token included
+    cached: int = 0  # tokens that rounds kept, including those past a stop token
     stopped: bool = False
 
     @property
     def left(self) -> int:
-        """New tokens that may still follow."""
+        """New tokens until the limit."""
         return 0 if self.stopped else self.limit - len(self.tokens)
 
     @property
@@ -68,7 +68,7 @@ class SequenceState:
         return self.left == 0
 
     def extend(self, tokens: Iterable[int]) -> list[int]:
-        """Appends tokens up to the limit or a stop token, which is kept; returns those appended."""
+        """Appends tokens up to the limit or through a stop token; returns those appended."""
         start = len(self.tokens)
         for token in tokens:
             if self.done:

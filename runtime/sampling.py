@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen, and when it wants them to stop."""
+"""Sampling parameters of a request, and its stop tokens."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ridgeplan.kernels.sampling.distribution import Choice
 from ridgeplan.runtime.errors import WorkloadError, require_whole
 
 MAX_SEED = 2**63 - 1
-# Differences of logits are divided by it in float32, which must neither overflow nor vanish.
+# Differences of logits are divided by the temperature in float32, which must neither overflow nor underflow.
 COLDEST, HOTTEST = 1e-4, 1e4
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen; temperature 0 is greedy. Draft and target are filtered alike.
+    """Temperature (0 is greedy), top-k and top-p, which apply to drafts and target alike.
 
-    stop_token_ids: tokens that end a sequence, and are its last one. Raises WorkloadError for values out of range.
+    stop_token_ids: tokens that end a sequence, as its last token. Raises WorkloadError for values out of range.
     """
 
     temperature: float = 0.0
@@ -49,11 +49,11 @@ class SamplingParams:
 
     @property
     def graph_key(self) -> tuple[float, int | None, float | None]:
-        """What of it a captured round holds as constants."""
+        """The parameters that are constants of a captured round."""
         return self.temperature, self.top_k, self.top_p
 
     def choice(self, logits: Tensor) -> Choice:
-        """What tokens are drawn from, given logits [..., vocab]."""
+        """The distribution that tokens are drawn from, given logits [..., vocab]."""
         return filter_logits(logits, self.temperature, self.top_k, self.top_p)
 
 

@@ -13,12 +13,12 @@ from ridgeplan.runtime.stopwatch import Stopwatch
 class Statistics:
     """Figures of one generation; a figure without data is 0.0, an unknown memory peak is None.
 
-    prompt_tokens: of each sequence. rounds: forward passes of the target after prefill; sequence_rounds: the same
-    times the sequences that were unfinished. generated: tokens delivered; decoded: tokens that rounds kept, some of
-    them past a stop token. judged_at[j], accepted_at[j]: how often draft j was compared with the target, and accepted.
+    prompt_tokens: per sequence. rounds: forward passes of the target after prefill; sequence_rounds: their sum over
+    unfinished sequences. generated: tokens delivered; decoded: tokens that rounds kept, some of them past a stop token.
+    judged_at[j], accepted_at[j]: how often draft j was compared with the target, and accepted.
     draft_s, verify_s: medians of one drafted token and of one verification; flush_s, decode_s, prefill_s: sums.
-    idle_s: sum of the device's waits between rounds, 0 where the host itself computes.
-    capture_s: time spent capturing CUDA graphs, 0 where an earlier generation's graph was used.
+    idle_s: sum of the device's waits between rounds, 0 on a CPU.
+    capture_s: time spent capturing CUDA graphs, 0 if an earlier generation's graph was reused.
     """
 
     gamma: int
@@ -71,12 +71,12 @@ class Statistics:
 
     @property
     def accepted_share(self) -> float:
-        """Accepted over drafted tokens, QuantSpec's acceptance rate (errata 6)."""
+        """Accepted over drafted tokens, QuantSpec's acceptance rate (QuantSpec-6)."""
         return _ratio(self.accepted, self.drafted)
 
     @property
     def tpot_ms(self) -> float:
-        """Time per output token of a sequence: a round's time over the tokens it brings."""
+        """Time per output token of a sequence: a round's time over its tokens."""
         return 1e3 * _ratio(_ratio(self.decode_s, self.rounds), self.tokens_per_round)
 
     @property
@@ -87,7 +87,7 @@ class Statistics:
 
 @dataclass
 class Tally:
-    """Counts of a generation while it runs, on the host."""
+    """Running counts of a generation, on the host."""
 
     gamma: int
     prompt_tokens: tuple[int, ...]
@@ -103,13 +103,13 @@ class Tally:
         self.accepted_at = [0] * self.gamma
 
     def add(self, rows: list[RowResult]) -> None:
-        """One round; rows that kept nothing were not active."""
+        """Adds a round; rows that kept nothing were inactive."""
         self.rounds += 1
         self.sequence_rounds += sum(bool(row.tokens) for row in rows)
         self.decoded += sum(len(row.tokens) for row in rows)
         for position in range(self.gamma):
             self.accepted_at[position] += sum(row.accepted > position for row in rows)
-            self.judged_at[position] += sum(row.judged > position for row in rows)
+            self.judged_at[position] += sum(row.verified > position for row in rows)
 
     def statistics(self, generated: int, stopwatch: Stopwatch, peak_memory_bytes: int | None) -> Statistics:
         """The finished figures."""

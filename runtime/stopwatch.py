@@ -1,4 +1,4 @@
-"""Times of the phases of a generation, without waiting for the device."""
+"""Times the phases of a generation without waiting for the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class Stopwatch:
-    """Collects durations by name. On CUDA it records events, which are read once at the end."""
+    """Collects durations by name. On CUDA it records events, which are read once, at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -34,13 +34,13 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def measure_wall(self, name: str) -> Iterator[None]:
-        """Times a body that itself waits for the device, host work included."""
+        """Wall time of the body, for one that waits for the device itself."""
         start = time.perf_counter()
         yield
         self._durations[name].append(time.perf_counter() - start)
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Takes durations that were measured elsewhere."""
+        """Adds durations that were measured elsewhere."""
         for name, duration in seconds.items():
             self._durations[name].append(duration)
 

@@ -1,6 +1,7 @@
-"""The house: which room may import which, how full a folder may be, and that nothing goes in circles.
+"""Import rules between packages, and file-count limits.
 
-All is read from the sources; nothing is imported. Tests of tests/ themselves are in no room.
+Everything is read from the sources; nothing is imported. A room is a folder with the imports that it allows; tests/ is
+in no room.
 """
 
 import ast

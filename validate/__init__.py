@@ -1,8 +1,8 @@
-"""Measures a machine, and predictions against what really happens."""
+"""Measures machines, kernels and decoding, and compares predictions with measurements."""
 
 from ridgeplan.validate.calibration.calibrate import calibrate, save_profile
-from ridgeplan.validate.comparison import Comparison, ComparisonRow
-from ridgeplan.validate.measure import Measured, compare, measure
+from ridgeplan.validate.comparison import Comparison, ComparisonRow, compare
+from ridgeplan.validate.measure import Measured, measure
 from ridgeplan.validate.validation import Validation, validate_plan
 
 __all__ = [

@@ -1,6 +1,6 @@
-"""Greedy tokens of an engine against the same in float32: where they differ, was it a close call?
+"""Greedy tokens of an engine against float32: how often they differ, and whether rounding explains it.
 
-Both decoders see the same tokens, so that one difference does not make all that follow differ.
+Both decoders get the same tokens, so one difference does not change all later tokens.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ridgeplan.runtime import WorkloadError, load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.model.prefill import prefill
 
-NOISE_DEVIATIONS = 5  # how far rounding alone moves a logit, in standard deviations of all its moves
+NOISE_DEVIATIONS = 5  # largest change of a logit that rounding explains, in standard deviations
 
 
 @dataclass(frozen=True)
 class Agreement:
     """How often the likeliest tokens differ, and by how much the reference prefers its own.
 
-    tokens: compared. gaps: of the differing ones, the reference's logit of its token less that of the engine's.
-    noise: the standard deviation of the engine's logits around the reference's, each centred.
+    tokens: number compared. gaps: for each that differs, the reference's logit of its own token minus that of the
+    engine's. noise: the standard deviation of the engine's logits around the reference's, each centred.
     """
 
     tokens: int
@@ -39,7 +39,7 @@ class Agreement:
 
     @property
     def beyond_noise(self) -> int:
-        """Differing tokens whose gap rounding does not explain; two logits move, so their moves add up."""
+        """Differing tokens whose gap rounding does not explain; a gap is the difference of two noisy logits."""
         return sum(gap > NOISE_DEVIATIONS * 2**0.5 * self.noise for gap in self.gaps)
 
     def to_dict(self) -> dict[str, Any]:
@@ -48,9 +48,9 @@ class Agreement:
 
 
 def plan_agreement(plan: Plan, model: str, prompt: Sequence[int], new_tokens: int) -> Agreement:
-    """`agreement` of an engine of `plan` with its reference, both loaded here as `ridgeplan.runtime.load` does.
+    """`agreement` of an engine of `plan` with its reference, both loaded here like `ridgeplan.runtime.load`.
 
-    Where engines run in float32 by themselves, as on a CPU, nothing can differ.
+    Where engines run in float32 anyway, as on a CPU, nothing can differ.
     """
     return agreement(load(plan, model), load(plan, model, dtype=torch.float32), prompt, new_tokens)
 
@@ -73,7 +73,7 @@ def agreement(engine: Engine, reference: Engine, prompt: Sequence[int], new_toke
 def forced_logits(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
     """The target's logits [len(tokens) + 1, vocab] after the prompt and after each of `tokens`.
 
-    One step a token, with the engine's own cache, formats and kernels. Raises WorkloadError for a closed engine.
+    One step per token, with the engine's own cache, formats and kernels. Raises WorkloadError for a closed engine.
     """
     cache, decoder, weights = engine.cache, engine.decoder, engine.weights
     if cache is None:

@@ -1,4 +1,4 @@
-"""The figures of this machine: measured where it is a CPU, from the catalog where it is a known GPU."""
+"""This machine's figures: measured for a CPU, from the catalog for a known GPU."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ridgeplan.validate.timing import Bench, Trial
 
 MEASURED = "measured by ridgeplan calibrate"
 REPORTED = "as the system reports it"
-UNKNOWN_CACHE_BYTES = 32 << 20  # where the system does not tell: larger than most
+UNKNOWN_CACHE_BYTES = 32 << 20  # if the system does not report it; larger than most
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _SIZE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def copy_bytes_per_s(bench: Bench) -> float:
-    """Bandwidth of a large copy, or of a large sum where reading alone is faster; bytes read and written."""
+    """Bandwidth of a large copy, or of a large sum if reading alone is faster; counts bytes read and written."""
     half = bench.pool.numel() // 2
     source, target = bench.pool[:half], torch.empty_like(bench.pool[:half])
     copy, read = Cost(read_bytes=source.nbytes, write_bytes=target.nbytes), Cost(read_bytes=bench.pool.nbytes)
@@ -32,7 +32,7 @@ def copy_bytes_per_s(bench: Bench) -> float:
 
 
 def matmul_flops(bench: Bench, size: int) -> float:
-    """FLOP/s of a square product of random matrices in the type that models run in."""
+    """FLOP/s of a square product of random matrices in the models' dtype."""
     left, right = bench.random(2, size, size)
     cost = Cost(2 * size**3, left.nbytes + right.nbytes, left.nbytes)
     return float(cost.flops / bench.seconds(Trial("matmul", str(size), cost, lambda _: left @ right)))
@@ -72,7 +72,7 @@ def cpu_hardware(bandwidth_bytes_per_s: float, compute_flops: float) -> Hardware
 
 
 def cuda_hardware(bench: Bench, bandwidth_bytes_per_s: float, compute_flops: float) -> Hardware:
-    """The catalog's entry of this GPU, else what was measured and what the driver reports."""
+    """The catalog's entry for this GPU, else measured figures and the driver's."""
     known = detect_hardware()
     if known is not None:
         return load_hardware(known)
@@ -97,14 +97,14 @@ def cuda_hardware(bench: Bench, bandwidth_bytes_per_s: float, compute_flops: flo
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name as Linux tells it, else the platform's word for it."""
+    """The processor's name as Linux reports it, else the platform's."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names and names[0] else platform.processor() or platform.machine() or "unknown"
 
 
 def last_cache_bytes(caches: Path = _CACHES) -> int:
-    """Size of the last-level cache, or a large guess where the system does not tell."""
+    """Size of the last-level cache, or a large guess if the system does not report it."""
     sizes = [file.read_text().strip() for file in caches.glob("index*/size")]
     known = [int(size[:-1]) * _SIZE_UNITS[size[-1]] for size in sizes if re.fullmatch(r"\d+[KMG]", size)]
     return max(known, default=UNKNOWN_CACHE_BYTES)

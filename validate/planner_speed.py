@@ -1,4 +1,4 @@
-"""How fast the planner answers: cold as a process of its own, warm, and in plans evaluated per second."""
+"""The planner's speed: cold (a new process), warm, and in plans per second."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SWEPT_PLANS = 1 << 21
 
 @dataclass(frozen=True)
 class PlannerSpeed:
-    """Medians. searched_plans: of one question's search, each predicted in full; swept: points of a compiled sweep.
+    """Medians. searched_plans: plans that one search predicts in full; swept_plans_per_s: points of a compiled sweep.
 
-    cold_s holds the interpreter's start and all imports; first_s is the first question of a process that has them.
+    cold_s includes the interpreter's start and all imports; first_s is a process's first question after its imports.
     """
 
     cold_s: float
@@ -36,7 +36,7 @@ class PlannerSpeed:
 
     @property
     def searched_plans_per_s(self) -> float:
-        """Plans that a warm question evaluates per second, all else that it does included."""
+        """Plans evaluated per second of a warm question's whole time."""
         return self.searched_plans / self.warm_s
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""How long-running measurements report on themselves."""
+"""Progress callbacks of long-running measurements."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# Called with what is measured next, how many parts are done, and how many there are.
+# Called with the name of the next part, the number of finished parts, and their total.
 Progress = Callable[[str, int, int], None]
 
 
 def silent(what: str, done: int, total: int) -> None:
-    """Shows no progress."""
+    """Ignores progress."""

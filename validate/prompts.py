@@ -1,11 +1,11 @@
-"""Texts to run plans on: prose that every Python has, or a user's file."""
+"""Texts to run plans on: prose that ships with Python, or a user's file."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-LIKELY_CHARACTERS_PER_TOKEN = 6  # of English prose; more are taken where a tokenizer's pieces are longer
+LIKELY_CHARACTERS_PER_TOKEN = 6  # English prose; more are read if a tokenizer's tokens are longer
 
 
 class PromptError(ValueError):
@@ -27,7 +27,7 @@ def prompt_tokens(tokenizer: Any, tokens: int, text: str | None = None) -> list[
     whole = sample_text() if text is None else text
     taken = tokens * LIKELY_CHARACTERS_PER_TOKEN
     ids = list(tokenizer.encode(whole[:taken]))
-    while len(ids) <= tokens and taken < len(whole):  # the last token may be cut, so one more is wanted
+    while len(ids) <= tokens and taken < len(whole):  # one extra, as the last token may be cut
         taken *= 2
         ids = list(tokenizer.encode(whole[:taken]))
     if len(ids) < tokens:
@@ -36,9 +36,9 @@ def prompt_tokens(tokenizer: Any, tokens: int, text: str | None = None) -> list[
 
 
 def prompt_batch(tokenizer: Any, tokens: int, batch: int, text: str | None = None) -> list[list[int]]:
-    """`batch` prompts of `tokens` token ids, from places spread over `text`, by default the sample text.
+    """`batch` prompts of `tokens` token ids, from positions spread over `text`, by default the sample text.
 
-    Raises PromptError when the text is too short for that many different ones.
+    Raises PromptError when the text is too short for that many different prompts.
     """
     ids = list(tokenizer.encode(sample_text() if text is None else text))
     last = len(ids) - tokens

@@ -1,4 +1,4 @@
-"""Short random decoders, to time what the runtime does around its matrix products."""
+"""Small random decoders for timing the runtime."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ridgeplan.validate.timing import Bench
 def llama_like_shape(
     layers: int, hidden: int, intermediate: int, q_heads: int, kv_heads: int, head_dim: int, vocab: int = 128
 ) -> ModelShape:
-    """A Llama-like shape."""
+    """A small dense shape with tied embeddings and 4096 tokens of context."""
     return ModelShape(
         name="toy",
         architecture="llama",
@@ -48,13 +48,13 @@ class RandomDecoder:
 
     @classmethod
     def build(cls, bench: Bench, shape: ModelShape, context: int, new_tokens: int, batch: int = 1) -> RandomDecoder:
-        """A toy whose cache takes `context` + `new_tokens` tokens of `batch` sequences."""
+        """A decoder whose cache holds `context` + `new_tokens` tokens of `batch` sequences."""
         sizes = KVCacheConfig(batch, context + new_tokens)
         cache = Cache(shape, sizes, bench.device, bench.pool.dtype)
         return cls(shape, Decoder(DecoderConfig.plain(shape), bench.device), cache, bench)
 
     def weights(self) -> DecoderWeights:
-        """Random weights; every layer has its own, so that a step reads them from memory."""
+        """Random weights, different in every layer, so that a step reads them from memory."""
         hidden = self.shape.hidden
         embedding = self.bench.random(self.shape.vocab, hidden)
         layers = tuple(self._layer() for _ in range(self.shape.layers))
@@ -69,7 +69,7 @@ class RandomDecoder:
         shape, random = self.shape, self.bench.random
 
         def dense(outputs: int, inputs: int) -> Dense:
-            return Dense(random(outputs, inputs) / inputs**0.5)  # keeps activations near 1 through the layers
+            return Dense(random(outputs, inputs) / inputs**0.5)  # keeps activations near 1
 
         return LayerWeights(
             attention_norm=random(shape.hidden),

@@ -1,4 +1,4 @@
-"""The bench that trials are timed on: a device, random data larger than its caches, and a clock."""
+"""The bench that times trials: a device, random data larger than its caches, and a clock."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ridgeplan.roofline.cost import Cost
 WARM_CALLS = 1
 LEAST_CALLS = 5
 MOST_CALLS = 200
-EVICT_BYTES = 8 << 20  # more than the cores' own caches hold
-CUDA_ROTATE_BYTES = 600_000_000  # several times what any device's cache holds
-LEAST_CHAIN = 20  # calls of a CUDA graph
-CHAIN_BYTES = 2 << 30  # that the calls of a graph move, if at most MOST_CALLS do: half a millisecond at 4 TB/s
-RANDOM_PERIOD = 1 << 22  # elements of the pool that are drawn; the rest repeats them
+EVICT_BYTES = 8 << 20  # larger than the cores' private caches
+CUDA_ROTATE_BYTES = 600_000_000  # several times any device's cache
+LEAST_CHAIN = 20  # fewest calls per CUDA graph
+CHAIN_BYTES = 2 << 30  # traffic per graph, with at most MOST_CALLS calls: half a millisecond at 4 TB/s
+RANDOM_PERIOD = 1 << 22  # elements of the pool that are random; the rest repeats them
 
 
 @dataclass(frozen=True)
 class Trial:
     """Something to time. `call(i)` runs it on variant i of `variants`.
 
-    What a decode step reads from memory (weights, caches) differs between variants, which together exceed the caches;
-    what it finds in the cache (activations, just written) is the same in all.
+    Data that a decode step reads from memory (weights, KV cache) differs between variants, which together exceed the
+    caches; data that is already cached (activations, just written) is shared.
     """
 
     kind: str
@@ -40,9 +40,9 @@ class Trial:
 
     @property
     def chain(self) -> int:
-        """Calls that one CUDA graph holds: whole turns over the variants, so that each call's inputs are cold.
+        """Calls per CUDA graph: whole cycles over the variants, so that each call's inputs are cold.
 
-        So many that a replay's launch is little beside them: at least LEAST_CHAIN, up to MOST_CALLS of short ones.
+        Enough to make a replay's launch time negligible: at least LEAST_CHAIN, and up to MOST_CALLS short ones.
         """
         calls = min(MOST_CALLS, int(CHAIN_BYTES / max(self.cost.bytes, 1)))
         return self.variants * max(math.ceil(LEAST_CHAIN / self.variants), calls // self.variants)
@@ -50,10 +50,10 @@ class Trial:
 
 @dataclass(frozen=True, eq=False)
 class Bench:
-    """Where trials run.
+    """The device and the data for trials.
 
-    pool: flat random data that inputs are views of. rotate_bytes: more than the caches hold, what the variants of
-    a trial amount to. budget_s: what one trial may take.
+    pool: flat random data, of which inputs are views. rotate_bytes: total size of a trial's variants, larger than the
+    caches. budget_s: time limit of a trial.
     """
 
     device: torch.device
@@ -63,7 +63,7 @@ class Bench:
 
     @classmethod
     def build(cls, device: torch.device, pool_bytes: int, rotate_bytes: int, budget_s: float) -> Bench:
-        """A bench in the type that models run in on `device`: bfloat16 on CUDA, else float32."""
+        """A bench with the models' dtype on `device`: bfloat16 on CUDA, else float32."""
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         elements = pool_bytes // dtype.itemsize
         drawn = torch.randn(min(elements, RANDOM_PERIOD), device=device).to(dtype)
@@ -71,16 +71,16 @@ class Bench:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element of the machine's full precision."""
+        """Bytes of a full-precision element."""
         return self.pool.element_size()
 
     def variants(self, nbytes: float) -> int:
-        """How many inputs of `nbytes` a trial rotates over, at most as many as calls are timed."""
+        """Number of inputs of `nbytes` that a trial rotates over, at most as many as calls are timed."""
         fitting = int(self.pool.nbytes // nbytes)
         return max(1, min(MOST_CALLS, fitting, math.ceil(self.rotate_bytes / nbytes)))
 
     def random(self, *shape: int) -> Tensor:
-        """A view of the pool. Raises RuntimeError when the pool is smaller."""
+        """A random view of the pool. Raises RuntimeError if the pool is too small."""
         return self.pool[: math.prod(shape)].view(shape)
 
     def randoms(self, *shape: int) -> Tensor:
@@ -89,21 +89,21 @@ class Bench:
         return self.random(count, *shape)
 
     def seconds(self, trial: Trial) -> float:
-        """Seconds of a warm call on cold inputs: the lower quartile, as other work on the machine only adds."""
+        """Seconds of a warm call on cold inputs: the lower quartile, as other work on the machine only adds time."""
         return statistics.quantiles(self._times(trial), n=4, method="inclusive")[0]
 
     def median_s(self, trial: Trial) -> float:
-        """Seconds of a warm call on cold inputs: the median, as published figures are."""
+        """Seconds of a warm call on cold inputs: the median, for published figures."""
         return statistics.median(self._times(trial))
 
     def _times(self, trial: Trial) -> list[float]:
         return self._cuda_times(trial) if self.device.type == "cuda" else self._host_times(trial)
 
     def _host_times(self, trial: Trial) -> list[float]:
-        """A decode step streams a layer's weights between two calls of one operation: so does this, untimed.
+        """Times calls on a CPU, with untimed reads of as much memory as a step reads between two calls.
 
-        It pushes the operation's code and small data, the interpreter's too, out of the cores' own caches; calls
-        in a tight loop look up to a third faster than the same calls in a step.
+        These evict the operation's code and small data, and the interpreter's, from the cores' private caches. In a
+        tight loop, calls appear up to a third faster than in a step.
         """
         for index in range(WARM_CALLS):
             trial.call(index % trial.variants)
@@ -118,10 +118,10 @@ class Bench:
         return times
 
     def _cuda_times(self, trial: Trial) -> list[float]:
-        """Seconds of a call, of each replay of one CUDA graph: a chain of calls that turns over the variants.
+        """Seconds per call, for each replay of a CUDA graph with a chain of calls that cycles over the variants.
 
-        So a decode step runs: nothing stands between its kernels, and each may start while the one before ends
-        (`ridgeplan.kernels.device.launch`). The host is one replay ahead, so that the device never waits for it.
+        As in a decode step, kernels follow each other without gaps, and each may start while the previous one ends
+        (`ridgeplan.kernels.device.launch`). The host is one replay ahead, so the device never waits for it.
         """
         for index in range(trial.variants):
             trial.call(index)
@@ -132,25 +132,25 @@ class Bench:
             marks.append(_mark())
             marks[-2].synchronize()
         marks[-1].synchronize()
-        # The first replay waited for its launch.
+        # The first replay includes the wait for its launch.
         return [begin.elapsed_time(end) / 1e3 / trial.chain for begin, end in pairwise(marks[1:])]
 
 
 def _run(trial: Trial) -> None:
-    """The calls of a chain; none's results are kept, so each writes where the one before it wrote, as in a step."""
+    """Runs a chain's calls without keeping results, so that each reuses the previous one's memory, as in a step."""
     for index in range(trial.chain):
         trial.call(index % trial.variants)
 
 
 def _mark() -> torch.cuda.Event:
-    """The device's time when it has done what was asked for so far."""
+    """A recorded event after all work launched so far."""
     mark = torch.cuda.Event(enable_timing=True)
     mark.record()
     return mark
 
 
 def captured(body: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of `body`, which must have run before, so that its kernels are compiled."""
+    """A captured graph of `body`, which must have run before, so that its kernels are compiled."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         body()

@@ -1,4 +1,4 @@
-"""Plain decoding and a plan side by side, on the same prompts and the same weights."""
+"""Validation of a plan: plain decoding and the plan on the same prompts and weights, against their predictions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.validate.comparison import Comparison
-from ridgeplan.validate.measure import Measured, comparison, measure, shape_of
+from ridgeplan.validate.comparison import Comparison, compare_measured, shape_of
+from ridgeplan.validate.measure import Measured, measure
 
 if TYPE_CHECKING:
     from ridgeplan.runtime import SamplingParams, Statistics
@@ -23,7 +23,7 @@ RunProgress = Callable[[str, int], None]
 
 @dataclass(frozen=True)
 class PlanRun:
-    """One plan's run: what was measured, beside its prediction, and the text that follows each prompt."""
+    """One plan's run: the measurement and its prediction, and the new text of each prompt."""
 
     measured: Measured
     comparison: Comparison
@@ -32,14 +32,14 @@ class PlanRun:
 
 @dataclass(frozen=True)
 class Validation:
-    """Plain decoding and the plan; the plan's comparison holds the measured speed-up."""
+    """Plain decoding and the plan, whose comparison includes the measured speed-up."""
 
     plain: PlanRun
     planned: PlanRun
 
     @property
     def comparison(self) -> Comparison:
-        """The plan's prediction beside its run."""
+        """The plan's comparison."""
         return self.planned.comparison
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,10 +60,10 @@ def validate_plan(
     calibration: Sequence[int] | None = None,
     on_progress: RunProgress | None = None,
 ) -> Validation:
-    """Runs plain decoding, then `plan`, each on an engine of its own, and compares both with their predictions.
+    """Runs plain decoding, then `plan`, each on its own engine, and compares both with their predictions.
 
-    prompts: token ids. profile: the machine's, by default the calibrated one of this machine. calibration: token ids
-    that 4-bit draft weights are fitted to, as `runtime.load` takes them.
+    prompts: token ids. profile: by default this machine's calibrated one. calibration: token ids for 4-bit draft
+    weights, as for `runtime.load`.
     Raises what `runtime.load` and `Engine.generate` raise, and ProfileError where this machine is not calibrated.
     """
     from ridgeplan import runtime  # imports torch, which takes seconds
@@ -81,11 +81,11 @@ def validate_plan(
         texts = tuple(engine.tokenizer.batch_decode([list(tokens) for tokens in measured.tokens]))
         shape = shape_of(item, engine)
         engine.close()
-        return PlanRun(measured, comparison(item, shape, profile, measured, plain or measured.statistics), texts)
+        return PlanRun(measured, compare_measured(item, shape, profile, measured, plain or measured.statistics), texts)
 
     plain = run("plain", autoregressive(plan.workload), None)
     return Validation(plain, run("plan", plan, plain.measured.statistics))
 
 
 def _silent(name: str, tokens: int) -> None:
-    """No progress is shown."""
+    """Ignores progress."""

@@ -1,7 +1,7 @@
-"""The `ridgeplan` command: one file a subcommand, and the options, tables and errors that they share.
+"""The `ridgeplan` command: one file per subcommand, and the options, tables and errors that they share.
 
-Each subcommand imports what it needs when it runs, so that answers come at once. Not here: what is computed
-(planner, validate), the page and its figures (dashboards/app.py, dashboards/charts.py).
+Subcommands import what they need when they run, so that the command starts fast. Not here: computations (planner,
+validate), the page and its figures (dashboards/app.py, dashboards/charts.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def main() -> None:
 
     Exit codes: 0 success, 2 bad input, 3 nothing fits.
     """
-    # OpenMP's threads wait for each other in a busy loop, which collapses when another process holds a core. Short
-    # loops cost nothing on quiet cores. It is read when torch loads, which no command has done yet.
+    # OpenMP's threads wait for each other in busy loops, which are very slow when another process occupies a core.
+    # Shorter loops cost nothing on idle cores. OpenMP reads this when torch loads, which has not happened yet.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 

@@ -1,4 +1,4 @@
-"""`ridgeplan bench`: what this machine's kernels reach beside their peers."""
+"""`ridgeplan bench`: this machine's kernels compared with their peers, and the planner's speed."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def planner(runs: int, output: Path | None, as_json: bool) -> None:
 
 
 def measure(chosen: Sequence[str]) -> dict[str, Any]:
-    """The report on kernels measured under a progress bar."""
-    # Importing torch takes seconds, so it waits until the options are known to be good.
+    """The report on kernels, measured with a progress bar."""
+    # Importing torch takes seconds, so the options are checked first.
     from ridgeplan.validate.kernel_bench.report import bench_kernels
 
     with warnings_as_notes(), progress() as bars:
@@ -96,7 +96,7 @@ def measure(chosen: Sequence[str]) -> dict[str, Any]:
 
 
 def run_once(chosen: Sequence[str]) -> dict[str, Any]:
-    """The errors of kernels run once; null for one that is not finite, as in reports."""
+    """The errors of kernels run once; null if not finite, as in reports."""
     from ridgeplan.validate.kernel_bench.report import run_kernels_once
 
     with warnings_as_notes():
@@ -110,7 +110,7 @@ def run_once(chosen: Sequence[str]) -> dict[str, Any]:
 
 
 def print_report(report: Mapping[str, Any]) -> None:
-    """A table of a report's rows, and how many meet their targets."""
+    """Prints a table of a report's rows, and how many meet their targets."""
     columns = ("kernel", "ours us", "peer us", "ratio", "roof", "error", "target us", "", "peer")
     roof = f"{report['copy_bytes_per_s'] / 1e12:.3g} TB/s, {report['matmul_flops'] / 1e12:.3g} TFLOP/s"
     rows = report["rows"]
@@ -119,12 +119,12 @@ def print_report(report: Mapping[str, Any]) -> None:
 
 
 def error_text(error: float | None) -> str:
-    """An error as the tables show it."""
+    """The text of an error in tables."""
     return "not finite" if error is None else f"{error:.1e}"
 
 
 def row_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The cells of one row; what was not measured is empty."""
+    """The cells of one row; unmeasured figures are empty."""
     peer_us, ratio, error, target_us = (row[name] for name in ("peer_us", "ratio", "error", "target_us"))
     return (
         f"{row['kernel']} {row['shape']}",

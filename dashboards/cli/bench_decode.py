@@ -22,7 +22,7 @@ from ridgeplan.roofline.catalog.profile import load_profile
 from ridgeplan.roofline.speculation import MAX_GAMMA
 from ridgeplan.validate.decode_bench.report import ABLATION, PLAIN, DecodeCase, has_gamma, suite_cases, with_plain
 
-SUITE_WORKLOADS = ("4096x1", "32768x1", "32768x8", "98304x1", "98304x4")  # the text that comes with Python holds them
+SUITE_WORKLOADS = ("4096x1", "32768x1", "32768x8", "98304x1", "98304x4")  # Python's own text is long enough
 SUITE_GAMMAS = (2, 4, 6)
 COLUMNS = (
     "workload", "TPOT ms", "over plain", "over vLLM", "tokens/round", "acceptance", "TTFT s", "peak GB", "plan",
@@ -30,7 +30,7 @@ COLUMNS = (
 
 
 class WorkloadParam(click.ParamType):
-    """Context and batch."""
+    """A workload such as `32768x8`: context x batch."""
 
     name = "CONTEXTxBATCH"
 
@@ -63,7 +63,7 @@ class CaseParam(click.ParamType):
 
 
 def executable_presets() -> list[str]:
-    """Presets that the runtime executes; all others can only be estimated."""
+    """Presets that the runtime executes; the others can only be estimated."""
     any_workload = Workload("any", "any", 2**17)
     return [name for name in PRESETS if not missing_execution(preset(name, any_workload))]
 
@@ -145,10 +145,10 @@ def report(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Runs the cases, saves the report, and prints it. Raises NoBreakdown where one is asked of a CPU."""
+    """Runs the cases, saves the report and prints it. Raises NoBreakdown for a breakdown on a CPU."""
     shape = load_shape(model_shape)
     calibrated = load_profile(profile) if profile else this_machine()
-    # Importing torch takes seconds, so it waits until the options are known to be good.
+    # Importing torch takes seconds, so the options are checked first.
     from ridgeplan.validate.decode_bench.breakdown import breakdowns, require_cuda
     from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
     from ridgeplan.validate.decode_bench.report import bench_decode
@@ -182,26 +182,26 @@ def report(
 
 
 def save(output: Path | None, data: dict[str, Any]) -> None:
-    """Writes a report where one is wanted. Raises FileProblem."""
+    """Writes a report to `output` if given. Raises FileProblem."""
     if output is not None:
         write_atomically(output, json.dumps(data, indent=2, allow_nan=False) + "\n")
 
 
 def device() -> str:
-    """Where models run on this machine."""
+    """The device that models run on."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def print_report(found: Mapping[str, Any]) -> None:
-    """A table with a line for each case of a report's JSON."""
+    """Prints a table with a line for each case of a report's JSON."""
     title = f"{found['shape']} on {found['device']}, temperature {found['temperature']}, {found['date']}"
     print_table(f"{title}; in brackets: predicted", COLUMNS, map(row_texts, found["rows"]))
 
 
 def row_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The cells of one case under `COLUMNS`; the prediction of TPOT is the one at the measured acceptance."""
+    """The cells of one case under `COLUMNS`; TPOT is predicted at the measured acceptance."""
     figures, drafting = row["measured"], row["gamma"] > 0
     predicted = {one["name"]: one["predicted"] for one in row["comparison"]}
     faster = {one["name"]: one["measured"] for one in row["comparison"]}["speed-up over plain decoding"]

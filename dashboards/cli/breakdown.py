@@ -1,4 +1,4 @@
-"""Tables of `--breakdown`: what each class of kernels takes of a round, beside its prediction."""
+"""Tables of `--breakdown`: a round's time by class of kernels, measured and predicted."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def print_breakdowns(rows: Sequence[DecodeRow], rounds: Sequence[Breakdown]) -> None:
-    """A table of each case's round."""
+    """Prints a table of each case's round."""
     for row, one in zip(rows, rounds, strict=True):
         print_breakdown(row, one)
 
 
 def print_breakdown(row: DecodeRow, found: Breakdown) -> None:
-    """A table of a round's classes of operations; of those that are of no class, the kernels' names."""
+    """Prints a table of a round's classes of operations, and the names of the kernels without a class."""
     case = row.case
     title = f"\n{case.preset}, context {case.context}, batch {case.batch}, gamma {row.gamma}: one round"
     columns = ("operation", "launches", "measured us", "predicted us", "other kernels")
@@ -48,7 +48,7 @@ def breakdown_texts(row: ClassTime) -> tuple[str, ...]:
 
 
 def short_name(kernel: str) -> str:
-    """A kernel's name without namespaces, and of its template's arguments only a functor."""
+    """A kernel's name without namespaces and without template arguments other than a functor."""
     plain = kernel.replace("(anonymous namespace)::", "")
     functor = re.search(r"\w+[Ff]unctor", plain)
     name = re.split(r"[<(]", plain)[0].split("::")[-1].removeprefix("void ")

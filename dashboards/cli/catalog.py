@@ -1,4 +1,4 @@
-"""`ridgeplan models` and `ridgeplan gpus`: what the package knows by name."""
+"""`ridgeplan models` and `ridgeplan gpus`: the catalogs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import asdict
 import click
 
 from ridgeplan.dashboards.cli.options import as_json
-from ridgeplan.dashboards.cli.output import GIB, print_json, print_table
+from ridgeplan.dashboards.cli.output import print_json, print_table
 from ridgeplan.planner.support import missing_architecture
 from ridgeplan.roofline.catalog.hardware import list_hardware
 from ridgeplan.roofline.catalog.models import list_models
 from ridgeplan.roofline.catalog.profile_lookup import shipped_profiles
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.device import GIB
 
 
 @click.command()

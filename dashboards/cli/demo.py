@@ -1,4 +1,4 @@
-"""`ridgeplan demo`: calibrates this machine, recommends a plan for the embedded model, runs it, and checks itself."""
+"""`ridgeplan demo`: calibrates this machine, recommends a plan for the embedded model, runs and checks it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from ridgeplan.runtime import Statistics
     from ridgeplan.validate import Comparison
 
-COUNT = click.IntRange(min=1)  # refused before a calibration of a minute
+COUNT = click.IntRange(min=1)  # checked before a calibration that takes a minute
 
 
 @dataclass(frozen=True)
 class DemoRun:
-    """One plan, what it wrote, and its prediction against what it took."""
+    """One plan, its text, and its prediction against the measurement."""
 
     title: str
     text: str
@@ -68,7 +68,7 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
 
 
 def own_profile() -> Profile:
-    """This machine's saved profile, measured now if there is none."""
+    """This machine's saved profile; measured now if there is none."""
     path = user_profile_path()
     return load_profile(path) if path.exists() else calibrate_with_progress(quick=True, output=None)
 
@@ -88,7 +88,7 @@ def plans_to_run(recommendation: Recommendation) -> dict[Plan, str]:
 
 
 def execute(plans: dict[Plan, str], source: str, profile: Profile, bars: Progress) -> Iterator[DemoRun]:
-    """Runs each plan on the start of the same text and the same weights; the first is what speed-ups refer to."""
+    """Runs each plan on the start of the same text with the same weights; the first is the baseline of speed-ups."""
     from ridgeplan import runtime, validate
 
     weights, plain = None, None

@@ -1,4 +1,4 @@
-"""What goes wrong for a user, as one line on stderr and an exit code."""
+"""User errors as one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ridgeplan.dashboards.user_errors import about_input
 from ridgeplan.planner import NothingFits
 
 BAD_INPUT, NOTHING_FITS, INTERRUPTED = 2, 3, 130
-# What a full or failing disk answers where stdout is a file on it.
+# Errors of a full or failing disk, if stdout is a file on it.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-LONGEST_WORD, LONGEST_MESSAGE = 250, 1500  # characters of an error's line
+LONGEST_WORD, LONGEST_MESSAGE = 250, 1500  # characters in an error's line
 
 
 class OneLineGroup(click.Group):
     """A group of commands whose errors are one line and whose exit code is 0, 2, 3 or 130."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """As click's, which would print errors over several lines by itself."""
+        """Like click's own, which would print errors over several lines."""
         run = super().main
 
         def command() -> Any:
@@ -35,7 +35,7 @@ class OneLineGroup(click.Group):
 
 
 def exit_code(action: Callable[[], Any]) -> int:
-    """Run `action`: 0, 2 for bad input, 3 where nothing fits, 130 after Ctrl-C, or the code that it returns."""
+    """Runs `action`: 0, 2 for bad input, 3 if nothing fits, 130 after Ctrl-C, or the code that it returns."""
     try:
         code = action()
     except click.Abort:
@@ -55,14 +55,14 @@ def exit_code(action: Callable[[], Any]) -> int:
 
 
 def shortened(message: str) -> str:
-    """`message` on one line, without words or tails that fill a screen."""
+    """`message` on one line, with very long words and tails cut."""
     words = (word if len(word) < LONGEST_WORD else f"{word[: LONGEST_WORD - 3]}..." for word in message.split())
     line = " ".join(words)
     return line if len(line) <= LONGEST_MESSAGE else f"{line[: LONGEST_MESSAGE - 3]}..."
 
 
 def _drop_output() -> None:
-    """Sends what is still buffered for stdout nowhere; the interpreter would fail on it once more at its end."""
+    """Discards buffered output for stdout, on which the interpreter would fail again at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -1,4 +1,4 @@
-"""`ridgeplan calibrate` and `ridgeplan dashboard`: what concerns this machine."""
+"""`ridgeplan calibrate` and `ridgeplan dashboard`."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def dashboard(port: int) -> None:
     serve = [sys.executable, "-P", "-m", "streamlit", "run", str(APP)]
     local = ["--server.address", "127.0.0.1", "--server.port", str(port), "--server.headless", "true"]
     quiet = ["--browser.gatherUsageStats", "false", "--client.toolbarMode", "minimal"]
-    # The server takes this process's place, so that whatever ends the command ends the server.
+    # The server replaces this process, so that ending the command ends the server.
     os.execv(sys.executable, [*serve, *local, *quiet])
 
 
 def calibrate_with_progress(quick: bool, output: Path | None) -> Profile:
-    """The profile of this machine, measured under a progress bar and saved. Raises FileProblem."""
+    """The profile of this machine, measured with a progress bar and saved. Raises FileProblem."""
     require_writable(output or user_profile_path())
     from ridgeplan import validate
 

@@ -1,4 +1,4 @@
-"""The model and the texts that commands run on, from what their options say."""
+"""The model and the texts that commands run on, from their options."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from ridgeplan.runtime import Engine
 
 EMBEDDED_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-CALIBRATION_TOKENS = 8192  # 2048 are as good for short contexts; for long ones acceptance rises by another 0.007
-FEW_CALIBRATION_TOKENS = 1000  # fewer fit weights to themselves
+CALIBRATION_TOKENS = 8192  # 2048 are as good for short contexts; for long ones acceptance is another 0.007 higher
+FEW_CALIBRATION_TOKENS = 1000  # with fewer, weights are overfitted
 
 
 def embedded_or(model: str | None) -> str:
-    """The model as given, else the embedded one. Raises ModelError where that is not installed."""
+    """The given model, else the embedded one. Raises ModelError if that is not installed."""
     from ridgeplan.runtime import embedded_model_path
 
     if model == "":
@@ -24,7 +24,7 @@ def embedded_or(model: str | None) -> str:
 
 
 def prompt_text(text: str | None, path: str | None) -> str | None:
-    """The prompt that a user gave as an argument or a file; None for neither. Raises UsageError and PromptError."""
+    """The prompt given as an argument or a file; None for neither. Raises UsageError and PromptError."""
     if text is not None and path is not None:
         raise click.UsageError("--prompt and --prompt-file were given; allowed: one of them")
     if text == "":
@@ -37,7 +37,7 @@ def prompt_text(text: str | None, path: str | None) -> str | None:
 
 
 def prompt_tokens(engine: Engine, text: str | None) -> list[int]:
-    """Token ids of a text, or as many as the plan's context holds of the text that comes with Python."""
+    """Token ids of a text, by default as many of Python's own text as the plan's context holds."""
     if text is not None:
         return list(engine.tokenizer.encode(text))
     from ridgeplan.validate import prompts
@@ -46,7 +46,7 @@ def prompt_tokens(engine: Engine, text: str | None) -> list[int]:
 
 
 def _plain_text(text: str) -> str:
-    """The text itself. Raises UsageError for bytes that are none in the terminal's encoding."""
+    """The text itself. Raises UsageError for bytes that are invalid in the terminal's encoding."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -55,7 +55,7 @@ def _plain_text(text: str) -> str:
 
 
 def opening_tokens(source: str, path: str | None, tokens: int) -> list[int]:
-    """The first `tokens` token ids of a file, all of a shorter one, or of the text that comes with Python."""
+    """The first `tokens` token ids of a file (all of a shorter one), by default of Python's own text."""
     from ridgeplan.runtime.model.checkpoint import load_tokenizer
     from ridgeplan.runtime.model.source import model_source
     from ridgeplan.validate import prompts
@@ -66,7 +66,7 @@ def opening_tokens(source: str, path: str | None, tokens: int) -> list[int]:
 
 
 def calibration_tokens(source: str, path: str | None) -> list[int] | None:
-    """Token ids of a file to calibrate drafts with, of a short one with a note; None without a file."""
+    """Token ids of a file to calibrate drafts with, with a note if it is short; None without a file."""
     if path is None:
         return None
     tokens = opening_tokens(source, path, CALIBRATION_TOKENS)

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the types of their values."""
+"""Options shared by several commands, and the types of their values."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class Size(click.ParamType):
 
 
 def may_be_written(path: Path) -> bool:
-    """Whether a file of that name can stand in its folder."""
+    """Whether a file of that name can be created in its folder."""
     try:
         return not path.is_dir() and path.parent.is_dir() and os.access(path.parent, os.W_OK)
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # an invalid file name
         return False
 
 
 class OutputFile(click.ParamType):
-    """A file to write. Checked before the command works for a minute and cannot keep what it found."""
+    """A file to write. Checked before any work starts."""
 
     name = "file"
 
@@ -61,7 +61,7 @@ class OutputFile(click.ParamType):
 
 
 class PlanFile(click.ParamType):
-    """A plan as `recommend --output` writes it."""
+    """A plan's file, as written by `recommend --output`."""
 
     name = "plan.json"
 
@@ -78,7 +78,7 @@ class PlanFile(click.ParamType):
 
 
 def options(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
-    """Several click decorators as one, in the order in which `--help` shows them."""
+    """Combines several click decorators, in the order in which `--help` shows them."""
 
     def decorate(command: Command) -> Command:
         for decorator in reversed(decorators):

@@ -1,4 +1,4 @@
-"""What commands print and write: JSON, tables, files."""
+"""Output of commands: JSON, tables, files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-GIB = 2**30
-PIPE_COLUMNS = 140  # width of tables where there is no terminal
+PIPE_COLUMNS = 140  # width of tables without a terminal
 
 
 def print_json(data: Any) -> None:
-    """`data` as indented JSON on stdout."""
+    """Prints `data` as indented JSON on stdout."""
     click.echo(json.dumps(data, indent=2, allow_nan=False))
 
 
@@ -35,7 +34,7 @@ def number(value: float) -> str:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A titled table on stdout; the first and the last column hold words, those between hold figures."""
+    """Prints a titled table on stdout; the first and the last column hold words, the others figures."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -50,7 +49,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console as wide as the terminal, or wide enough for the tables where there is none."""
+    """A console as wide as the terminal, or wide enough for the tables without one."""
     from rich.console import Console
 
     terminal = (sys.stderr if stderr else sys.stdout).isatty()
@@ -58,7 +57,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def progress() -> Progress:
-    """Progress bars on stderr where that is a terminal; they leave nothing behind."""
+    """Progress bars on stderr if it is a terminal, erased at the end."""
     from rich.progress import Progress
 
     return Progress(console=console(stderr=True), transient=True, disable=not sys.stderr.isatty())
@@ -66,7 +65,7 @@ def progress() -> Progress:
 
 @contextmanager
 def warnings_as_notes() -> Iterator[None]:
-    """Within the body, a warning is one line on stderr."""
+    """Prints warnings inside the body as one line on stderr."""
 
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
         click.echo(f"note: {' '.join(str(message).split())}", err=True)
@@ -77,7 +76,7 @@ def warnings_as_notes() -> Iterator[None]:
 
 
 def require_writable(path: Path) -> None:
-    """Raises FileProblem where `path` could not be written, before a command works for what it would then lose."""
+    """Raises FileProblem if `path` cannot be written. Check early, so no result is lost."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
@@ -89,7 +88,7 @@ def require_writable(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is either complete or not there. Raises FileProblem."""
+    """Writes a file completely or not at all. Raises FileProblem."""
     staging = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         staging.write_text(text, encoding="utf-8")

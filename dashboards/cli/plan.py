@@ -1,4 +1,4 @@
-"""`ridgeplan recommend` and `ridgeplan estimate`: the best plan for a question, and the figures of a given one."""
+"""`ridgeplan recommend` and `ridgeplan estimate`: the best plan, and the predicted figures of a given plan."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import click
 
 from ridgeplan import planner
 from ridgeplan.dashboards.cli.options import OutputFile, PlanFile, Size, as_json, options, profile_file, yarn
-from ridgeplan.dashboards.cli.output import GIB, number, print_json, print_table, write_atomically
+from ridgeplan.dashboards.cli.output import number, print_json, print_table, write_atomically
 from ridgeplan.planner import Plan, Prediction, Recommendation
 from ridgeplan.planner.presets import preset_name
 from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.search import Objective, notes
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.device import GIB
 
 GPU_HELP = "A name of `ridgeplan gpus`, a TOML file, or auto for this machine."
 FIGURES = ("TPOT ms", "low", "high", "TTFT ms", "tokens/s", "GiB", "speed-up")
@@ -105,7 +106,7 @@ def _print_recommendation(recommendation: Recommendation) -> None:
 
 
 def _forbid_beside_plan(given: dict[str, Any]) -> None:
-    """A plan's file holds its own workload, which must not be asked for twice."""
+    """A plan's file holds its own workload, so options for it are refused."""
     stray = next((name for name, value in given.items() if value is not None and value is not False), None)
     if stray:
         raise click.UsageError(f"{stray} cannot be given with --plan, which has its own")

@@ -1,4 +1,4 @@
-"""`ridgeplan run`: executes a plan with a model and streams what it writes."""
+"""`ridgeplan run`: executes a plan with a model and streams the text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import click
 
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, prompt_text, prompt_tokens
 from ridgeplan.dashboards.cli.options import PlanFile, as_json, calibration_file, model_to_run, options, prompt_file
-from ridgeplan.dashboards.cli.output import GIB, print_json, warnings_as_notes
+from ridgeplan.dashboards.cli.output import print_json, warnings_as_notes
 from ridgeplan.planner import Plan
+from ridgeplan.roofline.device import GIB
 
 if TYPE_CHECKING:
     from ridgeplan.runtime import Engine, Statistics
@@ -46,7 +47,7 @@ def run(
     """Execute the plan in file PLAN, stream the text, and print what it took."""
     text = prompt_text(prompt, prompt_file)
     limit = min(DEFAULT_NEW_TOKENS, plan.workload.new_tokens) if max_new_tokens is None else max_new_tokens
-    # Importing torch takes seconds, so it waits until the plan's file is known to be good.
+    # Importing torch takes seconds, so the plan's file is checked first.
     from ridgeplan import runtime
 
     params = runtime.SamplingParams(**sampling)
@@ -74,13 +75,13 @@ def run(
 
 
 def text_decoder(engine: Engine) -> Callable[[list[int]], str]:
-    """Turns token ids into text, without the marks of a chat or of its end."""
+    """Turns token ids into text, without special tokens."""
     return partial(engine.tokenizer.decode, skip_special_tokens=True)
 
 
 def text_pieces(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
-    """The text of tokens as they come, held back while it ends inside a character."""
-    # The tokens of the last piece, with which some tokenizers join the next, then those that are held back.
+    """The text of tokens as they arrive, held back while it ends inside a character."""
+    # The tokens of the last piece, which some tokenizers join with the next, then those that are held back.
     window: list[int] = []
     last = 0
     for token in tokens:

@@ -1,4 +1,4 @@
-"""The process's streams and signals, made ready before a command runs."""
+"""Prepares the process's streams and signals before a command runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 def prepare_process() -> None:
-    """Characters that a stream cannot show become question marks, and SIGTERM ends a command as Ctrl-C does.
+    """Unencodable characters become question marks, and SIGTERM ends a command as Ctrl-C does.
 
-    Raises FileProblem where stdout is closed.
+    Raises FileProblem if stdout is closed.
     """
-    if sys.stdout is None:  # the interpreter found no open descriptor 1
+    if sys.stdout is None:  # descriptor 1 is closed
         raise FileProblem("stdout is closed; allowed: a terminal, a file or a pipe")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -26,5 +26,5 @@ def prepare_process() -> None:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    """Unwinds the command, so that it removes what it has half written."""
+    """Unwinds the command, so that it removes partly written files."""
     raise SystemExit(TERMINATED)

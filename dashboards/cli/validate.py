@@ -1,4 +1,4 @@
-"""`ridgeplan validate`: a plan's prediction against what running it measures."""
+"""`ridgeplan validate`: a plan's prediction against its measurement."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def validate(
     """
     calibrated = load_profile(profile) if profile else this_machine()
     limit = min(DEFAULT_NEW_TOKENS, plan.workload.new_tokens) if max_new_tokens is None else max_new_tokens
-    # Importing torch takes seconds, so it waits until the files are known to be good.
+    # Importing torch takes seconds, so the files are checked first.
     from ridgeplan.validate import validate_plan
     from ridgeplan.validate.agreement import plan_agreement
 
@@ -85,7 +85,7 @@ def validate(
 
 
 def print_comparison(title: str, comparison: Comparison) -> None:
-    """A table of predicted against measured."""
+    """Prints a table of predicted against measured."""
     workload = f"context {comparison.context}, {comparison.new_tokens} new tokens, batch {comparison.batch}"
     columns = ("", "predicted", "measured", "error")
     print_table(

@@ -1,6 +1,6 @@
 """Decode attention over quantized groups and a full-precision buffer, for one to sixteen queries per sequence.
 
-Not here: the codes themselves (kernels/kv_cache), and attention of prompts, which the runtime takes from torch.
+Not here: the codes themselves (kernels/kv_cache), and attention of prompts, for which the runtime uses torch.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.attention.cuda import find_kernel
 from ridgeplan.kernels.attention.reference import decode_attention_reference
-from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.kv_cache import require_lower, require_rows
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 
@@ -27,28 +27,28 @@ def decode_attention(
     splits: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Attention of a few queries per row -> [B, T, Hq, D] in q's dtype; rows that see nothing give zeros.
+    """Attention of a few queries per row -> [B, T, Hq, D] in q's dtype; rows without visible tokens give zeros.
 
     q: [B, T, Hq, D], T of 1..16. keys, values: [B, Hkv, C, D] in full precision, on CUDA in q's dtype. begin, end:
     int32 [B] on the device; query t of row b sees the slots begin[b] <= j < end[b] + t, so end[b] is one past the first
     query's own token. codes with groups (int32 [B]): every query also sees the row's first groups[b] quantized groups,
-    as INT8 when `lower`, else as INT4. scale: of the scores, by default D ** -0.5. splits: parts into which a row's
-    tokens are split on CUDA, by default as many as fill the GPU.
+    as INT8 when `lower`, else as INT4. scale: softmax scale, by default D ** -0.5. splits: number of splits of a row's
+    tokens on CUDA, by default enough to fill the GPU.
 
-    Query heads of one KV head and all T queries share a tile, so KV is read once. On CUDA the call may begin before
-    earlier kernels of the stream have ended, if those permit it (see `ridgeplan.kernels.device.launch`): q, keys and
-    values are read only after that, but begin, end, groups and codes at once. So a kernel that writes these must not
-    let the next kernel start early, and at least one more kernel should stand between.
+    Query heads of one KV head and all T queries share a tile, so KV is read once. On CUDA the kernel may start before
+    earlier kernels of the stream have ended, if those allow it (see `ridgeplan.kernels.device.launch`). It waits for
+    them before it reads q, keys and values, but not before begin, end, groups and codes. So a kernel that writes the
+    latter must not let the next kernel start early, and at least one other kernel should run in between.
 
-    Raises ValueError when heads do not divide, shapes disagree, lengths are not int32 [B], or `lower` is wanted of
-    codes that hold the upper plane only.
+    Raises ValueError when heads do not divide, shapes disagree, lengths are not int32 [B], or `lower` is set for codes
+    that hold the upper plane only.
     """
     _check(q, keys, values, codes, groups)
     require_rows(len(q), torch.int32, begin=begin, end=end, groups=groups)
     if codes is not None:
         require_lower(codes, lower)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if not uses_triton(backend, q):
+    if not uses_gpu_kernel(backend, q):
         return decode_attention_reference(q, keys, values, begin, end, codes, groups, lower, scale)
     kernel = find_kernel(q, keys, values, codes, lower, scale) if backend == "auto" else None
     if kernel is not None:

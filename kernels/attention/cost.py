@@ -1,6 +1,6 @@
-"""What decode attention declares that it costs, counted from the tensors it touches.
+"""Declared cost of decode attention, counted from its tensors.
 
-The model prices kernels by the formulas of `ridgeplan.roofline.ops`; a test holds both equal.
+The cost model uses the formulas of `ridgeplan.roofline.ops`; a test checks that both are equal.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def attention_cost(
 ) -> Cost:
     """Decode attention where each row sees `quantized_tokens` (whole groups) and `full_tokens` slots, merge included.
 
-    Lengths live on the device, so the caller says them.
+    Lengths are on the device, so the caller passes them.
     """
     attending = split_attention_cost(q, keys, codes, lower, quantized_tokens, full_tokens, splits)
     partial = torch.empty(*q.shape[:3], splits, q.shape[3], dtype=torch.float32, device="meta")
@@ -42,7 +42,7 @@ def split_attention_cost(
     full_tokens: int,
     splits: int,
 ) -> Cost:
-    """As `attention_cost` without the merge: each split writes a float32 partial and its log-sum-exp.
+    """Like `attention_cost`, without the merge: each split writes a float32 partial and its log-sum-exp.
 
     KV is read once, as all query heads of a KV head share a tile.
     """

@@ -101,7 +101,7 @@ class AttentionKernel:
             fuse_reduction=int(fused),
             scale=scale,
         )
-        # Copies of the lengths would be too new to be read before the wait.
+        # A copy just made is not yet visible before griddepcontrol.wait.
         early = all(length is None or length.is_contiguous() for length in given.values())
         with torch.cuda.device(q.device):
             launch_with_pdl(self.attend, (ctas, 1, 1), (THREADS, 1, 1), params, shared_bytes, early=early)

@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 
 
 def merge(partial: Tensor, lse: Tensor, dtype: torch.dtype, *, backend: Backend = "auto") -> Tensor:
     """Softmax-weighted sum of splits: partial float32 [..., splits, D], lse [..., splits] -> [..., D].
 
     A partial is normalized over its own tokens, and lse is the natural logarithm of its sum of exponentials. An empty
-    split has lse -inf and weight 0, and its partial is not read; where all splits are empty the result is 0.
+    split has lse -inf and weight 0, and its partial is not read; if all splits are empty, the result is 0.
     """
-    if not uses_triton(backend, partial):
+    if not uses_gpu_kernel(backend, partial):
         return merge_reference(partial, lse, dtype)
     from ridgeplan.kernels.attention.merge_triton import merge_triton
 

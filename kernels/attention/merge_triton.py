@@ -14,7 +14,7 @@ CHUNK = 16  # splits whose partials are in flight together
 def _merge_kernel(partial, lse, out, splits, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     channels = tl.arange(0, HEAD_DIM)
-    row_max = -3.0e38  # finite, so that differences of two are numbers where all splits are empty
+    row_max = -3.0e38  # finite, so that the difference of two is no NaN if all splits are empty
     row_sum = 0.0
     acc = tl.zeros([HEAD_DIM], tl.float32)
     for start in range(0, splits, CHUNK):
@@ -23,7 +23,7 @@ def _merge_kernel(partial, lse, out, splits, HEAD_DIM: tl.constexpr, CHUNK: tl.c
         new_max = tl.maximum(row_max, tl.max(split_lse, 0))
         rescale = tl.exp(row_max - new_max)
         weights = tl.exp(split_lse - new_max)
-        # An empty split has not written its partial, so that must not be read.
+        # An empty split has not written its partial, which must not be read.
         part = (row * splits + at)[:, None] * HEAD_DIM + channels[None, :]
         part = tl.load(partial + part, mask=(split_lse > float("-inf"))[:, None], other=0.0)
         acc = acc * rescale + tl.sum(weights[:, None] * part, 0)

@@ -1,8 +1,8 @@
-"""Decode attention in plain torch: the reference of the kernels, and what runs on CPUs.
+"""Decode attention in plain torch: the kernels' reference, and the CPU implementation.
 
-As in the kernels, scales and minima stay outside the dot products: codes become floats once and are never dequantized
-one by one. With x = step * code + zero, the scores of a group's keys are (q * step) . code + q . zero, and its values
-contribute (p * step) . code + p . zero.
+As in the kernels, scales and minima are applied outside the dot products, so codes are not dequantized one by one.
+With x = step * code + zero, the scores of a group's keys are (q * step) . code + q . zero, and its values contribute
+(p * step) . code + p . zero.
 """
 
 import torch
@@ -31,7 +31,7 @@ def decode_attention_reference(
     starts, ends = begin.tolist(), end.tolist()
     visible = groups.tolist() if groups is not None else [0] * batch
     for b in range(batch):
-        # Rows of one KV head: its query heads times the queries, the queries innermost.
+        # Rows of one KV head: its query heads x the queries, with the queries innermost.
         rows = (q[b].float() * scale).view(queries, kv_heads, ratio, head_dim).permute(1, 2, 0, 3)
         rows = rows.reshape(kv_heads, ratio * queries, head_dim)
         span = slice(starts[b], max(starts[b], min(ends[b] + queries - 1, capacity)))
@@ -61,7 +61,7 @@ def _attend(rows: Tensor, scores: Tensor, values: Tensor, quantized: "_Quantized
         scores = torch.cat([front, scores], dim=-1)
     if scores.shape[-1] == 0:
         return torch.zeros_like(rows)
-    # The finite floor gives rows that see nothing a weight of exp(-inf) = 0 instead of NaN.
+    # The finite floor gives rows without visible tokens a weight of exp(-inf) = 0 instead of NaN.
     row_max = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
     weights = torch.exp(scores - row_max)
     out = weights[..., count:] @ values
@@ -71,7 +71,7 @@ def _attend(rows: Tensor, scores: Tensor, values: Tensor, quantized: "_Quantized
 
 
 class _QuantizedRow:
-    """The first `groups` quantized groups of a batch row: products of their keys and values with all heads' rows."""
+    """The first `groups` quantized groups of a batch row: products of all heads' rows with keys and values."""
 
     def __init__(self, codes: QuantizedKV, row: int, groups: int, lower: bool) -> None:
         self.codes, self.lower, self.at = codes, lower, (row, slice(None), slice(groups))

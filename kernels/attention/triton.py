@@ -22,12 +22,12 @@ from ridgeplan.roofline.execution import choose_splits
 
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
-MAX_ROWS = 128  # query rows of one tile; beyond (wide MQA with many queries) further tiles read KV again
+MAX_ROWS = 128  # query rows per tile; with more (wide MQA with many queries) further tiles read KV again
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Launch parameters: full-precision slots of a block, warps of a 16-row tile, pipeline stages."""
+    """Launch parameters: full-precision slots per block, warps per 16-row tile, pipeline stages."""
 
     block: int
     warps: int
@@ -43,16 +43,16 @@ CONFIGS = {
     (128, 4): TileConfig(64, 4, 3),
     (128, 8): TileConfig(64, 4, 3),
 }
-DEFAULT_CONFIG = TileConfig(32, 4, 1)  # also float32, whose wide tiles leave no shared memory to pipeline
+DEFAULT_CONFIG = TileConfig(32, 4, 1)  # also for float32, whose wide tiles leave no shared memory for a pipeline
 
 
 @triton.jit
 def _split_range(blocks, split, splits):
-    """Half-open range of the blocks of one split; those of a row differ by one block at most."""
+    """Half-open range of the blocks of one split; splits of a row differ by at most one block."""
     return blocks * split // splits, blocks * (split + 1) // splits
 
 
-# What changes within a generation (cache sizes, splits) must not cause another compilation.
+# Arguments that change within a generation (cache sizes, splits) must not trigger recompilation.
 @triton.jit(launch_metadata=attention_metadata, do_not_specialize=["scale", "capacity", "group_capacity", "splits"])
 def _attention_kernel(
     q, keys, values, begin, end, groups, partial, lse, scale, capacity, group_capacity, splits,
@@ -114,7 +114,7 @@ def _attention_kernel(
 
 @cache
 def _num_sms(device: torch.device) -> int:
-    # Triton's interpreter has no SMs; with a few of them it has splits to test.
+    # Triton's interpreter has no SMs; pretending to have a few tests several splits.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 

@@ -11,8 +11,8 @@ from ridgeplan.kernels.device.nibbles_triton import INTERPRETED, centred_affine,
 
 @triton.jit
 def _dot(a, b, acc):
-    # The interpreter multiplies the bit patterns of bf16 (triton-lang/triton#11584); float32 products of
-    # 16-bit operands are exact, so widening there changes nothing else.
+    # The interpreter multiplies the bit patterns of bf16 (triton-lang/triton#11584). Float32 products of 16-bit
+    # operands are exact, so widening them there changes nothing else.
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -47,7 +47,7 @@ def quantized_block(
     BITS: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Adds group `at` (flat over batch, head, group) to the online softmax; all of it is visible."""
+    """Adds group `at` (flat over batch, head, group) to the online softmax; all its tokens are visible."""
     HALF_GROUP: tl.constexpr = GROUP // 2
     HALF_DIM: tl.constexpr = HEAD_DIM // 2
     channels = tl.arange(0, HALF_DIM)
@@ -56,7 +56,7 @@ def quantized_block(
     step0, zero0 = centred_affine(tl.load(key_scale + pair), tl.load(key_min + pair), BITS)
     pair += HALF_DIM
     step1, zero1 = centred_affine(tl.load(key_scale + pair), tl.load(key_min + pair), BITS)
-    # One reduction each for bias, maximum and sum: rows cross the warps, so each costs barriers.
+    # Only one reduction each for bias, maximum and sum: rows span warps, so every reduction needs barriers.
     bias = tl.sum(q_first * (zero0 * scale)[None, :] + q_second * (zero1 * scale)[None, :], 1)
     scaled0 = (q_first * (step0 * scale)[None, :]).to(dtype)
     scaled1 = (q_second * (step1 * scale)[None, :]).to(dtype)
@@ -102,7 +102,7 @@ def full_block(
     value_stride,
     HEAD_DIM: tl.constexpr,
 ):
-    """Adds the full-precision `slots` [BLOCK] below `last`; a row sees those below its own `limit`."""
+    """Adds the full-precision `slots` [BLOCK] below `last`; a row attends to those below its own `limit`."""
     channels = tl.arange(0, HEAD_DIM)
     inside = slots < last
     far = slots.to(tl.int64)[:, None]
@@ -111,7 +111,7 @@ def full_block(
     scores = _dot(q, tl.trans(tile.to(q.dtype)), scores) * scale
     scores = tl.where((slots[None, :] < limit[:, None]) & inside[None, :], scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
-    # A row that has seen nothing yet keeps row_max = -inf; with 0 in its place p is 0, not NaN.
+    # A row without any token so far has row_max = -inf; using 0 instead makes p 0, not NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     rescale = tl.exp2(row_max - shift)
     p = tl.exp2(scores - shift[:, None])

@@ -1,4 +1,4 @@
-"""What kernels share: choice of a backend, compilation, launches, PTX, unpacking of nibbles, the device's clock.
+"""Shared by all kernels: choice of a backend, compilation, launches, PTX, unpacking of nibbles, the device's clock.
 
-Not here: anything that computes a part of a model.
+Not here: operations of a model.
 """

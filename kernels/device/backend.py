@@ -1,4 +1,4 @@
-"""Choice between a Triton kernel and its plain-torch reference."""
+"""Which implementation a call runs: a GPU kernel (CUDA C++ or Triton) or its plain-torch reference."""
 
 import os
 from functools import cache
@@ -15,11 +15,12 @@ def _triton_installed() -> bool:
     return find_spec("triton") is not None
 
 
-def uses_triton(backend: Backend, tensor: Tensor) -> bool:
-    """Whether a call on `tensor` runs the Triton kernel: with "auto" on CUDA, with "triton" also in the interpreter.
+def uses_gpu_kernel(backend: Backend, tensor: Tensor) -> bool:
+    """Whether a call on `tensor` runs a kernel instead of the reference.
 
-    Raises ValueError for "triton" with a CPU tensor outside Triton's interpreter, and for a name
-    that is no backend.
+    "auto" does so on CUDA, in CUDA C++ where a kernel fits the call, else in Triton. "triton" always runs Triton's, on
+    a CPU in its interpreter; "reference" never runs a kernel.
+    Raises ValueError for "triton" with a CPU tensor outside Triton's interpreter, and for an unknown backend.
     """
     if backend == "auto":
         return tensor.is_cuda and _triton_installed()

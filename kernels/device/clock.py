@@ -1,15 +1,15 @@
-"""Timestamps of the device in stream order, which time the parts of a captured graph."""
+"""Device timestamps in stream order, to time the parts of a captured graph."""
 
 import time
 
 from torch import Tensor
 
-from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 
 
 def stamp(out: Tensor, index: int, *, backend: Backend = "auto") -> None:
-    """Writes the time in nanoseconds, from a fixed origin, to out[index], int64, once all earlier work is done."""
-    if not uses_triton(backend, out):
+    """Writes the time in nanoseconds since a fixed origin to out[index], int64, once all earlier work is done."""
+    if not uses_gpu_kernel(backend, out):
         out[index] = time.perf_counter_ns()
         return
     from ridgeplan.kernels.device.clock_triton import stamp_triton

@@ -6,7 +6,7 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 
-# Every other int64 is aligned to 16 bytes; specializing on that would compile the kernel twice.
+# Every second int64 is aligned to 16 bytes; specializing on alignment would compile the kernel twice.
 @triton.jit(do_not_specialize_on_alignment=["out"])
 def _stamp_kernel(out):
     tl.store(out, globaltimer())

@@ -1,4 +1,4 @@
-"""Arguments of CUDA C++ kernels: one structure per kernel, laid out alike here and in the kernel's params.cuh."""
+"""Arguments of CUDA C++ kernels: one structure per kernel, with the same layout here and in its params.cuh."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ INT_RANGE = range(-(1 << 31), 1 << 31)
 
 
 class KernelParams(ctypes.Structure):
-    """Base of the structures: `_fields_` of a subclass lists what the C++ struct of the same name has.
+    """Base of the structures: `_fields_` of a subclass lists the fields of the C++ struct of the same name.
 
-    Fields are given by name, and all of them: tensors go as pointers, None as a null pointer. Raises TypeError when
-    a field is missing or unknown, ValueError for an integer beyond 32 bits, of which ctypes would take the lower half.
+    All fields are passed by name: tensors become pointers, None a null pointer. Raises TypeError when a field is
+    missing or unknown, and ValueError for an integer beyond 32 bits, which ctypes would truncate.
     """
 
     def __init__(self, **values: Tensor | ctypes.Structure | float | None) -> None:
@@ -34,9 +34,9 @@ def _c_value(name: str, value: Tensor | ctypes.Structure | float | None) -> Any:
 
 
 def layout_assertions(params: type[ctypes.Structure]) -> str:
-    """C++ that does not compile unless the struct named like `params` has its size and the offset of each field.
+    """C++ assertions that the struct named like `params` has the same size and field offsets.
 
-    `__INTADDR__` is what the front end of NVIDIA's compilers makes of `offsetof`, for which NVRTC has no header.
+    NVRTC has no header for `offsetof`; `__INTADDR__` is what the front end of NVIDIA's compilers turns it into.
     """
     name = params.__name__
     lines = [f'static_assert(sizeof({name}) == {ctypes.sizeof(params)}, "size of {name}");']
@@ -47,7 +47,7 @@ def layout_assertions(params: type[ctypes.Structure]) -> str:
 
 
 def _offsets(params: type[ctypes.Structure], outer: str = "", base: int = 0) -> Iterator[tuple[str, int]]:
-    """Every field and its offset in bytes; fields of structures in it as `outer.inner`."""
+    """Every field and its offset in bytes; fields of nested structures as `outer.inner`."""
     for name, kind, *_ in params._fields_:
         offset = base + getattr(params, name).offset
         yield outer + name, offset

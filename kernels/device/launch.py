@@ -1,16 +1,16 @@
 """Launch of compiled CUDA kernels with programmatic dependent launch (PDL).
 
 With PDL (CUDA C++ Programming Guide), once every CTA of a kernel has executed `griddepcontrol.launch_dependents` or
-ended, CTAs of the next kernel start where SMs have room. They do what depends on nothing that was just written, for
-example fetch the first bytes of a weight, and read earlier results only after `griddepcontrol.wait`. In a captured
-graph it is an edge of its own kind.
+ended, CTAs of the next kernel start where SMs have room. They first do independent work, for example fetch the first
+bytes of a weight, and read earlier results only after `griddepcontrol.wait`. In a captured graph, PDL is a separate
+type of edge.
 
 Rules for every kernel launched this way, and for Triton's with `launch_pdl=True`:
-- All threads that read what another kernel wrote, or write anything, wait first. A chain of such kernels is then
-  ordered as usual, since a kernel ends only after the ones before it.
-- Before the wait a kernel reads only what is constant during a round: weights, and codes of the cache. Kernels that
-  write those never let the next one start early, and another kernel stands between: the next kernel may start when all
-  CTAs of a kernel have ended, but what they wrote is only guaranteed to be visible after its wait.
+- All threads that read other kernels' results, or write anything, wait first. A chain of such kernels is then ordered
+  as usual, since a kernel ends only after the ones before it.
+- Before the wait, a kernel reads only data that is constant during a round: weights, and codes of the cache. Kernels
+  that write such data never let the next one start early, and another kernel runs in between: a kernel may start when
+  all CTAs of the one before have ended, but their writes are only guaranteed to be visible after its wait.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def launch_with_pdl(
     *,
     early: bool = True,
 ) -> None:
-    """Launches a kernel of `compile_kernel` on the current stream, `params` being its one argument.
+    """Launches a kernel of `compile_kernel` on the current stream, with `params` as its only argument.
 
-    early: the kernel may start before the one before it has ended, if that one permits; False where what it reads
-    before it waits was written only now. Raises RuntimeError when the driver refuses.
+    early: the kernel may start before the previous one has ended, if that one allows it; False if data that it reads
+    before its wait has only just been written. Raises RuntimeError when the driver refuses.
     """
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
     attribute = LaunchAttribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=int(early))

@@ -1,4 +1,4 @@
-"""The cost of a Triton kernel as launch hooks get it, in the keys that `triton.profiler` reads."""
+"""A Triton kernel's cost as launch metadata, with the keys that `triton.profiler` reads."""
 
 from typing import Any
 
@@ -8,5 +8,5 @@ from ridgeplan.roofline.cost import Cost
 
 
 def launch_metadata(name: str, cost: Cost, operand: Tensor) -> dict[str, Any]:
-    """Name, bytes, and flops under a key with the bits of the operand."""
+    """Name, bytes, and flops under a key that names the operand's bits."""
     return {"name": name, f"flops{8 * operand.element_size()}": cost.flops, "bytes": cost.bytes}

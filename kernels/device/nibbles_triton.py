@@ -1,7 +1,7 @@
 """Unpacking of 4-bit codes inside Triton kernels, centred so that both dot products of attention stay accurate.
 
-Centred codes (U - 8, or 16 (U - 8) + L) are exact in bf16 and nearly cancel in a sum; with others the result would be
-the difference of two large sums.
+Centred codes (U - 8, or 16 (U - 8) + L) are exact in bf16 and nearly cancel in a sum. Otherwise the result would be the
+difference of two large sums.
 """
 
 import os
@@ -9,12 +9,12 @@ import os
 import triton
 import triton.language as tl
 
-# Decided, like Triton's own choice, when the kernels are decorated.
+# Read when the kernels are decorated, as Triton itself does.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
-# Four packed bytes -> four low and four high nibbles in bf16, minus 8. A byte n below the byte 0x43 is the
-# bf16 number 128 + n, so one byte permutation converts two codes; adding -136 (0xC308) centres them exactly.
-# Conversions from integers to floats would more than double the instructions of the whole kernel.
+# Four packed bytes -> four low and four high nibbles in bf16, minus 8. The bytes 0x43, n are the bf16 number 128 + n,
+# so one byte permutation converts two codes; adding -136 (0xC308) centres them exactly. Integer-to-float conversions
+# would more than double the instructions of the whole kernel.
 NIBBLES_TO_BF16 = tl.constexpr("""{
 .reg .b32 low, high, one, centre;
 mov.b32 one, 0x3F803F80;

@@ -14,7 +14,7 @@ SOURCES = Path(__file__).parents[1]
 
 
 def program(source: str, params: type[ctypes.Structure]) -> str:
-    """The translation unit of a kernel: its file, relative to this package, and a check of its arguments' layout."""
+    """The translation unit of a kernel: its file, relative to this package, and checks of its parameters' layout."""
     return f'#include "{source}"\n{layout_assertions(params)}\n'
 
 
@@ -28,7 +28,7 @@ def compile_kernel(
 ) -> Any | None:
     """The kernel `entry`, which may be launched with up to `shared_bytes` of dynamic shared memory.
 
-    None where it does not compile or load, after a warning that begins with `fallback`: what that means for users.
+    None if it does not compile or load, after a warning that begins with `fallback`, which says what runs instead.
     """
     try:
         with torch.cuda.device(device):

@@ -6,9 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def pdl_launch_dependents_and_wait(PDL: tl.constexpr):
-    """Lets the next kernel start, and waits until earlier ones have ended: the first thing in a kernel.
+    """Lets the next kernel start, and waits until earlier ones have ended; called first in a kernel.
 
-    PDL and the option launch_pdl come from `ridgeplan.kernels.device.launch.pdl_options`.
+    `ridgeplan.kernels.device.launch.pdl_options` sets PDL and the option launch_pdl.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

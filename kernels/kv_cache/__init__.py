@@ -1,12 +1,12 @@
-"""The hierarchical 4-bit KV cache: its layout, quantization of whole groups and the way back, the shift of the buffer.
+"""The hierarchical 4-bit KV cache: layout, quantization and dequantization of whole groups, shift of the buffer.
 
-Not here: attention to it (kernels/attention), and when groups are quantized (runtime/kv).
+Not here: attention over it (kernels/attention), and when groups are quantized (runtime/kv).
 """
 
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.quantize_cuda import find_kernel
 from ridgeplan.kernels.kv_cache.reference import dequantize_reference, quantize_reference
@@ -28,15 +28,15 @@ def quantize(
     and group, values one per token. group_index: int32 [B] on the device, the first of the n groups to write in each
     row. mask: bool [B] or None; rows that are False stay as they are, so that a captured CUDA graph can flush
     conditionally. first_slot: int32 [B] on the device, or None; with it keys and values may have any length, and
-    one group of each row is written, which begins at that slot.
+    one group of each row is written, starting at that slot.
 
-    Raises ValueError when the tokens are not whole groups, when shapes disagree with `out`, and when group_index, mask
-    or first_slot has another dtype or shape.
+    Raises ValueError when the tokens are not whole groups, when shapes disagree with `out`, and for a wrong dtype or
+    shape of group_index, mask or first_slot.
     """
     _check(keys, values, out, whole_groups=first_slot is None)
     require_rows(out.batch, torch.int32, group_index=group_index, first_slot=first_slot)
     require_rows(out.batch, torch.bool, mask=mask)
-    if not uses_triton(backend, keys):
+    if not uses_gpu_kernel(backend, keys):
         quantize_reference(keys, values, out, group_index, mask, first_slot)
         return
     kernel = find_kernel(keys, values, out) if backend == "auto" else None
@@ -53,10 +53,10 @@ def dequantize(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values [B, Hkv, groups * G, D] of `codes` in `dtype`: INT8 when `lower`, else INT4.
 
-    Raises ValueError when `lower` is wanted of codes that hold the upper plane only.
+    Raises ValueError when `lower` is set for codes that hold the upper plane only.
     """
     require_lower(codes, lower)
-    if not uses_triton(backend, codes.key_upper):
+    if not uses_gpu_kernel(backend, codes.key_upper):
         return dequantize_reference(codes, lower, dtype)
     from ridgeplan.kernels.kv_cache.dequantize_triton import dequantize_triton
 
@@ -64,13 +64,13 @@ def dequantize(
 
 
 def require_lower(codes: QuantizedKV, lower: bool) -> None:
-    """Raises ValueError when lower codes are wanted of a cache that holds upper codes only."""
+    """Raises ValueError when lower codes are requested of a cache that holds upper codes only."""
     if lower and codes.planes == 1:
         raise ValueError("lower=True needs lower codes, this QuantizedKV holds the upper plane only")
 
 
 def require_rows(batch: int, dtype: torch.dtype, **tensors: Tensor | None) -> None:
-    """Raises ValueError for a tensor that is not `dtype` [batch]: CUDA C++ kernels get bare pointers."""
+    """Raises ValueError for a tensor that is not `dtype` [batch]; CUDA C++ kernels cannot check their pointers."""
     for name, tensor in tensors.items():
         if tensor is not None and (tensor.dtype != dtype or tensor.shape != (batch,)):
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; allowed: {dtype} [{batch}]")

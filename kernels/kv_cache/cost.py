@@ -1,7 +1,7 @@
-"""The declared costs of quantization and dequantization, counted from the tensors that the kernels touch.
+"""Declared costs of quantization and dequantization, counted from the kernels' tensors.
 
-The roofline prices kernels by the formulas of `ridgeplan.roofline.ops`; a test holds both equal, so that no change of
-the layout or of a formula goes unnoticed. The `*_metadata` functions give the same numbers to Triton's launch hooks, as
+The cost model uses the formulas of `ridgeplan.roofline.ops`; a test checks that both are equal, so a change of the
+layout or of a formula is noticed. The `*_metadata` functions pass the same numbers to Triton's launch hooks, as
 `triton.profiler` reads them.
 """
 
@@ -15,11 +15,11 @@ from ridgeplan.kernels.device.launch_metadata import launch_metadata
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.roofline.cost import Cost
 
-ENCODE_FLOPS = 6  # minimum, maximum, difference, division and two roundings of each element
+ENCODE_FLOPS = 6  # per element: minimum, maximum, difference, division and two roundings
 
 
 def group_bytes(codes: QuantizedKV, planes: int) -> int:
-    """Bytes of one group of one KV head: `planes` planes of codes, scales and minima, keys and values."""
+    """Bytes of one group of one KV head: `planes` planes of codes, with scales and minima, for keys and values."""
     upper = (codes.key_upper, codes.value_upper)
     pairs = (codes.key_scale, codes.key_min, codes.value_scale, codes.value_min)
     whole = planes * sum(tensor.nbytes for tensor in upper) + sum(tensor.nbytes for tensor in pairs)
@@ -37,7 +37,7 @@ def quantize_cost(keys: Tensor, values: Tensor, out: QuantizedKV) -> Cost:
 
 
 def dequantize_cost(codes: QuantizedKV, lower: bool, element_bytes: int) -> Cost:
-    """All of `codes` back to keys and values of `element_bytes` per element: one multiply-add each."""
+    """Dequantization of all `codes` to `element_bytes` per element: one multiply-add each."""
     groups = codes.batch * codes.kv_heads * codes.groups
     elements = 2 * groups * codes.group * codes.head_dim
     return Cost(2 * elements, groups * group_bytes(codes, 2 if lower else 1), elements * element_bytes)

@@ -1,6 +1,6 @@
 """Memory layout of one layer's hierarchical KV cache: two planes of 4-bit codes with 16-bit scales.
 
-B batch rows, Hkv KV heads, G tokens of a group, D head_dim:
+B batch rows, Hkv KV heads, G tokens per group, D head_dim:
 
     key_upper, key_lower      uint8   [B, Hkv, groups, G, D/2]   channel j low nibble, channel j + D/2 high
     key_scale, key_min        float16 [B, Hkv, groups, D]        one pair per channel and group
@@ -21,10 +21,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class QuantizedKV:
-    """Codes, scales and minima of one layer (shapes above). The lower planes are None where only drafts read the codes.
+    """Codes, scales and minima of one layer (shapes above). The lower planes are None if only drafts read the codes.
 
     Source: QuantSpec sec. 4.2 (upper codes asymmetric, lower codes the residual in steps of scale / 16).
-    Raises ValueError for tensors that are not contiguous: the kernels compute one flat offset per group.
+    Raises ValueError for tensors that are not contiguous, as the kernels compute flat offsets.
     """
 
     key_upper: Tensor
@@ -55,7 +55,7 @@ class QuantizedKV:
         device: torch.device | str,
         lower: bool,
     ) -> "QuantizedKV":
-        """Zero-filled storage for `groups` groups of `group` tokens per row; `lower` adds the INT8 planes.
+        """Zero-filled storage for `groups` groups of `group` tokens per row; `lower` adds the lower planes.
 
         Raises ValueError for an odd `group` or `head_dim`: two codes share a byte.
         """
@@ -80,34 +80,34 @@ class QuantizedKV:
         )
 
     def rows(self, rows: slice) -> "QuantizedKV":
-        """The codes of some rows of the batch, without a copy."""
+        """A view of the codes of some rows of the batch."""
         whole: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         part: dict[str, Any] = {name: tensor if tensor is None else tensor[rows] for name, tensor in whole.items()}
         return QuantizedKV(**part)
 
     @property
     def batch(self) -> int:
-        """Rows: sequences, of all layers where those are stored together."""
+        """Rows: sequences, times layers where those are stored together."""
         return self.key_upper.shape[0]
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of KV heads."""
         return self.key_upper.shape[1]
 
     @property
     def groups(self) -> int:
-        """Groups that a row can hold."""
+        """Capacity of a row, in groups."""
         return self.key_upper.shape[2]
 
     @property
     def group(self) -> int:
-        """Tokens of one group."""
+        """Tokens per group."""
         return self.key_upper.shape[3]
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head."""
+        """Channels per head."""
         return self.key_scale.shape[3]
 
     @property

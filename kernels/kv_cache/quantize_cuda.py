@@ -22,9 +22,9 @@ from ridgeplan.kernels.kv_cache.quantized_planes import QuantizedPlanes, key_pla
 SOURCE, ENTRY = "kv_cache/csrc/quantize.cu", "quantize"
 GROUP = 128
 HEAD_DIMS = (64, 128)
-STREAMS = 16  # tokens that a CTA reads at once, by HEAD_DIM / 8 threads each
-ALIGNMENT = 8  # elements of 16 bytes: what a lane loads at once
-MAX_GROUPS = 65535  # CTAs of the grid's second axis
+STREAMS = 16  # tokens that a CTA reads at once, with HEAD_DIM / 8 threads each
+ALIGNMENT = 8  # elements per 16 bytes, which a lane loads at once
+MAX_GROUPS = 65535  # largest second dimension of a grid
 STRIDES = [f"{x}_{axis}stride" for x in ("key", "value") for axis in ("batch_", "head_", "")]
 
 
@@ -75,10 +75,10 @@ class QuantizeKernel:
 
 
 def find_kernel(keys: Tensor, values: Tensor, out: QuantizedKV) -> QuantizeKernel | None:
-    """The kernel that computes this call, or None: then Triton's does.
+    """The kernel for this call, or None if Triton's must run.
 
     It needs Hopper or newer (where it was measured), groups of 128, head_dim 64 or 128, one 16-bit dtype, and rows
-    that 16-byte loads can read.
+    aligned to 16 bytes.
     """
     if not keys.is_cuda or torch.version.cuda is None or torch.cuda.get_device_capability(keys.device) < (9, 0):
         return None
@@ -98,7 +98,7 @@ def options(head_dim: int, planes: int, bf16: bool) -> list[str]:
 
 @cache
 def _compiled(head_dim: int, planes: int, bf16: bool, device: torch.device) -> QuantizeKernel | None:
-    """None, with one warning, where the kernel does not compile."""
+    """None, with one warning, if the kernel does not compile."""
     fallback = "the CUDA quantization kernel does not compile, Triton's runs instead"
     text = program(SOURCE, QuantizeParams)
     kernel = compile_kernel(text, ENTRY, options(head_dim, planes, bf16), device, fallback=fallback)

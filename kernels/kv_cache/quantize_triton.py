@@ -8,8 +8,8 @@ from ridgeplan.kernels.kv_cache.cost import quantize_metadata
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 
 WARPS = 4
-# Adding 1.5 * 2 ** 23 leaves the nearest integer (ties to even) in the low bits of a float32: two additions instead of
-# conversions between floats and integers, which run at an eighth of their rate.
+# Adding 1.5 * 2 ** 23 leaves the nearest integer (ties to even) in the low bits of a float32. Two additions replace
+# conversions between floats and integers, which have an eighth of their throughput.
 ROUNDER = tl.constexpr(12582912.0)
 
 
@@ -115,7 +115,7 @@ def _quantize_kernel(
     kv_head = flat % KV_HEADS
     block = tl.program_id(1).to(tl.int64)
     group = tl.load(group_index + batch) + block
-    # The group is only known on the device: one past the end must not write into the next row.
+    # The group is only known on the device; one past the end must not write into the next row.
     active = group < group_capacity
     if mask is not None:
         active = active & (tl.load(mask + batch) != 0)

@@ -1,4 +1,4 @@
-"""How CUDA C++ kernels take the tensors of a QuantizedKV (csrc/quantized_kv_params.cuh)."""
+"""The tensors of a QuantizedKV as parameters of CUDA C++ kernels (csrc/quantized_kv_params.cuh)."""
 
 import ctypes
 
@@ -13,14 +13,14 @@ class QuantizedPlanes(KernelParams):
 
 
 def key_planes(codes: QuantizedKV | None) -> QuantizedPlanes:
-    """Those of the keys; null pointers for lower codes that are not there, and where there are no codes at all."""
+    """The planes of the keys; null pointers for missing lower codes, or if there are no codes."""
     if codes is None:
         return QuantizedPlanes(upper=None, lower=None, scale=None, minimum=None)
     return QuantizedPlanes(upper=codes.key_upper, lower=codes.key_lower, scale=codes.key_scale, minimum=codes.key_min)
 
 
 def value_planes(codes: QuantizedKV | None) -> QuantizedPlanes:
-    """Those of the values, likewise."""
+    """The planes of the values, likewise."""
     if codes is None:
         return QuantizedPlanes(upper=None, lower=None, scale=None, minimum=None)
     return QuantizedPlanes(

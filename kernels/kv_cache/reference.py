@@ -1,4 +1,4 @@
-"""Hierarchical quantization in plain torch: the reference of the kernels, and the definition of the number format.
+"""Hierarchical quantization in plain torch: the kernels' reference, and the definition of the number format.
 
 QuantSpec sec. 4.2: x ~ scale * U + minimum with upper codes U in 0..15 (INT4), and x ~ scale * (U + L/16) + minimum
 with lower codes L in -8..7 (INT8). The residual is computed in float32 from the stored scale and minimum, which are
@@ -14,12 +14,12 @@ from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 def encode(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes of `x` with one scale and minimum along `dim`: upper, lower (uint8, shaped as x), scale, minimum (float16).
 
-    Products with the reciprocal of the scale, rounded to the nearest integer, ties to even, as GPUs do fast.
+    Multiplies by the reciprocal of the scale and rounds to the nearest integer, ties to even, which GPUs do fast.
     """
     x = x.float()
     low, high = x.aminmax(dim=dim, keepdim=True)
     scale, minimum = ((high - low) * (1 / 15)).half(), low.half()
-    # A constant range has scale 0 and decodes to its minimum; dividing by 1 instead keeps positions finite.
+    # A constant range has scale 0 and decodes to its minimum; dividing by 1 instead keeps the quotients finite.
     step = torch.where(scale == 0, 1.0, scale.float())
     position = (x - minimum.float()) * (1 / step)
     upper = position.round().clamp(0, 15)
@@ -28,13 +28,13 @@ def encode(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """4-bit codes [..., n] to bytes [..., n/2]: the first half in the low nibbles, the second in the high."""
+    """Packs 4-bit codes [..., n] into bytes [..., n/2]: the first half in the low nibbles, the second in the high."""
     first, second = codes.chunk(2, dim=-1)
     return first | (second << 4)
 
 
 def unpack(upper: Tensor, lower: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Both halves of a packed axis as float32 codes: 0..15 of `upper`, or 0..255 of upper * 16 + lower."""
+    """Both halves of a packed axis as float32 codes: 0..15 from `upper`, or 0..255 as upper * 16 + lower."""
     if lower is None:
         return (upper & 15).float(), (upper >> 4).float()
     return ((upper << 4) | (lower & 15)).float(), ((upper & 240) | (lower >> 4)).float()
@@ -62,7 +62,7 @@ def quantize_reference(
         rows = torch.arange(keys.shape[0], device=keys.device)
     else:
         rows = mask.nonzero().squeeze(1)
-        keys, values = keys[rows], values[rows]  # most rounds flush few rows: only those are encoded
+        keys, values = keys[rows], values[rows]  # most rounds flush few rows; only those are encoded
     if first_slot is not None:
         slots = first_slot.long()[rows, None] + torch.arange(out.group, device=keys.device)
         slots = slots[:, None, :, None].expand(-1, out.kv_heads, -1, out.head_dim)
@@ -71,7 +71,7 @@ def quantize_reference(
     written = group_index.long()[rows, None] + torch.arange(keys.shape[2] // out.group, device=keys.device)
 
     def write(target: Tensor | None, codes: Tensor) -> None:
-        if target is not None:  # indexing by two lists puts [rows, groups] in front of the KV heads
+        if target is not None:  # indexing with two lists puts [rows, groups] before the KV heads
             target[rows[:, None], :, written] = codes.transpose(1, 2)
 
     upper, lower, scale, minimum = encode(keys.unflatten(2, blocks), dim=3)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.roofline.cost import Cost
 
 
@@ -10,8 +10,8 @@ def shift_slots(keys: Tensor, values: Tensor, group: int, mask: Tensor, *, backe
     """Moves slots `group`, `group` + 1, ... of rows where `mask` is True to slots 0, 1, ..., in place.
 
     keys, values: [B, Hkv, slots, D], any strides with contiguous channels. mask: bool [B] on the device, so that a
-    captured CUDA graph can flush conditionally (QuantSpec sec. 4.3.2). The last `group` slots keep what they held.
-    Raises ValueError when shapes disagree, and for a group of no slots or of more than the buffer has.
+    captured CUDA graph can flush conditionally (QuantSpec sec. 4.3.2). The last `group` slots keep their contents.
+    Raises ValueError when shapes disagree, and for a group of 0 slots or of more than the buffer has.
     """
     if keys.shape != values.shape or mask.shape != keys.shape[:1]:
         raise ValueError(
@@ -20,7 +20,7 @@ def shift_slots(keys: Tensor, values: Tensor, group: int, mask: Tensor, *, backe
         )
     if not 0 < group <= keys.shape[2]:
         raise ValueError(f"group is {group}; allowed: 1 to the {keys.shape[2]} slots of the buffer")
-    if not uses_triton(backend, keys):
+    if not uses_gpu_kernel(backend, keys):
         shift_slots_reference(keys, values, group, mask)
         return
     from ridgeplan.kernels.kv_cache.shift_triton import shift_slots_triton
@@ -29,7 +29,7 @@ def shift_slots(keys: Tensor, values: Tensor, group: int, mask: Tensor, *, backe
 
 
 def shift_slots_reference(keys: Tensor, values: Tensor, group: int, mask: Tensor) -> None:
-    """The same in plain torch. Only rows that move are read: in most rounds they are few."""
+    """The same in plain torch. Only rows that move are read, which are few in most rounds."""
     rows = mask.nonzero().squeeze(1)
     for store in (keys, values):
         store[rows, :, : store.shape[2] - group] = store[rows, :, group:]

@@ -1,14 +1,14 @@
 """Triton kernel of the buffer shift: one program per (batch row, KV head), block of offsets, and keys or values.
 
-It needs no copy: a program moves the same offsets of every group from front to back, so one thread alone reads and
-writes a slot, and reads it before it overwrites it.
+It works in place: a program moves the same offsets of every group from front to back, so a single thread reads and
+writes a slot, and reads it before overwriting it.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 64  # offsets within a group that a program moves
+BLOCK = 64  # offsets within a group per program
 WARPS = 4
 
 

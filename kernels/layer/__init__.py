@@ -1,4 +1,4 @@
-"""What stands between a layer's products: RMSNorm, rotary embedding with the cache append, SwiGLU.
+"""The small operations of a layer: RMSNorm, rotary embedding with the cache append, SwiGLU.
 
-Not here: the products themselves (kernels/linear), attention (kernels/attention).
+Not here: matrix products (kernels/linear) and attention (kernels/attention).
 """

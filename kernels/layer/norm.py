@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.nn import functional
 
-from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.roofline.cost import Cost
 
 
@@ -20,7 +20,7 @@ def add_rms_norm(
         raise ValueError(f"weight {list(weight.shape)} does not fit hidden states {list(hidden.shape)}")
     if update is not None and update.shape != hidden.shape:
         raise ValueError(f"update {list(update.shape)} must have the shape of hidden, {list(hidden.shape)}")
-    if not uses_triton(backend, hidden):
+    if not uses_gpu_kernel(backend, hidden):
         return add_rms_norm_reference(hidden, update, weight, eps)
     from ridgeplan.kernels.layer.norm_triton import add_rms_norm_triton
 

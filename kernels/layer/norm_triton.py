@@ -1,7 +1,7 @@
-"""Triton kernel of the residual addition with RMSNorm: one program per row, which stays in registers.
+"""Triton kernel of the residual addition with RMSNorm: one program per row, which it holds in registers.
 
-Few rows are cut into parts, each by a program that sums up the whole row but writes its part only: one SM alone would
-take longest to move the row. docs/kernels/layer.md has the measurements.
+Few rows are split into parts. Each program then sums the whole row but writes only its part, as a single SM would take
+long to move the row. docs/kernels/layer.md has the measurements.
 """
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ridgeplan.kernels.device.launch import pdl_options
 
-FEW_ROWS = 16  # up to which rows are cut into parts
-PART = 1024  # channels that a program then writes
+FEW_ROWS = 16  # most rows that are split into parts
+PART = 1024  # channels per part
 
 
 @triton.jit
@@ -41,8 +41,8 @@ def _add_rms_norm_kernel(
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    # Volatile loads keep their order. With few rows latency matters, and the compiler would load the weight only after
-    # the row has arrived. Many rows share the weight in the L1 cache, which volatile loads bypass.
+    # Volatile loads keep their order. With few rows latency matters, and the compiler would otherwise load the weight
+    # only after the row has arrived. Many rows share the weight in the L1 cache, which volatile loads bypass.
     ORDERED: tl.constexpr = PARTS > 0
     WIDTH: tl.constexpr = BLOCK // PARTS if ORDERED else BLOCK
     row = tl.program_id(0).to(tl.int64) * HIDDEN
@@ -74,7 +74,7 @@ def add_rms_norm_triton(hidden: Tensor, update: Tensor | None, weight: Tensor, e
     rows, block = hidden.numel() // width, triton.next_power_of_2(width)
     parts = max(1, block // PART) if rows <= FEW_ROWS else 0
     early = pdl_options(hidden)
-    if not weight.is_contiguous():  # its copy would be too new to be read before the wait
+    if not weight.is_contiguous():  # a copy just made is not yet visible before the wait
         early = dict.fromkeys(early, False)
     _add_rms_norm_kernel[(rows, max(1, parts))](
         hidden,

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.roofline.cost import Cost
 
 Tables = tuple[Tensor, Tensor]
@@ -14,9 +14,9 @@ def rotary_tables(positions: Tensor, frequencies: Tensor, scale: float, *, backe
     """Cosines and sines, float32 [..., D/2], of positions int64 [...] times frequencies float32 [D/2].
 
     RoFormer (Su et al., 2021) sec. 3.4.2. Frequencies are in radians per token; `scale` is YaRN's factor on both
-    tables. Angles are float32 products as in transformers, of positions that are exact up to 2 ** 24.
+    tables. Angles are float32 products as in transformers; positions are exact up to 2 ** 24.
     """
-    if not uses_triton(backend, frequencies):
+    if not uses_gpu_kernel(backend, frequencies):
         angles = positions[..., None] * frequencies
         return angles.cos() * scale, angles.sin() * scale
     from ridgeplan.kernels.layer.rope_triton import rotary_tables_triton
@@ -40,14 +40,14 @@ def rope_append(
 
     qkv: [B, T, (Hq + 2 Hkv) D], queries, then keys, then values. tables: of the tokens' positions, [B, T, D/2].
     keys, values: [at least B, Hkv, slots, D], any strides with contiguous channels, written in place. slots: int64
-    [B, T], no two alike in a row. qk_norm: [Hq + Hkv, D], weights of an RMSNorm with `eps` over each head of queries
+    [B, T], distinct within a row. qk_norm: [Hq + Hkv, D], weights of an RMSNorm with `eps` over each head of queries
     and keys before rotation (Qwen3). Channel i rotates with channel i + D/2 (Hugging Face's order), in float32, rounded
     once.
 
     Raises ValueError when shapes disagree.
     """
     _check(qkv, tables, keys, values, slots, q_heads, qk_norm)
-    if not uses_triton(backend, qkv):
+    if not uses_gpu_kernel(backend, qkv):
         return rope_append_reference(qkv, tables, keys, values, slots, q_heads, qk_norm, eps)
     from ridgeplan.kernels.layer.rope_triton import rope_append_triton
 

@@ -1,7 +1,7 @@
 """Triton kernels of rotary embedding: the tables of a pass in one launch, and rotation with the cache append.
 
-The append sees a sequence's queries, keys and values as one matrix with a row per head of a token. A program takes a
-few rows of any kind, and masks say which of the stores apply to a row, so there is no branch.
+The append treats a sequence's queries, keys and values as one matrix with a row per token and head. A program takes a
+few rows of any kind, and masks select the stores that apply to a row, so there is no branch.
 """
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 from ridgeplan.kernels.device.launch import pdl_options
 from ridgeplan.kernels.device.pdl_triton import pdl_launch_dependents_and_wait
 
-TABLE_BLOCK = 128  # angles of a program
-FEW_ELEMENTS = 300_000  # of all queries, keys and values: up to here many small programs end sooner
+TABLE_BLOCK = 128  # angles per program
+FEW_ELEMENTS = 300_000  # elements of queries, keys and values up to which many small programs are faster
 
 
 @triton.jit(do_not_specialize=["angles"])
@@ -45,13 +45,13 @@ def _store_halves(pointer, at, inside, first, second, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _rounded(x, like):
-    """`x` with the precision of the elements that `like` points to."""
+    """`x` rounded to the type that `like` points to."""
     return x.to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def _normalized(first, second, first_weight, second_weight, like, eps, HEAD_DIM: tl.constexpr):
-    """RMSNorm over each head, rounded where the reference rounds."""
+    """RMSNorm over each head, rounded at the same points as the reference."""
     squares = tl.sum(first * first + second * second, 1, keep_dims=True)
     inverse = tl.rsqrt(squares / HEAD_DIM + eps)
     first = _rounded(_rounded(first * inverse, like) * first_weight, like)
@@ -101,9 +101,9 @@ def _rope_append_kernel(
     c = tl.load(cos + token * (HEAD_DIM // 2) + channels, mask=rotated, other=0.0)
     s = tl.load(sin + token * (HEAD_DIM // 2) + channels, mask=rotated, other=0.0)
     slot = tl.load(slots + token, mask=local < tokens, other=0)
-    if weight is not None:  # loaded before anything is stored, as loads do not overtake stores
+    if weight is not None:  # loaded before any store, as loads do not overtake stores
         first_weight, second_weight = _halves(weight, head * HEAD_DIM + channels, rotated, HEAD_DIM)
-    # Slots are only known on the device: one past the end must not be written into the next head's.
+    # Slots are only known on the device; one past the end must not be written into the next head's.
     appended = inside & (slot < capacity)
     at = batch * value_batch_stride + (head - ROTATED) * value_head_stride + slot * value_stride + channels
     _store_halves(values, at, appended & (head >= ROTATED), first, second, HEAD_DIM)

@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.nn import functional
 
-from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.roofline.cost import Cost
 
 
@@ -15,7 +15,7 @@ def swiglu(gate_up: Tensor, *, backend: Backend = "auto") -> Tensor:
     """
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate and up share the last dimension, which is {gate_up.shape[-1]}; allowed: even widths")
-    if not uses_triton(backend, gate_up):
+    if not uses_gpu_kernel(backend, gate_up):
         return swiglu_reference(gate_up)
     from ridgeplan.kernels.layer.swiglu_triton import swiglu_triton
 

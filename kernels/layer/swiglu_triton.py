@@ -8,7 +8,7 @@ from torch import Tensor
 from ridgeplan.kernels.device.launch import pdl_options
 from ridgeplan.kernels.device.pdl_triton import pdl_launch_dependents_and_wait
 
-BLOCK = 1024  # channels of a program
+BLOCK = 1024  # channels per program
 WARPS = 4
 
 

@@ -1,4 +1,4 @@
-"""CUDA C++ kernels of linear layers for few rows (csrc/), compiled at first use and launched early.
+"""CUDA C++ kernels of linear layers for few rows (csrc/), compiled at first use and launched with PDL.
 
 docs/kernels/linear.md explains how they work and what was measured.
 """
@@ -34,7 +34,7 @@ class LinearParams(KernelParams):
 
 @dataclass(frozen=True)
 class LinearKernel:
-    """A compiled kernel, and the schedule of the product for which it was chosen."""
+    """A compiled kernel, and the schedule of its product."""
 
     compiled: Any
     schedule: LinearSchedule
@@ -65,7 +65,7 @@ class LinearKernel:
 
 
 def compiled_for(schedule: LinearSchedule | None, device: torch.device, fallback: str) -> LinearKernel | None:
-    """The schedule's kernel; None without a schedule and, after one warning, where the kernel does not compile."""
+    """The schedule's kernel; None without a schedule or, after one warning, if the kernel does not compile."""
     if schedule is None:
         return None
     compiled = _compiled(schedule.options, device, fallback)
@@ -74,14 +74,14 @@ def compiled_for(schedule: LinearSchedule | None, device: torch.device, fallback
 
 @cache
 def _compiled(options: tuple[str, ...], device: torch.device, fallback: str) -> Any | None:
-    """May use all of a CTA's shared memory."""
+    """The kernel may use all of a CTA's shared memory."""
     shared_bytes = _sm_bytes(device) - RESERVED_BYTES
     text = program(SOURCE, LinearParams)
     return compile_kernel(text, ENTRY, options, device, shared_bytes=shared_bytes, fallback=fallback)
 
 
 def accepts(x: Tensor, max_rows: int) -> bool:
-    """Whether x [rows, inputs] is what such kernels read: few rows of a 16-bit dtype, on Hopper or newer."""
+    """Whether these kernels support x [rows, inputs]: few rows of a 16-bit dtype, on Hopper or newer."""
     if not x.is_cuda or torch.version.cuda is None or not 1 <= len(x) <= max_rows:
         return False
     if x.dtype not in (torch.bfloat16, torch.float16) or not x.is_contiguous() or x.data_ptr() % 16:
@@ -91,7 +91,7 @@ def accepts(x: Tensor, max_rows: int) -> bool:
 
 @cache
 def device_limits(device: torch.device) -> DeviceLimits:
-    """What schedules need to know of `device`."""
+    """The properties of `device` that schedules depend on."""
     return DeviceLimits(_sm_bytes(device), tuple(_clusters(size, device) for size in CLUSTER_SIZES))
 
 
@@ -100,7 +100,7 @@ def _sm_bytes(device: torch.device) -> int:
 
 
 def _clusters(size: int, device: torch.device) -> int:
-    """Clusters of `size` CTAs that the device holds at once: its SMs come in groups of uneven size."""
+    """Clusters of `size` CTAs resident at once; fewer than SMs / size, as GPCs differ in their number of SMs."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     if size == 1:
         return num_sms

@@ -1,9 +1,9 @@
-"""Dense linear layers: y = x W^T + bias, by a CUDA kernel for few rows, where reading the weight takes longest."""
+"""Dense linear layers: y = x W^T + bias, with a CUDA kernel for few rows, which are bound by reading the weight."""
 
 from torch import Tensor
 from torch.nn import functional
 
-from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.layer.swiglu import swiglu
 from ridgeplan.kernels.linear.dense_cuda import find_kernel
 from ridgeplan.roofline.cost import Cost
@@ -16,16 +16,16 @@ def linear_dense(
 
     x: [..., inputs]; weight: [outputs, inputs] as torch's Linear holds it; bias: [outputs]. On CUDA, few rows of 16
     bits run in CUDA C++ on Hopper and newer; everything else, and every backend but "auto", is the library's product.
-    The CUDA kernel reads the weight while earlier kernels of the stream may still run (see device/launch.py), and when
-    gated it rounds nothing between the product and the activation.
-    Raises ValueError when x does not have the weight's inputs, or the bias its outputs.
+    The CUDA kernel reads the weight while earlier kernels of the stream may still run (see device/launch.py). If gated,
+    it does not round between the product and the activation.
+    Raises ValueError when x does not match the weight's inputs, or the bias its outputs.
     """
     outputs, inputs = weight.shape
     if x.shape[-1] != inputs:
         raise ValueError(f"x {list(x.shape)} does not fit a weight of {inputs} inputs")
     if bias is not None and bias.shape != (outputs,):
         raise ValueError(f"bias {list(bias.shape)} does not fit a weight of {outputs} outputs")
-    uses_triton(backend, x)  # raises for names of no backend
+    uses_gpu_kernel(backend, x)  # raises ValueError for an unknown backend
     rows = x.reshape(-1, inputs)
     kernel = find_kernel(rows, weight, gated) if backend == "auto" else None
     if kernel is not None:
@@ -37,7 +37,7 @@ def linear_dense(
 
 
 def linear_dense_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same by the library's product."""
+    """The library's product."""
     return functional.linear(x, weight, bias)
 
 

@@ -10,7 +10,7 @@ FALLBACK = "the CUDA dense linear kernel does not compile, the library's product
 
 
 def find_kernel(x: Tensor, weight: Tensor, gated: bool = False) -> LinearKernel | None:
-    """The kernel that computes this product of x [rows, inputs], or None: then the library does.
+    """The kernel for this product of x [rows, inputs], or None if the library must run.
 
     It needs Hopper or newer, up to 16 rows of a 16-bit dtype, and a contiguous weight [outputs, inputs] of that dtype.
     """

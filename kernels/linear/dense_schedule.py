@@ -8,8 +8,8 @@ from ridgeplan.roofline.execution import CUDA_SKINNY_GEMM_ROWS
 K_TILE_INPUTS = 32
 MAX_ROWS = CUDA_SKINNY_GEMM_ROWS
 FEW_ROWS = 8
-FEW_CHANNELS = 8192  # of inputs and outputs: beyond, the library's product of more than FEW_ROWS rows is as fast
-NARROW_INPUTS = 768  # below, adding up and storing the warps' sums takes longest: half as many rows
+FEW_CHANNELS = 8192  # inputs or outputs, beyond which the library is as fast for more than FEW_ROWS rows
+NARROW_INPUTS = 768  # with fewer, reducing and storing sums dominates, and the library is as fast for half as many rows
 
 FORMAT = WeightFormat(
     bits=16,
@@ -25,14 +25,14 @@ FORMAT = WeightFormat(
     max_equal_stages=1 << 20,
 )
 
-# In order of preference: the first whose pipeline is deep enough beside x is taken.
+# In order of preference: the first is used whose pipeline is deep enough beside x.
 SPLITS = (
     SplitK(ways=1, stage_inputs=1024, min_stages=4),
     SplitK(ways=1, stage_inputs=512, min_stages=4, max_inputs=8192),
     SplitK(ways=2, stage_inputs=1024, min_stages=4),
     SplitK(ways=4, stage_inputs=1024, min_stages=3),
     SplitK(ways=8, stage_inputs=1024, min_stages=3),
-    # So many outputs that their sums would fill a cluster's shared memory, or gated ones, which no cluster splits.
+    # For outputs whose sums would fill a cluster's shared memory, and for gated ones, which are never split.
     SplitK(ways=1, stage_inputs=512, min_stages=2),
 )
 
@@ -41,7 +41,7 @@ SPLITS = (
 def make_schedule(
     rows: int, outputs: int, inputs: int, bf16: bool, gated: bool, device: DeviceLimits
 ) -> LinearSchedule | None:
-    """One pass over the weight, whose x fits shared memory; None if none does, or the library's product is as fast."""
+    """One pass over the weight, with x in shared memory; None if none fits, or if the library is as fast."""
     few_rows = FEW_ROWS // 2 if inputs < NARROW_INPUTS and outputs > FEW_CHANNELS else FEW_ROWS
     if rows > MAX_ROWS or (rows > few_rows and max(inputs, outputs) > FEW_CHANNELS):
         return None

@@ -1,4 +1,4 @@
-"""Triton kernel of GPTQ's rounding: a program holds a group of a few outputs and goes through its inputs in turn.
+"""Triton kernel of GPTQ's rounding: a program holds a group of a few outputs and rounds its inputs in order.
 
 One launch per group, where plain torch takes four per input: a quarter of a million for a layer of an 8B model.
 """
@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-OUTPUTS = 16  # of a program
-# Added to a number and subtracted again, this rounds it, halves to even: float32 has no bits left below 1.
+OUTPUTS = 16  # per program
+# Adding and subtracting this rounds a number, ties to even, as float32 then has no bits left below 1.
 ROUNDER = tl.constexpr(1.5 * 2**23)
 
 
@@ -26,11 +26,11 @@ def _round_kernel(
     for i in range(GROUP):
         own = (inputs == i)[None, :]
         wanted = tl.sum(tl.where(own, rest, 0.0), 1, keep_dims=True)
-        # Numbers beyond 16 are clamped anyway, and with the largest ones the addition would not round.
+        # Codes are clamped to 15 anyway, and the addition would not round very large numbers.
         code = tl.minimum(tl.maximum((tl.minimum(tl.maximum(wanted, -16.0), 32.0) + ROUNDER) - ROUNDER, 0.0), 15.0)
         error = wanted - code
         passed = tl.load(feedback + i * GROUP + inputs, mask=(inputs > i) & (inputs < GROUP), other=0.0)
-        # A rounded input holds its code from then on, as nothing more is passed to it.
+        # A rounded input keeps its code, as no further error is passed to it.
         rest = tl.where(own, code, rest - error * passed[None, :])
         missed = tl.where(own, error, missed)
     tl.store(codes + at, rest, mask=inside)

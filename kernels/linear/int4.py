@@ -1,9 +1,9 @@
-"""Linear layers over 4-bit weights: y = x W^T + bias with the weight read once, as codes."""
+"""Linear layers with 4-bit weights: y = x W^T + bias, reading the weight once, as codes."""
 
 from torch import Tensor
 from torch.nn import functional
 
-from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.layer.swiglu import swiglu
 from ridgeplan.kernels.linear.int4_cuda import find_kernel
 from ridgeplan.kernels.linear.int4_weight import Int4Weight
@@ -16,10 +16,10 @@ def linear_int4(
     """x W^T + bias -> [..., outputs] in x's dtype, sums in float32; gated, `swiglu` of that, [..., outputs / 2].
 
     x: [..., inputs]; bias: [outputs], rounded to x's dtype. On CUDA, up to 64 rows of a 16-bit dtype run in CUDA C++
-    on Hopper and newer, other few rows in a Triton kernel, and many rows through a dense copy, a slab of outputs at a
-    time, that the library's product reads. The CUDA kernel reads the weight while earlier kernels of the stream may
-    still run (see device/launch.py), and when gated it rounds nothing between the product and the activation.
-    Raises ValueError when x does not have the weight's inputs, or the bias its outputs.
+    on Hopper and newer, other few rows in a Triton kernel, and many rows in the library's product with a dense copy, a
+    slab of outputs at a time. The CUDA kernel reads the weight while earlier kernels of the stream may still run (see
+    device/launch.py). If gated, it does not round between the product and the activation.
+    Raises ValueError when x does not match the weight's inputs, or the bias its outputs.
     """
     if x.shape[-1] != weight.inputs:
         raise ValueError(f"x {list(x.shape)} does not fit a weight of {weight.inputs} inputs")
@@ -28,13 +28,13 @@ def linear_int4(
             raise ValueError(f"bias {list(bias.shape)} does not fit a weight of {weight.outputs} outputs")
         bias = bias.to(x.dtype).contiguous()
     rows = x.reshape(-1, weight.inputs)
-    runs_triton = uses_triton(backend, x)
-    kernel = find_kernel(rows, weight, gated) if runs_triton and backend == "auto" else None
+    on_gpu = uses_gpu_kernel(backend, x)
+    kernel = find_kernel(rows, weight, gated) if on_gpu and backend == "auto" else None
     if kernel is not None:
         return kernel.run(rows, weight.packed, bias).view(*x.shape[:-1], -1)
     if gated:
         return swiglu(linear_int4(x, weight, bias, backend=backend), backend=backend)
-    if not runs_triton:
+    if not on_gpu:
         out = linear_int4_reference(rows, weight, bias)
     else:
         from ridgeplan.kernels.linear.int4_triton import linear_int4_triton

@@ -11,7 +11,7 @@ FALLBACK = "the CUDA int4 linear kernel does not compile, Triton's runs instead"
 
 
 def find_kernel(x: Tensor, weight: Int4Weight, gated: bool = False) -> LinearKernel | None:
-    """The kernel that computes this product of x [rows, inputs], or None: then Triton's does.
+    """The kernel for this product of x [rows, inputs], or None if Triton's must run.
 
     It needs Hopper or newer, and 1 to 64 rows of a 16-bit dtype.
     """

@@ -5,23 +5,23 @@ from functools import cache
 from ridgeplan.kernels.linear.int4_weight import PAIR_BYTES
 from ridgeplan.kernels.linear.schedule import DeviceLimits, LinearSchedule, SplitK, WeightFormat
 
-MAX_ROWS = 64  # of x: beyond, reading the codes once for every 16 rows costs more than a dense copy
+MAX_ROWS = 64  # rows of x; with more, reading the codes once per 16 rows costs more than a dense copy
 ROWS_PER_PASS = (16, 8, 4, 2, 1)
 
-# In order of preference: the first whose pipeline is deep enough beside x is taken.
+# In order of preference: the first is used whose pipeline is deep enough beside x.
 SPLITS = (
     SplitK(ways=1, stage_inputs=4096, min_stages=4),
     SplitK(ways=1, stage_inputs=2048, min_stages=4, max_inputs=8192),
     SplitK(ways=2, stage_inputs=4096, min_stages=3),
     SplitK(ways=4, stage_inputs=4096, min_stages=2),
     SplitK(ways=8, stage_inputs=4096, min_stages=2),
-    # So many outputs that their sums would fill a cluster's shared memory, or gated ones, which no cluster splits.
+    # For outputs whose sums would fill a cluster's shared memory, and for gated ones, which are never split.
     SplitK(ways=1, stage_inputs=2048, min_stages=2),
 )
 
 
 def weight_format(group: int) -> WeightFormat:
-    """Of weights with one scale per `group` inputs."""
+    """The format of weights with one scale per `group` inputs."""
     return WeightFormat(
         bits=4,
         k_tile_inputs=group,
@@ -42,7 +42,7 @@ def weight_format(group: int) -> WeightFormat:
 def make_schedule(
     rows: int, outputs: int, inputs: int, group: int, bf16: bool, gated: bool, device: DeviceLimits
 ) -> LinearSchedule | None:
-    """The fewest passes over the codes whose part of x fits shared memory; None if none does."""
+    """The fewest passes over the codes for which each pass's rows of x fit shared memory; None if none does."""
     for most_rows in ROWS_PER_PASS:
         for split in SPLITS:
             rows_per_pass, weights = min(rows, most_rows), weight_format(group)

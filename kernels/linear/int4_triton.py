@@ -1,6 +1,6 @@
-"""Triton kernels of products with 4-bit weights: fused for few rows, for many a dense copy that cuBLAS reads.
+"""Triton kernels of products with 4-bit weights: fused for few rows; for many rows, a dense copy for cuBLAS.
 
-They run where the CUDA kernel does not: on GPUs before Hopper, in float32, and for more rows than it takes.
+They run where the CUDA kernel does not: on GPUs before Hopper, in float32, and for more rows than it supports.
 """
 
 import torch
@@ -13,7 +13,7 @@ from ridgeplan.kernels.linear.int4_schedule import MAX_ROWS
 from ridgeplan.kernels.linear.int4_weight import CHUNK, Int4Weight
 from ridgeplan.kernels.linear.schedule import TILE_OUTPUTS
 
-SLAB_BYTES = 128 << 20  # of a dense copy: at most so much is held beside the codes
+SLAB_BYTES = 128 << 20  # largest dense copy held beside the codes
 PRODUCT_TILES = 2  # output tiles per program
 COPY_TILES = 4
 
@@ -54,7 +54,7 @@ def _product_kernel(
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """ROWS rows of x times TILES output tiles: x times codes is exact, scales and zeros multiply the group's sums."""
+    """ROWS rows of x times TILES output tiles. x times codes is exact; scales and zeros multiply the group's sums."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
     safe = tl.minimum(tiles, output_tiles - 1).to(tl.int64)
@@ -90,7 +90,7 @@ def _copy_kernel(
     CHUNK: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """A dense copy of one chunk of TILES output tiles from `first_tile` on; `out` begins with that tile."""
+    """Writes a dense copy of one chunk of TILES output tiles from `first_tile` on; `out` begins with that tile."""
     step = tl.program_id(1)
     tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
     safe = tl.minimum(first_tile + tiles, output_tiles - 1).to(tl.int64)
@@ -131,7 +131,7 @@ def linear_int4_triton(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Te
 
 
 def dequantize_tiles(weight: Int4Weight, first_tile: int, out: Tensor) -> None:
-    """Writes the rows of the weight from tile `first_tile` on into `out` [up to all remaining, inputs]."""
+    """Writes the weight's rows from tile `first_tile` on into `out` [rows, inputs], as many as it has."""
     chunk = min(weight.group, CHUNK)
     grid = (triton.cdiv(len(out), TILE_OUTPUTS * COPY_TILES), weight.inputs // chunk)
     _copy_kernel[grid](
@@ -149,7 +149,7 @@ def dequantize_tiles(weight: Int4Weight, first_tile: int, out: Tensor) -> None:
 
 
 def _through_copies(x: Tensor, weight: Int4Weight, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Copies a slab of outputs at a time to x's dtype, for the library's product with it."""
+    """Dequantizes a slab of outputs at a time to x's dtype and multiplies by it with the library's product."""
     slab_rows = max(1, SLAB_BYTES // (weight.inputs * x.element_size() * TILE_OUTPUTS)) * TILE_OUTPUTS
     slab = torch.empty(min(slab_rows, weight.outputs), weight.inputs, dtype=x.dtype, device=x.device)
     for first in range(0, weight.outputs, slab_rows):

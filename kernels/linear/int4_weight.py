@@ -1,17 +1,17 @@
-"""A linear layer's 4-bit weight, in the order in which tensor cores take it.
+"""A linear layer's 4-bit weight, in the order of the tensor cores' operands.
 
-Outputs come in tiles of 16, padded with zeros where the outputs are no multiple, and each tile in K tiles of one group
-of inputs. A K tile holds the operands of one mma.m16n8k16 after another, then the group's scales:
+Outputs are split into tiles of 16, zero-padded if needed, and each tile into K tiles of one group of inputs. A K tile
+holds the operands of one mma.m16n8k16 after another, then the group's scales:
 
     codes  [chunk, g 8, c 4, piece, step 2, half 2, slot 2] bytes   row g in the low nibble, row g + 8 in the high one
     pairs  [g 8, row half 2] of (scale, zero) in bfloat16
 
 A chunk is 64 inputs (32 in groups of 32), in the order [piece, c 4, step 2, slot 2, half 2]. So lane 4 g + c reads 16
-contiguous bytes of codes, each 32-bit word of which gives one step's four operand registers by shifts of 0, 4, 8 and
-12 bits under one mask; and of x it reads, for each piece, the 16 bytes of 8 adjacent inputs.
+contiguous bytes of codes, and each 32-bit word of them gives one step's four operand registers by shifts of 0, 4, 8
+and 12 bits under one mask. Of x it reads, for each piece, the 16 bytes of 8 adjacent inputs.
 
-Pairs are bfloat16: they never overflow. Rounding them costs less than 1/30 of a step where codes are chosen for the
-rounded pair, against the 0.29 steps of rounding the codes.
+Pairs are bfloat16, so they never overflow. Rounding them costs less than 1/30 of a step if codes are chosen for the
+rounded pair; rounding the codes costs 0.29 steps.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.nn import functional
 from ridgeplan.kernels.linear.schedule import TILE_OUTPUTS
 from ridgeplan.roofline.execution import QUANTIZATION_GROUPS
 
-CHUNK = 64  # inputs that a warp takes at once
-PAIR_BYTES = 4 * TILE_OUTPUTS  # scale and zero of each output of a K tile
+CHUNK = 64  # inputs that a warp processes at once
+PAIR_BYTES = 4 * TILE_OUTPUTS  # per K tile: scale and zero of each output
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ class Int4Weight:
 
 
 def _code_bytes(codes: Tensor, group: int) -> Tensor:
-    """[outputs, inputs] to [output tiles, groups, 8 * group] bytes."""
+    """Reorders [outputs, inputs] to [output tiles, groups, 8 * group] bytes."""
     chunk = min(group, CHUNK)
     narrow = functional.pad(codes.to(torch.uint8), (0, 0, 0, -codes.shape[0] % TILE_OUTPUTS))
     tiles = narrow.view(-1, 2, 8, codes.shape[1] // chunk, chunk // 32, 4, 2, 2, 2)
@@ -98,7 +98,7 @@ def _code_bytes(codes: Tensor, group: int) -> Tensor:
 
 
 def _pair_bytes(scale: Tensor, zero: Tensor) -> Tensor:
-    """Two [outputs, groups] to [output tiles, groups, 64] bytes."""
+    """Reorders two [outputs, groups] to [output tiles, groups, 64] bytes."""
     pairs = torch.stack([scale, zero], dim=2).bfloat16()
     tiles = functional.pad(pairs, (0, 0, 0, 0, 0, -len(pairs) % TILE_OUTPUTS)).unflatten(0, (-1, 2, 8))
     return tiles.permute(0, 3, 2, 1, 4).flatten(2).contiguous().view(torch.uint8)

@@ -12,52 +12,53 @@ from ridgeplan.roofline.execution import CUDA_FUSED_SWIGLU_ROWS
 
 TILE_OUTPUTS = 16  # outputs of an output tile: the rows of an mma
 CLUSTER_SIZES = (1, 2, 4, 8)
-SUM_BUFFERS = 2  # of an output tile's sums, as in csrc/config.cuh
-X_PARTS = 4  # in which many rows of x arrive
-FEW_ROWS = 1  # of x: so few arrive at once, and each CTA fetches its own
+SUM_BUFFERS = 2  # buffers of an output tile's sums, as in csrc/config.cuh
+X_PARTS = 4  # parts in which many rows of x arrive
+FEW_ROWS = 1  # up to this many rows, x arrives in one part, and each CTA fetches its own copy
 FEW_TILES = 4  # output tiles per CTA: a short product, which gains nothing from more copies in flight
-MAX_STAGES = 16  # of the pipeline
-MAX_GATED_ROWS = (
-    CUDA_FUSED_SWIGLU_ROWS  # of x: more may need shorter pipelines or several passes, to save a small kernel
-)
-RESERVED_BYTES = 2 * 1024  # of a CTA's shared memory: the driver's and the kernel's static variables
-BESIDE_BYTES = 6 * 1024  # of an SM's, for CTAs of a small kernel that waits for this one
+MAX_STAGES = 16  # pipeline stages
+# With more rows, fusing SwiGLU may need shorter pipelines or several passes, only to save a small kernel.
+MAX_GATED_ROWS = CUDA_FUSED_SWIGLU_ROWS
+RESERVED_BYTES = 2 * 1024  # bytes of shared memory reserved per CTA, for the driver and static variables
+BESIDE_BYTES = 6 * 1024  # bytes of shared memory left per SM, for CTAs of a small kernel waiting for this one
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a kernel reads weights, and how much it wants in flight.
+    """How a kernel reads weights, and how many bytes it keeps in flight.
 
-    A K tile is what a warp takes of an output tile at once; bytes are of an output tile.
+    A K tile is the part of an output tile that a warp processes at once; bytes are those of one output tile.
     """
 
-    bits: int  # 16 or 4, as csrc/config.cuh takes them
+    bits: int  # 16 or 4, WEIGHT_BITS in csrc/config.cuh
     k_tile_inputs: int
     k_tile_bytes: int
     stage_padding_bytes: int
-    x_sum_bytes: int  # of sums of x, per K tile and column
+    x_sum_bytes: int  # sums of x, per K tile and column
     mma_warps: int  # per CTA
     before_x_bytes: int  # in flight before x has arrived
     after_x_bytes: int  # and after, in a short product
     long_after_x_bytes: int  # and in a long one
-    trigger_stages: int  # left to be copied when the next kernel may start
-    max_equal_stages: int  # of an output tile: up to so many are made about equal, more are whole but the last
+    trigger_stages: int  # stages left to copy when the next kernel may start
+    max_equal_stages: (
+        int  # up to this many stages per output tile are made about equal; else all but the last are full
+    )
     macros: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class SplitK:
-    """A way of spreading a product over SMs: `ways` CTAs of a cluster split the inputs between them."""
+    """A split of a product's inputs between the `ways` CTAs of a cluster."""
 
     ways: int
-    stage_inputs: int  # at most
-    min_stages: int  # for which there must be room beside x
-    max_inputs: int = 1 << 30  # of a weight
+    stage_inputs: int  # most inputs per stage
+    min_stages: int  # fewest stages that must fit beside x
+    max_inputs: int = 1 << 30  # most inputs of a weight
 
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """Shared memory of an SM, and clusters (one CTA per SM) that the device holds at once, by CLUSTER_SIZES."""
+    """Shared memory per SM, and the number of resident clusters (one CTA per SM), by CLUSTER_SIZES."""
 
     sm_bytes: int
     clusters: tuple[int, ...]
@@ -65,9 +66,9 @@ class DeviceLimits:
 
 @dataclass(frozen=True)
 class LinearSchedule:
-    """A product's launch: passes over the weight, of at most `rows_per_pass` rows of x each, side by side.
+    """A product's launch: concurrent passes over the weight, with at most `rows_per_pass` rows of x each.
 
-    gated: the first half of the outputs are gates. A CTA alternates between their tiles and the tiles that they
+    gated: the first half of the outputs are gates. A CTA alternates between tiles of gates and the tiles that these
     multiply, and y is half as wide.
     """
 
@@ -97,28 +98,28 @@ class LinearSchedule:
 
     @cached_property
     def workers(self) -> int:
-        """CTAs, or clusters that split the inputs, that share the output tiles: all resident, or one per work tile."""
+        """CTAs (or clusters, if inputs are split) that share the output tiles: all resident, or one per work tile."""
         needed = -(-self._work_tiles // self.x_multicast)
         return min(max(1, self.max_clusters // self.passes), needed) * self.x_multicast
 
     @cached_property
     def _work_tiles(self) -> int:
-        """Output tiles, or pairs of a gate's and the one that it multiplies."""
+        """Output tiles; if gated, pairs of a gate's tile and the one that it multiplies."""
         return -(-self.outputs // (2 * TILE_OUTPUTS if self.gated else TILE_OUTPUTS))
 
     @cached_property
     def max_clusters(self) -> int:
-        """Clusters that the device holds at once."""
+        """Resident clusters."""
         return self.device.clusters[CLUSTER_SIZES.index(self.split_k.ways * self.x_multicast)]
 
     @cached_property
     def max_tiles(self) -> int:
-        """Output tiles of a CTA, at most."""
+        """Most output tiles per CTA."""
         return -(-self._work_tiles // self.workers) * (2 if self.gated else 1)
 
     @cached_property
     def k_tiles(self) -> int:
-        """K tiles of a CTA's inputs, at most."""
+        """Most K tiles per CTA and output tile."""
         return -(-self.inputs // self.weights.k_tile_inputs // self.split_k.ways)
 
     @cached_property
@@ -136,7 +137,7 @@ class LinearSchedule:
 
     @cached_property
     def mma_warps(self) -> int:
-        """As many as the format says, or one fewer where that divides whole stages evenly."""
+        """The format's number of warps, or one fewer if that divides full stages evenly."""
         most, k_tiles = self.weights.mma_warps, self.stage_inputs // self.weights.k_tile_inputs
         return most - 1 if k_tiles % most and k_tiles % (most - 1) == 0 and k_tiles >= 2 * most else most
 
@@ -151,7 +152,7 @@ class LinearSchedule:
 
     @cached_property
     def stages(self) -> int:
-        """Stages for which there is room."""
+        """Pipeline stages that fit."""
         available_bytes = self.device.sm_bytes - BESIDE_BYTES - RESERVED_BYTES - self.other_bytes
         return min(MAX_STAGES, available_bytes // self.stage_bytes)
 
@@ -180,12 +181,12 @@ class LinearSchedule:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """CTAs."""
+        """Grid of CTAs: workers times split inputs, passes."""
         return self.workers * self.split_k.ways, self.passes, 1
 
     @property
     def threads(self) -> int:
-        """Of a CTA: MMA warps, the producer warp and the epilogue warp."""
+        """Threads per CTA: MMA warps, the producer warp and the epilogue warp."""
         return 32 * (self.mma_warps + 2)
 
     @cached_property

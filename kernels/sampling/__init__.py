@@ -1,6 +1,6 @@
-"""Sampling from logits and speculative acceptance, without a host synchronization or stored probabilities.
+"""Sampling from logits and rejection sampling, without host synchronization and without storing probabilities.
 
-Not here: which settings a request has (runtime/sampling.py), and how rounds are run (runtime/drafting).
+Not here: a request's settings (runtime/sampling.py), and the execution of rounds (runtime/drafting).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ridgeplan.kernels.device.backend import Backend, uses_triton
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.sampling.distribution import Choice, Distribution, Greedy, VerifyResult
 from ridgeplan.kernels.sampling.reference import (
     count_accepted,
@@ -17,7 +17,7 @@ from ridgeplan.kernels.sampling.reference import (
     kth_largest,
     nucleus,
     rejection_sample_reference,
-    softmax_reference,
+    softmax_distribution_reference,
 )
 from ridgeplan.kernels.sampling.top_k_top_p_cuda import find_kernel
 
@@ -30,7 +30,7 @@ def filter_logits(
     *,
     backend: Backend = "auto",
 ) -> Choice:
-    """The distribution to draw from, of logits [..., vocab] in any floating type, which it refers to without a copy.
+    """The distribution of logits [..., vocab] in any floating type, which it references without a copy.
 
     Temperature 0 is greedy. top_k keeps the k likeliest tokens; of these, top_p keeps the smallest set of likeliest
     ones whose mass reaches top_p (in this order, as transformers does). Ties with the last kept token are all kept.
@@ -42,24 +42,24 @@ def filter_logits(
     if kernel is not None:
         return kernel.run(logits, temperature, top_k, top_p)
     cutoff = None if top_k is None or top_k >= logits.shape[-1] else kth_largest(logits, top_k)
-    whole = softmax(logits, temperature, cutoff, backend=backend)
+    whole = softmax_distribution(logits, temperature, cutoff, backend=backend)
     return whole if top_p is None or top_p == 1 else nucleus(whole, top_p)
 
 
-def softmax(
+def softmax_distribution(
     logits: Tensor, temperature: float, cutoff: Tensor | None = None, *, backend: Backend = "auto"
 ) -> Distribution:
-    """The distribution of logits [..., vocab] that reach `cutoff`, float32 [...], at a temperature above 0."""
-    if not uses_triton(backend, logits):
-        return softmax_reference(logits, temperature, cutoff)
-    from ridgeplan.kernels.sampling.rejection_triton import softmax_triton
+    """The distribution over logits [..., vocab] of at least `cutoff`, float32 [...], at a temperature above 0."""
+    if not uses_gpu_kernel(backend, logits):
+        return softmax_distribution_reference(logits, temperature, cutoff)
+    from ridgeplan.kernels.sampling.softmax_triton import softmax_distribution_triton
 
-    return softmax_triton(logits, temperature, cutoff)
+    return softmax_distribution_triton(logits, temperature, cutoff)
 
 
 def greedy(logits: Tensor, *, backend: Backend = "auto") -> Greedy:
-    """The likeliest token of each row of logits [..., vocab]; of equal ones the first."""
-    if not uses_triton(backend, logits):
+    """The likeliest token of each row of logits [..., vocab]; of ties, the first."""
+    if not uses_gpu_kernel(backend, logits):
         return Greedy(logits.argmax(-1))
     from ridgeplan.kernels.sampling.greedy_triton import greedy_triton
 
@@ -67,10 +67,10 @@ def greedy(logits: Tensor, *, backend: Backend = "auto") -> Greedy:
 
 
 def draw(choice: Choice, uniform: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """Tokens int64 [...] by inverse CDF; uniform: float64 [...] in [0, 1). Only tokens with probability are drawn."""
+    """Tokens int64 [...] by inverse CDF; uniform: float64 [...] in [0, 1). Never draws a token of probability 0."""
     if isinstance(choice, Greedy):
         return choice.best
-    if not uses_triton(backend, choice.logits):
+    if not uses_gpu_kernel(backend, choice.logits):
         return draw_reference(choice, uniform)
     from ridgeplan.kernels.sampling.rejection_triton import draw_triton
 
@@ -86,21 +86,21 @@ def rejection_sample(
     *,
     backend: Backend = "auto",
 ) -> VerifyResult:
-    """Speculative sampling (Leviathan et al. 2023, algorithm 1), cut at each row's `max_tokens`.
+    """Speculative sampling (Leviathan et al. 2023, algorithm 1), truncated at each row's `max_tokens`.
 
     target: of [rows, gamma + 1]; drafts: gamma choices of [rows] each; drafted: int64 [rows, gamma]; max_tokens: int32
-    [rows], at least 1; uniform: float64 [rows, gamma + 1] in [0, 1), the last of which draws the replacement.
+    [rows], at least 1; uniform: float64 [rows, gamma + 1] in [0, 1), the last of which draws the target's token.
 
     Draft j is accepted with probability min(1, p/q). At the first rejection the token is drawn from the residual
     distribution, (p - q)+ normalized; after gamma acceptances one more from p. A row that reaches its `max_tokens` ends
-    with an accepted draft. A greedy target accepts drafts that equal its own choice, whatever they were drawn from.
+    with an accepted draft. A greedy target accepts drafts that equal its own choice, however they were drawn.
 
     Raises ValueError when drafts are greedy under a sampled target.
     """
     if isinstance(target, Greedy):
         return _agree(target, drafted, max_tokens, backend)
     drawn = [_sampled(draft) for draft in drafts]
-    if not uses_triton(backend, target.logits):
+    if not uses_gpu_kernel(backend, target.logits):
         return rejection_sample_reference(target, drawn, drafted, max_tokens, uniform)
     from ridgeplan.kernels.sampling.rejection_triton import rejection_sample_triton
 
@@ -108,9 +108,9 @@ def rejection_sample(
 
 
 def _agree(target: Greedy, drafted: Tensor, max_tokens: Tensor, backend: Backend) -> VerifyResult:
-    if not uses_triton(backend, drafted):
-        accepted, full, judged = count_accepted(drafted == target.best[:, :-1], max_tokens)
-        return VerifyResult(target.best, accepted + (~full).long(), accepted, judged)
+    if not uses_gpu_kernel(backend, drafted):
+        accepted, full, verified = count_accepted(drafted == target.best[:, :-1], max_tokens)
+        return VerifyResult(target.best, accepted + (~full).long(), accepted, verified)
     from ridgeplan.kernels.sampling.greedy_triton import agree_triton
 
     return agree_triton(target, drafted, max_tokens)

@@ -1,6 +1,6 @@
-"""The declared costs of the sampling kernels, counted from the logits that they read.
+"""Declared costs of the sampling kernels, counted from the logits that they read.
 
-Beside logits they move a few numbers per row and chunk of some thousand tokens: under a percent, left out.
+Other traffic, a few numbers per row and chunk of some thousand tokens, is under a percent and not counted.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from torch import Tensor
 
 from ridgeplan.roofline.cost import Cost
 
-LOGIT_FLOPS = 5  # of each logit read: difference, scaling, exponential, comparison and sum
+LOGIT_FLOPS = 5  # per logit read: difference, scaling, exponential, comparison and sum
 
 
 def filter_cost(logits: Tensor) -> Cost:
-    """`filter_logits` of [..., vocab], greedy or at a temperature, with or without top-k and top-p: one reading."""
+    """`filter_logits` of [..., vocab], greedy or not, with or without top-k and top-p: logits are read once."""
     return Cost(LOGIT_FLOPS * logits.numel(), logits.nbytes)
 
 
 def draw_cost(*logits: Tensor) -> Cost:
-    """A draw for each row [rows, vocab] of a distribution, or of the residual of the first over the second."""
+    """A draw for each row [rows, vocab] of one distribution, or of the residual of the first over the second."""
     return Cost(LOGIT_FLOPS * sum(x.numel() for x in logits), sum(x.nbytes for x in logits))
 
 
@@ -32,7 +32,7 @@ def filter_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any
 
 
 def draw_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Launch metadata of the kernel that sums weights: of all drafts it reads one."""
+    """Launch metadata of the kernel that sums weights, which reads only one of the drafts."""
     whole, drafts = args["target"][0], args["draft"][0]
     logits = whole.view(-1, args["GAMMA"] + 1, whole.shape[-1])[:, 0]
     cost = draw_cost(logits, *drafts[:1])

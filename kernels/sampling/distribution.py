@@ -1,4 +1,4 @@
-"""The distributions that tokens are drawn from: a few numbers per row beside its logits, without probabilities."""
+"""The distributions that tokens are drawn from: logits and a few numbers per row, without stored probabilities."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 class Distribution:
     """p(token) = exp((logit - peak) / temperature) / mass where logit >= cutoff, else 0.
 
-    logits: [..., vocab] in any floating type. peak, cutoff, mass: float32 [...], the largest logit, the least logit
-    that is kept (-inf keeps all), and the sum of exp((logit - peak) / temperature) over the kept ones.
+    logits: [..., vocab] in any floating type. peak, cutoff, mass: float32 [...], the largest logit, the smallest kept
+    logit (-inf keeps all), and the sum of exp((logit - peak) / temperature) over the kept ones.
     """
 
     logits: Tensor
@@ -35,7 +35,7 @@ class Distribution:
 
 @dataclass(frozen=True, eq=False)
 class Greedy:
-    """All probability on the likeliest token, int64 [...], of equally likely ones on the first."""
+    """All probability on the likeliest token, int64 [...]; of ties, on the first."""
 
     best: Tensor
 
@@ -45,13 +45,13 @@ Choice = Distribution | Greedy
 
 @dataclass(frozen=True, eq=False)
 class VerifyResult:
-    """What a round keeps: of row b the first advance[b] of tokens, int64 [rows, gamma + 1].
+    """The tokens that a round keeps: the first advance[b] of row b of `tokens`, int64 [rows, gamma + 1].
 
-    advance, accepted, judged: int64 [rows]. judged counts the drafts that were compared with the target: those all of
-    whose predecessors were accepted.
+    advance, accepted, verified: int64 [rows]. verified counts the drafts that were compared with the target: those
+    whose predecessors were all accepted.
     """
 
     tokens: Tensor
     advance: Tensor
     accepted: Tensor
-    judged: Tensor
+    verified: Tensor

@@ -1,4 +1,4 @@
-"""Triton kernels of greedy decoding: the likeliest token of each row, and how many drafts agree with it."""
+"""Triton kernels of greedy decoding: the likeliest token of each row, and the number of drafts that equal it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ridgeplan.kernels.sampling.cost import filter_metadata
 from ridgeplan.kernels.sampling.distribution import Greedy, VerifyResult
 from ridgeplan.kernels.sampling.rejection_triton import _store_counts
 
-CHUNK = 8192  # tokens of a row that one program reads
+CHUNK = 8192  # tokens of a row per program
 
 
 @triton.jit(launch_metadata=filter_metadata)

@@ -1,4 +1,4 @@
-"""Sampling in plain torch: the reference of the kernels, and what runs on CPUs."""
+"""Sampling in plain torch: the kernels' reference, and the CPU implementation."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ridgeplan.kernels.sampling.distribution import Distribution, VerifyResult
 
 @dataclass(frozen=True, eq=False)
 class Table(Distribution):
-    """A distribution that keeps its probabilities, float32 [..., vocab]: without a GPU that is fastest."""
+    """A distribution that stores its probabilities, float32 [..., vocab], which is fastest on a CPU."""
 
     table: Tensor
 
     def probabilities(self) -> Tensor:
-        """All probabilities, as they were computed."""
+        """All probabilities, float32 [..., vocab]."""
         return self.table
 
 
-def softmax_reference(logits: Tensor, temperature: float, cutoff: Tensor | None) -> Table:
-    """See `ridgeplan.kernels.sampling.softmax`."""
+def softmax_distribution_reference(logits: Tensor, temperature: float, cutoff: Tensor | None) -> Table:
+    """See `ridgeplan.kernels.sampling.softmax_distribution`."""
     values = logits.float()
     peak = values.amax(-1)
     if cutoff is None:
@@ -41,9 +41,9 @@ def kth_largest(logits: Tensor, k: int) -> Tensor:
 
 
 def nucleus(whole: Distribution, top_p: float) -> Table:
-    """The smallest set of likeliest tokens whose mass reaches `top_p` of `whole` (Holtzman et al. 2020).
+    """The smallest set of likeliest tokens of `whole` whose mass reaches `top_p` (Holtzman et al. 2020).
 
-    Ties with its last token are kept too.
+    Ties with the last kept token are all kept.
     """
     table = whole.probabilities()
     ordered = table.sort(dim=-1, descending=True)
@@ -69,16 +69,16 @@ def rejection_sample_reference(
     # After the last draft q is 0, so that the residual is p.
     draft = torch.stack([*(d.probabilities() for d in drafts), torch.zeros_like(tables[:, 0])], dim=1)
     p, q = (table[:, :-1].gather(-1, drafted[..., None])[..., 0] for table in (tables, draft))
-    accepted, full, judged = count_accepted(uniform[:, :-1] * q < p, max_tokens)
+    accepted, full, verified = count_accepted(uniform[:, :-1] * q < p, max_tokens)
     replacement = _pick(_residual(tables, draft, accepted), uniform[:, -1])
     tokens = torch.cat([drafted, drafted.new_zeros(len(drafted), 1)], dim=1)
     # A full row keeps its last draft, which becomes the pending token; what is written after it is never read.
     tokens.scatter_(1, accepted[:, None], replacement[:, None])
-    return VerifyResult(tokens, accepted + (~full).long(), accepted, judged)
+    return VerifyResult(tokens, accepted + (~full).long(), accepted, verified)
 
 
 def count_accepted(passed: Tensor, max_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each row's accepted drafts, whether they reach max_tokens, and the judged ones; passed: bool [rows, gamma]."""
+    """Each row's accepted drafts, whether it reaches max_tokens, its verified drafts; passed: bool [rows, gamma]."""
     gamma = passed.shape[1]
     limit = max_tokens.long().clamp_max(gamma)
     inside = torch.arange(gamma, device=passed.device) < limit[:, None]
@@ -89,7 +89,7 @@ def count_accepted(passed: Tensor, max_tokens: Tensor) -> tuple[Tensor, Tensor, 
 def _residual(target: Tensor, draft: Tensor, accepted: Tensor) -> Tensor:
     """The residual distribution (p - q)+, not normalized, [rows, vocab] after `accepted` drafts.
 
-    target, draft: probabilities [rows, gamma + 1, vocab]. Where rounding leaves nothing, p and q are the same
+    target, draft: probabilities [rows, gamma + 1, vocab]. If rounding leaves nothing, p and q are the same
     distribution, and p is returned.
     """
     rows = torch.arange(len(accepted), device=accepted.device)
@@ -99,10 +99,10 @@ def _residual(target: Tensor, draft: Tensor, accepted: Tensor) -> Tensor:
 
 
 def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Tokens [...] by inverse CDF from weights [..., vocab] of any sum.
+    """Tokens [...] by inverse CDF from unnormalized weights [..., vocab].
 
-    Sums are float64, so that tokens of weight 0 are never drawn and rare ones keep their probability. Weights that are
-    NaN give some token of the vocabulary: the caller may not know yet.
+    Sums are float64, so tokens of weight 0 are never drawn and rare ones keep their probability. NaN weights give some
+    token of the vocabulary; the caller checks for them later.
     """
     sums = weights.cumsum(-1, dtype=torch.float64)
     total = sums[..., -1:]

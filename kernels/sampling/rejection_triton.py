@@ -1,8 +1,11 @@
-"""Triton kernels of sampling: peaks and masses of rows, draws by inverse CDF, and speculative acceptance.
+"""Triton kernels of rejection sampling; a draw by inverse CDF is a round without drafts.
 
-A row is read in chunks by programs of their own, so that a few rows fill the GPU too. Where a token is decided, weights
-are summed as integers in units of 2^-60 of a probability: sums are exact in any order, the kernel that adds up chunks
-and the one that searches a chunk agree, and tokens of probability 0 can never be drawn.
+A row is read in chunks by separate programs, so that a few rows fill the GPU too. Weights are summed as integers in
+units of 2^-60 of a probability, so sums are exact in any order: the kernel that adds up chunks and the one that
+searches a chunk agree, and tokens of probability 0 can never be drawn.
+
+A distribution is passed as the tuple (logits, peaks, cutoffs, masses); the drafts' as a tuple of four tuples, one entry
+per draft in each. Kernels unpack them into names first.
 """
 
 from __future__ import annotations
@@ -16,68 +19,17 @@ from torch import Tensor
 
 from ridgeplan.kernels.device.launch import pdl_options
 from ridgeplan.kernels.device.pdl_triton import pdl_launch_dependents_and_wait
-from ridgeplan.kernels.sampling.cost import draw_metadata, filter_metadata
+from ridgeplan.kernels.sampling.cost import draw_metadata
 from ridgeplan.kernels.sampling.distribution import Distribution, VerifyResult
 
-CHUNK = 4096  # tokens of a row that one program reads
+CHUNK = 4096  # tokens of a row per program
 LOG2_E = 1.4426950408889634
-UNITS = tl.constexpr(2.0**60)  # in which probabilities are summed
-
-
-@triton.jit(launch_metadata=filter_metadata)
-def _softmax_kernel(
-    logits,
-    cutoffs,
-    peaks,
-    masses,
-    vocab,
-    scale,
-    FILTERED: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The largest logit of each chunk, and the mass of the kept ones relative to it."""
-    pdl_launch_dependents_and_wait(PDL)
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    values = tl.load(logits + row * vocab + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
-    peak = tl.max(values, 0)
-    weights = tl.exp2((values - tl.where(peak == float("-inf"), 0.0, peak)) * scale)
-    if FILTERED:
-        weights = tl.where(values >= tl.load(cutoffs + row), weights, 0.0)
-    tl.store(peaks + row * CHUNKS + chunk, peak)
-    tl.store(masses + row * CHUNKS + chunk, tl.sum(weights, 0))
+UNITS = tl.constexpr(2.0**60)  # of the integers in which probabilities are summed
 
 
 @triton.jit
-def _join_kernel(
-    peaks,
-    masses,
-    peak,
-    cutoff,
-    mass,
-    scale,
-    FILTERED: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PADDED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Joins the chunks of a row; without a filter the cutoff is -inf."""
-    pdl_launch_dependents_and_wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    every = tl.arange(0, PADDED)
-    chunk_peaks = tl.load(peaks + row * CHUNKS + every, mask=every < CHUNKS, other=float("-inf"))
-    chunk_masses = tl.load(masses + row * CHUNKS + every, mask=every < CHUNKS, other=0.0)
-    row_peak = tl.max(chunk_peaks, 0)
-    tl.store(peak + row, row_peak)
-    tl.store(mass + row, tl.sum(chunk_masses * tl.exp2((chunk_peaks - row_peak) * scale), 0))
-    if not FILTERED:
-        tl.store(cutoff + row, float("-inf"))
-
-
-@triton.jit
-def _probability(logits, row, tokens, vocab, peaks, cutoffs, masses, scale):
+def _probability(logits, peaks, cutoffs, masses, row, tokens, vocab, scale):
+    """Probabilities of `tokens` in a row of a distribution."""
     values = tl.load(logits + row * vocab + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
     weights = tl.exp2((values - tl.load(peaks + row)) * scale)
     return tl.where(values >= tl.load(cutoffs + row), weights, 0.0) / tl.load(masses + row)
@@ -85,7 +37,7 @@ def _probability(logits, row, tokens, vocab, peaks, cutoffs, masses, scale):
 
 @triton.jit
 def _store_counts(counts, row, accepted, max_tokens, GAMMA: tl.constexpr):
-    """How many tokens a row keeps, and how many of its drafts are accepted and judged."""
+    """How many tokens a row keeps, and how many of its drafts are accepted and verified."""
     limit = tl.minimum(max_tokens, GAMMA)
     # A row that reaches max_tokens ends with an accepted draft, which becomes the pending token.
     full = (accepted == limit) & (max_tokens <= GAMMA)
@@ -111,13 +63,17 @@ def _accept_kernel(
     """Counts the drafts of a row up to the first rejected one, or up to max_tokens."""
     pdl_launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
+    logits, peaks, cutoffs, masses = target
+    draft_logits, draft_peaks, draft_cutoffs, draft_masses = draft
     limit = tl.load(max_tokens + row)
     accepted = limit * 0
     going = limit > 0
     for j in tl.static_range(GAMMA):
         token = tl.load(drafted + row * GAMMA + j)
-        p = _probability(target[0], row * (GAMMA + 1) + j, token, vocab, target[1], target[2], target[3], scale)
-        q = _probability(draft[0][j], row, token, vocab, draft[1][j], draft[2][j], draft[3][j], draft_scale)
+        p = _probability(logits, peaks, cutoffs, masses, row * (GAMMA + 1) + j, token, vocab, scale)
+        q = _probability(
+            draft_logits[j], draft_peaks[j], draft_cutoffs[j], draft_masses[j], row, token, vocab, draft_scale
+        )
         passed = tl.load(uniform + row * (GAMMA + 1) + j) * q.to(tl.float64) < p.to(tl.float64)
         going = going & passed & (j < limit)
         accepted += going.to(tl.int32)
@@ -125,14 +81,17 @@ def _accept_kernel(
 
 
 @triton.jit
-def _weights(target, draft, accepted, row, tokens, vocab, scale, draft_scale, GAMMA: tl.constexpr):
-    """In units of 2^-60, the residual (p - q)+ after `accepted` drafts (p after the last draft), and p."""
-    at = row * (GAMMA + 1) + accepted
-    p = _probability(target[0], at, tokens, vocab, target[1], target[2], target[3], scale)
+def _residual_and_target(target, draft, accepted, row, tokens, vocab, scale, draft_scale, GAMMA: tl.constexpr):
+    """The residual (p - q)+ after `accepted` drafts (p after the last draft), and p, in units of 2^-60."""
+    logits, peaks, cutoffs, masses = target
+    draft_logits, draft_peaks, draft_cutoffs, draft_masses = draft
+    p = _probability(logits, peaks, cutoffs, masses, row * (GAMMA + 1) + accepted, tokens, vocab, scale)
     residual = p
     for j in tl.static_range(GAMMA):
         if accepted == j:
-            q = _probability(draft[0][j], row, tokens, vocab, draft[1][j], draft[2][j], draft[3][j], draft_scale)
+            q = _probability(
+                draft_logits[j], draft_peaks[j], draft_cutoffs[j], draft_masses[j], row, tokens, vocab, draft_scale
+            )
             residual = tl.maximum(p - q, 0.0)
     return (residual * UNITS).to(tl.int64), (p * UNITS).to(tl.int64)
 
@@ -147,7 +106,7 @@ def _weigh_kernel(
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     accepted = tl.load(counts + row * 3 + 1) if GAMMA > 0 else 0
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    residual, whole = _weights(target, draft, accepted, row, tokens, vocab, scale, draft_scale, GAMMA)
+    residual, whole = _residual_and_target(target, draft, accepted, row, tokens, vocab, scale, draft_scale, GAMMA)
     tl.store(sums + row * 2 * CHUNKS + chunk, tl.sum(residual, 0))
     tl.store(sums + (row * 2 + 1) * CHUNKS + chunk, tl.sum(whole, 0))
 
@@ -157,7 +116,7 @@ def _pick_kernel(
     target, draft, counts, sums, drafted, uniform, out, vocab, scale, draft_scale,
     GAMMA: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Finds the chunk in which a row's uniform number falls, then the token, which follows the accepted drafts."""
+    """Draws a row's token: finds the chunk, then the token in it, and stores it after the accepted drafts."""
     pdl_launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     accepted = tl.load(counts + row * 3 + 1) if GAMMA > 0 else 0
@@ -172,7 +131,7 @@ def _pick_kernel(
     chunk = tl.sum((tl.cumsum(sizes, 0) <= wanted).to(tl.int32), 0)
     wanted -= tl.sum(tl.where(every < chunk, sizes, 0), 0)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    residual, whole = _weights(target, draft, accepted, row, tokens, vocab, scale, draft_scale, GAMMA)
+    residual, whole = _residual_and_target(target, draft, accepted, row, tokens, vocab, scale, draft_scale, GAMMA)
     reached = tl.cumsum(tl.where(some, residual, whole), 0)
     token = chunk * CHUNK + tl.sum((reached <= wanted).to(tl.int32), 0)
     token = tl.minimum(token, vocab - 1).to(tl.int64)
@@ -182,49 +141,10 @@ def _pick_kernel(
     tl.store(out + row * (GAMMA + 1) + GAMMA, token)
 
 
-def softmax_triton(logits: Tensor, temperature: float, cutoff: Tensor | None) -> Distribution:
-    """See `ridgeplan.kernels.sampling.softmax`."""
-    logits = logits.contiguous()
-    lead, vocab = logits.shape[:-1], logits.shape[-1]
-    rows, chunks = lead.numel(), triton.cdiv(vocab, CHUNK)
-    peaks, masses = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
-    peak, mass, whole = torch.empty(3, *lead, dtype=torch.float32, device=logits.device)
-    filtered, scale = cutoff is not None, LOG2_E / temperature
-    cutoff = whole if cutoff is None else cutoff
-    _softmax_kernel[(rows, chunks)](
-        logits,
-        cutoff,
-        peaks,
-        masses,
-        vocab,
-        scale,
-        FILTERED=filtered,
-        CHUNKS=chunks,
-        CHUNK=CHUNK,
-        num_warps=8,
-        **pdl_options(logits),
-    )
-    padded = triton.next_power_of_2(chunks)
-    _join_kernel[(rows,)](
-        peaks,
-        masses,
-        peak,
-        cutoff,
-        mass,
-        scale,
-        FILTERED=filtered,
-        CHUNKS=chunks,
-        PADDED=padded,
-        num_warps=1,
-        **pdl_options(logits),
-    )
-    return Distribution(logits, temperature, peak, cutoff, mass)
-
-
 def draw_triton(distribution: Distribution, uniform: Tensor) -> Tensor:
     """See `ridgeplan.kernels.sampling.draw`: a round without drafts."""
     tokens = uniform.new_empty(uniform.shape, dtype=torch.int64)
-    _replace(_RoundArguments(distribution, ()), None, None, uniform.contiguous(), tokens)
+    _draw_after_accepted(_RoundArguments(distribution, ()), None, None, uniform.contiguous(), tokens)
     return tokens
 
 
@@ -245,22 +165,26 @@ def rejection_sample_triton(
         num_warps=1,
         **pdl_options(drafted),
     )
-    _replace(round_, counts, drafted, uniform, tokens)
+    _draw_after_accepted(round_, counts, drafted, uniform, tokens)
     return VerifyResult(tokens, *counts.unbind(1))
 
 
+def _tensors(distribution: Distribution) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return distribution.logits, distribution.peak, distribution.cutoff, distribution.mass
+
+
 class _RoundArguments:
-    """Arguments that the kernels of a round share: tensors of the target, and a tuple of drafts' for each kind."""
+    """Arguments shared by the kernels of a round: the target's tensors, and one tuple per kind of the drafts'."""
 
     def __init__(self, target: Distribution, drafts: Sequence[Distribution]) -> None:
         self.gamma = len(drafts)
-        tensors = zip(*((d.logits, d.peak, d.cutoff, d.mass) for d in drafts), strict=True)
-        self.tensors = (target.logits, target.peak, target.cutoff, target.mass), tuple(tensors) or ((), (), (), ())
+        of_drafts = zip(*map(_tensors, drafts), strict=True)
+        self.tensors = _tensors(target), tuple(of_drafts) or ((), (), (), ())
         draft_scale = LOG2_E / drafts[0].temperature if drafts else 0.0
         self.sizes = target.vocab, LOG2_E / target.temperature, draft_scale
 
 
-def _replace(
+def _draw_after_accepted(
     round_: _RoundArguments, counts: Tensor | None, drafted: Tensor | None, uniform: Tensor, tokens: Tensor
 ) -> None:
     """Fills tokens [rows, gamma + 1] with the drafts and, after the accepted ones, a token drawn for the row."""

@@ -22,9 +22,9 @@ from ridgeplan.kernels.sampling.distribution import Distribution
 
 SOURCE, ENTRY = "sampling/csrc/top_k_top_p.cu", "filter"
 THREADS = 512
-CLUSTERS = (4, 8)  # CTAs that share a row; 8 is the most that every such GPU allows
-PACK_BYTES = 16  # that a thread reads at a time
-# Packs per thread for which the shared memory of a Hopper SM has room beside the histograms: of two CTAs, of one.
+CLUSTERS = (4, 8)  # CTAs per row; 8 is the largest portable cluster size
+PACK_BYTES = 16  # bytes that a thread reads at a time
+# Packs per thread that fit the shared memory of a Hopper SM beside the histograms, with two CTAs and with one.
 TWO_CTA_LOADS, MAX_LOADS = 12, 24
 LOG2_E = 1.4426950408889634
 ELEMENTS: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
@@ -45,7 +45,7 @@ class FilterParams(KernelParams):
 
 @dataclass(frozen=True)
 class TopKVariant:
-    """What a compiled kernel is specialized for. aligned: rows begin at multiples of 16 bytes, for cp.async."""
+    """Specialization of a compiled kernel. aligned: rows begin at multiples of 16 bytes, as cp.async needs."""
 
     dtype: torch.dtype
     aligned: bool
@@ -92,9 +92,9 @@ class TopKTopPKernel:
 
 
 def find_kernel(logits: Tensor) -> TopKTopPKernel | None:
-    """The kernel that filters these logits, or None: then plain torch and Triton's softmax do.
+    """The kernel for these logits, or None if plain torch and Triton's softmax must run.
 
-    It needs Hopper or newer, contiguous logits of a known dtype, and rows that a cluster can hold.
+    It needs Hopper or newer, contiguous logits of a known dtype, and rows that fit a cluster.
     """
     if not logits.is_cuda or torch.version.cuda is None or logits.dtype not in ELEMENTS or not logits.is_contiguous():
         return None
@@ -105,7 +105,7 @@ def find_kernel(logits: Tensor) -> TopKTopPKernel | None:
 
 
 def variant_of(logits: Tensor) -> TopKVariant:
-    """The kernel for logits [..., vocab]."""
+    """The variant for logits [..., vocab]."""
     vocab, dtype = logits.shape[-1], logits.dtype
     aligned = vocab * dtype.itemsize % PACK_BYTES == 0 and logits.data_ptr() % PACK_BYTES == 0
     small, large = (TopKVariant(dtype, aligned, cluster) for cluster in CLUSTERS)
@@ -114,7 +114,7 @@ def variant_of(logits: Tensor) -> TopKVariant:
 
 @cache
 def _compiled(variant: TopKVariant, device: torch.device) -> TopKTopPKernel | None:
-    """None, with one warning, where the kernel does not compile."""
+    """None, with one warning, if the kernel does not compile."""
     fallback = "top-k and top-p run in plain torch, as their CUDA kernel does not compile"
     shared_bytes = MAX_LOADS * THREADS * PACK_BYTES
     text = program(SOURCE, FilterParams)

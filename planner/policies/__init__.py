@@ -1,6 +1,6 @@
-"""What the planner knows of policies that choose tokens: those a step reads, and those that leave the cache for good.
+"""Policies that choose tokens: which a step reads (selection), and which are evicted from the cache for good.
 
-Not here: how the runtime carries them out (runtime/drafting/policies).
+Not here: their execution (runtime/drafting/policies).
 """
 
 from ridgeplan.planner.plan import EvictionPolicy, Plan, TargetSelection
@@ -21,7 +21,7 @@ from ridgeplan.planner.policies.selection.specattn import SPECATTN
 from ridgeplan.planner.policies.selection.specextend import SPECEXTEND
 from ridgeplan.planner.policies.selection.streamingllm import STREAMINGLLM
 
-# By their names in plans, in the order in which presets are listed.
+# By name in plans, in the order in which presets are listed.
 SELECTIONS: dict[str, TokenSelection] = {
     policy.name: policy
     for policy in (
@@ -48,12 +48,12 @@ def selections(role: Role) -> tuple[TokenSelection, ...]:
 
 
 def draft_selection(plan: Plan) -> TokenSelection:
-    """The policy by which the plan's drafts choose the tokens they read."""
+    """The policy that chooses the tokens that the plan's drafts read."""
     return SELECTIONS[plan.speculation.selection.value]
 
 
 def target_selection(plan: Plan) -> TokenSelection | None:
-    """The policy by which the plan's target chooses the tokens it reads; None where it reads all."""
+    """The policy that chooses the tokens that the plan's target reads; None if it reads all."""
     selection = plan.attention.selection
     return None if selection is TargetSelection.FULL else SELECTIONS[selection.value]
 

@@ -1,4 +1,4 @@
-"""What a policy states of itself: its name in plans, its cost, what is known of its quality, and its presets."""
+"""The fields of a policy: its name in plans, its cost, its quality, and its presets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVICTION_BUDGET = 1024  # tokens
 
 
 class Role(StrEnum):
-    """Whose reads a selection narrows."""
+    """Who reads only the selected tokens."""
 
     DRAFT = "draft"
     TARGET = "target"
@@ -33,7 +33,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """A policy by its name in plans, with the named plans that use it."""
+    """A policy: its name in plans, and the presets that use it."""
 
     name: str
     presets: Mapping[str, Preset] = field(default_factory=dict)
@@ -47,12 +47,12 @@ class Policy:
 class TokenSelection(Policy):
     """A policy that chooses the tokens a step reads.
 
-    roles: whose reads plans may narrow by it. executable: of these, where the runtime can; it is estimated elsewhere.
+    roles: who may use it in a plan. executable: the roles that the runtime supports; the others are only estimated.
     scored_keys: keys read at every step to score the cached tokens, as a share of one layer's keys. scores_one_layer:
-    once for all layers, not in each. round_score_bytes: of scores written and read once a round, per cached token and
-    layer.
-    acceptance_between: two selections whose acceptances bound its own where nobody has published any. Published and
-    measured figures stand in acceptance.toml.
+    scoring runs once for all layers, not in each. round_score_bytes: bytes of scores written and read once a round, per
+    cached token and layer.
+    acceptance_between: two selections whose acceptances bound its own, if none is published. Published and measured
+    figures are in acceptance.toml.
     """
 
     roles: frozenset[Role]
@@ -63,7 +63,7 @@ class TokenSelection(Policy):
     acceptance_between: tuple[str, str] | None = None
 
     def scored_keys_of(self, layers: int) -> float:
-        """Keys scored at a step of a model with so many layers, in multiples of one layer's keys."""
+        """Keys scored at a step of a model with `layers` layers, in multiples of one layer's keys."""
         return self.scored_keys * (1 if self.scores_one_layer else layers)
 
     def loss(self, plan: Plan) -> str:
@@ -73,7 +73,7 @@ class TokenSelection(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenEviction(Policy):
-    """A policy that evicts tokens from the cache once, after prefill. executable: by the runtime, else estimated."""
+    """A policy that evicts tokens from the cache once, after prefill. If not `executable`, it is only estimated."""
 
     executable: bool = False
 

@@ -1,11 +1,11 @@
-"""Dataclasses that are valid once made: each field carries its check, and one message lists all that is wrong.
+"""Self-validating dataclasses: each field declares its check, and one message lists everything that is wrong.
 
     @dataclass(frozen=True)
     class Box(Checked):
         width: int = whole(1, 100)  # cm
 
-`build` makes such a dataclass, and those inside it, of untrusted JSON or TOML values by the same checks. pydantic's
-core does the checking. pydantic itself, which would derive the checks from annotations, takes 0.1 s to start.
+`build` makes such a dataclass, and those inside it, from untrusted JSON or TOML values with the same checks. Only
+pydantic's core is used: importing pydantic itself, to derive checks from annotations, would take 0.1 s.
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ class InvalidField(ValueError):
 
 
 class Checked:
-    """Base of frozen dataclasses that check themselves when they are made, by code or by `build`.
+    """Base of frozen dataclasses that validate their fields on construction, by code or by `build`.
 
     A wrong field raises the class's `error` with one line that lists what is wrong and what is allowed.
     """
@@ -35,23 +35,23 @@ class Checked:
     error: ClassVar[type[ValueError]] = InvalidField
 
     def __post_init__(self) -> None:
-        """Checks the fields, which turns numbers, enums and lists into the types that are declared."""
+        """Validates the fields, converting numbers, enums and lists to the declared types."""
         kind: Any = type(self)
         try:
             values, _ = _validator(kind, arguments_only=True).validate_python(vars(self))
         except ValidationError as invalid:
             raise self.error(self._owner() + listed(invalid, _arguments_schema(kind))) from None
-        vars(self).update(values)  # a frozen instance has no other way in
+        vars(self).update(values)  # frozen instances refuse setattr
         problem = self._contradiction()
         if problem:
             raise self.error(self._owner() + problem)
 
     def _owner(self) -> str:
-        """The start of error messages, such as "model 'x': ", for instances that have a name."""
+        """Prefix of error messages, such as "model 'x': ", for instances with a name."""
         return ""
 
     def _contradiction(self) -> str | None:
-        """What is wrong with the fields together, each of which is valid by itself."""
+        """What is wrong with the combination of fields that are each valid, or None."""
         return None
 
 
@@ -67,7 +67,7 @@ def whole(low: int, high: int, default: Any = MISSING) -> Any:
 
 
 def number(low: float, high: float, default: Any = MISSING) -> Any:
-    """A field that holds a real number in low..high, which is kept as a float."""
+    """A field that holds a real number in low..high, stored as a float."""
     schema = core_schema.float_schema(strict=True, ge=low, le=high, allow_inf_nan=False)
     return _checked(schema, f"a number from {low:g} to {high:g}", default)
 
@@ -89,7 +89,7 @@ def one_of(allowed: Iterable[Any], default: Any = MISSING) -> Any:
         schema: CoreSchema = core_schema.enum_schema(allowed, list(allowed), sub_type="str")
     else:
         values = list(allowed)
-        literal = core_schema.literal_schema(values)  # by itself it takes 4.0 for 4
+        literal = core_schema.literal_schema(values)  # alone it would accept 4.0 for 4
         kind = core_schema.int_schema if isinstance(values[0], int) else core_schema.str_schema
         schema = core_schema.chain_schema([kind(strict=True), literal])
     return _checked(schema, ", ".join(map(str, values)), default)
@@ -106,7 +106,7 @@ def parts_by_name(kind: type["Checked"]) -> Any:
 
 
 def texts_by_name(default_factory: Any = MISSING) -> Any:
-    """A field that maps names to non-empty strings; it does not enter the hash."""
+    """A field that maps names to non-empty strings; excluded from the hash."""
     schema = core_schema.dict_schema(_text(), _text())
     return field(default_factory=default_factory, hash=False, metadata={"check": schema})
 
@@ -129,7 +129,7 @@ def tables() -> Any:
 
 
 def build(kind: type[Made], values: object, owner: str = "") -> Made:
-    """A dataclass, with those inside it, of parsed JSON or TOML.
+    """A dataclass, with those inside it, from parsed JSON or TOML.
 
     Raises the class's `error`, after the owner's name, also for fields that are missing or unknown.
     """
@@ -151,7 +151,7 @@ def _checked(schema: CoreSchema, allowed: str, default: Any) -> Any:
 
 
 def _allowing(schema: CoreSchema, allowed: str) -> CoreSchema:
-    """The schema with one error for all that may be wrong: what is allowed."""
+    """The schema with a single error message, which says what is allowed."""
     return core_schema.custom_error_schema(schema, custom_error_type="allowed", custom_error_message=allowed)
 
 

@@ -1,6 +1,6 @@
-"""JSON and TOML text from outside, as plain values. What the values mean is checked by `checks.build`.
+"""Untrusted JSON and TOML text, parsed to plain values. `checks.build` validates their meaning.
 
-All problems are ValueErrors of one line, for the caller to say which file or what it was to hold.
+Every error is a one-line ValueError; the caller adds the name of the file.
 """
 
 import json
@@ -11,12 +11,12 @@ from typing import Any
 
 from ridgeplan.roofline.catalog.mistakes import brief
 
-MAX_DOCUMENT_BYTES = 16 << 20  # plans, profiles and hardware files have a few kilobytes
-MAX_DIGITS = 4000  # a little less than the most that Python reads
+MAX_DOCUMENT_BYTES = 16 << 20  # plans, profiles and hardware files are a few kilobytes
+MAX_DIGITS = 4000  # a little below Python's own limit
 
 
 def read_document(path: Path) -> bytes:
-    """The bytes of a small file. Raises OSError, or ValueError for a large one, before it is all in memory."""
+    """The bytes of a small file. Raises OSError, or ValueError for a large one without reading all of it."""
     with path.open("rb") as file:
         content = file.read(MAX_DOCUMENT_BYTES + 1)
     if len(content) > MAX_DOCUMENT_BYTES:
@@ -25,7 +25,7 @@ def read_document(path: Path) -> bytes:
 
 
 def parse_json(document: str | bytes) -> Any:
-    """The value of UTF-8 JSON. Raises ValueError, also for keys that stand twice in one object and for NaN."""
+    """The value of UTF-8 JSON. Raises ValueError, also for duplicate keys and for NaN."""
     return _parsed(document, _json_value)
 
 
@@ -36,7 +36,7 @@ def parse_toml(document: str | bytes) -> dict[str, Any]:
 
 
 def fields_of_schema(document: object, schema: int, advice: str, error: type[ValueError]) -> dict[str, Any]:
-    """The fields of an object beside its "schema". Raises `error` for another schema, with advice for an older one."""
+    """The fields of an object except "schema". Raises `error` for another schema, with advice for an older one."""
     if not isinstance(document, dict):
         raise error(f"it is {brief(document)}; allowed: an object with named fields")
     found = document.get("schema")

@@ -1,8 +1,8 @@
 """The header of a GGUF file: metadata and tensor names, without the tensors.
 
-The gguf package's reader does not serve here. It makes an object for every token of the vocabulary, 7 s for the
-151936 of Qwen2.5, and follows counts and lengths that it does not compare with the file, so that a damaged header
-keeps it busy for minutes. Format: the GGUF specification, ggml/docs/gguf.md.
+The gguf package's own reader is too slow and too trusting. It makes an object for every token of the vocabulary, 7 s
+for the 151936 of Qwen2.5, and does not compare counts and lengths with the file's size, so a damaged header keeps it
+busy for minutes. Format: the GGUF specification, ggml/docs/gguf.md.
 """
 
 import math
@@ -14,14 +14,14 @@ from pathlib import Path
 from ridgeplan.roofline.catalog.mistakes import brief
 
 MAX_HEADER_BYTES = 64 << 20  # a vocabulary of 262144 tokens and its merges take about 15 MB
-MAX_ENTRIES = 1 << 16  # of values, and of tensors
-MAX_DIMENSIONS = 4  # as GGML's
+MAX_ENTRIES = 1 << 16  # metadata values, and tensors
+MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
 _STRING, _ARRAY = 8, 9
-# struct formats of the scalar value types, by the number that stands in the file.
+# struct formats of the scalar value types, by their number in the file.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _LENGTH = struct.Struct("<Q")
-# Bytes of the shortest items: a value is a key's length, a type and a bool; a tensor a name's length, the number of
-# dimensions, a type and an offset.
+# Bytes of the shortest possible items. A value has a key's length, a type and a bool; a tensor has a name's length, a
+# number of dimensions, a type and an offset.
 _VALUE_BYTES, _TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
 
 
@@ -37,7 +37,7 @@ def read_gguf_header(path: Path) -> GGUFHeader:
     """The header of a little-endian GGUF file, version 2 or 3.
 
     Raises OSError, or ValueError (one line, without the path) if the file is damaged. Every count and length is
-    compared with the bytes that are left before it is followed, so that damage shows at once.
+    checked against the remaining bytes before it is used, so damage is found at once.
     """
     with path.open("rb") as file:
         if not file.read(1):
@@ -45,13 +45,13 @@ def read_gguf_header(path: Path) -> GGUFHeader:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 return _header(_Cursor(data))
-            except (struct.error, OverflowError):  # of positions behind the end, and of those beyond 64 bits
+            except (struct.error, OverflowError):  # positions past the end, and beyond 64 bits
                 limit = f"{MAX_HEADER_BYTES >> 20} MiB"
                 raise ValueError(f"the file ends within its header, or the header is larger than {limit}") from None
 
 
 class _Cursor:
-    """Reads on from a position. Reading beyond the end, or beyond the largest header, raises struct.error."""
+    """Reads from a position onwards. Reading past the end, or past the largest header, raises struct.error."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
@@ -71,7 +71,7 @@ class _Cursor:
         return int(self.scalar(code))
 
     def count(self, item_bytes: int, most: int = MAX_HEADER_BYTES) -> int:
-        """How many items of at least `item_bytes` follow. Raises ValueError if they cannot."""
+        """A count of items of at least `item_bytes` each. Raises ValueError if the file cannot hold that many."""
         found, fitting = self.whole(), self.left // item_bytes
         if found > min(fitting, most):
             raise ValueError(f"it announces {found} items in its header; allowed here: up to {min(fitting, most)}")
@@ -114,7 +114,7 @@ def _header(cursor: _Cursor) -> GGUFHeader:
 def _tensors(cursor: _Cursor, count: int) -> dict[str, tuple[int, ...]]:
     """Dimensions by name. Raises ValueError unless all tensors end within the file."""
     tensors: dict[str, tuple[int, ...]] = {}
-    end = 0  # after the first byte of the tensors, which follow the header
+    end = 0  # in bytes from the start of the tensor data, which follows the header
     for _ in range(count):
         name = _new_name(cursor.string(), tensors)
         dimensions = cursor.whole("I")

@@ -1,4 +1,4 @@
-"""The figures of a GPU or CPU that limit its speed, each with its source; the catalog in gpus.toml."""
+"""Hardware figures: bandwidth, peaks and memory of GPUs and CPUs, each with its source. The catalog is gpus.toml."""
 
 import subprocess
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class BadHardwareFile(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware(Checked):
-    """One device. Raises InvalidField (a ValueError) for wrong figures, and for one that has no source.
+    """One device. Raises InvalidField (a ValueError) for wrong figures, and for a figure without a source.
 
     `compute_flops` (FLOP/s) is the dense peak of the type that models run in (bf16 with fp32 accumulation on GPUs,
     fp32 on CPUs), never the figure with structured sparsity. `host_link_bytes_per_s` is one direction. The ranges are
@@ -67,7 +67,7 @@ class Hardware(Checked):
         return self.compute_flops / self.bandwidth_bytes_per_s
 
 
-# Every number that must be given, each with its source.
+# The required numbers, each of which needs a source.
 FIGURES = tuple(item.name for item in fields(Hardware) if item.type in (int, float) and item.default is MISSING)
 _SHIPPED = Path(__file__).with_name("gpus.toml")
 
@@ -75,7 +75,7 @@ _SHIPPED = Path(__file__).with_name("gpus.toml")
 def load_hardware(reference: str) -> Hardware:
     """A device by its name or alias in the catalog ("h200", "NVIDIA H200", "h200 sxm"), or from a user's TOML file.
 
-    Such a file holds one table in the format of gpus.toml; the source of figures that name none is the file.
+    Such a file holds one table in the format of gpus.toml; figures without a source get the file as theirs.
     Raises UnknownHardware (with similar names) or BadHardwareFile.
     """
     if reference.lower().endswith(".toml"):
@@ -134,7 +134,7 @@ def _from_file(path: Path) -> Hardware:
             raise ValueError(f"one [table] is allowed, it has {len(tables)}")
         [(name, table)] = tables.items()
         given = table.get("sources", {})
-        if isinstance(given, dict):  # anything else is reported by the check of the field
+        if isinstance(given, dict):  # the field's check reports anything else
             given = {**dict.fromkeys(FIGURES, f"given in {path.name}"), **given}
         return _from_table(name, {**table, "sources": given})
     except OSError as error:

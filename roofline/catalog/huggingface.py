@@ -134,7 +134,7 @@ def _gpt_oss_fields(config: Config) -> Fields:
 
 
 def _qwen2_fields(config: Config) -> Fields:
-    return {"attention_bias": True}  # its class has the biases whatever the config says
+    return {"attention_bias": True}  # transformers' class has the biases whatever the config says
 
 
 def _qwen3_fields(config: Config) -> Fields:
@@ -178,8 +178,8 @@ def _deepseek_fields(config: Config) -> Fields:
     }
 
 
-# What a family has beside the common keys; a new dense family needs one line here and its
-# name among the architectures of shapes.py.
+# What a family's config.json holds beside the common keys, by `model_type`; docs/add-a-model.md lists what else a new
+# family needs.
 _OWN_FIELDS: dict[str, Callable[[Config], Fields]] = {
     "llama": _llama_fields,
     "mistral": _mistral_fields,

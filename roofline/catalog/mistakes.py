@@ -1,4 +1,4 @@
-"""What an error message says of wrong values: which fields, what they hold in brief, and what is allowed."""
+"""Error messages for wrong values: which fields, a short form of what they hold, and what is allowed."""
 
 from collections.abc import Iterable, Mapping
 from reprlib import Repr
@@ -7,9 +7,9 @@ from typing import Any
 from pydantic_core import ValidationError
 from pydantic_core.core_schema import CoreSchema
 
-MAX_LISTED = 5  # mistakes of one message
+MAX_LISTED = 5  # mistakes per message
 BRIEF_CHARACTERS = 80
-# What a container must be, by the type of pydantic's error. All other checks say themselves what they allow.
+# What a container must be, by the type of pydantic's error. All other checks state what they allow.
 _CONTAINERS = {
     "dataclass_type": "an object with named fields",
     "dict_type": "an object",
@@ -19,7 +19,7 @@ _CONTAINERS = {
 
 
 def brief(value: object) -> str:
-    """`value` for an error message: at most 80 characters of one line, whatever its size and depth."""
+    """`value` for an error message: one line of at most 80 characters, whatever its size and depth."""
     shown = " ".join(_Brief().repr(value).split())
     return shown if len(shown) <= BRIEF_CHARACTERS else f"{shown[: BRIEF_CHARACTERS - 3]}..."
 
@@ -33,12 +33,12 @@ class _Brief(Repr):
         self.maxstring = self.maxother = BRIEF_CHARACTERS
 
     def repr_int(self, value: int, level: int) -> str:
-        """Digits up to 50 of them; Python refuses to print thousands."""
+        """At most 50 digits; Python refuses to print thousands."""
         return repr(value) if abs(value) < 10**50 else "a huge number"
 
 
 def listed(invalid: ValidationError, arguments: CoreSchema) -> str:
-    """One line: the mistake, or the first of several by number. `arguments` are the fields of the checked dataclass."""
+    """One line: the only mistake, or the first few, numbered. `arguments` are the fields of the checked dataclass."""
     details = invalid.errors(include_url=False)
     mistakes = [_mistake(item, arguments) for item in details[:MAX_LISTED]]
     if len(mistakes) == 1:
@@ -51,7 +51,7 @@ def listed(invalid: ValidationError, arguments: CoreSchema) -> str:
 def _mistake(details: Mapping[str, Any], arguments: CoreSchema) -> str:
     path, code = details["loc"], details["type"]
     name = _dotted(path)
-    if code == "value_error":  # raised by a dataclass that was being made
+    if code == "value_error":  # raised while constructing a nested dataclass
         return f"{name}: {details['ctx']['error']}" if name else str(details["ctx"]["error"])
     if code == "missing":
         return f"{name} is missing"
@@ -61,7 +61,7 @@ def _mistake(details: Mapping[str, Any], arguments: CoreSchema) -> str:
 
 
 def _dotted(path: Iterable[str | int]) -> str:
-    """`classes.linear.launch_s`, `aliases[2]`; keys that are no short names in quotes."""
+    """`classes.linear.launch_s`, `aliases[2]`; keys that are not short names are quoted."""
     shown = (f"[{step}]" if isinstance(step, int) else f".{_name(step)}" for step in path)
     return "".join(shown).removeprefix(".")
 

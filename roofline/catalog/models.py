@@ -47,7 +47,7 @@ def list_models() -> tuple[ModelShape, ...]:
 
 
 def _from_path(path: Path) -> ModelShape | None:
-    """The shape at a path; None for a folder without a model, whose name may also be one of the catalog's."""
+    """The shape at a path; None for a folder without a model, whose name may still be in the catalog."""
     if path.suffix.lower() == ".gguf":
         return shape_from_gguf(path)
     if path.suffix.lower() == ".json":

@@ -1,4 +1,4 @@
-"""Named TOML tables, as the catalogs ship: reading them, and finding an entry by any of its names."""
+"""Named TOML tables, the catalogs' format: reading them, and finding an entry by any of its names."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ from ridgeplan.roofline.catalog.mistakes import brief
 
 
 class Named(Protocol):
-    """What a catalog holds: anything that has a name."""
+    """An entry of a catalog: anything with a name."""
 
     @property
     def name(self) -> str: ...
@@ -42,7 +42,7 @@ class Catalog(Generic[Entry]):
 
 
 def build_catalog(named: Iterable[tuple[Entry, Iterable[str]]], normalize: Callable[[str], str]) -> Catalog[Entry]:
-    """A catalog of (entry, its names); a name that several entries have is the first one's."""
+    """A catalog of (entry, its names); a name shared by several entries finds the first one."""
     entries: list[Entry] = []
     by_name: dict[str, Entry] = {}
     for entry, names in named:

@@ -1,7 +1,7 @@
 """Calibration profiles: how much of its datasheet a machine reaches, for each class of kernels.
 
-Utilizations are looked up, never invented. A class that a profile lacks takes the rates of its nearest relative, and
-the rates then say so in `source`.
+Utilizations are looked up, never invented. A class that a profile lacks uses the rates of its nearest relative, and
+`source` then says "prior".
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROFILE_SCHEMA = 2
 SOURCES = ("measured", "calibrated", "transferred", "published", "prior")  # from strongest to weakest
 RECALIBRATE = "make it again with `ridgeplan calibrate`"
 
-# The class with the most similar access pattern, whose rates a class without any of its own takes.
+# For a class that a profile lacks: the class with the most similar access pattern, whose rates it uses.
 RELATIVES = {
     "linear_int8": "linear_int4",
     "linear_int4": "linear",
@@ -50,7 +50,7 @@ RELATIVES = {
     "prefill_attention": "prefill_linear",
     "prefill_linear": "linear",
 }
-# By how much the band widens, in relative time, where rates come from another class or machine. A prior.
+# How much the band widens, in relative time, for rates of another class or machine. A prior.
 TRANSFER_SPREAD = 0.2
 MAX_SPREAD = 10
 
@@ -76,11 +76,11 @@ class Rates(Checked):
 
 @dataclass(frozen=True)
 class Profile(Checked):
-    """Calibrated rates of one machine. `hardware` holds its figures, so that a profile describes a machine by itself.
+    """Calibrated rates of one machine. `hardware` holds its figures, so a profile fully describes a machine.
 
-    `pass_dispatch_s` and `layer_dispatch_s` are what the host spends to issue one decode pass and one layer of it,
-    `prefill_layer_dispatch_s` one layer of a prefill; `asynchronous` says whether the device works meanwhile, so that
-    the slower of the two counts. `acceptance` holds rows for `ridgeplan.planner.acceptance`.
+    `pass_dispatch_s` and `layer_dispatch_s` are the host's time to launch one decode pass and one layer of it,
+    `prefill_layer_dispatch_s` one layer of a prefill. `asynchronous`: the device works meanwhile, so the slower of the
+    two counts. `acceptance` holds rows for `ridgeplan.planner.acceptance`.
     """
 
     error = ProfileError
@@ -128,7 +128,7 @@ class Profile(Checked):
         except ValueError as error:
             raise ProfileError(f"not a JSON profile: {error}") from None
         data = fields_of_schema(document, PROFILE_SCHEMA, RECALIBRATE, ProfileError)
-        # Code may leave out what has a default; a file that lacks a field is damaged.
+        # Code may omit fields with defaults; a file that lacks a field is damaged.
         missing = [item.name for item in fields(cls) if item.name not in data]
         if missing:
             raise ProfileError(f"{', '.join(missing)} is missing; {RECALIBRATE}")
@@ -146,5 +146,5 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def _transferred(spread: float) -> float:
-    """The spread of rates that were measured on another class or machine."""
+    """The spread of rates taken from another class or machine."""
     return min(spread + TRANSFER_SPREAD, MAX_SPREAD)

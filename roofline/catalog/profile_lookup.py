@@ -1,4 +1,4 @@
-"""Where profiles are found: those that ship, the user's own, and the nearest machine's for a machine without any."""
+"""Finding profiles: those that ship, the user's own, and the nearest machine's for an uncalibrated one."""
 
 import math
 from pathlib import Path
@@ -23,7 +23,7 @@ def user_profile_path() -> Path:
 def profile_for(hardware: Hardware, calibrated: tuple[Profile, ...]) -> Profile:
     """The profile of `hardware` among `calibrated`, or that of the nearest machine, marked as transferred.
 
-    A user's own file may give a known name to other figures, to which no calibration belongs.
+    A known name with other figures, from a user's own file, is another machine.
     The nearest machine is of the same kind, GPU or CPU, and differs the fewest octaves (factors of 2) in ridge point
     and bandwidth together. Raises ProfileError if there is none.
     """

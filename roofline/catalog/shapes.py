@@ -1,6 +1,6 @@
-"""The shape of a decoder-only language model: all that its cost and its memory depend on.
+"""The shape of a decoder-only language model: every size that its cost and memory depend on.
 
-Matrices and vectors (norms, biases) are counted apart, because only matrices cost FLOPs and can be quantized.
+Matrices and vectors (norms, biases) are counted separately: only matrices cost FLOPs and can be quantized.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ ARCHITECTURES = (
     "deepseek_v3",
 )
 MAX_PARAMETERS = 10**15
-# Of one token, all layers together. With more, the bytes of the largest workload would overflow 64-bit integers.
+# Per token, over all layers. With more, the bytes of the largest workload would overflow 64-bit integers.
 MAX_CACHED_ELEMENTS = 2**22
 
 
@@ -46,7 +46,7 @@ class ModelShape(Checked):
     q_heads: int = whole(1, 10_000)
     kv_heads: int = whole(1, 10_000)
     head_dim: int = whole(1, 10_000)  # under MLA: nope_head_dim + rope_head_dim
-    intermediate: int = whole(1, 10**7)  # of the dense layers; unused where every layer has experts
+    intermediate: int = whole(1, 10**7)  # width of the dense MLPs; unused where every layer has experts
     vocab: int = whole(1, 10**8)
     max_context: int = whole(1, 10**9)
     tied_embeddings: bool = flag(False)
@@ -57,7 +57,7 @@ class ModelShape(Checked):
     experts: int = whole(0, 100_000, default=0)  # 0: a dense model
     experts_per_token: int = whole(0, 100_000, default=0)
     expert_intermediate: int = whole(0, 10**7, default=0)
-    shared_experts_intermediate: int = whole(0, 10**7, default=0)  # of all shared experts together
+    shared_experts_intermediate: int = whole(0, 10**7, default=0)  # summed over all shared experts
     dense_layers: int = whole(0, 10_000, default=0)  # leading layers of a MoE that keep a dense MLP
     latent_rank: int | None = whole(1, 10**6, default=None)  # kv_lora_rank; set: multi-head latent attention
     q_lora_rank: int | None = whole(1, 10**6, default=None)
@@ -66,7 +66,7 @@ class ModelShape(Checked):
     v_head_dim: int | None = whole(1, 10_000, default=None)
     rope_theta: float = number(1e-3, 1e12, default=10_000.0)
     rope_original_context: int | None = whole(1, 10**9, default=None)  # before RoPE scaling, None if unscaled
-    native_bits: float = number(1, 64, default=16.0)  # bits per weight of the published checkpoint's bulk
+    native_bits: float = number(1, 64, default=16.0)  # bits per weight of most of the published checkpoint
     source: str = text("given by the user")
 
     def _owner(self) -> str:
@@ -209,7 +209,7 @@ class ModelShape(Checked):
 
     @property
     def vector_params_per_layer(self) -> int:
-        """Norms and biases of one layer: they count for memory, never for quantization."""
+        """Norms and biases of one layer: they take memory but are never quantized."""
         head_norms = 2 * self.head_dim if self.qk_norm else 0
         latent_norms = (self.q_lora_rank or 0) + self._latent
         biases = self.q_width + 2 * self.kv_width if self.attention_bias else 0
@@ -230,6 +230,6 @@ class ModelShape(Checked):
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token multiplies with: no idle experts, and no input table (a look-up)."""
+        """Parameters that one token is multiplied with: no idle experts, and no input table (a look-up)."""
         idle = self.moe_layers * (self.experts - self.experts_per_token) * self.expert_params
         return self.parameters - idle - (0 if self.tied_embeddings else self.embedding_params)

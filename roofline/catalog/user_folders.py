@@ -1,11 +1,11 @@
-"""The user's own folders: where the package caches what it made, and where Hugging Face's library keeps its models."""
+"""The user's folders: this package's cache, and Hugging Face's model cache."""
 
 import os
 from pathlib import Path
 
 
 class NoHomeFolder(ValueError):
-    """A path needs the user's home folder, and the system does not tell where that is."""
+    """A path needs the user's home folder, which the system does not know."""
 
 
 def home_folder() -> Path:

@@ -1,7 +1,7 @@
 """SpeContext's memory model as published: Eq 6 to 8, the thresholds of Algorithm 1, the policy of Algorithm 2.
 
-It is here to reproduce the paper and to show what its errata change. Plans are priced by
-`ridgeplan.roofline.placement`, which also knows formats and workspaces.
+It reproduces the paper, as printed and as we read it (docs/papers.md). Plans are priced by
+`ridgeplan.roofline.placement`, which includes formats and workspaces.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class SpeContextMemory:
     """SpeContext's memory model, Table 1's symbols: Eq 6 and 7, and Algorithm 1's thresholds.
 
     `retrieval_layers` is the '+1' of Eq 6, the retrieval head's cache in units of a layer: the paper counts 1, but
-    the pruned head keeps only keys, so 0.5 is exact (errata 4). `repeat_buffers` is alpha: one layer of repeat_kv
-    per group of heads in the paper, 0 with kernels that group heads (errata 4). `paper_form` drops the factor 4 of
-    Algorithm 1's offload term, as line 3 of the paper does (errata 1).
+    the pruned head keeps only keys, so 0.5 is exact (SpeContext-4). `repeat_buffers` is alpha: one layer of repeat_kv
+    per group of heads in the paper, 0 with kernels that group heads (SpeContext-4). `paper_form` drops the factor 4 of
+    Algorithm 1's offload term, as line 3 of the paper does (SpeContext-1).
     """
 
     model_bytes: Term
@@ -64,8 +64,8 @@ class SpeContextMemory:
     def thresholds(self, gpu_memory_bytes: float, reserved_tokens: int = 0) -> tuple[int, ...]:
         """Algorithm 1: S_0..S_L; from length S_i on, more than i layers must be on the CPU.
 
-        Lengths never fall along the list and are never negative (errata 3): offloading a layer frees memory only
-        where sequences are longer than the budget. `reserved_tokens` keeps gamma + 1 slots free (errata 2).
+        Lengths never fall along the list and are never negative (SpeContext-3): offloading a layer frees memory only
+        where sequences are longer than the budget. `reserved_tokens` keeps gamma + 1 slots free (SpeContext-2).
         """
         lengths: list[int] = []
         for cpu_layers in range(self.layers + 1):
@@ -85,6 +85,6 @@ class SpeContextMemory:
 def layers_to_offload(thresholds: tuple[int, ...], tokens: int) -> int:
     """Algorithm 2, lines 4 to 7: layers on the CPU at length `tokens`, at most all.
 
-    The off-by-one of the paper's text is not followed (errata 2).
+    The off-by-one of the paper's text is not followed (SpeContext-2).
     """
     return min(sum(tokens >= threshold for threshold in thresholds), len(thresholds) - 1)

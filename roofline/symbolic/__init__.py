@@ -1,5 +1,5 @@
 """The cost model in sympy: symbols with units, expressions to print or solve, and sweeps compiled from them.
 
-Nothing else in roofline imports sympy when it is imported: it takes longer to load than a prediction takes. Not here:
-the formulas themselves (roofline/ops.py, passes.py, memory.py), which take symbols as they take numbers.
+Nothing else in roofline imports sympy at import time, as loading it takes longer than a prediction. Not here: the
+formulas themselves (roofline/ops.py, passes.py, memory.py), which accept symbols as well as numbers.
 """

@@ -1,7 +1,7 @@
-"""Sweeps: the cost model as one compiled function over arrays, for millions of plans a second.
+"""Sweeps: the cost model compiled to one function over arrays, for millions of plans per second.
 
 `evaluate` runs once on sympy symbols. Sympy folds the constants, shares common subexpressions, and lambdifies the
-result to numpy. A test holds it equal to `evaluate` on the same numbers.
+result to numpy. A test compares it with `evaluate` on the same numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHUNK = 8192  # plans at once: temporaries of 64 KiB stay in a core's L2 cache
 
 @dataclass(frozen=True)
 class Sweep:
-    """One figure of a strategy as a function of those of its fields that vary."""
+    """One figure of a strategy as a function of its varying fields."""
 
     varying: tuple[str, ...]
     expression: sympy.Expr

@@ -11,7 +11,7 @@ import sympy
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.strategy import Strategy
 
-# Name in the code: letter and unit. Letters are those of QuantSpec's and SpeContext's Table 1 where these have one.
+# Name in the code: letter and unit. Letters follow Table 1 of QuantSpec and of SpeContext where they have one.
 UNITS: dict[str, tuple[str, str]] = {
     "batch": ("B", "sequences"),
     "context": ("S", "tokens"),
@@ -52,14 +52,14 @@ def unit(name: str) -> str:
 
 
 class SymbolicShape(ModelShape):
-    """A model shape whose sizes may be symbols: the same properties without the checks of numbers."""
+    """A model shape whose sizes may be symbols: the same properties without validation."""
 
     def __post_init__(self) -> None:
-        """Checks nothing."""
+        """Skips validation, which symbols would fail."""
 
 
 def symbolic_shape(**sizes: Any) -> SymbolicShape:
-    """A dense decoder with grouped-query attention in symbols; `sizes` replaces any of its fields.
+    """A dense decoder with grouped-query attention in symbols; `sizes` overrides its fields.
 
     For multi-head attention pass `kv_heads=symbol("q_heads")`.
     """

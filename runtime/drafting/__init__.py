@@ -1,4 +1,4 @@
-"""Speculation: drafting, verification and keeping of a round's tokens, and how rounds run on a device.
+"""Speculative decoding: drafting, verification, keeping of accepted tokens, and the execution of rounds.
 
-Not here: the draft's weights (runtime/quantization), acceptance as a plan expects it (planner/acceptance.py).
+Not here: the draft's weights (runtime/quantization), expected acceptance (planner/acceptance.py).
 """

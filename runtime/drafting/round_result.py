@@ -1,4 +1,4 @@
-"""What a round tells the host: one tensor with named views on the device, a small record for each row on the host."""
+"""A round's results: one tensor with named views on the device, and a small record per row on the host."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class RoundFigures:
-    """A round's figures, int64 [rows, gamma + 5], in one piece so that one copy brings them to the host."""
+    """A round's figures in one tensor, int64 [rows, gamma + 5], so that a single copy transfers them to the host."""
 
     values: Tensor
 
     @classmethod
-    def of(cls, tokens: Tensor, kept: Tensor, accepted: Tensor, judged: Tensor, finite: Tensor) -> RoundFigures:
-        """From tokens [rows, gamma + 1], counts [rows], and whether the target's logits are numbers, bool [rows]."""
-        return cls(torch.cat([tokens, torch.stack([kept, accepted, judged, finite], dim=1)], dim=1))
+    def of(cls, tokens: Tensor, kept: Tensor, accepted: Tensor, verified: Tensor, finite: Tensor) -> RoundFigures:
+        """From tokens [rows, gamma + 1], counts [rows], and whether the target's logits were finite, bool [rows]."""
+        return cls(torch.cat([tokens, torch.stack([kept, accepted, verified, finite], dim=1)], dim=1))
 
     @staticmethod
     def width(gamma: int) -> int:
-        """Figures of a row: its tokens, three counts, and whether they stand on finite logits."""
+        """Figures per row: its tokens, three counts, and whether the target's logits were finite."""
         return gamma + 5
 
     @property
@@ -31,7 +31,7 @@ class RoundFigures:
 
     @property
     def kept(self) -> Tensor:
-        """int64 [rows], tokens that enter the text; 0 for a row that is not active."""
+        """int64 [rows], tokens appended to the text; 0 for an inactive row."""
         return self.values[:, -4]
 
     @property
@@ -40,47 +40,47 @@ class RoundFigures:
         return self.values[:, -3]
 
     @property
-    def judged(self) -> Tensor:
+    def verified(self) -> Tensor:
         """int64 [rows], drafts that were compared with the target."""
         return self.values[:, -2]
 
     @property
     def finite(self) -> Tensor:
-        """int64 [rows], 1 where all of the target's logits are numbers."""
+        """int64 [rows], 1 where all of the target's logits were finite."""
         return self.values[:, -1]
 
     def rows(self) -> list[RowResult]:
         """The result of each row, on the host."""
-        views = (self.tokens, self.kept, self.accepted, self.judged, self.finite)
+        views = (self.tokens, self.kept, self.accepted, self.verified, self.finite)
         columns = zip(*(view.tolist() for view in views), strict=True)
         return [
-            RowResult(tokens[:kept], accepted, judged, bool(finite))
-            for tokens, kept, accepted, judged, finite in columns
+            RowResult(tokens[:kept], accepted, verified, bool(finite))
+            for tokens, kept, accepted, verified, finite in columns
         ]
 
 
 @dataclass(frozen=True)
 class RowResult:
-    """One row's part of a round: the tokens that it keeps, and how many of its drafts were accepted and judged.
+    """One row's part of a round: the tokens that it keeps, and the number of its accepted and verified drafts.
 
-    finite: whether the target's logits, on which all of this stands, are numbers.
+    finite: whether all of the target's logits were finite.
     """
 
     tokens: list[int]
     accepted: int
-    judged: int
+    verified: int
     finite: bool = True
 
 
-NOTHING = RowResult([], 0, 0)  # the result of a row that is done
+NOTHING = RowResult([], 0, 0)  # the result of a finished row
 
 
 @dataclass(frozen=True)
 class RoundResult:
     """One round on the host.
 
-    seconds: of drafting, verification with rejection sampling, and keeping, by the device's clock; "idle" is the
-    device's wait since the round before.
+    seconds: device time of drafting, of verification with rejection sampling, and of keeping; "idle" is the device's
+    wait since the previous round.
     """
 
     rows: list[RowResult]

@@ -1,4 +1,4 @@
-"""Rounds of a generation: run operation by operation, or on CUDA as replays of one captured graph."""
+"""Execution of rounds: operation by operation, or on CUDA as replays of one captured graph."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from ridgeplan.kernels.device.clock import stamp
 from ridgeplan.runtime.drafting.round_result import RoundFigures, RoundResult
 from ridgeplan.runtime.drafting.speculator import Speculator
 
-WARM_ROUNDS = 2  # before a capture: compiles kernels and lets libraries allocate their workspaces
+WARM_ROUNDS = 2  # before a capture, to compile kernels and let libraries allocate their workspaces
 PHASES = ("draft", "verify", "flush")
-STAMPS = len(PHASES) + 1  # readings of the clock in a round
+STAMPS = len(PHASES) + 1  # timestamps per round
 
 
 class Rounds(Protocol):
-    """A generation's rounds; both ways of running them leave the same cache and return the same results."""
+    """The rounds of a generation. All implementations leave the same cache and return the same results."""
 
-    depth: int  # rounds that may be launched before the first of them is collected
+    depth: int  # most rounds in flight
 
     def start(self, pending: Tensor) -> None:
-        """Begins after prefill, whose next tokens are `pending` [rows]."""
+        """Begins a generation after prefill; `pending` [rows] are the first tokens."""
 
     def launch(self) -> None:
-        """One round of the rows that have not reached their ends in the cache."""
+        """Launches a round for the rows that have not reached their ends in the cache."""
 
     def collect(self) -> RoundResult:
-        """The oldest round that was launched and not collected; waits for it."""
+        """Waits for the oldest round in flight and returns its result."""
 
     @property
     def in_flight(self) -> int:
-        """Rounds launched and not collected."""
+        """Rounds launched but not collected."""
 
 
 class EagerRounds:
-    """Every operation is launched from the host, which has the result when `launch` returns."""
+    """`Rounds` whose operations the host launches one by one; `launch` waits for the result."""
 
     depth = 1
 
@@ -48,12 +48,10 @@ class EagerRounds:
         self._results: deque[RoundResult] = deque()
 
     def start(self, pending: Tensor) -> None:
-        """See `Rounds`."""
         self._pending = pending
         self._results.clear()
 
     def launch(self) -> None:
-        """See `Rounds`."""
         speculator, times_ns = self._speculator, [time.perf_counter_ns()]
         drafts = speculator.draft(self._pending)
         times_ns.append(time.perf_counter_ns())
@@ -64,21 +62,19 @@ class EagerRounds:
         self._results.append(RoundResult(figures.rows(), _phases(times_ns)))
 
     def collect(self) -> RoundResult:
-        """See `Rounds`."""
         return self._results.popleft()
 
     @property
     def in_flight(self) -> int:
-        """See `Rounds`."""
         return len(self._results)
 
 
 class GraphRounds:
-    """A round is one replay of one CUDA graph; the host reads it a round late, so that the device never waits for it.
+    """`Rounds` as replays of one CUDA graph. The host reads results one round late, so the device never waits for it.
 
-    The graph reads and writes fixed tensors. It depends on the number of rows and on the sampling, whose numbers are
-    constants in it, but not on lengths, which live on the device. It is captured at the first generation of its kind;
-    the engine keeps those that were used last.
+    The graph reads and writes fixed tensors. The number of rows and the sampling parameters are constants in it;
+    lengths are not, as they are on the device. The first generation of each kind captures it, and the engine keeps
+    those used last.
     """
 
     depth = 2
@@ -95,13 +91,12 @@ class GraphRounds:
         self._graph = self._capture(speculator)
 
     def start(self, pending: Tensor) -> None:
-        """See `Rounds`. Rounds of an abandoned generation are forgotten; the device finishes them first."""
+        # Results of an abandoned generation are dropped; the device finishes its rounds first.
         self._pending.copy_(pending)
         self._collected = self._launched
         self._ended_ns = None
 
     def launch(self) -> None:
-        """See `Rounds`."""
         self._graph.replay()
         landing, arrived = self._landing[self._launched % self.depth]
         landing.copy_(self._out, non_blocking=True)
@@ -109,7 +104,6 @@ class GraphRounds:
         self._launched += 1
 
     def collect(self) -> RoundResult:
-        """See `Rounds`."""
         landing, arrived = self._landing[self._collected % self.depth]
         arrived.synchronize()
         self._collected += 1
@@ -121,7 +115,6 @@ class GraphRounds:
 
     @property
     def in_flight(self) -> int:
-        """See `Rounds`."""
         return self._launched - self._collected
 
     def _round(self, speculator: Speculator) -> None:
@@ -144,9 +137,9 @@ class GraphRounds:
         return graph
 
     def _warm(self, speculator: Speculator) -> None:
-        """Rounds that change nothing, as no row is active.
+        """Warm-up rounds without active rows, which change nothing.
 
-        On the current stream: cuBLAS keeps a workspace of 32 MiB for every stream that it was ever called on.
+        On the current stream, as cuBLAS keeps a workspace of 32 MiB for every stream that it was ever called on.
         """
         with speculator.cache.all_stopped():
             for _ in range(WARM_ROUNDS):
@@ -154,11 +147,11 @@ class GraphRounds:
 
 
 def _split(out: Tensor, rows: int) -> tuple[RoundFigures, Tensor]:
-    """Views of one buffer: the figures of all rows, then the clock before the first phase and after each."""
+    """Views of one buffer: the figures of all rows, then the timestamps before the first phase and after each."""
     return RoundFigures(out[:-STAMPS].view(rows, -1)), out[-STAMPS:]
 
 
 def _phases(times_ns: list[int]) -> dict[str, float]:
-    """Seconds of each phase between the times before and after it."""
+    """Seconds of each phase, from the times before and after it."""
     spans = zip(PHASES, times_ns[:-1], times_ns[1:], strict=True)
     return {name: (after - before) * 1e-9 for name, before, after in spans}

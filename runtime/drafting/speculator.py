@@ -1,6 +1,6 @@
-"""The parts of a round: draft gamma tokens, verify them in one pass of the target, keep those that are accepted.
+"""The parts of a round: draft gamma tokens, verify them in one pass of the target, keep the accepted ones.
 
-With gamma 0 a round is one step of plain decoding, on the same code path and with the same rule for flushes.
+With gamma 0 a round is one step of plain decoding, with the same code path and the same rule for flushes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ridgeplan.runtime.sampling import SamplingParams
 
 @dataclass(frozen=True, eq=False)
 class Drafts:
-    """Drafted tokens int64 [rows, gamma], and for each of the gamma what it was drawn from, [rows]."""
+    """Drafted tokens int64 [rows, gamma], and the distributions, each of [rows], that they were drawn from."""
 
     tokens: Tensor
     choices: Sequence[Choice]
@@ -31,23 +31,23 @@ class Drafts:
 
 @dataclass(frozen=True, eq=False)
 class Verification:
-    """What rejection sampling decided, and finite: whether it saw numbers only, bool [rows]."""
+    """The result of rejection sampling. finite: whether the target's logits were finite, bool [rows]."""
 
     result: VerifyResult
     finite: Tensor
 
 
 def all_finite(logits: Tensor) -> Tensor:
-    """Whether rows of logits [..., vocab] have no NaN and no infinite peak, bool [...]; some may be masked by -inf."""
-    peak = logits.amax(-1)  # NaN where any logit is
+    """Whether rows of logits [..., vocab] have no NaN and a finite peak, bool [...]; some logits may be -inf."""
+    peak = logits.amax(-1)  # NaN if any logit is NaN
     return peak - peak == 0
 
 
 @dataclass(frozen=True, eq=False)
 class Speculator:
-    """What rounds are made of. Nothing here waits for the device, so a whole round can be captured as a graph.
+    """The parts of a round. Nothing here waits for the device, so a whole round can be captured as a graph.
 
-    Between rounds `pending` [rows] is each row's last token: emitted, but not in the cache yet.
+    Between rounds, `pending` [rows] is each row's last token: emitted, but not in the cache yet.
     """
 
     decoder: Decoder
@@ -63,7 +63,7 @@ class Speculator:
         return draw(self.sampling.choice(logits), self._uniform(len(logits)))
 
     def draft(self, pending: Tensor) -> Drafts:
-        """gamma tokens, with one forward pass of the draft for each."""
+        """Drafts gamma tokens, with one forward pass each."""
         gamma = self.cache.config.gamma
         token, tokens, choices = pending, [], []
         uniform = self._uniform(gamma, len(pending))
@@ -77,7 +77,7 @@ class Speculator:
         return Drafts(drafted, choices)
 
     def verify(self, pending: Tensor, drafts: Drafts) -> Verification:
-        """One pass of the target, whose KV of all forwarded tokens replaces the drafts'."""
+        """Verifies the drafts in one pass of the target, whose KV replaces theirs."""
         tokens = torch.cat([pending[:, None], drafts.tokens], dim=1)
         metadata = self.cache.target_metadata(tokens.shape[1])
         logits = self.decoder.step(self.target, self.cache, tokens, metadata)
@@ -92,11 +92,11 @@ class Speculator:
 
         Returns the next pending tokens and the round's figures.
         """
-        verified, finite = verification.result, verification.finite
-        kept, accepted, judged = (count * active for count in (verified.advance, verified.accepted, verified.judged))
+        result, finite = verification.result, verification.finite
+        kept, accepted, verified = (count * active for count in (result.advance, result.accepted, result.verified))
         self.cache.advance(kept.int())
-        last = verified.tokens.gather(1, (kept - 1).clamp_min(0)[:, None])[:, 0]
-        return torch.where(active, last, pending), RoundFigures.of(verified.tokens, kept, accepted, judged, finite)
+        last = result.tokens.gather(1, (kept - 1).clamp_min(0)[:, None])[:, 0]
+        return torch.where(active, last, pending), RoundFigures.of(result.tokens, kept, accepted, verified, finite)
 
     def _uniform(self, *shape: int) -> Tensor:
         device = self.generator.device

@@ -1,4 +1,4 @@
-"""Where keys and values of a generation are kept, and what a forward pass sees of them.
+"""The KV cache of a generation, and the metadata by which a forward pass reads and writes it.
 
-Not here: the kernels that read, quantize and move them (kernels/kv_cache, kernels/attention).
+Not here: the kernels that read, quantize and move keys and values (kernels/kv_cache, kernels/attention).
 """

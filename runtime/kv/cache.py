@@ -1,8 +1,8 @@
-"""The KV cache of all layers: a full-precision store, groups of codes, and the rule that moves tokens between them.
+"""The KV cache of all layers: a full-precision store, groups of codes, and the rule that quantizes tokens.
 
 A row of n tokens keeps quantized(n) = max(0, n // G - 1) * G of them as codes, so that G to 2G - 1 recent tokens stay
-in full precision (QuantSpec, section 4.3.2). The split depends on the length alone, not on how tokens were divided
-into rounds (errata 4): the quantized target is one well-defined model.
+in full precision (QuantSpec, section 4.3.2). The split depends on the length alone, not on where rounds ended
+(docs/papers.md, QuantSpec-4), so the quantized target is one well-defined model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ridgeplan.runtime.kv.metadata import AttentionMetadata
 
 
 class Cache:
-    """Preallocated storage: keys and values [layers, batch, kv_heads, slots, head_dim], and codes alike.
+    """Preallocated storage: keys and values [layers, batch, kv_heads, slots, head_dim], and their codes.
 
     With a buffer (formats int8 and int4x2), slot = position - quantized(n). The other formats keep every token in
     full precision, slot = position; bf16+int4 adds upper codes for drafts.
@@ -36,7 +36,7 @@ class Cache:
         sizes = (model.layers, config.batch, model.kv_heads, config.slots, model.head_dim)
         self.keys = torch.zeros(sizes, dtype=dtype, device=device)
         self.values = torch.zeros(sizes, dtype=dtype, device=device)
-        self.all_codes = _allocate_codes(model, config, device) if config.quantized else None
+        self.all_codes = _allocate_codes(model, config, device) if config.format.quantized else None
         self.lengths = torch.zeros(config.batch, dtype=torch.int32, device=device)
         self.ends = torch.full_like(self.lengths, config.context)
 
@@ -46,23 +46,23 @@ class Cache:
         return self.keys.nbytes + self.values.nbytes + (self.all_codes.bytes if self.all_codes else 0)
 
     def reset(self, rows: int) -> None:
-        """Empties the cache and uses its first `rows` rows, each up to the full context."""
+        """Empties the cache and activates its first `rows` rows, each up to the full context."""
         self.rows = rows
         self.lengths.zero_()
         self.ends.zero_()
         self.ends[:rows] = self.config.context
 
     def limit(self, new_tokens: int) -> None:
-        """Ends every row `new_tokens` after its present length."""
+        """Ends every row `new_tokens` tokens after its current length."""
         self.ends[: self.rows] = self.lengths[: self.rows] + new_tokens
 
     def stop(self, row: int) -> None:
-        """Ends a row where it is."""
+        """Ends a row now."""
         self.ends[row] = 0
 
     @contextlib.contextmanager
     def all_stopped(self) -> Iterator[None]:
-        """No row is active inside the body: rounds write only to slots that the next round overwrites."""
+        """Deactivates all rows inside the body, so that rounds only write to slots that the next round overwrites."""
         ends = self.ends.clone()
         self.ends.zero_()
         yield
@@ -73,13 +73,13 @@ class Cache:
         return (lengths // self.config.group - 1).clamp_min(0) * self.config.group
 
     def active(self) -> Tensor:
-        """Rows, bool [rows], that have not reached their ends."""
+        """bool [rows], whether a row has not reached its end."""
         return self.lengths[: self.rows] < self.ends[: self.rows]
 
     def max_tokens(self) -> Tensor:
-        """Tokens [rows], 1 or more, that a round may add to an active row.
+        """Tokens [rows], at least 1, that a round may add to an active row.
 
-        They end at the row's end and, where the target reads codes, at the next multiple of the group: there a flush
+        A round stops at the row's end and, if the target reads codes, at the next multiple of the group, where a flush
         changes what the target reads.
         """
         lengths, group = self.lengths[: self.rows], self.config.group
@@ -95,11 +95,11 @@ class Cache:
         return self._codes(layer * self.config.batch, self.rows)
 
     def target_metadata(self, queries: int) -> AttentionMetadata:
-        """The target forwards `queries` tokens that follow the cached ones."""
+        """For a pass of the target over `queries` tokens that follow the cached ones."""
         return self._metadata(queries, 0, coded=self.config.buffered, lower=True)
 
     def draft_metadata(self, ahead: int) -> AttentionMetadata:
-        """A draft forwards one token, `ahead` positions after the cached ones, and reads every token."""
+        """For a draft's pass over one token, `ahead` positions after the cached ones, that reads every token."""
         upper = self.config.drafts_read_upper
         return self._metadata(1, ahead, coded=self.config.buffered or upper, lower=not upper)
 
@@ -119,7 +119,7 @@ class Cache:
         )
 
     def store_prompt(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
-        """Takes a whole prompt's KV of one layer and row, [kv_heads, tokens, head_dim]."""
+        """Stores a whole prompt's KV of one layer and row, [kv_heads, tokens, head_dim]."""
         tokens = keys.shape[1]
         whole = self.config.quantized_groups(tokens) * self.config.group
         if whole:
@@ -131,11 +131,11 @@ class Cache:
         self.values[layer, row, :, : tokens - start] = values[:, start:]
 
     def finish_prompt(self, row: int, tokens: int) -> None:
-        """A row holds a prompt of `tokens` tokens, which every layer has stored."""
+        """Sets a row's length to that of its prompt, once every layer has stored it."""
         self.lengths[row] = tokens
 
     def advance(self, tokens: Tensor) -> None:
-        """Keeps `tokens` (int32 [rows]) more of each row, and quantizes groups that are no longer recent."""
+        """Extends each row by `tokens`, int32 [rows], and quantizes groups that are no longer recent."""
         before = self.quantized(self.lengths)
         self.lengths[: self.rows] += tokens
         if self.all_codes is not None:
@@ -144,7 +144,7 @@ class Cache:
     def _flush(self, codes: QuantizedKV, before: Tensor, crossed: Tensor) -> None:
         """Quantizes the oldest full-precision group of the rows in `crossed`, bool [batch], of all layers at once."""
         if not crossed.is_cuda and not bool(crossed.any()):
-            return  # on a GPU masked kernels are cheaper than asking the device
+            return  # on a GPU, masked kernels are cheaper than a synchronization
         mask = crossed.repeat(self.layers)
         keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
         first_slot = torch.zeros_like(before) if self.config.buffered else before
@@ -159,7 +159,7 @@ class Cache:
 
 
 def _allocate_codes(model: ModelShape, config: KVCacheConfig, device: torch.device) -> QuantizedKV:
-    """Codes of all layers, one behind the other in the batch's dimension."""
+    """Codes of all layers, concatenated along the batch dimension."""
     rows = model.layers * config.batch
     return QuantizedKV.allocate(
         rows, model.kv_heads, config.groups, config.group, model.head_dim, device, lower=config.buffered

@@ -1,4 +1,4 @@
-"""What a KV cache holds: sizes, format, and which codes drafts read."""
+"""Configuration of a KV cache: sizes, format, and which codes drafts read."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ridgeplan.roofline.execution import quantized_groups
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """A cache for `batch` rows of up to `context` tokens each, generated ones included.
+    """A cache for `batch` rows of up to `context` tokens each, including generated ones.
 
-    group: tokens that are quantized together. gamma: tokens that a round drafts, which need slots too.
+    group: tokens that are quantized together. gamma: drafts per round, which need slots too.
     """
 
     batch: int
@@ -36,16 +36,9 @@ class KVCacheConfig:
         )
 
     @property
-    def quantized(self) -> bool:
-        """Whether any codes are stored."""
-        return self.format is not KVFormat.FULL
-
-    @property
     def buffered(self) -> bool:
-        """Whether old tokens exist as codes only, upper and lower, and full-precision slots are a buffer for recent
-        ones.
-        """
-        return self.format in (KVFormat.INT8, KVFormat.HIERARCHICAL)
+        """`format.buffered`: full-precision slots are a buffer for recent tokens."""
+        return self.format.buffered
 
     @property
     def drafts_read_upper(self) -> bool:
@@ -54,15 +47,15 @@ class KVCacheConfig:
 
     @property
     def slots(self) -> int:
-        """Full-precision slots of a row: two groups in a buffer, else the context, and one round's tokens."""
+        """Full-precision slots per row: two groups for a buffer, else the context, plus one round's tokens."""
         kept = 2 * self.group if self.buffered else self.context
         return kept + self.gamma + 1
 
     @property
     def groups(self) -> int:
-        """Groups of codes that a row is allocated."""
+        """Groups of codes allocated per row."""
         return max(1, self.quantized_groups(self.context + self.gamma + 1))
 
     def quantized_groups(self, tokens: int) -> int:
-        """Groups of a row of `tokens` tokens that are held as codes; `Cache.quantized` is the same on the device."""
-        return quantized_groups(tokens, self.group) if self.quantized else 0
+        """Groups held as codes for a row of `tokens` tokens; `Cache.quantized` is the device version, in tokens."""
+        return quantized_groups(tokens, self.group) if self.format.quantized else 0

@@ -1,4 +1,4 @@
-"""What a forward pass needs to know of the cache."""
+"""Attention metadata of one forward pass."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 class AttentionMetadata:
     """Where one forward pass writes its tokens' KV, and what it attends to; all tensors are on the device.
 
-    positions, slots: int64 [rows, queries], places of the new tokens in the text and in the full-precision store.
-    begin, end: int32 [rows], the range of full-precision slots that the first query sees; each later query sees one
-    more. groups: int32 [rows], leading groups that are read as codes, or None to read none. lower: whether lower
-    codes are read with the upper ones.
+    positions, slots: int64 [rows, queries], positions of the new tokens in the text and in the full-precision store.
+    begin, end: int32 [rows], the range of full-precision slots visible to the first query; each later query sees one
+    more. groups: int32 [rows], leading groups that are read as codes, or None for no codes. lower: whether lower codes
+    are read with the upper ones.
     """
 
     positions: Tensor

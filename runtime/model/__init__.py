@@ -1,4 +1,4 @@
-"""The decoder: its weights, how checkpoints become them, a step over the cache and the prefill of a prompt.
+"""The decoder: checkpoints and weights, a decode step over the cache, and the prefill of a prompt.
 
-Not here: where keys and values are kept (runtime/kv), how weights are quantized (runtime/quantization).
+Not here: the KV cache (runtime/kv), the quantization of weights (runtime/quantization).
 """

@@ -1,4 +1,4 @@
-"""The compact decoder of the Llama-like families: one layer's parts, and a decode step over the cache."""
+"""A compact decoder for Llama-like families: the parts of a layer, and a decode step over the cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ridgeplan.runtime.model_config import DecoderConfig
 
 
 class Decoder:
-    """Computes layers of `config` on one device; weights and cache are arguments, so that drafts use it too."""
+    """Runs the layers of `config` on one device. Weights and cache are arguments, so drafts use it too."""
 
     def __init__(self, config: DecoderConfig, device: torch.device) -> None:
         self.config = config

@@ -90,7 +90,7 @@ def _require_room(path: Path, cache: Path) -> None:
 
 
 def _convert_into(path: Path, folder: Path) -> None:
-    """Writes beside `folder`, then gives that its name; what was under the name, damaged, goes."""
+    """Writes to a staging folder and renames it over any damaged one."""
     staging = folder.with_name(f".converting-{folder.name}")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()

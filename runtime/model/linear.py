@@ -15,11 +15,11 @@ from ridgeplan.kernels.linear.int4 import linear_int4
 from ridgeplan.kernels.linear.int4_weight import Int4Weight
 from ridgeplan.roofline.execution import CPU_SKINNY_GEMM_ROWS
 
-ROW_MULTIPLE = 16  # torch's int4 kernel takes output widths in such steps
+ROW_MULTIPLE = 16  # torch's int4 kernel needs multiples of this many outputs
 
 
 class Linear(Protocol):
-    """A linear layer, whatever the format of its weights."""
+    """A linear layer with weights in any format."""
 
     def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
         """x [..., inputs] to [..., outputs]; gated, `swiglu` of that, [..., outputs / 2]."""
@@ -48,7 +48,7 @@ class Dense:
 
 @dataclass(frozen=True, eq=False)
 class LibraryInt4Weight:
-    """A 4-bit weight as torch's CPU kernel takes it; w = (code - 8) * scale + zero as in `Int4Weight`.
+    """A 4-bit weight in the layout of torch's CPU kernel; w = (code - 8) * scale + zero as in `Int4Weight`.
 
     packed: torch's own layout; scales: bfloat16 [inputs / group, padded outputs, (scale, zero)].
     """
@@ -60,7 +60,7 @@ class LibraryInt4Weight:
 
     @classmethod
     def pack(cls, codes: Tensor, scale: Tensor, zero: Tensor) -> LibraryInt4Weight:
-        """Arguments as of `Int4Weight.pack`, on the CPU."""
+        """Takes the arguments of `Int4Weight.pack`, on the CPU."""
         outputs, inputs = codes.shape
         padded = (0, 0, 0, -outputs % ROW_MULTIPLE)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(functional.pad(codes.int(), padded), 1)
@@ -82,7 +82,7 @@ class LibraryInt4Weight:
 class Int4:
     """y = x W^T + bias with a 4-bit weight.
 
-    float32 activations are rounded to bfloat16, which the kernels read fastest: a draft need not be exact.
+    float32 activations are rounded to bfloat16, which is fastest: a draft need not be exact.
     """
 
     weight: Int4Weight | LibraryInt4Weight
@@ -103,10 +103,10 @@ class Int4:
 
 
 def _thin_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T of a few float32 rows at memory speed on CPUs.
+    """x W^T for a few float32 rows on a CPU, at memory bandwidth.
 
-    MKL uses one core for a product with one row, and threads few-row products only with the weight on the
-    left: measured on two EPYC cores, a row doubled this way takes a third of the time that one row takes.
+    MKL uses one core for a product with one row, and threads few-row products only with the weight on the left.
+    Measured on two EPYC cores, duplicating a single row takes a third of the time.
     """
     left = x if len(x) > 1 else x.expand(2, -1).contiguous()
     return (weight @ left.t()).t()[: len(x)].contiguous()

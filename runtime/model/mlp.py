@@ -21,5 +21,5 @@ class GatedMLP:
         return self.down(self.gate_up(x, gated=True))
 
     def with_projections(self, change: Callable[[Linear], Linear]) -> GatedMLP:
-        """The same MLP with each projection as `change` makes it."""
+        """The same MLP with `change` applied to each projection."""
         return GatedMLP(change(self.gate_up), change(self.down))

@@ -1,4 +1,4 @@
-"""The decoder's weights as plain tensors, with the projections that share an input fused."""
+"""The decoder's weights as plain tensors, with projections of the same input fused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LayerWeights:
     mlp: GatedMLP
 
     def with_projections(self, change: Callable[[Linear], Linear]) -> LayerWeights:
-        """The same layer with each projection as `change` makes it."""
+        """The same layer with `change` applied to each projection."""
         return dataclasses.replace(
             self,
             qkv=change(self.qkv),
@@ -54,12 +54,12 @@ class DecoderWeights:
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in self.tensors()}.values())
 
     def with_tensors(self, change: Callable[[Tensor], Tensor]) -> DecoderWeights:
-        """The same weights with each tensor as `change` makes it."""
+        """The same weights with `change` applied to each tensor."""
         changed: DecoderWeights = _with_tensors(self, change)
         return changed
 
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors, in no order; some may share storage."""
+        """All tensors, in no particular order; some may share storage."""
         stack: list[object] = [self]
         while stack:
             item = stack.pop()
@@ -92,7 +92,7 @@ def _with_tensors(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _own(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy: one view is enough to keep the whole mapped checkpoint in memory."""
+    """A copy, as a single view would keep the whole mapped checkpoint in memory."""
     return tensor.to(device, copy=True)
 
 
@@ -117,7 +117,7 @@ def _layer(shape: ModelShape, state: dict[str, Tensor], prefix: str, device: tor
 
 
 def _qk_norm(shape: ModelShape, state: dict[str, Tensor], prefix: str, device: torch.device) -> Tensor | None:
-    """Qwen3's norms, one row for each query head and KV head, so that one operation applies both."""
+    """Qwen3's norms, one row per query head and KV head, so that one operation applies both."""
     if f"{prefix}self_attn.q_norm.weight" not in state:
         return None
     q_norm, k_norm = (state.pop(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")

@@ -1,4 +1,4 @@
-"""4-bit draft weights: GPTQ, the text that they are fitted to, and the draft that comes of it.
+"""4-bit draft weights: GPTQ, its calibration text, and the quantized draft model.
 
 Not here: the format and its kernels (kernels/linear), quantized keys and values (kernels/kv_cache).
 """

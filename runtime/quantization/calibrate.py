@@ -1,4 +1,4 @@
-"""4-bit draft weights, quantized for the inputs that each layer sees."""
+"""4-bit draft weights, quantized with each layer's Hessian."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SAMPLED_TOKENS = 512
 def quantized_draft(
     decoder: Decoder, weights: DecoderWeights, group: int, calibration: Sequence[int] | None = None
 ) -> DecoderWeights:
-    """4-bit projections and head for drafts; the embedding and the norms stay shared.
+    """4-bit projections and head for drafts; the embedding and the norms are shared with the target.
 
-    calibration: a few thousand token ids of a text like what will be decoded. Without it, on CUDA the model writes a
-    text itself, which takes seconds. On a CPU that would take minutes, so only the Hessians' diagonals are measured,
-    on tokens that the model samples in one pass.
-    Raises WorkloadError for token ids that are not the model's.
+    calibration: a few thousand token ids of text similar to what will be decoded. Without it, on CUDA the model
+    generates a text itself, which takes seconds. On a CPU that would take minutes, so only the Hessians' diagonals are
+    measured, on tokens that the model samples in one pass.
+    Raises WorkloadError for token ids outside the vocabulary.
     """
     _check(calibration, decoder.config.shape.vocab)
     if calibration is not None:
@@ -42,9 +42,9 @@ def quantized_draft(
 
 @torch.no_grad()
 def fitted_draft(decoder: Decoder, weights: DecoderWeights, group: int, text: Tensor, full: bool) -> DecoderWeights:
-    """Quantizes each layer for its inputs on `text`, token ids [sequences, tokens]; sequences do not see each other.
+    """Quantizes each layer for its inputs on `text`, token ids [sequences, tokens] of independent sequences.
 
-    full: with the whole Hessian, for a text as models read and write it; else with its diagonal.
+    full: with the whole Hessian, for natural text; else with its diagonal only.
     """
     hidden = functional.embedding(text.to(weights.embedding.device), weights.embedding)
     layers = []
@@ -61,10 +61,10 @@ def fitted_draft(decoder: Decoder, weights: DecoderWeights, group: int, text: Te
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HessianRecorder(Dense):
-    """A dense layer that sums up the Hessian of its inputs: [inputs, inputs], or the diagonal [inputs].
+    """A dense layer that accumulates the Hessian of its inputs: [inputs, inputs], or the diagonal [inputs].
 
-    Every token is scaled to a mean square of 1. A few tokens, above all the first, are hundreds of times as large as
-    the others in some channels and would otherwise outweigh them.
+    Every token is scaled to a mean square of 1. Otherwise a few tokens, above all the first, would dominate: in some
+    channels they are hundreds of times larger than the others.
     """
 
     hessian: Tensor
@@ -83,7 +83,7 @@ class HessianRecorder(Dense):
 
 
 def _recorder(linear: Linear, full: bool) -> Linear:
-    """Records the `full` Hessian or its diagonal; a layer that is quantized already stays as it is."""
+    """A recorder of the `full` Hessian or its diagonal; a layer that is already quantized is returned unchanged."""
     if not isinstance(linear, Dense):
         return linear
     inputs = linear.weight.shape[1]
@@ -98,8 +98,8 @@ def _quantized(linear: Linear, group: int) -> Linear:
 def _sampled(decoder: Decoder, weights: DecoderWeights) -> Tensor:
     """Tokens [SAMPLED_TOKENS], each drawn from what the model predicts at a position of random tokens.
 
-    It takes one pass. The result is no text, but its tokens are as frequent as in the model's own texts, and the
-    diagonal needs no more.
+    It takes one pass. The result is not text, but its token frequencies are the model's own, which suffices for the
+    diagonal.
     """
     device, vocab = weights.embedding.device, decoder.config.shape.vocab
     generator = torch.Generator(device).manual_seed(0)

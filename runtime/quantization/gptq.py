@@ -1,14 +1,14 @@
-"""4-bit weights w = (code - 8) * scale + zero, chosen so that a layer's outputs change least.
+"""4-bit weights w = (code - 8) * scale + zero that minimize the error of a layer's outputs.
 
 The squared error of an output is e^T H e, with e the rounding errors of a row and H = E[x x^T] the Hessian of that
-error, the second moment of the layer's inputs. What is known of H decides what is done:
+error, the second moment of the layer's inputs. The method depends on what is known of H:
 
-    H's diagonal   scale and zero of each group are fitted with it as weights; codes are rounded to nearest
+    H's diagonal   it weights the fit of each group's scale and zero; codes are rounded to nearest
     H              the same fit, and GPTQ: the error of each rounded column is compensated by the columns after it
 
 Source: GPTQ (Frantar et al. 2023, arXiv 2210.17323, equations 2 and 3), the same as LDLQ (QuIP, Chee et al. 2023).
-The diagonal is robust; the full Hessian is better where the text it was taken from resembles what is decoded.
-What else was tried: docs/kernels/gptq.md.
+The diagonal is robust; the full Hessian is better if the calibration text resembles what is decoded. Experiments are in
+docs/kernels/gptq.md.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 from ridgeplan.kernels.linear.gptq_round import gptq_round
 
 SHRINKS = (1.0, 0.92, 0.84, 0.76, 0.68)  # candidate ranges of the codes, as shares of the group's own range
-REFITS = 2  # after the best range: times that codes are chosen anew and the grid is fitted to them
-FLOOR = 1e-4  # added to each input's importance, as a share of its group's mean
-DAMPING = 0.1  # added to H's diagonal, as a share of its mean, since H comes from a short text
-CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}  # of a weight at a time: as a CPU's cache holds, or a GPU's memory
+REFITS = 2  # rounds of choosing codes and refitting the grid, starting from the best range
+FLOOR = 1e-4  # added to each input's importance, relative to its group's mean
+DAMPING = 0.1  # added to H's diagonal, relative to its mean, as H comes from a short text
+CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}  # weights processed at once, for a CPU's cache or a GPU's memory
 
 
 def quantize_weight(weight: Tensor, group: int, hessian: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,7 +54,7 @@ def _to_nearest(weight: Tensor, importance: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _gptq_order(weight: Tensor, importance: Tensor, feedback: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rounds column after column; `rest` holds the columns to come, corrected for the errors so far."""
+    """Rounds column by column; `rest` holds the remaining columns, corrected for the errors so far."""
     rest = weight.to(torch.float32, copy=True)
     codes, pairs = torch.empty_like(weight, dtype=torch.int8), []
     group = importance.shape[1]
@@ -77,7 +77,7 @@ def _feedback(hessian: Tensor) -> Tensor:
     damped = hessian.float().clone()
     diagonal = damped.diagonal()
     diagonal += DAMPING * diagonal.mean() + torch.finfo(torch.float32).tiny
-    # torch's factor is a lower triangle; with the inputs in reverse order it is the upper one that is needed.
+    # torch's factor is a lower triangle; reversing the order of the inputs gives the upper one.
     upper = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
     inverse = torch.linalg.solve_triangular(upper, torch.eye(len(upper), device=upper.device), upper=True)
     return inverse / inverse.diagonal()[:, None]
@@ -104,7 +104,7 @@ def _grid(grouped: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Fit(NamedTuple):
-    """A grid, and how much of the weighted variance of the weights it explains: [outputs, groups, 1]."""
+    """A grid, and the share of the weights' weighted variance that it explains: [outputs, groups, 1]."""
 
     scale: Tensor
     zero: Tensor

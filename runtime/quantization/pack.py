@@ -1,4 +1,4 @@
-"""Dense linear layers become 4-bit ones, in the order that the device's kernel reads."""
+"""Packing of dense linear layers into 4-bit ones, in the layout of the device's kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ridgeplan.runtime.quantization.gptq import quantize_weight
 def int4_linear(dense: Dense, group: int, hessian: Tensor | None = None) -> Int4:
     """A 4-bit copy of a dense layer; a `group` that does not divide its inputs becomes 64 or 32.
 
-    hessian: of the layer's inputs, as `quantize_weight` takes it. Raises ModelError where no group fits.
+    hessian: that of the layer's inputs, as for `quantize_weight`. Raises ModelError if no group fits.
     """
     group = fitting_group(dense.weight.shape[1], group)
     packing = Int4Weight if dense.weight.is_cuda else LibraryInt4Weight
@@ -22,7 +22,7 @@ def int4_linear(dense: Dense, group: int, hessian: Tensor | None = None) -> Int4
 
 
 def fitting_group(inputs: int, group: int) -> int:
-    """`ridgeplan.roofline.execution.fitting_group`. Raises ModelError where no group divides the inputs."""
+    """`ridgeplan.roofline.execution.fitting_group`. Raises ModelError if no group divides the inputs."""
     fitting = execution.fitting_group(inputs, group)
     if fitting is None:
         raise ModelError(f"a linear layer has {inputs} inputs; allowed for 4-bit weights: multiples of 32")

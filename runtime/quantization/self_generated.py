@@ -1,4 +1,4 @@
-"""Calibration text that a model writes itself, for where no text is given."""
+"""Calibration text that the model generates itself, if none is given."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.sampling import SamplingParams
 
 SEQUENCES = 64
-TOKENS = 128  # of each
+TOKENS = 128  # per sequence
 
 
 @torch.inference_mode()
 def self_generated_text(decoder: Decoder, weights: DecoderWeights) -> Tensor:
-    """Token ids int64 [SEQUENCES, TOKENS], the same for every call: a random token, then what the model samples.
+    """Token ids int64 [SEQUENCES, TOKENS], the same for every call: a random token, then the model's samples.
 
-    Source: data-free quantization of LLM-QAT (Liu et al. 2023, arXiv 2305.17888, section 2.1), there for training.
+    Source: LLM-QAT's data-free quantization (Liu et al. 2023, arXiv 2305.17888, section 2.1), there for training.
     """
     shape, device = decoder.config.shape, weights.embedding.device
     cache = Cache(shape, KVCacheConfig(batch=SEQUENCES, context=TOKENS), device, weights.embedding.dtype)

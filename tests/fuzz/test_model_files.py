@@ -16,13 +16,13 @@ from mutations import FUZZ, assert_one_line, binary_files, json_files
 
 from ridgeplan import runtime
 from ridgeplan.planner import Workload, preset
+from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.runtime.errors import ModelError, UnsupportedPlan, WorkloadError
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.gguf_convert import converted
 
 REFUSED = (ModelError, WorkloadError, UnsupportedPlan)
 PLAN = preset("autoregressive", Workload("any", "here", 64, 8))
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def configs(tiny_folder: Path) -> dict[str, Any]:
     """A complete configuration of each family that runs, with the sizes of the tiny model."""
     own = json.loads((tiny_folder / "config.json").read_text())
     del own["model_type"]
-    return {family: transformers.AutoConfig.for_model(family, **own).to_dict() for family in FAMILIES}
+    return {family: transformers.AutoConfig.for_model(family, **own).to_dict() for family in EXECUTABLE_ARCHITECTURES}
 
 
 def link_all_but(name: str, source: Path, folder: Path) -> Path:
@@ -64,7 +64,7 @@ def nothing_but_progress_is_said(capfd: pytest.CaptureFixture[str]) -> Iterator[
 
 @pytest.mark.filterwarnings("ignore")
 @FUZZ
-@given(family=st.sampled_from(FAMILIES), data=st.data())
+@given(family=st.sampled_from(EXECUTABLE_ARCHITECTURES), data=st.data())
 def test_checkpoints_with_damaged_configurations(
     tmp_path: Path, tiny_folder: Path, configs: dict[str, Any], family: str, data: st.DataObject
 ) -> None:

@@ -70,8 +70,8 @@ def test_every_sampling_kernel_compiles_for_hopper() -> None:
         "max_tokens": "*i32",
     }
     jobs = {
-        "softmax": job("sampling.rejection_triton", "_softmax_kernel", FILTERING | {"logits": "*bf16"}, {}),
-        "join": job("sampling.rejection_triton", "_join_kernel", FILTERING, {"FILTERED": False}),
+        "softmax": job("sampling.softmax_triton", "_softmax_kernel", FILTERING | {"logits": "*bf16"}, {}),
+        "join": job("sampling.softmax_triton", "_join_kernel", FILTERING, {"FILTERED": False}),
         "best": job("sampling.greedy_triton", "_best_kernel", FILTERING | greedy, {}),
         "join best": job("sampling.greedy_triton", "_join_best_kernel", FILTERING | greedy, {}),
         "agree": job("sampling.greedy_triton", "_agree_kernel", FILTERING | greedy, {"GAMMA": 7, "PADDED": 8}),

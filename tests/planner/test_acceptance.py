@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ridgeplan.planner.acceptance import AcceptanceRow, Knowledge, ratio_factor, same_model, shipped_rows
+from ridgeplan.planner.acceptance import AcceptanceModel, AcceptanceRow, ratio_factor, same_model, shipped_rows
 from ridgeplan.planner.plan import PlanError, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 
 
 def known(model, name, context=4096, own=()):
-    return Knowledge.about(load_shape(model), context, own).of(preset(name, Workload(model, "h200", context)))
+    return AcceptanceModel.for_model(load_shape(model), context, own).of(preset(name, Workload(model, "h200", context)))
 
 
 def test_a_measured_model_at_a_measured_context_says_so():
@@ -39,7 +39,7 @@ def test_an_unknown_model_takes_the_figures_of_the_nearest_in_size():
 @pytest.mark.parametrize("model", ["Llama-3.1-8B", "Llama-2-7B-32K", "Qwen2.5-0.5B", "Llama-3.2-1B"])
 @pytest.mark.parametrize("context", [4096, 32768, 131072])
 def test_a_part_agrees_at_least_as_often_as_both(model, context):
-    known_of = Knowledge.about(replace(load_shape("Llama-3.1-8B"), name=model), context).by_kind
+    known_of = AcceptanceModel.for_model(replace(load_shape("Llama-3.1-8B"), name=model), context).by_kind
     assert min(known_of["w4"].best, known_of["kv4"].best) >= known_of["w4kv4"].best
 
 
@@ -101,7 +101,7 @@ def test_acceptance_is_never_negative():
     rows = own_rows(("streamingllm", 4096, 8.03, 0.2))
     rows[0]["ratio"] = 0.25
     shape, plan = load_shape("Llama-3.1-8B"), preset("magicdec-streaming", Workload("Llama-3.1-8B", "h200", 4096))
-    found = Knowledge.about(shape, 4096, rows).best(plan, np.array([0.02, 0.25]))
+    found = AcceptanceModel.for_model(shape, 4096, rows).best(plan, np.array([0.02, 0.25]))
     assert found == pytest.approx([0, 0.2])
 
 
@@ -134,12 +134,12 @@ def test_fewer_tokens_and_fewer_bits_multiply():
 
 def test_grid_and_single_agree():
     shape, workload = load_shape("Llama-3.1-8B"), Workload("m", "h200", 32768)
-    knowledge, plan = Knowledge.about(shape, 32768), preset("specattn", workload)
+    acceptance, plan = AcceptanceModel.for_model(shape, 32768), preset("specattn", workload)
     ratios = np.array([0.02, 0.1, 0.5])
     single = [
-        knowledge.of(replace(plan, speculation=replace(plan.speculation, ratio=float(ratio)))).best for ratio in ratios
+        acceptance.of(replace(plan, speculation=replace(plan.speculation, ratio=float(ratio)))).best for ratio in ratios
     ]
-    assert knowledge.best(plan, ratios) == pytest.approx(single)
+    assert acceptance.best(plan, ratios) == pytest.approx(single)
     assert list(single) == sorted(single)
 
 

@@ -12,8 +12,14 @@ def explained(profile, context, **changes):
 
 @pytest.mark.parametrize(
     "context, batch, bottleneck",
-    [(4096, 1, "weights"), (131072, 4, "KV cache")],
-    ids=["16 GB of weights, 0.5 GB of KV", "16 GB of weights, 69 GB of KV"],
+    [
+        (4096, 1, "the weights are the bottleneck"),
+        (65536, 1, "the weights are the bottleneck"),
+        (114688, 1, "the weights and the KV cache weigh about the same"),
+        (98304, 2, "the KV cache is the bottleneck"),
+        (131072, 4, "the KV cache is the bottleneck"),
+    ],
+    ids=["0.6 GB of KV", "8.7 GB of KV", "15.1 GB of KV", "25.9 GB of KV", "69 GB of KV"],  # 15 GB of weights
 )
 def test_the_bottleneck_is_what_a_plain_step_reads_most(h200_profile, context, batch, bottleneck):
     answer, text = explained(h200_profile, context, batch=batch)
@@ -22,7 +28,7 @@ def test_the_bottleneck_is_what_a_plain_step_reads_most(h200_profile, context, b
     share = kv_bytes / (kv_bytes + weight_bytes)
     percent = int(text.split("plain decoding spends ")[1].split("%")[0])
     assert percent == pytest.approx(100 * share, abs=4)
-    assert f"the {bottleneck} " in text
+    assert f"on attention: {bottleneck}\n" in text
     assert answer.name in text
 
 

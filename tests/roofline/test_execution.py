@@ -5,11 +5,12 @@ import pytest
 
 from ridgeplan.planner.plan import KVCache, PlanError, Weights
 from ridgeplan.roofline import execution
-from ridgeplan.roofline.catalog import gguf_shape
+from ridgeplan.roofline.catalog import gguf_shape, huggingface
 from ridgeplan.roofline.catalog.shapes import ARCHITECTURES
 
 
 def test_executable_families_can_be_read_from_configs_and_from_gguf_files():
+    assert set(huggingface._OWN_FIELDS) == set(ARCHITECTURES)
     assert set(execution.EXECUTABLE_ARCHITECTURES) < set(ARCHITECTURES)
     # Mistral models are stored as "llama".
     assert set(execution.EXECUTABLE_ARCHITECTURES) - {"mistral"} == set(gguf_shape._SUPPORTED)

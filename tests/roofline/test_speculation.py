@@ -26,7 +26,7 @@ def test_tokens_per_round_takes_arrays_and_symbols():
 
 
 def test_quantspecs_own_acceptance_falls_with_gamma_at_constant_conditional_acceptance():
-    """Errata 6. Table 6, first block: 91.88% at gamma 1 and 77.07% at gamma 6 are one conditional acceptance."""
+    """QuantSpec-6. Table 6, first block: 91.88% at gamma 1 and 77.07% at gamma 6 are one conditional acceptance."""
     assert speculation.accepted_share(0.9188, 6) == pytest.approx(0.7707, abs=0.03)
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
-from ridgeplan.planner.support import EXECUTABLE_ARCHITECTURES
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model.checkpoint import load_config
 from ridgeplan.runtime.model_config import DecoderConfig, decoder_config
@@ -76,7 +76,8 @@ def test_what_the_decoder_does_not_compute_is_refused():
         assert "\n" not in str(error.value)
 
     refused("hidden_act is 'gelu'; supported: silu", hidden_act="gelu")
-    refused("model_type is 'gpt_neox'; supported: llama, mistral, qwen2, qwen3", family="gpt_neox", rotary_pct=1.0)
+    executed = ", ".join(EXECUTABLE_ARCHITECTURES)
+    refused(f"model_type is 'gpt_neox'; supported: {executed}", family="gpt_neox", rotary_pct=1.0)
     refused("model_type is 'mixtral'", family="mixtral")
     refused("rope_type is 'dynamic'", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     refused("cannot load the model model: .*vocab_size must be a whole number", vocab_size=10**10)

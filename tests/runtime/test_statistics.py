@@ -10,8 +10,8 @@ from ridgeplan.runtime.stopwatch import Stopwatch
 # Two drafts a round. The first sequence has three tokens from its first round and two from its second; the second
 # one's draft is rejected, and then it is done.
 ROUNDS = [
-    [RowResult([1, 2, 3], accepted=2, judged=2), RowResult([4], accepted=0, judged=1)],
-    [RowResult([5, 6], accepted=1, judged=2), NOTHING],
+    [RowResult([1, 2, 3], accepted=2, verified=2), RowResult([4], accepted=0, verified=1)],
+    [RowResult([5, 6], accepted=1, verified=2), NOTHING],
 ]
 
 

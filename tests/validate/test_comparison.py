@@ -11,8 +11,8 @@ from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile, Rates
 from ridgeplan.runtime.statistics import Statistics
-from ridgeplan.validate.comparison import Comparison, ComparisonRow
-from ridgeplan.validate.measure import Measured, comparison, tpot_ms_at
+from ridgeplan.validate.comparison import Comparison, ComparisonRow, compare_measured, tpot_ms_at
+from ridgeplan.validate.measure import Measured
 
 SHAPE = load_shape("SmolLM2-135M")
 PROFILE = Profile(
@@ -40,7 +40,7 @@ def measured(statistics: Statistics) -> Measured:
 
 @pytest.fixture
 def compared(measured: Measured) -> Comparison:
-    return comparison(PLAN, SHAPE, PROFILE, measured)
+    return compare_measured(PLAN, SHAPE, PROFILE, measured)
 
 
 def test_the_prediction_is_for_the_workload_that_ran(compared: Comparison) -> None:
@@ -81,13 +81,13 @@ def test_errors_of_acceptance_and_of_the_cost_model_are_told_apart(measured: Mea
     plan = replace(PLAN, workload=workload)
     known = predict(plan, SHAPE, PROFILE)
     assert tpot_ms_at(plan, SHAPE, PROFILE, known.acceptance.best) == pytest.approx(known.best.tpot_ms)
-    row = comparison(PLAN, SHAPE, PROFILE, measured).row("tpot at the measured acceptance")
+    row = compare_measured(PLAN, SHAPE, PROFILE, measured).row("tpot at the measured acceptance")
     assert row.predicted < known.best.tpot_ms  # more drafts were accepted than is known of
 
 
 def test_the_measured_speed_up_needs_plain_decoding(measured: Measured, statistics: Statistics) -> None:
     plain = replace(statistics, gamma=0, decode_s=0.6, rounds=90, sequence_rounds=180, judged_at=(), accepted_at=())
-    row = comparison(PLAN, SHAPE, PROFILE, measured, plain).row("speed-up over plain decoding")
+    row = compare_measured(PLAN, SHAPE, PROFILE, measured, plain).row("speed-up over plain decoding")
     assert row.measured == pytest.approx(plain.tpot_ms / statistics.tpot_ms)
     assert row.predicted > 0
 
@@ -95,7 +95,7 @@ def test_the_measured_speed_up_needs_plain_decoding(measured: Measured, statisti
 def test_plain_decoding_has_no_rows_of_speculation(measured: Measured, statistics: Statistics) -> None:
     plain = replace(statistics, gamma=0, judged_at=(), accepted_at=(), peak_memory_bytes=None)
     plan = preset("autoregressive", PLAN.workload)
-    compared = comparison(plan, SHAPE, PROFILE, replace(measured, statistics=plain))
+    compared = compare_measured(plan, SHAPE, PROFILE, replace(measured, statistics=plain))
     assert [row.name for row in compared.rows] == [
         "prefill", "decode step", "tpot", "peak memory", "speed-up over plain decoding"
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Measures what a machine's kernels reach, class by class, and fits the profile that predictions stand on.
+"""Calibration: measures a machine's kernels class by class and fits the profile that predictions use.
 
-Not here: the profile's format and where it is looked up (roofline/catalog/profile.py).
+Not here: the profile's format (roofline/catalog/profile.py) and its lookup (profile_lookup.py there).
 """

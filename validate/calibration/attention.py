@@ -19,12 +19,12 @@ from ridgeplan.runtime.model.prefill import causal_attention
 from ridgeplan.validate.timing import Bench, Trial
 
 KV_GROUP = 128
-BUFFERED_TOKENS = 3 * KV_GROUP // 2  # of the double buffer, on average
+BUFFERED_TOKENS = 3 * KV_GROUP // 2  # tokens in the double buffer, on average
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of one attention layer."""
+    """Head counts and head_dim of one attention layer."""
 
     q_heads: int
     kv_heads: int
@@ -33,7 +33,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class DecodeSize:
-    """One decode attention: `batch` sequences of `tokens` tokens, `queries` new ones each, codes of `bits` bits."""
+    """One decode attention: `batch` sequences of `tokens` tokens with `queries` queries each, codes of `bits` bits."""
 
     heads: Heads
     batch: int
@@ -53,30 +53,30 @@ class DecodeSize:
 
     @property
     def full_kv_elements(self) -> int:
-        """Keys and values of all tokens, if every one is held in full precision."""
+        """Elements of the keys and values of all tokens, if all are held in full precision."""
         return 2 * self.batch * self.heads.kv_heads * (self.tokens + self.queries) * self.heads.head_dim
 
     @property
     def full_tokens(self) -> int:
-        """Tokens read in full precision, new ones included."""
+        """Tokens read in full precision, including new ones."""
         return self.queries + (BUFFERED_TOKENS if self.bits else self.tokens)
 
     @property
     def name(self) -> str:
-        """What the trial reads, as a profile's samples show it."""
+        """The trial's name in reports."""
         heads = self.heads
         shape = f"{heads.q_heads}/{heads.kv_heads} x {heads.head_dim}"
         return f"{shape}, batch {self.batch}, {self.tokens} tokens, {self.queries} queries"
 
 
 def decode_trials(bench: Bench, decode_sizes: Iterable[DecodeSize], num_sms: int) -> Iterator[Trial]:
-    """Decode attention as the runtime calls it, each layer's cache cold."""
+    """Decode attention as the runtime calls it, with each layer's KV cache cold."""
     for size in decode_sizes:
         yield decode_trial(bench, size, _splits(size, num_sms))
 
 
 def decode_trial(bench: Bench, size: DecodeSize, splits: int) -> Trial:
-    """The trial of one reading; its cost and its time both hold the merge of the splits."""
+    """The trial of one size; its cost and its time both include the merge of the splits."""
     heads, batch = size.heads, size.batch
     cost = ops.attention(
         batch,
@@ -104,14 +104,14 @@ def decode_trial(bench: Bench, size: DecodeSize, splits: int) -> Trial:
         keys, values = store[i]
         if planes is None:
             return decode_attention(q, keys, values, begin, end)
-        codes = planes.rows(slice(i * batch, (i + 1) * batch))  # as the runtime's cache makes them, each time
+        codes = planes.rows(slice(i * batch, (i + 1) * batch))  # a new view for each call, as in the runtime's cache
         return decode_attention(q, keys, values, begin, end, codes, groups, lower=size.bits == 8)
 
     return Trial(size.kind, size.name, cost, call, variants)
 
 
 def prefill_trials(bench: Bench, heads: Iterable[Heads], tokens: Iterable[int]) -> Iterator[Trial]:
-    """Causal attention of whole prompts as the runtime's prefill does it."""
+    """Causal attention of whole prompts, as in the runtime's prefill."""
     for one in heads:
         for count in tokens:
             q = bench.random(one.q_heads, count, one.head_dim)
@@ -138,7 +138,7 @@ def quantize_trials(bench: Bench, heads: Iterable[Heads], tokens: Iterable[int])
 
 
 def gather_trials(bench: Bench, row_elements: int, rows: Iterable[int]) -> Iterator[Trial]:
-    """Scattered rows of a large table, as a sparse draft reads single tokens' keys."""
+    """Gathers of scattered rows from a large table, as a sparse draft reads single tokens' keys."""
     table = bench.random(bench.pool.numel() // row_elements, row_elements)
     for count in rows:
         nbytes = count * row_elements * bench.element_bytes
@@ -165,7 +165,7 @@ def _splits(size: DecodeSize, num_sms: int) -> int:
 
 
 def _random_codes(bench: Bench, size: DecodeSize, variants: int) -> QuantizedKV:
-    """Random codes of all variants that decode to about -1..1.
+    """Random codes for all variants that decode to about -1..1.
 
     Larger keys would make attention weights so small that CPUs slow down on their denormal numbers.
     """

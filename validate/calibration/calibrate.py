@@ -1,4 +1,4 @@
-"""Calibration: what this machine reaches, by class of kernel, measured through the package's own code."""
+"""Calibration of this machine: the rates of each kernel class, measured with the package's own kernels."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 def calibrate(
     quick: bool, device: str | None = None, on_progress: Progress | None = None, suite: Suite | None = None
 ) -> Profile:
-    """This machine's profile. `quick` takes well under a minute, else a few.
+    """This machine's profile. Takes a few minutes, with `quick` well under one.
 
-    device: "cuda" where there is one, else "cpu". suite: other sizes than the device's own.
-    Raises ValueError for a device that is not there.
+    device: by default "cuda" if available, else "cpu". suite: overrides the device's sizes.
+    Raises ValueError for a device that does not exist.
     """
-    # Importing torch takes seconds, which those who only compare or load a profile should not pay.
+    # Importing torch takes seconds, which loading or comparing profiles should not need.
     from ridgeplan.validate.calibration.profile import measure_profile
 
     return measure_profile(quick, device, on_progress or silent, suite)
 
 
 def save_profile(profile: Profile, path: str | Path | None = None) -> Path:
-    """Writes `profile` as JSON, whole or not at all; by default where `gpu="auto"` looks for it."""
+    """Writes `profile` as JSON, completely or not at all; by default to the path that `gpu="auto"` reads."""
     target = Path(path) if path is not None else user_profile_path()
     target.parent.mkdir(parents=True, exist_ok=True)
     text = profile.to_json() + "\n"
@@ -39,7 +39,7 @@ def save_profile(profile: Profile, path: str | Path | None = None) -> Path:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        written.chmod(0o644)  # mkstemp makes files that only their owner may read
+        written.chmod(0o644)  # mkstemp's files are readable by their owner only
         written.replace(target)
     finally:
         written.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Trials of what stands between the matrix products of a step: norms, rotary embedding, activation, sampling."""
+"""Trials of the small operations of a step: norms, rotary embedding, activation, sampling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from ridgeplan.kernels.layer.norm import add_rms_norm_cost
 from ridgeplan.kernels.layer.rope import rope_append, rope_append_cost
 from ridgeplan.kernels.layer.swiglu import swiglu, swiglu_cost
-from ridgeplan.kernels.sampling import draw, rejection_sample, softmax
+from ridgeplan.kernels.sampling import draw, rejection_sample, softmax_distribution
 from ridgeplan.kernels.sampling.cost import draw_cost, filter_cost
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.validate.random_decoder import RandomDecoder
@@ -32,7 +32,7 @@ def rope_trials(bench: Bench, shape: ModelShape, rows: Iterable[int]) -> Iterato
 
 
 def sampling_trials(bench: Bench, vocabs: Iterable[int], queries: int) -> Iterator[Trial]:
-    """One draw from logits as a draft step makes it, and rejection sampling on `queries` rows of a verification."""
+    """A draft step's draw from logits, and a verification's rejection sampling with `queries` queries."""
     for vocab in vocabs:
         logits = bench.random(1, queries, vocab)
         uniform = torch.rand(1, queries, dtype=torch.float64, device=bench.device)
@@ -67,13 +67,13 @@ def _swiglu_trial(model: RandomDecoder, rows: int) -> Trial:
 
 
 def _drawing(logits: Tensor, uniform: Tensor) -> Callable[[int], Tensor]:
-    return lambda _: draw(softmax(logits, 1.0), uniform)
+    return lambda _: draw(softmax_distribution(logits, 1.0), uniform)
 
 
 def _rejecting(logits: Tensor, uniform: Tensor) -> Callable[[int], object]:
-    """Drafts are the target's own likeliest tokens, so most are accepted."""
+    """Rejection sampling of the target's own likeliest tokens, most of which are accepted."""
     queries = logits.shape[1]
-    drafts = [softmax(row.contiguous(), 1.0) for row in logits[:, :-1].unbind(1)]
+    drafts = [softmax_distribution(row.contiguous(), 1.0) for row in logits[:, :-1].unbind(1)]
     drafted = logits[:, :-1].argmax(-1)
     max_tokens = torch.full((1,), queries, dtype=torch.int32, device=logits.device)
-    return lambda _: rejection_sample(softmax(logits, 1.0), drafts, drafted, max_tokens, uniform)
+    return lambda _: rejection_sample(softmax_distribution(logits, 1.0), drafts, drafted, max_tokens, uniform)

@@ -12,14 +12,14 @@ from ridgeplan.roofline.catalog.profile import Rates
 from ridgeplan.roofline.cost import Cost
 
 SHORTEST_LAUNCH_S = 1e-9
-SLOWEST, FASTEST = 1e-6, 4.0  # utilizations that a profile admits
+SLOWEST, FASTEST = 1e-6, 4.0  # range of utilizations in profiles
 WIDEST_SPREAD = 10.0
 OUTLIER = 0.3  # log residual beyond which a sample counts linearly instead of squared
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed call: what it costs by the model's formulas, and its median seconds."""
+    """One timed call: its cost by the model's formulas, and its median seconds."""
 
     cost: Cost
     seconds: float
@@ -27,7 +27,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What utilizations are relative to, and what a large matmul reaches of the peak."""
+    """The peaks that utilizations are relative to, and a large matmul's share of the compute peak."""
 
     bandwidth_bytes_per_s: float
     compute_flops: float
@@ -37,9 +37,9 @@ class Ceilings:
 def fit_rates(samples: Sequence[Sample], ceilings: Ceilings) -> Rates:
     """Least squares in log time of launch + max(bytes / (bandwidth x u), FLOPs / (peak x v)).
 
-    A rate that never binds in the samples is unknown: any value that is fast enough fits alike. It is then the
-    ceiling, u = 1 or v = a large matmul's, so that predictions beyond the samples meet a limit that was measured.
-    Both rates are fitted only where that explains clearly more than one of them does.
+    A rate that never limits any sample cannot be fitted, as any value that is fast enough fits equally well. It is then
+    the ceiling, u = 1 or v = a large matmul's share, so that predictions beyond the samples have a measured limit.
+    Both rates are fitted only if that explains clearly more than one of them alone.
 
     Raises ValueError without samples.
     """
@@ -53,17 +53,17 @@ def fit_rates(samples: Sequence[Sample], ceilings: Ceilings) -> Rates:
     simple = min((_fit(times, fastest, free) for free in ((0, 1), (0, 2))), key=lambda fit: fit.loss)
     both = _fit(times, fastest, (0, 1, 2))
     count = len(samples)
-    # Bayesian information criterion: the parameter more must lower the loss by more than noise alone would.
+    # Bayesian information criterion: another parameter must lower the loss by more than noise would.
     best = both if both.loss < simple.loss * count ** (-1 / count) else simple
     launch_s, bandwidth, compute = np.exp(best.logs)
-    # In logs, where a stray sample that took a hundred times its due does not drown the others.
+    # In logs, so a stray sample that took a hundred times as long does not dominate.
     spread = min(float(times.residuals(best.logs).std()), WIDEST_SPREAD)
     return Rates(float(bandwidth), float(compute), float(launch_s), spread)
 
 
 @dataclass(frozen=True)
 class _Times:
-    """Measured seconds of the samples [n], and what their bytes and FLOPs take at the ceilings."""
+    """Measured seconds of the samples [n], and the times of their bytes and FLOPs at the ceilings."""
 
     seconds: np.ndarray
     moving: np.ndarray
@@ -82,10 +82,10 @@ class _Fit:
 
 
 def _fit(times: _Times, fastest: tuple[float, float], free: tuple[int, ...]) -> _Fit:
-    """The best `free` ones of (launch, u, v), the others at their ceilings.
+    """The best fit of the `free` ones of (launch, u, v), with the others at their ceilings.
 
-    Starts with rates as fast as the fastest sample's: where a term is not the larger one, the residuals do not
-    depend on its rate, and a slow start of the other could never give way.
+    It starts from the fastest sample's rates. The residuals do not depend on the rate of the smaller term, so if the
+    other one started too slow, the fit could never leave that point.
     """
     chosen = list(free)
     shortest_s = times.seconds.min()

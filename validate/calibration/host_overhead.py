@@ -1,4 +1,4 @@
-"""What a forward pass takes beside its kernels: the host's work to issue it."""
+"""Host time to launch a forward pass."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ HOST_CALLS = 20
 
 
 def with_dispatch(bench: Bench, profile: Profile, shape: ModelShape, layer_counts: tuple[int, ...]) -> Profile:
-    """`profile` with the dispatch times that steps of decoders with layers of `shape` show.
+    """`profile` with dispatch times, measured on steps of decoders with layers of `shape`.
 
-    A device that runs by itself hides its work behind the host's: a captured step is one launch, but prefill is
-    issued kernel by kernel, and a short prompt takes the host's time. On a CPU launches are in the kernels' rates
-    already, and what they leave unexplained of a step is the rest of the host's work, in prefill as in decoding.
-    There the layers must be a real model's: between such, the host's own caches are cold.
+    On an asynchronous device, a captured step is one launch, but prefill is launched kernel by kernel, so a short
+    prompt takes the host's time. On a CPU, launches are included in the kernels' rates, and the rest of a step's time
+    is the host's other work, in prefill as in decoding. There the layers must be as large as a real model's, so that
+    the caches are cold between operations.
     """
     models = [RandomDecoder.build(bench, replace(shape, layers=layers), CONTEXT, 1) for layers in layer_counts]
     if profile.asynchronous:
@@ -50,7 +50,7 @@ def _line(layer_counts: Sequence[int], seconds: Sequence[float]) -> tuple[float,
 
 
 def _prefill_seconds(model: RandomDecoder) -> float:
-    """Seconds of a prompt so short that issuing its kernels is all it takes."""
+    """Seconds of a prefill so short that launching its kernels dominates."""
     weights, prompt = model.weights(), model.tokens(CONTEXT)[0]
     times = []
     for _ in range(HOST_CALLS):
@@ -67,7 +67,7 @@ def _unexplained_seconds(model: RandomDecoder, kernels: Machine) -> float:
 
 
 def _host_seconds(model: RandomDecoder) -> float:
-    """What the host spends to launch one captured step; the device works through them meanwhile."""
+    """The host's time to launch one captured step, while the device executes earlier ones."""
     trial = _step_trial(model)
     trial.call(0)
     graph = captured(lambda: trial.call(0))
@@ -81,7 +81,7 @@ def _host_seconds(model: RandomDecoder) -> float:
 
 
 def _kernel_seconds(model: RandomDecoder, kernels: Machine) -> float:
-    """What the kernels of the toy's step are predicted to take."""
+    """Predicted seconds of the kernels of one step."""
     terms = PassTerms(
         batch=1,
         queries=1,

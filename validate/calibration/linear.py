@@ -1,4 +1,4 @@
-"""Trials of linear layers, through the runtime's own dense and 4-bit products."""
+"""Trials of linear layers, with the runtime's own dense and 4-bit products."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def dense_trials(bench: Bench, kind: str, shapes: Shapes, rows: Iterable[int]) -
 
 
 def int4_trials(bench: Bench, shapes: Shapes, rows: Iterable[int]) -> Iterator[Trial]:
-    """Products with 4-bit weights; packing takes long, so copies of one weight are rotated over."""
+    """Products with 4-bit weights. Packing is slow, so variants are copies of one weight."""
     for outputs, inputs in shapes:
         packed = int4_linear(Dense(bench.random(outputs, inputs)), WEIGHT_GROUP)
         weights: list[Linear] = [copy.deepcopy(packed) for _ in range(bench.variants(packed.bytes))]

@@ -1,4 +1,4 @@
-"""The classes of kernels that a calibration measures, and the profile that they make."""
+"""The kernel classes that a calibration measures, and the profile made from them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def _fitting(suite: Suite, place: torch.device) -> Suite:
-    """`suite` with a pool of at most a quarter of a GPU's memory; longer readings than that holds are left out."""
+    """`suite` with a pool of at most a quarter of a GPU's memory; sizes that exceed the pool are left out."""
     if place.type != "cuda":
         return suite
     memory_bytes = torch.cuda.get_device_properties(place).total_memory
@@ -85,7 +85,7 @@ def _classes(
 
 
 def class_trials(bench: Bench, suite: Suite, num_sms: int) -> Mapping[str, Iterable[Trial]]:
-    """The trials of every class, made when they are asked for."""
+    """The trials of every class, created lazily."""
     linear, attention, step = linear_trials, attention_trials, step_trials
     return {
         "linear": linear.dense_trials(bench, "linear", suite.linear_shapes, suite.linear_rows),

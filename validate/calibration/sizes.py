@@ -1,4 +1,4 @@
-"""What a calibration measures: the sizes of its trials, by device and thoroughness."""
+"""The sizes of a calibration's trials, by device and thoroughness."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ridgeplan.validate.calibration.attention import DecodeSize, Heads
 from ridgeplan.validate.random_decoder import llama_like_shape
 
 Shapes = tuple[tuple[int, int], ...]
-MOST_ELEMENT_BYTES = 4  # of a full-precision element on any device
+MOST_ELEMENT_BYTES = 4  # largest full-precision element of any device
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Sizes of all trials. Shapes are (outputs, inputs); rows are tokens that go through a layer at once."""
+    """Sizes of all trials. Shapes are (outputs, inputs); rows are tokens per call."""
 
     pool_bytes: int
     trial_s: float
@@ -41,13 +41,13 @@ class Suite:
 
     @property
     def vocabs(self) -> tuple[int, ...]:
-        """Vocabularies to sample from."""
+        """Sizes of vocabularies to sample from."""
         return tuple(outputs for outputs, _ in self.head_shapes)
 
     def decode_sizes(self) -> dict[str, list[DecodeSize]]:
-        """Decode attention at every length, batch and number of queries that the pool holds, by kernel class.
+        """Decode attention at every length, batch and number of queries that fits the pool, by kernel class.
 
-        Only drafts read 4-bit codes, and a draft forwards one token.
+        Only drafts read 4-bit codes, and a draft has one query.
         """
         found: dict[str, list[DecodeSize]] = {}
         for bits, heads, batch, tokens in product((0, 4, 8), self.heads, self.batches, self.tokens):

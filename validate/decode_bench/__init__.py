@@ -1,4 +1,4 @@
-"""Decoding end to end at a large model's size with a small one's acceptance: `ridgeplan bench decode` and `suite`.
+"""End-to-end decoding at a large model's size with a small model's acceptance: `ridgeplan bench decode` and `suite`.
 
 Not here: runs of a user's own plan and model (validate/validation.py).
 """

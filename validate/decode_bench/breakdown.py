@@ -1,8 +1,8 @@
-"""One round by kernel: what each class of operations takes on the device, beside what the model predicts of it.
+"""One round by kernel: the device time of each class of operations, measured and predicted.
 
-Once all plans are measured, a few rounds of each run again under a profiler (trace.py). A kernel belongs to a class by
-its name; the clock's stamps in the graph tell which part of a round it is of. Kernels that start while those before
-them end are counted whole, waiting included: they overlap, and their sum may exceed the round.
+Once all plans are measured, a few rounds of each run again under a profiler (profiler_trace.py). A kernel's class
+follows from its name, its part of the round from the timestamps in the graph. With PDL a kernel starts before the one
+ahead of it ends; its whole time counts, waiting included, so the sum of all kernels may exceed the round.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ridgeplan.validate.prompts import prompt_batch
 DRAFT, VERIFY, KEEP = PHASES
 LINEAR, HEAD, SAMPLING, OTHER = "linear", "head", "sampling", "other"
 STAMP = "_stamp_kernel"
-# Names of kernels by class, whole for those of this package; the others are cuBLAS's.
+# Regular expressions for the names of kernels by class: this package's, and cuBLAS's.
 KERNELS = {
     "attention": r"attend|_attention_kernel|merge|_merge_kernel",
     LINEAR: r"linear|_product_kernel|_copy_kernel|.*(nvjet|gemm|gemv|cutlass|xmma|splitKreduce).*",
@@ -48,12 +48,12 @@ Key = tuple[str, str]  # part of a round, class
 
 
 class NoBreakdown(ValueError):
-    """A breakdown was asked for where there is no CUDA device."""
+    """A breakdown was requested without a CUDA device."""
 
 
 @dataclass(frozen=True)
 class ClassTime:
-    """One class of operations in one part of a round. kernels: microseconds of a round by name."""
+    """One class of operations in one part of a round. kernels: microseconds per round by name."""
 
     part: str
     operation: str
@@ -67,7 +67,7 @@ class ClassTime:
 class Breakdown:
     """A round of one plan by class. Microseconds.
 
-    busy_us: when any kernel ran. traced_round_us: a round while it was profiled; round_us: one that was not.
+    busy_us: time in which any kernel ran. traced_round_us: a profiled round; round_us: one without the profiler.
     """
 
     rows: tuple[ClassTime, ...]
@@ -78,17 +78,17 @@ class Breakdown:
 
     @property
     def kernels_us(self) -> float:
-        """The sum of all kernels."""
+        """The sum over all kernels."""
         return sum(row.measured_us for row in self.rows)
 
     @property
     def overlap_us(self) -> float:
-        """What the sum counts more than once, as kernels ran beside each other."""
+        """The part of the sum that is counted more than once, as kernels overlap."""
         return self.kernels_us - self.busy_us
 
     @property
     def predicted_us(self) -> float:
-        """The predicted round."""
+        """Predicted microseconds of the whole round."""
         return sum(row.predicted_us for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,10 +106,10 @@ def breakdowns(
     text: str | None = None,
     temperature: float = 0.0,
 ) -> list[Breakdown]:
-    """Of every row of a report of `bench_decode`, whose other arguments are its own.
+    """One breakdown per row of a report of `bench_decode`, with the report's own arguments.
 
-    Engines are built anew, as the profiler stays attached to the device once it was used, and what runs then may be
-    slower: it comes last. Draft weights are fitted to no text that is given, which changes no kernel's time.
+    Profiling comes last and builds new engines: once used, the profiler stays attached to the device and may slow down
+    what runs later. Draft weights use self-generated calibration text, which changes no kernel's time.
     Raises NoBreakdown where the model is not on a CUDA device.
     """
     require_cuda(model.device.type)
@@ -124,7 +124,7 @@ def breakdowns(
 
 
 def require_cuda(device: str) -> None:
-    """Raises NoBreakdown for another type of device: a CPU's operations are not the kernels that are predicted."""
+    """Raises NoBreakdown for other types of devices: a CPU's operations are not the predicted kernels."""
     if device != "cuda":
         raise NoBreakdown("a breakdown by kernel needs a CUDA device, and torch finds none here")
 
@@ -132,7 +132,7 @@ def require_cuda(device: str) -> None:
 def _launches(
     model: InflatedModel, plan: Plan, drafts: dict[int, DecoderWeights], text: str | None, temperature: float
 ) -> tuple[Launch, ...]:
-    """A plan's launches; of its engine only draft weights outlive this, by group in `drafts`."""
+    """A plan's launches. Only the draft weights of its engine are kept, by group in `drafts`."""
     prompts = prompt_batch(model.tokenizer, plan.workload.context, plan.workload.batch, text)
     with model.shared_engine(plan, drafts) as engine:
         return traced(engine, prompts, SamplingParams(temperature))
@@ -141,7 +141,7 @@ def _launches(
 def breakdown(
     plan: Plan, shape: ModelShape, profile: Profile, measured: Measured, launches: Sequence[Launch]
 ) -> Breakdown:
-    """The traced rounds of `plan` beside the prediction for the lengths that were measured."""
+    """The traced rounds of `plan` and the prediction for the measured lengths."""
     predicted = predicted_us(plan, measured, shape, profile)
     rounds = rounds_of(launches)
     found: defaultdict[Key, list[Launch]] = defaultdict(list)
@@ -161,10 +161,10 @@ def breakdown(
 
 
 def rounds_of(launches: Sequence[Launch]) -> list[list[tuple[str, Launch]]]:
-    """The launches of every whole round with their parts.
+    """The launches of every complete round with their parts.
 
-    A round reads the clock at its begin and after each part; what follows the last reading, such as the copy of its
-    figures to the host, is no part of it.
+    A round has timestamps at its start and after each part; launches after the last one, such as the copy of its
+    figures to the host, do not belong to it.
     """
     stamps = [index for index, launch in enumerate(launches) if launch.name == STAMP]
     readings = len(PHASES) + 1
@@ -192,14 +192,14 @@ def classified(launches: Sequence[tuple[str, Launch]]) -> list[tuple[Key, Launch
 
 
 def class_of(kernel: str) -> str:
-    """The class of a kernel's name, HEAD left aside."""
+    """The class of a kernel's name, except HEAD."""
     return next((kind for kind, names in KERNELS.items() if re.fullmatch(names, kernel)), OTHER)
 
 
 def predicted_us(plan: Plan, measured: Measured, shape: ModelShape, profile: Profile) -> dict[Key, float]:
     """Microseconds of a predicted round by part and class; they add up to the round.
 
-    What a part takes beside its operations (selection, a host or a link that the device waits for) is OTHER.
+    Time of a part that is not in its operations (selection, waits for the host or the link) is OTHER.
     """
     workload = measured.workload(plan.workload)
     predicted = predict(replace(plan, workload=workload), shape, profile)
@@ -230,7 +230,7 @@ def class_of_op(op: OpTime) -> str:
 
 
 def _keys(*tables: Mapping[Key, Any]) -> Iterator[Key]:
-    """Those of which any of the tables has something, in the order of a round."""
+    """The keys with a value in any of the tables, in the order of a round."""
     return (key for key in product(PHASES, CLASSES) if any(table.get(key) for table in tables))
 
 
@@ -245,6 +245,6 @@ def _row(plan: Plan, key: Key, launches: Sequence[Launch], predicted: float, rou
 
 
 def _round_us(statistics: Statistics) -> float:
-    """A round of a generation, by the device's clock."""
+    """Mean device time of a round."""
     flush_s = statistics.flush_s / max(statistics.rounds, 1)
     return 1e6 * (statistics.gamma * statistics.draft_s + statistics.verify_s + flush_s)

@@ -1,4 +1,4 @@
-"""Where the heads, channels and RoPE pairs of a small model lie in one of a larger shape."""
+"""The mapping of a small model's heads, channels and RoPE pairs into a larger shape."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ChannelMap:
     shape: ModelShape
 
     def check(self) -> None:
-        """Raises InflationError naming what of the small decoder has no place."""
+        """Raises InflationError naming what does not fit."""
         config, shape = self.config.shape, self.shape
         if shape.is_moe or shape.is_mla or shape.window_layers or shape.qk_norm:
             raise InflationError(f"model {shape.name!r} is not a plain dense decoder; allowed: shapes like Llama's")
@@ -53,18 +53,18 @@ class ChannelMap:
 
     @property
     def frequencies(self) -> tuple[float, ...]:
-        """The small head's RoPE pairs come first; what further pairs turn by does not matter."""
+        """The small head's RoPE pairs come first; the frequencies of the other pairs do not matter."""
         own = self.config.rotary_frequencies
         return own + (own[-1],) * (self.shape.head_dim // 2 - len(own))
 
     @property
     def kv_heads(self) -> list[int]:
-        """The small KV head in each used large one: as many copies as its query heads need groups."""
+        """The small KV head in each used large one, copied once per group that its query heads need."""
         return [head for head in range(self.config.shape.kv_heads) for _ in range(self._copies)]
 
     @property
     def q_heads(self) -> list[int]:
-        """The large query head of each small one, in a group whose KV head is a copy of its own."""
+        """The large query head of each small one, in a group whose KV head is a copy of the right one."""
         small, large = self._ratios
         groups = [divmod(index, large) for index in range(small)]
         firsts = [head * self._copies for head in range(self.config.shape.kv_heads)]
@@ -79,14 +79,14 @@ class ChannelMap:
 
     @property
     def small_channels(self) -> Tensor:
-        """The small model's query, key and value channel in each of `channels(qkv_heads)`."""
+        """The small model's query, key or value channel for each of `channels(qkv_heads)`."""
         c = self.config.shape
         keys = [c.q_heads + head for head in self.kv_heads]
         heads = [*range(c.q_heads), *keys, *(c.kv_heads + head for head in keys)]
         return (torch.tensor(heads)[:, None] * c.head_dim + torch.arange(c.head_dim)).flatten()
 
     def channels(self, heads: list[int]) -> Tensor:
-        """Channels of large heads that hold small ones: the halves of a RoPE pair stay half a head apart."""
+        """Channels of large heads that hold small ones; the two halves of a RoPE pair stay half a head apart."""
         half = torch.arange(self.config.shape.head_dim // 2)
         head = torch.cat([half, half + self.shape.head_dim // 2])
         return (torch.tensor(heads)[:, None] * self.shape.head_dim + head).flatten()

@@ -1,11 +1,11 @@
-"""Function-preserving inflation: a model of a larger shape that computes exactly what a small real model does.
+"""Function-preserving inflation: a model of a larger shape that computes the same function as a small real model.
 
-Speed depends on a model's shape, acceptance on what it has learned. Random weights of a large shape have the first
-only; a small model placed inside them, with everything else behind zeros, has both.
+Speed depends on a model's shape, acceptance on what it has learned. Random weights of a large shape only give the
+speed; a small model placed inside them, with zeros around it, gives both.
 
-The residual stream is padded with zeros, for which norms are rescaled. Heads gain channels that queries are zero in
-and outputs do not read; further heads, MLP channels and layers are random behind zero output projections. A constant
-channel of the residual stream, too small for the norms to notice, pushes further tokens' logits below all others.
+The residual stream is padded with zeros, and norms are rescaled accordingly. Added channels of heads have zero queries
+and are not read by outputs; added heads, MLP channels and layers are random, with zero output projections. A constant
+channel of the residual stream, too small to affect the norms, pushes the logits of added tokens below all others.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.validate.decode_bench.channel_map import ChannelMap, InflationError
 
 CONSTANT = 2.0**-10  # in the residual stream, whose root mean square is about 0.1 to 1000
-LIFT = 2.0**10  # of the final norm on the constant channel
-PUSH = -(2.0**15)  # of a further token's logit, per unit of the normalized constant
+LIFT = 2.0**10  # weight of the final norm for the constant channel
+PUSH = -(2.0**15)  # an added token's logit, per unit of the normalized constant
 
 
 def inflated_shape(config: DecoderConfig, shape: ModelShape) -> ModelShape:
@@ -49,9 +49,9 @@ def inflated_config(config: DecoderConfig, shape: ModelShape) -> DecoderConfig:
 def inflated_weights(
     config: DecoderConfig, weights: DecoderWeights, shape: ModelShape, seed: int = 0
 ) -> DecoderWeights:
-    """Weights that compute the function of `weights` in `inflated_config(config, shape)`, on their device.
+    """Weights for `inflated_config(config, shape)` that compute the function of `weights`, on their device.
 
-    They do not depend on how positions are stretched. Raises InflationError naming what does not fit.
+    They do not depend on RoPE scaling. Raises InflationError naming what does not fit.
     """
     shape = inflated_shape(config, shape)
     channel_map = ChannelMap(config, shape)
@@ -69,7 +69,7 @@ def inflated_weights(
 
 @dataclass(frozen=True, eq=False)
 class _Inflater:
-    """Builds large weights from small ones; `generator` draws what nothing reads."""
+    """Builds large weights from small ones; `generator` fills unused weights with noise."""
 
     channel_map: ChannelMap
     generator: torch.Generator
@@ -89,7 +89,7 @@ class _Inflater:
         )
 
     def idle(self, like: LayerWeights) -> LayerWeights:
-        """A layer of the same sizes that computes something and adds nothing."""
+        """A layer of the same sizes with random weights, whose outputs are zero."""
         layer = self.layer(like)
         return replace(
             layer,
@@ -102,7 +102,7 @@ class _Inflater:
         )
 
     def norm(self, small: Tensor, lift: float = 0.0) -> Tensor:
-        """The mean square over the padded stream is hidden / width of the small model's, the scale makes up for it."""
+        """A norm's weight, rescaled as zero padding makes the mean square hidden / width of the small model's."""
         width = self.channel_map.shape.hidden
         large = small.new_zeros(width)
         large[: len(small)] = small
@@ -110,14 +110,14 @@ class _Inflater:
         return large * math.sqrt(len(small) / width)
 
     def embedding(self, small: Tensor) -> Tensor:
-        """Every token carries the constant."""
+        """The embedding, with the constant channel set for every token."""
         large = small.new_zeros(self.channel_map.shape.vocab, self.channel_map.shape.hidden)
         large[: len(small), : small.shape[1]] = small
         large[:, small.shape[1]] = CONSTANT
         return large
 
     def head(self, small: Tensor) -> Tensor:
-        """Further tokens read the constant, and what is always zero."""
+        """The output head; added tokens read the constant channel, and random weights of zero channels."""
         tokens, hidden = small.shape
         large = self._noise_like(small, self.channel_map.shape.vocab, self.channel_map.shape.hidden)
         large[:, : hidden + 1] = 0
@@ -126,11 +126,11 @@ class _Inflater:
         return large
 
     def _qkv(self, small: Dense) -> Dense:
-        """Queries are stretched, as scores are divided by the root of the head's width."""
+        """The QKV projection; queries are scaled, as attention divides scores by the root of the larger head_dim."""
         channel_map, config = self.channel_map, self.channel_map.config.shape
         stretch = math.sqrt(channel_map.shape.head_dim / config.head_dim)
         weight = self._noise_like(small.weight, channel_map.qkv_width, channel_map.shape.hidden)
-        # What a small head lacks must not add to its scores: there its queries are zero.
+        # Added channels must not contribute to scores, so their queries are zero.
         weight.unflatten(0, (-1, channel_map.shape.head_dim))[channel_map.q_heads] = 0
         bias = None if small.bias is None else small.bias.new_zeros(channel_map.qkv_width)
         q_width = config.q_heads * config.head_dim
@@ -149,7 +149,7 @@ class _Inflater:
         )
 
     def _gate_up(self, small: Dense) -> Dense:
-        """Gate and up projections, each with its further channels."""
+        """Gate and up projections, each with added channels."""
         width, half = self.channel_map.shape.intermediate, len(small.weight) // 2
         weight = self._noise_like(small.weight, 2 * width, self.channel_map.shape.hidden)
         bias = None if small.bias is None else small.bias.new_zeros(2 * width)
@@ -160,7 +160,7 @@ class _Inflater:
         return Dense(weight, bias)
 
     def _written(self, small: Dense, inputs: Tensor | range, width: int) -> Dense:
-        """A projection into the residual stream: zero but for what the small model writes from `inputs`."""
+        """A projection into the residual stream: the small model's from `inputs`, and zeros."""
         outputs = small.weight.shape[0]
         columns = torch.as_tensor(inputs, device=small.weight.device)
         weight = small.weight.new_zeros(self.channel_map.shape.hidden, width)
@@ -174,7 +174,7 @@ class _Inflater:
         return self._noise_like(like, *like.shape)
 
     def _noise_like(self, like: Tensor, rows: int, columns: int) -> Tensor:
-        """Noise of a weight's type and size."""
+        """Noise with a weight's dtype and scale."""
         noise = torch.empty(rows, columns, dtype=like.dtype, device=like.device)
         return noise.normal_(std=float(like.float().std()), generator=self.generator)
 

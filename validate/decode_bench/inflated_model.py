@@ -1,4 +1,4 @@
-"""Engines of a large shape that generate what a small real model does."""
+"""Engines of a large shape that generate the same text as a small real model."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class InflatedModel:
 
     @classmethod
     def load(cls, model: str, shape: ModelShape, device: str = "cuda") -> InflatedModel:
-        """`model`, as `runtime.load` takes it, inside `shape`; bfloat16 on CUDA, else float32.
+        """`model`, as for `runtime.load`, inside `shape`; bfloat16 on CUDA, else float32.
 
-        Raises ModelError, or InflationError where it does not fit into the shape, or the shape into memory.
+        Raises ModelError, or InflationError if it does not fit into the shape, or the shape not into memory.
         """
         place = torch.device(device)
         dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
@@ -56,16 +56,16 @@ class InflatedModel:
         return cls(source, hub, load_tokenizer(source), limited, weights, place)
 
     def config(self, yarn_factor: float) -> DecoderConfig:
-        """The decoder, its positions stretched by YaRN."""
+        """The decoder, with RoPE scaled by YaRN."""
         return inflated_config(decoder_config(self.hub, self.source, yarn_factor), self.shape)
 
     def engine(
         self, plan: Plan, draft_weights: DecoderWeights | None = None, calibration: Sequence[int] | None = None
     ) -> Engine:
-        """An engine of `plan`. draft_weights: another engine's, if its drafts have the same format; else they are made
-        here, for the tokens in `calibration` (see `quantized_draft`).
+        """An engine of `plan`. draft_weights: those of another engine with the same draft format, by default quantized
+        here with the tokens in `calibration` (see `quantized_draft`).
 
-        Raises WorkloadError where the plan does not fit into memory.
+        Raises WorkloadError if the plan does not fit into memory.
         """
         held = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         require_memory(plan, self.shape, self.device, self.weights.embedding.dtype, held)
@@ -78,7 +78,7 @@ class InflatedModel:
     def shared_engine(
         self, plan: Plan, drafts: dict[int, DecoderWeights], calibration: Sequence[int] | None = None
     ) -> Iterator[Engine]:
-        """As `engine`, closed when the body ends. drafts: 4-bit weights by group, taken from there or left there."""
+        """Like `engine`, closed after the body. drafts: a cache of 4-bit weights by group."""
         group, drafting = plan.weights.group, plan.weights.draft_differs
         engine = self.engine(plan, drafts.get(group) if drafting else None, calibration)
         if drafting:
@@ -90,7 +90,7 @@ class InflatedModel:
 
 
 def _require_weight_memory(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises InflationError for a shape whose weights alone are more than a GPU has free, or a machine has at all."""
+    """Raises InflationError if the shape's weights alone exceed a GPU's free memory, or a machine's total memory."""
     if device.type == "cuda":
         memory_bytes = torch.cuda.mem_get_info(device)[0]
     else:

@@ -1,4 +1,4 @@
-"""The launches of a few rounds, as torch's profiler lists them: kernel by kernel also where a captured graph runs."""
+"""The kernel launches of a few rounds from torch's profiler, which also sees those inside a captured graph."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.validate.measure import WARM_TOKENS
 
-TRACED_ROUNDS = 4  # at least
+TRACED_ROUNDS = 4  # minimum
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel, or a copy, as the profiler saw it. Microseconds on the device's clock."""
+    """One kernel launch or copy, in microseconds of the device's clock."""
 
     name: str
     begin_us: float
@@ -27,12 +27,12 @@ class Launch:
 
     @property
     def duration_us(self) -> float:
-        """From its first instruction to its last."""
+        """From start to end."""
         return self.end_us - self.begin_us
 
 
 def attach() -> None:
-    """Makes the profiler ready, and keeps it so: graphs captured before, or between two uses, may crash or hang it.
+    """Attaches the profiler for good, as graphs captured before, or between two uses, may crash or hang it.
 
     Source: pytorch issues 75504 and pull request 112507.
     """
@@ -42,7 +42,7 @@ def attach() -> None:
 
 
 def traced(engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> tuple[Launch, ...]:
-    """All launches of some rounds after the prompts, in the order of their beginnings."""
+    """All launches of some rounds after prefill, ordered by start."""
     new_tokens = min(engine.plan.workload.new_tokens, TRACED_ROUNDS * (engine.plan.speculation.gamma + 1) + 1)
     engine.generate([prompt[:WARM_TOKENS] for prompt in prompts], min(2, new_tokens), sampling)
     recording = KernelRecording()
@@ -51,20 +51,20 @@ def traced(engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingP
 
 
 class KernelRecording:
-    """The profiler over what a generation does after prefill."""
+    """The profiler, recording a generation after its prefill."""
 
     def __init__(self) -> None:
         self._profiler: profiler.profile | None = None
 
     def begin(self, tokens: int) -> None:
-        """Starts at the first call, which comes when the prompts are in the cache."""
+        """Starts recording at the first call, which comes after prefill."""
         if self._profiler is None:
             torch.cuda.synchronize()
             self._profiler = profiler.profile(activities=[profiler.ProfilerActivity.CUDA])
             self._profiler.start()
 
     def launches(self) -> tuple[Launch, ...]:
-        """Ends it."""
+        """Stops recording and returns the launches, ordered by start."""
         assert self._profiler is not None, "nothing was generated"
         torch.cuda.synchronize()
         self._profiler.stop()
@@ -74,7 +74,7 @@ class KernelRecording:
 
 
 def busy_us(launches: Iterable[Launch]) -> float:
-    """Time in which at least one of `launches` ran; they come in the order of their beginnings."""
+    """Time in which at least one of `launches`, ordered by start, ran."""
     busy, until = 0.0, float("-inf")
     for launch in launches:
         busy += max(0.0, launch.end_us - max(launch.begin_us, until))

@@ -1,4 +1,4 @@
-"""Decoding end to end on a model of a large shape with real acceptance: several plans, each beside its prediction."""
+"""End-to-end decoding with a large shape and real acceptance: several plans, each with its prediction."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.presets import preset
 from ridgeplan.planner.resolution import workload_for
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.validate.comparison import Comparison
+from ridgeplan.validate.comparison import Comparison, compare_measured
 from ridgeplan.validate.decode_bench.vllm_baseline import vllm_tpot_ms
-from ridgeplan.validate.measure import Measured, comparison, measure
+from ridgeplan.validate.measure import Measured, measure
 from ridgeplan.validate.progress import Progress
 from ridgeplan.validate.prompts import prompt_batch
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
 
 PLAIN = "autoregressive"
-# Plain decoding, a quantized target, and QuantSpec with each of its parts alone (QuantSpec, Fig 4).
+# Plain decoding, a quantized target, and QuantSpec with only one of its parts (QuantSpec, Fig 4).
 ABLATION = ("int8", "quantspec-kv", "quantspec-weights", "quantspec")
 
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One plan at one workload; gamma None is the preset's own."""
+    """One plan at one workload; gamma None means the preset's own."""
 
     preset: str
     context: int
@@ -38,7 +38,7 @@ class DecodeCase:
     gamma: int | None = None
 
     def plan(self, model: InflatedModel, profile: Profile, new_tokens: int) -> Plan:
-        """The plan, with positions stretched where the small model needs it. Raises PlanError."""
+        """The plan, with RoPE scaled if the small model needs it. Raises PlanError."""
         workload = workload_for(model.shape, profile, self.context, new_tokens, self.batch, yarn=True)
         plan = preset(self.preset, workload)
         if self.gamma is None or not plan.speculation.active:
@@ -48,7 +48,7 @@ class DecodeCase:
 
 @dataclass(frozen=True)
 class DecodeRow:
-    """One case: what the engine measured, beside the prediction for exactly that."""
+    """One case: the measurement, and the prediction for the same lengths."""
 
     case: DecodeCase
     gamma: int
@@ -58,7 +58,7 @@ class DecodeRow:
 
     @property
     def over_vllm(self) -> float | None:
-        """Speed-up in time per output token over vLLM's plain decoding; None where either is not known."""
+        """Speed-up in time per output token over vLLM's plain decoding; None if either is unknown."""
         tpot_ms = self.measured.statistics.tpot_ms
         return None if self.vllm_tpot_ms is None or not tpot_ms else self.vllm_tpot_ms / tpot_ms
 
@@ -88,7 +88,7 @@ class DecodeReport:
     software: dict[str, str]
     date: str
     temperature: float
-    calibration_tokens: int  # of a text that 4-bit draft weights were fitted to; 0: of none
+    calibration_tokens: int  # of the given calibration text; 0 without one
     rows: tuple[DecodeRow, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class DecodeReport:
 def suite_cases(
     workloads: Sequence[tuple[int, int]], gammas: Sequence[int], presets: Sequence[str] = ABLATION
 ) -> list[DecodeCase]:
-    """Plain decoding and `presets` at every (context, batch), those that speculate with every gamma."""
+    """Plain decoding and `presets` at every (context, batch), with every gamma for those that speculate."""
     return with_plain(
         [
             DecodeCase(name, context, batch, gamma)
@@ -112,7 +112,7 @@ def suite_cases(
 
 
 def with_plain(cases: Sequence[DecodeCase]) -> list[DecodeCase]:
-    """`cases` by context and batch, each of which begins with plain decoding."""
+    """`cases` grouped by context and batch, each group preceded by plain decoding."""
     sizes = sorted({(case.context, case.batch) for case in cases})
     everything = [*(DecodeCase(PLAIN, *size) for size in sizes), *cases]
     return sorted(dict.fromkeys(everything), key=lambda case: (case.context, case.batch))
@@ -134,12 +134,12 @@ def bench_decode(
     calibration: Sequence[int] = (),
     on_progress: Progress | None = None,
 ) -> DecodeReport:
-    """Runs `cases`; those of one context and batch run on the same prompts.
+    """Runs `cases`; those of one context and batch use the same prompts.
 
-    Plain decoding comes first, and cases of its context and batch are compared with it. Those with 4-bit drafts come
-    last, so that the copy is in no other's memory and is made once: fitted to a text, a large shape's takes up to a
-    minute. The longest of them come first, whose prompts take their buffers from its memory. calibration: tokens of
-    that text, as in `ridgeplan.runtime.load`.
+    Plain decoding runs first, as the baseline of its context and batch. Cases with 4-bit drafts run last, so that the
+    draft weights take no memory of other cases and are quantized once, which takes up to a minute. Of these the longest
+    run first, as their prompts use the memory of the draft weights. calibration: tokens as for
+    `ridgeplan.runtime.load`.
     Raises PlanError, UnsupportedPlan or PromptError before anything runs, and WorkloadError for a case that does not
     fit into memory.
     """
@@ -170,14 +170,14 @@ def bench_decode(
 
 
 def run_order(case: DecodeCase, plan: Plan) -> tuple[bool, bool, int]:
-    """Sorts cases as `bench_decode` says."""
+    """Sort key for the order that `bench_decode` describes."""
     drafting = plan.weights.draft_differs
     return drafting, case.preset != PLAIN, -case.context if drafting else 0
 
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """What cases of one report share. plain: by context and batch; drafts: 4-bit weights by group."""
+    """State shared by the cases of a report. plain: by context and batch; drafts: 4-bit weights by group."""
 
     model: InflatedModel
     profile: Profile
@@ -192,12 +192,12 @@ class _Run:
         if case.preset == PLAIN:
             self.plain[case.context, case.batch] = measured.statistics
         plain = self.plain.get((case.context, case.batch))
-        found = comparison(plan, self.model.shape, self.profile, measured, plain)
+        found = compare_measured(plan, self.model.shape, self.profile, measured, plain)
         vllm = vllm_tpot_ms(_device_name(self.model), self.model.shape.name, case.context, case.batch)
         return DecodeRow(case, plan.speculation.gamma, measured, found, vllm)
 
     def _measured(self, plan: Plan, prompts: list[list[int]]) -> Measured:
-        """Of the plan's engine only the draft weights outlive this."""
+        """One measurement; only the draft weights of the plan's engine are kept."""
         from ridgeplan.runtime import SamplingParams
 
         with self.model.shared_engine(plan, self.drafts, self.calibration or None) as engine:

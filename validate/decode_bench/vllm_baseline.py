@@ -1,4 +1,4 @@
-"""What other engines were measured to take, to set this package's figures beside."""
+"""Measured vLLM times for comparison."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def vllm_tpot_ms(device: str, model: str, context: int, batch: int) -> float | None:
-    """vLLM's time per output token of plain bf16 decoding on that device, where it was measured."""
+    """vLLM's time per output token of plain bf16 decoding on that device; None if not measured."""
     for entry in _peers()["vllm"]:
         if (entry["device"], entry["model"]) == (device, model):
             return entry["tpot_ms"].get(f"{context}x{batch}")

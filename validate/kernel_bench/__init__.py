@@ -1,4 +1,4 @@
-"""Times single kernels beside other people's, their reference and a target: `ridgeplan bench kernels`.
+"""Times single kernels against peers and a target: `ridgeplan bench kernels`.
 
 Not here: whole decoding steps (validate/decode_bench), rates for predictions (validate/calibration).
 """

@@ -23,10 +23,10 @@ from ridgeplan.validate.kernel_bench.sizes import AttentionSize, VerificationSiz
 from ridgeplan.validate.timing import Bench
 
 GROUP = 128
-BUFFER_SLOTS = 200  # in full precision besides the quantized tokens, as the double buffer holds on average
-FULL_BITS = 16  # of an element in full precision
+BUFFER_SLOTS = 200  # full-precision tokens beside the quantized ones, about the double buffer's mean
+FULL_BITS = 16  # per full-precision element
 FORMATS = {0: "full", 4: "INT4", 8: "INT8"}
-MOST_SLOWDOWN = 1.2  # of several queries against one
+MOST_SLOWDOWN = 1.2  # allowed for several queries against one
 ONE_QUERY = "ours, 1 query"
 
 
@@ -43,7 +43,7 @@ class Inputs:
 
     @classmethod
     def draw(cls, bench: Bench, size: AttentionSize | VerificationSize, queries: int, bits: Iterable[int]) -> Inputs:
-        """Random ones of this size, so many that in the narrowest format of `bits` they exceed the caches."""
+        """Random inputs, with enough variants to exceed the GPU's caches in the narrowest format of `bits`."""
         shape = (size.batch, size.kv_heads, size.tokens, size.head_dim)
         least_bits = min(width or FULL_BITS for width in bits)
         store = (bench.variants(2 * math.prod(shape) * least_bits / 8), *shape)
@@ -52,12 +52,12 @@ class Inputs:
 
     @property
     def variants(self) -> int:
-        """Of the cache."""
+        """Number of variants of the KV cache."""
         return len(self.keys)
 
     @property
     def shape(self) -> str:
-        """As the tables show it."""
+        """The size as shown in tables."""
         batch, queries, q_heads, head_dim = self.q.shape
         several = f", {queries} queries" if queries > 1 else ""
         return f"{q_heads}/{self.keys.shape[2]} x {head_dim}, B{batch}, {self.keys.shape[3]} tokens{several}"
@@ -72,17 +72,17 @@ class Inputs:
         return whole
 
     def integers(self, value: int) -> Tensor:
-        """int32 [B] of one value, on the device."""
+        """int32 [B] filled with `value`, on the device."""
         return torch.full((len(self.q),), value, dtype=torch.int32, device=self.q.device)
 
     def first(self, queries: int) -> Inputs:
-        """The same with the first `queries` queries."""
+        """The same inputs with only the first `queries` queries."""
         return Inputs(self.q[:, :queries].contiguous(), self.keys, self.values)
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """Decode attention over `inputs` in one format: codes in groups and a buffer, or keys and values as they are."""
+    """Decode attention over `inputs` in one format: codes and a buffer, or full-precision keys and values."""
 
     inputs: Inputs
     bits: int
@@ -99,7 +99,7 @@ class AttentionCall:
 
     @property
     def name(self) -> str:
-        """As the tables show it."""
+        """The size and format as shown in tables."""
         return f"{self.inputs.shape}, {FORMATS[self.bits]}"
 
     @cached_property
@@ -113,9 +113,9 @@ class AttentionCall:
         return self._attend(variant, self.keys.dtype, "auto")
 
     def error(self) -> float:
-        """Against the reference in float32, which reads the same codes.
+        """Relative error against the float32 reference on the same codes.
 
-        It runs first, as the kernel reads lengths and codes before the one that wrote them may have ended.
+        The reference runs first, as the kernel reads lengths and codes before kernels that just wrote them have ended.
         """
         reference = self._attend(0, torch.float32, "reference")
         return relative_error(self(0), reference)
@@ -131,7 +131,7 @@ class AttentionCall:
         return self.codes and self.codes.rows(slice(variant * batch, (variant + 1) * batch))
 
     def cost(self, num_sms: int) -> Cost:
-        """Of the attention, its merge included."""
+        """Declared cost of the attention, including its merge."""
         q, keys, codes = self.inputs.q, self.keys[0], self._codes(0)
         tokens = self.inputs.keys.shape[3]
         splits = int(choose_splits(len(q), keys.shape[1], tokens, num_sms))
@@ -140,7 +140,7 @@ class AttentionCall:
 
 
 def attention_cases(bench: Bench, sizes: Iterable[AttentionSize]) -> Iterator[KernelCase]:
-    """One query in all formats against the best attention in full precision."""
+    """One query in all formats against the best full-precision attention."""
     for size in sizes:
         inputs = Inputs.draw(bench, size, 1, (bits for bits, _ in size.speedups))
         peers = attention_peers(inputs.q, inputs.keys, inputs.values)
@@ -149,9 +149,9 @@ def attention_cases(bench: Bench, sizes: Iterable[AttentionSize]) -> Iterator[Ke
 
 
 def verification_cases(bench: Bench, sizes: Iterable[VerificationSize]) -> Iterator[KernelCase]:
-    """Several queries, as a verification has them, against one query of the same format.
+    """Several queries, as in a verification, against one query of the same format.
 
-    The peers in full precision mask nothing among the queries, which costs them no less.
+    Full-precision peers apply no mask between the queries, which is no faster.
     """
     for size in sizes:
         inputs = Inputs.draw(bench, size, size.queries, size.bits)

@@ -1,4 +1,4 @@
-"""Other people's kernels that ours are compared with."""
+"""Peers: other projects' kernels for the same work."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ridgeplan.validate.kernel_bench.case import Call
 
 PAGE_TOKENS = 64
 WORKSPACE_BYTES = 128 << 20
-Product = Callable[[Tensor, int], Tensor]  # of x with a variant of a weight
+Product = Callable[[Tensor, int], Tensor]  # (x, variant of the weight) -> product
 BACKENDS = {"SDPA cuDNN": SDPBackend.CUDNN_ATTENTION, "SDPA flash": SDPBackend.FLASH_ATTENTION}
 
 
 def attention_peers(q: Tensor, keys: Tensor, values: Tensor) -> dict[str, Call]:
-    """Attention in full precision: torch's kernels, and FlashInfer for one query where it is installed.
+    """Full-precision attention: torch's kernels, and FlashInfer for one query if it is installed.
 
-    q: [B, T, Hq, D]; keys, values: [variants, B, Hkv, N, D], all of whose tokens every query sees.
+    q: [B, T, Hq, D]; keys, values: [variants, B, Hkv, N, D], all of them visible to every query.
     """
     queries = q.transpose(1, 2)
     peers: dict[str, Call] = {name: partial(_sdpa, kind, queries, keys, values) for name, kind in BACKENDS.items()}
@@ -42,7 +42,7 @@ def _sdpa(backend: SDPBackend, q: Tensor, keys: Tensor, values: Tensor, variant:
 
 @dataclass(frozen=True, eq=False)
 class FlashInfer:
-    """FlashInfer's paged decode attention: q [B, Hq, D] over keys, values [variants, B, Hkv, N, D], N whole pages."""
+    """FlashInfer's paged decode attention: q [B, Hq, D] over keys, values [variants, B, Hkv, N, D], in whole pages."""
 
     q: Tensor
     keys: Tensor
@@ -53,14 +53,14 @@ class FlashInfer:
 
     @cached_property
     def _pages(self) -> Tensor:
-        """[variants, pages, 2, PAGE_TOKENS, Hkv, D]."""
+        """KV pages, [variants, pages, 2, PAGE_TOKENS, Hkv, D]."""
         variants, batch, kv_heads, tokens, head_dim = self.keys.shape
         shape = (variants, batch * tokens // PAGE_TOKENS, PAGE_TOKENS, kv_heads, head_dim)
         return torch.stack([store.transpose(2, 3).reshape(shape) for store in (self.keys, self.values)], dim=2)
 
     @cached_property
     def _wrapper(self) -> Any:
-        """Compiled and planned at the first call. The variant on tensor cores would compile for minutes."""
+        """The wrapper, compiled and planned at the first call. The tensor-core variant would compile for minutes."""
         (_, batch, kv_heads, tokens, head_dim), q_heads = self.keys.shape, self.q.shape[1]
         pages, numbers = tokens // PAGE_TOKENS, partial(torch.arange, dtype=torch.int32, device=self.q.device)
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.q.device)
@@ -75,8 +75,7 @@ class FlashInfer:
 def tinygemm(codes: Tensor, scale: Tensor, zero: Tensor, variants: int = 1) -> Product:
     """torch's own product with 4-bit weights: codes [outputs, inputs], scale and zero [outputs, inputs / group].
 
-    Variants are copies. It packs at the first call, so that a GPU for which torch has no such kernel shows there, as
-    with other peers.
+    Variants are copies. It packs at the first call, so that GPUs without this kernel fail there, like other peers.
     """
     ops = torch.ops.aten
     group = codes.shape[1] // scale.shape[1]

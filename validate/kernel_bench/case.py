@@ -1,4 +1,4 @@
-"""What the kernel bench times: one kernel at one size, beside its peers, its reference and its target."""
+"""A case of the kernel bench: one kernel at one size, with its peers, its reference and its target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate.timing import Bench, Trial
 
-H200_BYTES_PER_S = 4.3e12  # a device copy, read and written: what targets in time are derived from
+H200_BYTES_PER_S = 4.3e12  # a device copy, read and write, from which time targets are derived
 Call = Callable[[int], object]
 Peers = Mapping[str, Call]
 
@@ -30,7 +30,7 @@ class SpeedUp:
 
 @dataclass(frozen=True)
 class RoofShare:
-    """At least `least` of what the machine's bandwidth or arithmetic allows."""
+    """At least `least` of the machine's roofline."""
 
     least: float
 
@@ -58,9 +58,9 @@ class KernelCase:
     """One kernel at one size.
 
     call: `call(i)` runs it on variant i of `variants` of its inputs, see `timing.Trial`; so do peers.
-    cost: what all launches of a call declare. peers: other implementations on the same inputs; cases that follow
-    each other may share them. error: runs one call and compares with a float32 reference (`relative_error`).
-    over: the peer that counts, by default the fastest.
+    cost: declared cost of all launches of a call. peers: other implementations on the same inputs; consecutive cases
+    may share them. error: runs one call and compares with a float32 reference (`relative_error`).
+    over: the peer to compare with, by default the fastest.
     """
 
     kernel: str
@@ -74,12 +74,12 @@ class KernelCase:
     variants: int = 1
 
     def trial(self, call: Call) -> Trial:
-        """What times `call`: this case's, or one of its peers'."""
+        """The trial of `call`: this case's, or one of its peers'."""
         return Trial(self.kernel, self.shape, self.cost, call, self.variants)
 
 
 def fresh(bench: Bench, *shape: int) -> Tensor:
-    """New normal numbers in the bench's type: unlike views of its pool, no two inputs share data."""
+    """New normal numbers in the bench's dtype; unlike views of its pool, they never share data."""
     return torch.randn(shape, dtype=bench.pool.dtype, device=bench.device)
 
 
@@ -90,7 +90,7 @@ def relative_error(result: Tensor, reference: Tensor) -> float:
 
 
 def usable(peers: Peers) -> dict[str, Call]:
-    """Those of `peers` that run here; a warning names each of the others."""
+    """The peers that run here; a warning names each of the others."""
     found = {}
     for name, call in peers.items():
         try:

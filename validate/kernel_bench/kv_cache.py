@@ -1,4 +1,4 @@
-"""Cases of quantization: a prompt's keys and values, and what a round moves once its tokens are accepted."""
+"""Cases of quantization: whole prompts, and the flush at the end of a round."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from ridgeplan.validate.random_decoder import llama_like_shape
 from ridgeplan.validate.timing import Bench
 
 GROUP = 128
-GAMMA = 4  # of QuantSpec's preset; the buffer holds a round's tokens too
-LEAST_SHARE = 0.5  # of the copy bandwidth
+GAMMA = 4  # QuantSpec's preset; the buffer also holds a round's tokens
+LEAST_SHARE = 0.5  # least share of the copy bandwidth
 MOST_OF_A_ROUND = 0.03
 
 
 def quantize_cases(bench: Bench, sizes: Iterable[QuantizeSize]) -> Iterator[KernelCase]:
-    """Keys and values of whole prompts, one layer, into both planes."""
+    """Quantization of one layer's keys and values of whole prompts into both planes."""
     for size in sizes:
         prompts = Prompts.draw(bench, size)
         yield KernelCase(
@@ -54,7 +54,7 @@ def quantize_cases(bench: Bench, sizes: Iterable[QuantizeSize]) -> Iterator[Kern
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
-    """Keys and values of prompts, [variants, Hkv, N, D], whose codes are rows of one batch."""
+    """Quantization of prompts: keys and values [variants, Hkv, N, D]; each variant's codes are a row of one batch."""
 
     keys: Tensor
     values: Tensor
@@ -63,7 +63,7 @@ class Prompts:
 
     @classmethod
     def draw(cls, bench: Bench, size: QuantizeSize) -> Prompts:
-        """Random ones."""
+        """Random keys and values, with enough variants to exceed the GPU's caches."""
         shape = (size.kv_heads, size.tokens, size.head_dim)
         variants = bench.variants(2 * math.prod(shape) * bench.element_bytes)
         keys, values = fresh(bench, 2, variants, *shape)
@@ -74,11 +74,11 @@ class Prompts:
 
     @property
     def cost(self) -> Cost:
-        """Of one prompt."""
+        """Declared cost of one prompt."""
         return quantize_cost(*self._one(0))
 
     def error(self) -> float:
-        """Of what the codes stand for, against the reference's."""
+        """Relative error of the dequantized codes against the reference's."""
         self(0)
         keys, values, codes = self._one(0)
         reference = _empty_codes(keys)
@@ -97,9 +97,9 @@ def _empty_codes(keys: Tensor) -> QuantizedKV:
 
 
 def flush_cases(bench: Bench, sizes: Iterable[FlushSize]) -> Iterator[KernelCase]:
-    """The end of a round in the cache of all layers: a group leaves the buffer, or none is complete.
+    """The end of a round in the cache of all layers, with and without a group to flush.
 
-    The target is a share of the least that a round takes, which is to read all weights once in 16 bits.
+    The target is a share of the shortest possible round, which reads all 16-bit weights once.
     """
     for size in sizes:
         least_round_s = 2 * size.params / H200_BYTES_PER_S
@@ -124,14 +124,14 @@ def _flushing(flushes: Sequence[Flush]) -> Call:
 
 @dataclass(frozen=True, eq=False)
 class Flush:
-    """Adds one token to a cache of `length` tokens, again and again."""
+    """Adds one token to a cache of `length` tokens, repeatedly."""
 
     cache: Cache
     length: int
 
     @classmethod
     def build(cls, bench: Bench, size: FlushSize, length: int) -> Flush:
-        """A cache of hierarchical codes whose buffer holds random numbers."""
+        """A hierarchical cache with a random buffer."""
         shape = llama_like_shape(size.layers, size.kv_heads, size.kv_heads, size.q_heads, size.kv_heads, size.head_dim)
         config = KVCacheConfig(1, size.context + 2, KVFormat.HIERARCHICAL, GROUP, GAMMA)
         cache = Cache(shape, config, bench.device, bench.pool.dtype)
@@ -141,7 +141,7 @@ class Flush:
 
     @classmethod
     def several(cls, bench: Bench, size: FlushSize, length: int) -> list[Flush]:
-        """As many as have buffers that exceed the caches."""
+        """Enough of them for their buffers to exceed the GPU's caches."""
         first = cls.build(bench, size, length)
         count = bench.variants(first.cache.keys.nbytes + first.cache.values.nbytes)
         return [first, *(cls.build(bench, size, length) for _ in range(count - 1))]
@@ -157,7 +157,7 @@ class Flush:
 
     @property
     def cost(self) -> Cost:
-        """The oldest group of all layers becomes codes and what follows takes its place, or nothing moves."""
+        """Declared cost: quantization of the oldest group of all layers and the shift of the buffer, or nothing."""
         if not self.taken:
             return Cost()
         keys, values, group = self.cache.keys, self.cache.values, self.cache.config.group
@@ -166,7 +166,7 @@ class Flush:
         return coded + shift_slots_cost(keys.flatten(0, 1), values.flatten(0, 1), group)
 
     def error(self) -> float:
-        """Of the buffer and of what the new codes stand for, against the reference's."""
+        """The largest relative error of the buffer and of the new codes, against the reference."""
         group = self.cache.config.group
         moved = group if self.taken else 0
         before = self.cache.keys.clone(), self.cache.values.clone()
@@ -179,7 +179,7 @@ class Flush:
         return max(*buffers, self._code_error(*map(self._oldest, before)) if self.taken else 0.0)
 
     def _oldest(self, store: Tensor) -> Tensor:
-        """The oldest group in full precision, [layers, Hkv, G, D]."""
+        """The oldest full-precision group, [layers, Hkv, G, D]."""
         return store[:, 0, :, : self.cache.config.group]
 
     def _code_error(self, keys: Tensor, values: Tensor) -> float:

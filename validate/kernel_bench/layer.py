@@ -1,4 +1,4 @@
-"""Cases of what stands between the matrix products of a layer: norm, rotary embedding with append, activation."""
+"""Cases of a layer's small operations: norm, rotary embedding with append, activation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ridgeplan.validate.timing import Bench
 
 EAGER = "eager torch"
 EPS = 1e-5
-PROMPT_ROWS = 256  # rows from here on are a prompt's: what its layers pass on does not stay in the cache
+PROMPT_ROWS = 256  # with this many rows it is a prompt, whose activations do not stay in the GPU's caches
 Results = Tensor | tuple[Tensor, ...]
 Variants = Callable[[int], Results]
 
@@ -48,7 +48,7 @@ def swiglu_cases(bench: Bench, sizes: Iterable[LayerSize]) -> Iterator[KernelCas
 
 
 def rope_cases(bench: Bench, sizes: Iterable[LayerSize]) -> Iterator[KernelCase]:
-    """Rotary embedding and cache append of one sequence, without and with a norm of queries and keys."""
+    """Rotary embedding and cache append of one sequence, with and without QK-norm."""
     for size in sizes:
         qk_norm = fresh(bench, size.q_heads + size.kv_heads, size.head_dim)
         for norm in (None, qk_norm):
@@ -56,7 +56,7 @@ def rope_cases(bench: Bench, sizes: Iterable[LayerSize]) -> Iterator[KernelCase]
 
 
 def _activations(bench: Bench, *shape: int) -> Tensor:
-    """[variants, *shape]: one variant, as the kernel before has just written it, unless it is of a whole prompt."""
+    """[variants, *shape]: a single variant, as the previous kernel has just written it, except for whole prompts."""
     variants = bench.variants(math.prod(shape) * bench.element_bytes) if shape[-2] >= PROMPT_ROWS else 1
     return fresh(bench, variants, *shape)
 
@@ -76,7 +76,7 @@ def _rope_case(bench: Bench, size: LayerSize, qk_norm: Tensor | None) -> KernelC
     tables = rotary_tables(slots, frequencies, 1.0)
 
     def append(dtype: torch.dtype, backend: Backend, variants: int) -> Variants:
-        """Gives queries, and what the cache then holds; each has its own, so that none shows another's results."""
+        """Returns queries and the updated cache. Every call has a cache of its own, so results are never shared."""
         shape = (2, variants, 1, size.kv_heads, size.rows, size.head_dim)
         keys, values = torch.zeros(shape, dtype=dtype, device=bench.device)
         norm = None if qk_norm is None else qk_norm.to(dtype)
@@ -104,13 +104,13 @@ def _case(
     exact: Callable[[], Results],
     variants: int,
 ) -> KernelCase:
-    """In the model's type the reference is how eager torch does it; errors are measured against it in float32."""
+    """The peer is the reference in the model's dtype; errors are measured against the reference in float32."""
     target = Within(1.5 * cost.bytes / H200_BYTES_PER_S + 2e-6)
     error = partial(_error, ours, exact)
     return KernelCase(kernel, shape, cost, ours, {EAGER: eager}, error, target, variants=variants)
 
 
 def _error(ours: Variants, exact: Callable[[], Results]) -> float:
-    """The largest among the results."""
+    """The largest relative error of the results."""
     pairs = zip(*(found if isinstance(found, tuple) else (found,) for found in (ours(0), exact())), strict=True)
     return max(relative_error(result, reference) for result, reference in pairs)

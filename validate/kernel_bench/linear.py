@@ -1,4 +1,4 @@
-"""Cases of products of few rows with 4-bit and with 16-bit weights."""
+"""Cases of matrix products of few rows with 4-bit and 16-bit weights."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ridgeplan.validate.timing import Bench
 GROUP = 128
 DENSE = "cuBLAS bf16"
 APART = "ours, swiglu apart"
-STEP = 0.01  # of a code, so that weights are about as large as a model's
+STEP = 0.01  # size of a code's step, so that weights are about as large as a model's
 
 
 def int4_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[KernelCase]:
     """4-bit weights against 16-bit weights in cuBLAS, and against torch's own 4-bit product.
 
-    As packing takes long, variants are copies of one weight, each in memory of its own; x is the same.
+    Packing is slow, so variants are copies of one weight; x is shared.
     """
     for size in sizes:
         codes, scale, zero = _int4_parts(bench, size)
@@ -76,7 +76,7 @@ def dense_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[KernelCas
 
 
 def gated_int4_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[KernelCase]:
-    """4-bit weights of gate and up with the activation inside, against the same product and `swiglu` after it."""
+    """4-bit gate and up weights with fused SwiGLU, against the same product followed by `swiglu`."""
     for size in sizes:
         weight = Int4Weight.pack(*_int4_parts(bench, size))
         weights = [copy.deepcopy(weight) for _ in range(bench.variants(weight.bytes))]
@@ -88,7 +88,7 @@ def gated_int4_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[Kern
 
 
 def gated_dense_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[KernelCase]:
-    """The same of 16-bit weights."""
+    """The same with 16-bit weights."""
     for size in sizes:
         weight = STEP * fresh(bench, size.outputs, size.inputs)
         weights = weight.repeat(bench.variants(weight.nbytes), 1, 1)
@@ -126,7 +126,7 @@ def _gated(
 
 
 def _int4_parts(bench: Bench, size: LinearSize) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scale and zero, as `Int4Weight.pack` takes them."""
+    """Codes, scale and zero, the arguments of `Int4Weight.pack`."""
     codes = torch.randint(16, (size.outputs, size.inputs), dtype=torch.int32, device=bench.device)
     scale, zero = STEP * fresh(bench, 2, size.outputs, size.inputs // GROUP)
     return codes, scale, zero

@@ -1,4 +1,4 @@
-"""The kernel bench: every kernel beside its peers, its reference and its target, on this machine's GPU."""
+"""The kernel bench: every kernel against its peers, its reference and its target, on this machine's GPU."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ridgeplan.validate.kernel_bench.sizes import FULL, KERNELS, TINY, Sizes
 from ridgeplan.validate.progress import Progress
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench
 
-POOL_BYTES = 2 << 30  # what the bandwidth is measured on
+POOL_BYTES = 2 << 30  # memory for measuring the bandwidth
 TRIAL_S = 0.04
 MATMUL_SIZE = 8192
-MOST_ERROR = 0.02  # of a kernel that computes in bfloat16: a faster one that is further off meets no target
+MOST_ERROR = 0.02  # relative, explained by bfloat16; with a larger error no target is met
 PACKAGES = ("ridgeplan", "torch", "triton", "flashinfer-python")
 
 FAMILIES: Mapping[str, Callable[[Bench, Any], Iterator[KernelCase]]] = {
@@ -44,29 +44,29 @@ FAMILIES: Mapping[str, Callable[[Bench, Any], Iterator[KernelCase]]] = {
 
 
 class NoCudaDevice(ValueError):
-    """The kernel bench was asked for on a machine without a CUDA device."""
+    """The kernel bench was run on a machine without a CUDA device."""
 
 
 @dataclass(frozen=True)
-class Roof:
-    """What the machine reaches on a large copy or sum, whichever is faster, and on a large matrix product."""
+class MachinePeaks:
+    """The machine's measured bandwidth (a large copy or sum) and its FLOP/s in a large matrix product."""
 
     bytes_per_s: float
     flops: float
 
     @classmethod
-    def measure(cls, bench: Bench, matmul_size: int) -> Roof:
-        """That of the bench's device."""
+    def measure(cls, bench: Bench, matmul_size: int) -> MachinePeaks:
+        """The peaks of the bench's device."""
         return cls(machine.copy_bytes_per_s(bench), machine.matmul_flops(bench, matmul_size))
 
     def seconds(self, cost: Cost) -> float:
-        """The least that `cost` takes."""
+        """The roofline time of `cost`."""
         return float(max(cost.bytes / self.bytes_per_s, cost.flops / self.flops))
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One measured case. Times are medians; target_s is the longest time that meets the target.
+    """One measured case. Times are medians; roof_s is the roofline time, target_s the longest that meets the target.
 
     peer: the one that the target refers to, else the fastest, else None.
     """
@@ -82,17 +82,17 @@ class KernelRow:
 
     @property
     def ratio(self) -> float | None:
-        """Times as fast as the peer."""
+        """Speed-up over the peer."""
         return None if self.peer is None else self.peers_s[self.peer] / self.ours_s
 
     @property
-    def roof(self) -> float:
-        """Share of what bandwidth or arithmetic allow."""
+    def roof_share(self) -> float:
+        """The roofline time over the measured time."""
         return self.roof_s / self.ours_s
 
     @property
     def met(self) -> bool:
-        """Whether the target is met with an error that bfloat16 explains."""
+        """Whether the target is met, with an error that bfloat16 explains."""
         return self.ours_s <= self.target_s and self.error <= MOST_ERROR
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class KernelRow:
             "peer_us": None if self.peer is None else _us(self.peers_s[self.peer]),
             "peers_us": {name: _us(seconds) for name, seconds in self.peers_s.items()},
             "ratio": None if self.ratio is None else round(self.ratio, 3),
-            "roof": round(self.roof, 3),
+            "roof": round(self.roof_share, 3),
             "error": float(f"{self.error:.3g}") if math.isfinite(self.error) else None,
             "target_us": _us(self.target_s) if math.isfinite(self.target_s) else None,
             "met": self.met,
@@ -114,12 +114,12 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What a run of the bench found, and where."""
+    """The results of a run of the bench, with device, software and date."""
 
     device: str
     software: Mapping[str, str]
     date: str
-    roof: Roof
+    peaks: MachinePeaks
     rows: tuple[KernelRow, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,26 +128,26 @@ class KernelReport:
             "device": self.device,
             "software": dict(self.software),
             "date": self.date,
-            "copy_bytes_per_s": round(self.roof.bytes_per_s),
-            "matmul_flops": round(self.roof.flops),
+            "copy_bytes_per_s": round(self.peaks.bytes_per_s),
+            "matmul_flops": round(self.peaks.flops),
             "rows": [row.to_dict() for row in self.rows],
         }
 
 
 @torch.inference_mode()
 def bench_kernels(kernels: Iterable[str] = KERNELS, on_progress: Progress | None = None) -> KernelReport:
-    """Times `kernels` at all their sizes on this machine's GPU, as `Bench` does: calls chained in CUDA graphs.
+    """Times `kernels` at all their sizes on this machine's GPU, with calls chained in CUDA graphs (see `Bench`).
 
     Raises NoCudaDevice.
     """
     bench = Bench.build(_cuda_device(), POOL_BYTES, CUDA_ROTATE_BYTES, TRIAL_S)
-    roof = Roof.measure(bench, MATMUL_SIZE)
+    peaks = MachinePeaks.measure(bench, MATMUL_SIZE)
     return KernelReport(
         device=torch.cuda.get_device_name(bench.device),
         software=versions(PACKAGES),
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        roof=roof,
-        rows=tuple(measured(bench, roof, cases_of(bench, FULL, kernels, on_progress))),
+        peaks=peaks,
+        rows=tuple(measured(bench, peaks, cases_of(bench, FULL, kernels, on_progress))),
     )
 
 
@@ -155,7 +155,7 @@ def bench_kernels(kernels: Iterable[str] = KERNELS, on_progress: Progress | None
 def run_kernels_once(kernels: Iterable[str] = KERNELS) -> list[tuple[str, str, float]]:
     """(kernel, shape, error) of every kernel run once at a tiny size, for memory checkers. Raises NoCudaDevice.
 
-    In bfloat16, where CUDA C++ kernels run, and in float32, which is Triton's.
+    In bfloat16, for which the CUDA C++ kernels run, and in float32, for which Triton's do.
     """
     half = Bench.build(_cuda_device(), 1 << 20, 1, TRIAL_S)
     benches = {"bf16": half, "fp32": replace(half, pool=half.pool.float())}
@@ -169,7 +169,7 @@ def run_kernels_once(kernels: Iterable[str] = KERNELS) -> list[tuple[str, str, f
 def cases_of(
     bench: Bench, sizes: Sizes, kernels: Iterable[str], on_progress: Progress | None = None
 ) -> Iterator[KernelCase]:
-    """The cases of `kernels`, made when they are asked for, so that only one size's inputs are held."""
+    """The cases of `kernels`, created lazily, so that only one size's inputs are in memory."""
     chosen = [name for name in KERNELS if name in set(kernels)]
     for done, name in enumerate(chosen):
         if on_progress is not None:
@@ -177,20 +177,20 @@ def cases_of(
         yield from FAMILIES[name](bench, getattr(sizes, name))
 
 
-def measured(bench: Bench, roof: Roof, cases: Iterable[KernelCase]) -> Iterator[KernelRow]:
-    """A row of each case; peers that neighbouring cases share are timed once, those that do not run are left out."""
+def measured(bench: Bench, peaks: MachinePeaks, cases: Iterable[KernelCase]) -> Iterator[KernelRow]:
+    """A row per case. Peers shared by consecutive cases are timed once; those that do not run are left out."""
     shared: Peers | None = None
     peers_s: dict[str, float] = {}
     for case in cases:
         if case.peers is not shared:
             shared = case.peers
             peers_s = {name: bench.median_s(case.trial(call)) for name, call in usable(shared).items()}
-        yield row_of(case, bench.median_s(case.trial(case.call)), peers_s, roof)
+        yield row_of(case, bench.median_s(case.trial(case.call)), peers_s, peaks)
 
 
-def row_of(case: KernelCase, ours_s: float, peers_s: Mapping[str, float], roof: Roof) -> KernelRow:
+def row_of(case: KernelCase, ours_s: float, peers_s: Mapping[str, float], peaks: MachinePeaks) -> KernelRow:
     """The row of a case that took `ours_s`, and its peers `peers_s`."""
-    roof_s = roof.seconds(case.cost)
+    roof_s = peaks.seconds(case.cost)
     peer = case.over or (min(peers_s, key=peers_s.__getitem__) if peers_s else None)
     return KernelRow(
         kernel=case.kernel,
@@ -205,7 +205,7 @@ def row_of(case: KernelCase, ours_s: float, peers_s: Mapping[str, float], roof: 
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Those of `packages` that are installed, with their versions."""
+    """The installed ones of `packages`, with their versions."""
     found = {}
     for name in packages:
         with suppress(metadata.PackageNotFoundError):

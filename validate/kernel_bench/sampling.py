@@ -18,13 +18,13 @@ from ridgeplan.validate.kernel_bench.case import KernelCase, Within, fresh
 from ridgeplan.validate.kernel_bench.sizes import SamplingSize
 from ridgeplan.validate.timing import Bench
 
-SPREAD = 4.0  # of logits around their mean, so that some tokens are likely, as in a model's
-DISAGREEMENT = 0.5  # of a draft's logits with the target's
-VERDICT_S, DRAW_S = 150e-6, 25e-6  # targets
+SPREAD = 4.0  # standard deviation of logits, so that some tokens are likely, as in a model's
+DISAGREEMENT = 0.5  # standard deviation between a draft's logits and the target's
+REJECTION_S, DRAW_S = 150e-6, 25e-6  # target times
 
 
 def draw_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[KernelCase]:
-    """The next token of every sequence from a draft's logits, filtering included."""
+    """The next token of every sequence from a draft's logits, including filtering."""
     for size in sizes:
         variants = bench.variants(size.batch * size.vocab * bench.element_bytes)
         logits = SPREAD * fresh(bench, variants, size.batch, size.vocab)
@@ -33,11 +33,11 @@ def draw_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[KernelCa
 
 
 def rejection_sample_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[KernelCase]:
-    """Rejection sampling of `gamma` drafts of every sequence from the target's logits, whose filtering it includes."""
+    """Rejection sampling of `gamma` drafts per sequence, including the filtering of the target's logits."""
     for size in sizes:
         variants = bench.variants((2 * size.gamma + 1) * size.batch * size.vocab * bench.element_bytes)
         samplings = [RejectionSampling.build(bench, size) for _ in range(variants)]
-        yield _case("rejection_sample", f"{shape_of(size)}, gamma {size.gamma}", samplings, VERDICT_S)
+        yield _case("rejection_sample", f"{shape_of(size)}, gamma {size.gamma}", samplings, REJECTION_S)
 
 
 def _case(
@@ -50,16 +50,16 @@ def _case(
 
 
 def shape_of(size: SamplingSize) -> str:
-    """As the tables show it."""
+    """The size as shown in tables."""
     kept = f", top-k {size.top_k}, top-p {size.top_p}" if size.top_k else ""
     return f"{size.batch} x {size.vocab}, {f'temperature {size.temperature:g}' if size.temperature else 'greedy'}{kept}"
 
 
 def misplaced(weights: Tensor, uniform: Tensor, tokens: Tensor) -> float:
-    """The largest distance of a uniform number [B] from the share of [0, 1) of its token [B], by weights [B, vocab].
+    """The largest distance of a uniform number [B] from its token's interval of the CDF of weights [B, vocab].
 
-    Rounding moves the borders of 128k shares by some 1e-7, which decides about a draw in fifty: a token beside the
-    border is not wrong.
+    Rounding moves the bounds of 128k intervals by about 1e-7, which changes one draw in fifty; the neighbouring token
+    is then not wrong.
     """
     sums = weights.double().cumsum(-1)
     at = tokens[:, None]
@@ -81,11 +81,11 @@ class Drawing:
 
     @property
     def cost(self) -> Cost:
-        """Of filtering, which finds a greedy choice by itself, and of the draw."""
+        """Declared cost of filtering and, unless greedy, of the draw."""
         return filter_cost(self.logits) + (draw_cost(self.logits) if self.size.temperature else Cost())
 
     def error(self) -> float:
-        """How far tokens are from those of the same logits in float32, see `misplaced`."""
+        """The largest `misplaced` distance from the draw of the same logits in float32."""
         exact = _filtered(self.size, self.logits.float(), "reference")
         return misplaced(_weights(exact, self.size.vocab), self.uniform, self())
 
@@ -94,7 +94,7 @@ class Drawing:
 class RejectionSampling:
     """Rejection sampling of drafted tokens [B, gamma], drawn from logits `drafts` [gamma, B, vocab].
 
-    target: logits [B, gamma + 1, vocab]; room: int32 [B], which cuts nothing; uniform: [B, gamma + 1].
+    target: logits [B, gamma + 1, vocab]; max_tokens: int32 [B], large enough for all drafts; uniform: [B, gamma + 1].
     """
 
     size: SamplingSize
@@ -106,7 +106,7 @@ class RejectionSampling:
 
     @classmethod
     def build(cls, bench: Bench, size: SamplingSize) -> RejectionSampling:
-        """Drafts that disagree a little with the target, so that some are rejected."""
+        """Drafts that differ slightly from the target, so that some are rejected."""
         target = SPREAD * fresh(bench, size.batch, size.gamma + 1, size.vocab)
         noise = DISAGREEMENT * fresh(bench, size.gamma, size.batch, size.vocab)
         drafts = target[:, :-1].transpose(0, 1) + noise
@@ -120,12 +120,12 @@ class RejectionSampling:
 
     @property
     def cost(self) -> Cost:
-        """Of filtering all queries' logits and, unless greedy, of a draw from what one draft leaves of the target."""
+        """Declared cost of filtering all queries' logits and, unless greedy, of a draw from the residual."""
         drawn = draw_cost(self.target[:, 0], self.drafts[0]) if self.size.temperature else Cost()
         return filter_cost(self.target) + drawn
 
     def error(self) -> float:
-        """Share of sequences that accept other drafts than the twin does, or how far replacements are `misplaced`.
+        """The share of sequences that accept other drafts than the reference, or the largest `misplaced` distance.
 
         Both against the same logits in float32. After a rejection the token is drawn from (p - q)+, at the end from p.
         """
@@ -144,7 +144,7 @@ class RejectionSampling:
 
     @cached_property
     def _choices(self) -> list[Choice]:
-        """The drafts', which were filtered when they were drawn from."""
+        """The drafts' distributions, which were filtered while drafting and are not part of the timing."""
         return [_filtered(self.size, draft, "auto") for draft in self.drafts]
 
 
@@ -157,7 +157,7 @@ def _uniform(bench: Bench, *shape: int) -> Tensor:
 
 
 def _weights(choice: Choice, vocab: int) -> Tensor:
-    """Probabilities [..., vocab]; a greedy choice has all of it on one token."""
+    """Probabilities [..., vocab], one-hot for a greedy choice."""
     if isinstance(choice, Greedy):
         return torch.nn.functional.one_hot(choice.best, vocab).float()
     return choice.probabilities()

@@ -1,4 +1,4 @@
-"""What the kernel bench measures: sizes and targets, by kernel. Targets are for an H200."""
+"""Sizes and targets of the kernel bench, by kernel. Targets are for an H200."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MULTI_HEAD = ((0, BF16_SPEEDUP), (4, 3.0), (8, 1.7))
 
 @dataclass(frozen=True)
 class AttentionSize:
-    """Decode attention of one query. speedups: (bits of the codes or 0 for bf16, over the best bf16 peer)."""
+    """Decode attention of one query. speedups: (bits of the codes or 0 for bf16, target over the best bf16 peer)."""
 
     q_heads: int
     kv_heads: int
@@ -25,7 +25,7 @@ class AttentionSize:
 
 @dataclass(frozen=True)
 class VerificationSize:
-    """Decode attention of several queries against that of one, in the formats `bits` (0 is bf16)."""
+    """Decode attention of several queries against one query, in the formats `bits` (0 is bf16)."""
 
     q_heads: int
     kv_heads: int
@@ -38,8 +38,10 @@ class VerificationSize:
 
 @dataclass(frozen=True)
 class LinearSize:
-    """Product with 4- or 16-bit weights. speedups: (rows, over the peer): cuBLAS with 16-bit weights or, of gated
-    products, ours with the activation apart."""
+    """A product with 4- or 16-bit weights. speedups: (rows, target over the peer).
+
+    The peer is cuBLAS with 16-bit weights or, for gated products, ours with a separate activation.
+    """
 
     outputs: int
     inputs: int
@@ -57,7 +59,7 @@ class QuantizeSize:
 
 @dataclass(frozen=True)
 class FlushSize:
-    """What a round does to the cache of a whole model of `params` parameters once its tokens are accepted."""
+    """The end of a round in the cache of a whole model of `params` parameters."""
 
     layers: int
     q_heads: int
@@ -69,7 +71,7 @@ class FlushSize:
 
 @dataclass(frozen=True)
 class LayerSize:
-    """What stands between the matrix products of a layer, on `rows` tokens."""
+    """A layer's small operations on `rows` tokens."""
 
     hidden: int
     intermediate: int
@@ -93,7 +95,7 @@ class SamplingSize:
 
 @dataclass(frozen=True)
 class Sizes:
-    """All sizes; a field is named as `ridgeplan bench kernels --only` names its kernel."""
+    """All sizes; a field's name is the kernel's name in `ridgeplan bench kernels --only`."""
 
     attention: tuple[AttentionSize, ...]
     verification: tuple[VerificationSize, ...]
@@ -155,19 +157,19 @@ FULL = Sizes(
     rejection_sample=_SAMPLINGS,
     draw=_SAMPLINGS,
 )
-# Every kernel in every variant, small enough for checkers that slow it down a hundred times. Of products, some give a
-# CTA more output tiles than it has buffers for sums, some a cluster outputs for several of its CTAs and more stages
+# Every kernel in every variant, small enough for checkers that slow it down a hundred times. Some products give a CTA
+# more output tiles than it has buffers for sums, some give a cluster outputs for several of its CTAs and more stages
 # than its pipeline holds.
 _TINY_LAYERS = _layers((1, 5), (256, 192, 4, 2, 64))
 _TINY_SAMPLINGS = (*_samplings(1003, 2, (3,), 50), *_samplings(1024, 2, (3,), 50))  # without and with aligned rows
 TINY = Sizes(
-    # Splits of few rows are reduced by a kernel of their own, of many by the last CTA of each.
+    # Splits of few rows are reduced by a separate kernel, splits of many rows by each row's last CTA.
     attention=(
         AttentionSize(4, 2, 128, 2, 256, GROUPED),
         AttentionSize(6, 2, 64, 1, 384, NARROW),
         AttentionSize(4, 2, 64, 8, 256, NARROW),
     ),
-    # 12, 20, 32 and 64 query rows of a KV head: one size of each variant.
+    # 12, 20, 32 and 64 query rows per KV head: one size per variant.
     verification=(
         *(VerificationSize(8, 2, 128, 1, 256, queries, (0, 4, 8)) for queries in (3, 5, 8, 16)),
         VerificationSize(8, 2, 64, 1, 256, 5, (0, 4, 8)),

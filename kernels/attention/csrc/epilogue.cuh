@@ -5,8 +5,8 @@
 
 // Where results of one KV head go.
 struct Results {
-    float *partial, *lse;  // of all splits: [split, row, HEAD_DIM] and, in base 2, [split, row]
-    u16* out;              // of the KV head's first query head and the first query
+    float *partial, *lse;  // partials of all splits, [split, row, HEAD_DIM]; base-2 log-sum-exps, [split, row]
+    u16* out;              // output of the KV head's first query head and the first query
     int num_rows;
 };
 

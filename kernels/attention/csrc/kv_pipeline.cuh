@@ -16,7 +16,7 @@ struct KVPipeline {
     int warp, lane;
     int write_stage, read_stage;
     u32 parity;
-    int tile, tile_end, groups;  // of the next copy; where copies end; how many of a row's tiles are groups
+    int tile, tile_end, groups;  // tile of the next copy; end of the copies; number of a row's tiles that are groups
     const u8* next_group[2];     // this warp's part of the next group's keys, values
 
     __device__ __forceinline__ void init() const {

@@ -7,10 +7,10 @@ struct AttentionParams {
     const u16 *q, *keys, *values;
     // Per batch row: first full-precision slot, one past the first query's own token, visible quantized groups.
     const int *begin, *end, *groups;
-    float *partial, *lse;  // of each split: [split, query row, HEAD_DIM], and base-2 log-sum-exps [split, query row]
-    int2* row_ctas;        // of each (batch row, KV head): its first and last CTA, where the reduction is not fused
+    float *partial, *lse;  // partials [split, query row, HEAD_DIM], and base-2 log-sum-exps [split, query row]
+    int2* row_ctas;        // first and last CTA of each (batch row, KV head), if the reduction is not fused
     u16* out;              // [batch, queries, q_heads, HEAD_DIM]
-    u32* arrivals;         // of each (batch row, KV head): zero before and after the call
+    u32* arrivals;         // counter of each (batch row, KV head), zero before and after the call
     QuantizedPlanes key_codes, value_codes;
     int batch, kv_heads, q_heads_per_kv, queries, capacity, group_capacity;
     // Strides in units of 8 elements, so that they fit 32 bits.
@@ -18,5 +18,5 @@ struct AttentionParams {
     int key_batch_stride, key_head_stride, key_stride;
     int value_batch_stride, value_head_stride, value_stride;
     int fuse_reduction;  // whether a row's last CTA reduces its splits; else the kernel `merge` does
-    float scale;         // of scores
+    float scale;         // softmax scale
 };

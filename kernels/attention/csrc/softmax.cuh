@@ -10,7 +10,7 @@
 constexpr int SCALE_WARPS = Q_TILES >= 4 ? 1 : 4 / Q_TILES < WORDS ? 4 / Q_TILES : WORDS;
 constexpr int OWN_TILES = Q_TILES > 4 ? Q_TILES / 4 : 1;
 constexpr int OWN_WORDS = WORDS / SCALE_WARPS;
-constexpr int P_BYTES = 8 * 2 * GROUP;  // of a query tile's staged probabilities
+constexpr int P_BYTES = 8 * 2 * GROUP;  // bytes of a query tile's staged probabilities
 
 // What the warps of a CTA share about its query rows.
 struct QueryRows {
@@ -80,8 +80,8 @@ struct ValueScales {
 // Running sums over a CTA's tokens: a warp's channels of the output, and of the rest the part of a lane's tokens.
 struct Accumulator {
     float out[OUT_TILES][Q_TILES][4];  // probabilities times codes, times 2^(14 - exponent) and, for INT8, 16
-    float row_sum[Q_TILES][2];         // of probabilities
-    float zero_sum[Q_TILES][2];        // of probabilities times zero points
+    float row_sum[Q_TILES][2];         // sums of probabilities
+    float zero_sum[Q_TILES][2];        // sums of probabilities times zero points
     int exponent;                      // fp16 exponent of the largest value scale so far
 
     __device__ __forceinline__ void clear() {

@@ -18,7 +18,7 @@ struct SequenceLengths {
     __device__ int first_query_end(int b) const { return __ldcg(end + b); }  // one past the first query's own token
     __device__ int dense_end(int b) const { return min(first_query_end(b) + queries - 1, capacity); }
     __device__ int num_groups(int b) const { return BITS ? min(__ldcg(groups + b), group_capacity) : 0; }
-    __device__ int num_tiles(int b) const {  // of one KV head: quantized groups first
+    __device__ int num_tiles(int b) const {  // tiles of one KV head, quantized groups first
         const int tokens = max(dense_end(b) - dense_begin(b), 0);
         return num_groups(b) + (tokens + DENSE_TILE - 1) / DENSE_TILE;
     }

@@ -14,9 +14,9 @@
 #endif
 
 constexpr int GROUP = 128;              // tokens
-constexpr int LANES = HEAD_DIM / 8;     // that share a token; each holds 8 of its channels
+constexpr int LANES = HEAD_DIM / 8;     // lanes per token; each holds 8 of its channels
 constexpr int STREAMS = 16;             // tokens that a CTA reads at once
-constexpr int TOKENS = GROUP / STREAMS;  // of a lane
+constexpr int TOKENS = GROUP / STREAMS;  // tokens per lane
 constexpr int THREADS = STREAMS * LANES;
 constexpr int WARPS = THREADS / 32;
 constexpr int RESIDENT_THREADS = 768;  // per SM

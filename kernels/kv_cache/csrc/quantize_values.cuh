@@ -3,7 +3,7 @@
 
 #include "codes.cuh"
 
-constexpr int ROW_BYTES = GROUP / 2;  // of one channel's codes
+constexpr int ROW_BYTES = GROUP / 2;  // bytes of one channel's codes
 constexpr int PAD_BYTES = 16;         // after 8 channels, which keeps the banks of a warp's lanes apart
 
 // Token i of a lane's tile, within the group.

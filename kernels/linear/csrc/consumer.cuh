@@ -26,8 +26,8 @@ __device__ __forceinline__ void multiply(
     PipelineState read = {0, 0}, buffer = {0, 1};
     const int x_part_k_tiles = work.k_tiles_per_x_part();
     u64* next_x_part = barriers.x;
-    int x_k_tiles = 0;  // that have arrived
-    int own = warp;     // goes round over a tile's last, shorter stage
+    int x_k_tiles = 0;  // K tiles of x that have arrived
+    int own = warp;     // this warp's first K tile of a stage, rotated by shorter stages
     bool needs_x_sums = X_SUM_COLUMNS > 0;  // the first output tile's products compute them
 #pragma unroll 1
     for (int left = work.num_tiles(); left; left--) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void multiply(
         store_sums(acc, sums + (buffer.index * MMA_WARPS + warp) * TILE_SUMS, lane);
         mbarrier_arrive(barriers.sums_full + buffer.index);
         buffer.advance(SUM_BUFFERS);
-        if (needs_x_sums) {  // those of all MMA warps are needed from now on
+        if (needs_x_sums) {  // from now on every warp needs the sums of all MMA warps
             __syncwarp();
             named_barrier_sync<1, 32 * MMA_WARPS>();
             needs_x_sums = false;

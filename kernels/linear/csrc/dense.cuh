@@ -8,7 +8,7 @@
 #include "config.cuh"
 
 constexpr int K_TILE = 32;            // inputs
-constexpr int K_TILE_ROW_BYTES = 64;  // of one output
+constexpr int K_TILE_ROW_BYTES = 64;  // bytes per output
 constexpr int STAGE_K_TILES = STAGE_INPUTS / K_TILE;
 // Rows start an odd number of 64 bytes apart, so that a quarter warp's loads, 64 bytes of two rows, use every bank.
 constexpr int ROW_BYTES = 2 * STAGE_INPUTS + 64;
@@ -16,8 +16,8 @@ constexpr int STAGE_BYTES = TILE_OUTPUTS * ROW_BYTES;
 constexpr int X_SUM_COLUMNS = 0;
 static_assert(STAGE_INPUTS % 64 == 0, "a row and its padding are an odd number of 64 bytes");
 
-// A stage is 16 pieces of rows. Rows past the last output keep what was there: whatever they multiply to, the products
-// of other rows do not see it.
+// A stage is 16 pieces of rows. Rows past the last output keep their old contents, whose products do not affect other
+// rows.
 struct Weights {
     const u8* rows;
     i64 row_bytes;

@@ -12,14 +12,15 @@ template <int COUNT> __device__ __forceinline__ float add_up(const float* sums) 
 
 struct Output {
     u16* y;
-    const u16* bias;     // or null
-    int outputs, width;  // of the weight and, half as many with FUSE_SWIGLU, of y
+    const u16* bias;     // may be null
+    int outputs, width;  // outputs of the weight; columns of y, half as many with FUSE_SWIGLU
 
-    // Where sum `i` of a tile, counted with outputs innermost, lies in the order of `store_sums`.
+    // Position of sum `i` of a tile, i = 16 * column + output, in the order that `store_sums` writes:
+    // [column / 8, output / 8, output % 8, column % 8], as lane 4 * (output % 8) + column % 8 / 2 holds two columns.
     __device__ static __forceinline__ int sum_index(int i) {
         return i / 128 * 128 + i / 8 % 2 * 64 + i % 8 * 8 + i / 16 % 8;
     }
-    // The same for all of a thread's sums, which lie a multiple of a warp apart.
+    // The bias of all of a thread's sums, whose indices differ by multiples of 32 and so have the same output.
     __device__ __forceinline__ float thread_bias(int tile) const {
         const int own = TILE_OUTPUTS * tile + threadIdx.x % TILE_OUTPUTS;
         return bias && own < outputs ? Elem::to_float(bias[own]) : 0.0f;
@@ -32,9 +33,9 @@ struct Output {
     }
 };
 
-// Fused SwiGLU, by the lanes of the epilogue warp: gates of an output tile are kept until what they multiply is there.
+// Fused SwiGLU in the epilogue warp: activated gates of an output tile are kept until the tile that they multiply.
 struct SwigluEpilogue {
-    float gates[COLUMNS / 2];  // activated; sums lane, lane + 32, ... of the tile
+    float gates[COLUMNS / 2];  // sums lane, lane + 32, ... of the tile, activated
 
     __device__ __forceinline__ void add_tile(
         const CtaWork& work, const Output& output, const float* sums, float bias, int tile, int lane
@@ -50,8 +51,7 @@ struct SwigluEpilogue {
     }
 };
 
-// Sums of an output tile, COUNT a lane: all are read before the first is stored, or storing would keep the others
-// waiting.
+// Sums of an output tile, COUNT per lane. All are read before the first is stored, so that no load waits for a store.
 template <int COUNT> __device__ __forceinline__ void add_tile(
     const CtaWork& work, Barriers& barriers, const Output& output, const float* sums, float bias, float* cluster_sums,
     int own_tile, int tile, int rank, int lane
@@ -94,14 +94,14 @@ __device__ __forceinline__ void add_tiles(
     }
 }
 
-// For one lane, before any of the sums can arrive: what `store_cluster_sums` will wait for.
+// By one lane, before any sums can arrive: sets the bytes that `store_cluster_sums` waits for.
 __device__ __forceinline__ void expect_cluster_sums(const CtaWork& work, Barriers& barriers, int rank) {
     const int owned = (work.num_tiles() - rank + SPLIT_K - 1) / SPLIT_K;  // output tiles
     mbarrier_arrive_expect_tx(
         &barriers.cluster_sums, owned * SPLIT_K * TILE_OUTPUTS * work.rows * int(sizeof(float)));
 }
 
-// What the cluster's CTAs have sent to this one, added up and stored by all its threads.
+// Adds up the sums that the cluster's CTAs have sent to this one, and stores the results, with all threads.
 __device__ __forceinline__ void store_cluster_sums(
     const CtaWork& work, Barriers& barriers, const Output& output, const float* cluster_sums, int rank
 ) {

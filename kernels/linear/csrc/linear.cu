@@ -18,8 +18,8 @@
 // Where things lie in dynamic shared memory, in this order.
 struct SharedLayout {
     u8* buffers;          // stages of the pipeline
-    float* sums;          // of the MMA warps
-    float* x_sums;        // of x over K tiles
+    float* sums;          // sums of the MMA warps
+    float* x_sums;        // sums of x over K tiles
     float* cluster_sums;  // from the cluster's CTAs
     u8* x;
 

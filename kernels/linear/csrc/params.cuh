@@ -10,7 +10,7 @@ struct LinearParams {
     int rows, inputs, outputs;
     int rows_per_pass;     // rows of x of a CTA; blockIdx.y counts passes over the weight
     int max_tiles;         // output tiles of a CTA, at most
-    int stages;            // of the pipeline
+    int stages;            // pipeline stages
     int trigger_stages;    // stages left to be copied when the next kernel may start
     int stages_before_x, stages_after_x;  // in flight at once before and after x has arrived
 };

@@ -17,10 +17,10 @@ constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / 32;
 constexpr int BINS = 2048;
 constexpr int BINS_PER_THREAD = BINS / THREADS;
-constexpr int LOWEST_BIT = ELEMENT == 0 ? 0 : ELEMENT == 1 ? 16 : 13;  // of a key that tells logits apart
+constexpr int LOWEST_BIT = ELEMENT == 0 ? 0 : ELEMENT == 1 ? 16 : 13;  // lowest bit of a key that distinguishes logits
 constexpr int ELEMENT_BYTES = ELEMENT == 0 ? 4 : 2;
 constexpr int PACK = 16 / ELEMENT_BYTES;  // logits that are read together
 constexpr u32 PADDING = ELEMENT == 0 ? 0xFF800000u : ELEMENT == 1 ? 0xFF80FF80u : 0xFC00FC00u;  // minus infinity
-constexpr float ROW_WEIGHT = 2147483648.0f;  // of a whole row in top-p's units
+constexpr float ROW_WEIGHT = 2147483648.0f;  // weight of a whole row in top-p's units
 
 using Elem = Element<ELEMENT == 1>;

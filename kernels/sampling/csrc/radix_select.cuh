@@ -8,7 +8,7 @@ struct Bin {
 };
 
 struct PartStatistics {
-    float peak, floor, mass;  // of a CTA's logits; none of the row's top k is below the floor
+    float peak, floor, mass;  // peak and mass of a CTA's logits; none of the row's top k is below the floor
 };
 
 struct SharedState {
@@ -77,8 +77,8 @@ __device__ __forceinline__ void find_bin(u32* histogram, u32 needed, u32* scratc
 }
 
 struct Cutoff {
-    float value;  // that kept logits reach
-    u32 weight;   // of all kept logits
+    float value;  // smallest kept logit
+    u32 weight;   // weight of all kept logits
 };
 
 // The cutoff at which the weight of the row's largest logits, from `floor` to `peak`, reaches `needed`. The first

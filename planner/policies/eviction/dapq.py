@@ -1,4 +1,4 @@
-"""DapQ: tokens stay that pseudo queries attend to, placed at the positions of the coming tokens."""
+"""DapQ: keeps the tokens that pseudo queries at the positions of future tokens attend to most."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from ridgeplan.planner.plan import EvictionPolicy, Plan, Workload
 from ridgeplan.planner.policies.policy import TokenEviction, evicting
-from ridgeplan.planner.policies.selection.all import quantspec
+from ridgeplan.planner.policies.selection.quantspec import quantspec
 
 dapq = evicting(EvictionPolicy.DAPQ)
 
 
 def dapq_quantspec(workload: Workload) -> Plan:
-    """DapQ evicts after prefill, QuantSpec decodes what is left; no paper has tried it."""
+    """DapQ evicts after prefill, and QuantSpec decodes the rest; not published."""
     return replace(quantspec(workload), eviction=dapq(workload).eviction)
 
 

@@ -1,4 +1,4 @@
-"""H2O (Zhang et al. 2023): tokens with the largest accumulated attention stay."""
+"""H2O (Zhang et al. 2023): keeps the tokens with the largest accumulated attention."""
 
 from ridgeplan.planner.plan import EvictionPolicy
 from ridgeplan.planner.policies.policy import TokenEviction, evicting

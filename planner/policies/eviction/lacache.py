@@ -1,4 +1,4 @@
-"""LaCache (Shi et al. 2025): a ladder of spans, shifted from layer to layer, stays."""
+"""LaCache (Shi et al. 2025): keeps a ladder of spans, shifted from layer to layer."""
 
 from ridgeplan.planner.plan import EvictionPolicy
 from ridgeplan.planner.policies.policy import TokenEviction, evicting

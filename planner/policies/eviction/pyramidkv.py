@@ -1,4 +1,4 @@
-"""PyramidKV (Cai et al. 2024): as SnapKV, with a budget that shrinks from layer to layer."""
+"""PyramidKV (Cai et al. 2024): like SnapKV, with a budget that shrinks from layer to layer."""
 
 from ridgeplan.planner.plan import EvictionPolicy
 from ridgeplan.planner.policies.policy import TokenEviction, evicting

@@ -1,4 +1,4 @@
-"""StreamingLLM (Xiao et al. 2024): attention sinks and the most recent tokens stay."""
+"""StreamingLLM (Xiao et al. 2024): keeps attention sinks and the most recent tokens."""
 
 from ridgeplan.planner.plan import EvictionPolicy
 from ridgeplan.planner.policies.policy import TokenEviction, evicting

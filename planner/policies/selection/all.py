@@ -1,15 +1,19 @@
-"""All tokens are read: plain decoding, and QuantSpec's drafts, which read fewer bits of each instead."""
+"""Every token is read: plain decoding, and QuantSpec, whose drafts save bits instead of tokens."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from ridgeplan.planner.plan import DraftCodes, KVCache, KVFormat, Plan, Speculation, Weights, Workload
+from ridgeplan.planner.plan import KVCache, KVFormat, Plan, Weights, Workload
 from ridgeplan.planner.policies.policy import Role, TokenSelection
+from ridgeplan.planner.policies.selection.quantspec import (
+    quantspec,
+    quantspec_exact,
+    quantspec_kv,
+    quantspec_weights,
+)
 
 
 def autoregressive(workload: Workload) -> Plan:
-    """Plain decoding, all in full precision: what speed-ups are measured against."""
+    """Plain decoding in full precision, the baseline of speed-ups."""
     return Plan(workload)
 
 
@@ -21,31 +25,6 @@ def int8(workload: Workload) -> Plan:
 def int4_weights(workload: Workload) -> Plan:
     """Plain decoding with 4-bit target weights."""
     return Plan(workload, weights=Weights(target_bits=4, draft_bits=4))
-
-
-def quantspec(workload: Workload) -> Plan:
-    """INT4 weights and upper KV codes draft for an INT8-KV target (QuantSpec, section 4)."""
-    return Plan(
-        workload,
-        weights=Weights(draft_bits=4),
-        kv=KVCache(KVFormat.HIERARCHICAL),
-        speculation=Speculation(4, DraftCodes.UPPER),
-    )
-
-
-def quantspec_kv(workload: Workload) -> Plan:
-    """QuantSpec with full-precision draft weights (its Fig 4, KV cache only)."""
-    return replace(quantspec(workload), weights=Weights())
-
-
-def quantspec_weights(workload: Workload) -> Plan:
-    """Drafts with INT4 weights over a full-precision cache (QuantSpec, Fig 4, weights only)."""
-    return Plan(workload, weights=Weights(draft_bits=4), speculation=Speculation(4))
-
-
-def quantspec_exact(workload: Workload) -> Plan:
-    """Drafts read an INT4 shadow of the cache, the target the full-precision cache itself."""
-    return replace(quantspec(workload), kv=KVCache(KVFormat.SHADOW))
 
 
 ALL = TokenSelection(

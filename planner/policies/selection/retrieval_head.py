@@ -1,4 +1,4 @@
-"""SpeContext's retrieval head: a pruned draft model scores all tokens for all layers, over keys of its own (4.3)."""
+"""SpeContext's retrieval head: a pruned draft model scores all tokens for all layers, with its own keys (4.3)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ridgeplan.planner.policies.policy import KV_BUDGET, Role, TokenSelection
 
 
 def specontext(workload: Workload) -> Plan:
-    """The retrieval head selects for the target, and layers leave the GPU at Algorithm 1's thresholds (SpeContext)."""
+    """The retrieval head selects for the target; layers are offloaded at Algorithm 1's thresholds (SpeContext)."""
     budget = min(KV_BUDGET, workload.context)
     attention = TargetAttention(TargetSelection.RETRIEVAL_HEAD, budget)
     return Plan(workload, attention=attention, placement=Placement(True, budget))
@@ -18,6 +18,6 @@ RETRIEVAL_HEAD = TokenSelection(
     roles=frozenset({Role.DRAFT, Role.TARGET}),
     scored_keys=1.0,
     scores_one_layer=True,
-    acceptance_between=("streamingllm", "specattn"),  # nobody has drafted with it
+    acceptance_between=("streamingllm", "specattn"),  # not published for drafting
     presets={"specontext": specontext},
 )

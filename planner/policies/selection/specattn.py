@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from ridgeplan.planner.plan import DraftCodes, DraftSelection, Plan, Speculation, Workload
 from ridgeplan.planner.policies.policy import SPARSE_RATIO, Role, TokenSelection, drafting
-from ridgeplan.planner.policies.selection.all import quantspec
+from ridgeplan.planner.policies.selection.quantspec import quantspec
 
 
 def specattn_int4(workload: Workload) -> Plan:
-    """Upper codes read only at the verified indices: SpecAttn on QuantSpec's cache, which no paper has tried."""
+    """Upper codes of the selected tokens only: SpecAttn on QuantSpec's cache; not published."""
     speculation = Speculation(4, DraftCodes.UPPER, DraftSelection.VERIFIED, SPARSE_RATIO)
     return replace(quantspec(workload), speculation=speculation)
 

@@ -11,7 +11,7 @@ from click.testing import Result
 
 from ridgeplan.validate import planner_speed
 from ridgeplan.validate.kernel_bench import report as kernel_bench
-from ridgeplan.validate.kernel_bench.report import KernelReport, KernelRow, Roof
+from ridgeplan.validate.kernel_bench.report import KernelReport, KernelRow, MachinePeaks
 from ridgeplan.validate.kernel_bench.sizes import KERNELS
 from ridgeplan.validate.planner_speed import PlannerSpeed
 from ridgeplan.validate.progress import Progress
@@ -35,7 +35,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     def bench_kernels(kernels: Iterable[str], on_progress: Callable[[str, int, int], None]) -> KernelReport:
         calls.append(tuple(kernels))
         on_progress("attention", 0, 1)
-        return KernelReport("a GPU", {"torch": "2"}, "2026-11-21", Roof(4e12, 7e14), ROWS)
+        return KernelReport("a GPU", {"torch": "2"}, "2026-11-21", MachinePeaks(4e12, 7e14), ROWS)
 
     monkeypatch.setattr(kernel_bench, "bench_kernels", bench_kernels)
     return calls

@@ -7,8 +7,15 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from ridgeplan.kernels.sampling import draw, filter_logits, greedy_triton, rejection_sample, softmax
-from ridgeplan.kernels.sampling import rejection_triton as sampling_triton
+from ridgeplan.kernels.sampling import (
+    draw,
+    filter_logits,
+    greedy_triton,
+    rejection_sample,
+    rejection_triton,
+    softmax_distribution,
+    softmax_triton,
+)
 from ridgeplan.kernels.sampling.cost import draw_cost, draw_metadata, filter_cost, filter_metadata
 from ridgeplan.kernels.sampling.distribution import Distribution, Greedy
 from ridgeplan.kernels.sampling.reference import Table, nucleus
@@ -26,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that rows of few tokens have several chunks."""
-    for module in (greedy_triton, sampling_triton):
+    for module in (greedy_triton, rejection_triton, softmax_triton):
         monkeypatch.setattr(module, "CHUNK", 64)
 
 
@@ -40,7 +47,7 @@ def random_uniform(*shape: int, seed: int) -> Tensor:
 
 def one_hot(tokens: Tensor) -> Distribution:
     """Certain of each token, as any temperature above 0 is of such logits."""
-    return softmax(1e4 * torch.nn.functional.one_hot(tokens, VOCAB).float(), 1.0)
+    return softmax_distribution(1e4 * torch.nn.functional.one_hot(tokens, VOCAB).float(), 1.0)
 
 
 def chi_square(counts: Tensor, probabilities: Tensor) -> float:
@@ -120,7 +127,7 @@ def test_a_uniform_number_that_was_rounded_up_to_one_draws_the_last_token(backen
     logits = torch.full((1, 200), -torch.inf, device=device)
     logits[0, [3, 120]] = 0.0
     uniform = torch.ones(1, dtype=torch.float64, device=device)
-    assert draw(softmax(logits, 1.0, backend=backend), uniform, backend=backend).tolist() == [120]
+    assert draw(softmax_distribution(logits, 1.0, backend=backend), uniform, backend=backend).tolist() == [120]
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(2, None), (None, 0.7), (2, 0.7)])
@@ -143,7 +150,7 @@ def test_greedy_takes_the_first_of_equal_maxima(backend: str, device: str) -> No
 def test_draw_inverts_the_cumulative_distribution(backend: str, device: str) -> None:
     logits = torch.tensor([0.0, 1.0, 0.0, 3.0, 0.0]).log().expand(5, -1)
     uniform = torch.tensor([0.0, 0.2499, 0.25, 0.5, 1 - 2**-53], dtype=torch.float64, device=device)
-    choice = softmax(logits.to(device).contiguous(), 1.0, backend=backend)
+    choice = softmax_distribution(logits.to(device).contiguous(), 1.0, backend=backend)
     assert draw(choice, uniform, backend=backend).tolist() == [1, 1, 3, 3, 3]
 
 
@@ -155,7 +162,7 @@ def test_no_token_without_probability_is_drawn(backend: str, device: str) -> Non
         logits[row, kept] = 2.0
     for value in (0.0, 0.5, 0.5 - 2**-53, 1 - 2**-53):
         uniform = torch.full((4,), value, dtype=torch.float64, device=device)
-        tokens = draw(softmax(logits.to(device), 1.0, backend=backend), uniform, backend=backend)
+        tokens = draw(softmax_distribution(logits.to(device), 1.0, backend=backend), uniform, backend=backend)
         assert logits.gather(1, tokens.cpu()[:, None]).isfinite().all()
 
 
@@ -167,7 +174,7 @@ def test_rare_tokens_keep_their_share(backend: str, device: str) -> None:
     logits[:, 25] = torch.tensor(50 * 2.0**-40).log()
     below = 25 / 49
     uniform = torch.tensor([below - 2**-40, below, below + 2**-39], dtype=torch.float64, device=device)
-    tokens = draw(softmax(logits.to(device), 1.0, backend=backend), uniform, backend=backend)
+    tokens = draw(softmax_distribution(logits.to(device), 1.0, backend=backend), uniform, backend=backend)
     assert tokens.tolist() == [24, 25, 26]
 
 
@@ -213,7 +220,7 @@ def test_verification_of_certain_rows(
 ) -> None:
     certain = one_hot if kind == "sampled" else Greedy
     drafts = torch.tensor([drafted], dtype=torch.int64, device=device).view(1, -1)
-    verified = rejection_sample(
+    result = rejection_sample(
         certain(torch.tensor([target], device=device)),
         [certain(token) for token in drafts.unbind(1)],
         drafts,
@@ -221,14 +228,14 @@ def test_verification_of_certain_rows(
         torch.full((1, len(target)), 1 - 2**-53, dtype=torch.float64, device=device),
         backend=backend,
     )
-    kept = int(verified.advance)
-    assert (verified.tokens[0, :kept].tolist(), int(verified.accepted), int(verified.judged)) == expected
+    kept = int(result.advance)
+    assert (result.tokens[0, :kept].tolist(), int(result.accepted), int(result.verified)) == expected
 
 
 @BACKENDS
 def test_rows_are_verified_independently(backend: str, device: str) -> None:
     drafted = torch.tensor([[1, 2], [0, 2], [1, 2]], device=device)
-    verified = rejection_sample(
+    result = rejection_sample(
         one_hot(torch.tensor([[1, 2, 3]] * 3, device=device)),
         [one_hot(tokens) for tokens in drafted.unbind(1)],
         drafted,
@@ -236,9 +243,9 @@ def test_rows_are_verified_independently(backend: str, device: str) -> None:
         torch.full((3, 3), 0.5, dtype=torch.float64, device=device),
         backend=backend,
     )
-    assert verified.advance.tolist() == [3, 1, 1]
-    assert verified.accepted.tolist() == [2, 0, 1]
-    assert verified.judged.tolist() == [2, 1, 1]
+    assert result.advance.tolist() == [3, 1, 1]
+    assert result.accepted.tolist() == [2, 0, 1]
+    assert result.verified.tolist() == [2, 1, 1]
 
 
 @FILTERS
@@ -258,7 +265,7 @@ def test_the_kernels_verify_as_the_reference(
         rejection_sample(target, drafts, drafted[:, :gamma], max_tokens, uniform[1], backend=backend)
         for backend in ("triton", "reference")
     )
-    for name in ("advance", "accepted", "judged"):
+    for name in ("advance", "accepted", "verified"):
         assert torch.equal(getattr(actual, name), getattr(expected, name))
     kept = torch.arange(gamma + 1, device=device) < expected.advance[:, None]
     assert torch.equal(actual.tokens[kept], expected.tokens[kept])
@@ -267,18 +274,18 @@ def test_the_kernels_verify_as_the_reference(
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 9])
 def test_tokens_of_a_round_follow_the_target_whatever_the_draft(max_tokens: int) -> None:
     rows, gamma = 40_000, 2
-    target = softmax(random_logits(gamma + 1, VOCAB, seed=1).expand(rows, -1, -1), 1.0)
-    drafts = [softmax(row.expand(rows, -1), 1.0) for row in random_logits(gamma, VOCAB, seed=2)]
+    target = softmax_distribution(random_logits(gamma + 1, VOCAB, seed=1).expand(rows, -1, -1), 1.0)
+    drafts = [softmax_distribution(row.expand(rows, -1), 1.0) for row in random_logits(gamma, VOCAB, seed=2)]
     uniform = random_uniform(2, rows, gamma + 1, seed=3)
     drafted = torch.stack([draw(draft, uniform[0, :, j]) for j, draft in enumerate(drafts)], dim=1)
-    verified = rejection_sample(target, drafts, drafted, torch.full((rows,), max_tokens, dtype=torch.int32), uniform[1])
+    result = rejection_sample(target, drafts, drafted, torch.full((rows,), max_tokens, dtype=torch.int32), uniform[1])
     probabilities = target.probabilities()[0]
     for position in range(min(max_tokens, gamma + 1)):
         # Every position follows its own target distribution, given that the round reached it.
-        tokens = verified.tokens[verified.advance > position, position]
+        tokens = result.tokens[result.advance > position, position]
         assert chi_square(tokens.bincount(minlength=VOCAB), probabilities[position]) > 1e-3
     overlap = torch.minimum(probabilities[0], drafts[0].probabilities()[0]).sum()
-    assert (verified.accepted > 0).float().mean() == pytest.approx(float(overlap), abs=0.01)
+    assert (result.accepted > 0).float().mean() == pytest.approx(float(overlap), abs=0.01)
 
 
 @BACKENDS
@@ -286,13 +293,13 @@ def test_a_rejection_by_rounding_alone_draws_from_the_target(backend: str, devic
     # Draft and target are one distribution but for the last bit, so (p - q)+ has no mass to draw from.
     logits = torch.full((1, 2, VOCAB), -1e4, device=device)
     logits[0, 0, 2], logits[0, 1, 4] = 0.0, 0.0
-    target, draft = softmax(logits, 1.0), softmax(logits[:, 0].contiguous(), 1.0)
+    target, draft = softmax_distribution(logits, 1.0), softmax_distribution(logits[:, 0].contiguous(), 1.0)
     less = Distribution(logits, 1.0, target.peak, target.cutoff, target.mass * (1 + 2**-22))
     uniform = torch.tensor([[1 - 2**-26, 0.5]], dtype=torch.float64, device=device)
     drafted, max_tokens = torch.tensor([[2]], device=device), torch.tensor([9], dtype=torch.int32, device=device)
-    verified = rejection_sample(less, [draft], drafted, max_tokens, uniform, backend=backend)
-    assert (verified.advance.item(), verified.accepted.item()) == (1, 0)
-    assert verified.tokens[0, 0] == 2
+    result = rejection_sample(less, [draft], drafted, max_tokens, uniform, backend=backend)
+    assert (result.advance.item(), result.accepted.item()) == (1, 0)
+    assert result.tokens[0, 0] == 2
 
 
 @BACKENDS
@@ -313,9 +320,9 @@ def test_logits_that_are_no_numbers_give_tokens_of_the_vocabulary(
         drafted = torch.stack([draw(draft, uniform[:, 0], backend=backend) for draft in drafts], dim=1)
         assert ((drafted >= 0) & (drafted < vocab)).all()
         limit = torch.full((2,), 9, dtype=torch.int32, device=device)
-        verified = rejection_sample(target, drafts, drafted, limit, uniform, backend=backend)
-        assert ((verified.tokens >= 0) & (verified.tokens < vocab)).all()
-        assert ((verified.advance >= 1) & (verified.advance <= 3)).all()
+        result = rejection_sample(target, drafts, drafted, limit, uniform, backend=backend)
+        assert ((result.tokens >= 0) & (result.tokens < vocab)).all()
+        assert ((result.advance >= 1) & (result.advance <= 3)).all()
 
 
 def test_sampled_targets_refuse_greedy_drafts() -> None:
@@ -337,9 +344,9 @@ def test_launch_metadata_reads_the_kernels_own_arguments() -> None:
     target, draft = torch.zeros(3, 5, 100), torch.zeros(3, 100)
     known = {"logits": target, "target": (target,), "draft": ((draft,) * 4,), "GAMMA": 4}
     for kernel, metadata, cost in [
-        (sampling_triton._softmax_kernel, filter_metadata, filter_cost(target)),
+        (softmax_triton._softmax_kernel, filter_metadata, filter_cost(target)),
         (greedy_triton._best_kernel, filter_metadata, filter_cost(target)),
-        (sampling_triton._weigh_kernel, draw_metadata, draw_cost(draft, draft)),
+        (rejection_triton._weigh_kernel, draw_metadata, draw_cost(draft, draft)),
     ]:
         figures = metadata((1,), None, {name: known.get(name) for name in kernel.arg_names})
         assert (figures["flops32"], figures["bytes"]) == (cost.flops, cost.bytes)

@@ -38,12 +38,12 @@ def test_every_figure_has_a_source_and_is_plausible(item: Hardware) -> None:
     assert all(len(source) > 10 for source in item.sources.values())
     assert 30 < item.ridge_point < 450
     assert 1.9 < item.int8_flops / item.compute_flops < 4.1
-    assert 8e9 < item.memory_bytes < 200e9 and item.memory_bytes % 2**20 == 0
+    assert 8e9 < item.memory_bytes < 300e9 and item.memory_bytes % 2**20 == 0
     assert Hardware(**asdict(item)) == item
 
 
 def test_the_promised_gpus_are_there() -> None:
-    names = [
+    names = {
         "a6000",
         "a100-80gb",
         "a800-80gb",
@@ -55,8 +55,8 @@ def test_the_promised_gpus_are_there() -> None:
         "l40s",
         "rtx4090",
         "rtx4060-laptop",
-    ]
-    assert [item.name for item in list_hardware()] == names
+    }
+    assert names <= {item.name for item in list_hardware()}
 
 
 def test_datasheet_figures_of_the_h200() -> None:

@@ -131,6 +131,12 @@ def test_a_known_name_with_other_figures_is_another_machine(h200_profile):
     assert (other.source, other.hardware) == ("transferred", half)
 
 
+def test_another_name_with_the_same_figures_is_another_machine(h200_profile):
+    other = replace(load_hardware("h200"), name="h200-of-another-maker")
+    found = profile_for(other, (h200_profile,))
+    assert (found.source, found.hardware) == ("transferred", other)
+
+
 def test_the_widest_band_stays_the_widest(h200_profile):
     widest = replace(h200_profile, classes={"linear": replace(h200_profile.classes["linear"], spread=10)})
     assert widest.rates("head").spread == 10

@@ -44,7 +44,7 @@ def test_thresholds_are_the_longest_lengths_that_equation_7_allows(cpu_layers):
 
 
 def test_the_papers_algorithm_over_commits_by_6_gb():
-    """Errata 1: line 3 lacks the factor 4 of Eq 7, which at 31 offloaded layers is 3 x 31 B R H D = 6.2 GB."""
+    """SpeContext-1: line 3 lacks the factor 4 of Eq 7, which at 31 offloaded layers is 3 x 31 B R H D = 6.2 GB."""
     paper, corrected = llama_8b(paper_form=True), llama_8b()
     threshold = paper.thresholds(80 * GB)[31]
     assert corrected.part_bytes(threshold, 31) - 80 * GB == pytest.approx(6.24 * GB, rel=0.02)
@@ -52,14 +52,14 @@ def test_the_papers_algorithm_over_commits_by_6_gb():
 
 
 def test_thresholds_never_fall_even_when_offloading_cannot_help():
-    """Errata 3: with S_0 below the budget the formula falls along the list, or below zero."""
+    """SpeContext-3: with S_0 below the budget the formula falls along the list, or below zero."""
     crowded = llama_8b(requests=512).thresholds(80 * GB)
     assert list(crowded) == sorted(crowded)
     assert llama_8b(model_bytes=100 * GB).thresholds(80 * GB) == (0,) * 33
 
 
 def test_algorithm_2_offloads_one_layer_more_than_the_text_says():
-    """Errata 2: between S_2 and S_3 three layers are on the CPU."""
+    """SpeContext-2: between S_2 and S_3 three layers are on the CPU."""
     thresholds = llama_8b().thresholds(80 * GB)
     assert layers_to_offload(thresholds, thresholds[0] - 1) == 0
     assert layers_to_offload(thresholds, thresholds[0]) == 1

@@ -24,7 +24,7 @@ def test_a_plan_gives_everything():
 )
 def test_slots_hold_the_recent_tokens_and_a_round(kv_format, quantized, buffered, slots):
     config = KVCacheConfig(2, 1000, kv_format, 64, gamma=4)
-    assert (config.quantized, config.buffered, config.slots) == (quantized, buffered, slots)
+    assert (config.format.quantized, config.buffered, config.slots) == (quantized, buffered, slots)
     # 15 groups of 64 are full at 1000 tokens, of which the last stays recent.
     assert config.quantized_groups(1000) == (14 if quantized else 0)
     assert config.groups == (14 if quantized else 1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ridgeplan.planner.plan import Workload
-from ridgeplan.planner.policies.selection.all import quantspec_kv
+from ridgeplan.planner.policies.selection.quantspec import quantspec_kv
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine

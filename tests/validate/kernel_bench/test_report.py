@@ -22,7 +22,7 @@ from ridgeplan.validate.kernel_bench.case import KernelCase, RoofShare, SpeedUp,
 from ridgeplan.validate.kernel_bench.report import (
     FAMILIES,
     MOST_ERROR,
-    Roof,
+    MachinePeaks,
     bench_kernels,
     cases_of,
     measured,
@@ -32,7 +32,7 @@ from ridgeplan.validate.kernel_bench.report import (
 from ridgeplan.validate.kernel_bench.sizes import FULL, KERNELS, TINY, LayerSize
 from ridgeplan.validate.timing import Bench, Trial
 
-ROOF = Roof(bytes_per_s=1e12, flops=1e15)
+PEAKS = MachinePeaks(bytes_per_s=1e12, flops=1e15)
 pytestmark = pytest.mark.filterwarnings("ignore:SDPA cuDNN does not run here")
 
 
@@ -172,36 +172,36 @@ def test_a_flush_that_writes_no_codes_shows(bench: Bench, monkeypatch: pytest.Mo
 )
 def test_a_target_is_a_longest_time(target: Target, limit_us: float) -> None:
     times = {"slow": 2e-5, "fast": 1e-5}
-    row = row_of(case(target, tuple(times)), 1e-6 * limit_us, times, ROOF)
+    row = row_of(case(target, tuple(times)), 1e-6 * limit_us, times, PEAKS)
     assert row.target_s == pytest.approx(1e-6 * limit_us)
     assert row.met
-    assert not row_of(case(target, tuple(times)), 1.01e-6 * limit_us, times, ROOF).met
+    assert not row_of(case(target, tuple(times)), 1.01e-6 * limit_us, times, PEAKS).met
 
 
 def test_the_peer_that_counts_is_the_fastest_unless_one_is_named() -> None:
     times = {"slow": 2e-5, "fast": 1e-5}
-    fastest = row_of(case(SpeedUp(2), tuple(times)), 4e-6, times, ROOF)
-    named = row_of(case(SpeedUp(2), tuple(times), over="slow"), 4e-6, times, ROOF)
+    fastest = row_of(case(SpeedUp(2), tuple(times)), 4e-6, times, PEAKS)
+    named = row_of(case(SpeedUp(2), tuple(times), over="slow"), 4e-6, times, PEAKS)
     assert (fastest.peer, fastest.ratio) == ("fast", pytest.approx(2.5))
     assert (named.peer, named.ratio) == ("slow", pytest.approx(5.0))
-    assert row_of(case(Within(1.0)), 4e-6, {}, ROOF).ratio is None
+    assert row_of(case(Within(1.0)), 4e-6, {}, PEAKS).ratio is None
 
 
 @pytest.mark.parametrize("error", [2 * MOST_ERROR, math.nan])
 def test_a_fast_kernel_that_is_wrong_meets_nothing(error: float) -> None:
-    row = row_of(case(Within(1.0), error=error), 1e-6, {}, ROOF)
+    row = row_of(case(Within(1.0), error=error), 1e-6, {}, PEAKS)
     assert not row.met
     assert json.loads(json.dumps(row.to_dict(), allow_nan=False))["met"] is False
 
 
 def test_the_roof_is_bandwidth_or_arithmetic() -> None:
-    assert ROOF.seconds(Cost(1e9, 3e6, 1e6)) == pytest.approx(4e-6)
-    assert ROOF.seconds(Cost(1e10, 3e6, 1e6)) == pytest.approx(1e-5)
-    assert row_of(case(RoofShare(0.5)), 4e-6, {}, ROOF).roof == pytest.approx(0.25)
+    assert PEAKS.seconds(Cost(1e9, 3e6, 1e6)) == pytest.approx(4e-6)
+    assert PEAKS.seconds(Cost(1e10, 3e6, 1e6)) == pytest.approx(1e-5)
+    assert row_of(case(RoofShare(0.5)), 4e-6, {}, PEAKS).roof_share == pytest.approx(0.25)
 
 
 def test_rows_hold_what_json_shows(bench: Bench) -> None:
-    rows = [row.to_dict() for row in measured(bench, ROOF, cases_of(bench, TINY, ["swiglu", "quantize"]))]
+    rows = [row.to_dict() for row in measured(bench, PEAKS, cases_of(bench, TINY, ["swiglu", "quantize"]))]
     assert [row["kernel"] for row in rows] == ["quantize", "quantize", "swiglu", "swiglu"]
     for row in rows:
         assert row["ours_us"] > 0
@@ -214,7 +214,7 @@ def test_rows_hold_what_json_shows(bench: Bench) -> None:
 def test_shared_peers_are_timed_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[Trial] = []
     monkeypatch.setattr(Bench, "median_s", lambda _, trial: float(timed.append(trial) or 1e-6))
-    rows = list(measured(bench, ROOF, cases_of(bench, TINY, ["attention"])))
+    rows = list(measured(bench, PEAKS, cases_of(bench, TINY, ["attention"])))
     sizes, formats = len(TINY.attention), 3
     assert len(rows) == sizes * formats
     assert len(timed) == sizes * (formats + len(rows[0].peers_s))

@@ -1,0 +1,32 @@
+"""QuantSpec (section 4): drafts read every token, but fewer bits of each and of the weights. Presets of `all`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ridgeplan.planner.plan import DraftCodes, KVCache, KVFormat, Plan, Speculation, Weights, Workload
+
+
+def quantspec(workload: Workload) -> Plan:
+    """INT4 weights and upper KV codes draft for an INT8-KV target (QuantSpec, section 4)."""
+    return Plan(
+        workload,
+        weights=Weights(draft_bits=4),
+        kv=KVCache(KVFormat.HIERARCHICAL),
+        speculation=Speculation(4, DraftCodes.UPPER),
+    )
+
+
+def quantspec_kv(workload: Workload) -> Plan:
+    """QuantSpec with full-precision draft weights (its Fig 4, KV cache only)."""
+    return replace(quantspec(workload), weights=Weights())
+
+
+def quantspec_weights(workload: Workload) -> Plan:
+    """Drafts with INT4 weights over a full-precision cache (QuantSpec, Fig 4, weights only)."""
+    return Plan(workload, weights=Weights(draft_bits=4), speculation=Speculation(4))
+
+
+def quantspec_exact(workload: Workload) -> Plan:
+    """Drafts read an INT4 shadow of the cache, the target the full-precision cache itself."""
+    return replace(quantspec(workload), kv=KVCache(KVFormat.SHADOW))
