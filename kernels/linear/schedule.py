@@ -40,9 +40,7 @@ class WeightFormat:
     after_x_bytes: int  # and after, in a short product
     long_after_x_bytes: int  # and in a long one
     trigger_stages: int  # stages left to copy when the next kernel may start
-    max_equal_stages: (
-        int  # up to this many stages per output tile are made about equal; else all but the last are full
-    )
+    max_equal_stages: int  # up to this many stages per output tile are made about equal; else all but the last are full
     macros: tuple[str, ...] = ()
 
 
