@@ -47,8 +47,9 @@ class Mutation:
 
     @property
     def applies(self) -> bool:
-        """Whether `find` stands exactly once in the file."""
-        return (ROOT / self.file).read_text(encoding="utf-8").count(self.find) == 1
+        """Whether `find` stands exactly once in the file, and the tests' files are there."""
+        once = (ROOT / self.file).read_text(encoding="utf-8").count(self.find) == 1
+        return once and all((ROOT / test.partition("::")[0]).exists() for test in self.tests)
 
 
 class Copy:
