@@ -12,12 +12,12 @@ GROUP = 128  # tokens of a quantized group
 CTAS_PER_SM = {8: 3, 16: 3, 24: 3, 32: 2, 64: 2}  # resident at once, by query rows
 MIN_CTAS_PER_SM = 3
 MIN_TILES_PER_CTA = 4  # with fewer KV tiles per CTA, fewer CTAs are resident
-MIN_GRID_FILL = 0.9  # of the resident CTAs
+MIN_GRID_FILL = 0.9  # least share of the resident CTAs that a grid fills
 MAX_CTAS = 65535  # so that the tile scheduler can use 32-bit arithmetic
-RESERVED_BYTES = 1024  # of a CTA's shared memory, for the driver
+RESERVED_BYTES = 1024  # shared memory per CTA that the driver keeps
 MIN_STAGES = 2  # one is read while all others are being filled
-MAX_STAGES = 12  # of the pipeline: more hide no more latency
-MAX_FUSED_ELEMENTS = 16384  # of a KV head's partials that its last CTA reduces; more are left to the kernel `merge`
+MAX_STAGES = 12  # more pipeline stages hide no more latency
+MAX_FUSED_ELEMENTS = 16384  # partials of a KV head that its last CTA reduces; the kernel `merge` takes more
 MAX_FUSED_KV_ROWS = 4096  # arrival counters: (batch row, KV head) pairs whose reduction may be fused
 
 
