@@ -1,1 +1,4 @@
-"""User interfaces: CLI, charts, Streamlit page."""
+"""User interfaces: CLI, charts, Streamlit page.
+
+Not here: predictions and plans (planner), their execution (runtime), measurements (validate).
+"""

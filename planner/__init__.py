@@ -1,4 +1,7 @@
-"""Plans and the search for the best one: `planner.recommend(model, gpu, ctx)`."""
+"""Plans and the search for the best one: `planner.recommend(model, gpu, ctx)`.
+
+Not here: costs, times and memory (roofline), and the execution of plans (runtime).
+"""
 
 from ridgeplan.planner.plan import Plan, PlanError, Workload
 from ridgeplan.planner.prediction import Prediction, predict

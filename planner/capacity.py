@@ -10,8 +10,8 @@ from ridgeplan.planner.plan import MAX_BATCH, Plan, Workload
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
-from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, uses_draft_swap
-from ridgeplan.roofline.placement import MAX_LENGTH, resident_memory
+from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, MAX_TOKENS, uses_draft_swap
+from ridgeplan.roofline.placement import resident_memory
 
 GB = 1e9
 ModelReference = str | ModelShape
@@ -35,7 +35,7 @@ def missing_memory(plan: Plan, model: ModelReference, device: Device) -> str | N
         return None
 
     def context_with(batch: int) -> int:
-        longest = MAX_LENGTH - workload.new_tokens
+        longest = MAX_TOKENS - workload.new_tokens
         # Memory grows with the context except where prompts begin to use the draft weights' memory, so the bisection
         # starts there.
         return _largest(

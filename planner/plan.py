@@ -9,11 +9,10 @@ from typing import Any
 
 from ridgeplan.roofline.catalog.checks import Checked, build, flag, number, one_of, part, text, whole
 from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json
-from ridgeplan.roofline.execution import QUANTIZATION_GROUPS
+from ridgeplan.roofline.execution import MAX_TOKENS, QUANTIZATION_GROUPS
 from ridgeplan.roofline.speculation import MAX_GAMMA
 
 SCHEMA = 1
-MAX_TOKENS = 1 << 24
 MAX_BATCH = 4096
 MAX_DEVICES = 64
 MAX_YARN_FACTOR = 64

@@ -16,7 +16,6 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
     """
     evicting, target, drafts = eviction(plan), target_selection(plan), draft_selection(plan)
     window = shape.window_tokens if shape else None
-    plain = not (plan.kv.format.quantized or plan.speculation.active)
     checks = {
         f"eviction {plan.eviction.policy.value!r}": evicting and not evicting.executable,
         "offloaded KV": plan.placement.offload,
@@ -24,11 +23,16 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         f"draft selection {drafts.name!r}": Role.DRAFT not in drafts.executable,
         f"{plan.weights.target_bits}-bit target weights": plan.weights.target_bits != 16,
         f"tensor parallelism {plan.tensor_parallel}": plan.tensor_parallel != 1,
-        f"codes or drafts beyond a sliding window of {window} tokens": (
-            window is not None and plan.workload.final_context > window and not plain
-        ),
+        f"codes or drafts beyond a sliding window of {window} tokens": shape and exceeds_window(plan, shape),
     }
     return [name for name, missing in checks.items() if missing]
+
+
+def exceeds_window(plan: Plan, shape: ModelShape) -> bool:
+    """Whether codes or drafts would reach beyond the model's sliding window, which plain bf16 decoding alone may."""
+    plain = not (plan.kv.format.quantized or plan.speculation.active)
+    window = shape.window_tokens or plan.workload.final_context
+    return plan.workload.final_context > window and not plain
 
 
 def missing_architecture(shape: ModelShape) -> str | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.term_math import indicator, maximum, minimum
 
+MAX_TOKENS = 1 << 24  # the longest context that a plan may have
+
 # Model families that the runtime executes, as `model_type` of a Hugging Face config names them.
 EXECUTABLE_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 

@@ -10,7 +10,7 @@ from ridgeplan.roofline import memory
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.device import Device
-from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, choose_splits, uses_draft_swap
+from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, MAX_TOKENS, choose_splits, uses_draft_swap
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import MemoryBreakdown
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
@@ -18,7 +18,6 @@ from ridgeplan.roofline.term_math import is_symbolic, maximum, minimum, where
 
 # Share of an offloaded layer's budget that the previous step already loaded (SpeContext, section 5.4 and Fig 6b).
 ELASTIC_OVERLAP = 0.9
-MAX_LENGTH = 1 << 24  # tokens, the longest context a plan may have
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def offload_thresholds(
     gamma + 1 of them when speculating (SpeContext-2).
     """
     layers = np.arange(shape.layers + 1)
-    fits, too_long = np.zeros(layers.size), np.full(layers.size, float(MAX_LENGTH))
+    fits, too_long = np.zeros(layers.size), np.full(layers.size, float(MAX_TOKENS))
     middle = np.full(layers.size, float(DRAFT_SWAP_PROMPT_TOKENS))
     while (too_long - fits > 1).any():
         at_length = replace(strategy, context=middle, new_tokens=0)

@@ -1,4 +1,7 @@
-"""Executes a plan: model, caches, drafting, verification, statistics."""
+"""Executes a plan: model, caches, drafting, verification, statistics.
+
+Not here: kernels (kernels), the choice of a plan (planner), and the comparison with its prediction (validate).
+"""
 
 from ridgeplan.runtime.engine import Engine, Generation
 from ridgeplan.runtime.errors import ModelError, UnsupportedPlan, WorkloadError

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ridgeplan.planner.plan import KVFormat, Plan
-from ridgeplan.planner.support import missing_execution
+from ridgeplan.planner.support import exceeds_window, missing_execution
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.engine import Engine
@@ -97,11 +97,9 @@ def _check_context(plan: Plan, shape: ModelShape) -> None:
     Warns if sequences exceed the model's context limit.
     """
     final = plan.workload.final_context
-    window = shape.window_tokens or final
-    plain = plan.kv.format is KVFormat.FULL and not plan.speculation.active
-    if final > window and not plain:
+    if exceeds_window(plan, shape):
         raise UnsupportedPlan(
-            f"the model's sliding window is {window} tokens and the plan's sequences reach {final}; "
+            f"the model's sliding window is {shape.window_tokens} tokens and the plan's sequences reach {final}; "
             f"allowed there: kv format {KVFormat.FULL.value!r} with gamma 0"
         )
     if final > shape.max_context:

@@ -1,4 +1,7 @@
-"""Measures machines, kernels and decoding, and compares predictions with measurements."""
+"""Measures machines, kernels and decoding, and compares predictions with measurements.
+
+Not here: predictions (planner), and what is measured (kernels, runtime).
+"""
 
 from ridgeplan.validate.calibration.calibrate import calibrate, save_profile
 from ridgeplan.validate.comparison import Comparison, ComparisonRow, compare

@@ -23,7 +23,7 @@ def llama_like_shape(
 ) -> ModelShape:
     """A small dense shape with tied embeddings and 4096 tokens of context."""
     return ModelShape(
-        name="toy",
+        name="random",
         architecture="llama",
         layers=layers,
         hidden=hidden,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from ridgeplan.kernels.attention.schedule import (
     CTAS_PER_SM,
-    GROUP,
     MAX_CTAS,
     MAX_FUSED_KV_ROWS,
     AttentionVariant,
@@ -26,10 +26,9 @@ from ridgeplan.kernels.device.kernel_params import KernelParams
 from ridgeplan.kernels.device.launch import launch_with_pdl
 from ridgeplan.kernels.device.nvrtc import compile_kernel, program
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.kv_cache.quantized_planes import QuantizedPlanes, key_planes, value_planes
+from ridgeplan.kernels.kv_cache.quantized_planes import GROUP, HEAD_DIMS, QuantizedPlanes, key_planes, value_planes
 
 SOURCE = "attention/csrc/attention.cu"
-HEAD_DIMS = (64, 128)
 MAX_ROWS = 64  # query rows (query heads of a KV head times queries) of one CTA
 THREADS = 128
 MERGE_PARTS = 16
@@ -44,6 +43,8 @@ STRIDES = (
 
 class AttentionParams(KernelParams):
     """See csrc/params.cuh."""
+
+    constants = MappingProxyType({"GROUP": GROUP, "THREADS": THREADS, "MERGE_PARTS": MERGE_PARTS})
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in TENSORS),

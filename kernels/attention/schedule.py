@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-GROUP = 128  # tokens of a quantized group
+from ridgeplan.kernels.kv_cache.quantized_planes import GROUP
+
 CTAS_PER_SM = {8: 3, 16: 3, 24: 3, 32: 2, 64: 2}  # resident at once, by query rows
 MIN_CTAS_PER_SM = 3
 MIN_TILES_PER_CTA = 4  # with fewer KV tiles per CTA, fewer CTAs are resident

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -14,9 +15,12 @@ INT_RANGE = range(-(1 << 31), 1 << 31)
 class KernelParams(ctypes.Structure):
     """Base of the structures: `_fields_` of a subclass lists the fields of the C++ struct of the same name.
 
+    constants: those of the C++ source on which the launch depends, by name.
     All fields are passed by name: tensors become pointers, None a null pointer. Raises TypeError when a field is
     missing or unknown, and ValueError for an integer beyond 32 bits, which ctypes would truncate.
     """
+
+    constants: ClassVar[Mapping[str, int]] = MappingProxyType({})
 
     def __init__(self, **values: Tensor | ctypes.Structure | float | None) -> None:
         names = {name for name, *_ in self._fields_}
@@ -33,13 +37,14 @@ def _c_value(name: str, value: Tensor | ctypes.Structure | float | None) -> Any:
     return value
 
 
-def layout_assertions(params: type[ctypes.Structure]) -> str:
-    """C++ assertions that the struct named like `params` has the same size and field offsets.
+def assertions(params: type[KernelParams]) -> str:
+    """C++ assertions that the struct named like `params` has the same layout, and the source the same constants.
 
     NVRTC has no header for `offsetof`; `__INTADDR__` is what the front end of NVIDIA's compilers turns it into.
     """
     name = params.__name__
-    lines = [f'static_assert(sizeof({name}) == {ctypes.sizeof(params)}, "size of {name}");']
+    lines = [f'static_assert({key} == {value}, "{key}");' for key, value in params.constants.items()]
+    lines.append(f'static_assert(sizeof({name}) == {ctypes.sizeof(params)}, "size of {name}");')
     for field, offset in _offsets(params):
         address = f"__INTADDR__(&((({name}*)0)->{field}))"
         lines.append(f'static_assert({address} == {offset}, "offset of {name}::{field}");')

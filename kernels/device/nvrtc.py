@@ -1,6 +1,5 @@
 """CUDA C++ sources of this package, compiled at first use by the NVRTC that comes with torch."""
 
-import ctypes
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,14 +7,14 @@ from typing import Any
 
 import torch
 
-from ridgeplan.kernels.device.kernel_params import layout_assertions
+from ridgeplan.kernels.device.kernel_params import KernelParams, assertions
 
 SOURCES = Path(__file__).parents[1]
 
 
-def program(source: str, params: type[ctypes.Structure]) -> str:
-    """The translation unit of a kernel: its file, relative to this package, and checks of its parameters' layout."""
-    return f'#include "{source}"\n{layout_assertions(params)}\n'
+def program(source: str, params: type[KernelParams]) -> str:
+    """The translation unit of a kernel: its file, relative to this package, and assertions on it."""
+    return f'#include "{source}"\n{assertions(params)}\n'
 
 
 def include_options() -> list[str]:

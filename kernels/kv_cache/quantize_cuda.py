@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,11 +18,9 @@ from ridgeplan.kernels.device.kernel_params import KernelParams
 from ridgeplan.kernels.device.launch import launch_with_pdl
 from ridgeplan.kernels.device.nvrtc import compile_kernel, program
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.kv_cache.quantized_planes import QuantizedPlanes, key_planes, value_planes
+from ridgeplan.kernels.kv_cache.quantized_planes import GROUP, HEAD_DIMS, QuantizedPlanes, key_planes, value_planes
 
 SOURCE, ENTRY = "kv_cache/csrc/quantize.cu", "quantize"
-GROUP = 128
-HEAD_DIMS = (64, 128)
 STREAMS = 16  # tokens that a CTA reads at once, with HEAD_DIM / 8 threads each
 ALIGNMENT = 8  # elements per 16 bytes, which a lane loads at once
 MAX_GROUPS = 65535  # largest second dimension of a grid
@@ -30,6 +29,8 @@ STRIDES = [f"{x}_{axis}stride" for x in ("key", "value") for axis in ("batch_", 
 
 class QuantizeParams(KernelParams):
     """See csrc/params.cuh."""
+
+    constants = MappingProxyType({"GROUP": GROUP, "STREAMS": STREAMS})
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "group_index", "mask", "first_slot")),

@@ -5,6 +5,9 @@ import ctypes
 from ridgeplan.kernels.device.kernel_params import KernelParams
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 
+GROUP = 128  # tokens of a group, in every CUDA C++ kernel that reads or writes codes
+HEAD_DIMS = (64, 128)  # that these kernels support
+
 
 class QuantizedPlanes(KernelParams):
     """Pointers to the codes, scales and minima of keys or of values."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+LOG2_E = 1.4426950408889634  # kernels compute exp(x) as 2 ** (x * LOG2_E)
+
 
 @dataclass(frozen=True, eq=False)
 class Distribution:

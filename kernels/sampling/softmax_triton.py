@@ -13,10 +13,9 @@ from torch import Tensor
 from ridgeplan.kernels.device.launch import pdl_options
 from ridgeplan.kernels.device.pdl_triton import pdl_launch_dependents_and_wait
 from ridgeplan.kernels.sampling.cost import filter_metadata
-from ridgeplan.kernels.sampling.distribution import Distribution
+from ridgeplan.kernels.sampling.distribution import LOG2_E, Distribution
 
 CHUNK = 4096  # tokens of a row per program
-LOG2_E = 1.4426950408889634
 
 
 @triton.jit(launch_metadata=filter_metadata)

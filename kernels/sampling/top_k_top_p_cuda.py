@@ -18,7 +18,7 @@ from torch import Tensor
 from ridgeplan.kernels.device.kernel_params import KernelParams
 from ridgeplan.kernels.device.launch import launch_with_pdl
 from ridgeplan.kernels.device.nvrtc import compile_kernel, program
-from ridgeplan.kernels.sampling.distribution import Distribution
+from ridgeplan.kernels.sampling.distribution import LOG2_E, Distribution
 
 SOURCE, ENTRY = "sampling/csrc/top_k_top_p.cu", "filter"
 THREADS = 512
@@ -26,12 +26,13 @@ CLUSTERS = (4, 8)  # CTAs per row; 8 is the largest portable cluster size
 PACK_BYTES = 16  # bytes that a thread reads at a time
 # Packs per thread that fit the shared memory of a Hopper SM beside the histograms, with two CTAs and with one.
 TWO_CTA_LOADS, MAX_LOADS = 12, 24
-LOG2_E = 1.4426950408889634
 ELEMENTS: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
 
 
 class FilterParams(KernelParams):
     """See csrc/params.cuh."""
+
+    constants = MappingProxyType({"THREADS": THREADS})
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("logits", "peaks", "cutoffs", "masses")),

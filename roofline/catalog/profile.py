@@ -52,7 +52,8 @@ RELATIVES = {
 }
 # How much the band widens, in relative time, for rates of another class or machine. A prior.
 TRANSFER_SPREAD = 0.2
-MAX_SPREAD = 10
+MAX_SPREAD = 10.0
+MAX_UTILIZATION = 4.0  # above 1 where a cache serves part of the bytes
 
 
 class ProfileError(ValueError):
@@ -67,8 +68,8 @@ class Rates(Checked):
     """
 
     error = ProfileError
-    bandwidth_utilization: float = number(1e-9, 4)  # above 1 where a cache serves part of the bytes
-    compute_utilization: float = number(1e-9, 4)
+    bandwidth_utilization: float = number(1e-9, MAX_UTILIZATION)
+    compute_utilization: float = number(1e-9, MAX_UTILIZATION)
     launch_s: float = number(0, 1)
     spread: float = number(0, MAX_SPREAD)
     source: str = one_of(SOURCES, default="calibrated")

@@ -155,7 +155,7 @@ def int4_copy() -> dict[str, Any]:
     return job("linear.int4_triton", "_copy_kernel", types, constants, {"num_warps": 4})
 
 
-def feedback_rounding() -> dict[str, Any]:
+def gptq_round() -> dict[str, Any]:
     types = dict.fromkeys(("steps", "feedback", "codes", "errors"), "*fp32") | {"outputs": "i32"}
     constants = {"GROUP": 128, "PADDED": 128, "OUTPUTS": 16}
     return job("linear.gptq_round_triton", "_round_kernel", types, constants, {"num_warps": 4})
@@ -186,7 +186,7 @@ def test_every_kernel_compiles_for_hopper() -> None:
     jobs |= {"norm": norm(False), "add norm": norm(True), "tables": tables()}
     jobs |= {"rope": rope(128, False), "rope with norms": rope(96, True)}
     jobs |= {"int4 linear": int4_product(), "int4 weight copy": int4_copy()}
-    jobs |= {"rounding with feedback": feedback_rounding()}
+    jobs |= {"gptq round": gptq_round()}
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE]
     done = subprocess.run(command, input=json.dumps(jobs), env=environment, capture_output=True, text=True)

@@ -183,6 +183,13 @@ def test_another_layout_of_the_arguments_does_not_compile(compile_cuda: Compile)
         compile_cuda(program(top_k_top_p.SOURCE, longer), top_k_top_p.ENTRY, options)
 
 
+def test_another_number_of_threads_does_not_compile(compile_cuda: Compile) -> None:
+    fewer = {"_fields_": top_k_top_p.FilterParams._fields_, "constants": {"THREADS": 256}}
+    options = tuple(top_k_top_p.TopKVariant(torch.bfloat16, True, 4).options)
+    with pytest.raises(RuntimeError, match="THREADS"):
+        compile_cuda(program(top_k_top_p.SOURCE, type("FilterParams", (KernelParams,), fewer)), "filter", options)
+
+
 TRIGGER, WAIT, ACCESS = (
     "griddepcontrol.launch_dependents",
     "griddepcontrol.wait",

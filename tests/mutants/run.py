@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,6 @@ LIMIT_S = 300  # a mutation that makes the tests hang is killed as well
 class Mutation:
     """One wrong line and the tests that must notice it."""
 
-    area: str
     file: str
     find: str
     replace: str
@@ -75,14 +74,15 @@ class Copy:
         original = path.read_text(encoding="utf-8")
         path.write_text(original.replace(mutation.find, mutation.replace), encoding="utf-8")
         try:
-            return self._fails(mutation.tests)
+            return self.fails(mutation.tests, LIMIT_S)
         finally:
             path.write_text(original, encoding="utf-8")
 
-    def _fails(self, tests: tuple[str, ...]) -> bool:
+    def fails(self, tests: Iterable[str], limit_s: float | None = None) -> bool:
+        """Whether any of the tests fails, or they take longer."""
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         try:
-            done = subprocess.run(command, cwd=self.root, env=self.environment, capture_output=True, timeout=LIMIT_S)
+            done = subprocess.run(command, cwd=self.root, env=self.environment, capture_output=True, timeout=limit_s)
         except subprocess.TimeoutExpired:
             return True
         # 2: the mutation breaks an import; negative: it crashes the process; others: the tests were not found.
@@ -97,7 +97,7 @@ def mutations(areas: list[str]) -> Iterator[Mutation]:
         if areas and path.stem not in areas:
             continue
         for table in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]:
-            yield Mutation(path.stem, **{**table, "tests": tuple(table["tests"])})
+            yield Mutation(**{**table, "tests": tuple(table["tests"])})
 
 
 def survivors(found: list[Mutation], jobs: int) -> list[Mutation]:
@@ -116,6 +116,8 @@ def survivors(found: list[Mutation], jobs: int) -> list[Mutation]:
     with tempfile.TemporaryDirectory() as folder:
         for index in range(jobs):
             copies.put(Copy(Path(folder, str(index))))
+        if copies.queue[0].fails(sorted({test for mutation in found for test in mutation.tests})):
+            raise SystemExit("tests fail without any mutation; run `make test`")
         with ThreadPoolExecutor(jobs) as pool:
             lives = list(pool.map(survives, found))
     return [mutation for mutation, alive in zip(found, lives, strict=True) if alive]

@@ -11,11 +11,10 @@ from ridgeplan.planner.sweeps import thresholds
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.evaluate import prefill_seconds
-from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS
+from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, MAX_TOKENS
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import full_kv
 from ridgeplan.roofline.placement import (
-    MAX_LENGTH,
     offload_layers,
     offload_thresholds,
     resident_memory,
@@ -200,7 +199,7 @@ def test_thresholds_look_beyond_the_length_where_the_swap_begins(shape, machine)
         fitting = [tokens for tokens in (longest, longest + 1) if peak(tokens) <= limit]
         assert fitting == [longest]
         assert (longest >= DRAFT_SWAP_PROMPT_TOKENS) == (limit >= after)
-        assert longest < MAX_LENGTH
+        assert longest < MAX_TOKENS
 
 
 def test_reserved_tokens_bring_every_threshold_forward(shape, small):

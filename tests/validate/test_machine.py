@@ -7,7 +7,7 @@ import torch
 
 from ridgeplan.roofline.catalog.hardware import FIGURES
 from ridgeplan.validate import machine
-from ridgeplan.validate.timing import Bench
+from ridgeplan.validate.timing import Bench, Trial
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,16 @@ def test_the_largest_cache_counts(tmp_path: Path) -> None:
     assert machine.last_cache_bytes(tmp_path / "missing") == machine.UNKNOWN_CACHE_BYTES
 
 
-def test_measured_ceilings_are_plausible(bench: Bench) -> None:
-    assert 1e8 < machine.copy_bytes_per_s(bench) < 1e13
-    assert 1e8 < machine.matmul_flops(bench, 256) < 1e14
+def test_ceilings_are_work_over_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool has 8 MiB: a copy of one half to another reads and writes as many bytes as a sum reads."""
+    seconds = {"copy": 2.0, "sum": 4.0, "matmul": 0.5}
+
+    def timed(_: Bench, trial: Trial) -> float:
+        trial.call(0)
+        return seconds[trial.kind]
+
+    monkeypatch.setattr(Bench, "seconds", timed)
+    assert machine.copy_bytes_per_s(bench) == (8 << 20) / 2
+    seconds["sum"] = 1.0
+    assert machine.copy_bytes_per_s(bench) == 8 << 20
+    assert machine.matmul_flops(bench, 256) == 2 * 256**3 / 0.5

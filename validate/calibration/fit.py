@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import least_squares
 
-from ridgeplan.roofline.catalog.profile import Rates
+from ridgeplan.roofline.catalog.profile import MAX_SPREAD, MAX_UTILIZATION, Rates
 from ridgeplan.roofline.cost import Cost
 
 SHORTEST_LAUNCH_S = 1e-9
-SLOWEST, FASTEST = 1e-6, 4.0  # range of utilizations in profiles
-WIDEST_SPREAD = 10.0
+SLOWEST = 1e-6  # utilization
 OUTLIER = 0.3  # log residual beyond which a sample counts linearly instead of squared
 
 
@@ -57,7 +56,7 @@ def fit_rates(samples: Sequence[Sample], ceilings: Ceilings) -> Rates:
     best = both if both.loss < simple.loss * count ** (-1 / count) else simple
     launch_s, bandwidth, compute = np.exp(best.logs)
     # In logs, so a stray sample that took a hundred times as long does not dominate.
-    spread = min(float(times.residuals(best.logs).std()), WIDEST_SPREAD)
+    spread = min(float(times.residuals(best.logs).std()), MAX_SPREAD)
     return Rates(float(bandwidth), float(compute), float(launch_s), spread)
 
 
@@ -90,7 +89,7 @@ def _fit(times: _Times, fastest: tuple[float, float], free: tuple[int, ...]) -> 
     chosen = list(free)
     shortest_s = times.seconds.min()
     lowest = np.log([SHORTEST_LAUNCH_S, SLOWEST, SLOWEST])
-    highest = np.log([max(shortest_s, 2 * SHORTEST_LAUNCH_S), FASTEST, FASTEST])
+    highest = np.log([max(shortest_s, 2 * SHORTEST_LAUNCH_S), MAX_UTILIZATION, MAX_UTILIZATION])
     seen = [max((part / times.seconds).max(), SLOWEST) for part in (times.moving, times.computing)]
     logs = np.log([shortest_s / 2, *fastest])
     logs[chosen] = np.log([shortest_s / 2, *seen])[chosen]

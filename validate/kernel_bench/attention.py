@@ -19,10 +19,9 @@ from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.execution import choose_splits
 from ridgeplan.validate.kernel_bench.baselines import attention_peers
 from ridgeplan.validate.kernel_bench.case import KernelCase, Peers, SpeedUp, Target, fresh, relative_error
-from ridgeplan.validate.kernel_bench.sizes import AttentionSize, VerificationSize
+from ridgeplan.validate.kernel_bench.sizes import GROUP, AttentionSize, VerificationSize
 from ridgeplan.validate.timing import Bench
 
-GROUP = 128
 BUFFER_SLOTS = 200  # full-precision tokens beside the quantized ones, about the double buffer's mean
 FULL_BITS = 16  # per full-precision element
 FORMATS = {0: "full", 4: "INT4", 8: "INT8"}

@@ -26,11 +26,10 @@ from ridgeplan.validate.kernel_bench.case import (
     fresh,
     relative_error,
 )
-from ridgeplan.validate.kernel_bench.sizes import FlushSize, QuantizeSize
+from ridgeplan.validate.kernel_bench.sizes import GROUP, FlushSize, QuantizeSize
 from ridgeplan.validate.random_decoder import llama_like_shape
 from ridgeplan.validate.timing import Bench
 
-GROUP = 128
 GAMMA = 4  # QuantSpec's preset; the buffer also holds a round's tokens
 LEAST_SHARE = 0.5  # least share of the copy bandwidth
 MOST_OF_A_ROUND = 0.03

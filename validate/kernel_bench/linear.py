@@ -17,10 +17,9 @@ from ridgeplan.kernels.linear.int4_weight import Int4Weight
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate.kernel_bench.baselines import Product, tinygemm
 from ridgeplan.validate.kernel_bench.case import Call, KernelCase, SpeedUp, fresh, relative_error
-from ridgeplan.validate.kernel_bench.sizes import LinearSize
+from ridgeplan.validate.kernel_bench.sizes import GROUP, LinearSize
 from ridgeplan.validate.timing import Bench
 
-GROUP = 128
 DENSE = "cuBLAS bf16"
 APART = "ours, swiglu apart"
 STEP = 0.01  # size of a code's step, so that weights are about as large as a model's

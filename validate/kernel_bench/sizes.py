@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from itertools import product
 
+GROUP = 128  # tokens, or inputs of a weight, per scale and minimum
 BF16_SPEEDUP = 1 / 1.05  # over the best peer in the same precision
 NARROW = ((0, BF16_SPEEDUP), (4, 2.2), (8, 1.5))  # head_dim 64
 GROUPED = ((0, BF16_SPEEDUP), (4, 2.6), (8, 1.6))

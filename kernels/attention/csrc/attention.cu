@@ -124,8 +124,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attend(const 
 #endif
 
 #ifdef KERNEL_MERGE
-constexpr int MERGE_PARTS = 16;
-
 // One CTA per query row and (batch row, KV head), parts of which take every sixteenth split.
 extern "C" __global__ void __launch_bounds__(MERGE_PARTS * ROW_LANES) merge(const __grid_constant__ AttentionParams p) {
     __shared__ SplitReduction reductions[MERGE_PARTS][ROW_LANES];

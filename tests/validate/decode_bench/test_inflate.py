@@ -26,7 +26,7 @@ PROMPT = torch.randint(128, (90,), generator=torch.Generator().manual_seed(2))
 
 
 def small(q_heads=6, kv_heads=2, biased=False):
-    """A toy decoder's configuration and weights."""
+    """A small decoder's configuration and weights."""
     bench = Bench.build(CPU, 1 << 20, 1, 0.0)
     model = RandomDecoder.build(bench, llama_like_shape(2, 48, 80, q_heads, kv_heads, 16), 100, 1)
     weights = model.weights()
@@ -67,7 +67,7 @@ def test_the_vocabulary_grows_to_hold_the_small_models():
 @pytest.mark.parametrize(
     "shape, message",
     [
-        (llama_like_shape(1, 160, 200, 8, 4, 32), "needs 2 layers; allowed by 'toy': up to 1"),
+        (llama_like_shape(1, 160, 200, 8, 4, 32), "needs 2 layers; allowed by 'random': up to 1"),
         (llama_like_shape(2, 48, 200, 8, 4, 32), "needs 49 hidden"),
         (llama_like_shape(2, 160, 200, 8, 4, 8), "needs 16 head_dim"),
         (llama_like_shape(2, 160, 79, 8, 4, 32), "needs 80 MLP channels"),
