@@ -8,6 +8,7 @@ from pathlib import Path
 from ridgeplan.planner.plan import MAX_YARN_FACTOR, Workload, require
 from ridgeplan.roofline.catalog.hardware import detect_hardware, load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.named_tables import existing_path
 from ridgeplan.roofline.catalog.profile import Profile, ProfileError, load_profile
 from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles, user_profile_path
 from ridgeplan.roofline.catalog.shapes import ModelShape
@@ -31,8 +32,9 @@ def resolve(
 
 def this_machine() -> Profile:
     """The profile of this machine. Raises ProfileError where it is neither calibrated nor in the catalog."""
-    if user_profile_path().exists():
-        return load_profile(user_profile_path())
+    own = existing_path(str(user_profile_path()))
+    if own:
+        return load_profile(own)
     name = detect_hardware()
     if name is None:
         raise ProfileError(

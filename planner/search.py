@@ -21,6 +21,7 @@ from ridgeplan.planner.recommendation import GIB, Alternative, Recommendation
 from ridgeplan.planner.resolution import resolve, workload_for
 from ridgeplan.planner.search_space import Family, families
 from ridgeplan.planner.support import missing_architecture, missing_execution
+from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.evaluate import Estimate, evaluate
@@ -28,6 +29,7 @@ from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.placement import resident_memory
 
 MAX_UNNAMED = 8
+MAX_MEMORY_BYTES = 10**18
 Choice = TypeVar("Choice", bound=StrEnum)
 
 
@@ -231,11 +233,12 @@ def _memory_limit(given: float | None, profile: Profile) -> float:
     if given is None:
         return float(profile.hardware.memory_bytes)
     number = isinstance(given, (int, float)) and not isinstance(given, bool)
-    require(number and math.isfinite(given) and given > 0, f"memory_limit is {given!r}; allowed: bytes above 0")
+    allowed = f"bytes above 0 up to {MAX_MEMORY_BYTES:.0e}"
+    require(number and 0 < given <= MAX_MEMORY_BYTES, f"memory_limit is {brief(given)}; allowed: {allowed}")
     return float(given)
 
 
 def _choice(kind: type[Choice], name: str, value: str) -> Choice:
     allowed = [str(member) for member in kind]
-    require(value in allowed, f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+    require(value in allowed, f"{name} is {brief(value)}; allowed: {', '.join(allowed)}")
     return kind(value)

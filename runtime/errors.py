@@ -1,5 +1,7 @@
 """Errors of the runtime: each message is one line that names the value and what is allowed."""
 
+from ridgeplan.roofline.catalog.mistakes import brief
+
 
 class ModelError(ValueError):
     """A model that cannot be found, read or executed."""
@@ -17,9 +19,8 @@ LONGEST_REASON = 200  # characters
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type if it has none."""
-    first = str(error).strip().partition("\n")[0]
-    return first[:LONGEST_REASON] or type(error).__name__
+    """The start of an error's message on one line, or its type if it has none."""
+    return " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
 
 
 def require_whole(name: str, value: object, low: int, high: int | None) -> None:
@@ -27,4 +28,4 @@ def require_whole(name: str, value: object, low: int, high: int | None) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < low or (high is not None and value > high):  # type: ignore[operator]
         allowed = f"{low} or more" if high is None else f"from {low} to {high}"
-        raise WorkloadError(f"{name} is {value!r}; allowed: a whole number {allowed}")
+        raise WorkloadError(f"{name} is {brief(value)}; allowed: a whole number {allowed}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.runtime.errors import ModelError
+from ridgeplan.runtime.model.readers import failures_as
 
 ROTARY_TYPES = ("default", "linear", "yarn", "llama3")  # other types depend on the sequence length
 
@@ -52,6 +54,8 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
         shape, sliding = shape_from_config(keys, source, source), sliding_layers(keys)
     except ValueError as error:
         raise ModelError(f"cannot load the model {source}: {error}") from error
+    if not 0 < hub.rms_norm_eps <= 1:
+        raise ModelError(f"the model's rms_norm_eps is {brief(hub.rms_norm_eps)}; allowed: above 0 up to 1")
     windows = tuple(shape.window_tokens if index in sliding else None for index in range(shape.layers))
     return DecoderConfig(shape, hub.rms_norm_eps, windows, *_rotary(hub, shape))
 
@@ -89,5 +93,10 @@ def _rotary(hub: Any, shape: ModelShape) -> tuple[tuple[float, ...], float]:
     _require(kind in ROTARY_TYPES, "rope_type", kind, ROTARY_TYPES)
     if kind == "default":
         return plain_frequencies(shape), 1.0
-    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hub, torch.device("cpu"))
-    return tuple(frequencies.tolist()), float(scale)
+    what = f"the model's rope_parameters are {brief(hub.rope_parameters)}"
+    with failures_as(what):
+        made, scale = ROPE_INIT_FUNCTIONS[kind](hub, torch.device("cpu"))
+        frequencies = (*made.tolist(), float(scale))
+    if made.numel() != shape.head_dim // 2 or not all(0 < one < math.inf for one in frequencies):
+        raise ModelError(f"{what}; allowed: those that give {shape.head_dim // 2} finite frequencies above 0")
+    return frequencies[:-1], frequencies[-1]

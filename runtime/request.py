@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ridgeplan.planner.plan import Workload
+from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.runtime.errors import WorkloadError, require_whole
 from ridgeplan.runtime.sampling import SamplingParams
 
@@ -84,15 +85,21 @@ def _prompts(prompts: Prompts) -> tuple[tuple[int, ...], ...]:
             kind = f"{prompts.dtype} of {prompts.dim()} dimensions"
             raise WorkloadError(f"prompts are {kind}; allowed: integers of 1 or 2 dimensions")
         prompts = prompts.tolist()
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-        raise WorkloadError(f"prompts are of type {type(prompts).__name__}; allowed: token ids, not text")
+    _require_tokens("prompts are", prompts)
     if not prompts:
         return ()
     several = isinstance(prompts[0], (Sequence, Tensor))
-    nested: Any = prompts if several else [prompts]
-    return tuple(tuple(prompt.tolist() if isinstance(prompt, Tensor) else prompt) for prompt in nested)
+    nested: Any = [one.tolist() if isinstance(one, Tensor) else one for one in prompts] if several else [prompts]
+    for index, prompt in enumerate(nested):
+        _require_tokens(f"prompt {index} is", prompt)
+    return tuple(map(tuple, nested))
+
+
+def _require_tokens(what: str, value: object) -> None:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise WorkloadError(f"{what} of type {type(value).__name__}; allowed: token ids, not text")
 
 
 def _require_most(name: str, value: int, high: int) -> None:
     if value > high:
-        raise WorkloadError(f"{name} is {value}; allowed by the plan: up to {high}")
+        raise WorkloadError(f"{name} is {brief(value)}; allowed by the plan: up to {high}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.sampling import filter_logits
 from ridgeplan.kernels.sampling.distribution import Choice
+from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.runtime.errors import WorkloadError, require_whole
 
 MAX_SEED = 2**63 - 1
@@ -34,16 +35,16 @@ class SamplingParams:
         allowed = f"0, which is greedy, or {COLDEST:g} to {HOTTEST:g}"
         _require_number("temperature", self.temperature, allowed)
         if self.temperature != 0 and not COLDEST <= self.temperature <= HOTTEST:
-            raise WorkloadError(f"temperature is {self.temperature}; allowed: {allowed}")
+            raise WorkloadError(f"temperature is {brief(self.temperature)}; allowed: {allowed}")
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
-            raise WorkloadError(f"top_k is {self.top_k!r}; allowed: a whole number of 1 or more, or None")
+            raise WorkloadError(f"top_k is {brief(self.top_k)}; allowed: a whole number of 1 or more, or None")
         if self.top_p is not None:
             _require_number("top_p", self.top_p, "above 0 up to 1, or None")
             if not 0 < self.top_p <= 1:
-                raise WorkloadError(f"top_p is {self.top_p}; allowed: above 0 up to 1, or None")
+                raise WorkloadError(f"top_p is {brief(self.top_p)}; allowed: above 0 up to 1, or None")
         require_whole("seed", self.seed, 0, MAX_SEED)
         if not isinstance(self.stop_token_ids, Collection):
-            raise WorkloadError(f"stop_token_ids is {self.stop_token_ids!r}; allowed: several token ids")
+            raise WorkloadError(f"stop_token_ids is {brief(self.stop_token_ids)}; allowed: several token ids")
         for token in self.stop_token_ids:
             require_whole("a stop token", token, 0, None)
 
@@ -59,5 +60,5 @@ class SamplingParams:
 
 def _require_number(name: str, value: object, allowed: str) -> None:
     real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not real or not math.isfinite(value):  # type: ignore[arg-type]
-        raise WorkloadError(f"{name} is {value!r}; allowed: {allowed}")
+    if not real or not abs(value) <= sys.float_info.max:  # type: ignore[arg-type]
+        raise WorkloadError(f"{name} is {brief(value)}; allowed: {allowed}")

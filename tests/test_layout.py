@@ -63,8 +63,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "runtime.quantization": (
         {
-            "kernels.linear", "roofline.execution", "runtime.drafting", "runtime.drafting.policies", "runtime.errors",
-            "runtime.kv", "runtime.model", "runtime.sampling",
+            "kernels.linear", "roofline.catalog.mistakes", "roofline.execution", "runtime.drafting",
+            "runtime.drafting.policies", "runtime.errors", "runtime.kv", "runtime.model", "runtime.sampling",
         },
         RUNTIME,
     ),

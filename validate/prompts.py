@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ridgeplan.planner.plan import MAX_TOKENS
+
 LIKELY_CHARACTERS_PER_TOKEN = 6  # English prose; more are read if a tokenizer's tokens are longer
+MAX_CHARACTERS = LIKELY_CHARACTERS_PER_TOKEN * MAX_TOKENS  # what the longest context may hold
 
 
 class PromptError(ValueError):
@@ -24,14 +27,19 @@ def prompt_tokens(tokenizer: Any, tokens: int, text: str | None = None) -> list[
 
     Raises PromptError when the text is shorter than that.
     """
-    whole = sample_text() if text is None else text
-    taken = tokens * LIKELY_CHARACTERS_PER_TOKEN
-    ids = list(tokenizer.encode(whole[:taken]))
-    while len(ids) <= tokens and taken < len(whole):  # one extra, as the last token may be cut
-        taken *= 2
-        ids = list(tokenizer.encode(whole[:taken]))
+    ids = first_tokens(tokenizer, tokens, sample_text() if text is None else text)
     if len(ids) < tokens:
         raise PromptError(f"the text has {len(ids)} tokens; needed: {tokens}")
+    return ids
+
+
+def first_tokens(tokenizer: Any, tokens: int, text: str) -> list[int]:
+    """Up to `tokens` token ids from the start of `text`, of which no more is encoded than they take."""
+    taken = tokens * LIKELY_CHARACTERS_PER_TOKEN
+    ids = _encoded(tokenizer, text[:taken])
+    while len(ids) <= tokens and taken < len(text):  # the last token may be cut, so one more is wanted
+        taken *= 2
+        ids = _encoded(tokenizer, text[:taken])
     return ids[:tokens]
 
 
@@ -40,7 +48,7 @@ def prompt_batch(tokenizer: Any, tokens: int, batch: int, text: str | None = Non
 
     Raises PromptError when the text is too short for that many different prompts.
     """
-    ids = list(tokenizer.encode(sample_text() if text is None else text))
+    ids = _encoded(tokenizer, sample_text() if text is None else text)
     last = len(ids) - tokens
     if last < batch - 1:
         raise PromptError(f"the text has {len(ids)} tokens; needed: {tokens + batch - 1}, for {batch} of {tokens}")
@@ -51,11 +59,22 @@ def prompt_batch(tokenizer: Any, tokens: int, batch: int, text: str | None = Non
 def read_prompt(path: str | Path) -> str:
     """The text of a UTF-8 file. Raises PromptError naming the file."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)
     except OSError as error:
         raise PromptError(f"cannot read text file {str(path)!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise PromptError(f"file {str(path)!r} is not UTF-8 text: byte {error.start} is wrong") from error
+    if len(text) > MAX_CHARACTERS:
+        raise PromptError(f"text file {str(path)!r} is too long; allowed: up to {MAX_CHARACTERS} characters")
     if not text.strip():
         raise PromptError(f"text file {str(path)!r} is empty; allowed: text of one character or more")
     return text
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text. Raises ModelError for a tokenizer that fails on it."""
+    from ridgeplan.runtime.model.readers import failures_as, quiet_rust  # transformers takes seconds
+
+    with failures_as("the model's tokenizer cannot encode the text"), quiet_rust():
+        return list(tokenizer.encode(text))

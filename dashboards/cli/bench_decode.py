@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_o
 from ridgeplan.dashboards.cli.options import OutputFile, as_json, calibration_file, options, profile_file, prompt_file
 from ridgeplan.dashboards.cli.output import print_json, print_table, progress, warnings_as_notes, write_atomically
 from ridgeplan.planner import Workload
+from ridgeplan.planner.plan import MAX_BATCH, MAX_TOKENS
 from ridgeplan.planner.presets import PRESETS, preset
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.planner.support import missing_execution
@@ -24,6 +26,7 @@ from ridgeplan.validate.decode_bench.report import ABLATION, PLAIN, DecodeCase, 
 
 SUITE_WORKLOADS = ("4096x1", "32768x1", "32768x8", "98304x1", "98304x4")  # Python's own text is long enough
 SUITE_GAMMAS = (2, 4, 6)
+TOKENS = click.IntRange(1, MAX_TOKENS)
 COLUMNS = (
     "workload", "TPOT ms", "over plain", "over vLLM", "tokens/round", "acceptance", "TTFT s", "peak GB", "plan",
 )  # fmt: skip
@@ -38,10 +41,12 @@ class WorkloadParam(click.ParamType):
         """`32768x8` as (32768, 8)."""
         if isinstance(value, tuple):
             return value
-        context, _, batch = str(value).partition("x")
-        if context.isdecimal() and batch.isdecimal() and int(context) and int(batch):
-            return int(context), int(batch)
-        return self.fail(f"{value!r} is not a workload; allowed: context and batch, such as 32768x8", param, ctx)
+        numbers = re.fullmatch(r"(\d{1,9})x(\d{1,9})", str(value), re.ASCII)
+        context, batch = map(int, numbers.groups()) if numbers else (0, 0)
+        if 1 <= context <= MAX_TOKENS and 1 <= batch <= MAX_BATCH:
+            return context, batch
+        ranges = f"context up to {MAX_TOKENS} and batch up to {MAX_BATCH}"
+        return self.fail(f"{value!r} is not a workload; allowed: {ranges}, such as 32768x8", param, ctx)
 
 
 class CaseParam(click.ParamType):
@@ -55,7 +60,7 @@ class CaseParam(click.ParamType):
             return value
         name, _, rest = str(value).partition(":")
         workload, _, gamma = rest.partition(":")
-        fits = gamma == "" or (has_gamma(name) and gamma.isdecimal() and 1 <= int(gamma) <= MAX_GAMMA)
+        fits = gamma == "" or (has_gamma(name) and gamma in map(str, range(1, MAX_GAMMA + 1)))
         if name not in ABLATION or not fits:
             allowed = f"one of {', '.join(ABLATION)}, a workload and, if it drafts, a gamma from 1 to {MAX_GAMMA}"
             self.fail(f"{value!r} is not a case; allowed: {allowed}, such as quantspec:32768x8:3", param, ctx)
@@ -74,7 +79,7 @@ shared = options(
     ),
     click.option("--model", help="Small model whose function is run.  [default: the embedded SmolLM2-135M-Instruct]"),
     prompt_file,
-    click.option("--new-tokens", type=click.IntRange(1), default=256, show_default=True, help="Tokens to generate."),
+    click.option("--new-tokens", type=TOKENS, default=256, show_default=True, help="Tokens to generate."),
     click.option("--temperature", type=click.FloatRange(0), default=1.0, show_default=True),
     calibration_file,
     profile_file,
@@ -86,8 +91,8 @@ shared = options(
 
 @click.command()
 @options(
-    click.option("--ctx", "context", type=click.IntRange(1), required=True, help="Tokens of a prompt."),
-    click.option("--batch", type=click.IntRange(1), default=1, show_default=True),
+    click.option("--ctx", "context", type=TOKENS, required=True, help="Tokens of a prompt."),
+    click.option("--batch", type=click.IntRange(1, MAX_BATCH), default=1, show_default=True),
     click.option("--preset", "chosen", type=click.Choice(executable_presets()), default="quantspec", show_default=True),
     click.option("--gamma", type=click.IntRange(1, MAX_GAMMA), help="Drafted tokens a round.  [default: the preset's]"),
     shared,
@@ -147,7 +152,7 @@ def report(
 ) -> None:
     """Runs the cases, saves the report and prints it. Raises NoBreakdown for a breakdown on a CPU."""
     shape = load_shape(model_shape)
-    calibrated = load_profile(profile) if profile else this_machine()
+    calibrated = this_machine() if profile is None else load_profile(profile)
     # Importing torch takes seconds, so the options are checked first.
     from ridgeplan.validate.decode_bench.breakdown import breakdowns, require_cuda
     from ridgeplan.validate.decode_bench.inflated_model import InflatedModel

@@ -16,6 +16,8 @@ from ridgeplan.dashboards.cli.output import print_json, progress, warnings_as_no
 from ridgeplan.dashboards.cli.run import statistics_dict, text_decoder
 from ridgeplan.dashboards.cli.validate import print_comparison
 from ridgeplan.planner import Plan, Recommendation
+from ridgeplan.planner.plan import MAX_TOKENS
+from ridgeplan.roofline.catalog.named_tables import existing_path
 from ridgeplan.roofline.catalog.profile import Profile, load_profile
 from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from ridgeplan.runtime import Statistics
     from ridgeplan.validate import Comparison
 
-COUNT = click.IntRange(min=1)  # checked before a calibration that takes a minute
+COUNT = click.IntRange(1, MAX_TOKENS)  # refused before a calibration of a minute
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
 
 def own_profile() -> Profile:
     """This machine's saved profile; measured now if there is none."""
-    path = user_profile_path()
-    return load_profile(path) if path.exists() else calibrate_with_progress(quick=True, output=None)
+    path = existing_path(str(user_profile_path()))
+    return load_profile(path) if path else calibrate_with_progress(quick=True, output=None)
 
 
 def plans_to_run(recommendation: Recommendation) -> dict[Plan, str]:

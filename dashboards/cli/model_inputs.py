@@ -37,12 +37,20 @@ def prompt_text(text: str | None, path: str | None) -> str | None:
 
 
 def prompt_tokens(engine: Engine, text: str | None) -> list[int]:
-    """Token ids of a text, by default as many of Python's own text as the plan's context holds."""
-    if text is not None:
-        return list(engine.tokenizer.encode(text))
+    """Token ids of a text, by default as many of Python's own text as the plan's context holds.
+
+    Raises PromptError for a text with none, or with more than that context.
+    """
     from ridgeplan.validate import prompts
 
-    return prompts.prompt_tokens(engine.tokenizer, engine.plan.workload.context)
+    most = engine.plan.workload.context
+    if text is None:
+        return prompts.prompt_tokens(engine.tokenizer, most)
+    tokens = prompts.first_tokens(engine.tokenizer, most + 1, text)
+    if not 1 <= len(tokens) <= most:
+        found = f"more than {most} tokens" if tokens else "no tokens of this model's vocabulary"
+        raise prompts.PromptError(f"the prompt has {found}; allowed by the plan: 1 to {most}")
+    return tokens
 
 
 def _plain_text(text: str) -> str:
@@ -62,7 +70,7 @@ def opening_tokens(source: str, path: str | None, tokens: int) -> list[int]:
 
     text = prompts.read_prompt(path) if path is not None else None
     tokenizer: Any = load_tokenizer(model_source(source))
-    return prompts.prompt_tokens(tokenizer, tokens) if text is None else list(tokenizer.encode(text))[:tokens]
+    return prompts.prompt_tokens(tokenizer, tokens) if text is None else prompts.first_tokens(tokenizer, tokens, text)
 
 
 def calibration_tokens(source: str, path: str | None) -> list[int] | None:

@@ -40,9 +40,11 @@ class Size(click.ParamType):
 
 
 def may_be_written(path: Path) -> bool:
-    """Whether a file of that name can be created in its folder."""
+    """Whether a regular file of that name can be written; a device or a pipe of that name would be replaced."""
     try:
-        return not path.is_dir() and path.parent.is_dir() and os.access(path.parent, os.W_OK)
+        target = Path(os.path.realpath(path))
+        free = target.is_file() or not target.exists()
+        return free and target.parent.is_dir() and os.access(target.parent, os.W_OK)
     except (OSError, ValueError):  # an invalid file name
         return False
 

@@ -88,11 +88,13 @@ def require_writable(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file completely or not at all. Raises FileProblem."""
-    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    """Writes a file completely or not at all; a link stays one. Raises FileProblem."""
+    target = Path(os.path.realpath(path))
+    staging = target.with_name(f".ridgeplan-{os.getpid()}")
     try:
         staging.write_text(text, encoding="utf-8")
-        staging.replace(path)
+        staging.replace(target)
     except OSError as error:
-        staging.unlink(missing_ok=True)
         raise FileProblem(f"cannot write {str(path)!r}: {error.strerror}") from error
+    finally:
+        staging.unlink(missing_ok=True)

@@ -76,7 +76,9 @@ def estimate(
     if plan is not None:
         stray = {"--preset": preset, "--ctx": ctx, "--batch": batch, "--new-tokens": new_tokens, "--yarn": yarn}
         _forbid_beside_plan(stray)
-        shape, used = planner.resolve(model or plan.workload.model, gpu or plan.workload.hardware, profile)
+        shape, used = planner.resolve(
+            plan.workload.model if model is None else model, plan.workload.hardware if gpu is None else gpu, profile
+        )
     else:
         if not (model and preset and gpu and ctx is not None):
             raise click.UsageError("estimate needs MODEL, --preset, --gpu and --ctx, or --plan FILE")

@@ -55,7 +55,7 @@ def validate(
 
     The prompt is the start of the text, as long as the plan's context.
     """
-    calibrated = load_profile(profile) if profile else this_machine()
+    calibrated = this_machine() if profile is None else load_profile(profile)
     limit = min(DEFAULT_NEW_TOKENS, plan.workload.new_tokens) if max_new_tokens is None else max_new_tokens
     # Importing torch takes seconds, so the files are checked first.
     from ridgeplan.validate import validate_plan

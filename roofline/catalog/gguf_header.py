@@ -7,6 +7,7 @@ busy for minutes. Format: the GGUF specification, ggml/docs/gguf.md.
 
 import math
 import mmap
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,9 @@ def read_gguf_header(path: Path) -> GGUFHeader:
     Raises OSError, or ValueError (one line, without the path) if the file is damaged. Every count and length is
     checked against the remaining bytes before it is used, so damage is found at once.
     """
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would wait for whoever writes to it
+        raise ValueError("it is a pipe or a device; allowed: a file")
     with path.open("rb") as file:
         if not file.read(1):
             raise ValueError("it is empty")

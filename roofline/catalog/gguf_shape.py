@@ -14,14 +14,15 @@ _SUPPORTED = ("llama", "qwen2", "qwen3")
 def shape_from_gguf(path: Path) -> ModelShape:
     """The shape that a GGUF file describes. Raises BadModelFile, one line that names the file."""
     try:
-        return _shape(read_gguf_header(path), path)
+        return shape_of_header(read_gguf_header(path), path)
     except OSError as error:
         raise BadModelFile(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise BadModelFile(f"{path} is not a usable GGUF file: {error}") from None
 
 
-def _shape(header: GGUFHeader, path: Path) -> ModelShape:
+def shape_of_header(header: GGUFHeader, path: Path) -> ModelShape:
+    """The shape that the header of the file `path` describes. Raises ValueError, one line without the path."""
     architecture = header.metadata.get("general.architecture")
     if architecture not in _SUPPORTED:
         supported = ", ".join(_SUPPORTED)

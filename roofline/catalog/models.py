@@ -12,6 +12,7 @@ from ridgeplan.roofline.catalog.shapes import BadModelFile, ModelShape, UnknownM
 from ridgeplan.roofline.catalog.user_folders import NoHomeFolder, hub_folder
 
 _SHIPPED = Path(__file__).with_name("models.toml")
+MAX_COMMIT = 40  # hexadecimal digits
 
 
 def load_shape(reference: str) -> ModelShape:
@@ -52,7 +53,7 @@ def _from_path(path: Path) -> ModelShape | None:
         return shape_from_gguf(path)
     if path.suffix.lower() == ".json":
         return shape_from_config_file(path, name=path.absolute().parent.name or path.stem)
-    if (path / "config.json").exists():
+    if existing_path(str(path / "config.json")):
         return shape_from_config_file(path / "config.json", name=path.resolve().name or "model")
     if path.is_dir():
         return None
@@ -65,15 +66,15 @@ def _cached_config(hub_id: str) -> Path | None:
         return None
     try:
         folder = hub_folder() / f"models--{hub_id.replace('/', '--')}"
-    except NoHomeFolder:
+        main = folder / "refs" / "main"
+        commit = main.read_text(encoding="utf-8", errors="replace").strip() if main.is_file() else ""
+        candidates = [
+            folder / "snapshots" / commit[:MAX_COMMIT] / "config.json",
+            *sorted(folder.glob("snapshots/*/config.json")),
+        ]
+        return next((config for config in candidates if config.is_file()), None)
+    except (NoHomeFolder, OSError):  # a folder that is not known, or cannot be looked into
         return None
-    main = folder / "refs" / "main"
-    commit = main.read_text(encoding="utf-8", errors="replace").strip() if main.is_file() else ""
-    candidates = [
-        folder / "snapshots" / commit / "config.json",
-        *sorted(folder.glob("snapshots/*/config.json")),
-    ]
-    return next((config for config in candidates if config.is_file()), None)
 
 
 @cache

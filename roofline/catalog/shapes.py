@@ -19,6 +19,7 @@ ARCHITECTURES = (
     "deepseek_v2",
     "deepseek_v3",
 )
+MAX_LAYERS = 10_000
 MAX_PARAMETERS = 10**15
 # Per token, over all layers. With more, the bytes of the largest workload would overflow 64-bit integers.
 MAX_CACHED_ELEMENTS = 2**22
@@ -41,7 +42,7 @@ class ModelShape(Checked):
 
     name: str = text()
     architecture: str = one_of(ARCHITECTURES)
-    layers: int = whole(1, 10_000)
+    layers: int = whole(1, MAX_LAYERS)
     hidden: int = whole(1, 10**6)
     q_heads: int = whole(1, 10_000)
     kv_heads: int = whole(1, 10_000)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +13,26 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.catalog.documents import read_document
+from ridgeplan.roofline.catalog.mistakes import brief
+from ridgeplan.roofline.catalog.shapes import MAX_LAYERS, ModelShape
+from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model.readers import failures_as, quiet_rust
 from ridgeplan.runtime.model.weights import DecoderWeights, decoder_weights
 
 # Left out, transformers asks on stdin whether a checkpoint's own Python may run.
 UNTRUSTED = {"trust_remote_code": False}
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+PARSED = (".json", ".txt", ".model", ".jinja")  # suffixes of files that readers hold in memory
+MAX_PARSED_BYTES = 64 << 20  # the largest tokenizers have about 35 MB
+MAX_LABELS = 100_000
 
 
 def load_config(source: str) -> Any:
     """The transformers configuration in the folder `source`. Raises ModelError."""
     with _reading(source):
+        _require_decoder(read_document(Path(source) / "config.json"))
         return transformers.AutoConfig.from_pretrained(source, **UNTRUSTED)
 
 
@@ -31,12 +41,22 @@ def load_weights(source: str, shape: ModelShape, device: torch.device, dtype: to
 
     Raises ModelError when any is missing, misshapen or not finite.
     """
-    options = {"dtype": dtype, "output_loading_info": True, "use_safetensors": True, **UNTRUSTED}
+    config = load_config(source)
+    vars(config).pop("transformers_weights", None)  # it may name a pickle
+    options = {
+        "config": config, "dtype": dtype, "output_loading_info": True, "use_safetensors": True,
+        "ignore_mismatched_sizes": True,  # they are reported here
+        "attn_implementation": "eager",  # the configuration may name one whose code is then downloaded
+    }  # fmt: skip
     with _reading(source):
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(source, **options)
-    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+        _require_layers(source, shape.layers)
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(source, **options, **UNTRUSTED)
+    missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"the checkpoint {source} lacks {len(missing)} weights, the first is {missing[0]}")
+    for name, found, needed in sorted(info["mismatched_keys"]):
+        sizes = f"{list(found)}; its config.json needs {list(needed)}"
+        raise ModelError(f"in the checkpoint {source} the weight {name} is {sizes}")
     state = dict(model.state_dict())
     del model
     weights = decoder_weights(shape, state, device)
@@ -56,13 +76,65 @@ def load_tokenizer(source: str) -> Any:
 def checkpoint_elements(source: str) -> int:
     """Elements of all tensors in the folder's safetensors files, from their headers. Raises ModelError."""
     with _reading(source):
-        return sum(map(_elements, Path(source).glob("*.safetensors")))
+        return sum(map(math.prod, _tensor_sizes(source)))
 
 
-def _elements(path: Path) -> int:
-    with safe_open(path, framework="pt") as file:
-        names = list(file.keys())
-        return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+def _require_layers(source: str, layers: int) -> None:
+    """Raises ValueError for a configuration with so many layers that transformers would take minutes to build them."""
+    held = len(_tensor_sizes(source))
+    if held < layers:
+        raise ValueError(f"it has {held} tensors for {layers} layers")
+
+
+def _tensor_sizes(source: str) -> list[list[int]]:
+    """The dimensions of every tensor in the folder."""
+    sizes: list[list[int]] = []
+    for path in _weight_files(Path(source)):
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            sizes += [file.get_slice(name).get_shape() for name in names]
+    return sizes
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers takes weights from. Raises ValueError for an index that names any but safetensors
+    beside it: transformers would open pickles, and files of other folders.
+    """
+    if (folder / WHOLE).exists() or not (folder / INDEX).exists():
+        return [folder / WHOLE]
+    index = json.loads((folder / INDEX).read_bytes())
+    for part in ("weight_map", "metadata"):
+        if not isinstance(index, dict) or not isinstance(index.get(part), dict):
+            raise ValueError(f"{INDEX} has no object called {part}")
+    files = sorted(set(map(str, index["weight_map"].values())))
+    for name in files:
+        if not name.endswith(".safetensors") or Path(name).name != name:
+            raise ValueError(f"{INDEX} names {brief(name)}; allowed: safetensors files beside it")
+    return [folder / name for name in files]
+
+
+def _require_decoder(config: bytes) -> None:
+    """Raises ValueError for what transformers would turn into lists of any length before it is known to be wrong."""
+    keys = json.loads(config)
+    kind = keys.get("model_type") if isinstance(keys, dict) else None
+    if kind not in EXECUTABLE_ARCHITECTURES:
+        raise ValueError(f"model_type is {brief(kind)}; supported: {', '.join(EXECUTABLE_ARCHITECTURES)}")
+    for name, most in (("num_hidden_layers", MAX_LAYERS), ("num_labels", MAX_LABELS)):
+        count = keys.get(name)
+        if isinstance(count, (int, float)) and count > most:
+            raise ValueError(f"{name} is {brief(count)}; allowed: up to {most}")
+
+
+def _require_plain_files(folder: Path) -> None:
+    """Raises ValueError for files that readers would wait for, or that would fill the memory."""
+    for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        if path.is_dir() or not path.exists():
+            continue
+        if not path.is_file():
+            raise ValueError(f"{brief(path.name)} is a pipe or a device; allowed: files")
+        size = path.stat().st_size
+        if path.suffix in PARSED and size > MAX_PARSED_BYTES:
+            raise ValueError(f"{brief(path.name)} has {size} bytes; allowed: up to {MAX_PARSED_BYTES}")
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -70,5 +142,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
-def _reading(source: str) -> AbstractContextManager[None]:
-    return failures_as(f"cannot load the model {source}")
+@contextmanager
+def _reading(source: str) -> Iterator[None]:
+    with failures_as(f"cannot load the model {source}"):
+        _require_plain_files(Path(source))
+        yield

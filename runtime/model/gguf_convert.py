@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ridgeplan.roofline.catalog.gguf_header import read_gguf_header
+from ridgeplan.roofline.catalog.gguf_shape import shape_of_header
 from ridgeplan.roofline.catalog.user_folders import cache_folder
 from ridgeplan.runtime.errors import ModelError, one_line
 from ridgeplan.runtime.host_memory import available_bytes
@@ -25,6 +27,7 @@ from ridgeplan.runtime.model.readers import failures_as, quiet_rust, quiet_trans
 
 CONVERSION = "2"  # part of the folder's name: a change of what is written makes a new folder
 MANIFEST = "conversion.json"  # sizes of the files that a finished conversion wrote
+STAGING = ".converting-"  # the names of folders that are not complete begin with it
 FLOAT32_BYTES = 4
 
 
@@ -54,14 +57,17 @@ def _key(path: Path) -> str:
     """A file's identity without reading it: path, size and modification time."""
     status = path.stat()
     text = f"{CONVERSION}\n{path.resolve()}\n{status.st_size}\n{status.st_mtime_ns}"
-    return f"{path.stem[:100]}-{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
+    name = re.sub(r"[^\w.-]", "_", path.stem, flags=re.ASCII)[:100]  # not every reader takes every file name
+    return f"{name}-{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time; the system frees the lock of one that is killed."""
+    """One process at a time; the system frees the lock of one that is killed, and what that left half done goes."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / ".lock"):
+        for left in folder.parent.glob(f"{STAGING}*"):
+            shutil.rmtree(left, ignore_errors=True)
         yield
 
 
@@ -76,11 +82,7 @@ def _is_whole(folder: Path) -> bool:
 
 def _require_room(path: Path, cache: Path) -> None:
     """Raises ModelError where the decoded weights fit neither memory nor disk, before any of them is read."""
-    try:
-        tensors = read_gguf_header(path).tensors.values()
-    except ValueError as error:
-        raise ModelError(f"cannot read the GGUF file {path}: {one_line(error)}") from error
-    needed_bytes = FLOAT32_BYTES * sum(map(math.prod, tensors))
+    needed_bytes = FLOAT32_BYTES * sum(map(math.prod, _checked_tensors(path)))
     for what, free_bytes in (("memory", available_bytes()), ("disk", shutil.disk_usage(cache).free)):
         if free_bytes is not None and needed_bytes > free_bytes:
             raise ModelError(
@@ -89,10 +91,21 @@ def _require_room(path: Path, cache: Path) -> None:
             )
 
 
+def _checked_tensors(path: Path) -> list[tuple[int, ...]]:
+    """The dimensions of all tensors, once the file's sizes are in range. Raises ModelError."""
+    try:
+        header = read_gguf_header(path)
+        shape, tensors = shape_of_header(header, path), header.tensors
+    except ValueError as error:
+        raise ModelError(f"cannot read the GGUF file {path}: {one_line(error)}") from error
+    if shape.layers > len(tensors):  # transformers would build them all
+        raise ModelError(f"cannot read the GGUF file {path}: it has {len(tensors)} tensors for {shape.layers} layers")
+    return list(tensors.values())
+
+
 def _convert_into(path: Path, folder: Path) -> None:
     """Writes to a staging folder and renames it over any damaged one."""
-    staging = folder.with_name(f".converting-{folder.name}")
-    shutil.rmtree(staging, ignore_errors=True)
+    staging = folder.with_name(f"{STAGING}{folder.name}")
     staging.mkdir()
     try:
         _convert(path, staging)
@@ -109,15 +122,16 @@ def _convert(path: Path, staging: Path) -> None:
     # transformers would also read configurations beside the file, which may not be its own and may name Python to run.
     alone = staging / "alone"
     alone.mkdir()
-    (alone / path.name).symlink_to(path.resolve())
+    link = alone / "model.gguf"
+    link.symlink_to(path.resolve())
     where: dict[str, Any] = {
         "pretrained_model_name_or_path": str(alone),
-        "gguf_file": path.name,
+        "gguf_file": link.name,
         "trust_remote_code": False,  # left out, transformers asks on stdin
     }
     with failures_as(f"cannot read the GGUF file {path}"):
         config = transformers.AutoConfig.from_pretrained(**where)
-        tensors = _tensors(path, config)
+        tensors = _tensors(link, config)
         with quiet_rust():
             tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     shutil.rmtree(alone)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense, Linear
@@ -116,6 +117,7 @@ def _check(calibration: Sequence[int] | None, vocab: int) -> None:
         return
     if len(calibration) == 0:
         raise WorkloadError("calibration has no tokens; allowed: 1 or more token ids, or None")
-    strange = next((token for token in calibration if not isinstance(token, Integral) or not 0 <= token < vocab), None)
-    if strange is not None:
-        raise WorkloadError(f"calibration holds the token {strange!r}; allowed: whole numbers from 0 to {vocab - 1}")
+    for token in calibration:
+        if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < vocab:
+            allowed = f"whole numbers from 0 to {vocab - 1}"
+            raise WorkloadError(f"calibration holds the token {brief(token)}; allowed: {allowed}")

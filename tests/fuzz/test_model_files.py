@@ -13,6 +13,7 @@ from gguf_values import METADATA, TENSORS, gguf_bytes, gguf_files
 from hypothesis import given
 from hypothesis import strategies as st
 from mutations import FUZZ, assert_one_line, binary_files, json_files
+from safetensors import safe_open
 
 from ridgeplan import runtime
 from ridgeplan.planner import Workload, preset
@@ -23,14 +24,24 @@ from ridgeplan.runtime.model.gguf_convert import converted
 
 REFUSED = (ModelError, WorkloadError, UnsupportedPlan)
 PLAN = preset("autoregressive", Workload("any", "here", 64, 8))
+ROPES: tuple[dict[str, Any], ...] = (
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0,
+     "attention_factor": 1.1},
+    {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0,
+     "high_freq_factor": 4.0},
+)  # fmt: skip
+INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module")
-def configs(tiny_folder: Path) -> dict[str, Any]:
-    """A complete configuration of each family that runs, with the sizes of the tiny model."""
+def configs(tiny_folder: Path) -> list[dict[str, Any]]:
+    """A complete configuration of each family that runs, with the sizes of the tiny model and all kinds of RoPE."""
     own = json.loads((tiny_folder / "config.json").read_text())
     del own["model_type"]
-    return {family: transformers.AutoConfig.for_model(family, **own).to_dict() for family in EXECUTABLE_ARCHITECTURES}
+    plain = [transformers.AutoConfig.for_model(family, **own).to_dict() for family in EXECUTABLE_ARCHITECTURES]
+    return [{**one, "rope_parameters": {"rope_theta": 1e4, **rope}} for one in plain for rope in ROPES]
 
 
 def link_all_but(name: str, source: Path, folder: Path) -> Path:
@@ -64,12 +75,24 @@ def nothing_but_progress_is_said(capfd: pytest.CaptureFixture[str]) -> Iterator[
 
 @pytest.mark.filterwarnings("ignore")
 @FUZZ
-@given(family=st.sampled_from(EXECUTABLE_ARCHITECTURES), data=st.data())
+@given(data=st.data())
 def test_checkpoints_with_damaged_configurations(
-    tmp_path: Path, tiny_folder: Path, configs: dict[str, Any], family: str, data: st.DataObject
+    tmp_path: Path, tiny_folder: Path, configs: list[dict[str, Any]], data: st.DataObject
 ) -> None:
     path = link_all_but("config.json", tiny_folder, tmp_path / "model")
-    path.write_bytes(data.draw(json_files(configs[family])))
+    path.write_bytes(data.draw(st.sampled_from(configs).flatmap(json_files)))
+    write_two_tokens(path.parent)
+
+
+@pytest.mark.filterwarnings("ignore")
+@FUZZ
+@given(data=st.data())
+def test_checkpoints_with_damaged_indices(tmp_path: Path, tiny_folder: Path, data: st.DataObject) -> None:
+    path = link_all_but("model.safetensors", tiny_folder, tmp_path / "model")
+    path.with_name("shard.safetensors").symlink_to(tiny_folder / path.name)
+    with safe_open(tiny_folder / path.name, framework="pt") as file:
+        index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(file.keys(), "shard.safetensors")}
+    path.with_name(INDEX).write_bytes(data.draw(json_files(index)))
     write_two_tokens(path.parent)
 
 

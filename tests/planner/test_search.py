@@ -140,6 +140,7 @@ def test_json_has_what_users_parse(h200_profile):
         ({"objective": "fun"}, "objective is 'fun'"),
         ({"memory_limit": float("nan")}, "memory_limit is nan"),
         ({"memory_limit": -1}, "memory_limit is -1"),
+        ({"memory_limit": 10**400}, "memory_limit is a huge number; allowed: bytes above 0 up to 1e+18"),
         ({"model": "Llama-3.1-9B"}, "Did you mean"),
     ],
 )

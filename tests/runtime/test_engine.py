@@ -250,6 +250,11 @@ def test_a_closed_engine_says_so(tiny_model, make_plan, prompts):
         ([1], True, "max_new_tokens is True"),
         ("text", 5, "prompts are of type str; allowed: token ids, not text"),
         (torch.ones(3), 5, "prompts are torch.float32 of 1 dimensions"),
+        (b"text", 5, "prompts are of type bytes; allowed: token ids, not text"),
+        ([b"text"], 5, "prompt 0 is of type bytes; allowed: token ids, not text"),
+        ([[1], 2], 5, "prompt 1 is of type int; allowed: token ids"),
+        ([torch.tensor(1)], 5, "prompt 0 is of type int; allowed: token ids"),
+        ([1], 10**400, "max_new_tokens is a huge number; allowed by the plan: up to 128"),
     ],
 )
 def test_bad_requests_are_named_in_one_line(engine, ids, new_tokens, message):

@@ -97,3 +97,23 @@ def test_scaled_rotary_frequencies_are_transformers(tiny_model):
     embedding = model.reference.model.rotary_emb
     assert torch.tensor(config.rotary_frequencies).equal(embedding.inv_freq)
     assert config.rotary_scale == pytest.approx(embedding.attention_scaling)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": "x"},
+        {"rope_type": "linear", "factor": 0.0},
+        {"rope_type": "linear", "factor": -1.0},
+        {"rope_type": "linear", "factor": float("nan")},
+        {"rope_type": "yarn", "factor": 2.0, "attention_factor": float("inf")},
+        {"rope_type": "yarn", "factor": 2.0, "partial_rotary_factor": 0.5},
+        {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0},
+    ],
+)
+def test_rotary_embeddings_that_cannot_be_computed_are_refused(rope):
+    hub = transformers.LlamaConfig()
+    hub.rope_parameters = {"rope_theta": 1e4, **rope}
+    with pytest.raises(ModelError, match="the model's rope_parameters are") as error:
+        decoder_config(hub, "model")
+    assert "\n" not in str(error.value)

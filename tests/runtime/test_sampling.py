@@ -55,6 +55,8 @@ def test_the_ends_of_the_ranges_are_allowed():
         ({"temperature": 1e-310}, "temperature is 1e-310; allowed: 0, which is greedy, or 0.0001 to 10000"),
         ({"temperature": 0.99e-4}, "temperature is 9.9e-05"),
         ({"temperature": 10001}, "temperature is 10001"),
+        ({"temperature": 10**400}, "temperature is a huge number"),
+        ({"top_p": 10**400}, "top_p is a huge number"),
         ({"top_k": 0}, "top_k is 0"),
         ({"top_k": 1.5}, "top_k is 1.5"),
         ({"top_p": 0.0}, "top_p is 0.0"),

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from ridgeplan.validate.prompts import PromptError, prompt_tokens, read_prompt, sample_text
+from ridgeplan.runtime.errors import ModelError
+from ridgeplan.validate.prompts import (
+    MAX_CHARACTERS,
+    PromptError,
+    first_tokens,
+    prompt_tokens,
+    read_prompt,
+    sample_text,
+)
 
 
 class WordTokenizer:
@@ -60,3 +68,31 @@ def test_bad_files_are_one_clear_line(tmp_path: Path, content: bytes | None, mes
 def test_a_folder_is_no_prompt_file(tmp_path: Path) -> None:
     with pytest.raises(PromptError, match="cannot read text file"):
         read_prompt(tmp_path)
+
+
+def test_a_file_without_end_is_read_up_to_the_longest_context() -> None:
+    with pytest.raises(PromptError, match=f"'/dev/zero' is too long; allowed: up to {MAX_CHARACTERS} characters"):
+        read_prompt("/dev/zero")
+
+
+def test_no_more_of_a_text_is_encoded_than_is_asked_for() -> None:
+    class Counting(WordTokenizer):
+        longest = 0
+
+        def encode(self, text: str) -> list[int]:
+            self.longest = max(self.longest, len(text))
+            return super().encode(text)
+
+    tokenizer = Counting()
+    assert first_tokens(tokenizer, 100, "word " * 100_000) == [4] * 100
+    assert tokenizer.longest == 600
+    assert first_tokens(tokenizer, 100, "one two") == [3, 3]
+
+
+def test_a_tokenizer_that_fails_on_a_text_is_one_line() -> None:
+    class Failing:
+        def encode(self, text: str) -> list[int]:
+            raise Exception("WordLevel error: Missing [UNK] token")  # what tokenizers raises has no type of its own
+
+    with pytest.raises(ModelError, match=r"tokenizer cannot encode the text: WordLevel error: Missing \[UNK\] token"):
+        first_tokens(Failing(), 4, "a")

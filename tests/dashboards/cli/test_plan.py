@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -318,3 +319,43 @@ def test_failed_write_leaves_nothing_behind(refuses: Any, tmp_path: Path, monkey
     path = tmp_path / "plan.json"
     assert "cannot write" in refuses("recommend", *QUESTION, "--output", path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_output_to_a_link_keeps_the_link(invoke: Any, tmp_path: Path) -> None:
+    target, link = tmp_path / "plan.json", tmp_path / "link.json"
+    target.write_text("old")
+    link.symlink_to(target)
+    assert invoke("recommend", *QUESTION, "--output", link).exit_code == 0
+    assert link.is_symlink()
+    assert Plan.from_json(target.read_text()).workload.hardware == "h200"
+
+
+def test_a_pipe_is_not_replaced_by_a_file(refuses: Any, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert "cannot write" in refuses("recommend", *QUESTION, "--output", pipe)
+    assert pipe.is_fifo()
+
+
+def test_the_longest_file_name_is_written(invoke: Any, tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 255)
+    assert invoke("recommend", *QUESTION, "--output", path).exit_code == 0
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("given", [("", "--gpu", "h200"), (LLAMA, "--gpu", "")])
+def test_an_empty_name_is_not_the_plans_own(refuses: Any, invoke: Any, tmp_path: Path, given: tuple[str, ...]) -> None:
+    path = tmp_path / "plan.json"
+    assert invoke("recommend", *QUESTION, "--output", path).exit_code == 0
+    assert "unknown " in refuses("estimate", *given, "--plan", path)
+
+
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "HF_HOME"])
+def test_a_folder_name_that_no_system_takes_holds_nothing(
+    refuses: Any, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setattr("ridgeplan.planner.resolution.detect_hardware", lambda: None)
+    monkeypatch.setenv(variable, "/" + "x" * 5000)
+    assert "ridgeplan calibrate" in refuses("recommend", LLAMA, "--gpu", "auto", "--ctx", 4096)
+    assert "unknown model 'a/b'" in refuses("recommend", "a/b", "--gpu", "h200", "--ctx", 4096)

@@ -70,6 +70,23 @@ def test_a_plan_that_cannot_be_executed_says_why(refuses: Any, tmp_path: Path) -
     assert "can be estimated but not executed: draft selection 'specattn'" in refuses("run", path, "--prompt", "a")
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a" * 65, "the prompt has more than 64 tokens; allowed by the plan: 1 to 64"),
+        ("\u4e2d", "the prompt has no tokens of this model's vocabulary; allowed by the plan: 1 to 64"),
+    ],
+)
+def test_a_prompt_that_does_not_fit_the_plan_is_refused(
+    refuses: Any, plan_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
+    def ascii_only(self: Any, text: str, **_: Any) -> list[int]:
+        return list(text.encode("ascii", "ignore"))
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.encode", ascii_only)
+    assert words in refuses("run", plan_path, "--model", tiny_folder, "--prompt", text)
+
+
 @pytest.mark.parametrize("keep", [0, 4, 1000, 90_000_000])
 def test_truncated_models_are_refused(
     refuses: Any, plan_path: Path, smollm2: Path, tmp_path: Path, keep: int, monkeypatch: pytest.MonkeyPatch

@@ -59,3 +59,27 @@ def test_sigterm_ends_a_command_quietly(tmp_path: Path) -> None:
 )
 def test_messages_are_one_line_that_fits_a_screen(message: str, shown: str) -> None:
     assert shortened(message) == shown
+
+
+FINALIZED = """
+import os, signal, sys, time
+from ridgeplan.dashboards.cli.streams import prepare_process
+
+class Signalled:
+    def __del__(self):
+        os.kill(os.getpid(), signal.Signals[sys.argv[1]])
+        time.sleep(0)
+
+prepare_process()
+one = Signalled()
+del one
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", -signal.SIGINT)])
+def test_a_signal_in_a_finalizer_is_not_lost(name: str, code: int) -> None:
+    """Python drops what is raised there, after a traceback. Unhandled, KeyboardInterrupt ends it by the signal."""
+    result = subprocess.run([sys.executable, "-c", FINALIZED, name], capture_output=True, text=True, timeout=60)
+    assert result.returncode == code
+    assert "Exception ignored" not in result.stderr

@@ -262,7 +262,7 @@ def test_a_folder_that_is_no_model_does_not_hide_a_name(tmp_path: Path, monkeypa
     assert load_shape("qwen3-8b").name == "Qwen/Qwen3-8B"
 
 
-@pytest.mark.parametrize("branch", ["main", "none", "gone"])
+@pytest.mark.parametrize("branch", ["main", "none", "gone", "long"])
 def test_local_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, branch: str) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
@@ -272,7 +272,7 @@ def test_local_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, branch
         write_config(folder / "snapshots" / commit, num_hidden_layers=layers)
     if branch != "none":
         (folder / "refs").mkdir()
-        (folder / "refs" / "main").write_text("bbb\n" if branch == "main" else "ccc\n")
+        (folder / "refs" / "main").write_text({"main": "bbb\n", "gone": "ccc\n", "long": "x" * 5000}[branch])
     shape = load_shape("someone/tiny")
     assert (shape.name, shape.layers) == ("someone/tiny", 3 if branch == "main" else 2)
     with pytest.raises(UnknownModel):

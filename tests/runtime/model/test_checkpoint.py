@@ -1,6 +1,7 @@
 """Reading a checkpoint: damage is one line, nothing in it is executed, weights are held once."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -109,6 +110,89 @@ def test_a_pickle_is_not_opened(broken_copy, make_plan):
         runtime.load(make_plan(), str(broken_copy))
     assert one_line(error)
     assert not mark.exists()
+
+
+def write_index(folder, index, held="shard.safetensors"):
+    """The checkpoint as one shard called `held`, and an index."""
+    (folder / "model.safetensors").rename(folder / held)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def of_all(folder, file):
+    """An index that finds every weight in one file."""
+    return {"metadata": {}, "weight_map": dict.fromkeys(load_file(folder / "model.safetensors"), file)}
+
+
+def test_an_index_names_the_files_that_are_read_and_counted(broken_copy, make_plan, prompts):
+    elements = checkpoint_elements(str(broken_copy))
+    write_index(broken_copy, of_all(broken_copy, "shard.safetensors"))
+    save_file({"other": torch.zeros(7)}, broken_copy / "other.safetensors")
+    assert checkpoint_elements(str(broken_copy)) == elements
+    assert len(runtime.load(make_plan(), str(broken_copy), device="cpu").generate(prompts(20), 3).tokens[0]) == 3
+
+
+@pytest.mark.parametrize("file", ["x.bin", "../x.safetensors", "sub/x.safetensors", "/dev/zero", 5, None])
+def test_an_index_names_nothing_but_safetensors_beside_it(broken_copy, make_plan, file):
+    """transformers would open the pickle, look into other folders, and read the device without end."""
+    write_index(broken_copy, of_all(broken_copy, file))
+    torch.save({}, broken_copy / "x.bin")
+    with pytest.raises(ModelError, match=r"index\.json names .*; allowed: safetensors files beside it") as error:
+        runtime.load(make_plan(), str(broken_copy))
+    assert one_line(error)
+
+
+@pytest.mark.parametrize("index", [[], {}, {"metadata": {}, "weight_map": []}, {"weight_map": {}}])
+def test_a_damaged_index_is_a_model_error(broken_copy, make_plan, index):
+    write_index(broken_copy, index)
+    with pytest.raises(ModelError, match=r"index\.json has no object called (weight_map|metadata)"):
+        runtime.load(make_plan(), str(broken_copy))
+
+
+def test_a_config_cannot_name_a_pickle(broken_copy, make_plan):
+    (broken_copy / "model.safetensors").rename(broken_copy / "kept")
+    torch.save({"model.norm.weight": torch.ones(64)}, broken_copy / "adapter_model.bin")
+    change_config(broken_copy, transformers_weights="adapter_model.bin")
+    with pytest.raises(ModelError, match=r"cannot load the model .*model\.safetensors"):
+        runtime.load(make_plan(), str(broken_copy))
+
+
+def change_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_labels": 10**9}, "num_labels is 1000000000; allowed: up to 100000"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; allowed: up to 10000"),
+        ({"num_hidden_layers": 10_000}, r"it has \d+ tensors for 10000 layers"),
+        ({"model_type": "bert"}, "model_type is 'bert'; supported: llama, mistral, qwen2, qwen3"),
+        ({"vocab_size": 100}, r"the weight lm_head\.weight is \[128, 64\]; its config\.json needs \[100, 64\]"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; allowed: above 0 up to 1"),
+        ({"rms_norm_eps": "x"}, "'rms_norm_eps' expected float, got str"),
+    ],
+)
+def test_a_config_that_cannot_be_meant_is_refused_at_once(broken_copy, make_plan, changes, message):
+    """transformers makes a list of all labels and builds all layers, for minutes or until the memory ends."""
+    change_config(broken_copy, **changes)
+    with pytest.raises(ModelError, match=message) as error:
+        runtime.load(make_plan(), str(broken_copy), device="cpu")
+    assert one_line(error)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja"])
+def test_a_huge_file_is_refused_unread(broken_copy, name):
+    with (broken_copy / name).open("wb") as file:
+        file.truncate(1 << 40)  # sparse
+    with pytest.raises(ModelError, match=f"'{name}' has 1099511627776 bytes; allowed: up to 67108864"):
+        load_tokenizer(str(broken_copy))
+
+
+def test_a_pipe_is_not_waited_for(broken_copy, make_plan):
+    os.mkfifo(broken_copy / "other.safetensors")
+    with pytest.raises(ModelError, match=r"'other\.safetensors' is a pipe or a device; allowed: files"):
+        runtime.load(make_plan(), str(broken_copy))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

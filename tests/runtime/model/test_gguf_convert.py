@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from gguf_files import write_gguf
+from gguf_values import METADATA, TENSORS, gguf_bytes
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -160,6 +161,39 @@ def test_what_a_killed_conversion_left_goes(path, conversions, cache_home):
     folder.rename(folder.with_name(f".converting-{folder.name}"))
     assert converted(path) == folder
     assert kept(cache_home) == [folder.name]
+
+
+def test_what_a_killed_conversion_of_another_file_left_goes_as_well(path, conversions, cache_home):
+    """The file may have changed or gone since: nobody would convert it under that name again."""
+    left = cache_home / "ridgeplan" / "models" / f"{gguf_convert.STAGING}other-0123456789abcdef"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(bytes(100))
+    assert kept(cache_home) == [left.name]
+    folder = converted(path)
+    assert kept(cache_home) == [folder.name]
+
+
+@pytest.mark.parametrize("name", ["模" * 80, "a\nb", "two words"])
+def test_any_file_name_can_be_converted(path, conversions, name):
+    path = path.rename(path.with_stem(name))
+    folder = converted(path)
+    assert folder.name.isascii()
+    assert (folder / "config.json").exists()
+
+
+def test_a_header_with_more_layers_than_tensors_is_refused_at_once(tmp_path, conversions):
+    path = tmp_path / "deep.gguf"
+    path.write_bytes(gguf_bytes({**METADATA, "llama.block_count": 10_000}, TENSORS))
+    with pytest.raises(ModelError, match=r"cannot read the GGUF file .*: it has 12 tensors for 10000 layers"):
+        converted(path)
+    assert not conversions
+
+
+def test_a_pipe_is_not_waited_for(tmp_path, cache_home):
+    path = tmp_path / "pipe.gguf"
+    os.mkfifo(path)
+    with pytest.raises(ModelError, match="it is a pipe or a device; allowed: a file"):
+        converted(path)
 
 
 def test_a_cache_that_cannot_be_written_is_a_model_error(path, tmp_path, monkeypatch):

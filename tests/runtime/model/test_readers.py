@@ -11,7 +11,7 @@ from ridgeplan.runtime.model.readers import failures_as, quiet_rust, quiet_trans
 
 
 def test_a_failure_is_one_line() -> None:
-    with pytest.raises(ModelError, match=r"^cannot read x: first$"), failures_as("cannot read x"):
+    with pytest.raises(ModelError, match=r"^cannot read x: first second$"), failures_as("cannot read x"):
         raise RuntimeError("first\nsecond")
 
 
