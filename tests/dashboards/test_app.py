@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("only_profile")
 
 @pytest.fixture
 def page() -> AppTest:
-    return AppTest.from_file(app.__file__, default_timeout=30)
+    return AppTest.from_file(app.__file__, default_timeout=300)
 
 
 def shown(page: AppTest) -> str:

@@ -131,10 +131,10 @@ def main() -> int:
     options = parser.parse_args()
     found = list(mutations(options.areas))
     stale = [mutation for mutation in found if not mutation.applies]
-    judged = [mutation for mutation in found if mutation.applies and not mutation.equivalent]
-    alive = survivors(judged, options.jobs)
-    killed = len(judged) - len(alive)
-    print(f"\n{killed} of {len(judged)} mutations killed ({killed / max(len(judged), 1):.1%})")
+    tried = [mutation for mutation in found if mutation.applies and not mutation.equivalent]
+    alive = survivors(tried, options.jobs)
+    killed = len(tried) - len(alive)
+    print(f"\n{killed} of {len(tried)} mutations killed ({killed / max(len(tried), 1):.1%})")
     for title, listed in (("survives", alive), ("does not apply any more", stale)):
         for mutation in listed:
             print(f"{title}: {mutation.name}")

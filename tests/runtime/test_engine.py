@@ -150,7 +150,7 @@ def test_statistics_follow_their_definitions(engine, prompts):
     assert statistics.acceptance == statistics.accepted / statistics.judged
     assert statistics.accepted_share == statistics.accepted / statistics.drafted
     assert statistics.acceptance >= statistics.accepted_share
-    # A later draft is judged only where the one before it was accepted.
+    # A later draft is verified only where the one before it was accepted.
     assert all(j <= a for j, a in zip(statistics.judged_at[1:], statistics.accepted_at, strict=False))
     assert statistics.acceptance_at[0] == statistics.accepted_at[0] / statistics.judged_at[0]
     assert statistics.ttft_ms == pytest.approx(1e3 * statistics.prefill_s)

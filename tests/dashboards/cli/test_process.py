@@ -1,4 +1,4 @@
-"""The installed command as its own process: exit codes, streams, speed and what it imports."""
+"""The installed command as its own process: exit codes, streams and what it imports."""
 
 import contextlib
 import functools

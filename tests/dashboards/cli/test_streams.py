@@ -16,7 +16,7 @@ COMMAND = str(Path(sys.executable).with_name("ridgeplan"))
 def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     script = command.replace("ridgeplan", COMMAND)
     return subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, timeout=60, env=os.environ | environment
+        ["bash", "-c", script], capture_output=True, text=True, timeout=300, env=os.environ | environment
     )
 
 
@@ -33,7 +33,7 @@ def test_a_closed_stderr_changes_nothing() -> None:
 def test_what_a_narrow_stdout_cannot_show_becomes_question_marks() -> None:
     code = "from ridgeplan.dashboards.cli.streams import prepare_process as p; p(); print('caf\\u00e9 \\u2192 \\u4e2d')"
     environment = os.environ | {"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, env=environment)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300, env=environment)
     assert (result.returncode, result.stderr) == (0, b"")
     assert result.stdout == b"caf\xe9 ? ?\n"
 
@@ -44,7 +44,7 @@ def test_sigterm_ends_a_command_quietly(tmp_path: Path) -> None:
     process = subprocess.Popen([COMMAND, "run", str(pipe)], stderr=subprocess.PIPE, text=True)
     with pipe.open("w"):  # opens once the command reads, which then waits for an end that does not come
         process.send_signal(signal.SIGTERM)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM
     assert stderr == ""
 
