@@ -178,12 +178,14 @@ TINY = Sizes(
     # Wide inputs are split between the CTAs of a cluster; 40 rows take several passes, 70 another kernel.
     linear_int4=(
         LinearSize(96, 256, ((1, 1.0), (5, 1.0), (40, 1.0), (70, 1.0))),
+        LinearSize(2160, 256, ((1, 1.0), (5, 1.0), (16, 1.0))),
         LinearSize(4320, 256, ((1, 1.0), (5, 1.0), (16, 1.0))),
         LinearSize(16, 14336, ((16, 1.0),)),
         LinearSize(1000, 14336, ((8, 1.0), (16, 1.0))),
     ),
     linear_dense=(
         LinearSize(72, 576, ((1, 1.0), (5, 1.0), (16, 1.0))),
+        LinearSize(2160, 256, ((1, 1.0), (5, 1.0), (16, 1.0))),
         LinearSize(4320, 256, ((1, 1.0), (5, 1.0), (16, 1.0))),
         LinearSize(16, 14336, ((8, 1.0),)),
         LinearSize(1000, 14336, ((5, 1.0), (8, 1.0))),
