@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
 
 APP = Path(__file__).parents[1] / "app.py"
+ADDRESS = "127.0.0.1"
 
 
 @click.command()
@@ -48,12 +50,23 @@ def calibrate(quick: bool, output: Path | None, as_json: bool) -> None:
 @click.option("--port", type=click.IntRange(1, 65535), default=8501, show_default=True, help="Port on 127.0.0.1.")
 def dashboard(port: int) -> None:
     """Serve the page to this machine's browser, and to nobody else."""
+    _require_free(port)
     # -P keeps the working directory off sys.path, where a folder such as kernels/ would shadow installed packages.
     serve = [sys.executable, "-P", "-m", "streamlit", "run", str(APP)]
-    local = ["--server.address", "127.0.0.1", "--server.port", str(port), "--server.headless", "true"]
+    local = ["--server.address", ADDRESS, "--server.port", str(port), "--server.headless", "true"]
     quiet = ["--browser.gatherUsageStats", "false", "--client.toolbarMode", "minimal"]
     # The server replaces this process, so that ending the command ends the server.
     os.execv(sys.executable, [*serve, *local, *quiet])
+
+
+def _require_free(port: int) -> None:
+    """Raises UsageError where the server could not listen."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that just ended leaves its port free
+        try:
+            probe.bind((ADDRESS, port))
+        except OSError as error:
+            raise click.UsageError(f"--port {port} cannot be used: {error.strerror}; allowed: a free port") from None
 
 
 def calibrate_with_progress(quick: bool, output: Path | None) -> Profile:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense, Linear
@@ -120,4 +119,4 @@ def _check(calibration: Sequence[int] | None, vocab: int) -> None:
     for token in calibration:
         if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < vocab:
             allowed = f"whole numbers from 0 to {vocab - 1}"
-            raise WorkloadError(f"calibration holds the token {brief(token)}; allowed: {allowed}")
+            raise WorkloadError(f"calibration holds the token {token!r}; allowed: {allowed}")

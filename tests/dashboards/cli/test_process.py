@@ -132,3 +132,13 @@ def answers(url: str) -> bool:
             return bool(reply.status == 200)
         time.sleep(0.2)
     return False
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        result = ridgeplan("dashboard", "--port", port)
+    assert result.returncode == 2
+    assert result.stderr == f"error: --port {port} cannot be used: Address already in use; allowed: a free port\n"
