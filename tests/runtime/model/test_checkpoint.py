@@ -148,12 +148,18 @@ def test_a_damaged_index_is_a_model_error(broken_copy, make_plan, index):
         runtime.load(make_plan(), str(broken_copy))
 
 
-def test_a_config_cannot_name_a_pickle(broken_copy, make_plan):
-    (broken_copy / "model.safetensors").rename(broken_copy / "kept")
-    torch.save({"model.norm.weight": torch.ones(64)}, broken_copy / "adapter_model.bin")
+def test_a_config_cannot_name_a_pickle(broken_copy, make_plan, prompts):
+    """transformers would open the file instead of the weights that were checked."""
+    expected = runtime.load(make_plan(), str(broken_copy), device="cpu").generate(prompts(20), 3).tokens
+    (broken_copy / "adapter_model.bin").write_bytes(b"a pickle")
     change_config(broken_copy, transformers_weights="adapter_model.bin")
-    with pytest.raises(ModelError, match=r"cannot load the model .*model\.safetensors"):
-        runtime.load(make_plan(), str(broken_copy))
+    assert runtime.load(make_plan(), str(broken_copy), device="cpu").generate(prompts(20), 3).tokens == expected
+
+
+def test_a_config_cannot_name_attention_from_the_hub(broken_copy, make_plan, prompts):
+    """transformers would download the repository's kernels and run them."""
+    change_config(broken_copy, _attn_implementation="owner/kernels")
+    assert len(runtime.load(make_plan(), str(broken_copy), device="cpu").generate(prompts(20), 3).tokens[0]) == 3
 
 
 def change_config(folder, **changes):
