@@ -19,7 +19,7 @@ test: $(INSTALLED)
 # Thousands of damaged files and command lines of each kind, which take about ten minutes on two cores.
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 RIDGEPLAN_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/fuzz --numprocesses auto \
-		--dist worksteal --override-ini timeout=0
+		--dist worksteal --override-ini timeout=3600
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
