@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import streamlit as st
@@ -61,7 +62,7 @@ def main() -> None:
     except ValueError as error:
         if not about_input(error):
             raise
-        st.error(str(error))
+        st.error(escaped(str(error)))
         return
     show_plan(recommendation, shape)
     show_charts(recommendation, profile.hardware)
@@ -91,13 +92,20 @@ def ask() -> PageQuestion:
     )  # fmt: skip
 
 
+def escaped(text: str) -> str:
+    """`text` for Markdown to show as it is: names from files could hold links, images or formulas."""
+    return re.sub(r"([\\`*_\[\]<>$~])", r"\\\1", text)
+
+
 def show_plan(recommendation: Recommendation, shape: ModelShape) -> None:
     """The plan's name, its headline figures with their bands, the reasons, and the download."""
     predicted, workload = recommendation.predicted, recommendation.plan.workload
     best, low, high = predicted.best, predicted.low, predicted.high
     st.title(recommendation.name)
-    st.caption(f"{workload.model} ({shape.parameters / 1e9:.3g}B) on {workload.hardware}, {workload.context} tokens of "
-               f"context, batch {workload.batch} · figures are {predicted.source}, with their band")  # fmt: skip
+    about = (
+        f"{workload.model} ({shape.parameters / 1e9:.3g}B) on {workload.hardware}, {workload.context} tokens of context"
+    )
+    st.caption(escaped(f"{about}, batch {workload.batch} · figures are {predicted.source}, with their band"))
     cells = (
         ("Time per token", f"{best.tpot_ms:.3g} ms", f"{low.tpot_ms:.3g} to {high.tpot_ms:.3g}"),
         ("Time to first token", f"{best.ttft_ms / 1e3:.3g} s", f"{low.ttft_ms / 1e3:.3g} to {high.ttft_ms / 1e3:.3g}"),
@@ -109,7 +117,7 @@ def show_plan(recommendation: Recommendation, shape: ModelShape) -> None:
         column.metric(label, value)
         column.caption(band)
     for note in recommendation.notes:
-        st.warning(note)
+        st.warning(escaped(note))
     with st.expander("Why this plan", expanded=True):
         st.code(recommendation.explain(), language=None, wrap_lines=True)
     st.download_button("Download the plan", recommendation.plan.to_json(), "plan.json", "application/json")

@@ -20,7 +20,8 @@ def page() -> AppTest:
 
 def shown(page: AppTest) -> str:
     assert not page.exception
-    return " ".join(str(item.value) for item in (*page.title, *page.caption, *page.code, *page.error, *page.warning))
+    items = (*page.title, *page.caption, *page.code, *page.error, *page.warning)
+    return " ".join(str(item.value).replace("\\", "") for item in items)  # without Markdown's escapes
 
 
 def charts_of(page: AppTest) -> int:
@@ -105,6 +106,13 @@ def test_bad_names_show_a_message(page: AppTest, key: str, value: str, words: st
     page.text_input(key=key).set_value(value).run()
     assert words in shown(page)
     assert charts_of(page) == 0
+
+
+def test_messages_hold_no_markup(page: AppTest) -> None:
+    """A model's name could make the browser fetch an image."""
+    page.run()
+    page.text_input(key="own_model").set_value("![x](http://nowhere/x)").run()
+    assert r"!\[x\](http" in page.error[0].value
 
 
 def test_a_message_goes_away_with_its_cause(page: AppTest) -> None:
