@@ -110,5 +110,5 @@ def _require_hub(hub_id: str) -> None:
     try:
         get_session().head(constants.ENDPOINT, timeout=REACH_S)
     except Exception as error:  # whatever the HTTP library of the day raises where there is no network
-        reason = f"{constants.ENDPOINT} does not answer within {REACH_S} s"
+        reason = f"{constants.ENDPOINT} cannot be reached within {REACH_S} s"
         raise ModelError(f"{absent}, and {reason}; {ALLOWED} that is cached") from error

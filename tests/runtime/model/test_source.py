@@ -103,7 +103,7 @@ def test_of_a_hub_id_small_files_come_first_and_weights_when_they_are_wanted(hub
 
 
 @pytest.mark.parametrize(
-    ("offline", "reason"), [(False, "does not answer within 3 s"), (True, "HF_HUB_OFFLINE is set")]
+    ("offline", "reason"), [(False, "cannot be reached within 3 s"), (True, "HF_HUB_OFFLINE is set")]
 )
 def test_without_a_network_one_line_comes_at_once(hub, offline, reason):
     asked = hub(reachable=False, offline=offline)
