@@ -66,7 +66,7 @@ def load_weights(source: str, shape: ModelShape, device: torch.device, dtype: to
 
 
 def load_tokenizer(source: str) -> Any:
-    """The tokenizer in the folder `source`, which has proved that it works. Raises ModelError."""
+    """The tokenizer in the folder `source`, after a test encode and decode. Raises ModelError."""
     with _reading(source), quiet_rust():
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **UNTRUSTED)
         tokenizer.decode(tokenizer.encode("It works."))  # transformers takes settings that fail at their first use

@@ -18,10 +18,9 @@ def failures_as(what: str) -> Iterator[None]:
     try:
         with quiet_transformers():
             yield
-    except Exception as error:  # a damaged file makes readers fail in any way
-        raise ModelError(f"{what}: {one_line(error)}") from error
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of Rust code, which is no Exception and cannot be imported
+    except BaseException as error:  # a damaged file makes readers fail in any way
+        panic = type(error).__name__ == "PanicException"  # from Rust code: it is no Exception and cannot be imported
+        if not (panic or isinstance(error, Exception)):
             raise
         raise ModelError(f"{what}: {one_line(error)}") from error
 
