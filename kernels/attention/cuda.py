@@ -18,9 +18,11 @@ from ridgeplan.kernels.attention.schedule import (
     CTAS_PER_SM,
     MAX_CTAS,
     MAX_FUSED_KV_ROWS,
+    MERGE_GROUPS,
     AttentionVariant,
     Occupancy,
     fuses_reduction,
+    merge_parts,
 )
 from ridgeplan.kernels.device.kernel_params import KernelParams
 from ridgeplan.kernels.device.launch import launch_with_pdl
@@ -31,7 +33,6 @@ from ridgeplan.kernels.kv_cache.quantized_planes import GROUP, HEAD_DIMS, Quanti
 SOURCE = "attention/csrc/attention.cu"
 MAX_ROWS = 64  # query rows (query heads of a KV head times queries) of one CTA
 THREADS = 128
-MERGE_PARTS = 16
 ALIGNMENT = 8  # elements of 16 bytes: the least that bulk copies move
 TENSORS = ("q", "keys", "values", "begin", "end", "groups", "partial", "lse", "row_ctas", "out", "arrivals")
 SIZES = ("batch", "kv_heads", "q_heads_per_kv", "queries", "capacity", "group_capacity")
@@ -44,13 +45,13 @@ STRIDES = (
 class AttentionParams(KernelParams):
     """See csrc/params.cuh."""
 
-    constants = MappingProxyType({"GROUP": GROUP, "THREADS": THREADS, "MERGE_PARTS": MERGE_PARTS})
+    constants = MappingProxyType({"GROUP": GROUP, "THREADS": THREADS, "MERGE_GROUPS": MERGE_GROUPS})
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in TENSORS),
         ("key_codes", QuantizedPlanes),
         ("value_codes", QuantizedPlanes),
-        *((name, ctypes.c_int) for name in (*SIZES, *STRIDES, "fuse_reduction")),
+        *((name, ctypes.c_int) for name in (*SIZES, *STRIDES, "fuse_reduction", "merge_parts")),
         ("scale", ctypes.c_float),
     )
 
@@ -85,7 +86,7 @@ class AttentionKernel:
         sizes = (batch, kv_heads, q_heads // kv_heads, queries, capacity, 0 if codes is None else codes.groups)
         kv_rows, rows = batch * kv_heads, q_heads // kv_heads * queries
         ctas, shared_bytes = self._grid(kv_rows, sizes, splits)
-        fused = fuses_reduction(ctas, kv_rows, rows * head_dim)
+        fused, parts = fuses_reduction(ctas, kv_rows, rows * head_dim), merge_parts(ctas, kv_rows)
         given = {"begin": begin, "end": end, "groups": groups}
         lengths = {name: None if length is None else length.contiguous() for name, length in given.items()}
         outputs = self._outputs(q, kv_rows, rows, ctas)
@@ -100,6 +101,7 @@ class AttentionKernel:
             **dict(zip(SIZES, sizes, strict=True)),
             **dict(zip(STRIDES, _strides(q, keys, values), strict=True)),
             fuse_reduction=int(fused),
+            merge_parts=parts,
             scale=scale,
         )
         # A copy just made is not yet visible before griddepcontrol.wait.
@@ -107,7 +109,8 @@ class AttentionKernel:
         with torch.cuda.device(q.device):
             launch_with_pdl(self.attend, (ctas, 1, 1), (THREADS, 1, 1), params, shared_bytes, early=early)
             if not fused:
-                launch_with_pdl(self.merge, (rows, kv_rows, 1), (MERGE_PARTS * head_dim // 4, 1, 1), params)
+                grid = -(-rows * parts // MERGE_GROUPS), kv_rows, 1
+                launch_with_pdl(self.merge, grid, (MERGE_GROUPS * head_dim // 4, 1, 1), params)
         return outputs["out"]
 
     def _grid(self, kv_rows: int, sizes: tuple[int, ...], splits: int | None) -> tuple[int, int]:

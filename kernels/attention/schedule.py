@@ -19,6 +19,10 @@ RESERVED_BYTES = 1024  # shared memory per CTA that the driver keeps
 MIN_STAGES = 2  # one is read while all others are being filled
 MAX_STAGES = 12  # more pipeline stages hide no more latency
 MAX_FUSED_ELEMENTS = 16384  # partials of a KV head that its last CTA reduces; the kernel `merge` takes more
+MERGED_TOGETHER = (
+    8  # splits of which a thread of the kernel `merge` has partials in flight (BATCH in csrc/epilogue.cuh)
+)
+MERGE_GROUPS = 16  # of threads in a CTA of the kernel `merge`, each with some splits of a query row
 MAX_FUSED_KV_ROWS = 4096  # arrival counters: (batch row, KV head) pairs whose reduction may be fused
 
 
@@ -131,3 +135,10 @@ class Occupancy:
 def fuses_reduction(ctas: int, kv_rows: int, elements: int) -> bool:
     """Whether a row's last CTA reduces the row's splits, of `elements` each; else a kernel of its own does."""
     return kv_rows <= MAX_FUSED_KV_ROWS and -(-ctas // kv_rows) * elements <= MAX_FUSED_ELEMENTS
+
+
+def merge_parts(ctas: int, kv_rows: int) -> int:
+    """Groups of threads of the kernel `merge` that share a query row: one per batch of loads, up to MERGE_GROUPS."""
+    splits = -(-ctas // kv_rows) + 1  # a row may begin and end within a CTA
+    batches = -(-splits // MERGED_TOGETHER)
+    return min(MERGE_GROUPS, 1 << (batches - 1).bit_length())

@@ -26,7 +26,7 @@
 constexpr int GROUP = 128;  // tokens of a quantized group
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
-constexpr int MERGE_PARTS = 16;  // of a CTA of the kernel `merge`, among which it divides the splits
+constexpr int MERGE_GROUPS = 16;  // of threads in a CTA of the kernel `merge`, each with some splits of a query row
 constexpr int ROWS = 8 * Q_TILES;
 constexpr int WORDS = HEAD_DIM / 32;      // 32-bit words of codes that a lane holds of one token
 constexpr int K_STEPS = HEAD_DIM / 16;    // mma steps over all channels

@@ -18,6 +18,7 @@ from ridgeplan.kernels.attention.schedule import (
     AttentionVariant,
     Occupancy,
     fuses_reduction,
+    merge_parts,
 )
 from ridgeplan.kernels.kv_cache import dequantize, quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
@@ -91,6 +92,13 @@ def test_reductions_of_few_elements_and_rows_are_fused() -> None:
     assert not fuses_reduction(33, 1, 512)
     assert fuses_reduction(4096, 4096, 512)
     assert not fuses_reduction(4097, 4097, 512)
+
+
+def test_more_splits_are_merged_by_more_groups_of_threads() -> None:
+    """A group has eight splits in flight; of 7 CTAs per row one more may belong to its neighbour. At most 16 groups."""
+    parts = {ctas: merge_parts(ctas, 1) for ctas in (1, 7, 8, 15, 16, 31, 32, 63, 64, 127, 528)}
+    assert parts == {1: 1, 7: 1, 8: 2, 15: 2, 16: 4, 31: 4, 32: 8, 63: 8, 64: 16, 127: 16, 528: 16}
+    assert merge_parts(264, 64) == 1
 
 
 def test_cpu_calls_are_left_to_the_reference() -> None:
@@ -381,9 +389,9 @@ def test_many_splits_are_reduced_by_a_kernel_of_their_own(launches: Any) -> None
         _, asked = launched(launches, q, keys, lengths, splits)
         assert asked[0][1] == (8 * splits, 1, 1)
         assert asked[0][3].fuse_reduction == fused
-        # One CTA per query row and pair; 16 parts of a row's 16 lanes.
-        merges = [(kernel, grid, threads) for kernel, grid, threads, *_ in asked[1:]]
-        assert merges == ([] if fused else [("merge", (6, 8, 1), 256)])
+        # 44 splits are six batches of eight, so eight groups of 16 lanes share a row, and a CTA has two of the six rows.
+        merges = [(kernel, grid, threads, params.merge_parts) for kernel, grid, threads, params, *_ in asked[1:]]
+        assert merges == ([] if fused else [("merge", (3, 8, 1), 256, 8)])
 
 
 def test_lengths_that_must_be_copied_first_are_not_read_early(launches: Any) -> None:
