@@ -20,7 +20,7 @@ MIN_STAGES = 2  # one is read while all others are being filled
 MAX_STAGES = 12  # more pipeline stages hide no more latency
 MAX_FUSED_ELEMENTS = 16384  # partials of a KV head that its last CTA reduces; the kernel `merge` takes more
 MERGED_TOGETHER = (
-    8  # splits of which a thread of the kernel `merge` has partials in flight (BATCH in csrc/epilogue.cuh)
+    8  # partials in flight per thread of the kernel `merge` (BATCH in csrc/epilogue.cuh)
 )
 MERGE_GROUPS = 16  # of threads in a CTA of the kernel `merge`, each with some splits of a query row
 MAX_FUSED_KV_ROWS = 4096  # arrival counters: (batch row, KV head) pairs whose reduction may be fused

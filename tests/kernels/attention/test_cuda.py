@@ -389,7 +389,7 @@ def test_many_splits_are_reduced_by_a_kernel_of_their_own(launches: Any) -> None
         _, asked = launched(launches, q, keys, lengths, splits)
         assert asked[0][1] == (8 * splits, 1, 1)
         assert asked[0][3].fuse_reduction == fused
-        # 44 splits are six batches of eight, so eight groups of 16 lanes share a row, and a CTA has two of the six rows.
+        # 44 splits are six batches of eight: eight groups of 16 lanes share a row, and a CTA has two of six rows.
         merges = [(kernel, grid, threads, params.merge_parts) for kernel, grid, threads, params, *_ in asked[1:]]
         assert merges == ([] if fused else [("merge", (3, 8, 1), 256, 8)])
 
