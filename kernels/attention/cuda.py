@@ -6,6 +6,7 @@ docs/kernels/attention.md explains how they work and what was measured.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from ridgeplan.kernels.attention.schedule import (
     MAX_CTAS,
     MAX_FUSED_KV_ROWS,
     MERGE_GROUPS,
+    MERGE_PARTS,
     AttentionVariant,
     Occupancy,
     fuses_reduction,
@@ -51,20 +53,22 @@ class AttentionParams(KernelParams):
         *((name, ctypes.c_void_p) for name in TENSORS),
         ("key_codes", QuantizedPlanes),
         ("value_codes", QuantizedPlanes),
-        *((name, ctypes.c_int) for name in (*SIZES, *STRIDES, "fuse_reduction", "merge_parts")),
+        *((name, ctypes.c_int) for name in (*SIZES, *STRIDES, "fuse_reduction")),
         ("scale", ctypes.c_float),
     )
 
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """The kernels compiled for a variant on one device. arrivals: a counter per (batch row, KV head), kept at zero.
+    """The kernels compiled for a variant on one device.
+
+    merges: by the groups of threads that share a query row. arrivals: a counter per (batch row, KV head), kept at zero.
 
     Calls of one variant on one device must not overlap (on several streams, for example): they share the counters.
     """
 
     attend: Any
-    merge: Any
+    merges: Mapping[int, Any]
     occupancy: Occupancy
     arrivals: Tensor
 
@@ -86,7 +90,7 @@ class AttentionKernel:
         sizes = (batch, kv_heads, q_heads // kv_heads, queries, capacity, 0 if codes is None else codes.groups)
         kv_rows, rows = batch * kv_heads, q_heads // kv_heads * queries
         ctas, shared_bytes = self._grid(kv_rows, sizes, splits)
-        fused, parts = fuses_reduction(ctas, kv_rows, rows * head_dim), merge_parts(ctas, kv_rows)
+        fused = fuses_reduction(ctas, kv_rows, rows * head_dim)
         given = {"begin": begin, "end": end, "groups": groups}
         lengths = {name: None if length is None else length.contiguous() for name, length in given.items()}
         outputs = self._outputs(q, kv_rows, rows, ctas)
@@ -101,7 +105,6 @@ class AttentionKernel:
             **dict(zip(SIZES, sizes, strict=True)),
             **dict(zip(STRIDES, _strides(q, keys, values), strict=True)),
             fuse_reduction=int(fused),
-            merge_parts=parts,
             scale=scale,
         )
         # A copy just made is not yet visible before griddepcontrol.wait.
@@ -109,8 +112,9 @@ class AttentionKernel:
         with torch.cuda.device(q.device):
             launch_with_pdl(self.attend, (ctas, 1, 1), (THREADS, 1, 1), params, shared_bytes, early=early)
             if not fused:
+                parts = merge_parts(ctas, kv_rows)
                 grid = -(-rows * parts // MERGE_GROUPS), kv_rows, 1
-                launch_with_pdl(self.merge, grid, (MERGE_GROUPS * head_dim // 4, 1, 1), params)
+                launch_with_pdl(self.merges[parts], grid, (MERGE_GROUPS * head_dim // 4, 1, 1), params)
         return outputs["out"]
 
     def _grid(self, kv_rows: int, sizes: tuple[int, ...], splits: int | None) -> tuple[int, int]:
@@ -167,15 +171,16 @@ def _compiled(variant: AttentionVariant, device: torch.device) -> AttentionKerne
         return None
     text = program(SOURCE, AttentionParams)
     fallback = "the CUDA attention kernel does not compile, Triton's runs instead"
-    attend, merge = (
-        compile_kernel(
-            text, kernel, variant.options(occupancy.stages, kernel), device, shared_bytes=most, fallback=fallback
-        )
-        for kernel, most in (("attend", occupancy.max_shared_bytes), ("merge", 0))
-    )
-    if attend is None or merge is None:
+
+    def compiled(kernel: str, shared_bytes: int, parts: int = MERGE_GROUPS) -> Any | None:
+        options = variant.options(occupancy.stages, kernel, parts)
+        return compile_kernel(text, kernel, options, device, shared_bytes=shared_bytes, fallback=fallback)
+
+    attend = compiled("attend", occupancy.max_shared_bytes)
+    merges = {parts: compiled("merge", 0, parts) for parts in MERGE_PARTS}
+    if attend is None or None in merges.values():
         return None
-    return AttentionKernel(attend, merge, occupancy, torch.zeros(MAX_FUSED_KV_ROWS, dtype=torch.int32, device=device))
+    return AttentionKernel(attend, merges, occupancy, torch.zeros(MAX_FUSED_KV_ROWS, dtype=torch.int32, device=device))
 
 
 def _aligned(tensor: Tensor) -> bool:

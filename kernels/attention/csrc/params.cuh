@@ -18,6 +18,5 @@ struct AttentionParams {
     int key_batch_stride, key_head_stride, key_stride;
     int value_batch_stride, value_head_stride, value_stride;
     int fuse_reduction;  // whether a row's last CTA reduces its splits; else the kernel `merge` does
-    int merge_parts;     // among which the kernel `merge` divides a query row's splits: a power of two
     float scale;         // softmax scale
 };
