@@ -6,7 +6,8 @@ predicted with (planner/acceptance.toml).
 """
 
 from ridgeplan.planner.published.comparison import Cell, TableResult, compare_all
+from ridgeplan.planner.published.engine import list_engines
 from ridgeplan.planner.published.rows import PAPERS, PublishedError
 from ridgeplan.planner.published.targets import Target, targets_of
 
-__all__ = ["PAPERS", "Cell", "PublishedError", "TableResult", "Target", "compare_all", "targets_of"]
+__all__ = ["PAPERS", "Cell", "PublishedError", "TableResult", "Target", "compare_all", "list_engines", "targets_of"]

@@ -59,7 +59,7 @@ class Case:
     @property
     def fetch_s(self) -> float:
         """Seconds per step to fetch the selected tokens' values from the host, half of their KV."""
-        if not self.engine.fetches_values or self.strategy.target_budget > self.strategy.context:
+        if not self.engine.fetches_values or self.strategy.target_budget >= self.strategy.context:
             return 0.0
         kv_bytes = full_kv(self.shape, self.strategy.batch, self.strategy.target_budget, self.machine.element_bytes)
         return float(kv_bytes / 2 / self.machine.host_link_bytes_per_s)

@@ -79,6 +79,11 @@ def load_engine(name: str) -> Engine:
     return _engines()[name]
 
 
+def list_engines() -> tuple[Engine, ...]:
+    """Every engine of engines.toml, in the file's order."""
+    return tuple(_engines().values())
+
+
 @cache
 def _engines() -> dict[str, Engine]:
     tables = read_tables(Path(__file__).with_name("engines.toml"))

@@ -114,8 +114,18 @@ def draft_share(case: Case) -> float:
 def selection_overhead(case: Case) -> float:
     """What choosing tokens adds to a round, relative to the round without it (SpecAttn, Fig 10b)."""
     unselected = replace(case.strategy, draft_scored_keys=0, round_score_bytes=0)
-    ideal = replace(case, strategy=unselected).estimate.round.total_s
-    return float(case.estimate.round.total_s / ideal - 1)
+    without_s = replace(case, strategy=unselected).estimate.round.total_s
+    return float((case.estimate.round.total_s + _collection_s(case)) / without_s - 1)
+
+
+def _collection_s(case: Case) -> float:
+    """Seconds to write and read the logits of `queries` rows, of all heads of layers that attend to everything.
+
+    The paper's kernel dumps them per query head (SpecAttn, section 4): 2 rows of SpecAttn, gamma + 1 of SpecExtend.
+    """
+    layers = case.shape.layers - case.shape.window_layers
+    logits = case.row.queries * case.row.batch * case.row.context * case.shape.q_heads * layers
+    return float(case.row.queries > 1) * 2 * LOGIT_BYTES * logits / float(case.machine.bandwidth_bytes_per_s)
 
 
 def logits_overhead(case: Case) -> float:

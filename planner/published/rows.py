@@ -90,14 +90,12 @@ def load_tables(paper: str) -> tuple[PublishedTable, ...]:
 def read_paper(paper: str, document: str | bytes) -> tuple[PublishedTable, ...]:
     """The tables of a paper's TOML text. Raises PublishedError, one line."""
     try:
-        tables = parse_toml(document)["table"]
-        return tuple(build(PublishedTable, _merged(paper, table), f"{paper}: ") for table in tables)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise PublishedError(f"{paper}: not a list of [[table]] with rows: {error}") from None
-    except PublishedError:
-        raise
+        tables = parse_toml(document).get("table")
     except ValueError as error:
         raise PublishedError(f"{paper}: {error}") from None
+    if not isinstance(tables, list) or not all(isinstance(table.get("rows"), list) for table in tables):
+        raise PublishedError(f"{paper}: it has no [[table]] or one without a list of rows")
+    return tuple(build(PublishedTable, _merged(paper, table), f"{paper}: ") for table in tables)
 
 
 def _merged(paper: str, table: Mapping[str, Any]) -> dict[str, Any]:
