@@ -17,7 +17,13 @@ from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profi
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.latency import KERNEL_CLASSES
 
-STREAMING_CLASSES = ("linear", "head", "attention", "attention_d64")  # 16-bit, where libraries' kernels run
+# 16-bit classes, where libraries' kernels run, and the class of the library's products of the same kind.
+LIBRARY_CLASSES = {
+    "linear": "prefill_linear",
+    "head": "prefill_linear",
+    "attention": "prefill_attention",
+    "attention_d64": "prefill_attention",
+}
 
 
 class UnknownEngine(ValueError):
@@ -55,7 +61,7 @@ class Engine(Checked):
         base = profile_for(hardware, shipped_profiles())
         return replace(
             base,
-            classes={kind: self._rates(kind, base.rates(kind), shape) for kind in KERNEL_CLASSES},
+            classes={kind: self._rates(kind, base, shape) for kind in KERNEL_CLASSES},
             layer_dispatch_s=self.layer_dispatch_s or base.layer_dispatch_s,
         )
 
@@ -64,12 +70,18 @@ class Engine(Checked):
         group = shape.q_heads / shape.kv_heads
         return self.kv_passes + (2 * group if self.repeats_kv else 0)
 
-    def _rates(self, kind: str, rates: Rates, shape: ModelShape) -> Rates:
-        """KV that moves several times is priced as attention at a fraction of its bandwidth."""
-        streams = self.streaming_utilization and kind in STREAMING_CLASSES
-        bandwidth = self.streaming_utilization if streams else rates.bandwidth_utilization
+    def _rates(self, kind: str, base: Profile, shape: ModelShape) -> Rates:
+        """KV that moves several times is priced as attention at a fraction of its bandwidth.
+
+        Libraries' kernels reach the library's share of the peak, not that of this package's kernels for few rows.
+        """
+        rates = base.rates(kind)
+        if self.streaming_utilization and kind in LIBRARY_CLASSES:
+            compute = base.rates(LIBRARY_CLASSES[kind]).compute_utilization
+            rates = replace(rates, bandwidth_utilization=self.streaming_utilization, compute_utilization=compute)
         passes = self.passes_of(shape) if kind.startswith("attention") else 1
-        return replace(rates, bandwidth_utilization=bandwidth / passes, launch_s=self.launch_s or rates.launch_s)
+        bandwidth = rates.bandwidth_utilization / passes
+        return replace(rates, bandwidth_utilization=bandwidth, launch_s=self.launch_s or rates.launch_s)
 
 
 def load_engine(name: str) -> Engine:

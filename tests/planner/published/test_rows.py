@@ -1,6 +1,8 @@
 """Rows, engines and cases: what is read, refused, and how an engine changes a prediction."""
 
+import tomllib
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
@@ -96,6 +98,22 @@ def test_moving_kv_five_times_takes_five_times_as_long():
     assert plain / moving == pytest.approx(5)
     # Eager: 3, and a write and a read for each of the 4 query heads of a KV head.
     assert load_engine("hf-eager").passes_of(shape) == 3 + 2 * 4
+
+
+def test_vllm_takes_what_was_measured_of_it():
+    """All seven steps of Llama-3.1-8B on an H200, from batch 1 at 1k to batch 4 at 128k."""
+    path = Path(__file__).parents[3] / "validate" / "decode_bench" / "vllm_baseline.toml"
+    (measured,) = tomllib.loads(path.read_text(encoding="utf-8"))["vllm"]
+    for workload, tpot_ms in measured["tpot_ms"].items():
+        context, batch = map(int, workload.split("x"))
+        case = Case.of(replace(ROW, gpu="h200", engine="vllm", context=context, batch=batch, new_tokens=1))
+        assert 1e3 * case.tpot_s == pytest.approx(tpot_ms, rel=0.06), workload
+
+
+def test_gpt_fast_takes_what_its_readme_says():
+    """Llama-2-7B in 16 bits after a prompt of 5 tokens: 104.9 tokens/s on an A100."""
+    row = replace(ROW, model="meta-llama/Llama-2-7b-hf", gpu="a100-80gb", engine="gpt-fast", context=5, new_tokens=200)
+    assert 1 / Case.of(row).tpot_s == pytest.approx(104.9, rel=0.06)
 
 
 def test_hugging_face_is_bound_by_its_host_at_batch_1():
