@@ -94,14 +94,16 @@ def draft_code_bits(plan: Plan) -> int:
 
 
 def stack(items: Sequence[Any], counts: Sequence[int]) -> Any:
-    """Stacks dataclasses of numbers into one of arrays, item i repeated counts[i] times; nested dataclasses too.
+    """Stacks dataclasses of numbers into one of arrays, item i repeated counts[i] times; those inside them too.
 
     A field that is equal in all items stays a number, which is cheaper to compute with than an array.
     """
     first = items[0]
+    if all(item == first for item in items):
+        return first
+    if isinstance(first, tuple):
+        return tuple(stack(part, counts) for part in zip(*items, strict=True))
     if is_dataclass(first):
         values = {f.name: stack([getattr(item, f.name) for item in items], counts) for f in fields(first)}
         return type(first)(**values)  # type: ignore[misc]
-    if all(item == first for item in items):
-        return first
     return np.repeat(np.asarray(items, dtype=float), counts)

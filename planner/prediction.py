@@ -164,8 +164,8 @@ def _parts(
 ) -> tuple[PartTimes, ...]:
     pass_rates = {
         "prefill": prefill_rates(machine),
-        "draft": draft_rates(machine, strategy, rates),
-        "target": target_rates(machine, strategy, rates),
+        "draft": draft_rates(shape, machine, strategy, rates),
+        "target": target_rates(shape, machine, strategy, rates),
     }
     passes = pass_ops(shape, machine, strategy)
     return tuple(_part(name, ops, machine, pass_rates[name], count) for name, ops in passes.items())
@@ -247,6 +247,7 @@ def _round_s(estimate: Estimate, index: int) -> dict[str, float]:
         "acceptance": one.accept_s,
         "selection": one.select_s,
         "flush": one.flush_s,
+        "overhead": one.overhead_s,
     }
     return {name: _at(value, index) for name, value in parts.items()}
 

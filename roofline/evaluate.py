@@ -68,7 +68,7 @@ def prefill_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> 
     """
     ops = prefill_pass(shape, 1, strategy.context, machine.element_bytes, strategy.target_weight_bytes)
     chunks = maximum(strategy.context / PREFILL_CHUNK_TOKENS, 1)  # every layer is launched once per chunk
-    one_s = machine.pass_seconds(ops, prefill_rates(machine), shape.layers * chunks, machine.prefill_layer_dispatch_s)
+    one_s = machine.prefill_seconds(ops, prefill_rates(machine), shape.layers * chunks)
     cost = quantize_cost(shape, machine, strategy, 1, strategy.context)
     quantize_s = minimum(strategy.code_planes, 1) * shape.layers * machine.seconds(cost, machine.rates["quantize"])
     swap_in_s = swapped_bytes(shape, machine, strategy) / machine.host_link_bytes_per_s
@@ -93,4 +93,5 @@ def _mean(early: Round, late: Round) -> Round:
         accept_s=(early.accept_s + late.accept_s) / 2,
         select_s=(early.select_s + late.select_s) / 2,
         flush_s=(early.flush_s + late.flush_s) / 2,
+        overhead_s=early.overhead_s,
     )

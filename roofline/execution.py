@@ -22,6 +22,7 @@ PREFILL_ATTENDED_TOKENS = 1 << 16  # enough to fill a GPU
 # Largest number of rows of activations that this package's matrix-product kernels take; beyond, the library is faster.
 CUDA_SKINNY_GEMM_ROWS = 16
 CPU_SKINNY_GEMM_ROWS = 64
+CUDA_LIBRARY_GEMM_ROWS = 128  # from here on a library's products are bound by arithmetic, as in prefill
 CUDA_FUSED_SWIGLU_ROWS = 8  # most rows for which the gate and up product also applies SwiGLU, dense or 4-bit
 
 QUANTIZATION_GROUPS = (32, 64, 128, 256)  # weights, or tokens of the KV cache, per scale and minimum

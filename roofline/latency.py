@@ -2,25 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 
-from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.profile import MAX_ROW_STEPS, Profile, Rates
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.device import Device
-from ridgeplan.roofline.execution import CPU_SKINNY_GEMM_ROWS, CUDA_FUSED_SWIGLU_ROWS, CUDA_SKINNY_GEMM_ROWS
+from ridgeplan.roofline.execution import CPU_SKINNY_GEMM_ROWS, CUDA_FUSED_SWIGLU_ROWS, CUDA_LIBRARY_GEMM_ROWS
 from ridgeplan.roofline.passes import Op
 from ridgeplan.roofline.term_math import maximum, minimum, where
+
+UNLIMITED_ROWS = 1 << 40
+
+
+@dataclass(frozen=True)
+class StepTerms:
+    """A `RowStep` as numbers or arrays."""
+
+    above_rows: Term
+    launch_s: Term
+    inverse_utilization: Term
+    width_s: Term
+    depth_s: Term
+
+
+NO_STEP = StepTerms(UNLIMITED_ROWS, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class RateTerms:
-    """Utilizations and launch time of a kernel class as numbers, arrays (one plan each) or symbols."""
+    """A kernel class's `Rates` as numbers, arrays (one plan each) or symbols.
+
+    steps: those of the class, then `NO_STEP` up to MAX_ROW_STEPS, so that those of several plans can be stacked.
+    """
 
     bandwidth_utilization: Term
     compute_utilization: Term
     launch_s: Term
     spread: Term = 0.0  # relative standard deviation of the fit
+    width_s: Term = 0.0
+    depth_s: Term = 0.0
+    steps: tuple[StepTerms, ...] = ()
+
+    @classmethod
+    def of(cls, rates: Rates) -> RateTerms:
+        """A profile's rates."""
+        steps = [StepTerms(**vars(step)) for step in rates.steps]
+        return cls(
+            bandwidth_utilization=rates.bandwidth_utilization,
+            compute_utilization=rates.compute_utilization,
+            launch_s=rates.launch_s,
+            spread=rates.spread,
+            width_s=rates.width_s,
+            depth_s=rates.depth_s,
+            steps=(*steps, *[NO_STEP] * (MAX_ROW_STEPS - len(steps))),
+        )
+
+    def at_rows(self, rows: Term) -> RateTerms:
+        """The rates of calls with `rows` rows: every step below them is added."""
+        taken = [(step, 1 - indicator(rows, step.above_rows)) for step in self.steps if step is not NO_STEP]
+
+        def total(first: Term, name: str) -> Term:
+            return first + sum(getattr(step, name) * reached for step, reached in taken)
+
+        return replace(
+            self,
+            bandwidth_utilization=1 / total(1 / self.bandwidth_utilization, "inverse_utilization"),
+            launch_s=total(self.launch_s, "launch_s"),
+            width_s=total(self.width_s, "width_s"),
+            depth_s=total(self.depth_s, "depth_s"),
+            steps=(),
+        )
 
 
 @dataclass(frozen=True)
@@ -51,7 +103,11 @@ class Machine(Device):
     pass_dispatch_s: Term
     layer_dispatch_s: Term
     prefill_layer_dispatch_s: Term
-    skinny_gemm_rows: Term  # most rows of this package's dense kernels; beyond, the library's run
+    draft_gap_s: Term = 0.0  # what a draft's pass takes on the device beyond its kernels
+    target_gap_s: Term = 0.0
+    layer_gap_s: Term = 0.0  # what a layer of a decode pass takes beyond its kernels
+    round_s: Term = 0.0  # what a round takes beyond its passes
+    decode_gemm_rows: Term  # most rows of dense products with a decode pass's rates; beyond, they have prefill's
     fused_swiglu_rows: Term  # most rows for which the gate and up product applies SwiGLU
 
     @classmethod
@@ -66,58 +122,81 @@ class Machine(Device):
             bandwidth_bytes_per_s=hardware.bandwidth_bytes_per_s,
             compute_flops=hardware.compute_flops,
             host_link_bytes_per_s=hardware.host_link_bytes_per_s * profile.host_link_utilization,
-            rates={kernel_class: _rate_terms(profile, kernel_class) for kernel_class in KERNEL_CLASSES},
+            rates={kernel_class: RateTerms.of(profile.rates(kernel_class)) for kernel_class in KERNEL_CLASSES},
             pass_dispatch_s=profile.pass_dispatch_s,
             layer_dispatch_s=profile.layer_dispatch_s,
             prefill_layer_dispatch_s=profile.prefill_layer_dispatch_s,
-            skinny_gemm_rows=CUDA_SKINNY_GEMM_ROWS if profile.asynchronous else CPU_SKINNY_GEMM_ROWS,
+            draft_gap_s=profile.draft_gap_s,
+            target_gap_s=profile.target_gap_s,
+            layer_gap_s=profile.layer_gap_s,
+            round_s=profile.round_s,
+            decode_gemm_rows=CUDA_LIBRARY_GEMM_ROWS if profile.asynchronous else CPU_SKINNY_GEMM_ROWS,
             fused_swiglu_rows=CUDA_FUSED_SWIGLU_ROWS if profile.asynchronous else 0,
         )
 
-    def seconds(self, cost: Cost, rates: RateTerms) -> Term:
-        """launch + max(bytes / (bandwidth x utilization), FLOPs / (peak x utilization))."""
+    def seconds(self, cost: Cost, rates: RateTerms, width: Term = 0, depth: Term = 0) -> Term:
+        """The time of one launch, by the formula of `ridgeplan.roofline.catalog.profile.Rates`."""
         memory_s = cost.bytes / (self.bandwidth_bytes_per_s * rates.bandwidth_utilization)
         compute_s = cost.flops / (self.compute_flops * rates.compute_utilization)
-        return rates.launch_s + maximum(memory_s, compute_s)
+        return rates.launch_s + maximum(memory_s, compute_s) + width * rates.width_s + depth * rates.depth_s
 
     def op_seconds(self, op: Op, pass_rates: Mapping[str, RateTerms]) -> Term:
         """Seconds of all launches of one operation of a pass; `pass_rates` as for `rates_for`."""
-        return op.launches * self.seconds(op.cost, self.rates_for(op, pass_rates))
+        return op.launches * self.seconds(op.cost, self.rates_for(op, pass_rates), op.width, op.depth)
 
     def rates_for(self, op: Op, pass_rates: Mapping[str, RateTerms]) -> RateTerms:
         """The pass's own rates for the operation's class if it has any, else the machine's."""
         return pass_rates[op.kind] if op.kind in pass_rates else self.rates[op.kind]
 
-    def gemm_rates(self, rows: Term, dense: Term, few_rows: RateTerms) -> RateTerms:
-        """Rates of a matrix product: `few_rows`, or prefill's for a dense one with more rows."""
-        beyond = dense * minimum(maximum(rows - self.skinny_gemm_rows, 0), 1)
-        return select_rates(beyond, self.rates["prefill_linear"], few_rows)
+    def gemm_rates(self, rows: Term, dense: Term, decode: RateTerms) -> RateTerms:
+        """Rates of a matrix product of `rows` rows: those of its class in a decode pass, as far as they were measured.
 
-    def pass_seconds(
-        self,
-        ops: Iterable[Op],
-        pass_rates: Mapping[str, RateTerms],
-        layers: Term,
-        layer_dispatch_s: Term | None = None,
-    ) -> Term:
-        """One forward pass: the device's time and the host's, which overlap on an asynchronous device.
-
-        `layer_dispatch_s` defaults to a decode pass's.
+        Dense products with more rows have prefill's, or those of the last step where these are slower.
         """
+        few = decode.at_rows(rows)
+        beyond = dense * minimum(maximum(rows - self.decode_gemm_rows, 0), 1)
+        return select_rates(beyond, slower_rates(self.rates["prefill_linear"], few), few)
+
+    def pass_seconds(self, ops: Iterable[Op], pass_rates: Mapping[str, RateTerms], layers: Term, gap_s: Term) -> Term:
+        """One decode pass: the device's time and the host's, which overlap on an asynchronous device.
+
+        `gap_s` is what the pass takes beyond its kernels and layers.
+        """
+        device_s = sum(self.op_seconds(op, pass_rates) for op in ops) + gap_s + layers * self.layer_gap_s
+        return self._with_host(device_s, self.pass_dispatch_s + layers * self.layer_dispatch_s)
+
+    def prefill_seconds(self, ops: Iterable[Op], pass_rates: Mapping[str, RateTerms], layer_launches: Term) -> Term:
+        """A prefill whose layers are launched `layer_launches` times in all."""
         device_s = sum(self.op_seconds(op, pass_rates) for op in ops)
-        per_layer_s = self.layer_dispatch_s if layer_dispatch_s is None else layer_dispatch_s
-        host_s = self.pass_dispatch_s + layers * per_layer_s
+        return self._with_host(device_s, self.pass_dispatch_s + layer_launches * self.prefill_layer_dispatch_s)
+
+    def _with_host(self, device_s: Term, host_s: Term) -> Term:
         return where(self.asynchronous, maximum(device_s, host_s), device_s + host_s)
 
 
 def select_rates(condition: Term, yes: RateTerms, no: RateTerms) -> RateTerms:
-    """`yes` where the 0-or-1 term `condition` is 1, else `no`."""
-    return RateTerms(*(where(condition, getattr(yes, f.name), getattr(no, f.name)) for f in fields(RateTerms)))
+    """`yes` where the 0-or-1 term `condition` is 1, else `no`; both without steps."""
+    return _combined(lambda one, other: where(condition, one, other), yes, no)
+
+
+def slower_rates(one: RateTerms, other: RateTerms) -> RateTerms:
+    """The slower of two rates in each of their parts, without steps: no call is faster than at either."""
+    slow = _combined(maximum, one, other)
+    return replace(
+        slow,
+        bandwidth_utilization=minimum(one.bandwidth_utilization, other.bandwidth_utilization),
+        compute_utilization=minimum(one.compute_utilization, other.compute_utilization),
+    )
+
+
+def _combined(choose: Callable[[Term, Term], Term], one: RateTerms, other: RateTerms) -> RateTerms:
+    names = [item.name for item in fields(RateTerms) if item.name != "steps"]
+    return RateTerms(**{name: choose(getattr(one, name), getattr(other, name)) for name in names})
 
 
 # Every class of kernels that a pass or a round launches.
 KERNEL_CLASSES = (
-    "linear", "linear_int8", "linear_int4", "head", "attention", "attention_int4", "attention_int8", "attention_d64",
+    "linear", "linear_int8", "linear_int4", "head", "grouped_linear", "attention_mla", "attention", "attention_int4", "attention_int8", "attention_d64",
     "attention_int4_d64", "attention_int8_d64",
     "elementwise", "rope", "quantize", "sampling", "gather", "prefill_attention", "prefill_linear",
 )  # fmt: skip
@@ -137,7 +216,3 @@ def attention_kind(bits: int, head_dim: int) -> str:
     codes = {0: "attention", 8: "attention_int8", 4: "attention_int4"}[bits]
     return codes if head_dim > 64 else f"{codes}_d64"
 
-
-def _rate_terms(profile: Profile, kernel_class: str) -> RateTerms:
-    rates = profile.rates(kernel_class)
-    return RateTerms(rates.bandwidth_utilization, rates.compute_utilization, rates.launch_s, rates.spread)

@@ -18,7 +18,9 @@ from ridgeplan.roofline.term_math import minimum
 class Op:
     """One kind of launch in a pass: the cost of one, their number, and the kernel class that sets their rates.
 
-    The kinds `linear`, `head` and `attention` stand for the class of the weights or codes that the pass reads, such as
+    width and depth: what `ridgeplan.roofline.catalog.profile.Rates` says of them; 0 where the class has no such time.
+
+    The kinds `linear`, `grouped_linear`, `head` and `attention` stand for the class of the weights or codes that the pass reads, such as
     `linear_int4` or `attention_int8`.
     """
 
@@ -26,6 +28,8 @@ class Op:
     kind: str
     cost: Cost
     launches: Term
+    width: Term = 0
+    depth: Term = 0
 
     @property
     def total(self) -> Cost:
@@ -144,8 +148,8 @@ def _attention_linears(shape: ModelShape, rows: Term, weight_bytes: Term, elemen
     project = ops.matmul(rows, shape.hidden, in_outputs, in_params, weight_bytes, element_bytes)
     output = ops.matmul(rows, out_inputs, shape.hidden, out_params, weight_bytes, element_bytes)
     return (
-        Op("qkv projection", "linear", project, shape.layers),
-        Op("output projection", "linear", output, shape.layers),
+        Op("qkv projection", "linear", project, shape.layers, in_outputs, shape.hidden),
+        Op("output projection", "linear", output, shape.layers, shape.hidden, out_inputs),
     )
 
 
@@ -161,8 +165,8 @@ def _mlps(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term
     shared = _gated_mlp("shared experts", shape.hidden, width, shape.moe_layers, *sizes, fused_swiglu)
     return (
         *(dense if shape.dense_layers else ()),
-        Op("router", "linear", router, shape.moe_layers),
-        Op("routed experts", "linear", routed, shape.moe_layers),
+        Op("router", "linear", router, shape.moe_layers, shape.experts, shape.hidden),
+        Op("routed experts", "grouped_linear", routed, shape.moe_layers),
         *(shared if width else ()),
     )
 
@@ -181,25 +185,31 @@ def _gated_mlp(
     down = ops.linear(rows, width, hidden, weight_bytes, element_bytes)
     swiglu = ops.swiglu(rows, width, element_bytes)
     return (
-        Op(f"{name} gate + up", "linear", gate_up, layers),
+        Op(f"{name} gate + up", "linear", gate_up, layers, 2 * width, hidden),
         Op(f"{name} swiglu", "elementwise", swiglu, layers * (1 - fused_swiglu)),
-        Op(f"{name} down", "linear", down, layers),
+        Op(f"{name} down", "linear", down, layers, hidden, width),
     )
 
 
 def _head(shape: ModelShape, rows: Term, head_bytes: Term, element_bytes: Term) -> Op:
     """The output head: in full precision for the target, quantized for drafts with weights of their own."""
     cost = ops.linear(rows, shape.hidden, shape.vocab, head_bytes, element_bytes)
-    return Op("lm head", "head", cost, 1)
+    return Op("lm head", "head", cost, 1, shape.vocab, shape.hidden)
 
 
 def _attention(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
     """Decode attention of layers that read all tokens and of layers with a sliding window."""
-    full = Op("attention", "attention", _attention_cost(shape, terms, 1), shape.layers - shape.window_layers)
+    full = _attention_op("attention", shape, terms, 1, shape.layers - shape.window_layers)
     if not shape.window_layers:
         return (full,)
     share = window_share(shape, terms.quantized_tokens + terms.full_tokens)
-    return full, Op("attention (window)", "attention", _attention_cost(shape, terms, share), shape.window_layers)
+    return full, _attention_op("attention (window)", shape, terms, share, shape.window_layers)
+
+
+def _attention_op(name: str, shape: ModelShape, terms: PassTerms, share: Term, layers: Term) -> Op:
+    kind = "attention_mla" if shape.is_mla else "attention"
+    tokens = share * (terms.quantized_tokens + terms.full_tokens)
+    return Op(name, kind, _attention_cost(shape, terms, share), layers, terms.batch * shape.cached_rows, tokens)
 
 
 def _attention_cost(shape: ModelShape, terms: PassTerms, share: Term) -> Cost:

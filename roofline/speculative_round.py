@@ -8,7 +8,7 @@ from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.execution import choose_splits, mean_quantized_tokens
-from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
+from ridgeplan.roofline.latency import Machine, PassRates, RateTerms, StrategyRates
 from ridgeplan.roofline.passes import PassTerms, decode_pass
 from ridgeplan.roofline.speculation import flush_capped, tokens_per_round
 from ridgeplan.roofline.strategy import Strategy
@@ -25,11 +25,13 @@ class Round:
     accept_s: Term
     select_s: Term
     flush_s: Term  # this round's share of a flush
+    overhead_s: Term = 0.0  # beyond all of these
 
     @property
     def total_s(self) -> Term:
-        """gamma drafts, one verification, acceptance, selection and flush."""
-        return self.gamma * self.draft_s + self.verify_s + self.accept_s + self.select_s + self.flush_s
+        """gamma drafts, one verification, acceptance, selection, flush and overhead."""
+        steps_s = self.gamma * self.draft_s + self.verify_s
+        return steps_s + self.accept_s + self.select_s + self.flush_s + self.overhead_s
 
 
 def round_tokens(strategy: Strategy) -> Term:
@@ -46,8 +48,9 @@ def round_at(
     tokens = cached_tokens(strategy, context)
     draft = decode_pass(shape, draft_terms(shape, machine, strategy, context))
     target = decode_pass(shape, target_terms(shape, machine, strategy, context))
-    draft_s = machine.pass_seconds(draft, draft_rates(machine, strategy, rates), shape.layers)
-    target_s = machine.pass_seconds(target, target_rates(machine, strategy, rates), shape.layers)
+    target_gap_s, layers = machine.target_gap_s, shape.layers
+    draft_s = machine.pass_seconds(draft, draft_rates(shape, machine, strategy, rates), layers, machine.draft_gap_s)
+    target_s = machine.pass_seconds(target, target_rates(shape, machine, strategy, rates), layers, target_gap_s)
     key_bytes = strategy.batch * tokens * shape.kv_elements_per_token_per_layer / 2 * machine.element_bytes
     draft_scoring_s = _scoring_seconds(machine, key_bytes * strategy.draft_scored_keys)
     target_scoring_s = _scoring_seconds(machine, key_bytes * strategy.target_scored_keys)
@@ -59,6 +62,7 @@ def round_at(
         accept_s=rejection_sampling_seconds(shape, machine, strategy),
         select_s=_scoring_seconds(machine, strategy.batch * tokens * strategy.round_score_bytes),
         flush_s=flush_seconds(shape, machine, strategy) * round_tokens(strategy) / strategy.kv_group,
+        overhead_s=machine.round_s,
     )
 
 
@@ -81,43 +85,53 @@ def draft_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context
     return _pass_terms(shape, machine, strategy, 1, tokens, strategy.draft_bits, weights)
 
 
-def target_rates(machine: Machine, strategy: Strategy, rates: StrategyRates) -> dict[str, RateTerms]:
-    """Rates of the target's linear layers, full-precision head and attention, by kind of op."""
-    rows, own = strategy.batch * strategy.queries, rates.target
-    return {
-        "linear": machine.gemm_rates(rows, strategy.target_dense, own.linear),
-        "head": machine.gemm_rates(rows, 1, own.head),
-        "attention": own.attention,
-    }
+def target_rates(
+    shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates
+) -> dict[str, RateTerms]:
+    """Rates of the target's products, full-precision head and attention, by kind of op."""
+    return _pass_rates(shape, machine, rates.target, strategy.batch, strategy.queries, (strategy.target_dense, 1))
 
 
-def draft_rates(machine: Machine, strategy: Strategy, rates: StrategyRates) -> dict[str, RateTerms]:
-    """Rates of the drafts' linear layers, head and attention, by kind of op."""
-    rows, dense, own = strategy.batch, strategy.draft_dense, rates.draft
+def draft_rates(
+    shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates
+) -> dict[str, RateTerms]:
+    """Rates of the drafts' products, head and attention, by kind of op."""
+    return _pass_rates(shape, machine, rates.draft, strategy.batch, 1, (strategy.draft_dense, strategy.draft_dense))
+
+
+def _pass_rates(
+    shape: ModelShape, machine: Machine, own: PassRates, batch: Term, queries: Term, dense: tuple[Term, Term]
+) -> dict[str, RateTerms]:
+    """`dense`: whether the layers' products and the head have 16-bit weights."""
+    linear = machine.gemm_rates(batch * queries, dense[0], own.linear)
+    query_rows = queries * shape.q_heads / shape.cached_rows
     return {
-        "linear": machine.gemm_rates(rows, dense, own.linear),
-        "head": machine.gemm_rates(rows, dense, own.head),
-        "attention": own.attention,
+        "linear": linear,
+        "grouped_linear": machine.rates["grouped_linear"].at_rows(batch * queries),
+        "head": machine.gemm_rates(batch * queries, dense[1], own.head),
+        "attention": own.attention.at_rows(query_rows),
+        "attention_mla": machine.rates["attention_mla"].at_rows(query_rows),
     }
 
 
 def prefill_rates(machine: Machine) -> dict[str, RateTerms]:
     """Rates of linear layers over many rows; the head has one row."""
-    return {"linear": machine.rates["prefill_linear"]}
+    return {"linear": machine.rates["prefill_linear"], "grouped_linear": machine.rates["prefill_linear"]}
 
 
 def sampling_seconds(shape: ModelShape, machine: Machine, rows: Term) -> Term:
     """Drawing a token for each of `rows` rows of logits, at a temperature; greedy is faster."""
     sizes = rows, shape.vocab, machine.element_bytes
-    return machine.seconds(ops.filter_logits(*sizes) + ops.draw(*sizes), machine.rates["sampling"])
+    return machine.seconds(ops.filter_logits(*sizes) + ops.draw(*sizes), machine.rates["sampling"], rows)
 
 
 def rejection_sampling_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
     """Filtering of all queries' logits, then one token per sequence, drawn from the residual distribution."""
-    filtered = ops.filter_logits(strategy.batch * strategy.queries, shape.vocab, machine.element_bytes)
+    rows = strategy.batch * strategy.queries
+    filtered = ops.filter_logits(rows, shape.vocab, machine.element_bytes)
     distributions = 1 + minimum(strategy.gamma, 1)  # the residual needs the draft's beside the target's
     drawn = ops.draw(strategy.batch, shape.vocab, machine.element_bytes, distributions)
-    return machine.seconds(filtered + drawn, machine.rates["sampling"])
+    return machine.seconds(filtered + drawn, machine.rates["sampling"], rows)
 
 
 def quantize_cost(shape: ModelShape, machine: Machine, strategy: Strategy, batch: Term, tokens: Term) -> Cost:

@@ -100,9 +100,10 @@ def part(kind: type["Checked"], required: bool = False) -> Any:
     return field(default_factory=MISSING if required else kind, metadata={"check": _object_schema(kind)})
 
 
-def parts_by_name(kind: type["Checked"]) -> Any:
+def parts_by_name(kind: type["Checked"], default_factory: Any = MISSING) -> Any:
     """A field that maps names to checked dataclasses."""
-    return field(metadata={"check": core_schema.dict_schema(_text(), _object_schema(kind))})
+    check = core_schema.dict_schema(_text(), _object_schema(kind))
+    return field(default_factory=default_factory, metadata={"check": check})
 
 
 def texts_by_name(default_factory: Any = MISSING) -> Any:
@@ -116,9 +117,9 @@ def texts() -> Any:
     return field(default=(), metadata={"check": core_schema.tuple_variable_schema(_text())})
 
 
-def parts(kind: type["Checked"]) -> Any:
+def parts(kind: type["Checked"], default: Any = MISSING) -> Any:
     """A field that holds a tuple of checked dataclasses."""
-    return field(metadata={"check": core_schema.tuple_variable_schema(_object_schema(kind))})
+    return field(default=default, metadata={"check": core_schema.tuple_variable_schema(_object_schema(kind))})
 
 
 def values_by_name() -> Any:

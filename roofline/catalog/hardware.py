@@ -35,8 +35,9 @@ class Hardware(Checked):
     """One device. Raises InvalidField (a ValueError) for wrong figures, and for a figure without a source.
 
     `compute_flops` (FLOP/s) is the dense peak of the type that models run in (bf16 with fp32 accumulation on GPUs,
-    fp32 on CPUs), never the figure with structured sparsity. `host_link_bytes_per_s` is one direction. The ranges are
-    far wider than real devices; within them every prediction is a finite number.
+    fp32 on CPUs), never the figure with structured sparsity. `host_link_bytes_per_s` is one direction. `sm_clock_hz` is
+    the boost clock, 0 where it is unknown. The ranges are far wider than real devices; within them every prediction is
+    a finite number.
     """
 
     name: str = text()
@@ -49,6 +50,7 @@ class Hardware(Checked):
     num_sms: int = whole(1, 100_000)  # streaming multiprocessors of a GPU, cores of a CPU
     host_link_bytes_per_s: float = number(1e6, 1e16)
     compute_capability: str = text("none")
+    sm_clock_hz: float = number(0, 1e11, default=0.0)
     element_bytes: int = whole(1, 8, default=2)
     aliases: tuple[str, ...] = texts()
     note: str = text("")
@@ -65,6 +67,16 @@ class Hardware(Checked):
     def ridge_point(self) -> float:
         """Intensity (FLOP/byte) above which this device is compute-bound (Williams et al., 2009)."""
         return self.compute_flops / self.bandwidth_bytes_per_s
+
+    @property
+    def issue_rate(self) -> float:
+        """SMs x clock, to which the speed of instruction-bound kernels is proportional; 0 where it is unknown."""
+        return self.num_sms * self.sm_clock_hz
+
+    @property
+    def has_hopper_kernels(self) -> bool:
+        """Whether this package's CUDA C++ kernels run: compute capability 9.0 and up."""
+        return self.kind == "gpu" and _version(self.compute_capability) >= (9, 0)
 
 
 # The required numbers, each of which needs a source.
@@ -112,6 +124,12 @@ def match_driver_name(listing: str) -> str | None:
     # Some names cover several capacities (H20 with 96 or 141 GB): a different size is a different device.
     off = abs(int(memory) * 2**20 / found.memory_bytes - 1)
     return found.name if off < 0.1 else None
+
+
+def _version(capability: str) -> tuple[int, ...]:
+    """(9, 0) of "9.0"; nothing of a text that holds no version."""
+    parts = capability.split(".")
+    return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else ()
 
 
 def _normalize(name: str) -> str:

@@ -19,21 +19,25 @@ from ridgeplan.roofline.catalog.checks import (
     number,
     one_of,
     part,
+    parts,
     parts_by_name,
     tables,
     text,
     texts_by_name,
+    whole,
 )
 from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json, read_document
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.mistakes import brief
 
-PROFILE_SCHEMA = 2
+PROFILE_SCHEMA = 3
 SOURCES = ("measured", "calibrated", "transferred", "published", "prior")  # from strongest to weakest
 RECALIBRATE = "make it again with `ridgeplan calibrate`"
 
 # For a class that a profile lacks: the class with the most similar access pattern, whose rates it uses.
 RELATIVES = {
+    "grouped_linear": "linear",
+    "attention_mla": "attention",
     "linear_int8": "linear_int4",
     "linear_int4": "linear",
     "head": "linear",
@@ -54,6 +58,7 @@ RELATIVES = {
 TRANSFER_SPREAD = 0.2
 MAX_SPREAD = 10.0
 MAX_UTILIZATION = 4.0  # above 1 where a cache serves part of the bytes
+MAX_ROW_STEPS = 9
 
 
 class ProfileError(ValueError):
@@ -61,9 +66,29 @@ class ProfileError(ValueError):
 
 
 @dataclass(frozen=True)
-class Rates(Checked):
-    """What one class of kernels reaches: time = launch_s + max(bytes / (bandwidth x u), FLOPs / (peak x u)).
+class RowStep(Checked):
+    """What a call with more than `above_rows` rows takes beyond one with fewer: none of it can be negative.
 
+    Rows are those of a product's input, or an attention's query rows per KV head (queries x query heads of a group).
+    Kernels process them in tiles, so time grows in steps. Fields as in `Rates`; inverse_utilization is added to the
+    inverse of its bandwidth utilization.
+    """
+
+    error = ProfileError
+    above_rows: int = whole(1, 1 << 20)
+    launch_s: float = number(0, 1, default=0.0)
+    inverse_utilization: float = number(0, 1e9, default=0.0)
+    width_s: float = number(0, 1, default=0.0)
+    depth_s: float = number(0, 1, default=0.0)
+
+
+@dataclass(frozen=True)
+class Rates(Checked):
+    """What one class of kernels reaches for one row; `steps` say what more rows add.
+
+    time = launch_s + max(bytes / (bandwidth x u), FLOPs / (peak x v)) + width x width_s + depth x depth_s.
+    width: outputs of a product, (batch row, KV head) pairs of an attention, rows of logits that are sampled from: what
+    takes time of its own, however few bytes it reads. depth: inputs of a product, tokens of an attention: the length of each output's chain.
     `spread` is the relative standard deviation of the fit's residuals.
     """
 
@@ -73,6 +98,15 @@ class Rates(Checked):
     launch_s: float = number(0, 1)
     spread: float = number(0, MAX_SPREAD)
     source: str = one_of(SOURCES, default="calibrated")
+    width_s: float = number(0, 1, default=0.0)
+    depth_s: float = number(0, 1, default=0.0)
+    steps: tuple[RowStep, ...] = parts(RowStep, default=())
+
+    def _contradiction(self) -> str | None:
+        above = [step.above_rows for step in self.steps]
+        if len(above) > MAX_ROW_STEPS or sorted(set(above)) != above:
+            return f"steps rise from {above}; allowed: at most {MAX_ROW_STEPS} of rising above_rows"
+        return None
 
 
 @dataclass(frozen=True)
@@ -81,7 +115,11 @@ class Profile(Checked):
 
     `pass_dispatch_s` and `layer_dispatch_s` are the host's time to launch one decode pass and one layer of it,
     `prefill_layer_dispatch_s` one layer of a prefill. `asynchronous`: the device works meanwhile, so the slower of the
-    two counts. `acceptance` holds rows for `ridgeplan.planner.acceptance`.
+    two counts. `draft_gap_s`, `target_gap_s` and `layer_gap_s` are what a draft's pass, the target's, and each layer of
+    both take on the device beyond the sum of their kernels, `round_s` what a round takes beyond its passes: small
+    operations, and waits between kernels.
+    `portable` holds rates of the kernels that run where this machine's own cannot (Triton's and libraries', on GPUs
+    older than Hopper). `acceptance` holds rows for `ridgeplan.planner.acceptance`.
     """
 
     error = ProfileError
@@ -94,6 +132,11 @@ class Profile(Checked):
     layer_dispatch_s: float = number(0, 10, default=0.0)
     prefill_layer_dispatch_s: float = number(0, 10, default=0.0)
     asynchronous: bool = flag(True)
+    draft_gap_s: float = number(0, 1, default=0.0)
+    target_gap_s: float = number(0, 1, default=0.0)
+    layer_gap_s: float = number(0, 1, default=0.0)
+    round_s: float = number(0, 1, default=0.0)
+    portable: Mapping[str, Rates] = parts_by_name(Rates, default_factory=dict)
     host_link_utilization: float = number(1e-9, 10, default=1.0)
     source: str = one_of(SOURCES, default="calibrated")
     transferred_from: str = text("")
@@ -110,10 +153,12 @@ class Profile(Checked):
         return found if name == kind else replace(found, spread=_transferred(found.spread), source="prior")
 
     def transferred_to(self, hardware: Hardware) -> Profile:
-        """These rates applied to another machine's figures, marked as transferred and with a wider band."""
+        """These rates applied to another machine, marked as transferred and with a wider band (profile_transfer.py)."""
+        from ridgeplan.roofline.catalog.profile_transfer import transferred_classes
+
         classes = {
             name: replace(rates, spread=_transferred(rates.spread), source="transferred")
-            for name, rates in self.classes.items()
+            for name, rates in transferred_classes(self, hardware).items()
         }
         return replace(self, hardware=hardware, classes=classes, source="transferred", transferred_from=self.device)
 

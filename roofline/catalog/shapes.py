@@ -168,6 +168,11 @@ class ModelShape(Checked):
         return self.kv_elements_per_token_per_layer / (2 * self.head_dim)
 
     @property
+    def cached_rows(self) -> int:
+        """Rows of keys and values that attention reads per token: one per KV head, or MLA's single latent row."""
+        return 1 if self.is_mla else self.kv_heads
+
+    @property
     def score_dim(self) -> int:
         """Multiply-adds per query head and cached token of q . k; under MLA in its absorbed form (decode)."""
         return self._latent + self._rope if self.is_mla else self.head_dim

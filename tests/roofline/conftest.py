@@ -19,6 +19,6 @@ def ideal() -> Machine:
         pass_dispatch_s=0.0,
         layer_dispatch_s=0.0,
         prefill_layer_dispatch_s=0.0,
-        skinny_gemm_rows=16,
+        decode_gemm_rows=16,
         fused_swiglu_rows=8,
     )

@@ -34,7 +34,7 @@ host_link_bytes_per_s = 16e9
 @pytest.mark.parametrize("item", list_hardware(), ids=lambda item: item.name)
 def test_every_figure_has_a_source_and_is_plausible(item: Hardware) -> None:
     numbers = {field.name for field in fields(item) if isinstance(getattr(item, field.name), (int, float))}
-    assert set(item.sources) == set(FIGURES) == numbers - {"element_bytes"}
+    assert set(item.sources) == {*FIGURES, "sm_clock_hz"} == numbers - {"element_bytes"}
     assert all(len(source) > 10 for source in item.sources.values())
     assert 30 < item.ridge_point < 450
     assert 1.9 < item.int8_flops / item.compute_flops < 4.1
