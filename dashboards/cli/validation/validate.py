@@ -25,7 +25,7 @@ from ridgeplan.roofline.catalog.profile import load_profile
 if TYPE_CHECKING:
     from ridgeplan.validate import Comparison
 
-RUNS = {"plain": "plain decoding", "plan": "the plan"}  # as `validate_plan` names them
+RUNS = ("plain decoding", "the plan")  # in `validate_plan`'s order
 
 
 @click.command()
@@ -65,18 +65,19 @@ def validate(
         source = embedded_or(model)
         prompts = [opening_tokens(source, prompt_file, plan.workload.context)] * plan.workload.batch
         total = limit * len(prompts)
-        tasks = {name: bars.add_task(f"running {what}", total=total) for name, what in RUNS.items()}
+        tasks = [bars.add_task(f"running {what}", total=total) for what in RUNS]
         validation = validate_plan(
             plan, source, prompts, limit, profile=calibrated, calibration=calibration_tokens(source, calibration),
-            on_progress=lambda name, tokens: bars.update(tasks[name], completed=tokens),
+            on_progress=lambda index, tokens: bars.update(tasks[index], completed=tokens),
         )  # fmt: skip
         agreed = plan_agreement(plan, source, prompts[0], limit) if agreement else None
     if as_json:
         more = {"agreement": agreed.to_dict()} if agreed else {}
         print_json({"plan": plan.to_dict(), "validation": validation.to_dict()} | more)
         return
-    for what, run in ((RUNS["plain"], validation.plain), (RUNS["plan"], validation.planned)):
+    for what, run in zip(RUNS, (validation.plain, validation.planned), strict=True):
         print_comparison(what, run.comparison)
+    note_order(validation.in_turns)
     if agreed:
         click.echo(
             f"{len(agreed.gaps)} of {agreed.tokens} greedy tokens ({agreed.rate:.1%}) differ from float32's, "
@@ -87,9 +88,19 @@ def validate(
 def print_comparison(title: str, comparison: Comparison) -> None:
     """Prints a table of predicted against measured."""
     workload = f"context {comparison.context}, {comparison.new_tokens} new tokens, batch {comparison.batch}"
+    if comparison.spread is not None:
+        workload += f", spread {comparison.spread:.0%}"
     columns = ("", "predicted", "measured", "error")
     print_table(
         f"{title}: {comparison.preset}, {workload} [{comparison.source}]",
         columns,
         (row.texts() for row in comparison.rows),
     )
+
+
+def note_order(in_turns: bool) -> None:
+    """Says so where the plans could not run in turns."""
+    if not in_turns:
+        from ridgeplan.validate.validation import ONE_AFTER_ANOTHER
+
+        click.echo(f"note: {ONE_AFTER_ANOTHER}", err=True)
