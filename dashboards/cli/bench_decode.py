@@ -215,7 +215,7 @@ def row_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         f"{row['context']}x{row['batch']}",
         f"{figures['tpot_ms']:.2f} ({tpot_ms:.2f})",
-        "" if faster is None else f"{faster:.2f}x",
+        ("busy" if row.get("busy") else "") if faster is None else f"{faster:.2f}x",
         "" if row["over_vllm"] is None else f"{row['over_vllm']:.2f}x",
         f"{figures['tokens_per_round']:.2f} ({predicted['tokens per round']:.2f})" if drafting else "",
         f"{figures['acceptance']:.3f} ({predicted['acceptance']:.3f})" if drafting else "",

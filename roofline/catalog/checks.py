@@ -105,6 +105,11 @@ def parts_by_name(kind: type["Checked"]) -> Any:
     return field(metadata={"check": core_schema.dict_schema(_text(), _object_schema(kind))})
 
 
+def parts(kind: type["Checked"]) -> Any:
+    """A field that holds a tuple of checked dataclasses, by default an empty one."""
+    return field(default=(), metadata={"check": core_schema.tuple_variable_schema(_object_schema(kind))})
+
+
 def texts_by_name(default_factory: Any = MISSING) -> Any:
     """A field that maps names to non-empty strings; excluded from the hash."""
     schema = core_schema.dict_schema(_text(), _text())

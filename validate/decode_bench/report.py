@@ -72,6 +72,7 @@ class DecodeRow:
             **asdict(self.case),
             "gamma": self.gamma,
             "measured": figures,
+            "busy": self.comparison.busy,
             "comparison": self.comparison.to_dict()["rows"],
             "vllm_tpot_ms": self.vllm_tpot_ms,
             "over_vllm": self.over_vllm,
