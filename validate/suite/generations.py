@@ -140,7 +140,7 @@ def rows_of(
         if measured.statistics.acceptance:
             yield _row(ran, compared, "acceptance", ACCEPTANCE)
     memory = compared.row("peak memory")
-    if memory.measured is not None:
+    if memory.measured:
         yield _row(ran, compared, "peak memory", PEAK)
     if measured.driver_bytes is not None:
         driver = float(measured.driver_bytes)

@@ -93,7 +93,7 @@ class RandomModel:
     def build(cls, shape: ModelShape, device: torch.device, machine: Device) -> RandomModel:
         """Random weights in the models' dtype; layers have memory of their own, so that a step reads all of it."""
         largest = max(shape.vocab, 2 * shape.intermediate, shape.q_width + 2 * shape.kv_width) * shape.hidden
-        bench = Bench.build(device, largest * 4, 0, 0.0)  # the widest element takes 4 bytes
+        bench = Bench.build(device, largest * (2 if device.type == "cuda" else 4), 0, 0.0)
         decoder = Decoder(DecoderConfig.plain(shape), device)
         empty = Cache(shape, KVCacheConfig(1, 1), device, bench.pool.dtype)
         weights = RandomDecoder(shape, decoder, empty, bench).weights()
