@@ -106,8 +106,12 @@ class SuiteReport(Checked):
         """The sections that were run."""
         return tuple(section for section in SECTIONS if section in self.methods)
 
+    def worst_rows(self, count: int) -> list[SuiteRow]:
+        """The rows with the largest absolute errors, the largest first."""
+        return sorted(self.rows, key=lambda row: -abs(row.relative_error))[:count]
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, which `read` accepts."""
+        """Plain JSON values, which `from_json` accepts."""
         head = {name: value for name, value in vars(self).items() if name not in ("rows", "regret")}
         rows, regret = ([row.to_dict() for row in found] for found in (self.rows, self.regret))
         return {"schema": SCHEMA, **head, "rows": rows, "regret": regret}

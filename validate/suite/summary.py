@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ridgeplan.validate.suite.results import SuiteReport, SuiteRow
+from ridgeplan.validate.suite.results import SuiteReport
 
 AT_MEASURED, AT_ANOTHER = "TPOT at the measured acceptance", "TPOT at another text's acceptance"
 PEAK = "peak memory"
@@ -87,8 +87,3 @@ def summaries(report: SuiteReport) -> Iterator[Summary]:
             yield Summary.of(kind, [row.relative_error for row in rows if row.kind == kind])
     if report.regret:
         yield Summary.of("regret", [row.regret for row in report.regret])
-
-
-def worst_rows(report: SuiteReport, count: int) -> list[SuiteRow]:
-    """The rows with the largest absolute errors, the largest first."""
-    return sorted(report.rows, key=lambda row: -abs(row.relative_error))[:count]

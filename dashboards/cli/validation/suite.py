@@ -21,10 +21,10 @@ from ridgeplan.dashboards.cli.output import (
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.profile import load_profile
 from ridgeplan.validate.suite.results import RegretRow, SuiteReport, SuiteRow, read_report
-from ridgeplan.validate.suite.summary import Summary, summaries, worst_rows
 
 if TYPE_CHECKING:
     from ridgeplan.validate.suite.run import Question
+    from ridgeplan.validate.suite.summary import Summary
 
 WORST = 12  # rows shown
 HTML_LATER = "plotly is not installed, so no HTML is written: make it elsewhere with `ridgeplan validate --report`"
@@ -72,32 +72,34 @@ def show_report(path: Path, html: Path | None, as_json: bool) -> None:
 
 def show(report: SuiteReport, html: Path | None, as_json: bool) -> None:
     """Writes the HTML, where plotly is installed, and prints the report."""
+    from ridgeplan.validate.suite.summary import summaries
+
+    found = list(summaries(report))
     if html is not None:
-        write_html(report, html)
+        write_html(report, found, html)
     if as_json:
-        print_json(report.to_dict() | {"summary": [one.to_dict() for one in summaries(report)]})
+        print_json(report.to_dict() | {"summary": [one.to_dict() for one in found]})
     else:
-        print_suite(report)
+        print_suite(report, found)
 
 
-def write_html(report: SuiteReport, path: Path) -> None:
+def write_html(report: SuiteReport, found: Sequence[Summary], path: Path) -> None:
     """One file with everything in it; a note where plotly is not installed."""
     if importlib.util.find_spec("plotly") is None:
         click.echo(f"note: {HTML_LATER}", err=True)
         return
     from ridgeplan.dashboards.validation_page import page
 
-    found = [one.to_dict() for one in summaries(report)]
-    write_atomically(path, page(report.to_dict(), found))
+    write_atomically(path, page(report.to_dict(), [one.to_dict() for one in found]))
 
 
-def print_suite(report: SuiteReport) -> None:
+def print_suite(report: SuiteReport, found: Sequence[Summary]) -> None:
     """Prints errors against their targets, the largest errors, regret, and what did not run."""
     click.echo(f"{report.device}, {report.date}, predicted by {report.profile}")
     columns = ("", "rows", "signed median", "median", "p90", "worst", "target", "")
-    print_table("Errors, predicted over measured minus 1", columns, map(summary_texts, summaries(report)))
+    print_table("Errors, predicted over measured minus 1", columns, map(summary_texts, found))
     if report.rows:
-        worst = map(row_texts, worst_rows(report, WORST))
+        worst = map(row_texts, report.worst_rows(WORST))
         print_table("Largest errors", ("", "predicted", "measured", "error", "case"), worst)
     if report.regret:
         heads = ("workload", "recommended ms", "best ms", "regret", "recommended, and the best")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from suite_results import REGRET, REPORT, ROW
 
-from ridgeplan.validate.suite.summary import TARGETS, Limits, Summary, summaries, worst_rows
+from ridgeplan.validate.suite.summary import TARGETS, Limits, Summary, summaries
 
 
 def test_a_summary_has_the_signed_median_and_statistics_of_absolute_errors() -> None:
@@ -50,4 +50,4 @@ def test_regret_is_met_by_its_mean_and_its_worst() -> None:
 
 def test_the_worst_rows_are_those_with_the_largest_absolute_errors() -> None:
     rows = tuple(replace(ROW, predicted=value) for value in (1.1, 0.5, 1.3))
-    assert [row.predicted for row in worst_rows(replace(REPORT, rows=rows), 2)] == [0.5, 1.3]
+    assert [row.predicted for row in replace(REPORT, rows=rows).worst_rows(2)] == [0.5, 1.3]
