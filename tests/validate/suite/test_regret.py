@@ -73,7 +73,9 @@ def test_the_recommended_plan_is_measured_wherever_it_is_predicted() -> None:
     assert slow in [one.plan for one in chosen]
 
 
-def test_candidates_are_all_that_run_at_the_allowed_quality_and_fit(h200_profile: Any) -> None:
+def test_candidates_are_all_that_run_at_the_allowed_quality_and_fit(
+    h200_profile: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer: Any = SimpleNamespace(plan=with_gamma(3))
     roomy: Any = SimpleNamespace(fits=lambda plan: True)
     found = candidates(answer, SHAPE, h200_profile, roomy)
@@ -86,3 +88,7 @@ def test_candidates_are_all_that_run_at_the_allowed_quality_and_fit(h200_profile
     assert {"autoregressive", "int8", "quantspec"} <= runs & set(map(preset_name, plans))
     narrow: Any = SimpleNamespace(fits=lambda plan: not plan.weights.draft_differs)
     assert all(not one.plan.weights.draft_differs for one in candidates(answer, SHAPE, h200_profile, narrow))
+    monkeypatch.setattr(module, "QUALITY", Quality.EXACT)
+    exact: Any = SimpleNamespace(plan=preset("autoregressive", WORKLOAD))
+    kept = [one.plan for one in candidates(exact, SHAPE, h200_profile, roomy)]
+    assert len(kept) > 10 and all(plan.kv.target_bits == 16 for plan in kept)
