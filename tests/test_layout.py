@@ -36,6 +36,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         MODEL,
     ),
+    "planner.published": ({"planner", "roofline", "roofline.catalog", "roofline.papers"}, MODEL),
     "kernels.device": ({"roofline.cost"}, {"torch", "triton"}),
     "kernels.kv_cache": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
     "kernels.attention": (
@@ -116,8 +117,9 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "dashboards.cli": (
         {
-            "dashboards.cli.validation", "dashboards.user_errors", "planner", "roofline", "roofline.catalog", "runtime",
-            "runtime.model", "validate", "validate.calibration", "validate.decode_bench", "validate.kernel_bench",
+            "dashboards.cli.catalog", "dashboards.cli.validation", "dashboards.user_errors", "planner", "roofline",
+            "roofline.catalog", "runtime", "runtime.model", "validate", "validate.calibration", "validate.decode_bench",
+            "validate.kernel_bench",
         },
         None,
     ),
@@ -126,6 +128,10 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
             "dashboards.cli", "dashboards.user_errors", "dashboards.validation_page", "planner", "roofline.catalog",
             "validate", "validate.suite",
         },
+        None,
+    ),
+    "dashboards.cli.catalog": (
+        {"dashboards.cli", "planner", "planner.published", "roofline", "roofline.catalog"},
         None,
     ),
     "dashboards": ({"planner", "roofline", "roofline.catalog"}, None),

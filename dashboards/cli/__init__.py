@@ -10,7 +10,8 @@ import os
 
 import click
 
-from ridgeplan.dashboards.cli import bench, bench_decode, catalog, machine, plan, run
+from ridgeplan.dashboards.cli import bench, bench_decode, machine, plan, run
+from ridgeplan.dashboards.cli.catalog import models_and_gpus, papers
 from ridgeplan.dashboards.cli.errors import OneLineGroup
 from ridgeplan.dashboards.cli.validation import demo, validate
 
@@ -34,8 +35,9 @@ for command in (
     validate.validate,
     machine.calibrate,
     bench.bench,
-    catalog.models,
-    catalog.gpus,
+    models_and_gpus.models,
+    models_and_gpus.gpus,
+    papers.papers,
     machine.dashboard,
     demo.demo,
 ):

@@ -85,6 +85,8 @@ def heading(question: Question) -> SuiteReport:
         software={name: metadata.version(name) for name in ("torch", "ridgeplan")},
         profile=_profile_text(question.profile),
         methods={section: METHODS[section] for section in question.sections},
+        rows=(),
+        regret=(),
     )
 
 
