@@ -140,6 +140,7 @@ def _models(question: Question, sizes: SuiteSizes, device: torch.device, found: 
             found.rows += _steps(question, sizes, model, found, on_progress)
         if "regret" in question.sections:
             found.regret += _regret(question, sizes, model, found, on_progress)
+        del model  # its memory is the next one's
 
 
 def _steps(

@@ -1,5 +1,6 @@
 """Rounds on models with random weights: what is taken of their times, and that they run like an engine's."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,6 +68,17 @@ def test_drafts_share_the_embedding_and_their_layers_have_memory_of_their_own(mo
 
 
 @pytest.mark.parametrize("name", ["autoregressive", "quantspec", "quantspec-exact"])
+def test_norms_of_heads_and_biases_run_where_a_shape_has_them(
+    h200_profile: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "is_busy", lambda spread: False)  # whatever else runs here
+    full = RandomModel.build(replace(SHAPE, qk_norm=True, attention_bias=True), CPU, Machine.of(h200_profile))
+    layer = full.weights.layers[0]
+    assert layer.qk_norm is not None and layer.qk_norm.shape == (4 + 2, 32)
+    assert layer.qkv.bias is not None and layer.qkv.bias.shape == ((4 + 2 * 2) * 32,)  # type: ignore[attr-defined]
+    assert measured_round(full, preset("quantspec", Workload("random", "h200", 300, 256))).verify_s > 0
+
+
 def test_a_filled_cache_holds_what_a_prompt_would_leave(name: str) -> None:
     plan = preset(name, Workload("random", "h200", 700, 256, batch=2))
     cache = Cache(SHAPE, KVCacheConfig.of(plan), CPU, torch.float32)
