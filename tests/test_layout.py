@@ -100,6 +100,14 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         VALIDATE,
     ),
+    "validate.suite": (
+        {
+            "planner", "roofline", "roofline.catalog", "runtime", "runtime.drafting", "runtime.drafting.policies",
+            "runtime.kv", "runtime.model", "runtime.quantization", "validate", "validate.calibration",
+            "validate.decode_bench",
+        },
+        VALIDATE,
+    ),
     "validate": (
         {
             "planner", "planner.policies.selection", "roofline", "roofline.catalog", "runtime", "runtime.kv",
@@ -109,8 +117,16 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "dashboards.cli": (
         {
-            "dashboards.cli.catalog", "dashboards.user_errors", "planner", "roofline", "roofline.catalog", "runtime",
-            "runtime.model", "validate", "validate.decode_bench", "validate.kernel_bench",
+            "dashboards.cli.catalog", "dashboards.cli.validation", "dashboards.user_errors", "planner", "roofline",
+            "roofline.catalog", "runtime", "runtime.model", "validate", "validate.calibration", "validate.decode_bench",
+            "validate.kernel_bench",
+        },
+        None,
+    ),
+    "dashboards.cli.validation": (
+        {
+            "dashboards.cli", "dashboards.user_errors", "dashboards.validation_page", "planner", "roofline.catalog",
+            "validate", "validate.suite",
         },
         None,
     ),

@@ -10,9 +10,10 @@ import os
 
 import click
 
-from ridgeplan.dashboards.cli import bench, bench_decode, demo, machine, plan, run, validate
+from ridgeplan.dashboards.cli import bench, bench_decode, machine, plan, run
 from ridgeplan.dashboards.cli.catalog import models_and_gpus, papers
 from ridgeplan.dashboards.cli.errors import OneLineGroup
+from ridgeplan.dashboards.cli.validation import demo, validate
 
 
 @click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -20,7 +21,7 @@ from ridgeplan.dashboards.cli.errors import OneLineGroup
 def main() -> None:
     """Predict, plan, run and validate long-context LLM inference.
 
-    Exit codes: 0 success, 2 bad input, 3 nothing fits.
+    Exit codes: 0 success, 2 bad input, 3 nothing fits, 4 the machine is too busy to be measured.
     """
     # OpenMP's threads wait for each other in busy loops, which are very slow when another process occupies a core.
     # Shorter loops cost nothing on idle cores. OpenMP reads this when torch loads, which has not happened yet.
