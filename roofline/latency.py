@@ -10,7 +10,7 @@ from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.execution import CPU_SKINNY_GEMM_ROWS, CUDA_FUSED_SWIGLU_ROWS, CUDA_LIBRARY_GEMM_ROWS
 from ridgeplan.roofline.passes import Op
-from ridgeplan.roofline.term_math import maximum, minimum, where
+from ridgeplan.roofline.term_math import indicator, maximum, minimum, where
 
 UNLIMITED_ROWS = 1 << 40
 
@@ -105,7 +105,6 @@ class Machine(Device):
     prefill_layer_dispatch_s: Term
     draft_gap_s: Term = 0.0  # what a draft's pass takes on the device beyond its kernels
     target_gap_s: Term = 0.0
-    layer_gap_s: Term = 0.0  # what a layer of a decode pass takes beyond its kernels
     round_s: Term = 0.0  # what a round takes beyond its passes
     decode_gemm_rows: Term  # most rows of dense products with a decode pass's rates; beyond, they have prefill's
     fused_swiglu_rows: Term  # most rows for which the gate and up product applies SwiGLU
@@ -128,7 +127,6 @@ class Machine(Device):
             prefill_layer_dispatch_s=profile.prefill_layer_dispatch_s,
             draft_gap_s=profile.draft_gap_s,
             target_gap_s=profile.target_gap_s,
-            layer_gap_s=profile.layer_gap_s,
             round_s=profile.round_s,
             decode_gemm_rows=CUDA_LIBRARY_GEMM_ROWS if profile.asynchronous else CPU_SKINNY_GEMM_ROWS,
             fused_swiglu_rows=CUDA_FUSED_SWIGLU_ROWS if profile.asynchronous else 0,
@@ -160,9 +158,10 @@ class Machine(Device):
     def pass_seconds(self, ops: Iterable[Op], pass_rates: Mapping[str, RateTerms], layers: Term, gap_s: Term) -> Term:
         """One decode pass: the device's time and the host's, which overlap on an asynchronous device.
 
-        `gap_s` is what the pass takes beyond its kernels and layers.
+        `gap_s` is what the pass takes beyond its layers and kernels, and the class "gap" what each layer does.
         """
-        device_s = sum(self.op_seconds(op, pass_rates) for op in ops) + gap_s + layers * self.layer_gap_s
+        gaps_s = gap_s + layers * pass_rates["gap"].launch_s
+        device_s = sum(self.op_seconds(op, pass_rates) for op in ops) + gaps_s
         return self._with_host(device_s, self.pass_dispatch_s + layers * self.layer_dispatch_s)
 
     def prefill_seconds(self, ops: Iterable[Op], pass_rates: Mapping[str, RateTerms], layer_launches: Term) -> Term:
@@ -196,9 +195,9 @@ def _combined(choose: Callable[[Term, Term], Term], one: RateTerms, other: RateT
 
 # Every class of kernels that a pass or a round launches.
 KERNEL_CLASSES = (
-    "linear", "linear_int8", "linear_int4", "head", "grouped_linear", "attention_mla", "attention", "attention_int4", "attention_int8", "attention_d64",
-    "attention_int4_d64", "attention_int8_d64",
-    "elementwise", "rope", "quantize", "sampling", "gather", "prefill_attention", "prefill_linear",
+    "linear", "linear_int8", "linear_int4", "head", "grouped_linear", "attention", "attention_int4", "attention_int8",
+    "attention_d64", "attention_int4_d64", "attention_int8_d64", "attention_mla",
+    "gap", "elementwise", "rope", "quantize", "sampling", "gather", "prefill_attention", "prefill_linear",
 )  # fmt: skip
 
 
@@ -215,4 +214,3 @@ def attention_kind(bits: int, head_dim: int) -> str:
     """
     codes = {0: "attention", 8: "attention_int8", 4: "attention_int4"}[bits]
     return codes if head_dim > 64 else f"{codes}_d64"
-

@@ -20,7 +20,7 @@ class Op:
 
     width and depth: what `ridgeplan.roofline.catalog.profile.Rates` says of them; 0 where the class has no such time.
 
-    The kinds `linear`, `grouped_linear`, `head` and `attention` stand for the class of the weights or codes that the pass reads, such as
+    The kinds `linear`, `head` and `attention` stand for the class of the weights or codes that the pass reads, such as
     `linear_int4` or `attention_int8`.
     """
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
-from ridgeplan.roofline.execution import choose_splits, mean_quantized_tokens
+from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS, choose_splits, mean_quantized_tokens
 from ridgeplan.roofline.latency import Machine, PassRates, RateTerms, StrategyRates
 from ridgeplan.roofline.passes import PassTerms, decode_pass
 from ridgeplan.roofline.speculation import flush_capped, tokens_per_round
@@ -85,16 +85,12 @@ def draft_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context
     return _pass_terms(shape, machine, strategy, 1, tokens, strategy.draft_bits, weights)
 
 
-def target_rates(
-    shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates
-) -> dict[str, RateTerms]:
+def target_rates(shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates) -> dict[str, RateTerms]:
     """Rates of the target's products, full-precision head and attention, by kind of op."""
     return _pass_rates(shape, machine, rates.target, strategy.batch, strategy.queries, (strategy.target_dense, 1))
 
 
-def draft_rates(
-    shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates
-) -> dict[str, RateTerms]:
+def draft_rates(shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates) -> dict[str, RateTerms]:
     """Rates of the drafts' products, head and attention, by kind of op."""
     return _pass_rates(shape, machine, rates.draft, strategy.batch, 1, (strategy.draft_dense, strategy.draft_dense))
 
@@ -105,7 +101,8 @@ def _pass_rates(
     """`dense`: whether the layers' products and the head have 16-bit weights."""
     linear = machine.gemm_rates(batch * queries, dense[0], own.linear)
     query_rows = queries * shape.q_heads / shape.cached_rows
-    return {
+    by_row = {kind: machine.rates[kind].at_rows(batch * queries) for kind in ("elementwise", "rope", "gap")}
+    return by_row | {
         "linear": linear,
         "grouped_linear": machine.rates["grouped_linear"].at_rows(batch * queries),
         "head": machine.gemm_rates(batch * queries, dense[1], own.head),
@@ -115,8 +112,9 @@ def _pass_rates(
 
 
 def prefill_rates(machine: Machine) -> dict[str, RateTerms]:
-    """Rates of linear layers over many rows; the head has one row."""
-    return {"linear": machine.rates["prefill_linear"], "grouped_linear": machine.rates["prefill_linear"]}
+    """Rates of operations over many rows; the head has one row."""
+    products = dict.fromkeys(("linear", "grouped_linear"), machine.rates["prefill_linear"])
+    return products | {kind: machine.rates[kind].at_rows(PREFILL_CHUNK_TOKENS) for kind in ("elementwise", "rope")}
 
 
 def sampling_seconds(shape: ModelShape, machine: Machine, rows: Term) -> Term:

@@ -37,6 +37,9 @@ class Trial:
     cost: Cost
     call: Callable[[int], object]
     variants: int = 1
+    rows: int = 1  # this and the next two as in `ridgeplan.roofline.catalog.profile.Rates`
+    width: float = 0.0
+    depth: float = 0.0
 
     @property
     def chain(self) -> int:
@@ -53,13 +56,14 @@ class Bench:
     """The device and the data for trials.
 
     pool: flat random data, of which inputs are views. rotate_bytes: total size of a trial's variants, larger than the
-    caches. budget_s: time limit of a trial.
+    caches. budget_s: time limit of a trial. most_variants: of any trial.
     """
 
     device: torch.device
     pool: Tensor
     rotate_bytes: int
     budget_s: float
+    most_variants: int = MOST_CALLS
 
     @classmethod
     def build(cls, device: torch.device, pool_bytes: int, rotate_bytes: int, budget_s: float) -> Bench:
@@ -75,9 +79,9 @@ class Bench:
         return self.pool.element_size()
 
     def variants(self, nbytes: float) -> int:
-        """Number of inputs of `nbytes` that a trial rotates over, at most as many as calls are timed."""
+        """Number of inputs of `nbytes` that a trial rotates over."""
         fitting = int(self.pool.nbytes // nbytes)
-        return max(1, min(MOST_CALLS, fitting, math.ceil(self.rotate_bytes / nbytes)))
+        return max(1, min(self.most_variants, fitting, math.ceil(self.rotate_bytes / nbytes)))
 
     def random(self, *shape: int) -> Tensor:
         """A random view of the pool. Raises RuntimeError if the pool is too small."""
@@ -91,6 +95,12 @@ class Bench:
     def seconds(self, trial: Trial) -> float:
         """Seconds of a warm call on cold inputs: the lower quartile, as other work on the machine only adds time."""
         return statistics.quantiles(self._times(trial), n=4, method="inclusive")[0]
+
+    def readings(self, trial: Trial) -> list[float]:
+        """`seconds` of the first half of the calls, and of the second."""
+        times = self._times(trial)
+        half = len(times) // 2
+        return [statistics.quantiles(part, n=4, method="inclusive")[0] for part in (times[:half], times[half:])]
 
     def median_s(self, trial: Trial) -> float:
         """Seconds of a warm call on cold inputs: the median, for published figures."""

@@ -88,7 +88,8 @@ class Rates(Checked):
 
     time = launch_s + max(bytes / (bandwidth x u), FLOPs / (peak x v)) + width x width_s + depth x depth_s.
     width: outputs of a product, (batch row, KV head) pairs of an attention, rows of logits that are sampled from: what
-    takes time of its own, however few bytes it reads. depth: inputs of a product, tokens of an attention: the length of each output's chain.
+    takes time of its own, however few bytes it reads. depth: inputs of a product, tokens of an attention: the length of
+    each output's chain.
     `spread` is the relative standard deviation of the fit's residuals.
     """
 
@@ -109,15 +110,18 @@ class Rates(Checked):
         return None
 
 
+NO_GAP = Rates(1.0, 1.0, 0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class Profile(Checked):
     """Calibrated rates of one machine. `hardware` holds its figures, so a profile fully describes a machine.
 
     `pass_dispatch_s` and `layer_dispatch_s` are the host's time to launch one decode pass and one layer of it,
     `prefill_layer_dispatch_s` one layer of a prefill. `asynchronous`: the device works meanwhile, so the slower of the
-    two counts. `draft_gap_s`, `target_gap_s` and `layer_gap_s` are what a draft's pass, the target's, and each layer of
-    both take on the device beyond the sum of their kernels, `round_s` what a round takes beyond its passes: small
-    operations, and waits between kernels.
+    two counts. The class `gap` is what a layer of a decode pass takes on the device beyond the sum of its kernels,
+    `draft_gap_s` and `target_gap_s` what a draft's pass and the target's take, `round_s` what a round takes beyond its
+    passes: small operations, and waits between kernels.
     `portable` holds rates of the kernels that run where this machine's own cannot (Triton's and libraries', on GPUs
     older than Hopper). `acceptance` holds rows for `ridgeplan.planner.acceptance`.
     """
@@ -134,7 +138,6 @@ class Profile(Checked):
     asynchronous: bool = flag(True)
     draft_gap_s: float = number(0, 1, default=0.0)
     target_gap_s: float = number(0, 1, default=0.0)
-    layer_gap_s: float = number(0, 1, default=0.0)
     round_s: float = number(0, 1, default=0.0)
     portable: Mapping[str, Rates] = parts_by_name(Rates, default_factory=dict)
     host_link_utilization: float = number(1e-9, 10, default=1.0)
@@ -144,6 +147,8 @@ class Profile(Checked):
 
     def rates(self, kind: str) -> Rates:
         """Rates of a kernel class, or of its nearest relative that has any. Raises ProfileError if none has."""
+        if kind == "gap" and kind not in self.classes:
+            return NO_GAP
         name = kind
         while name not in self.classes:
             if name not in RELATIVES:

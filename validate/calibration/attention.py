@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.attention import decode_attention
+from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.roofline import ops
@@ -62,6 +63,16 @@ class DecodeSize:
         return self.queries + (BUFFERED_TOKENS if self.bits else self.tokens)
 
     @property
+    def query_rows(self) -> int:
+        """Query rows that share a KV head."""
+        return self.queries * self.heads.q_heads // self.heads.kv_heads
+
+    @property
+    def total_tokens(self) -> int:
+        """All tokens that are read."""
+        return self.groups * KV_GROUP + self.full_tokens
+
+    @property
     def name(self) -> str:
         """The trial's name in reports."""
         heads = self.heads
@@ -69,13 +80,15 @@ class DecodeSize:
         return f"{shape}, batch {self.batch}, {self.tokens} tokens, {self.queries} queries"
 
 
-def decode_trials(bench: Bench, decode_sizes: Iterable[DecodeSize], num_sms: int) -> Iterator[Trial]:
+def decode_trials(
+    bench: Bench, decode_sizes: Iterable[DecodeSize], num_sms: int, backend: Backend = "auto"
+) -> Iterator[Trial]:
     """Decode attention as the runtime calls it, with each layer's KV cache cold."""
     for size in decode_sizes:
-        yield decode_trial(bench, size, _splits(size, num_sms))
+        yield decode_trial(bench, size, _splits(size, num_sms), backend)
 
 
-def decode_trial(bench: Bench, size: DecodeSize, splits: int) -> Trial:
+def decode_trial(bench: Bench, size: DecodeSize, splits: int, backend: Backend = "auto") -> Trial:
     """The trial of one size; its cost and its time both include the merge of the splits."""
     heads, batch = size.heads, size.batch
     cost = ops.attention(
@@ -103,11 +116,11 @@ def decode_trial(bench: Bench, size: DecodeSize, splits: int) -> Trial:
     def call(i: int) -> Tensor:
         keys, values = store[i]
         if planes is None:
-            return decode_attention(q, keys, values, begin, end)
+            return decode_attention(q, keys, values, begin, end, backend=backend)
         codes = planes.rows(slice(i * batch, (i + 1) * batch))  # a new view for each call, as in the runtime's cache
-        return decode_attention(q, keys, values, begin, end, codes, groups, lower=size.bits == 8)
+        return decode_attention(q, keys, values, begin, end, codes, groups, lower=size.bits == 8, backend=backend)
 
-    return Trial(size.kind, size.name, cost, call, variants)
+    return Trial(size.kind, size.name, cost, call, variants, size.query_rows, batch * heads.kv_heads, size.total_tokens)
 
 
 def prefill_trials(bench: Bench, heads: Iterable[Heads], tokens: Iterable[int]) -> Iterator[Trial]:

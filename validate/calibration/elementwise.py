@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -31,15 +32,31 @@ def rope_trials(bench: Bench, shape: ModelShape, rows: Iterable[int]) -> Iterato
         yield _rope_trial(RandomDecoder.build(bench, shape, count, 1), count)
 
 
-def sampling_trials(bench: Bench, vocabs: Iterable[int], queries: int) -> Iterator[Trial]:
-    """A draft step's draw from logits, and a verification's rejection sampling with `queries` queries."""
-    for vocab in vocabs:
-        logits = bench.random(1, queries, vocab)
-        uniform = torch.rand(1, queries, dtype=torch.float64, device=bench.device)
-        drawing = filter_cost(logits[:, 0]) + draw_cost(logits[:, 0])
-        yield Trial("sampling", f"a draw from {vocab}", drawing, _drawing(logits[:, 0], uniform[:, 0]))
-        cost = filter_cost(logits) + draw_cost(logits[:, 0], logits[:, 0])
-        yield Trial("sampling", f"rejection sampling of {queries} x {vocab}", cost, _rejecting(logits, uniform))
+def sampling_trials(
+    bench: Bench, vocabs: Iterable[int], batches: Iterable[int], queries: Iterable[int]
+) -> Iterator[Trial]:
+    """A draft step's draw from logits, and a verification's rejection sampling."""
+    for vocab, batch in product(vocabs, batches):
+        for count in queries:
+            logits = bench.random(batch, count, vocab)
+            uniform = torch.rand(batch, count, dtype=torch.float64, device=bench.device)
+            if count == 1:
+                yield _draw_trial(logits[:, 0], uniform[:, 0])
+            else:
+                yield _rejection_trial(logits, uniform)
+
+
+def _draw_trial(logits: Tensor, uniform: Tensor) -> Trial:
+    rows, vocab = logits.shape
+    cost = filter_cost(logits) + draw_cost(logits)
+    return Trial("sampling", f"{rows} draws from {vocab}", cost, _drawing(logits, uniform), width=rows)
+
+
+def _rejection_trial(logits: Tensor, uniform: Tensor) -> Trial:
+    batch, queries, vocab = logits.shape
+    cost = filter_cost(logits) + draw_cost(logits[:, 0], logits[:, 0])
+    name = f"rejection sampling of {batch} x {queries} x {vocab}"
+    return Trial("sampling", name, cost, _rejecting(logits, uniform), width=batch * queries)
 
 
 def _norm_trial(model: RandomDecoder, rows: int) -> Trial:
@@ -47,7 +64,9 @@ def _norm_trial(model: RandomDecoder, rows: int) -> Trial:
     stream, update = bench.random(2, 1, rows, hidden)
     weight = bench.random(hidden)
     cost = add_rms_norm_cost(stream, update, weight)
-    return Trial("elementwise", f"norm, {rows} rows", cost, lambda _: model.decoder.norm(stream, update, weight))
+    return Trial(
+        "elementwise", f"norm, {rows} rows", cost, lambda _: model.decoder.norm(stream, update, weight), rows=rows
+    )
 
 
 def _rope_trial(model: RandomDecoder, rows: int) -> Trial:
@@ -57,13 +76,17 @@ def _rope_trial(model: RandomDecoder, rows: int) -> Trial:
     tables = model.decoder.rotary(slots)
     cost = rope_append_cost(qkv, tables, slots, None)
     return Trial(
-        "rope", f"rope, {rows} rows", cost, lambda _: rope_append(qkv, tables, *cache.full(0), slots, shape.q_heads)
+        "rope",
+        f"rope, {rows} rows",
+        cost,
+        lambda _: rope_append(qkv, tables, *cache.full(0), slots, shape.q_heads),
+        rows=rows,
     )
 
 
 def _swiglu_trial(model: RandomDecoder, rows: int) -> Trial:
     both = model.bench.random(1, rows, 2 * model.shape.intermediate)
-    return Trial("elementwise", f"swiglu, {rows} rows", swiglu_cost(both), lambda _: swiglu(both))
+    return Trial("elementwise", f"swiglu, {rows} rows", swiglu_cost(both), lambda _: swiglu(both), rows=rows)
 
 
 def _drawing(logits: Tensor, uniform: Tensor) -> Callable[[int], Tensor]:
@@ -72,8 +95,8 @@ def _drawing(logits: Tensor, uniform: Tensor) -> Callable[[int], Tensor]:
 
 def _rejecting(logits: Tensor, uniform: Tensor) -> Callable[[int], object]:
     """Rejection sampling of the target's own likeliest tokens, most of which are accepted."""
-    queries = logits.shape[1]
+    batch, queries, _ = logits.shape
     drafts = [softmax_distribution(row.contiguous(), 1.0) for row in logits[:, :-1].unbind(1)]
     drafted = logits[:, :-1].argmax(-1)
-    max_tokens = torch.full((1,), queries, dtype=torch.int32, device=logits.device)
+    max_tokens = torch.full((batch,), queries, dtype=torch.int32, device=logits.device)
     return lambda _: rejection_sample(softmax_distribution(logits, 1.0), drafts, drafted, max_tokens, uniform)

@@ -18,26 +18,34 @@ OUTLIER = 0.3  # log residual beyond which a sample counts linearly instead of s
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed call: its cost by the model's formulas, and its median seconds."""
+    """One timed call: its cost by the model's formulas, its seconds, and what `Rates` says of rows, width and depth."""
 
     cost: Cost
     seconds: float
+    rows: int = 1
+    width: float = 0.0
+    depth: float = 0.0
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The peaks that utilizations are relative to, and a large matmul's share of the compute peak."""
+    """The peaks that utilizations are relative to, and the shares of them that anything reaches.
+
+    matmul_utilization: a large matmul's share of the compute peak. read_utilization: the share of the bandwidth at
+    which memory is read, at most.
+    """
 
     bandwidth_bytes_per_s: float
     compute_flops: float
     matmul_utilization: float = 1.0
+    read_utilization: float = 1.0
 
 
 def fit_rates(samples: Sequence[Sample], ceilings: Ceilings) -> Rates:
     """Least squares in log time of launch + max(bytes / (bandwidth x u), FLOPs / (peak x v)).
 
     A rate that never limits any sample cannot be fitted, as any value that is fast enough fits equally well. It is then
-    the ceiling, u = 1 or v = a large matmul's share, so that predictions beyond the samples have a measured limit.
+    the ceiling, what memory or a large matmul reaches, so that predictions beyond the samples have a measured limit.
     Both rates are fitted only if that explains clearly more than one of them alone.
 
     Raises ValueError without samples.
@@ -48,7 +56,7 @@ def fit_rates(samples: Sequence[Sample], ceilings: Ceilings) -> Rates:
     moving = np.array([float(sample.cost.bytes) for sample in samples]) / ceilings.bandwidth_bytes_per_s
     computing = np.array([float(sample.cost.flops) for sample in samples]) / ceilings.compute_flops
     times = _Times(seconds, moving, computing)
-    fastest = (1.0, ceilings.matmul_utilization)
+    fastest = (ceilings.read_utilization, ceilings.matmul_utilization)
     simple = min((_fit(times, fastest, free) for free in ((0, 1), (0, 2))), key=lambda fit: fit.loss)
     both = _fit(times, fastest, (0, 1, 2))
     count = len(samples)
@@ -89,7 +97,7 @@ def _fit(times: _Times, fastest: tuple[float, float], free: tuple[int, ...]) -> 
     chosen = list(free)
     shortest_s = times.seconds.min()
     lowest = np.log([SHORTEST_LAUNCH_S, SLOWEST, SLOWEST])
-    highest = np.log([max(shortest_s, 2 * SHORTEST_LAUNCH_S), MAX_UTILIZATION, MAX_UTILIZATION])
+    highest = np.log([max(shortest_s, 2 * SHORTEST_LAUNCH_S), fastest[0], MAX_UTILIZATION])
     seen = [max((part / times.seconds).max(), SLOWEST) for part in (times.moving, times.computing)]
     logs = np.log([shortest_s / 2, *fastest])
     logs[chosen] = np.log([shortest_s / 2, *seen])[chosen]

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
+from torch import Tensor
+
+from ridgeplan.kernels.linear.dense import linear_dense
+from ridgeplan.kernels.linear.int4 import linear_int4
+from ridgeplan.kernels.linear.int4_weight import Int4Weight
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.runtime.model.linear import Dense, Linear
@@ -34,10 +40,30 @@ def int4_trials(bench: Bench, shapes: Shapes, rows: Iterable[int]) -> Iterator[T
             yield _trial(bench, "linear_int4", weights, (count, inputs, outputs), per_parameter)
 
 
+def portable_trials(bench: Bench, shapes: Shapes, rows: Iterable[int]) -> Iterator[Trial]:
+    """4-bit products by Triton's kernel, and dense ones by the library's, as on GPUs older than Hopper."""
+    for outputs, inputs in shapes:
+        dense = [partial(linear_dense, weight=weight, backend="reference") for weight in bench.randoms(outputs, inputs)]
+        packed = int4_linear(Dense(bench.random(outputs, inputs)), WEIGHT_GROUP)
+        assert isinstance(packed.weight, Int4Weight), "the layout of GPUs"
+        copies = [copy.deepcopy(packed.weight) for _ in range(bench.variants(packed.bytes))]
+        int4 = [partial(linear_int4, weight=weight, backend="triton") for weight in copies]
+        per_parameter = weight_bytes(4, fitting_group(inputs, WEIGHT_GROUP), bench.element_bytes)
+        for count in rows:
+            sizes = count, inputs, outputs
+            yield _trial(bench, "linear", dense, sizes, bench.element_bytes)
+            yield _trial(bench, "linear_int4", int4, sizes, per_parameter)
+
+
 def _trial(
-    bench: Bench, kind: str, weights: list[Dense] | list[Linear], sizes: tuple[int, int, int], per_parameter: float
+    bench: Bench,
+    kind: str,
+    products: Sequence[Callable[[Tensor], Tensor]],
+    sizes: tuple[int, int, int],
+    per_parameter: float,
 ) -> Trial:
     rows, inputs, outputs = sizes
     x = bench.random(1, rows, inputs)
     cost = ops.linear(rows, inputs, outputs, per_parameter, bench.element_bytes)
-    return Trial(kind, f"{rows} x {inputs} -> {outputs}", cost, lambda i: weights[i](x), len(weights))
+    name = f"{rows} x {inputs} -> {outputs}"
+    return Trial(kind, name, cost, lambda i: products[i](x), len(products), rows, outputs, inputs)

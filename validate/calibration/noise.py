@@ -9,15 +9,16 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ridgeplan.roofline.catalog.profile import MAX_SPREAD, Rates
 
 if TYPE_CHECKING:
     from ridgeplan.validate.timing import Bench, Trial
 
+Kept = TypeVar("Kept")
 AGREEMENT = 0.1  # largest relative distance of two readings that agree
-FEWEST_READINGS, MOST_READINGS = 2, 5
+MOST_READINGS = 6
 
 
 class NoisyMachine(ValueError):
@@ -32,11 +33,11 @@ class Reading:
     spread: float
 
 
-def steady_reading(read: Callable[[], float]) -> Reading:
-    """Reads until the two fastest readings agree, at most MOST_READINGS times. The fastest counts."""
-    readings = [read() for _ in range(FEWEST_READINGS)]
+def steady_reading(read: Callable[[], Iterable[float]]) -> Reading:
+    """Reads, a few readings at once, until the two fastest agree or there are MOST_READINGS. The fastest counts."""
+    readings = list(read())
     while not agree(readings) and len(readings) < MOST_READINGS:
-        readings.append(read())
+        readings.extend(read())
     return Reading(min(readings), distance(readings))
 
 
@@ -61,15 +62,16 @@ class NoiseCheck:
     allowed: bool = False
     spreads: dict[str, float] = field(default_factory=dict)
 
-    def readings(self, kind: str, bench: Bench, trials: Iterable[Trial]) -> list[tuple[Trial, float]]:
-        """Each trial of a class with its seconds, in the time that one reading with the bench's whole budget takes.
+    def readings(
+        self, kind: str, bench: Bench, trials: Iterable[Trial], keep: Callable[[Trial], Kept]
+    ) -> list[tuple[Kept, float]]:
+        """What `keep` takes of each trial of a class, and its seconds, read again if readings disagree.
 
-        More if readings disagree. Raises NoisyMachine.
+        Trials themselves are not kept: each holds its inputs, which may fill a GPU. Raises NoisyMachine.
         """
-        half = replace(bench, budget_s=bench.budget_s / FEWEST_READINGS)
-        found = [(trial, steady_reading(partial(half.seconds, trial))) for trial in trials]
+        found = [(keep(trial), steady_reading(partial(bench.readings, trial))) for trial in trials]
         self.record(kind, [reading.spread for _, reading in found])
-        return [(trial, reading.seconds) for trial, reading in found]
+        return [(kept, reading.seconds) for kept, reading in found]
 
     def record(self, kind: str, spreads: list[float]) -> None:
         """Keeps the spread of a class. Raises NoisyMachine if it is too wide and that is not allowed."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 
@@ -16,12 +17,16 @@ from ridgeplan.validate.calibration import attention as attention_trials
 from ridgeplan.validate.calibration import elementwise as step_trials
 from ridgeplan.validate.calibration import linear as linear_trials
 from ridgeplan.validate.calibration.fit import Ceilings, Sample, fit_rates
+from ridgeplan.validate.calibration.fit_steps import fit_steps
+from ridgeplan.validate.calibration.gaps import with_gaps
 from ridgeplan.validate.calibration.host_overhead import with_dispatch
 from ridgeplan.validate.calibration.noise import NoiseCheck
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
 from ridgeplan.validate.progress import Progress
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, Trial
 
+LARGE_READ_BYTES = 200e6
+MOST_VARIANTS = 600  # so that even products of a megabyte find their weights cold, as in a step
 GATHERED_BYTES = 256  # one token's key at head_dim 128 in 16 bits
 
 
@@ -37,17 +42,21 @@ def measure_profile(
     bandwidth, compute = machine.copy_bytes_per_s(bench), machine.matmul_flops(bench, suite.matmul_size)
     cuda = place.type == "cuda"
     hardware = machine.cuda_hardware(bench, bandwidth, compute) if cuda else machine.cpu_hardware(bandwidth, compute)
-    ceilings = Ceilings(hardware.bandwidth_bytes_per_s, hardware.compute_flops, compute / hardware.compute_flops)
+    samples = _measured(bench, suite, hardware.num_sms, on_progress, noise)
+    ceilings = _ceilings(hardware, bandwidth, compute, (one for found in samples.values() for one in found))
     profile = Profile(
         hardware=hardware,
         device=torch.cuda.get_device_name(place) if cuda else machine.cpu_model(),
         software={name: metadata.version(name) for name in ("torch", "ridgeplan")},
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        classes=_classes(bench, suite, hardware, ceilings, on_progress, noise),
+        classes={kind: noise.widened(kind, _fitted(kind, found, ceilings, suite)) for kind, found in samples.items()},
         asynchronous=cuda,
+        portable=_portable(bench, suite, hardware.num_sms, ceilings),
         host_link_utilization=_host_link_utilization(bench, hardware) if cuda else 1.0,
     )
-    return with_dispatch(bench, profile, suite.dispatch_shape, suite.dispatch_layers)
+    on_progress("whole rounds", 0, 1)
+    dispatched = with_dispatch(bench, profile, suite.dispatch_shape, suite.dispatch_layers)
+    return with_gaps(dispatched, suite.gap_shapes, place)
 
 
 def _device(name: str | None) -> torch.device:
@@ -68,28 +77,60 @@ def _fitting(suite: Suite, place: torch.device) -> Suite:
 
 def _bench(place: torch.device, suite: Suite) -> Bench:
     cold_bytes = CUDA_ROTATE_BYTES if place.type == "cuda" else 2 * machine.last_cache_bytes()
-    return Bench.build(place, suite.pool_bytes, min(suite.pool_bytes, cold_bytes), suite.trial_s)
+    bench = Bench.build(place, suite.pool_bytes, min(suite.pool_bytes, cold_bytes), suite.trial_s)
+    return replace(bench, most_variants=MOST_VARIANTS)
 
 
 def _host_link_utilization(bench: Bench, hardware: Hardware) -> float:
     return machine.host_link_bytes_per_s(bench) / hardware.host_link_bytes_per_s
 
 
-def _classes(
-    bench: Bench,
-    suite: Suite,
-    hardware: Hardware,
-    ceilings: Ceilings,
-    on_progress: Progress,
-    noise: NoiseCheck,
-) -> dict[str, Rates]:
-    trials = class_trials(bench, suite, hardware.num_sms)
-    rates = {}
+def _measured(
+    bench: Bench, suite: Suite, num_sms: int, on_progress: Progress, noise: NoiseCheck
+) -> dict[str, list[Sample]]:
+    trials = class_trials(bench, suite, num_sms)
+    found = {}
     for done, (kind, items) in enumerate(trials.items()):
         on_progress(kind, done, len(trials))
-        samples = [Sample(trial.cost, seconds) for trial, seconds in noise.readings(kind, bench, items)]
-        rates[kind] = noise.widened(kind, fit_rates(samples, ceilings))
-    return rates
+        readings = noise.readings(kind, bench, items, sample_of)
+        found[kind] = [replace(sample, seconds=seconds) for sample, seconds in readings]
+    return found
+
+
+def _ceilings(hardware: Hardware, copied: float, matmul: float, samples: Iterable[Sample]) -> Ceilings:
+    """Nothing is read faster than a copy, a sum or the fastest kernel that reads far more than a cache holds."""
+    large = [one.cost.bytes / one.seconds for one in samples if one.cost.bytes > LARGE_READ_BYTES]
+    peaks = hardware.bandwidth_bytes_per_s, hardware.compute_flops
+    return Ceilings(*peaks, matmul / peaks[1], min(1.0, max(copied, *large, 0.0) / peaks[0]))
+
+
+def sample_of(trial: Trial) -> Sample:
+    """A trial's sizes, not timed yet."""
+    return Sample(trial.cost, math.nan, trial.rows, trial.width, trial.depth)
+
+
+def _fitted(kind: str, samples: Sequence[Sample], ceilings: Ceilings, suite: Suite) -> Rates:
+    """Rates in steps of rows for the classes that a decode pass's rows and queries go through, if the suite has any."""
+    steps = suite.steps_of(kind)
+    return fit_rates(samples, ceilings) if steps is None else fit_steps(samples, ceilings, steps)
+
+
+def _portable(bench: Bench, suite: Suite, num_sms: int, ceilings: Ceilings) -> dict[str, Rates]:
+    """Rates of the kernels that run on GPUs older than Hopper, each reading once."""
+    if not suite.portable:
+        return {}
+    samples: dict[str, list[Sample]] = {}
+    for trial in portable_trials(bench, suite, num_sms):
+        samples.setdefault(trial.kind, []).append(replace(sample_of(trial), seconds=bench.seconds(trial)))
+    return {kind: _fitted(kind, found, ceilings, suite) for kind, found in samples.items()}
+
+
+def portable_trials(bench: Bench, suite: Suite, num_sms: int) -> Iterator[Trial]:
+    """Trials of Triton's and the library's kernels, at some of the suite's sizes."""
+    yield from linear_trials.portable_trials(bench, suite.linear_shapes[::4], suite.int4_rows[::3])
+    for sizes in suite.decode_sizes().values():
+        few = [size for size in sizes if size.batch != suite.batches[-1] and size.queries in suite.queries[::2]]
+        yield from attention_trials.decode_trials(bench, few[::7], num_sms, "triton")
 
 
 def class_trials(bench: Bench, suite: Suite, num_sms: int) -> Mapping[str, Iterable[Trial]]:
@@ -98,7 +139,7 @@ def class_trials(bench: Bench, suite: Suite, num_sms: int) -> Mapping[str, Itera
     return {
         "linear": linear.dense_trials(bench, "linear", suite.linear_shapes, suite.linear_rows),
         "head": linear.dense_trials(bench, "head", suite.head_shapes, suite.head_rows),
-        "linear_int4": linear.int4_trials(bench, suite.linear_shapes, suite.int4_rows),
+        "linear_int4": linear.int4_trials(bench, (*suite.linear_shapes, *suite.head_shapes), suite.int4_rows),
         **{kind: attention.decode_trials(bench, items, num_sms) for kind, items in suite.decode_sizes().items()},
         "elementwise": (
             trial
@@ -108,7 +149,7 @@ def class_trials(bench: Bench, suite: Suite, num_sms: int) -> Mapping[str, Itera
         "rope": (
             trial for shape in suite.elementwise for trial in step.rope_trials(bench, shape, suite.elementwise_rows)
         ),
-        "sampling": step.sampling_trials(bench, suite.vocabs, max(suite.queries)),
+        "sampling": step.sampling_trials(bench, suite.vocabs[:2], suite.batches, suite.queries),
         "quantize": attention.quantize_trials(bench, suite.heads, suite.quantize_tokens),
         "gather": attention.gather_trials(bench, GATHERED_BYTES // bench.element_bytes, suite.gather_rows),
         "prefill_linear": linear.dense_trials(bench, "prefill_linear", suite.prefill_shapes, suite.prefill_rows),

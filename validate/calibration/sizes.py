@@ -38,11 +38,26 @@ class Suite:
     elementwise_rows: tuple[int, ...]
     dispatch_shape: ModelShape
     dispatch_layers: tuple[int, ...]
+    gap_shapes: tuple[ModelShape, ...] = ()  # models whose rounds are timed as a whole
+    portable: bool = False  # whether to measure the kernels that run on GPUs older than Hopper, too
+    linear_steps: tuple[int, ...] | None = None  # rows at which time may step up; None fits one rate for all rows
+    attention_steps: tuple[int, ...] | None = None
+    row_steps: tuple[int, ...] | None = None  # of norms, RoPE and activations
 
     @property
     def vocabs(self) -> tuple[int, ...]:
         """Sizes of vocabularies to sample from."""
         return tuple(outputs for outputs, _ in self.head_shapes)
+
+    def steps_of(self, kind: str) -> tuple[int, ...] | None:
+        """Rows at which the time of a class may step up; None where it grows with bytes and FLOPs alone."""
+        if kind in ("linear", "linear_int4", "head"):
+            return self.linear_steps
+        if kind.startswith("attention"):
+            return self.attention_steps
+        if kind in ("elementwise", "rope"):
+            return self.row_steps
+        return () if kind == "sampling" and self.linear_steps else None
 
     def decode_sizes(self) -> dict[str, list[DecodeSize]]:
         """Decode attention at every length, batch and number of queries that fits the pool, by kernel class.
@@ -91,38 +106,68 @@ _CPU_FULL = replace(
     queries=(1, 3, 5, 8),
     prefill_shapes=(*_CPU_QUICK.prefill_shapes, (8192, 2048)),
 )
-# Layers of Llama-3.1-8B, of a model of about 1 billion parameters, and SmolLM2-135M's.
+# Rows at which the time of products and of decode attention may step up: tiles of 8 rows, passes over the weights, and
+# the library's or Triton's kernels beyond what this package's take.
+LINEAR_STEPS = (1, 2, 4, 8, 16, 32, 48, 64, 128)
+ATTENTION_STEPS = (8, 16, 24, 32, 64)
+ROW_STEPS = (4, 8, 16, 32, 64)
+
+# Layers of four widths, and vocabularies, that are no well-known model's. Groups of 1, 4, 6, 7 and 8 query heads per KV
+# head in both head sizes, and of 3 and 12.
 _CUDA_QUICK = Suite(
     pool_bytes=6 << 30,
-    trial_s=0.05,
+    trial_s=0.012,
     matmul_size=8192,
-    linear_shapes=((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (3072, 2048), (16384, 2048), (960, 576)),
-    linear_rows=(1, 5, 16),
-    int4_rows=(1, 4, 16),
-    head_shapes=((128256, 4096), (49152, 576)),
-    head_rows=(1, 5),
-    heads=(Heads(32, 8, 128), Heads(9, 3, 64)),
-    batches=(1, 4),
-    tokens=(1024, 16384, 131072),
-    queries=(1, 5),
-    prefill_shapes=((6144, 4096), (28672, 4096), (4096, 14336), (3072, 2048)),
-    prefill_rows=(32, 64, 256, 2048),
+    linear_shapes=(
+        (960, 640), (640, 1728), (1536, 1024), (1024, 2816), (5632, 1024), (2560, 2560), (13824, 2560), (2560, 6912),
+        (7168, 5120), (5120, 5120), (27648, 5120), (5120, 13824),
+    ),
+    linear_rows=(1, 4, 8, 16, 24, 64),
+    int4_rows=(1, 4, 8, 16, 24, 64),
+    head_shapes=((65536, 1024), (100352, 5120)),
+    head_rows=(1, 4, 16, 64),
+    heads=(
+        Heads(24, 6, 128), Heads(16, 16, 128), Heads(18, 3, 128), Heads(64, 8, 128), Heads(16, 4, 64), Heads(21, 3, 64),
+    ),
+    batches=(1, 8),
+    tokens=(1500, 9000, 50_000, 131_072),
+    queries=(1, 5, 8),
+    prefill_shapes=((7168, 5120), (27648, 5120), (2560, 6912), (3072, 2048)),
+    prefill_rows=(160, 512, 2048),
     prefill_tokens=(1024, 4096, 16384),
     quantize_tokens=(128, 1024, 16384),
     gather_rows=(256, 4096, 65536),
-    elementwise=(llama_like_shape(1, 4096, 14336, 32, 8, 128), llama_like_shape(1, 576, 1536, 9, 3, 64)),
-    elementwise_rows=(1, 5, 2048),
+    elementwise=(llama_like_shape(1, 5120, 13824, 40, 10, 128), llama_like_shape(1, 1024, 2816, 16, 4, 64)),
+    elementwise_rows=(1, 6, 16, 32, 64, 80, 2048),
     dispatch_shape=llama_like_shape(1, 64, 128, 3, 1, 64),
     dispatch_layers=(2, 8, 16),
-)
+    linear_steps=LINEAR_STEPS,
+    attention_steps=ATTENTION_STEPS,
+    row_steps=ROW_STEPS,
+    gap_shapes=(
+        llama_like_shape(8, 1024, 2816, 16, 4, 64, vocab=65536),
+        llama_like_shape(24, 1024, 2816, 16, 4, 64, vocab=65536),
+        llama_like_shape(20, 2560, 6912, 18, 3, 128, vocab=100352),
+    ),
+)  # fmt: skip
 _CUDA_FULL = replace(
     _CUDA_QUICK,
-    trial_s=0.1,
-    heads=(Heads(32, 8, 128), Heads(32, 32, 128), Heads(9, 3, 64)),
+    linear_shapes=(
+        *_CUDA_QUICK.linear_shapes, (640, 640), (3456, 640), (1024, 1024), (3072, 2048), (2048, 8192), (16384, 2048),
+        (20480, 1280), (1280, 10240), (10240, 8192),
+    ),
+    linear_rows=(1, 2, 4, 8, 9, 16, 24, 40, 64, 96),
+    int4_rows=(1, 2, 4, 8, 9, 16, 24, 40, 64, 96, 512),
+    head_shapes=((65536, 1024), (100352, 5120), (131072, 2048), (32768, 3072)),
+    head_rows=(1, 2, 5, 8, 9, 16, 24, 64, 96),
+    heads=(
+        *_CUDA_QUICK.heads, Heads(28, 4, 128), Heads(48, 4, 128), Heads(9, 3, 64), Heads(12, 12, 64), Heads(24, 3, 64),
+    ),
     batches=(1, 4, 16),
-    tokens=(1024, 4096, 16384, 65536, 131072),
-    queries=(1, 2, 5, 8),
-)
+    tokens=(700, 6500, 40_000, 131_072),
+    queries=(1, 3, 5, 8, 16),
+    portable=True,
+)  # fmt: skip
 
 
 def suite_for(device: str, quick: bool) -> Suite:

@@ -10,8 +10,8 @@ import torch
 
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.validate.calibration.noise import FEWEST_READINGS, steady_reading
-from ridgeplan.validate.calibration.profile import class_trials
+from ridgeplan.validate.calibration.noise import steady_reading
+from ridgeplan.validate.calibration.profile import MOST_VARIANTS, class_trials
 from ridgeplan.validate.calibration.sizes import Suite
 from ridgeplan.validate.machine import last_cache_bytes
 from ridgeplan.validate.progress import Progress
@@ -34,7 +34,8 @@ class KernelPrediction:
     @classmethod
     def of(cls, trial: Trial, machine: Machine, profile: Profile) -> KernelPrediction:
         """The prediction of a trial's class and cost."""
-        seconds = machine.seconds(trial.cost, machine.rates[trial.kind])
+        rates = machine.rates[trial.kind].at_rows(trial.rows)
+        seconds = machine.seconds(trial.cost, rates, trial.width, trial.depth)
         return cls(float(seconds), profile.rates(trial.kind).source)
 
 
@@ -47,7 +48,7 @@ def kernel_rows(profile: Profile, device: torch.device, sizes: Suite, on_progres
         on_progress(kind, done, len(classes))
         for trial in trials:
             predicted = KernelPrediction.of(trial, machine, profile)
-            measured = steady_reading(partial(bench.seconds, trial))
+            measured = steady_reading(partial(bench.readings, trial))
             yield SuiteRow(
                 section="kernels",
                 kind=kind,
@@ -60,7 +61,7 @@ def kernel_rows(profile: Profile, device: torch.device, sizes: Suite, on_progres
 
 
 def _bench(device: torch.device, sizes: Suite) -> Bench:
-    """A bench whose data exceeds the caches; each reading has its share of a trial's time."""
+    """A bench whose data exceeds the caches."""
     cold_bytes = CUDA_ROTATE_BYTES if device.type == "cuda" else 2 * last_cache_bytes()
     bench = Bench.build(device, sizes.pool_bytes, min(sizes.pool_bytes, cold_bytes), sizes.trial_s)
-    return replace(bench, budget_s=sizes.trial_s / FEWEST_READINGS)
+    return replace(bench, most_variants=MOST_VARIANTS)

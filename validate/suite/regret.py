@@ -19,8 +19,8 @@ from ridgeplan.planner.search_space import families
 from ridgeplan.planner.support import missing_execution
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.validate.random_rounds import RandomModel, measured_round
 from ridgeplan.validate.suite.results import RegretRow
-from ridgeplan.validate.suite.rounds import RandomModel, measured_round
 from ridgeplan.validate.suite.steps import NEW_TOKENS, case_text
 
 NEAR_BEST = 1.2  # candidates up to this much slower than the best, as predicted, are measured

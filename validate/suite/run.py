@@ -15,9 +15,9 @@ from ridgeplan.roofline.latency import Machine
 from ridgeplan.runtime.host_memory import available_bytes
 from ridgeplan.validate.machine import cpu_model
 from ridgeplan.validate.progress import Progress, silent
+from ridgeplan.validate.random_rounds import BusyMachine, RandomModel
 from ridgeplan.validate.suite import generations, kernels, regret, steps
 from ridgeplan.validate.suite.results import SECTIONS, RegretRow, SuiteReport, SuiteRow
-from ridgeplan.validate.suite.rounds import BusyMachine, RandomModel
 from ridgeplan.validate.suite.sizes import PlanCase, SuiteSizes, sizes_for
 
 METHODS = {

@@ -9,8 +9,8 @@ from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.prediction import predict
 from ridgeplan.planner.presets import preset_name
 from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.validate.random_rounds import RandomModel, RoundTimes, measured_round
 from ridgeplan.validate.suite.results import SuiteRow
-from ridgeplan.validate.suite.rounds import RandomModel, RoundTimes, measured_round
 
 METHOD = (
     "Random weights of the whole model in the shape's own layers; the cache is filled with random values. Medians of "
