@@ -22,8 +22,9 @@ VALIDATE = {"torch", "triton", "transformers", "numpy", "scipy", "flashinfer"}  
 # What each room may import beside itself: modules of the package (with all below them, but for rooms of their own),
 # then installed packages; None is any. A file belongs to the room with the longest name that fits it.
 ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
-    "roofline.catalog": (set(), MODEL),
-    "roofline": ({"roofline.catalog"}, MODEL),
+    "roofline.catalog.weight_formats": ({"roofline.catalog"}, MODEL),
+    "roofline.catalog": ({"roofline.catalog.weight_formats"}, MODEL),
+    "roofline": ({"roofline.catalog", "roofline.catalog.weight_formats"}, MODEL),
     "roofline.symbolic": ({"roofline", "roofline.catalog"}, MODEL),
     "roofline.papers": ({"roofline", "roofline.catalog", "roofline.symbolic"}, MODEL),
     "planner.policies.selection": ({"planner.plan", "planner.policies"}, MODEL),
@@ -32,7 +33,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "planner": (
         {
             "planner.policies", "planner.policies.eviction", "planner.policies.selection", "roofline",
-            "roofline.catalog", "roofline.symbolic",
+            "roofline.catalog", "roofline.catalog.weight_formats", "roofline.symbolic",
         },
         MODEL,
     ),
@@ -71,7 +72,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "runtime": (
         {
             "kernels.sampling", "planner.capacity", "planner.plan", "planner.support", "roofline.catalog",
-            "roofline.device", "roofline.execution", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
+            "roofline.catalog.weight_formats", "roofline.device", "roofline.execution", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
             "runtime.model", "runtime.quantization",
         },
         RUNTIME,
