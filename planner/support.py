@@ -21,6 +21,7 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
     """
     evicting, target, drafts = eviction(plan), target_selection(plan), draft_selection(plan)
     window = shape.window_tokens if shape else None
+    held = shape.weight_bits.format if shape and shape.weight_bits.converted else None
     checks = {
         f"eviction {plan.eviction.policy.value!r}": evicting and not evicting.executable,
         "offloaded KV": plan.placement.offload,
@@ -28,6 +29,7 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         f"draft selection {drafts.name!r}": Role.DRAFT not in drafts.executable,
         f"{plan.weights.target_bits}-bit target weights": plan.weights.target_bits not in EXECUTABLE_WEIGHT_BITS,
         f"tensor parallelism {plan.tensor_parallel}": plan.tensor_parallel != 1,
+        f"{held} weights as they are stored": held,
         f"codes or drafts beyond a sliding window of {window} tokens": shape and exceeds_window(plan, shape),
     }
     return [name for name, missing in checks.items() if missing]
@@ -53,4 +55,4 @@ def missing_architecture(shape: ModelShape) -> str | None:
 
 def as_loaded(shape: ModelShape) -> ModelShape:
     """The model as the runtime holds it: weights of some formats are converted to full precision when loaded."""
-    return replace(shape, weight_bits=shape.weight_bits.as_loaded)
+    return replace(shape, weight_bits=shape.weight_bits.as_loaded) if shape.weight_bits.converted else shape

@@ -30,9 +30,13 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "planner.policies.selection": ({"planner.plan", "planner.policies"}, MODEL),
     "planner.policies.eviction": ({"planner.plan", "planner.policies", "planner.policies.selection"}, MODEL),
     "planner.policies": ({"planner.plan", "planner.policies.eviction", "planner.policies.selection"}, MODEL),
+    "planner.search": (
+        {"planner", "planner.policies", "planner.policies.selection", "roofline", "roofline.catalog"},
+        MODEL,
+    ),
     "planner": (
         {
-            "planner.policies", "planner.policies.eviction", "planner.policies.selection", "roofline",
+            "planner.policies", "planner.policies.eviction", "planner.policies.selection", "planner.search", "roofline",
             "roofline.catalog", "roofline.catalog.weight_formats", "roofline.symbolic",
         },
         MODEL,
@@ -72,7 +76,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "runtime": (
         {
             "kernels.sampling", "planner.capacity", "planner.plan", "planner.support", "roofline.catalog",
-            "roofline.catalog.weight_formats", "roofline.device", "roofline.execution", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
+            "roofline.catalog.weight_formats", "roofline.device", "roofline.execution", "runtime.drafting",
+            "runtime.drafting.policies", "runtime.kv",
             "runtime.model", "runtime.quantization",
         },
         RUNTIME,
@@ -107,14 +112,16 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         VALIDATE,
     ),
+    "dashboards.cli.planning": ({"dashboards.cli", "planner", "planner.search", "roofline", "roofline.catalog"}, None),
     "dashboards.cli": (
         {
-            "dashboards.user_errors", "planner", "roofline", "roofline.catalog", "runtime", "runtime.model", "validate",
+            "dashboards.cli.planning", "dashboards.user_errors", "planner", "planner.search", "roofline",
+            "roofline.catalog", "runtime", "runtime.model", "validate",
             "validate.decode_bench", "validate.kernel_bench",
         },
         None,
     ),
-    "dashboards": ({"planner", "roofline", "roofline.catalog"}, None),
+    "dashboards": ({"planner", "planner.search", "roofline", "roofline.catalog"}, None),
 }  # fmt: skip
 PACKAGES = tuple(dict.fromkeys(room.partition(".")[0] for room in ROOMS))
 FILES = {path.relative_to(ROOT).as_posix(): path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))}

@@ -10,8 +10,12 @@ import os
 
 import click
 
-from ridgeplan.dashboards.cli import bench, bench_decode, catalog, demo, machine, plan, run, validate
+from ridgeplan.dashboards.cli import bench, bench_decode, catalog, demo, machine, run, validate
 from ridgeplan.dashboards.cli.errors import OneLineGroup
+from ridgeplan.dashboards.cli.planning.estimate import estimate
+from ridgeplan.dashboards.cli.planning.fit import fit
+from ridgeplan.dashboards.cli.planning.gamma import gamma
+from ridgeplan.dashboards.cli.planning.recommend import recommend
 
 
 @click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -27,8 +31,10 @@ def main() -> None:
 
 
 for command in (
-    plan.recommend,
-    plan.estimate,
+    recommend,
+    estimate,
+    fit,
+    gamma,
     run.run,
     validate.validate,
     machine.calibrate,

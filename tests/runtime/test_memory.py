@@ -56,7 +56,7 @@ def test_a_plan_has_to_fit_into_what_is_free_beside_shared_weights(make_plan, mo
         free = needed + 1 - shared - missing
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * 10**9))
         if missing:
-            with pytest.raises(WorkloadError, match=r"the plan needs .* GB are free; allowed: context up to"):
+            with pytest.raises(WorkloadError, match=r"the plan needs .* GB may be used; allowed: context up to"):
                 require_memory(plan, shape, CUDA, torch.bfloat16, shared)
         else:
             require_memory(plan, shape, CUDA, torch.bfloat16, shared)
@@ -70,7 +70,7 @@ def test_on_a_host_a_plan_has_to_fit_into_what_its_system_calls_available(make_p
         monkeypatch.setattr(memory, "available_bytes", lambda available=available: available)
         require_memory(plan, shape, CPU, torch.float32, 0)
     monkeypatch.setattr(memory, "available_bytes", lambda: needed - 1)
-    with pytest.raises(WorkloadError, match=r"the plan needs .* GB are free; allowed: context up to"):
+    with pytest.raises(WorkloadError, match=r"the plan needs .* GB may be used; allowed: context up to"):
         require_memory(plan, shape, CPU, torch.float32, 0)
     require_memory(plan, shape, CPU, torch.float32, shared_bytes=2)  # weights that are there already
 

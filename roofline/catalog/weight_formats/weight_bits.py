@@ -46,7 +46,13 @@ class WeightBits(Checked):
     @property
     def as_loaded(self) -> WeightBits:
         """The bits of the weights once the runtime has loaded them."""
-        return WeightBits(format=self.format) if self.format in CONVERTED_FORMATS else self
+        return WeightBits(format=self.format) if self.converted else self
+
+    @property
+    def converted(self) -> bool:
+        """Whether loading changes any part's bits."""
+        held = (getattr(self, part) for part in PARTS)
+        return self.format in CONVERTED_FORMATS and any(bits != FULL_BITS for bits in held)
 
     def tied(self) -> WeightBits:
         """These bits for a model whose output head is its embedding."""

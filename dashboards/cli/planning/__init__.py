@@ -1,0 +1,1 @@
+"""Commands that predict and plan without running anything: recommend, estimate, fit, gamma."""
