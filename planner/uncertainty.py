@@ -17,7 +17,7 @@ from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.latency import KERNEL_CLASSES
 from ridgeplan.roofline.speculation import tokens_per_round
 
-SAMPLES = 1024
+SAMPLES = 2048
 SEED = 0
 BAND_DEVIATIONS = 1.645  # standard deviations from the best acceptance to the ends of its band, which holds 90%
 # Kernel classes of a round's parts other than its passes.

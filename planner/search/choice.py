@@ -1,7 +1,7 @@
 """The choice among plans that run and fit: the fastest, or one that is more exact or simpler and as fast.
 
 A faster plan must be faster beyond the noise of the predictions: in 84% of the sampled errors, which is one standard
-deviation (the one-standard-error rule of Breiman et al. 1984), or by more than a twentieth.
+deviation (the one-standard-error rule of Breiman et al. 1984), or by more than 3%.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ridgeplan.planner.search.question import Objective, Question
 from ridgeplan.planner.uncertainty import sampled_tpot_ms, sampled_ttft_ms
 
 CONFIDENCE = 0.84  # that the faster plan is faster
-TOLERANCE = 0.05  # how much slower, by the best estimates, the simpler plan may be
+TOLERANCE = 0.03  # how much slower, by the best estimates, the preferred plan may be
 
 
 def contenders(possible: Sequence[Candidate], question: Question) -> list[Candidate]:

@@ -67,11 +67,19 @@ def _options(question: Question, plans: Sequence[Plan], memory_utilization: floa
         yield f"batch up to {batch} with context {workload.context}"
     if not longest and not batch and workload.batch > 1:
         yield from _alone(question)
-    lossy = [] if question.quality is Quality.LOSSY else tightest(replace(question, quality=Quality.LOSSY))
-    if lossy:
-        yield f"quality lossy, such as {preset_name(lossy[0].plan)}"
+    yield from _lower_quality(question)
     gpu = smallest_gpu(question, plans, memory_utilization)
     yield f"a GPU such as {gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB)" if gpu else "no GPU of the catalog"
+
+
+def _lower_quality(question: Question) -> Iterator[str]:
+    """The strictest quality at which a plan fits."""
+    for quality in Quality:
+        fitting = [] if question.quality.allows(quality) else tightest(replace(question, quality=quality))
+        if fitting:
+            least = min(fitting, key=lambda one: one.peak_bytes)
+            yield f"quality {quality}, such as {preset_name(least.plan)}"
+            return
 
 
 def _longest(question: Question, plans: Sequence[Plan]) -> int:

@@ -127,7 +127,7 @@ def test_a_message_goes_away_with_its_cause(page: AppTest) -> None:
 def test_yarn_is_noted(page: AppTest) -> None:
     page.run()
     page.number_input(key="context").set_value(200_000).run()
-    assert "beyond the model's limit" in shown(page)
+    assert "context 200000 is beyond the limit of meta-llama/Llama-3.1-8B; allowed: up to 131072" in shown(page)
     page.checkbox(key="yarn").set_value(True).run()
     assert "stretched 2x by YaRN" in shown(page)
 
