@@ -80,11 +80,11 @@ class Recommendation:
 
     def _headline(self, name: str, predicted: Prediction) -> str:
         sure = predicted.beats_plain
-        chance = f", faster with {100 * sure:.0f}% probability" if sure else ""
+        chance = f", faster with {_percent(sure)} probability" if sure else ""
         return (
             f"{name}: {_ms(predicted.best.tpot_ms)} per token "
             f"({_ms(predicted.low.tpot_ms)} to {_ms(predicted.high.tpot_ms)}), "
-            f"{predicted.speedup:.2f}x plain decoding ({_ms(self.baseline.best.tpot_ms)}{chance}) [{predicted.source}]"
+            f"{predicted.speedup:.2f}x plain decoding ({_ms(self.baseline.best.tpot_ms)}){chance} [{predicted.source}]"
         )
 
     def _best_of_all(self) -> str:
@@ -122,6 +122,11 @@ def _bottleneck(attention_share: float) -> str:
     if abs(attention_share - 0.5) <= BALANCED_WITHIN:
         return "the weights and the KV cache weigh about the same"
     return "the KV cache is the bottleneck" if attention_share > 0.5 else "the weights are the bottleneck"
+
+
+def _percent(share: float) -> str:
+    """A sampled probability, which is never certain."""
+    return "over 99%" if share > 0.99 else f"{100 * share:.0f}%"
 
 
 def _ms(value: float) -> str:

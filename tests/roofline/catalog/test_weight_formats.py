@@ -5,12 +5,17 @@ import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from ridgeplan.planner.lowering import strategy_of
+from ridgeplan.planner.plan import Workload
+from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.huggingface import shape_from_config
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.weight_formats.gguf_types import gguf_bits
 from ridgeplan.roofline.catalog.weight_formats.weight_bits import WeightBits, mean_bits
+from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import draft_weight_memory, weight_memory
 from ridgeplan.roofline.passes import PassTerms, decode_pass
+from ridgeplan.roofline.speculative_round import target_terms
 
 CONFIG = {
     "model_type": "llama",
@@ -223,6 +228,23 @@ def test_steps_read_what_is_stored():
     mlps = {"mlp gate + up": 2 * 12_288, "mlp down": 2 * 6_144}
     expected = {name: count * (2 - 4.5 / 8) for name, count in projections.items()}
     assert saved == expected | {name: count * 1.0 for name, count in mlps.items()}
+
+
+def test_experts_are_read_in_their_own_bits():
+    config = {**CONFIG, "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 4, "sliding_window": 64}
+    shape = shape_from_config({**config, "quantization_config": {"quant_method": "mxfp4"}}, "m", "a test")
+    terms = PassTerms(batch=1, queries=1, quantized_tokens=0, full_tokens=1, bits=0, group=128, splits=1,
+                      weight_bytes=2, head_bytes=2, element_bytes=2)  # fmt: skip
+    (routed,) = (op for op in decode_pass(shape, terms) if op.name == "routed experts")
+    assert routed.cost.read_bytes == 4 * 18_432 * 4.25 / 8 + 64 * 2
+
+
+def test_the_head_is_read_in_its_own_bits(h200_profile):
+    machine, workload = Machine.of(h200_profile), Workload("m", "h200", 4096)
+    for bits, expected in ((16, 2), (8.5, 8.5 / 8), (32, 4)):
+        shape = small_shape(head=bits)
+        strategy = strategy_of(preset("autoregressive", workload), shape, machine, 1.0)
+        assert target_terms(shape, machine, strategy, 4096).head_bytes == expected
 
 
 def test_full_precision_is_the_machines_own():
