@@ -129,7 +129,7 @@ def _largest(fit: Callable[[np.ndarray], np.ndarray], limits: np.ndarray, first:
     low, high = np.zeros(len(limits)), limits + 1.0
     middle = np.minimum(float(first), limits)
     while (high - low > 1).any():
-        searched, fitting = high - low > 1, fit(np.maximum(middle, 1))
-        low, high = np.where(searched & fitting, middle, low), np.where(searched & ~fitting, middle, high)
+        fitting = fit(np.maximum(middle, 1))
+        low, high = np.where(fitting, middle, low), np.where(fitting, high, middle)
         middle = np.floor((low + high) / 2)
     return low.astype(int)
