@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ridgeplan.dashboards.cli import bench, bench_decode
+from ridgeplan.dashboards.cli.catalog import papers
 from ridgeplan.dashboards.cli.output import number
 from ridgeplan.planner import recommend
+from ridgeplan.planner.published import compare_all, list_engines, targets_of
 from ridgeplan.roofline.catalog.profile import load_profile
 
 ROOT = Path(__file__).parents[1]
@@ -153,6 +155,58 @@ def modules(package: str) -> str:
     return table(("file", "what it is"), rows)
 
 
+def published() -> str:
+    """How near the predictions come to each published table."""
+    rows = [
+        (
+            f"{one.paper} {one.name}",
+            f"{len(one.cells) - len(one.unpredicted)} of {len(one.cells)}",
+            f"{one.median_error:.1%}" if one.errors else "",
+            f"{max(one.errors, key=abs):+.0%}" if one.errors else "",
+            "; ".join(target.told(one).removeprefix("target: ") for target in targets_of(one)),
+        )
+        for one in compare_all()
+    ]
+    return table(("table", "cells predicted", "median error", "largest", "targets"), rows)
+
+
+def published_cells(paper: str, name: str) -> str:
+    """Every cell of one published table."""
+    (found,) = (one for one in compare_all([paper]) if one.name == name)
+    return table(papers.COLUMNS, map(papers.cell_texts, found.cells))
+
+
+def not_predicted() -> str:
+    """The printed cells that cannot be predicted, with the reason, and those that bytes do not allow."""
+    rows = [
+        (f"{one.paper} {one.name}", *(text for text in papers.cell_texts(cell) if text))
+        for one in compare_all()
+        for cell in one.unpredicted
+    ]
+    return table(("table", "cell", "quantity", "published", "why not"), rows)
+
+
+def impossible() -> str:
+    """The printed cells that bytes do not allow."""
+    rows = [
+        (f"{one.paper} {one.name}", *papers.cell_texts(cell))
+        for one in compare_all()
+        for cell in one.cells
+        if "what bytes allow" in cell.flag
+    ]
+    return table(("table", *papers.COLUMNS), rows)
+
+
+def engines() -> str:
+    """The papers' engines with the source of their figures."""
+    rows = [
+        (f"`{one.name}`", one.title, f"{1e6 * one.launch_s:.1f}" if one.launch_s else "",
+         f"{1e3 * one.layer_dispatch_s:.2f}" if one.layer_dispatch_s else "", one.source)
+        for one in list_engines()
+    ]  # fmt: skip
+    return table(("engine", "what it is", "us per launch", "host, ms per layer", "source"), rows)
+
+
 BLOCKS: dict[str, Callable[..., str]] = {
     one.__name__: one
     for one in (
@@ -166,6 +220,11 @@ BLOCKS: dict[str, Callable[..., str]] = {
         headline,
         modules,
         recommendation,
+        published,
+        published_cells,
+        not_predicted,
+        impossible,
+        engines,
     )
 }
 

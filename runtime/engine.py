@@ -117,6 +117,17 @@ class Engine:
         for step in self._run(request):
             yield from step[0]
 
+    def stream_batch(
+        self, prompts: Prompts, max_new_tokens: int, sampling: SamplingParams | None = None
+    ) -> Iterator[list[list[int]]]:
+        """Like `stream` for several prompts: the new tokens of each, first from prefill, then from every round."""
+        return self._run(Request.build(prompts, max_new_tokens, sampling))
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """Peak since the last generation began, also while it runs; see `MemoryMeter`."""
+        return self._meter.peak_bytes()
+
     def close(self) -> None:
         """Releases the caches and captured graphs. The weights are freed with their last reference."""
         self.cache = None

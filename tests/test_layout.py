@@ -41,6 +41,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         MODEL,
     ),
+    "planner.published": ({"planner", "roofline", "roofline.catalog", "roofline.papers"}, MODEL),
     "kernels.device": ({"roofline.cost"}, {"torch", "triton"}),
     "kernels.kv_cache": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
     "kernels.attention": (
@@ -105,6 +106,14 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         VALIDATE,
     ),
+    "validate.suite": (
+        {
+            "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.drafting",
+            "runtime.drafting.policies", "runtime.kv", "runtime.model", "runtime.quantization", "validate", "validate.calibration",
+            "validate.decode_bench",
+        },
+        VALIDATE,
+    ),
     "validate": (
         {
             "planner", "planner.policies.selection", "roofline", "roofline.catalog", "runtime", "runtime.kv",
@@ -115,10 +124,21 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "dashboards.cli.planning": ({"dashboards.cli", "planner", "planner.search", "roofline", "roofline.catalog"}, None),
     "dashboards.cli": (
         {
-            "dashboards.cli.planning", "dashboards.user_errors", "planner", "planner.search", "roofline",
-            "roofline.catalog", "runtime", "runtime.model", "validate",
-            "validate.decode_bench", "validate.kernel_bench",
+            "dashboards.cli.catalog", "dashboards.cli.planning", "dashboards.cli.validation", "dashboards.user_errors",
+            "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.model", "validate",
+            "validate.calibration", "validate.decode_bench", "validate.kernel_bench",
         },
+        None,
+    ),
+    "dashboards.cli.validation": (
+        {
+            "dashboards.cli", "dashboards.user_errors", "dashboards.validation_page", "planner", "roofline.catalog",
+            "validate", "validate.suite",
+        },
+        None,
+    ),
+    "dashboards.cli.catalog": (
+        {"dashboards.cli", "planner", "planner.published", "roofline", "roofline.catalog"},
         None,
     ),
     "dashboards": ({"planner", "planner.search", "roofline", "roofline.catalog"}, None),

@@ -4,18 +4,23 @@ Not here: predictions (planner), and what is measured (kernels, runtime).
 """
 
 from ridgeplan.validate.calibration.calibrate import calibrate, save_profile
+from ridgeplan.validate.calibration.noise import NoiseCheck, NoisyMachine
 from ridgeplan.validate.comparison import Comparison, ComparisonRow, compare
 from ridgeplan.validate.measure import Measured, measure
-from ridgeplan.validate.validation import Validation, validate_plan
+from ridgeplan.validate.validation import PlanRuns, Validation, run_plans, validate_plan
 
 __all__ = [
     "Comparison",
     "ComparisonRow",
     "Measured",
+    "NoiseCheck",
+    "NoisyMachine",
+    "PlanRuns",
     "Validation",
     "calibrate",
     "compare",
     "measure",
+    "run_plans",
     "save_profile",
     "validate_plan",
 ]

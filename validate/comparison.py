@@ -16,21 +16,27 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.evaluate import evaluate
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.validate.measure import Measured, last_run
+from ridgeplan.validate.segments import is_busy, widest
 
 if TYPE_CHECKING:
     from ridgeplan.runtime import Engine, Statistics
 
+SPEEDUP = "speed-up over plain decoding"
 _UNITS = {"ms": (1.0, "{:.2f} ms"), "bytes": (1 / 2**20, "{:.0f} MiB"), "": (1.0, "{:.3f}"), "x": (1.0, "{:.2f}x")}
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One figure. `unit` is "ms", "bytes", "x" or "" for a plain number; `measured` is None if it was not measured."""
+    """One figure. `unit` is "ms", "bytes", "x" or "" for a plain number.
+
+    measured: None if it was not measured; `reason` then says why, unless that is plain.
+    """
 
     name: str
     unit: str
     predicted: float
     measured: float | None
+    reason: str = "not measured"
 
     @property
     def error(self) -> float | None:
@@ -40,7 +46,7 @@ class ComparisonRow:
     def texts(self) -> tuple[str, str, str, str]:
         """Name, predicted, measured and error, formatted."""
         scale, form = _UNITS[self.unit]
-        measured = "not measured" if self.measured is None else form.format(scale * self.measured)
+        measured = self.reason if self.measured is None else form.format(scale * self.measured)
         error = "" if self.error is None else f"{self.error:+.0%}"
         return self.name, form.format(scale * self.predicted), measured, error
 
@@ -55,6 +61,12 @@ class Comparison:
     batch: int
     source: str  # the prediction's weakest source
     rows: tuple[ComparisonRow, ...]
+    spread: float | None = None  # of the rounds' times, the baseline's included; None if there were too few
+
+    @property
+    def busy(self) -> bool:
+        """Whether other work slowed the machine while it was measured."""
+        return is_busy(self.spread)
 
     def row(self, name: str) -> ComparisonRow:
         """The row of this name. Raises KeyError if there is none."""
@@ -68,7 +80,8 @@ class Comparison:
             for row in self.rows
         ]  # fmt: skip
         workload = {"context": self.context, "new_tokens": self.new_tokens, "batch": self.batch}
-        return {"preset": self.preset, **workload, "source": self.source, "rows": rows}
+        noise = {"spread": self.spread, "busy": self.busy, "speedup": self.row(SPEEDUP).measured}
+        return {"preset": self.preset, **workload, "source": self.source, **noise, "rows": rows}
 
     def __str__(self) -> str:
         """A plain table."""
@@ -81,32 +94,38 @@ class Comparison:
         return "\n".join([title, *table])
 
 
-def compare(plan: Plan, engine: Engine, plain: Statistics | None = None, profile: Profile | None = None) -> Comparison:
+def compare(plan: Plan, engine: Engine, plain: Measured | None = None, profile: Profile | None = None) -> Comparison:
     """Compares the prediction of `plan` with the engine's last generation.
 
     The prediction is for the actual lengths and batch. To separate errors of the acceptance model from errors of the
-    cost model, TPOT is also predicted at the measured acceptance. plain: statistics of plain decoding of the same
-    prompts, for the measured speed-up. profile: by default this machine's calibrated one.
+    cost model, TPOT is also predicted at the measured acceptance. plain: plain decoding of the same prompts, for the
+    measured speed-up. profile: by default this machine's calibrated one.
     Raises ProfileError if this machine is not calibrated, WorkloadError before a generation.
     """
     return compare_measured(plan, shape_of(plan, engine), profile or this_machine(), last_run(engine), plain)
 
 
 def compare_measured(
-    plan: Plan, shape: ModelShape, profile: Profile, measured: Measured, plain: Statistics | None = None
+    plan: Plan, shape: ModelShape, profile: Profile, measured: Measured, plain: Measured | None = None
 ) -> Comparison:
-    """`compare` for an existing measurement."""
+    """`compare` for an existing measurement.
+
+    The speed-up is left out where the spread of either run's rounds says that the machine was busy.
+    """
     workload = measured.workload(plan.workload)
     plan = replace(plan, workload=workload)
     baseline = predict(autoregressive(workload), shape, profile)
     predicted = predict(plan, shape, profile).against(baseline)
     at_measured_ms = tpot_ms_at(plan, shape, profile, measured.statistics.acceptance)
+    spread = widest((measured.spread, plain.spread if plain else None))
     rows = (
         *_time_rows(predicted, measured.statistics),
-        *_token_rows(predicted, measured.statistics, at_measured_ms),
-        *_whole_rows(predicted, measured.statistics, plain),
+        *_token_rows(predicted, measured, at_measured_ms),
+        _memory_row(predicted, measured.statistics),
+        _speedup_row(predicted, measured, plain, spread),
     )
-    return Comparison(preset_name(plan), workload.context, workload.new_tokens, workload.batch, predicted.source, rows)
+    sizes = workload.context, workload.new_tokens, workload.batch
+    return Comparison(preset_name(plan), *sizes, predicted.source, rows, spread)
 
 
 def tpot_ms_at(plan: Plan, shape: ModelShape, profile: Profile, acceptance: float) -> float:
@@ -134,22 +153,30 @@ def _time_rows(predicted: Prediction, statistics: Statistics) -> list[Comparison
     ]
 
 
-def _token_rows(predicted: Prediction, statistics: Statistics, at_measured_ms: float) -> list[ComparisonRow]:
-    tpot = ComparisonRow("tpot", "ms", predicted.best.tpot_ms, statistics.tpot_ms)
+def _token_rows(predicted: Prediction, measured: Measured, at_measured_ms: float) -> list[ComparisonRow]:
+    statistics, tpot_ms = measured.statistics, measured.tpot_ms
+    tpot = ComparisonRow("tpot", "ms", predicted.best.tpot_ms, tpot_ms)
     if not predicted.gamma:
         return [tpot]
     return [
         ComparisonRow("acceptance", "", predicted.acceptance.best, statistics.acceptance),
         ComparisonRow("tokens per round", "", predicted.tokens_per_round, statistics.tokens_per_round),
         tpot,
-        ComparisonRow("tpot at the measured acceptance", "ms", at_measured_ms, statistics.tpot_ms),
+        ComparisonRow("tpot at the measured acceptance", "ms", at_measured_ms, tpot_ms),
     ]
 
 
-def _whole_rows(predicted: Prediction, statistics: Statistics, plain: Statistics | None) -> list[ComparisonRow]:
+def _memory_row(predicted: Prediction, statistics: Statistics) -> ComparisonRow:
     peak = statistics.peak_memory_bytes
-    faster = plain.tpot_ms / statistics.tpot_ms if plain and statistics.tpot_ms else None
-    return [
-        ComparisonRow("peak memory", "bytes", predicted.best.peak_memory_bytes, None if peak is None else float(peak)),
-        ComparisonRow("speed-up over plain decoding", "x", predicted.speedup, faster),
-    ]
+    return ComparisonRow(
+        "peak memory", "bytes", predicted.best.peak_memory_bytes, None if peak is None else float(peak)
+    )
+
+
+def _speedup_row(
+    predicted: Prediction, measured: Measured, plain: Measured | None, spread: float | None
+) -> ComparisonRow:
+    if spread is not None and is_busy(spread):
+        return ComparisonRow(SPEEDUP, "x", predicted.speedup, None, f"machine busy: spread {spread:.0%}")
+    faster = plain.tpot_ms / measured.tpot_ms if plain and measured.tpot_ms else None
+    return ComparisonRow(SPEEDUP, "x", predicted.speedup, faster)

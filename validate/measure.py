@@ -1,28 +1,52 @@
-"""Measurement of a generation."""
+"""Measurement of generations: of one alone, or of several that run segment by segment in turns.
+
+Whatever else slows the machine for a while then slows all of them alike, and shows as a spread between segments.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ridgeplan.planner.plan import Workload
+from ridgeplan.validate.segments import Segment, median_round_s, segment_tokens, spread_of
 
 if TYPE_CHECKING:
     from ridgeplan.runtime import Engine, SamplingParams, Statistics
 
 WARM_TOKENS = 512
+Prompts = Sequence[Sequence[int]]
+Advanced = Callable[[int], None]  # called with the tokens delivered so far
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One generation: its actual workload (means over the batch), statistics, and new tokens if kept."""
+    """One generation: its actual workload (means over the batch), statistics, and new tokens if kept.
+
+    segments: those whose times count. driver_bytes: memory of the GPU in use when it was prefilled, as its driver
+    reports it, other processes included.
+    """
 
     context: int
     new_tokens: int
     batch: int
     statistics: Statistics
     tokens: tuple[tuple[int, ...], ...] = ()
+    segments: tuple[Segment, ...] = ()
+    driver_bytes: int | None = None
+
+    @property
+    def tpot_ms(self) -> float:
+        """Time per output token of a sequence: the segments' median round over its tokens, else the mean round."""
+        per_round = self.statistics.tokens_per_round
+        return 1e3 * median_round_s(self.segments) / per_round if self.segments else self.statistics.tpot_ms
+
+    @property
+    def spread(self) -> float | None:
+        """Interquartile range of the segments' rounds over their median; None if there are too few."""
+        return spread_of([segment.round_s for segment in self.segments])
 
     def workload(self, planned: Workload) -> Workload:
         """The planned workload with the actual lengths."""
@@ -31,23 +55,19 @@ class Measured:
 
 def measure(
     engine: Engine,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     max_new_tokens: int,
     sampling: SamplingParams | None = None,
     *,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Advanced | None = None,
 ) -> Measured:
     """Generates, greedily without `sampling`, and returns the measurement.
 
     Stop tokens are ignored, so that all sequences have the same length.
     """
-    sampling = None if sampling is None else replace(sampling, stop_token_ids=())
-    if engine.device.type == "cuda":
-        # Compiles kernels and captures graphs, which no figure should include; neither depends on the prompt's length.
-        short = [prompt[:WARM_TOKENS] for prompt in prompts]
-        engine.generate(short, min(2, max_new_tokens), sampling)
-    generation = engine.generate(prompts, max_new_tokens, sampling, on_progress=on_progress)
-    return replace(last_run(engine), tokens=tuple(map(tuple, generation.tokens)))
+    run = Run(engine, prompts, max_new_tokens, sampling, on_progress)
+    take_turns([run])
+    return run.measured(alone=True)
 
 
 def last_run(engine: Engine) -> Measured:
@@ -60,3 +80,106 @@ def last_run(engine: Engine) -> Measured:
         batch=batch,
         statistics=statistics,
     )
+
+
+class Run:
+    """A generation that advances segment by segment. Prefill and the first round are not part of any segment.
+
+    others_bytes: memory on a GPU that belongs to other runs, which the peak leaves out.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Prompts,
+        max_new_tokens: int,
+        sampling: SamplingParams | None = None,
+        on_progress: Advanced | None = None,
+        others_bytes: int = 0,
+    ) -> None:
+        sampling = None if sampling is None else replace(sampling, stop_token_ids=())
+        if engine.device.type == "cuda":
+            # Compiles kernels and captures graphs, which no figure should include; neither depends on the prompt's
+            # length.
+            short = [prompt[:WARM_TOKENS] for prompt in prompts]
+            engine.generate(short, min(2, max_new_tokens), sampling)
+        self.engine = engine
+        self.ended = False
+        self._segment_tokens = len(prompts) * segment_tokens(max_new_tokens)
+        self._on_progress = on_progress
+        self._steps = engine.stream_batch(prompts, max_new_tokens, sampling)
+        self._tokens: list[list[int]] = [[] for _ in prompts]
+        self._segments: list[Segment] = []
+        self._round(), self._round()  # the prefill's tokens, and the first round, which allocates its workspace
+        peak = engine.peak_memory_bytes
+        self._peak_bytes = None if peak is None else peak - others_bytes
+        self._driver_bytes = _driver_bytes(engine)
+
+    def advance(self) -> None:
+        """Runs one segment; `ended` says whether it was the last."""
+        self._wait()
+        start, before, rounds = time.perf_counter(), self._delivered, 0
+        while self._delivered - before < self._segment_tokens and self._round():
+            rounds += 1
+        self._wait()
+        if rounds:
+            self._segments.append(Segment(time.perf_counter() - start, rounds))
+
+    def measured(self, *, alone: bool) -> Measured:
+        """The finished generation. alone: whether nothing else ran on the device between its rounds.
+
+        If not, the engine's own peak and times include the others', and those of the segments replace them. The last
+        segment does not count if there are others: its last round was launched in the one before (GraphRounds).
+        """
+        timed = tuple(self._segments[:-1] or self._segments)
+        found = replace(last_run(self.engine), tokens=tuple(map(tuple, self._tokens)), segments=timed)
+        if not alone:
+            found = replace(found, statistics=self._own(found.statistics))
+        return replace(found, driver_bytes=self._driver_bytes)
+
+    def _own(self, statistics: Statistics) -> Statistics:
+        """The engine's statistics without what other runs did between its rounds; its waits are not known then."""
+        rounds = sum(segment.rounds for segment in self._segments)
+        mean_s = sum(segment.seconds for segment in self._segments) / rounds if rounds else 0.0
+        peak = self._peak_bytes
+        return replace(statistics, decode_s=mean_s * statistics.rounds, idle_s=0.0, peak_memory_bytes=peak)
+
+    def _round(self) -> bool:
+        """Takes the next round's tokens; False after the last one."""
+        gained = next(self._steps, None)
+        if gained is None:
+            self.ended = True
+            return False
+        for tokens, more in zip(self._tokens, gained, strict=True):
+            tokens.extend(more)
+        if self._on_progress is not None:
+            self._on_progress(self._delivered)
+        return True
+
+    @property
+    def _delivered(self) -> int:
+        return sum(map(len, self._tokens))
+
+    def _wait(self) -> None:
+        """Until the device has finished the round that is in flight, so that each segment pays for its own."""
+        if self.engine.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self.engine.device)
+
+
+def take_turns(runs: Sequence[Run]) -> None:
+    """Runs all to their ends, a segment of each in turn."""
+    while running := [run for run in runs if not run.ended]:
+        for run in running:
+            run.advance()
+
+
+def _driver_bytes(engine: Engine) -> int | None:
+    """Memory in use as the GPU's driver reports it; None on a CPU."""
+    if engine.device.type != "cuda":
+        return None
+    import torch
+
+    free, total = torch.cuda.mem_get_info(engine.device)
+    return total - free

@@ -68,13 +68,14 @@ class RandomDecoder:
     def _layer(self) -> LayerWeights:
         shape, random = self.shape, self.bench.random
 
-        def dense(outputs: int, inputs: int) -> Dense:
-            return Dense(random(outputs, inputs) / inputs**0.5)  # keeps activations near 1
+        def dense(outputs: int, inputs: int, bias: Tensor | None = None) -> Dense:
+            return Dense(random(outputs, inputs) / inputs**0.5, bias)  # keeps activations near 1
 
+        projected, heads = shape.q_width + 2 * shape.kv_width, shape.q_heads + shape.kv_heads
         return LayerWeights(
             attention_norm=random(shape.hidden),
-            qkv=dense(shape.q_width + 2 * shape.kv_width, shape.hidden),
-            qk_norm=None,
+            qkv=dense(projected, shape.hidden, random(projected) if shape.attention_bias else None),
+            qk_norm=random(heads, shape.head_dim) if shape.qk_norm else None,
             output=dense(shape.hidden, shape.q_width),
             mlp_norm=random(shape.hidden),
             mlp=GatedMLP(dense(2 * shape.intermediate, shape.hidden), dense(shape.hidden, shape.intermediate)),

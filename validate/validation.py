@@ -1,9 +1,10 @@
-"""Validation of a plan: plain decoding and the plan on the same prompts and weights, against their predictions."""
+"""Validation of plans: each runs on the same prompts and weights, and is compared with its prediction."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ridgeplan.planner.plan import Plan
@@ -11,14 +12,15 @@ from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.validate.comparison import Comparison, compare_measured, shape_of
-from ridgeplan.validate.measure import Measured, measure
+from ridgeplan.validate.measure import Measured, Prompts, Run, take_turns
 
 if TYPE_CHECKING:
-    from ridgeplan.runtime import SamplingParams, Statistics
+    from ridgeplan.runtime import SamplingParams
     from ridgeplan.runtime.model.weights import DecoderWeights
 
-# Called with "plain" or "plan" and the tokens delivered so far.
-RunProgress = Callable[[str, int], None]
+# Called with the index of a plan and the tokens delivered so far.
+RunProgress = Callable[[int, int], None]
+ONE_AFTER_ANOTHER = "the plans do not fit into memory together, so they ran one after another, not in turns"
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,20 @@ class PlanRun:
 
 
 @dataclass(frozen=True)
+class PlanRuns:
+    """Runs of several plans; the first is the baseline of speed-ups. in_turns: whether they ran segment by segment."""
+
+    runs: tuple[PlanRun, ...]
+    in_turns: bool
+
+
+@dataclass(frozen=True)
 class Validation:
     """Plain decoding and the plan, whose comparison includes the measured speed-up."""
 
     plain: PlanRun
     planned: PlanRun
+    in_turns: bool
 
     @property
     def comparison(self) -> Comparison:
@@ -45,13 +56,14 @@ class Validation:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         runs = {"plan": self.planned, "plain": self.plain}
-        return {name: {**run.comparison.to_dict(), "texts": list(run.texts)} for name, run in runs.items()}
+        told = {name: {**run.comparison.to_dict(), "texts": list(run.texts)} for name, run in runs.items()}
+        return {**told, "in_turns": self.in_turns}
 
 
 def validate_plan(
     plan: Plan,
     model: str,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     max_new_tokens: int,
     sampling: SamplingParams | None = None,
     *,
@@ -60,32 +72,121 @@ def validate_plan(
     calibration: Sequence[int] | None = None,
     on_progress: RunProgress | None = None,
 ) -> Validation:
-    """Runs plain decoding, then `plan`, each on its own engine, and compares both with their predictions.
+    """Runs plain decoding and `plan` by `run_plans`, whose arguments it takes."""
+    plans = (autoregressive(plan.workload), plan)
+    found = run_plans(
+        plans, model, prompts, max_new_tokens, sampling,
+        device=device, profile=profile, calibration=calibration, on_progress=on_progress,
+    )  # fmt: skip
+    plain, planned = found.runs
+    return Validation(plain, planned, found.in_turns)
 
+
+def run_plans(
+    plans: Sequence[Plan],
+    model: str,
+    prompts: Prompts,
+    max_new_tokens: int,
+    sampling: SamplingParams | None = None,
+    *,
+    device: str | None = None,
+    profile: Profile | None = None,
+    calibration: Sequence[int] | None = None,
+    on_progress: RunProgress | None = None,
+) -> PlanRuns:
+    """Runs each plan on an engine of its own and compares it with its prediction; all share the target's weights.
+
+    The engines are loaded at once and run in turns, or one after another where memory does not allow that.
     prompts: token ids. profile: by default this machine's calibrated one. calibration: token ids for 4-bit draft
     weights, as for `runtime.load`.
     Raises what `runtime.load` and `Engine.generate` raise, and ProfileError where this machine is not calibrated.
     """
-    from ridgeplan import runtime  # imports torch, which takes seconds
+    request = Request(prompts, max_new_tokens, sampling, on_progress or _silent)
+    return _Lanes(plans, model, device, profile or this_machine(), calibration, request).run()
 
-    profile = profile or this_machine()
-    progress = on_progress or _silent
+
+@dataclass(frozen=True)
+class Request:
+    """What every plan generates."""
+
+    prompts: Prompts
+    max_new_tokens: int
+    sampling: SamplingParams | None
+    progress: RunProgress
+
+
+@dataclass(eq=False)
+class _Lanes:
+    """Engines of several plans. weights: the first one's, which the others share; plain: the first measurement."""
+
+    plans: Sequence[Plan]
+    model: str
+    device: str | None
+    profile: Profile
+    calibration: Sequence[int] | None
+    request: Request
     weights: DecoderWeights | None = None
+    plain: Measured | None = None
 
-    def run(name: str, item: Plan, plain: Statistics | None) -> PlanRun:
-        nonlocal weights
-        fitted = calibration if item.weights.draft_differs else None
-        engine = runtime.load(item, model, device=device, weights=weights, calibration=fitted)
-        weights = engine.weights
-        measured = measure(engine, prompts, max_new_tokens, sampling, on_progress=lambda tokens: progress(name, tokens))
-        texts = tuple(engine.tokenizer.batch_decode([list(tokens) for tokens in measured.tokens]))
-        shape = shape_of(item, engine)
+    def run(self) -> PlanRuns:
+        """All plans in turns, else one after another."""
+        from ridgeplan.runtime import WorkloadError  # imports torch, which takes seconds
+
+        runs = [self._begun(0)]
+        try:
+            for index in range(1, len(self.plans)):
+                runs.append(self._begun(index))  # noqa: PERF401, the runs that have begun are needed if one fails
+        except WorkloadError:
+            return PlanRuns(tuple(self._one_by_one(runs)), False)
+        take_turns(runs)
+        alone = len(runs) == 1
+        return PlanRuns(tuple(self._ended(*pair, alone) for pair in zip(self.plans, runs, strict=True)), True)
+
+    def _one_by_one(self, begun: list[Run]) -> Iterator[PlanRun]:
+        """The first run goes on alone; the others start again, each once the one before is closed."""
+        for run in begun[1:]:
+            run.engine.close()
+        del begun[1:]
+        take_turns(begun)
+        yield self._ended(self.plans[0], begun.pop(), alone=False)  # others had begun
+        for index in range(1, len(self.plans)):
+            run = self._begun(index)
+            take_turns([run])
+            yield self._ended(self.plans[index], run, alone=True)
+
+    def _begun(self, index: int) -> Run:
+        """The run of a plan after its prefill."""
+        from ridgeplan import runtime
+
+        plan, request = self.plans[index], self.request
+        others_bytes = self._others_bytes()
+        fitted = self.calibration if plan.weights.draft_differs else None
+        engine = runtime.load(plan, self.model, device=self.device, weights=self.weights, calibration=fitted)
+        self.weights = engine.weights
+        progress = partial(request.progress, index)
+        try:
+            return Run(engine, request.prompts, request.max_new_tokens, request.sampling, progress, others_bytes)
+        except runtime.WorkloadError:
+            engine.close()
+            raise
+
+    def _others_bytes(self) -> int:
+        """Memory that earlier runs hold on a GPU, beside the weights that all share."""
+        if self.weights is None or not self.weights.embedding.is_cuda:
+            return 0
+        import torch
+
+        return torch.cuda.memory_allocated(self.weights.embedding.device) - self.weights.bytes
+
+    def _ended(self, plan: Plan, run: Run, alone: bool) -> PlanRun:
+        """The comparison of a finished run, whose engine is closed."""
+        engine, measured = run.engine, run.measured(alone=alone)
         engine.close()
-        return PlanRun(measured, compare_measured(item, shape, profile, measured, plain or measured.statistics), texts)
+        self.plain = self.plain or measured
+        texts = tuple(engine.tokenizer.batch_decode([list(tokens) for tokens in measured.tokens]))
+        compared = compare_measured(plan, shape_of(plan, engine), self.profile, measured, self.plain)
+        return PlanRun(measured, compared, texts)
 
-    plain = run("plain", autoregressive(plan.workload), None)
-    return Validation(plain, run("plan", plan, plain.measured.statistics))
 
-
-def _silent(name: str, tokens: int) -> None:
+def _silent(index: int, tokens: int) -> None:
     """Ignores progress."""

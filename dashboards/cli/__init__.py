@@ -10,12 +10,11 @@ import os
 
 import click
 
-from ridgeplan.dashboards.cli import bench, bench_decode, catalog, demo, machine, run, validate
+from ridgeplan.dashboards.cli import bench, bench_decode, machine, run
+from ridgeplan.dashboards.cli.catalog import models_and_gpus, papers
 from ridgeplan.dashboards.cli.errors import OneLineGroup
-from ridgeplan.dashboards.cli.planning.estimate import estimate
-from ridgeplan.dashboards.cli.planning.fit import fit
-from ridgeplan.dashboards.cli.planning.gamma import gamma
-from ridgeplan.dashboards.cli.planning.recommend import recommend
+from ridgeplan.dashboards.cli.planning import estimate, fit, gamma, recommend
+from ridgeplan.dashboards.cli.validation import demo, validate
 
 
 @click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -23,7 +22,7 @@ from ridgeplan.dashboards.cli.planning.recommend import recommend
 def main() -> None:
     """Predict, plan, run and validate long-context LLM inference.
 
-    Exit codes: 0 success, 2 bad input, 3 nothing fits.
+    Exit codes: 0 success, 2 bad input, 3 nothing fits, 4 the machine is too busy to be measured.
     """
     # OpenMP's threads wait for each other in busy loops, which are very slow when another process occupies a core.
     # Shorter loops cost nothing on idle cores. OpenMP reads this when torch loads, which has not happened yet.
@@ -31,16 +30,17 @@ def main() -> None:
 
 
 for command in (
-    recommend,
-    estimate,
-    fit,
-    gamma,
+    recommend.recommend,
+    estimate.estimate,
+    fit.fit,
+    gamma.gamma,
     run.run,
     validate.validate,
     machine.calibrate,
     bench.bench,
-    catalog.models,
-    catalog.gpus,
+    models_and_gpus.models,
+    models_and_gpus.gpus,
+    papers.papers,
     machine.dashboard,
     demo.demo,
 ):

@@ -98,7 +98,10 @@ shared = options(
     shared,
 )
 def decode(context: int, batch: int, chosen: str, gamma: int | None, **rest: Any) -> None:
-    """Run plain decoding and one preset, with a small real model inflated to a large shape."""
+    """Run plain decoding and one preset, with a small real model inflated to a large shape.
+
+    They run one after another, each with the memory to itself.
+    """
     cases = [DecodeCase(name, context, batch, gamma) for name in dict.fromkeys((PLAIN, chosen))]
     report(cases, **rest)
 
@@ -132,7 +135,8 @@ def suite(
 ) -> None:
     """Run plain decoding, an INT8 cache, and QuantSpec with each of its parts alone and both (its Fig 4).
 
-    All presets run with all gammas at all workloads, unless cases are given.
+    All presets run with all gammas at all workloads, unless cases are given. They run one after another, each with the
+    memory to itself; where a run's spread says that the machine was busy, the table says so.
     """
     report(with_plain(cases) if cases else suite_cases(workloads, sorted(set(gammas)), presets), **rest)
 
@@ -215,7 +219,7 @@ def row_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         f"{row['context']}x{row['batch']}",
         f"{figures['tpot_ms']:.2f} ({tpot_ms:.2f})",
-        "" if faster is None else f"{faster:.2f}x",
+        ("busy" if row.get("busy") else "") if faster is None else f"{faster:.2f}x",
         "" if row["over_vllm"] is None else f"{row['over_vllm']:.2f}x",
         f"{figures['tokens_per_round']:.2f} ({predicted['tokens per round']:.2f})" if drafting else "",
         f"{figures['acceptance']:.3f} ({predicted['acceptance']:.3f})" if drafting else "",

@@ -13,15 +13,17 @@ import click
 from ridgeplan.dashboards.cli.streams import prepare_process
 from ridgeplan.dashboards.user_errors import about_input
 from ridgeplan.planner import NothingFits
+from ridgeplan.validate.calibration.noise import NoisyMachine
 
-BAD_INPUT, NOTHING_FITS, INTERRUPTED = 2, 3, 130
+BAD_INPUT, NOTHING_FITS, TOO_BUSY, INTERRUPTED = 2, 3, 4, 130
+CODES: tuple[tuple[type[ValueError], int], ...] = ((NothingFits, NOTHING_FITS), (NoisyMachine, TOO_BUSY))
 # Errors of a full or failing disk, if stdout is a file on it.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 LONGEST_WORD, LONGEST_MESSAGE = 250, 1500  # characters in an error's line
 
 
 class OneLineGroup(click.Group):
-    """A group of commands whose errors are one line and whose exit code is 0, 2, 3 or 130."""
+    """A group of commands whose errors are one line and whose exit code is 0, 2, 3, 4 or 130."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Like click's own, which would print errors over several lines."""
@@ -35,7 +37,10 @@ class OneLineGroup(click.Group):
 
 
 def exit_code(action: Callable[[], Any]) -> int:
-    """Runs `action`: 0, 2 for bad input, 3 if nothing fits, 130 after Ctrl-C, or the code that it returns."""
+    """Runs `action` and returns its exit code.
+
+    0, 2 for bad input, 3 if nothing fits, 4 if the machine is too busy, 130 after Ctrl-C, or the code that it returns.
+    """
     try:
         code = action()
     except click.Abort:
@@ -45,7 +50,7 @@ def exit_code(action: Callable[[], Any]) -> int:
     except ValueError as error:
         if not about_input(error):
             raise
-        return _fail(str(error), NOTHING_FITS if isinstance(error, NothingFits) else BAD_INPUT)
+        return _fail(str(error), next((code for kind, code in CODES if isinstance(error, kind)), BAD_INPUT))
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise

@@ -15,6 +15,7 @@ from ridgeplan.dashboards.cli.output import print_json, print_table, progress, r
 from ridgeplan.dashboards.user_errors import FileProblem
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
+from ridgeplan.validate.calibration.noise import NoiseCheck
 
 APP = Path(__file__).parents[1] / "app.py"
 ADDRESS = "127.0.0.1"
@@ -23,14 +24,19 @@ ADDRESS = "127.0.0.1"
 @click.command()
 @options(
     click.option("--quick", is_flag=True, help="Under a minute, with a wider band."),
+    click.option("--allow-noisy", is_flag=True, help="Keep classes whose readings differ, with a wider band."),
     click.option("--output", type=OutputFile(), help="Where to save it.  [default: where --gpu auto looks for it]"),
     as_json,
 )
-def calibrate(quick: bool, output: Path | None, as_json: bool) -> None:
-    """Measure this machine's bandwidth, compute and kernels, and save the profile that predictions use."""
-    profile = calibrate_with_progress(quick, output)
+def calibrate(quick: bool, allow_noisy: bool, output: Path | None, as_json: bool) -> None:
+    """Measure this machine's bandwidth, compute and kernels, and save the profile that predictions use.
+
+    Every size is measured again until two readings agree. Where they do not, nothing is saved: exit code 4.
+    """
+    profile, noise = calibrate_with_progress(quick, output, allow_noisy)
     if as_json:
-        print_json({"path": str(output or user_profile_path()), "profile": json.loads(profile.to_json())})
+        path = str(output or user_profile_path())
+        print_json({"path": path, "noise": noise.spreads, "profile": json.loads(profile.to_json())})
         return
     hardware = profile.hardware
     click.echo(
@@ -39,9 +45,10 @@ def calibrate(quick: bool, output: Path | None, as_json: bool) -> None:
     )
     print_table(
         "Kernel classes, of these ceilings",
-        ("class", "bandwidth", "compute", "launch us", "spread", "source"),
+        ("class", "bandwidth", "compute", "launch us", "spread of the fit", "of readings", "source"),
         ((name, f"{rates.bandwidth_utilization:.0%}", f"{rates.compute_utilization:.0%}", f"{1e6 * rates.launch_s:.3g}",
-          f"{rates.spread:.0%}", rates.source) for name, rates in profile.classes.items()),
+          f"{rates.spread:.0%}", f"{noise.spreads[name]:.1%}" if name in noise.spreads else "", rates.source)
+         for name, rates in profile.classes.items()),
     )  # fmt: skip
     click.echo(f"saved to {output or user_profile_path()}")
 
@@ -69,15 +76,20 @@ def _require_free(port: int) -> None:
             raise click.UsageError(f"--port {port} cannot be used: {error.strerror}; allowed: a free port") from None
 
 
-def calibrate_with_progress(quick: bool, output: Path | None) -> Profile:
-    """The profile of this machine, measured with a progress bar and saved. Raises FileProblem."""
+def calibrate_with_progress(quick: bool, output: Path | None, allow_noisy: bool) -> tuple[Profile, NoiseCheck]:
+    """The profile of this machine, measured with a progress bar and saved, and how noisy its classes were.
+
+    Raises FileProblem, and NoisyMachine unless that is allowed.
+    """
     require_writable(output or user_profile_path())
     from ridgeplan import validate
 
+    noise = validate.NoiseCheck(allow_noisy)
     with progress() as bars:
         bar = bars.add_task("calibrating")
         profile = validate.calibrate(
             quick,
+            noise=noise,
             on_progress=lambda what, done, total: bars.update(
                 bar, description=f"calibrating {what}", completed=done, total=total
             ),
@@ -86,4 +98,4 @@ def calibrate_with_progress(quick: bool, output: Path | None) -> Profile:
         validate.save_profile(profile, output)
     except OSError as error:
         raise FileProblem(f"cannot write {str(output or user_profile_path())!r}: {error.strerror}") from error
-    return profile
+    return profile, noise

@@ -6,6 +6,7 @@ docs/kernels/attention.md explains how they work and what was measured.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -18,9 +19,12 @@ from ridgeplan.kernels.attention.schedule import (
     CTAS_PER_SM,
     MAX_CTAS,
     MAX_FUSED_KV_ROWS,
+    MERGE_GROUPS,
+    MERGE_PARTS,
     AttentionVariant,
     Occupancy,
     fuses_reduction,
+    merge_parts,
 )
 from ridgeplan.kernels.device.kernel_params import KernelParams
 from ridgeplan.kernels.device.launch import launch_with_pdl
@@ -31,7 +35,6 @@ from ridgeplan.kernels.kv_cache.quantized_planes import GROUP, HEAD_DIMS, Quanti
 SOURCE = "attention/csrc/attention.cu"
 MAX_ROWS = 64  # query rows (query heads of a KV head times queries) of one CTA
 THREADS = 128
-MERGE_PARTS = 16
 ALIGNMENT = 8  # elements of 16 bytes: the least that bulk copies move
 TENSORS = ("q", "keys", "values", "begin", "end", "groups", "partial", "lse", "row_ctas", "out", "arrivals")
 SIZES = ("batch", "kv_heads", "q_heads_per_kv", "queries", "capacity", "group_capacity")
@@ -44,7 +47,7 @@ STRIDES = (
 class AttentionParams(KernelParams):
     """See csrc/params.cuh."""
 
-    constants = MappingProxyType({"GROUP": GROUP, "THREADS": THREADS, "MERGE_PARTS": MERGE_PARTS})
+    constants = MappingProxyType({"GROUP": GROUP, "THREADS": THREADS, "MERGE_GROUPS": MERGE_GROUPS})
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in TENSORS),
@@ -57,13 +60,15 @@ class AttentionParams(KernelParams):
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """The kernels compiled for a variant on one device. arrivals: a counter per (batch row, KV head), kept at zero.
+    """The kernels compiled for a variant on one device.
+
+    merges: by the groups of threads that share a query row. arrivals: a counter per (batch row, KV head), kept at zero.
 
     Calls of one variant on one device must not overlap (on several streams, for example): they share the counters.
     """
 
     attend: Any
-    merge: Any
+    merges: Mapping[int, Any]
     occupancy: Occupancy
     arrivals: Tensor
 
@@ -107,7 +112,9 @@ class AttentionKernel:
         with torch.cuda.device(q.device):
             launch_with_pdl(self.attend, (ctas, 1, 1), (THREADS, 1, 1), params, shared_bytes, early=early)
             if not fused:
-                launch_with_pdl(self.merge, (rows, kv_rows, 1), (MERGE_PARTS * head_dim // 4, 1, 1), params)
+                parts = merge_parts(ctas, kv_rows)
+                grid = -(-rows * parts // MERGE_GROUPS), kv_rows, 1
+                launch_with_pdl(self.merges[parts], grid, (MERGE_GROUPS * head_dim // 4, 1, 1), params)
         return outputs["out"]
 
     def _grid(self, kv_rows: int, sizes: tuple[int, ...], splits: int | None) -> tuple[int, int]:
@@ -164,15 +171,16 @@ def _compiled(variant: AttentionVariant, device: torch.device) -> AttentionKerne
         return None
     text = program(SOURCE, AttentionParams)
     fallback = "the CUDA attention kernel does not compile, Triton's runs instead"
-    attend, merge = (
-        compile_kernel(
-            text, kernel, variant.options(occupancy.stages, kernel), device, shared_bytes=most, fallback=fallback
-        )
-        for kernel, most in (("attend", occupancy.max_shared_bytes), ("merge", 0))
-    )
-    if attend is None or merge is None:
+
+    def compiled(kernel: str, shared_bytes: int, parts: int = MERGE_GROUPS) -> Any | None:
+        options = variant.options(occupancy.stages, kernel, parts)
+        return compile_kernel(text, kernel, options, device, shared_bytes=shared_bytes, fallback=fallback)
+
+    attend = compiled("attend", occupancy.max_shared_bytes)
+    merges = {parts: compiled("merge", 0, parts) for parts in MERGE_PARTS}
+    if attend is None or None in merges.values():
         return None
-    return AttentionKernel(attend, merge, occupancy, torch.zeros(MAX_FUSED_KV_ROWS, dtype=torch.int32, device=device))
+    return AttentionKernel(attend, merges, occupancy, torch.zeros(MAX_FUSED_KV_ROWS, dtype=torch.int32, device=device))
 
 
 def _aligned(tensor: Tensor) -> bool:

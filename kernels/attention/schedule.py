@@ -19,6 +19,9 @@ RESERVED_BYTES = 1024  # shared memory per CTA that the driver keeps
 MIN_STAGES = 2  # one is read while all others are being filled
 MAX_STAGES = 12  # more pipeline stages hide no more latency
 MAX_FUSED_ELEMENTS = 16384  # partials of a KV head that its last CTA reduces; the kernel `merge` takes more
+MERGED_TOGETHER = 8  # partials in flight per thread of the kernel `merge` (BATCH in csrc/epilogue.cuh)
+MERGE_GROUPS = 16  # of threads in a CTA of the kernel `merge`, each with some splits of a query row
+MERGE_PARTS = (1, 4, 16)  # groups that share a query row, of which a kernel is compiled for each
 MAX_FUSED_KV_ROWS = 4096  # arrival counters: (batch row, KV head) pairs whose reduction may be fused
 
 
@@ -64,7 +67,7 @@ class AttentionVariant:
         """At most the static shared memory: mbarriers, where a row's tokens lie, what warps share about query rows."""
         return 8 * stages + 256 + 64 * self.rows
 
-    def options(self, stages: int, kernel: str) -> list[str]:
+    def options(self, stages: int, kernel: str, merge_parts: int = MERGE_GROUPS) -> list[str]:
         """Compile-time configuration (csrc/config.cuh) of one of the kernels, "attend" or "merge"."""
         macros = {
             "HEAD_DIM": self.head_dim,
@@ -74,6 +77,7 @@ class AttentionVariant:
             "CTAS_PER_SM": self.ctas_per_sm,
             "STAGES": stages,
             "DENSE_TILE": self.dense_tile,
+            "MERGE_PARTS": merge_parts,
         }
         return [f"-D{name}={value}" for name, value in macros.items()] + [f"-DKERNEL_{kernel.upper()}"]
 
@@ -131,3 +135,9 @@ class Occupancy:
 def fuses_reduction(ctas: int, kv_rows: int, elements: int) -> bool:
     """Whether a row's last CTA reduces the row's splits, of `elements` each; else a kernel of its own does."""
     return kv_rows <= MAX_FUSED_KV_ROWS and -(-ctas // kv_rows) * elements <= MAX_FUSED_ELEMENTS
+
+
+def merge_parts(ctas: int, kv_rows: int) -> int:
+    """Groups of threads of the kernel `merge` that share a query row: one per batch of loads, as far as there are."""
+    splits = -(-ctas // kv_rows) + 1  # a row may begin and end within a CTA
+    return next((parts for parts in MERGE_PARTS if splits <= parts * MERGED_TOGETHER), MERGE_GROUPS)

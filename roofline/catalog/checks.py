@@ -116,16 +116,19 @@ def texts() -> Any:
     return field(default=(), metadata={"check": core_schema.tuple_variable_schema(_text())})
 
 
+def parts(kind: type["Checked"]) -> Any:
+    """A field that holds a tuple of checked dataclasses."""
+    return field(metadata={"check": core_schema.tuple_variable_schema(_object_schema(kind))})
+
+
+def values_by_name() -> Any:
+    """A field that maps names to texts and finite numbers; excluded from the hash."""
+    return field(hash=False, metadata={"check": _values_by_name()})
+
+
 def tables() -> Any:
     """A field that holds a tuple of mappings from names to texts and finite numbers, by default an empty one."""
-    values = (
-        core_schema.str_schema(strict=True, max_length=MAX_TEXT),
-        core_schema.int_schema(strict=True),
-        core_schema.float_schema(strict=True, allow_inf_nan=False),
-    )
-    plain = _allowing(core_schema.union_schema(list(values)), "a text or a finite number")
-    schema = core_schema.dict_schema(_text(), plain)
-    return field(default=(), metadata={"check": core_schema.tuple_variable_schema(schema)})
+    return field(default=(), metadata={"check": core_schema.tuple_variable_schema(_values_by_name())})
 
 
 def build(kind: type[Made], values: object, owner: str = "") -> Made:
@@ -139,6 +142,16 @@ def build(kind: type[Made], values: object, owner: str = "") -> Made:
     except ValidationError as invalid:
         raise kind.error(owner + listed(invalid, _arguments_schema(kind))) from None
     return made
+
+
+def _values_by_name() -> CoreSchema:
+    values = (
+        core_schema.str_schema(strict=True, max_length=MAX_TEXT),
+        core_schema.int_schema(strict=True),
+        core_schema.float_schema(strict=True, allow_inf_nan=False),
+    )
+    plain = _allowing(core_schema.union_schema(list(values)), "a text or a finite number")
+    return core_schema.dict_schema(_text(), plain)
 
 
 def _text(empty: bool = False) -> CoreSchema:

@@ -75,6 +75,8 @@ def _field_names(schema: Any, path: Iterable[str | int]) -> list[str]:
     for step in path:
         if schema["type"] == "dict":
             schema = schema["values_schema"]
+        elif schema["type"] == "tuple":
+            schema = schema["items_schema"][0]
         else:
             schema = next(item["schema"] for item in schema["fields"] if item["name"] == step)
         while schema["type"] in ("default", "dataclass"):

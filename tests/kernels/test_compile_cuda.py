@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ridgeplan.kernels.attention import cuda as attention
-from ridgeplan.kernels.attention.schedule import AttentionVariant, Occupancy
+from ridgeplan.kernels.attention.schedule import MERGE_PARTS, AttentionVariant, Occupancy
 from ridgeplan.kernels.device.kernel_params import KernelParams
 from ridgeplan.kernels.device.nvrtc import include_options, program
 from ridgeplan.kernels.kv_cache import quantize_cuda
@@ -90,9 +90,11 @@ def compile_cuda() -> Compile:
     return cache(Nvrtc(libraries).compile)
 
 
-def attention_kernel(compile_cuda: Compile, variant: AttentionVariant, kernel: str = "attend") -> Compiled:
+def attention_kernel(
+    compile_cuda: Compile, variant: AttentionVariant, kernel: str = "attend", parts: int = 1
+) -> Compiled:
     occupancy = Occupancy(variant, num_sms=132, sm_bytes=H200.sm_bytes)
-    options = tuple(variant.options(occupancy.stages, kernel))
+    options = tuple(variant.options(occupancy.stages, kernel, parts))
     return compile_cuda(program(attention.SOURCE, attention.AttentionParams), kernel, options)
 
 
@@ -112,9 +114,10 @@ def test_attention(variant: AttentionVariant, compile_cuda: Compile) -> None:
     assert made.shared <= variant.static_bytes(Occupancy(variant, 132, H200.sm_bytes).stages)
 
 
+@pytest.mark.parametrize("parts", MERGE_PARTS)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_reduction_of_many_splits(head_dim: int, compile_cuda: Compile) -> None:
-    made = attention_kernel(compile_cuda, AttentionVariant(head_dim, 4, True, 8), "merge")
+def test_the_reduction_of_many_splits(head_dim: int, parts: int, compile_cuda: Compile) -> None:
+    made = attention_kernel(compile_cuda, AttentionVariant(head_dim, 4, True, 8), "merge", parts)
     assert made.warnings == []
     assert made.spilled == 0
 

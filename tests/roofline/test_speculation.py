@@ -78,3 +78,18 @@ def test_best_gamma_grows_with_acceptance_and_is_zero_where_nothing_wins():
     assert chosen == sorted(chosen)
     assert chosen[0] == 0
     assert chosen[-1] > 7
+
+
+@pytest.mark.parametrize(
+    ("share", "gamma", "acceptance"),
+    [(0.9, 1, 0.9), ((0.75 + 0.75**2) / 2, 2, 0.75), (0, 3, 0), (1, 6, 1)],
+)
+def test_conditional_acceptance_of_a_share(share, gamma, acceptance):
+    assert speculation.conditional_acceptance(share, gamma) == pytest.approx(acceptance, abs=1e-7)
+
+
+def test_conditional_acceptance_inverts_the_share():
+    for gamma in range(1, speculation.MAX_GAMMA + 1):
+        for acceptance in np.linspace(0.01, 0.99, 9):
+            share = speculation.accepted_share(acceptance, gamma)
+            assert speculation.conditional_acceptance(share, gamma) == pytest.approx(acceptance)

@@ -13,6 +13,7 @@ from ridgeplan.roofline.catalog.profile import Profile, Rates
 from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.validate.comparison import Comparison, ComparisonRow, compare_measured, tpot_ms_at
 from ridgeplan.validate.measure import Measured
+from ridgeplan.validate.segments import Segment
 
 SHAPE = load_shape("SmolLM2-135M")
 PROFILE = Profile(
@@ -87,9 +88,26 @@ def test_errors_of_acceptance_and_of_the_cost_model_are_told_apart(measured: Mea
 
 def test_the_measured_speed_up_needs_plain_decoding(measured: Measured, statistics: Statistics) -> None:
     plain = replace(statistics, gamma=0, decode_s=0.6, rounds=90, sequence_rounds=180, judged_at=(), accepted_at=())
-    row = compare_measured(PLAN, SHAPE, PROFILE, measured, plain).row("speed-up over plain decoding")
+    compared = compare_measured(PLAN, SHAPE, PROFILE, measured, replace(measured, statistics=plain))
+    row = compared.row("speed-up over plain decoding")
     assert row.measured == pytest.approx(plain.tpot_ms / statistics.tpot_ms)
     assert row.predicted > 0
+    assert compared.to_dict()["speedup"] == row.measured
+    assert compared.to_dict()["busy"] is False
+
+
+@pytest.mark.parametrize("busy", ["plain", "plan"])
+def test_on_a_busy_machine_the_spread_stands_in_the_place_of_the_speed_up(measured: Measured, busy: str) -> None:
+    """Another process slowed three of eight segments tenfold; which of the two runs it hit does not matter."""
+    quiet = replace(measured, segments=(Segment(0.1, 10),) * 8)
+    slowed = replace(measured, segments=(Segment(0.1, 10),) * 5 + (Segment(1.0, 10),) * 3)
+    plain, planned = (slowed, quiet) if busy == "plain" else (quiet, slowed)
+    compared = compare_measured(PLAN, SHAPE, PROFILE, planned, plain)
+    told = compared.to_dict()
+    assert compared.busy
+    assert (told["speedup"], told["busy"], told["spread"]) == (None, True, pytest.approx(9))
+    assert compared.row("speed-up over plain decoding").texts()[2:] == ("machine busy: spread 900%", "")
+    assert compared.row("tpot").measured == pytest.approx(1e3 * 0.01 / 4.5)  # the median is the quiet machine's
 
 
 def test_plain_decoding_has_no_rows_of_speculation(measured: Measured, statistics: Statistics) -> None:

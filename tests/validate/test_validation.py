@@ -1,11 +1,12 @@
 """Plain decoding and a plan on a tiny model, compared with predictions of a profile that is made up."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ridgeplan import runtime
-from ridgeplan.planner.plan import Workload
+from ridgeplan.planner.plan import Plan, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.profile import Profile, Rates
 from ridgeplan.runtime.errors import WorkloadError
@@ -21,8 +22,9 @@ CONTEXT, NEW_TOKENS = 320, 12
 PLAN = preset("quantspec", Workload("SmolLM2-135M", PROFILE.hardware.name, CONTEXT, NEW_TOKENS, batch=2))
 
 
-def test_a_plan_is_validated_beside_plain_decoding(tiny_folder: Path) -> None:
-    told: list[tuple[str, int]] = []
+def test_a_plan_is_validated_beside_plain_decoding(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ridgeplan.validate.comparison.is_busy", lambda spread: False)  # whatever else runs here
+    told: list[tuple[int, int]] = []
     tokenizer = runtime.load(PLAN, str(tiny_folder)).tokenizer
     prompts = [prompt_tokens(tokenizer, CONTEXT), prompt_tokens(tokenizer, CONTEXT - 20)]
     result = validate_plan(
@@ -32,14 +34,17 @@ def test_a_plan_is_validated_beside_plain_decoding(tiny_folder: Path) -> None:
     assert result.comparison.new_tokens == NEW_TOKENS
     assert result.comparison.row("acceptance").measured == result.planned.measured.statistics.acceptance
     speedup = result.comparison.row("speed-up over plain decoding").measured
-    plain, planned = (run.measured.statistics.tpot_ms for run in (result.plain, result.planned))
+    plain, planned = (run.measured.tpot_ms for run in (result.plain, result.planned))
     assert speedup == pytest.approx(plain / planned)
     texts = tokenizer.batch_decode([list(tokens) for tokens in result.planned.measured.tokens])
     assert list(result.planned.texts) == texts
     assert all(len(tokens) == NEW_TOKENS for tokens in result.planned.measured.tokens)
-    assert {name for name, _ in told} == {"plain", "plan"}
-    assert told[-1] == ("plan", 2 * NEW_TOKENS)
-    assert set(result.to_dict()) == {"plan", "plain"}
+    assert {index: max(tokens for at, tokens in told if at == index) for index in (0, 1)} == {
+        0: 2 * NEW_TOKENS,
+        1: 2 * NEW_TOKENS,
+    }
+    assert result.in_turns
+    assert set(result.to_dict()) == {"plan", "plain", "in_turns"}
 
 
 def test_sampling_reaches_both_runs_but_not_its_stop_tokens(tiny_folder: Path) -> None:
@@ -50,6 +55,36 @@ def test_sampling_reaches_both_runs_but_not_its_stop_tokens(tiny_folder: Path) -
     expected = engine.generate(prompts, NEW_TOKENS, runtime.SamplingParams(temperature=1.5, seed=4)).tokens
     assert result.plain.measured.tokens == tuple(map(tuple, expected))
     assert [len(tokens) for tokens in result.planned.measured.tokens] == [NEW_TOKENS] * 2
+
+
+def test_plans_that_do_not_fit_together_run_one_after_another(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory for one engine at a time: a second one is refused while the first is open."""
+    load, engines, order = runtime.load, [], []
+
+    def one_at_a_time(plan: Plan, *arguments: Any, **options: Any) -> runtime.Engine:
+        if any(engine.cache is not None for engine in engines):
+            raise WorkloadError("out of memory")
+        engines.append(load(plan, *arguments, **options))
+        return engines[-1]
+
+    monkeypatch.setattr(runtime, "load", one_at_a_time)
+    result = validate_plan(
+        PLAN, str(tiny_folder), [[1, 2, 3] * 50], NEW_TOKENS, profile=PROFILE,
+        on_progress=lambda index, tokens: order.append(index),
+    )  # fmt: skip
+    assert not result.in_turns
+    assert not result.to_dict()["in_turns"]
+    assert order == sorted(order)
+    assert order.count(0) == NEW_TOKENS
+    assert [len(run.measured.tokens[0]) for run in (result.plain, result.planned)] == [NEW_TOKENS] * 2
+    assert engines[1].weights is engines[0].weights
+
+
+def test_a_request_that_no_plan_allows_is_refused(tiny_folder: Path) -> None:
+    with pytest.raises(WorkloadError, match="max_new_tokens is 13"):
+        validate_plan(PLAN, str(tiny_folder), [[1, 2, 3]], NEW_TOKENS + 1, profile=PROFILE)
 
 
 def test_comparing_needs_a_generation_and_outlives_the_engines_caches(tiny_folder: Path) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
+from ridgeplan.validate.calibration.noise import NoiseCheck
 from ridgeplan.validate.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -16,17 +17,22 @@ if TYPE_CHECKING:
 
 
 def calibrate(
-    quick: bool, device: str | None = None, on_progress: Progress | None = None, suite: Suite | None = None
+    quick: bool,
+    device: str | None = None,
+    on_progress: Progress | None = None,
+    suite: Suite | None = None,
+    noise: NoiseCheck | None = None,
 ) -> Profile:
     """This machine's profile. Takes a few minutes, with `quick` well under one.
 
-    device: by default "cuda" if available, else "cpu". suite: overrides the device's sizes.
-    Raises ValueError for a device that does not exist.
+    device: by default "cuda" if available, else "cpu". suite: overrides the device's sizes. noise: how noisy classes
+    are treated, by default refused; it holds every class's spread afterwards.
+    Raises ValueError for a device that does not exist, NoisyMachine where readings do not agree.
     """
     # Importing torch takes seconds, which loading or comparing profiles should not need.
     from ridgeplan.validate.calibration.profile import measure_profile
 
-    return measure_profile(quick, device, on_progress or silent, suite)
+    return measure_profile(quick, device, on_progress or silent, suite, noise or NoiseCheck())
 
 
 def save_profile(profile: Profile, path: str | Path | None = None) -> Path:

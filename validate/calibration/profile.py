@@ -17,6 +17,7 @@ from ridgeplan.validate.calibration import elementwise as step_trials
 from ridgeplan.validate.calibration import linear as linear_trials
 from ridgeplan.validate.calibration.fit import Ceilings, Sample, fit_rates
 from ridgeplan.validate.calibration.host_overhead import with_dispatch
+from ridgeplan.validate.calibration.noise import NoiseCheck
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
 from ridgeplan.validate.progress import Progress
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, Trial
@@ -25,7 +26,9 @@ GATHERED_BYTES = 256  # one token's key at head_dim 128 in 16 bits
 
 
 @torch.inference_mode()
-def measure_profile(quick: bool, device: str | None, on_progress: Progress, suite: Suite | None) -> Profile:
+def measure_profile(
+    quick: bool, device: str | None, on_progress: Progress, suite: Suite | None, noise: NoiseCheck
+) -> Profile:
     """See `ridgeplan.validate.calibration.calibrate.calibrate`."""
     place = _device(device)
     suite = _fitting(suite or suite_for(place.type, quick), place)
@@ -40,7 +43,7 @@ def measure_profile(quick: bool, device: str | None, on_progress: Progress, suit
         device=torch.cuda.get_device_name(place) if cuda else machine.cpu_model(),
         software={name: metadata.version(name) for name in ("torch", "ridgeplan")},
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        classes=_classes(bench, suite, hardware, ceilings, on_progress),
+        classes=_classes(bench, suite, hardware, ceilings, on_progress, noise),
         asynchronous=cuda,
         host_link_utilization=_host_link_utilization(bench, hardware) if cuda else 1.0,
     )
@@ -73,14 +76,19 @@ def _host_link_utilization(bench: Bench, hardware: Hardware) -> float:
 
 
 def _classes(
-    bench: Bench, suite: Suite, hardware: Hardware, ceilings: Ceilings, on_progress: Progress
+    bench: Bench,
+    suite: Suite,
+    hardware: Hardware,
+    ceilings: Ceilings,
+    on_progress: Progress,
+    noise: NoiseCheck,
 ) -> dict[str, Rates]:
     trials = class_trials(bench, suite, hardware.num_sms)
     rates = {}
     for done, (kind, items) in enumerate(trials.items()):
         on_progress(kind, done, len(trials))
-        samples = [Sample(trial.cost, bench.seconds(trial)) for trial in items]
-        rates[kind] = fit_rates(samples, ceilings)
+        samples = [Sample(trial.cost, seconds) for trial, seconds in noise.readings(kind, bench, items)]
+        rates[kind] = noise.widened(kind, fit_rates(samples, ceilings))
     return rates
 
 

@@ -19,7 +19,6 @@ from ridgeplan.validate.progress import Progress
 from ridgeplan.validate.prompts import prompt_batch
 
 if TYPE_CHECKING:
-    from ridgeplan.runtime import Statistics
     from ridgeplan.runtime.model.weights import DecoderWeights
     from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
 
@@ -59,19 +58,21 @@ class DecodeRow:
     @property
     def over_vllm(self) -> float | None:
         """Speed-up in time per output token over vLLM's plain decoding; None if either is unknown."""
-        tpot_ms = self.measured.statistics.tpot_ms
+        tpot_ms = self.measured.tpot_ms
         return None if self.vllm_tpot_ms is None or not tpot_ms else self.vllm_tpot_ms / tpot_ms
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         statistics = self.measured.statistics
-        derived = ("tpot_ms", "ttft_ms", "tokens_per_round", "acceptance", "acceptance_at", "accepted_share")
+        derived = ("ttft_ms", "tokens_per_round", "acceptance", "acceptance_at", "accepted_share")
         figures = {**asdict(statistics), **{name: getattr(statistics, name) for name in derived}}
+        figures |= {"tpot_ms": self.measured.tpot_ms, "spread": self.measured.spread}
         del figures["prompt_tokens"]
         return {
             **asdict(self.case),
             "gamma": self.gamma,
             "measured": figures,
+            "busy": self.comparison.busy,
             "comparison": self.comparison.to_dict()["rows"],
             "vllm_tpot_ms": self.vllm_tpot_ms,
             "over_vllm": self.over_vllm,
@@ -183,14 +184,14 @@ class _Run:
     profile: Profile
     temperature: float
     calibration: Sequence[int]
-    plain: dict[tuple[int, int], Statistics] = field(default_factory=dict)
+    plain: dict[tuple[int, int], Measured] = field(default_factory=dict)
     drafts: dict[int, DecoderWeights] = field(default_factory=dict)
 
     def row(self, case: DecodeCase, plan: Plan, prompts: list[list[int]]) -> DecodeRow:
         """Runs one case."""
         measured = self._measured(plan, prompts)
         if case.preset == PLAIN:
-            self.plain[case.context, case.batch] = measured.statistics
+            self.plain[case.context, case.batch] = measured
         plain = self.plain.get((case.context, case.batch))
         found = compare_measured(plan, self.model.shape, self.profile, measured, plain)
         vllm = vllm_tpot_ms(_device_name(self.model), self.model.shape.name, case.context, case.batch)

@@ -124,24 +124,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attend(const 
 #endif
 
 #ifdef KERNEL_MERGE
-// One CTA per query row and (batch row, KV head), parts of which take every sixteenth split.
-extern "C" __global__ void __launch_bounds__(MERGE_PARTS * ROW_LANES) merge(const __grid_constant__ AttentionParams p) {
-    __shared__ SplitReduction reductions[MERGE_PARTS][ROW_LANES];
-    const int lane = threadIdx.x % ROW_LANES, part = threadIdx.x / ROW_LANES, query_row = blockIdx.x;
+// One CTA per (batch row, KV head) and ROWS_PER_CTA query rows, each merged by MERGE_PARTS groups of threads.
+extern "C" __global__ void __launch_bounds__(MERGE_GROUPS * ROW_LANES, 1)
+    merge(const __grid_constant__ AttentionParams p) {
+    constexpr int ROWS_PER_CTA = MERGE_GROUPS / MERGE_PARTS;
+    __shared__ SplitReduction reductions[MERGE_GROUPS][ROW_LANES];
+    const int lane = threadIdx.x % ROW_LANES, group = threadIdx.x / ROW_LANES, part = group % MERGE_PARTS;
+    const int query_row = blockIdx.x * ROWS_PER_CTA + group / MERGE_PARTS, num_rows = p.q_heads_per_kv * p.queries;
     const int row = blockIdx.y, b = row / p.kv_heads, kv_head = row % p.kv_heads;
     pdl_launch_dependents();
     pdl_wait();
     const SequenceLengths lengths(p);
     const int2 ctas = p.row_ctas[row];  // unwritten where the row sees nothing
     const int count = lengths.num_tiles(b) ? ctas.y - ctas.x + 1 : 0, first = count ? ctas.x : 0;
-    const Results results{p.partial, p.lse, p.out, p.q_heads_per_kv * p.queries};
-    SplitReduction own(results, first + row, query_row, part, MERGE_PARTS, count, lane);
-    reductions[part][lane] = own;
+    const Results results{p.partial, p.lse, p.out, num_rows};
+    const int read_row = ROWS_PER_CTA == 1 ? query_row : min(query_row, num_rows - 1);
+    SplitReduction own(results, first + row, read_row, part, MERGE_PARTS, count, lane);
+    reductions[group][lane] = own;
     __syncthreads();
-    if (part > 0) return;
+    if (part > 0 || (ROWS_PER_CTA > 1 && query_row >= num_rows)) return;
 #pragma unroll
     for (int i = 1; i < MERGE_PARTS; i++) {
-        const SplitReduction& other = reductions[i][lane];
+        const SplitReduction& other = reductions[group + i][lane];
         own.rescale(fmaxf(own.row_max, other.row_max));
         own.add(exp2_approx(other.row_max - own.row_max), other.row_sum, other.acc);
     }

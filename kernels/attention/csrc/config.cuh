@@ -12,6 +12,7 @@
 //   STAGES       of the pipeline, each of which holds the keys or the values of a KV tile
 //   DENSE_TILE   full-precision tokens of a KV tile: 32 or 64
 //   KERNEL_ATTEND or KERNEL_MERGE: which of the two kernels is compiled
+//   MERGE_PARTS  groups of threads of `merge` among which the splits of a query row are divided: 1, 4 or 16
 #ifndef __CUDACC_RTC__  // editors show one variant
 #define HEAD_DIM 128
 #define BITS 8
@@ -21,12 +22,13 @@
 #define STAGES 4
 #define DENSE_TILE 64
 #define KERNEL_ATTEND
+#define MERGE_PARTS 16
 #endif
 
 constexpr int GROUP = 128;  // tokens of a quantized group
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
-constexpr int MERGE_PARTS = 16;  // of a CTA of the kernel `merge`, among which it divides the splits
+constexpr int MERGE_GROUPS = 16;  // of threads in a CTA of the kernel `merge`, each with some splits of a query row
 constexpr int ROWS = 8 * Q_TILES;
 constexpr int WORDS = HEAD_DIM / 32;      // 32-bit words of codes that a lane holds of one token
 constexpr int K_STEPS = HEAD_DIM / 16;    // mma steps over all channels

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from ridgeplan.dashboards.cli import demo
+from ridgeplan.dashboards.cli.validation import demo
 from ridgeplan.planner import Recommendation, Workload, preset
 from ridgeplan.roofline.catalog.profile import Profile, load_profile
 from ridgeplan.runtime import load
+from ridgeplan.validate import NoiseCheck
 
 WORKLOAD = Workload("HuggingFaceTB/SmolLM2-135M", "h200", 160, 6)
 PLAIN_ROWS = {"prefill", "decode step", "tpot", "peak memory", "speed-up over plain decoding"}
@@ -28,9 +29,11 @@ def plan_path(tmp_path: Path) -> Path:
 def measured_profile(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> Profile:
     """What calibrating gives, without measuring anything."""
 
-    def calibrate(quick: bool, on_progress: Callable[[str, int, int], None]) -> Profile:
+    def calibrate(quick: bool, noise: NoiseCheck, on_progress: Callable[[str, int, int], None]) -> Profile:
         assert quick
         on_progress("attention", 1, 2)
+        noise.record("linear", [0.02])
+        noise.record("linear_int4", [0.25])
         return profile
 
     monkeypatch.setattr("ridgeplan.validate.calibrate", calibrate)
@@ -99,7 +102,9 @@ def test_a_machine_that_is_not_calibrated_is_refused_before_anything_runs(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("ridgeplan.planner.resolution.detect_hardware", lambda: None)
-    monkeypatch.setattr("ridgeplan.dashboards.cli.validate.opening_tokens", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr(
+        "ridgeplan.dashboards.cli.validation.validate.opening_tokens", lambda *_: pytest.fail("it was read")
+    )
     assert "this machine is neither calibrated nor in the catalog" in refuses("validate", plan_path)
 
 
@@ -114,7 +119,7 @@ def test_validate_refuses_damaged_profiles(refuses: Any, plan_path: Path, tmp_pa
 def test_demo_runs_the_recommended_plan_and_quantspec(
     invoke: Any, profile_path: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ridgeplan.dashboards.cli.demo.user_profile_path", lambda: profile_path)
+    monkeypatch.setattr("ridgeplan.dashboards.cli.validation.demo.user_profile_path", lambda: profile_path)
     arguments = ("demo", "--context", 160, "--new-tokens", 6)
     answer = json.loads(invoke(*arguments, "--json").stdout)
     titles = [run["title"] for run in answer["runs"]]
@@ -129,7 +134,7 @@ def test_demo_runs_the_recommended_plan_and_quantspec(
 def test_demo_shows_texts_and_comparisons(
     invoke: Any, profile_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ridgeplan.dashboards.cli.demo.user_profile_path", lambda: profile_path)
+    monkeypatch.setattr("ridgeplan.dashboards.cli.validation.demo.user_profile_path", lambda: profile_path)
     monkeypatch.setattr("ridgeplan.runtime.embedded_model_path", lambda: tiny_folder)
     shown = invoke("demo", "--context", 160, "--new-tokens", 6).stdout
     assert shown.count("continues the prompt") == shown.count("speed-up over plain decoding") >= 2
@@ -149,9 +154,12 @@ def test_demo_runs_each_plan_once(recommendation: Recommendation) -> None:
     assert preset("quantspec", recommendation.plan.workload) in titles
 
 
-def test_demo_calibrates_only_once(measured_profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_calibrates_only_once_and_notes_noise(
+    measured_profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert demo.own_profile() == measured_profile
+    assert "readings differ: linear_int4 25%" in capsys.readouterr().err
     assert load_profile(tmp_path / "ridgeplan" / "profile.json") == measured_profile
     monkeypatch.setattr("ridgeplan.validate.calibrate", None)
     assert demo.own_profile() == measured_profile
@@ -159,13 +167,21 @@ def test_demo_calibrates_only_once(measured_profile: Profile, tmp_path: Path, mo
 
 def test_calibrate_saves_and_prints_the_profile(invoke: Any, measured_profile: Profile, tmp_path: Path) -> None:
     path = tmp_path / "own.json"
-    result = invoke("calibrate", "--quick", "--output", path)
+    result = invoke("calibrate", "--quick", "--allow-noisy", "--output", path)
     assert result.exit_code == 0
     assert "linear_int4" in result.stdout
+    assert "25.0%" in result.stdout
     assert str(path) in result.stdout
     assert load_profile(path) == measured_profile
-    answer = json.loads(invoke("calibrate", "--quick", "--output", path, "--json").stdout)
-    assert answer == {"path": str(path), "profile": json.loads(measured_profile.to_json())}
+    answer = json.loads(invoke("calibrate", "--quick", "--allow-noisy", "--output", path, "--json").stdout)
+    noise = {"linear": 0.02, "linear_int4": 0.25}
+    assert answer == {"path": str(path), "noise": noise, "profile": json.loads(measured_profile.to_json())}
+
+
+def test_a_noisy_machine_is_not_calibrated(refuses: Any, measured_profile: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    assert "readings of 'linear_int4' differ by 25%" in refuses("calibrate", "--quick", "--output", path, code=4)
+    assert not path.exists()
 
 
 def test_calibrate_checks_its_output_first(refuses: Any, monkeypatch: pytest.MonkeyPatch) -> None:

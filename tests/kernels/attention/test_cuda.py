@@ -12,18 +12,21 @@ from ridgeplan.kernels.attention.cost import split_attention_cost
 from ridgeplan.kernels.attention.cuda import AttentionKernel, find_kernel
 from ridgeplan.kernels.attention.schedule import (
     MAX_STAGES,
+    MERGE_PARTS,
     MIN_CTAS_PER_SM,
     MIN_TILES_PER_CTA,
     RESERVED_BYTES,
     AttentionVariant,
     Occupancy,
     fuses_reduction,
+    merge_parts,
 )
 from ridgeplan.kernels.kv_cache import dequantize, quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 
 HOPPER_BYTES = 228 * 1024  # shared memory of an SM
 HOPPER_SMS = 132
+MERGES = {parts: f"merge of {parts}" for parts in MERGE_PARTS}
 VARIANTS = [
     AttentionVariant(d, bits, True, rows) for d in (64, 128) for bits in (0, 4, 8) for rows in (8, 16, 24, 32, 64)
 ]
@@ -91,6 +94,13 @@ def test_reductions_of_few_elements_and_rows_are_fused() -> None:
     assert not fuses_reduction(33, 1, 512)
     assert fuses_reduction(4096, 4096, 512)
     assert not fuses_reduction(4097, 4097, 512)
+
+
+def test_more_splits_are_merged_by_more_groups_of_threads() -> None:
+    """A group has eight splits in flight; of 7 CTAs per row one more may belong to its neighbour. At most 16 groups."""
+    parts = {ctas: merge_parts(ctas, 1) for ctas in (1, 7, 8, 15, 16, 31, 32, 63, 64, 127, 528)}
+    assert parts == {1: 1, 7: 1, 8: 4, 15: 4, 16: 4, 31: 4, 32: 16, 63: 16, 64: 16, 127: 16, 528: 16}
+    assert merge_parts(264, 64) == 1
 
 
 def test_cpu_calls_are_left_to_the_reference() -> None:
@@ -335,7 +345,7 @@ def launched(
 ) -> tuple[Tensor, Any]:
     """Runs 12 query heads of 4 KV heads over INT4 codes of 5 groups, as on an H200."""
     variant = AttentionVariant(64, 4, True, 8)
-    kernel = AttentionKernel("attend", "merge", hopper(variant), torch.zeros(4096, dtype=torch.int32))
+    kernel = AttentionKernel("attend", MERGES, hopper(variant), torch.zeros(4096, dtype=torch.int32))
     codes = QuantizedKV.allocate(2, 4, 5, 128, 64, "cpu", lower=False)
     out = kernel.run(q, keys, keys + 1, *lengths[:2], codes, lengths[2], 0.25, splits)
     return out, launches.asked
@@ -381,9 +391,9 @@ def test_many_splits_are_reduced_by_a_kernel_of_their_own(launches: Any) -> None
         _, asked = launched(launches, q, keys, lengths, splits)
         assert asked[0][1] == (8 * splits, 1, 1)
         assert asked[0][3].fuse_reduction == fused
-        # One CTA per query row and pair; 16 parts of a row's 16 lanes.
+        # 44 splits are six batches of eight, so all 16 groups of 16 lanes share each of the six rows.
         merges = [(kernel, grid, threads) for kernel, grid, threads, *_ in asked[1:]]
-        assert merges == ([] if fused else [("merge", (6, 8, 1), 256)])
+        assert merges == ([] if fused else [("merge of 16", (6, 8, 1), 256)])
 
 
 def test_lengths_that_must_be_copied_first_are_not_read_early(launches: Any) -> None:
@@ -395,14 +405,14 @@ def test_lengths_that_must_be_copied_first_are_not_read_early(launches: Any) -> 
 
 def test_a_started_tile_counts_as_one() -> None:
     """8 rows of 263 groups and 10 tokens are 8 x 264 tiles: four for each of four CTAs per SM."""
-    kernel = AttentionKernel("attend", "merge", hopper(AttentionVariant(128, 4, True, 8)), torch.zeros(1))
+    kernel = AttentionKernel("attend", MERGES, hopper(AttentionVariant(128, 4, True, 8)), torch.zeros(1))
     assert kernel._grid(8, (2, 4, 1, 1, 10, 263), None)[0] == 4 * HOPPER_SMS
     assert kernel._grid(8, (2, 4, 1, 1, 0, 263), None)[0] == 3 * HOPPER_SMS // 8 * 8
 
 
 def test_every_split_has_a_partial_of_its_own() -> None:
     """42 CTAs cut a list of 8 rows into at most 42 + 7 splits; indices go up to 42 + 8."""
-    kernel = AttentionKernel("attend", "merge", hopper(AttentionVariant(64, 4, True, 8)), torch.zeros(1))
+    kernel = AttentionKernel("attend", MERGES, hopper(AttentionVariant(64, 4, True, 8)), torch.zeros(1))
     outputs = kernel._outputs(torch.zeros(2, 2, 12, 64), kv_rows=8, rows=6, ctas=42)
     assert outputs["partial"].shape == (50, 6, 64)
     assert outputs["lse"].shape == (50, 6)

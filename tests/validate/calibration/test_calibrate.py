@@ -38,7 +38,8 @@ TINY = Suite(
 @pytest.fixture(scope="module")
 def calibrated() -> tuple[Profile, list[tuple[str, int, int]]]:
     told: list[tuple[str, int, int]] = []
-    profile = validate.calibrate(True, "cpu", lambda *step: told.append(step), TINY)
+    # Readings of such tiny sizes need not agree.
+    profile = validate.calibrate(True, "cpu", lambda *step: told.append(step), TINY, validate.NoiseCheck(allowed=True))
     return profile, told
 
 

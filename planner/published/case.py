@@ -1,0 +1,147 @@
+"""A published row as the planner sees it: plan, strategy, machine, and the estimate of all its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+from ridgeplan.planner.acceptance import AcceptanceModel
+from ridgeplan.planner.lowering import rates_of, strategy_of
+from ridgeplan.planner.plan import Placement, Plan, Weights, Workload
+from ridgeplan.planner.presets import preset
+from ridgeplan.planner.published.engine import Engine, load_engine
+from ridgeplan.planner.published.rows import Row
+from ridgeplan.roofline.catalog.hardware import load_hardware
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.evaluate import Estimate, evaluate
+from ridgeplan.roofline.latency import Machine, StrategyRates
+from ridgeplan.roofline.memory import full_kv
+from ridgeplan.roofline.speculation import conditional_acceptance
+from ridgeplan.roofline.strategy import Strategy
+from ridgeplan.roofline.term_math import maximum
+
+MEMORY_UTILIZATION = 0.9  # vLLM's default: the rest is for the driver, the allocator's gaps and other processes
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row on its engine. With several GPUs, `shape` is one GPU's share and `machine` one GPU."""
+
+    row: Row
+    engine: Engine
+    shape: ModelShape
+    machine: Machine
+    strategy: Strategy
+    rates: StrategyRates
+
+    @classmethod
+    def of(cls, row: Row) -> Case:
+        """The case of a row that can be predicted. Raises ValueError for names that are unknown."""
+        engine, shape = load_engine(row.engine), sharded(load_shape(row.model), row.gpus)
+        machine, plan = _machine(engine, row.gpu, shape), plan_of(row, shape)
+        strategy = strategy_of(plan, shape, machine, _acceptance(row, plan, shape))
+        return cls(row, engine, shape, machine, strategy, rates_of(plan, shape, machine))
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """Latency and memory by the package's cost model."""
+        usable = replace(self.machine, memory_bytes=MEMORY_UTILIZATION * self.machine.memory_bytes)
+        return evaluate(self.shape, usable, self.strategy, self.rates)
+
+    @property
+    def tpot_s(self) -> Any:
+        """Seconds per output token of a sequence; values fetched from the host overlap with the step."""
+        return maximum(self.estimate.tpot_s, self.fetch_s)
+
+    @property
+    def fetch_s(self) -> float:
+        """Seconds per step to fetch the selected tokens' values from the host, half of their KV."""
+        if not self.engine.fetches_values or self.strategy.target_budget >= self.strategy.context:
+            return 0.0
+        kv_bytes = full_kv(self.shape, self.strategy.batch, self.strategy.target_budget, self.machine.element_bytes)
+        return float(kv_bytes / 2 / self.machine.host_link_bytes_per_s)
+
+    @property
+    def request_s(self) -> float:
+        """Seconds of a whole batch of requests: prefill and all new tokens."""
+        return float(self.estimate.ttft_s + self.row.new_tokens * self.tpot_s)
+
+    @cached_property
+    def plain(self) -> Case:
+        """Plain decoding of the same row on the baseline's engine, batch and context."""
+        return _plain_case(_plain_row(self.row))
+
+    def at_full_rates(self) -> Case:
+        """The same with every kernel at the datasheet's rates and no launches: what bytes and FLOPs allow."""
+        ideal = {
+            kind: replace(rates, bandwidth_utilization=1.0, compute_utilization=1.0, launch_s=0.0)
+            for kind, rates in self.machine.rates.items()
+        }
+        machine = replace(
+            self.machine, rates=ideal, pass_dispatch_s=0.0, layer_dispatch_s=0.0, prefill_layer_dispatch_s=0.0
+        )
+        plan = plan_of(self.row, self.shape)
+        return replace(self, machine=machine, rates=rates_of(plan, self.shape, machine))
+
+
+@cache
+def _machine(engine: Engine, gpu: str, shape: ModelShape) -> Machine:
+    return Machine.of(engine.profile(load_hardware(gpu), shape))
+
+
+def sharded(shape: ModelShape, gpus: int) -> ModelShape:
+    """One GPU's share under tensor parallelism: heads and MLPs are cut, embeddings and the head are replicated.
+
+    All-reduces of a decode step's few kilobytes take about 10 us each (nccl-tests, two GPUs over PCIe), 1 to 2% of
+    these steps, and are left out.
+    """
+    return replace(
+        shape,
+        q_heads=shape.q_heads // gpus,
+        kv_heads=shape.kv_heads // gpus,
+        intermediate=shape.intermediate // gpus,
+    )
+
+
+def _plain_row(row: Row) -> Row:
+    """The workload of plain decoding that ratios of a row are over, without what tells rows of one workload apart."""
+    plain = Row(case="plain", method="plain", model=row.model, gpu=row.gpu, gpus=row.gpus, cells={})
+    return replace(
+        plain,
+        context=row.baseline_context or row.context,
+        new_tokens=row.new_tokens,
+        batch=row.baseline_batch or row.batch,
+        engine=row.baseline or row.engine,
+        weight_bits=row.weight_bits,
+    )
+
+
+@cache
+def _plain_case(row: Row) -> Case:
+    return Case.of(row)
+
+
+def plan_of(row: Row, shape: ModelShape) -> Plan:
+    """The row's preset with its hyperparameters."""
+    plan = preset(row.preset, Workload(shape.name, row.gpu, row.context, row.new_tokens, row.batch))
+    speculation = replace(plan.speculation, **_given(gamma=row.gamma, ratio=row.ratio))
+    eviction = replace(plan.eviction, **_given(budget=row.budget)) if plan.eviction.budget else plan.eviction
+    placement = Placement(True, plan.attention.budget) if row.offload else plan.placement
+    weights = plan.weights if row.weight_bits == 16 else Weights(row.weight_bits, row.weight_bits)
+    return replace(plan, weights=weights, speculation=speculation, eviction=eviction, placement=placement)
+
+
+def _given(**values: Any) -> Mapping[str, Any]:
+    return {name: value for name, value in values.items() if value}
+
+
+def _acceptance(row: Row, plan: Plan, shape: ModelShape) -> float:
+    """The published acceptance where there is one, as conditional acceptance; else the planner's estimate."""
+    if not plan.speculation.active:
+        return 1.0
+    if row.accepted_share:
+        return conditional_acceptance(row.accepted_share, row.gamma)
+    return AcceptanceModel.for_model(shape, row.context).of(plan).best

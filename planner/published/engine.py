@@ -1,0 +1,102 @@
+"""Engines of the papers: what sets their kernels, caches and launches apart from this package's runtime.
+
+One set of facts per engine, each with its source, for all of its cells; they are in engines.toml.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from ridgeplan.roofline.catalog.checks import Checked, build, flag, number, text
+from ridgeplan.roofline.catalog.hardware import Hardware
+from ridgeplan.roofline.catalog.named_tables import read_tables
+from ridgeplan.roofline.catalog.profile import Profile, Rates
+from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.latency import KERNEL_CLASSES
+
+# 16-bit classes, where libraries' kernels run, and the class of the library's products of the same kind.
+LIBRARY_CLASSES = {
+    "linear": "prefill_linear",
+    "head": "prefill_linear",
+    "attention": "prefill_attention",
+    "attention_d64": "prefill_attention",
+}
+
+
+class UnknownEngine(ValueError):
+    """A row names an engine that engines.toml lacks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine(Checked):
+    """One engine. 0 stands for this package's own figure on the machine.
+
+    launch_s: time of a launch beyond its bytes, in every class. streaming_utilization: bandwidth utilization of 16-bit
+    products and attention. layer_dispatch_s: host time to launch a layer. kv_passes: how often attention's KV moves
+    through memory, 1 where it is only read; `repeats_kv` adds a write and a read per query head of a group beyond the
+    first. draft_cache: drafts read a copy of the tokens selected for them. batched_prefill: all prompts at once, whole.
+    materializes_scores: eager attention. fetches_values: selected values come from the host at every step.
+    whole_cache: eviction frees nothing before prefill ends.
+    """
+
+    name: str = text()
+    title: str = text()
+    source: str = text()
+    launch_s: float = number(0, 1, default=0.0)
+    streaming_utilization: float = number(0, 1, default=0.0)
+    layer_dispatch_s: float = number(0, 1, default=0.0)
+    kv_passes: float = number(1, 100, default=1.0)
+    repeats_kv: bool = flag(False)
+    draft_cache: bool = flag(False)
+    batched_prefill: bool = flag(False)
+    materializes_scores: bool = flag(False)
+    fetches_values: bool = flag(False)
+    whole_cache: bool = flag(False)
+
+    def profile(self, hardware: Hardware, shape: ModelShape) -> Profile:
+        """The machine's profile, measured or transferred, with the engine's own figures in place of the runtime's."""
+        base = profile_for(hardware, shipped_profiles())
+        return replace(
+            base,
+            classes={kind: self._rates(kind, base, shape) for kind in KERNEL_CLASSES},
+            layer_dispatch_s=self.layer_dispatch_s or base.layer_dispatch_s,
+        )
+
+    def passes_of(self, shape: ModelShape) -> float:
+        """How often KV moves through memory in one step's attention."""
+        group = shape.q_heads / shape.kv_heads
+        return self.kv_passes + (2 * group if self.repeats_kv else 0)
+
+    def _rates(self, kind: str, base: Profile, shape: ModelShape) -> Rates:
+        """KV that moves several times is priced as attention at a fraction of its bandwidth.
+
+        Libraries' kernels reach the library's share of the peak, not that of this package's kernels for few rows.
+        """
+        rates = base.rates(kind)
+        if self.streaming_utilization and kind in LIBRARY_CLASSES:
+            compute = base.rates(LIBRARY_CLASSES[kind]).compute_utilization
+            rates = replace(rates, bandwidth_utilization=self.streaming_utilization, compute_utilization=compute)
+        passes = self.passes_of(shape) if kind.startswith("attention") else 1
+        bandwidth = rates.bandwidth_utilization / passes
+        return replace(rates, bandwidth_utilization=bandwidth, launch_s=self.launch_s or rates.launch_s)
+
+
+def load_engine(name: str) -> Engine:
+    """An engine of engines.toml. Raises UnknownEngine."""
+    if name not in _engines():
+        raise UnknownEngine(f"unknown engine {name!r}; allowed: {', '.join(_engines())}")
+    return _engines()[name]
+
+
+def list_engines() -> tuple[Engine, ...]:
+    """Every engine of engines.toml, in the file's order."""
+    return tuple(_engines().values())
+
+
+@cache
+def _engines() -> dict[str, Engine]:
+    tables = read_tables(Path(__file__).with_name("engines.toml"))
+    return {name: build(Engine, {"name": name, **table}, f"engine {name}: ") for name, table in tables.items()}

@@ -1,0 +1,139 @@
+"""The papers' tables: counts and readings by hand from their text, targets, and an error budget for each table."""
+
+from collections import Counter
+
+import pytest
+
+from ridgeplan.planner.published import PAPERS, Cell, TableResult, compare_all, targets_of
+
+# Cells as counted by hand in the papers: all, out of memory, printed as "-" or lost with a figure, not predictable.
+COUNTS = {
+    # 8 datasets x 3 methods x (speed-up, memory); the two baselines run out of memory at 128k, so have no speed-up.
+    ("quantspec", "Table 3"): (48, 2, 2, 0),
+    ("quantspec", "Table 4"): (10, 0, 0, 0),  # 3 kernels x 2 contexts, and a ratio for two of the kernels
+    ("quantspec", "Table 6"): (40, 0, 0, 0),  # 4 datasets x (3 + 3 + 4) gammas
+    ("quantspec", "Fig 4"): (9, 0, 9, 0),  # 3 variants at 3 contexts; its numbers are lost
+    # 8 workloads x 5 engines, eager out of memory in 4, ShadowKV missing in 4; 14 + 10 ratios other than 1.00.
+    ("specontext", "Table 3"): (64, 4, 4, 4),
+    ("specontext", "Claims"): (9, 0, 0, 5),
+    ("specontext", "Cliff"): (2, 0, 0, 0),
+    ("specattn", "Headline"): (19, 0, 0, 7),
+    ("specattn", "Fig 11"): (5, 0, 4, 0),
+    ("specattn", "Fig 6"): (4, 0, 0, 0),
+    ("specattn", "Table 2"): (48, 0, 0, 0),  # 4 models x 4 designs x 3 datasets
+    ("dapq", "Table 3"): (42, 4, 0, 0),  # 7 methods x 6 batches; FullKV and LaCache run out of memory at 40 and 50
+    ("dapq", "Table 4"): (35, 0, 0, 0),  # 7 methods x 5 contexts
+    ("dapq", "Table 7"): (42, 4, 0, 0),
+}
+
+# Budgets of absolute error: (median, worst), with the reason of the largest errors. They only ever get tighter.
+BUDGETS = {
+    # Sparse drafts: the paper's plain decoding takes 32 ms at 8k where its own verification takes 25; so speed-ups over
+    # it are higher than throughputs (Table 6) bear out, the more the longer the context.
+    ("quantspec", "Table 3"): (0.08, 0.48),
+    # INT8: the paper's kernel reaches two thirds of the bandwidth on an A6000, the transferred rates are Hopper's.
+    ("quantspec", "Table 4"): (0.20, 0.36),
+    # The sparse baselines are within 14%. QuantSpec's 4-bit weights and codes: as in Table 4.
+    ("quantspec", "Table 6"): (0.05, 0.48),
+    # SpeContext's rows of 32 requests: its gathers of selected KV are priced as streams.
+    ("specontext", "Table 3"): (0.42, 2.2),
+    ("specontext", "Claims"): (0.05, 0.55),  # "twice as long": bytes give 1.0 where launches of the host decide
+    ("specontext", "Cliff"): (0.25, 0.26),  # the paper's 80% is a lower bound
+    # Quest's scans are priced at the rate of gathers: twice its overhead. Top-k is not priced at all.
+    ("specattn", "Headline"): (0.35, 1.2),
+    ("specattn", "Fig 11"): (0.16, 0.16),
+    ("specattn", "Fig 6"): (0.66, 0.70),  # bytes alone: scattered writes by the attention kernel take 2 to 3 times that
+    ("specattn", "Table 2"): (0.55, 0.85),  # the planner's acceptances are lower, so its best gamma is too
+    # A sequence costs 16 ms a step whatever its cache holds, which no bytes of the model explain.
+    ("dapq", "Table 3"): (1.5, 2.8),
+    ("dapq", "Table 4"): (0.25, 0.32),  # an H20 reaches a larger share of its low peak than the H200 of the profile
+    ("dapq", "Table 7"): (0.07, 0.09),
+}
+UNMET = {("quantspec", "Table 4", "attention within 12%")}  # until kernels that are not Hopper's have rates
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[tuple[str, str], TableResult]:
+    return {(result.paper, result.name): result for result in compare_all()}
+
+
+def cells_of(result: TableResult, **wanted: str) -> list[Cell]:
+    return [cell for cell in result.cells if all(getattr(cell, name) == value for name, value in wanted.items())]
+
+
+def test_every_cell_is_there(results):
+    def counted(result: TableResult) -> tuple[int, int, int, int]:
+        words = Counter(cell.published for cell in result.cells if isinstance(cell.published, str))
+        return len(result.cells), words["OOM"], words["-"], len(result.unpredicted)
+
+    assert {name: counted(result) for name, result in results.items()} == COUNTS
+
+
+@pytest.mark.parametrize("table", BUDGETS, ids=" ".join)
+def test_errors_stay_within_the_budget(results, table):
+    median, worst = BUDGETS[table]
+    assert results[table].median_error <= median
+    assert max(map(abs, results[table].errors)) <= worst
+
+
+def test_every_table_with_numbers_on_both_sides_has_a_budget(results):
+    assert {name for name, result in results.items() if result.errors} == set(BUDGETS)
+
+
+def test_targets_are_met(results):
+    missed = {
+        (paper, name, target.text)
+        for (paper, name), result in results.items()
+        for target in targets_of(result)
+        if not target.result(result)["met"]
+    }
+    assert missed <= UNMET
+
+
+def test_out_of_memory_cells_are_predicted_as_such_and_no_others(results):
+    wrong = [cell for result in results.values() for cell in result.cells if cell.memory_right is False]
+    assert wrong == []
+
+
+def test_each_row_that_cannot_be_predicted_says_why(results):
+    assert all(cell.flag for result in results.values() for cell in result.unpredicted)
+
+
+def test_table_4_at_64k_is_read_as_its_ratios_say(results):
+    """QuantSpec-1: 1.08 ms x 1.44 and 0.54 ms x 2.88 are 1.555 ms, not the 3.07 ms printed."""
+    (flash,) = cells_of(results["quantspec", "Table 4"], case="64k", method="FlashAttention, FP16")
+    assert flash.published == pytest.approx(1.08 * 1.44, rel=0.005) == pytest.approx(0.54 * 2.88, rel=0.005)
+    assert "3.07" in flash.flag
+
+
+def test_sparse_baselines_of_table_6_are_within_15_percent(results):
+    """Plain kernels at published acceptance: nothing but bytes and gpt-fast's launches is left to explain."""
+    cells = [cell for cell in results["quantspec", "Table 6"].cells if cell.method != "QuantSpec"]
+    assert len(cells) == 24
+    assert max(abs(cell.error) for cell in cells) <= 0.15
+
+
+def test_quantspecs_memory_below_its_parts_is_flagged_not_matched(results):
+    """At 4k it prints 16.26 GiB; 13.5 GB of weights, 3.4 GB of 4-bit ones and 1.1 GB of codes are 16.7 GiB."""
+    (cell,) = cells_of(results["quantspec", "Table 3"], case="PG19 4k, Llama-2", method="QuantSpec", metric="peak_gib")
+    assert cell.published < (13.5e9 + 3.4e9 + 1.1e9) / 2**30
+    assert "exceeds what bytes allow" in cell.flag
+
+
+def test_weights_matter_at_short_contexts_and_codes_at_long_ones(results):
+    """QuantSpec, section 5.3, on the lost Fig 4."""
+    speedup = {(cell.case, cell.method): cell.predicted for cell in results["quantspec", "Fig 4"].cells}
+    assert speedup["4k", "weights only"] > speedup["4k", "KV only"]
+    assert speedup["128k", "KV only"] > speedup["128k", "weights only"]
+    assert all(speedup[context, "both"] > speedup[context, "weights only"] for context in ("4k", "32k", "128k"))
+
+
+def test_kv_sizes_are_exact(results):
+    """Llama-3.1-8B: 2 x 32 layers x 8 heads x 128 x 2 bytes = 128 KiB a token; Qwen3-8B: 36 layers, 144 KiB."""
+    sizes = [cell for result in results.values() for cell in result.cells if cell.metric == "kv_gib"]
+    assert sorted(cell.predicted for cell in sizes) == [2, 4, 72] == sorted(cell.published for cell in sizes)
+
+
+def test_papers_can_be_chosen():
+    assert {result.paper for result in compare_all(["dapq"])} == {"dapq"}
+    assert {result.paper for result in compare_all()} == set(PAPERS)

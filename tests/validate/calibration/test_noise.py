@@ -1,0 +1,86 @@
+"""When readings of a calibration agree, and what happens to classes whose readings do not. All times are made up."""
+
+import pytest
+import torch
+
+from ridgeplan.roofline.catalog.profile import MAX_SPREAD, Rates
+from ridgeplan.roofline.cost import Cost
+from ridgeplan.validate.calibration.noise import (
+    MOST_READINGS,
+    NoiseCheck,
+    NoisyMachine,
+    Reading,
+    distance,
+    steady_reading,
+    upper_quartile,
+)
+from ridgeplan.validate.timing import Bench, Trial
+
+RATES = Rates(0.8, 0.5, 1e-6, 0.03)
+
+
+def reading(*seconds: float) -> tuple[Reading, int]:
+    """The reading from these times, and how many of them were taken."""
+    left = list(seconds)
+    return steady_reading(lambda: left.pop(0)), len(seconds) - len(left)
+
+
+def test_two_readings_that_agree_are_enough() -> None:
+    found, taken = reading(1.0, 1.05, 0.1)
+    assert (found.seconds, taken) == (1.0, 2)
+    assert found.spread == pytest.approx(0.05)
+
+
+def test_a_slow_reading_is_repeated_until_two_agree() -> None:
+    found, taken = reading(9.0, 1.0, 5.0, 1.02, 0.1)
+    assert (found.seconds, taken) == (1.0, 4)
+    assert found.spread == pytest.approx(0.02)
+
+
+def test_readings_that_never_agree_end() -> None:
+    found, taken = reading(16.0, 8.0, 4.0, 2.0, 1.0, 1.0)
+    assert (found, taken) == (Reading(1.0, 1.0), MOST_READINGS)
+
+
+def test_the_distance_is_that_of_the_two_fastest() -> None:
+    assert distance([3.0, 2.5, 2.0, 100.0]) == 0.25
+
+
+def test_a_quarter_of_noisy_trials_does_not_condemn_a_class() -> None:
+    assert upper_quartile([0.5, 0.0, 0.0, 0.0, 0.0]) == 0.0
+    assert upper_quartile([0.5]) == 0.5
+
+
+def test_a_noisy_class_is_refused_with_one_line() -> None:
+    check = NoiseCheck()
+    check.record("linear", [0.02, 0.03, 0.02, 0.03, 0.3])
+    with pytest.raises(NoisyMachine, match=r"5 readings of 'attention' differ by 30%; .*--allow-noisy") as refused:
+        check.record("attention", [0.3, 0.3, 0.02, 0.3])
+    assert "\n" not in str(refused.value)
+
+
+def test_where_it_is_allowed_the_band_widens_by_the_noise() -> None:
+    check = NoiseCheck(allowed=True)
+    check.record("attention", [0.4, 0.4])
+    check.record("linear", [0.04])
+    assert check.noisy("attention")
+    assert check.widened("attention", RATES).spread == pytest.approx((0.03**2 + 0.4**2) ** 0.5)
+    assert check.widened("linear", RATES) == RATES
+    check.record("gather", [1e6])
+    assert check.widened("gather", RATES).spread == MAX_SPREAD
+
+
+def test_a_trials_readings_share_the_benchs_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets: list[float] = []
+
+    def seconds(bench: Bench, trial: Trial) -> float:
+        budgets.append(bench.budget_s)
+        return 2.0 if trial.name == "slow" else 1.0
+
+    monkeypatch.setattr(Bench, "seconds", seconds)
+    bench = Bench(torch.device("cpu"), torch.empty(0), 0, 0.5)
+    trials = [Trial("linear", name, Cost(), lambda _: None) for name in ("slow", "fast")]
+    check = NoiseCheck()
+    assert check.readings("linear", bench, iter(trials)) == [(trials[0], 2.0), (trials[1], 1.0)]
+    assert budgets == [0.25] * 4
+    assert check.spreads == {"linear": 0.0}

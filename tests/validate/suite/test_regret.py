@@ -1,0 +1,94 @@
+"""Regret, counted by hand, and which candidates are measured."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ridgeplan.planner.plan import Plan, Workload
+from ridgeplan.planner.presets import PRESETS, preset, preset_name
+from ridgeplan.planner.quality import Quality, quality_of
+from ridgeplan.planner.support import missing_execution
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.validate.suite import regret as module
+from ridgeplan.validate.suite.regret import Candidate, candidates, row_of, to_measure
+
+WORKLOAD = Workload("Qwen2.5-0.5B", "h200", 20_000, 256)
+SHAPE = load_shape("Qwen2.5-0.5B")
+
+
+def with_gamma(gamma: int, name: str = "quantspec") -> Plan:
+    plan = preset(name, WORKLOAD)
+    return replace(plan, speculation=replace(plan.speculation, gamma=gamma))
+
+
+def candidate(plan: Plan, tpot_ms: float, gamma: int = 0, acceptance: float = 0.9) -> Candidate:
+    best, known = SimpleNamespace(tpot_ms=tpot_ms), SimpleNamespace(best=acceptance)
+    predicted: Any = SimpleNamespace(best=best, gamma=gamma, acceptance=known, tokens_per_round=2.0)
+    return Candidate(plan, predicted)
+
+
+def test_regret_is_the_recommended_plans_time_over_the_best_measured() -> None:
+    plain, good, better = preset("autoregressive", WORKLOAD), with_gamma(3), with_gamma(5)
+    chosen = [candidate(good, 1.0, 3), candidate(better, 1.05, 5), candidate(plain, 1.5)]
+    row = row_of(good, chosen, {good: 1.1, better: 1.0, plain: 1.6}, 7)
+    assert row.regret == pytest.approx(0.1)
+    assert row.best == "quantspec, gamma 5, 20000 tokens, batch 1"
+    assert (row.recommended_ms, row.best_ms, row.left_out) == (1.1, 1.0, 7)
+    assert [one["measured_ms"] for one in row.candidates] == [1.1, 1.0, 1.6]
+    assert [one["predicted_ms"] for one in row.candidates] == [1.0, 1.05, 1.5]
+
+
+def test_the_best_plan_has_no_regret() -> None:
+    plain, good = preset("autoregressive", WORKLOAD), with_gamma(3)
+    assert row_of(good, [candidate(good, 1), candidate(plain, 2)], {good: 1.0, plain: 1.5}, 0).regret == 0
+
+
+def test_a_rounds_time_is_shared_by_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "measured_round", lambda model, plan: SimpleNamespace(total_s=0.003))
+    found: Any = None
+    assert module._measured_ms(found, candidate(with_gamma(3), 1.0)) == pytest.approx(1.5)  # 3 ms for two tokens
+
+
+def test_presets_the_best_of_each_family_and_what_is_near_the_best_are_measured() -> None:
+    named = {name: preset(name, WORKLOAD) for name in ("quantspec", "autoregressive")}
+    near = [with_gamma(gamma) for gamma in (2, 3, 6)]  # of QuantSpec's family, as its preset with gamma 4
+    family_best, family_next = with_gamma(5, "quantspec-exact"), with_gamma(6, "quantspec-exact")
+    found = [
+        candidate(near[1], 1.0), candidate(named["quantspec"], 1.1), candidate(near[0], 1.15), candidate(near[2], 1.19),
+        candidate(with_gamma(9), 1.21), candidate(named["autoregressive"], 2.0), candidate(family_best, 3.0),
+        candidate(family_next, 3.1),
+    ]  # fmt: skip
+    chosen, left_out = to_measure(found, near[1], most=1)
+    plans = [one.plan for one in chosen]
+    assert set(plans) == {near[1], named["quantspec"], named["autoregressive"], family_best, near[0]}
+    assert len(plans) == 5
+    assert left_out == 1  # gamma 6 is near the best; gamma 9 is not
+
+
+def test_the_recommended_plan_is_measured_wherever_it_is_predicted() -> None:
+    slow = with_gamma(11)
+    chosen, _ = to_measure([candidate(with_gamma(3), 1.0), candidate(slow, 9.0)], slow, most=0)
+    assert slow in [one.plan for one in chosen]
+
+
+def test_candidates_are_all_that_run_at_the_allowed_quality_and_fit(
+    h200_profile: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer: Any = SimpleNamespace(plan=with_gamma(3))
+    roomy: Any = SimpleNamespace(fits=lambda plan: True)
+    found = candidates(answer, SHAPE, h200_profile, roomy)
+    plans = [one.plan for one in found]
+    assert len(set(plans)) == len(plans)
+    assert [one.tpot_ms for one in found] == sorted(one.tpot_ms for one in found)
+    assert all(not missing_execution(plan, SHAPE) for plan in plans)
+    assert all(Quality.NEAR_LOSSLESS.allows(quality_of(plan)) for plan in plans)
+    runs = {name for name in PRESETS if not missing_execution(preset(name, WORKLOAD), SHAPE)}
+    assert {"autoregressive", "int8", "quantspec"} <= runs & set(map(preset_name, plans))
+    narrow: Any = SimpleNamespace(fits=lambda plan: not plan.weights.draft_differs)
+    assert all(not one.plan.weights.draft_differs for one in candidates(answer, SHAPE, h200_profile, narrow))
+    monkeypatch.setattr(module, "QUALITY", Quality.EXACT)
+    exact: Any = SimpleNamespace(plan=preset("autoregressive", WORKLOAD))
+    kept = [one.plan for one in candidates(exact, SHAPE, h200_profile, roomy)]
+    assert len(kept) > 10 and all(plan.kv.target_bits == 16 for plan in kept)

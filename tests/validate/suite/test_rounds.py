@@ -1,0 +1,116 @@
+"""Rounds on models with random weights: what is taken of their times, and that they run like an engine's."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ridgeplan.planner.plan import Workload
+from ridgeplan.planner.prediction import predict
+from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.latency import Machine
+from ridgeplan.runtime.drafting.round_result import RoundResult, RowResult
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.validate.random_decoder import llama_like_shape
+from ridgeplan.validate.suite import rounds as module
+from ridgeplan.validate.suite.rounds import BusyMachine, RandomModel, RoundTimes, fill, measured_round
+from ridgeplan.validate.suite.steps import rows_of
+
+SHAPE = llama_like_shape(2, 64, 96, 4, 2, 32)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(h200_profile: Any) -> RandomModel:
+    return RandomModel.build(SHAPE, CPU, Machine.of(h200_profile))
+
+
+def round_of(draft: float, verify: float, idle: float, tokens: int) -> RoundResult:
+    row = RowResult(list(range(tokens)), tokens - 1, tokens - 1)
+    return RoundResult([row, row], {"draft": draft, "verify": verify, "flush": 0.5, "idle": idle})
+
+
+def test_times_are_medians_and_a_draft_step_is_its_share() -> None:
+    times = RoundTimes.of(4, [round_of(8, 2, 1, 3), round_of(12, 3, 1, 4), round_of(80, 50, 9, 2)])
+    assert (times.draft_s, times.verify_s, times.keep_s, times.idle_s) == (3, 3, 0.5, 1)
+    assert times.total_s == 4 * 3 + 3 + 0.5 + 1
+    assert times.grown == 9  # of each sequence, over the three rounds
+    assert times.spread is None
+
+
+def test_plain_rounds_have_no_draft() -> None:
+    times = RoundTimes.of(0, [round_of(0, 2, 0, 1)] * 4)
+    assert (times.draft_s, times.total_s, times.spread) == (0, 2.5, 0)
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "int8", "quantspec", "quantspec-exact", "quantspec-weights"])
+def test_a_round_of_every_format_runs(model: RandomModel, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_busy", lambda spread: False)  # whatever else runs here
+    plan = preset(name, Workload("random", "h200", 700, 256, batch=2))
+    times = measured_round(model, plan)
+    gamma = plan.speculation.gamma
+    assert times.gamma == gamma
+    assert times.verify_s > 0 and (times.draft_s > 0) == (gamma > 0)
+    count = module.TIMED_ROUNDS["cpu"]
+    assert count <= times.grown <= count * (gamma + 1)
+
+
+def test_drafts_share_the_embedding_and_their_layers_have_memory_of_their_own(model: RandomModel) -> None:
+    workload = Workload("random", "h200", 700, 256)
+    drafter = model.drafter(preset("quantspec", workload))
+    assert drafter is model.drafter(preset("quantspec-weights", workload))
+    assert drafter.embedding is model.weights.embedding
+    packed = [layer.qkv.weight.packed.data_ptr() for layer in drafter.layers]  # type: ignore[attr-defined]
+    assert len(set(packed)) == SHAPE.layers
+    assert model.drafter(preset("quantspec-kv", workload)) is model.weights
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "quantspec", "quantspec-exact"])
+def test_norms_of_heads_and_biases_run_where_a_shape_has_them(
+    h200_profile: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "is_busy", lambda spread: False)  # whatever else runs here
+    full = RandomModel.build(replace(SHAPE, qk_norm=True, attention_bias=True), CPU, Machine.of(h200_profile))
+    layer = full.weights.layers[0]
+    assert layer.qk_norm is not None and layer.qk_norm.shape == (4 + 2, 32)
+    assert layer.qkv.bias is not None and layer.qkv.bias.shape == ((4 + 2 * 2) * 32,)  # type: ignore[attr-defined]
+    assert measured_round(full, preset("quantspec", Workload("random", "h200", 300, 256))).verify_s > 0
+
+
+def test_a_filled_cache_holds_what_a_prompt_would_leave(name: str) -> None:
+    plan = preset(name, Workload("random", "h200", 700, 256, batch=2))
+    cache = Cache(SHAPE, KVCacheConfig.of(plan), CPU, torch.float32)
+    fill(cache, 700)
+    assert cache.lengths.tolist() == [700, 700]
+    assert bool(cache.active().all())
+    assert cache.keys.std() == pytest.approx(1, abs=0.05)
+    if cache.all_codes is not None:
+        # Groups of 128, of which the last whole one stays in full precision: 700 // 128 - 1 = 4.
+        metadata = cache.draft_metadata(0)
+        assert metadata.groups is not None and metadata.groups.tolist() == [4, 4]
+
+
+def test_a_machine_that_stays_busy_is_told(model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, quiet = preset("int8", Workload("random", "h200", 700, 256)), [round_of(0, 1, 0, 1)] * 5
+    noisy = [round_of(0, seconds, 0, 1) for seconds in (1, 1, 2, 4, 8)]
+    tries = [noisy, noisy, quiet, noisy, noisy, noisy]
+    monkeypatch.setattr(module, "_round_times", lambda *_: RoundTimes.of(0, tries.pop(0)))
+    assert measured_round(model, plan).spread == 0
+    with pytest.raises(BusyMachine, match="machine busy, spread"):
+        measured_round(model, plan)
+    assert not tries
+
+
+def test_rows_compare_with_the_prediction_at_the_lengths_that_were_there(model: RandomModel, h200_profile: Any) -> None:
+    plan = preset("quantspec", Workload("random", "h200", 700, 256))
+    times = RoundTimes(4, 1e-3, 2e-3, 0.0, 0.0, 10, 0.0)
+    rows = {row.kind: row for row in rows_of(plan, model, h200_profile, times)}
+    assert set(rows) == {"draft step", "verification"}
+    assert (rows["draft step"].measured, rows["verification"].measured) == (1.0, 2.0)
+    ran = predict(preset("quantspec", Workload("random", "h200", 700, 10)), SHAPE, h200_profile)
+    assert rows["draft step"].predicted == ran.draft_step_ms
+    assert rows["verification"].predicted == pytest.approx(ran.verify_ms + 1e3 * ran.round_s["acceptance"])
+    plain = preset("autoregressive", Workload("random", "h200", 700, 256))
+    assert [row.kind for row in rows_of(plain, model, h200_profile, RoundTimes(0, 0, 1, 0, 0, 5, 0))] == ["plain step"]

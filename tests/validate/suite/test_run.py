@@ -1,0 +1,77 @@
+"""The whole suite at tiny sizes on the CPU."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.validate.calibration.attention import Heads
+from ridgeplan.validate.random_decoder import llama_like_shape
+from ridgeplan.validate.suite import run as module
+from ridgeplan.validate.suite.results import SuiteReport
+from ridgeplan.validate.suite.run import Question, heading, run_suite
+from ridgeplan.validate.suite.sizes import PlanCase, SuiteSizes, sizes_for
+
+SHAPE = llama_like_shape(1, 64, 96, 4, 2, 32)
+SIZES = SuiteSizes(
+    kernels=replace(
+        sizes_for("smoke", "cpu").kernels, pool_bytes=8 << 20, trial_s=0.002, linear_shapes=((64, 64),),
+        linear_rows=(1,), int4_rows=(1,), head_shapes=((512, 64),), head_rows=(1,), heads=(Heads(2, 1, 64),),
+        batches=(1,), tokens=(64,), queries=(1,), prefill_shapes=((64, 64),), prefill_rows=(64,), prefill_tokens=(64,),
+        quantize_tokens=(128,), gather_rows=(16,), elementwise=(SHAPE,), elementwise_rows=(1,),
+    ),
+    models=(SHAPE,),
+    steps=(PlanCase("autoregressive", 300, 1), PlanCase("quantspec", 300, 1, 2), PlanCase("int8", 200_000, 4096)),
+    regret=((300, 1),),
+    candidates=1,
+    generations=(PlanCase("autoregressive", 200, 1),),
+    new_tokens=8,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else runs on the machine."""
+    for place in ("comparison", "suite.rounds"):
+        monkeypatch.setattr(f"ridgeplan.validate.{place}.is_busy", lambda spread: False)
+
+
+def test_all_sections_end_up_in_one_report(tiny_folder: Path, h200_profile: Profile) -> None:
+    told: list[str] = []
+    question = Question("smoke", (), h200_profile, (str(tiny_folder),))
+    report = run_suite(question, lambda what, done, total: told.append(what), SIZES)
+    assert report.sections == ("kernels", "steps", "generations", "regret")
+    kinds = {row.section: {one.kind for one in report.rows if one.section == row.section} for row in report.rows}
+    assert kinds["steps"] == {"plain step", "draft step", "verification"}
+    assert "TPOT at the measured acceptance" in kinds["generations"]
+    assert {"linear", "linear_int4", "attention_d64", "sampling", "prefill_attention"} <= kinds["kernels"]
+    assert len(report.regret) == 1
+    row = report.regret[0]
+    measured = [one["measured_ms"] for one in row.candidates]
+    assert row.best_ms == min(measured)
+    assert row.recommended_ms in measured
+    assert [line for line in report.skipped if "does not fit into memory" in line] == list(report.skipped)
+    assert len(report.skipped) == 1
+    assert SuiteReport.from_json(report.to_json()) == report
+    assert told
+
+
+def test_only_the_chosen_sections_run(h200_profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        pytest.fail("it was not chosen")
+
+    monkeypatch.setattr(module.kernels, "kernel_rows", refused)
+    monkeypatch.setattr(module.regret, "regret_row", refused)
+    monkeypatch.setattr(module, "_generations", refused)
+    report = run_suite(Question("smoke", ("steps",), h200_profile), sizes=SIZES)
+    assert report.sections == ("steps",)
+    assert {row.section for row in report.rows} == {"steps"}
+
+
+def test_the_heading_says_what_predicts(h200_profile: Profile) -> None:
+    found = heading(Question("full", ("kernels",), replace(h200_profile, transferred_from="another GPU")))
+    assert found.profile == "h200: calibrated on test H200, 2026-01-01, rates of another GPU"
+    assert found.rows == ()
+    assert set(found.software) == {"torch", "ridgeplan"}

@@ -1,0 +1,137 @@
+"""Regret: how much slower the recommended plan is than the best of all plans that might have been recommended.
+
+Every candidate's round is measured on the whole model. The tokens that a round yields are the planner's own estimate,
+the same for prediction and measurement, so that regret tells how well plans are ranked by their costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ridgeplan.planner.plan import Plan, Workload
+from ridgeplan.planner.prediction import Prediction, predict_all
+from ridgeplan.planner.presets import PRESETS, family_key, preset_name
+from ridgeplan.planner.quality import Quality, quality_of
+from ridgeplan.planner.recommendation import Recommendation
+from ridgeplan.planner.search import recommend
+from ridgeplan.planner.search_space import families
+from ridgeplan.planner.support import missing_execution
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.validate.suite.results import RegretRow
+from ridgeplan.validate.suite.rounds import RandomModel, measured_round
+from ridgeplan.validate.suite.steps import NEW_TOKENS, case_text
+
+NEAR_BEST = 1.2  # candidates up to this much slower than the best, as predicted, are measured
+QUALITY = Quality.NEAR_LOSSLESS  # the default of `recommend`
+METHOD = (
+    "Measured time per token of the recommended plan over the best measured of all executable candidates of the same "
+    f"quality that are predicted within {NEAR_BEST - 1:.0%} of the best, the best of each family and the presets, "
+    "minus 1. Where others are more than the suite measures, the fastest are taken and the rest is counted. Rounds as "
+    "in steps, all layers, without flushes; tokens per round are the planner's estimate for prediction and measurement "
+    "alike."
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that might be recommended, with its prediction."""
+
+    plan: Plan
+    predicted: Prediction
+
+    @property
+    def tpot_ms(self) -> float:
+        """Predicted time per token."""
+        return self.predicted.best.tpot_ms
+
+    @property
+    def family(self) -> tuple[object, ...]:
+        """What it shares with plans of other gammas and ratios."""
+        return family_key(self.plan)
+
+
+def regret_row(model: RandomModel, profile: Profile, context: int, batch: int, most: int) -> RegretRow:
+    """Measures the candidates of one workload, at most `most` beside those that are always measured.
+
+    Raises NothingFits where none fits into the model's memory, and BusyMachine.
+    """
+    answer = recommend(
+        model.shape, "auto", context, batch=batch, new_tokens=NEW_TOKENS, quality=QUALITY.value, profile=profile,
+        yarn=True, memory_limit=float(model.machine.memory_bytes),
+    )  # fmt: skip
+    found = candidates(answer, model.shape, profile, model)
+    chosen, left_out = to_measure(found, answer.plan, most)
+    measured_ms = {one.plan: _measured_ms(model, one) for one in chosen}
+    return row_of(answer.plan, chosen, measured_ms, left_out)
+
+
+def row_of(recommended: Plan, chosen: Sequence[Candidate], measured_ms: dict[Plan, float], left_out: int) -> RegretRow:
+    """The row of measured candidates, of which `recommended` is one."""
+    best = min(measured_ms, key=lambda plan: measured_ms[plan])
+    workload = recommended.workload
+    return RegretRow(
+        model=workload.model,
+        context=workload.context,
+        batch=workload.batch,
+        recommended=case_text(recommended),
+        recommended_ms=measured_ms[recommended],
+        best=case_text(best),
+        best_ms=measured_ms[best],
+        left_out=left_out,
+        candidates=tuple(
+            {
+                "plan": preset_name(one.plan),
+                "gamma": one.predicted.gamma,
+                "acceptance": one.predicted.acceptance.best,
+                "predicted_ms": one.tpot_ms,
+                "measured_ms": measured_ms[one.plan],
+            }
+            for one in chosen
+        ),
+    )
+
+
+def candidates(answer: Recommendation, shape: ModelShape, profile: Profile, model: RandomModel) -> list[Candidate]:
+    """All executable plans of the allowed quality that fit, the fastest first as predicted; each once."""
+    plans = dict.fromkeys((answer.plan, *_executable(answer.plan.workload, shape)))
+    fitting = [plan for plan in plans if model.fits(plan)]
+    predicted = predict_all(fitting, shape, profile)
+    found = [Candidate(*pair) for pair in zip(fitting, predicted, strict=True)]
+    return sorted(found, key=lambda one: one.tpot_ms)
+
+
+def _executable(workload: Workload, shape: ModelShape) -> Iterator[Plan]:
+    """The presets, then every point of the search space."""
+    grids = (
+        family.plan(gamma, ratio)
+        for family in families(workload, offload=False)
+        for gamma in family.gammas
+        for ratio in family.ratios
+    )
+    for plan in (*_presets(workload), *grids):
+        if not missing_execution(plan, shape) and QUALITY.allows(quality_of(plan)):
+            yield plan
+
+
+def _presets(workload: Workload) -> list[Plan]:
+    return [make(workload) for make in PRESETS.values()]
+
+
+def to_measure(found: Sequence[Candidate], recommended: Plan, most: int) -> tuple[list[Candidate], int]:
+    """The candidates to measure, and the number of those near the best that are left out.
+
+    found: the fastest first. most: of those near the best. The recommended plan, the presets and the best of each
+    family are always measured.
+    """
+    named = {recommended, *_presets(recommended.workload)}
+    best_of_family = {one.family: one for one in reversed(found)}
+    always = [one for one in found if one.plan in named or best_of_family[one.family] is one]
+    near = [one for one in found if one not in always and one.tpot_ms <= NEAR_BEST * found[0].tpot_ms]
+    return always + near[:most], max(0, len(near) - most)
+
+
+def _measured_ms(model: RandomModel, one: Candidate) -> float:
+    """Time per token of a measured round at the predicted tokens per round."""
+    return 1e3 * measured_round(model, one.plan).total_s / one.predicted.tokens_per_round

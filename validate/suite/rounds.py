@@ -1,0 +1,188 @@
+"""Rounds of a plan on a model with random weights, whose cache is filled without a prefill.
+
+A round's time depends on sizes and formats, not on what the weights have learned. How many tokens it yields does: that
+is measured on real models (generations.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import statistics
+from dataclasses import dataclass, field
+
+import torch
+
+from ridgeplan.planner.capacity import peak_bytes
+from ridgeplan.planner.plan import Plan
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.device import Device
+from ridgeplan.runtime.drafting.policies import POLICIES
+from ridgeplan.runtime.drafting.round_result import RoundResult
+from ridgeplan.runtime.drafting.round_runner import EagerRounds, GraphRounds, Rounds
+from ridgeplan.runtime.drafting.speculator import Speculator
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model.linear import Dense, Linear
+from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.model_config import DecoderConfig
+from ridgeplan.runtime.quantization.pack import int4_linear
+from ridgeplan.runtime.sampling import SamplingParams
+from ridgeplan.validate.random_decoder import RandomDecoder
+from ridgeplan.validate.segments import is_busy, spread_of
+from ridgeplan.validate.timing import Bench
+
+WARM_ROUNDS = 2
+TIMED_ROUNDS = {"cuda": 12, "cpu": 5}
+MOST_TRIES = 3
+SAMPLING = SamplingParams(temperature=1.0)  # the cost model prices draws, not greedy decoding
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """Median seconds of a round's parts: one draft step, verification with sampling, keeping, and waits between rounds.
+
+    Rounds that quantize a group are few, so the medians leave flushes out. grown: tokens that a sequence gained.
+    spread: interquartile range of whole rounds over their median.
+    """
+
+    gamma: int
+    draft_s: float
+    verify_s: float
+    keep_s: float
+    idle_s: float
+    grown: int
+    spread: float | None
+
+    @property
+    def total_s(self) -> float:
+        """A whole round."""
+        return self.gamma * self.draft_s + self.verify_s + self.keep_s + self.idle_s
+
+    @classmethod
+    def of(cls, gamma: int, results: list[RoundResult]) -> RoundTimes:
+        """The medians over some rounds."""
+
+        def median(phase: str) -> float:
+            return statistics.median(result.seconds.get(phase, 0.0) for result in results)
+
+        grown = sum(len(row.tokens) for result in results for row in result.rows) / len(results[0].rows)
+        draft_s = median("draft") / gamma if gamma else 0.0
+        spread = spread_of([result.seconds["draft"] + result.seconds["verify"] for result in results])
+        parts = draft_s, median("verify"), median("flush"), median("idle")
+        return cls(gamma, *parts, max(1, math.ceil(grown)), spread)
+
+
+@dataclass(frozen=True, eq=False)
+class RandomModel:
+    """A model of `shape` with random weights. drafts: its 4-bit weights by group, made when they are first needed.
+
+    machine: what plans run on; its memory is what the weights and a plan's cache may take together.
+    """
+
+    shape: ModelShape
+    decoder: Decoder
+    weights: DecoderWeights
+    device: torch.device
+    machine: Device
+    drafts: dict[int, DecoderWeights] = field(default_factory=dict)
+
+    @classmethod
+    def build(cls, shape: ModelShape, device: torch.device, machine: Device) -> RandomModel:
+        """Random weights in the models' dtype; layers have memory of their own, so that a step reads all of it."""
+        largest = max(shape.vocab, 2 * shape.intermediate, shape.q_width + 2 * shape.kv_width) * shape.hidden
+        bench = Bench.build(device, largest * (2 if device.type == "cuda" else 4), 0, 0.0)
+        decoder = Decoder(DecoderConfig.plain(shape), device)
+        empty = Cache(shape, KVCacheConfig(1, 1), device, bench.pool.dtype)
+        weights = RandomDecoder(shape, decoder, empty, bench).weights()
+        return cls(shape, decoder, weights, device, machine)
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether the plan's predicted peak is within the memory."""
+        return peak_bytes(plan, self.shape, self.machine) <= self.machine.memory_bytes
+
+    def drafter(self, plan: Plan) -> DecoderWeights:
+        """The weights that the plan's drafts read. Packing is slow, so 4-bit layers are copies of one."""
+        if not plan.weights.draft_differs:
+            return self.weights
+        group = plan.weights.group
+        if group not in self.drafts:
+            self.drafts[group] = self._packed(group)
+        return self.drafts[group]
+
+    def _packed(self, group: int) -> DecoderWeights:
+        def packed(linear: Linear) -> Linear:
+            assert isinstance(linear, Dense)
+            return int4_linear(linear, group)
+
+        first = self.weights.layers[0].with_projections(packed)
+        layers = tuple(first.with_projections(copy.deepcopy) for _ in self.weights.layers)
+        return dataclasses.replace(self.weights, layers=layers, head=packed(self.weights.head))
+
+
+class BusyMachine(ValueError):
+    """Rounds differ too much to be compared with a prediction."""
+
+
+@torch.inference_mode()
+def measured_round(model: RandomModel, plan: Plan) -> RoundTimes:
+    """A round of `plan` at its context, on CUDA as the graph that the runtime replays, with all layers.
+
+    Measured again while the spread says that the machine is busy; raises BusyMachine if it stays so.
+    """
+    for _ in range(MOST_TRIES):
+        times = _round_times(model, plan)
+        if not is_busy(times.spread):
+            return times
+    raise BusyMachine(f"machine busy, spread {times.spread:.0%}")
+
+
+def _round_times(model: RandomModel, plan: Plan) -> RoundTimes:
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # of the last plan's cache and graph
+    rounds = _prepared(model, plan)
+    count = TIMED_ROUNDS[model.device.type]
+    results = [_next_round(rounds) for _ in range(WARM_ROUNDS + count)]
+    return RoundTimes.of(plan.speculation.gamma, results[WARM_ROUNDS:])
+
+
+def _prepared(model: RandomModel, plan: Plan) -> Rounds:
+    """The plan's rounds, as an engine has them after prefill."""
+    workload = plan.workload
+    cache = Cache(model.shape, KVCacheConfig.of(plan), model.device, model.weights.embedding.dtype)
+    fill(cache, workload.context)
+    generator = torch.Generator(model.device).manual_seed(0)
+    policy = POLICIES[plan.speculation.selection](plan.speculation.ratio)
+    drafter = model.drafter(plan)
+    speculator = Speculator(model.decoder, model.weights, drafter, cache, policy, SAMPLING, generator)
+    rounds = GraphRounds(speculator) if model.device.type == "cuda" else EagerRounds(speculator)
+    rounds.start(torch.zeros(workload.batch, dtype=torch.int64, device=model.device))
+    return rounds
+
+
+def fill(cache: Cache, tokens: int) -> None:
+    """Fills a cache with random keys, values and codes of `tokens` tokens, all of about -1 to 1.
+
+    Larger ones would make attention weights so small that CPUs slow down on denormal numbers.
+    """
+    cache.reset(cache.config.batch)
+    cache.lengths.fill_(tokens)
+    for store in (cache.keys, cache.values):
+        store.normal_()
+    codes = cache.all_codes
+    for item in dataclasses.fields(codes) if codes is not None else ():
+        plane = getattr(codes, item.name)
+        if plane is None:
+            continue
+        if plane.dtype == torch.uint8:
+            plane.random_(0, 256)
+        else:
+            plane.fill_(-1.0 if item.name.endswith("min") else 2 / 15)
+
+
+def _next_round(rounds: Rounds) -> RoundResult:
+    while rounds.in_flight < rounds.depth:
+        rounds.launch()
+    return rounds.collect()

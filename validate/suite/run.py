@@ -1,0 +1,178 @@
+"""The suite from start to end: its sections on this machine, and the report of what was measured."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+
+import torch
+
+from ridgeplan.planner.search import NothingFits
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.latency import Machine
+from ridgeplan.runtime.host_memory import available_bytes
+from ridgeplan.validate.machine import cpu_model
+from ridgeplan.validate.progress import Progress, silent
+from ridgeplan.validate.suite import generations, kernels, regret, steps
+from ridgeplan.validate.suite.results import SECTIONS, RegretRow, SuiteReport, SuiteRow
+from ridgeplan.validate.suite.rounds import BusyMachine, RandomModel
+from ridgeplan.validate.suite.sizes import PlanCase, SuiteSizes, sizes_for
+
+METHODS = {
+    "kernels": kernels.METHOD,
+    "steps": steps.METHOD,
+    "generations": generations.METHOD,
+    "regret": regret.METHOD,
+}
+MEMORY_SHARE = 0.9  # of what is free, for weights and caches
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to run. models: those that generate, the first also inside the large shape; text, other: by default halves
+    of the sample text.
+    """
+
+    suite: str
+    only: Sequence[str]
+    profile: Profile
+    models: Sequence[str] = ()
+    text: str | None = None
+    other: str | None = None
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """The chosen sections, by default all."""
+        return tuple(section for section in SECTIONS if section in (self.only or SECTIONS))
+
+
+@dataclass(eq=False)
+class _Found:
+    """What has been measured so far."""
+
+    rows: list[SuiteRow] = field(default_factory=list)
+    regret: list[RegretRow] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+
+def run_suite(question: Question, on_progress: Progress = silent, sizes: SuiteSizes | None = None) -> SuiteReport:
+    """Runs the chosen sections on the GPU if there is one, else on the CPU. sizes: by default the suite's own.
+
+    Generations come first, as a wrong model or a short text is refused there.
+    Raises ModelError, InflationError, PromptError, WorkloadError, and what `load_shape` raises.
+    """
+    device = _device()
+    sizes = sizes or sizes_for(question.suite, device.type)
+    found = _Found()
+    if "generations" in question.sections:
+        _generations(question, sizes, found, on_progress)
+    if "kernels" in question.sections:
+        found.rows += kernels.kernel_rows(question.profile, device, sizes.kernels, on_progress)
+    if {"steps", "regret"} & set(question.sections):
+        _models(question, sizes, device, found, on_progress)
+    return replace(heading(question), rows=tuple(found.rows), regret=tuple(found.regret), skipped=tuple(found.skipped))
+
+
+def heading(question: Question) -> SuiteReport:
+    """The report before anything has been measured."""
+    device = _device()
+    return SuiteReport(
+        suite=question.suite,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        software={name: metadata.version(name) for name in ("torch", "ridgeplan")},
+        profile=_profile_text(question.profile),
+        methods={section: METHODS[section] for section in question.sections},
+        rows=(),
+        regret=(),
+    )
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _profile_text(profile: Profile) -> str:
+    origin = f", rates of {profile.transferred_from}" if profile.transferred_from else ""
+    return f"{profile.hardware.name}: {profile.source} on {profile.device}, {profile.date}{origin}"
+
+
+def _generations(question: Question, sizes: SuiteSizes, found: _Found, on_progress: Progress) -> None:
+    texts = generations.Texts.of(question.text, question.other)
+    for source in question.models:
+        model = generations.small_model(source, texts)
+        _run_cases(model, sizes.generations, question.profile, sizes.new_tokens, texts, found, on_progress)
+    if sizes.inflated_shape is not None and question.models:
+        model = generations.inflated_model(question.models[0], sizes.inflated_shape, texts)
+        _run_cases(model, sizes.inflated, question.profile, sizes.new_tokens, texts, found, on_progress)
+
+
+def _run_cases(
+    model: generations.Generator,
+    cases: Sequence[PlanCase],
+    profile: Profile,
+    new_tokens: int,
+    texts: generations.Texts,
+    found: _Found,
+    on_progress: Progress,
+) -> None:
+    """Cases with 4-bit drafts run last, so that those weights take no memory of the others."""
+
+    def drafting(case: PlanCase) -> bool:
+        return case.plan(model.shape, profile, new_tokens).weights.draft_differs
+
+    for done, case in enumerate(sorted(cases, key=drafting)):
+        on_progress(f"{model.shape.name}: {case.preset}, {case.context} x {case.batch}", done, len(cases))
+        rows, reason = generations.generation_rows(model, case, profile, new_tokens, texts)
+        found.rows += rows
+        found.skipped += [reason] if reason else []
+
+
+def _models(question: Question, sizes: SuiteSizes, device: torch.device, found: _Found, on_progress: Progress) -> None:
+    """Steps and regret, model by model, so that each one's weights are made once."""
+    for shape in sizes.models:
+        on_progress(f"random weights of {shape.name}", 0, 1)
+        machine = replace(Machine.of(question.profile), memory_bytes=MEMORY_SHARE * _free_bytes(device))
+        model = RandomModel.build(shape, device, machine)
+        if "steps" in question.sections:
+            found.rows += _steps(question, sizes, model, found, on_progress)
+        if "regret" in question.sections:
+            found.regret += _regret(question, sizes, model, found, on_progress)
+        del model  # its memory is the next one's
+
+
+def _steps(
+    question: Question, sizes: SuiteSizes, model: RandomModel, found: _Found, on_progress: Progress
+) -> Iterator[SuiteRow]:
+    for done, case in enumerate(sizes.steps):
+        plan = case.plan(model.shape, question.profile, steps.NEW_TOKENS)
+        on_progress(f"{model.shape.name}: {steps.case_text(plan)}", done, len(sizes.steps))
+        named = f"{model.shape.name}, {steps.case_text(plan)}"
+        if not model.fits(plan):
+            found.skipped.append(f"{named}: does not fit into memory")
+            continue
+        try:
+            yield from steps.step_rows(model, plan, question.profile)
+        except BusyMachine as error:
+            found.skipped.append(f"{named}: {error}")
+
+
+def _regret(
+    question: Question, sizes: SuiteSizes, model: RandomModel, found: _Found, on_progress: Progress
+) -> Iterator[RegretRow]:
+    for done, (context, batch) in enumerate(sizes.regret):
+        on_progress(f"{model.shape.name}: regret, {context} x {batch}", done, len(sizes.regret))
+        try:
+            yield regret.regret_row(model, question.profile, context, batch, sizes.candidates)
+        except (NothingFits, BusyMachine) as error:
+            found.skipped.append(f"{model.shape.name}, regret at {context} tokens, batch {batch}: {error}")
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Memory that may be allocated; without a limit where the host does not tell."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of what ran before
+        return float(torch.cuda.mem_get_info(device)[0])
+    return float(available_bytes() or 1e18)

@@ -1,0 +1,174 @@
+"""The sizes of the suite, by device and thoroughness. No calibration measures any of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.presets import preset
+from ridgeplan.planner.resolution import workload_for
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.validate.calibration.attention import Heads
+from ridgeplan.validate.calibration.sizes import Suite, suite_for
+from ridgeplan.validate.random_decoder import llama_like_shape
+
+Workloads = tuple[tuple[int, int], ...]  # context, batch
+
+
+@dataclass(frozen=True)
+class PlanCase:
+    """A preset at a workload; gamma None means the preset's own."""
+
+    preset: str
+    context: int
+    batch: int
+    gamma: int | None = None
+
+    def plan(self, shape: ModelShape, profile: Profile, new_tokens: int) -> Plan:
+        """The plan for a model, with RoPE scaled where its context limit asks for it, which changes no time."""
+        plan = preset(self.preset, workload_for(shape, profile, self.context, new_tokens, self.batch, yarn=True))
+        if self.gamma is None:
+            return plan
+        return replace(plan, speculation=replace(plan.speculation, gamma=self.gamma))
+
+
+@dataclass(frozen=True)
+class SuiteSizes:
+    """What the suite runs. steps: on every model of `models`; regret: workloads of every one of them.
+
+    candidates: plans near the best that a workload's regret measures, beside the presets and the best of each family.
+    generations: on the user's small models as they are; inflated: on the first of them inside `inflated_shape`.
+    """
+
+    kernels: Suite
+    models: tuple[ModelShape, ...]
+    steps: tuple[PlanCase, ...]
+    regret: Workloads
+    candidates: int
+    generations: tuple[PlanCase, ...]
+    new_tokens: int
+    inflated_shape: str | None = None
+    inflated: tuple[PlanCase, ...] = ()
+
+
+def sizes_for(suite: str, device: str) -> SuiteSizes:
+    """The sizes of "smoke" or "full" for a device of type "cpu" or "cuda"."""
+    if suite == "full":
+        return full_sizes(device)
+    return _smoke_cuda() if device == "cuda" else _smoke_cpu()
+
+
+def full_sizes(device: str) -> SuiteSizes:
+    """For a GPU: models of 0.5 to 8 billion parameters. A CPU runs the smallest of them at fewer sizes."""
+    if device != "cuda":
+        few = cases((("autoregressive", None), ("int8", None), ("quantspec", 3)), ((300, 1), (900, 2), (1800, 1)))
+        shapes = (load_shape("SmolLM2-135M"), load_shape("Qwen2.5-0.5B"))
+        return replace(_smoke_cpu(), models=shapes, steps=few, regret=((400, 1), (1500, 2)), candidates=4)
+    plans = (("autoregressive", None), ("int8", None), ("quantspec", 4), ("quantspec-weights", 2))
+    return SuiteSizes(
+        kernels=_CUDA_KERNELS,
+        models=(load_shape("Qwen2.5-0.5B"), qwen_1_5b(), load_shape("Llama-3.1-8B"), load_shape("Qwen3-8B")),
+        steps=cases(plans, _STEP_WORKLOADS),
+        regret=((3000, 1), (3000, 16), (10_000, 4), (20_000, 1), (20_000, 8), (60_000, 2), (110_000, 1)),
+        candidates=12,
+        generations=cases((("autoregressive", None), ("quantspec", 4)), ((6000, 4), (24_000, 1))),
+        new_tokens=256,
+        inflated_shape="Llama-3.1-8B",
+        inflated=cases(
+            (("autoregressive", None), ("int8", None), ("quantspec", 4), ("quantspec", 2)),
+            ((6000, 8), (24_000, 2)),
+        ),
+    )
+
+
+def cases(plans: tuple[tuple[str, int | None], ...], workloads: Workloads) -> tuple[PlanCase, ...]:
+    """Every plan (preset and gamma) at every workload."""
+    return tuple(PlanCase(name, *workload, gamma) for workload, (name, gamma) in product(workloads, plans))
+
+
+def qwen_1_5b() -> ModelShape:
+    """Qwen2.5-1.5B: six query heads per KV head, which is neither a power of two nor in any calibration.
+
+    Source: https://huggingface.co/Qwen/Qwen2.5-1.5B/blob/main/config.json
+    """
+    small = load_shape("Qwen2.5-0.5B")
+    return replace(
+        small, name="Qwen/Qwen2.5-1.5B", layers=28, hidden=1536, q_heads=12, kv_heads=2, head_dim=128,
+        intermediate=8960, max_context=131072,
+        source="https://huggingface.co/Qwen/Qwen2.5-1.5B/blob/main/config.json",
+    )  # fmt: skip
+
+
+def _smoke_cuda() -> SuiteSizes:
+    """The full suite's kinds of cases on the smallest models, in about a minute."""
+    plans = (("autoregressive", None), ("quantspec", 4))
+    return SuiteSizes(
+        kernels=replace(_CUDA_KERNELS, heads=_CUDA_KERNELS.heads[:1], linear_shapes=_CUDA_KERNELS.linear_shapes[:2]),
+        models=(load_shape("Qwen2.5-0.5B"), qwen_1_5b()),
+        steps=cases(plans, ((2304, 1), (24_000, 4))),
+        regret=((3000, 1), (20_000, 4)),
+        candidates=4,
+        generations=cases(plans, ((6000, 1),)),
+        new_tokens=128,
+    )
+
+
+def _smoke_cpu() -> SuiteSizes:
+    """SmolLM2-135M and a tiny model, in about two minutes on two cores."""
+    plans = (("autoregressive", None), ("quantspec", 3))
+    return SuiteSizes(
+        kernels=_CPU_KERNELS,
+        models=(load_shape("SmolLM2-135M"), replace(llama_like_shape(4, 512, 1376, 8, 2, 64), name="random 13M")),
+        steps=cases(plans, ((300, 1), (900, 2))),
+        regret=((400, 1),),
+        candidates=0,
+        generations=cases(plans, ((384, 1),)),
+        new_tokens=40,
+    )
+
+
+_STEP_WORKLOADS: Workloads = (
+    (2304, 1), (2304, 16), (6000, 6), (12_000, 1), (24_000, 2), (24_000, 12), (48_000, 4), (120_000, 1),
+)  # fmt: skip
+# Layers of Qwen2.5-1.5B, Qwen2.5-7B and Qwen3-14B, heads of Qwen2.5-1.5B, Qwen2.5-0.5B and Qwen3-14B.
+_CUDA_KERNELS = replace(
+    suite_for("cuda", quick=True),
+    linear_shapes=((2048, 1536), (17920, 1536), (1536, 8960), (4608, 3584), (37888, 3584), (7168, 5120), (34816, 5120)),
+    linear_rows=(1, 2, 6, 12, 20),
+    int4_rows=(1, 3, 6, 12),
+    head_shapes=((151936, 1536), (152064, 3584)),
+    head_rows=(1, 3, 6, 12),
+    heads=(Heads(12, 2, 128), Heads(14, 2, 64), Heads(40, 8, 128)),
+    batches=(1, 3, 12),
+    tokens=(2304, 12_000, 48_000, 120_000),
+    queries=(1, 3, 7),
+    prefill_shapes=((17920, 1536), (4608, 3584), (7168, 5120)),
+    prefill_rows=(48, 384, 3072),
+    prefill_tokens=(1536, 6000, 12_000),
+    quantize_tokens=(384, 6144, 24_576),
+    gather_rows=(768, 12_000, 48_000),
+    elementwise=(llama_like_shape(1, 1536, 8960, 12, 2, 128), llama_like_shape(1, 3584, 18944, 28, 4, 128)),
+    elementwise_rows=(3, 12, 1536),
+)
+_CPU_KERNELS = replace(
+    suite_for("cpu", quick=True),
+    linear_shapes=((1152, 896), (9728, 896), (896, 4864)),
+    linear_rows=(1, 3, 6),
+    int4_rows=(2, 3),
+    head_shapes=((32768, 768),),
+    head_rows=(1, 3),
+    heads=(Heads(14, 2, 64), Heads(12, 2, 128)),
+    batches=(2,),
+    tokens=(384, 1536),
+    queries=(1, 3),
+    prefill_shapes=((1152, 896), (896, 4864)),
+    prefill_rows=(384,),
+    prefill_tokens=(384, 1536),
+    quantize_tokens=(384,),
+    gather_rows=(768, 3072),
+    elementwise=(llama_like_shape(1, 896, 4864, 14, 2, 64),),
+    elementwise_rows=(3, 768),
+)
