@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION
-from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.prediction import Prediction, predict_all
 from ridgeplan.planner.presets import PRESETS
@@ -58,14 +57,14 @@ def recommend(
     listed = _listed(candidates, [*possible[:MAX_UNNAMED], *level])
     plans = [autoregressive(asked.workload), *(one.plan for one in listed)]
     baseline, *predicted = predict_all(plans, question.shape, question.profile, question.machine)
-    predictions = {one.plan: prediction for one, prediction in zip(listed, predicted, strict=True)}
-    winner = chosen(level, sampled_scores([predictions[one.plan] for one in level], question))
+    predictions = dict(zip(listed, predicted, strict=True))
+    winner = chosen(level, sampled_scores([predictions[one] for one in level], question))
     return Recommendation(
         plan=winner.plan,
         name=winner.name,
-        predicted=_compared(predictions[winner.plan], baseline, question),
+        predicted=_compared(predictions[winner], baseline, question),
         baseline=baseline,
-        best_estimated=best_of_all and _estimated(*best_of_all, baseline),
+        best_estimated=best_of_all and _estimated(*best_of_all, predictions, baseline),
         alternatives=tuple(_alternatives(listed, winner, predictions, baseline, question)),
         losses=tuple(losses(winner.plan)),
         notes=tuple(notes(asked.shape, asked.profile, asked.workload, memory_limit, asked.memory_limit_bytes)),
@@ -109,15 +108,19 @@ def _best_of_all(
     return min(faster, key=lambda pair: pair[0].score, default=None)
 
 
-def _estimated(best: Candidate, question: Question, baseline: Prediction) -> Alternative:
-    (predicted,) = predict_all([best.plan], question.shape, question.profile, question.machine)
+def _estimated(
+    best: Candidate, question: Question, predictions: Mapping[Candidate, Prediction], baseline: Prediction
+) -> Alternative:
+    predicted = predictions.get(best)
+    if predicted is None:  # one of the checkpoint's own weights is not among the alternatives
+        (predicted,) = predict_all([best.plan], question.shape, question.profile, question.machine)
     return Alternative(best.name, best.plan, _compared(predicted, baseline, question), best.rejection(question) or "")
 
 
 def _alternatives(
     listed: Sequence[Candidate],
     winner: Candidate,
-    predictions: dict[Plan, Prediction],
+    predictions: Mapping[Candidate, Prediction],
     baseline: Prediction,
     question: Question,
 ) -> list[Alternative]:
@@ -129,7 +132,7 @@ def _alternatives(
         Alternative(
             one.name,
             one.plan,
-            predictions[one.plan].against(baseline),
+            predictions[one].against(baseline),
             reasons[one.plan] or _lost(one, winner, question),
         )
         for one in others
