@@ -11,6 +11,7 @@ from ridgeplan import planner
 from ridgeplan.dashboards import charts
 from ridgeplan.dashboards.user_errors import about_input
 from ridgeplan.planner import Recommendation
+from ridgeplan.planner.capacity import MEMORY_UTILIZATION
 from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.search import Objective
 from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
@@ -33,6 +34,7 @@ class PageQuestion:
     new_tokens: int
     quality: str
     objective: str
+    memory_utilization: float
     memory_limit_gib: float
     yarn: bool
 
@@ -46,6 +48,7 @@ class PageQuestion:
             new_tokens=self.new_tokens,
             quality=self.quality,
             objective=self.objective,
+            memory_utilization=self.memory_utilization,
             memory_limit=self.memory_limit_gib * GIB or None,
             yarn=self.yarn,
         )
@@ -86,8 +89,10 @@ def ask() -> PageQuestion:
         new_tokens=int(st.number_input("New tokens", value=1024, step=128, key="new_tokens")),
         quality=st.selectbox("Quality", [*map(str, Quality)], index=1, key="quality"),
         objective=st.selectbox("Objective", [*map(str, Objective)], key="objective"),
+        memory_utilization=st.number_input("Memory utilization", value=MEMORY_UTILIZATION, step=0.05,
+                                           key="memory_utilization", help="Share of the memory that may be used."),
         memory_limit_gib=st.number_input("Memory limit (GiB)", value=0.0, step=1.0, key="memory_limit",
-                                         help="0 is all that the GPU has."),
+                                         help="Where that is less than this share; 0 is no other limit."),
         yarn=st.checkbox("YaRN beyond the model's limit", key="yarn"),
     )  # fmt: skip
 
@@ -116,11 +121,21 @@ def show_plan(recommendation: Recommendation, shape: ModelShape) -> None:
     for column, (label, value, band) in zip(st.columns(len(cells)), cells, strict=True):
         column.metric(label, value)
         column.caption(band)
+    st.markdown(escaped(f"Best of all, whether it runs or not: {best_of_all(recommendation)}"))
     for note in recommendation.notes:
         st.warning(escaped(note))
     with st.expander("Why this plan", expanded=True):
         st.code(recommendation.explain(), language=None, wrap_lines=True)
     st.download_button("Download the plan", recommendation.plan.to_json(), "plan.json", "application/json")
+
+
+def best_of_all(recommendation: Recommendation) -> str:
+    """The best plan that is only estimated, beside the one that runs."""
+    other = recommendation.best_estimated
+    if other is None:
+        return f"{recommendation.name}, the plan above"
+    speed = f"{other.predicted.best.tpot_ms:.3g} ms per token, {other.predicted.speedup:.2f}x plain decoding"
+    return f"{other.preset}, {speed}; {other.rejected}"
 
 
 def show_charts(recommendation: Recommendation, hardware: Hardware) -> None:

@@ -23,8 +23,8 @@ MEMORY_COLORS = {
     "weights": BLUE, "draft weights": PURPLE, "kv": ORANGE, "buffers": GREEN, "workspace": GREY,
 }  # fmt: skip
 PASS_COLORS = {"prefill": GREEN, "draft": ORANGE, "target": BLUE}
-VERDICT_COLORS = {"recommended": BLUE, "slower": GREY, "larger": GREY, "quality": GOLD, "does not fit": RED,
-                  "estimated only": PURPLE}  # fmt: skip
+VERDICT_COLORS = {"recommended": BLUE, "within the noise": GREEN, "slower": GREY, "larger": GREY, "quality": GOLD,
+                  "does not fit": RED, "estimated only": PURPLE}  # fmt: skip
 PLAIN = "plain decoding"
 
 

@@ -9,9 +9,11 @@ from ridgeplan.planner.presets import PRESETS, preset
 from ridgeplan.planner.recommendation import Recommendation
 from ridgeplan.planner.resolution import resolve, workload_for
 from ridgeplan.planner.search import NothingFits, recommend
+from ridgeplan.planner.search.best_gamma import best_gamma
+from ridgeplan.planner.search.fit import fit
 from ridgeplan.planner.sweeps import sweep, thresholds
 
 __all__ = [
-    "PRESETS", "NothingFits", "Plan", "PlanError", "Prediction", "Recommendation", "Workload", "predict", "preset",
-    "recommend", "resolve", "sweep", "thresholds", "workload_for",
+    "PRESETS", "NothingFits", "Plan", "PlanError", "Prediction", "Recommendation", "Workload", "best_gamma", "fit",
+    "predict", "preset", "recommend", "resolve", "sweep", "thresholds", "workload_for",
 ]  # fmt: skip

@@ -1,20 +1,78 @@
-"""Whether a plan fits into free memory, and the largest workload that would."""
+"""What fits into memory: how much of it plans may use, their peaks, and the largest contexts and batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from ridgeplan.planner.lowering import strategy_of
-from ridgeplan.planner.plan import MAX_BATCH, Plan, Workload
+import numpy as np
+
+from ridgeplan.planner.lowering import stack, strategy_of
+from ridgeplan.planner.plan import MAX_BATCH, Plan, Workload, require
+from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, MAX_TOKENS, uses_draft_swap
-from ridgeplan.roofline.placement import resident_memory
+from ridgeplan.roofline.placement import peak_memory
 
 GB = 1e9
+MEMORY_UTILIZATION = 0.9  # vLLM's default; the rest is for the driver, fragments and other processes
+MAX_MEMORY_BYTES = 10**18
+CERTAIN = 1.0  # memory does not depend on acceptance
 ModelReference = str | ModelShape
+
+
+def usable_bytes(
+    memory_bytes: float, memory_utilization: float = MEMORY_UTILIZATION, memory_limit: float | None = None
+) -> float:
+    """Bytes that plans may take of a device: this share of its memory, or the limit where that is less.
+
+    Raises PlanError.
+    """
+    share = f"memory_utilization is {brief(memory_utilization)}; allowed: above 0 up to 1"
+    require(_is_number(memory_utilization) and 0 < memory_utilization <= 1, share)
+    usable = memory_utilization * memory_bytes
+    if memory_limit is None:
+        return usable
+    allowed = f"memory_limit is {brief(memory_limit)}; allowed: bytes above 0 up to {MAX_MEMORY_BYTES:.0e}"
+    require(_is_number(memory_limit) and 0 < memory_limit <= MAX_MEMORY_BYTES, allowed)
+    return min(usable, float(memory_limit))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Plans whose memory is asked for together, and the device that they are to fit."""
+
+    plans: Sequence[Plan]
+    shape: ModelShape
+    device: Device
+
+    def peaks(self, context: np.ndarray | None = None, batch: np.ndarray | None = None) -> np.ndarray:
+        """Peak bytes of each plan, at its workload's context and batch or at others: [plans]."""
+        strategies = [strategy_of(plan, self.shape, self.device, CERTAIN) for plan in self.plans]
+        sizes = {name: size for name, size in (("context", context), ("batch", batch)) if size is not None}
+        strategy = replace(stack(strategies, [1] * len(strategies)), **sizes)
+        peaks = np.asarray(peak_memory(self.shape, self.device, strategy), dtype=float)
+        return np.broadcast_to(peaks, (len(self.plans),))
+
+    def largest_contexts(self, limits: np.ndarray) -> np.ndarray:
+        """The longest context of each plan that fits, up to its limit; 0 where none does."""
+        # Memory grows with the context except where prompts begin to use the draft weights' memory, so the bisection
+        # starts there.
+        return _largest(lambda tokens: self._fit(self.peaks(context=tokens)), limits, DRAFT_SWAP_PROMPT_TOKENS)
+
+    def largest_batches(self) -> np.ndarray:
+        """The largest batch of each plan that fits; 0 where none does."""
+        limits = np.full(len(self.plans), MAX_BATCH)
+        return _largest(lambda rows: self._fit(self.peaks(batch=rows)), limits)
+
+    def _fit(self, peaks: np.ndarray) -> np.ndarray:
+        return np.asarray(peaks <= self.device.memory_bytes)
 
 
 def missing_memory(plan: Plan, model: ModelReference, device: Device) -> str | None:
@@ -23,28 +81,12 @@ def missing_memory(plan: Plan, model: ModelReference, device: Device) -> str | N
     Raises UnknownModel or BadModelFile (ValueErrors) for a model that cannot be read.
     """
     shape = model if isinstance(model, ModelShape) else load_shape(model)
-    workload = plan.workload
-
-    def needed(resized: Workload) -> float:
-        return peak_bytes(replace(plan, workload=resized), shape, device)
-
-    def fits(resized: Workload) -> bool:
-        return needed(resized) <= device.memory_bytes
-
-    if fits(workload):
+    needed = peak_bytes(plan, shape, device)
+    if needed <= device.memory_bytes:
         return None
-
-    def context_with(batch: int) -> int:
-        longest = MAX_TOKENS - workload.new_tokens
-        # Memory grows with the context except where prompts begin to use the draft weights' memory, so the bisection
-        # starts there.
-        return _largest(
-            lambda tokens: fits(replace(workload, context=tokens, batch=batch)), longest, DRAFT_SWAP_PROMPT_TOKENS
-        )
-
-    options = _options(workload, context_with, _largest(lambda rows: fits(replace(workload, batch=rows)), MAX_BATCH))
+    options = _options(plan, shape, device)
     allowed = f"allowed: {', or '.join(options)}" if options else "no context fits with these formats"
-    sizes = f"the plan needs {needed(workload) / GB:.1f} GB and {device.memory_bytes / GB:.1f} GB are free"
+    sizes = f"the plan needs {needed / GB:.1f} GB and {device.memory_bytes / GB:.1f} GB may be used"
     return f"{sizes}; {allowed}"
 
 
@@ -54,30 +96,40 @@ def swaps_draft_weights(plan: Plan) -> bool:
 
 
 def peak_bytes(plan: Plan, shape: ModelShape, device: Device) -> float:
-    """Predicted peak of weights, caches, buffers and workspaces, with nothing offloaded."""
-    certain = 1.0  # memory does not depend on acceptance
-    return float(resident_memory(shape, device, strategy_of(plan, shape, device, certain)).peak)
+    """Predicted peak of weights, caches, buffers and workspaces."""
+    return float(Capacity([plan], shape, device).peaks()[0])
 
 
-def _options(workload: Workload, context_with: Callable[[int], int], batch: int) -> list[str]:
+def _options(plan: Plan, shape: ModelShape, device: Device) -> list[str]:
     """The contexts that fit the plan's batch and the batches that fit its context; if none, contexts for batch 1."""
+    workload = plan.workload
 
     def contexts(batch: int) -> list[str]:
-        longest = context_with(batch)
-        # Where a plan does not fit, a longer one may fit only because its prompts use the draft weights' memory.
-        first = f"from {DRAFT_SWAP_PROMPT_TOKENS}" if longest > workload.context else "up"
-        return [f"context {first} to {longest} with batch {batch}"] if longest else []
+        resized = replace(plan, workload=replace(workload, batch=batch))
+        limit = np.array([MAX_TOKENS - workload.new_tokens])
+        longest = int(Capacity([resized], shape, device).largest_contexts(limit)[0])
+        return [described_contexts(longest, workload, batch)] if longest else []
 
     options = contexts(workload.batch)
+    batch = int(Capacity([plan], shape, device).largest_batches()[0])
     if batch:
         options.append(f"batch up to {batch} with context {workload.context}")
     return options or contexts(1)
 
 
-def _largest(fits: Callable[[int], bool], limit: int, first: int = 1) -> int:
-    """The largest value up to `limit` that fits, by bisection that tries `first` first; 0 if none does."""
-    low, high, middle = 0, limit + 1, min(first, limit)
-    while high - low > 1:
-        low, high = (middle, high) if fits(middle) else (low, middle)
-        middle = (low + high) // 2
-    return low
+def described_contexts(longest: int, workload: Workload, batch: int) -> str:
+    """The contexts that fit in place of the workload's."""
+    # Where a plan does not fit, a longer one may fit only because its prompts use the draft weights' memory.
+    first = f"from {DRAFT_SWAP_PROMPT_TOKENS}" if longest > workload.context else "up"
+    return f"context {first} to {longest} with batch {batch}"
+
+
+def _largest(fit: Callable[[np.ndarray], np.ndarray], limits: np.ndarray, first: int = 1) -> np.ndarray:
+    """The largest whole numbers up to `limits` that fit, by bisection that tries `first` first; 0 where none does."""
+    low, high = np.zeros(len(limits)), limits + 1.0
+    middle = np.minimum(float(first), limits)
+    while (high - low > 1).any():
+        fitting = fit(np.maximum(middle, 1))
+        low, high = np.where(fitting, middle, low), np.where(fitting, high, middle)
+        middle = np.floor((low + high) / 2)
+    return low.astype(int)

@@ -23,8 +23,10 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
     """The plan's axes as plain numbers. Raises PlanError for tensor parallelism, which is not modelled yet."""
     require(plan.tensor_parallel == 1, f"tensor_parallel is {plan.tensor_parallel}; allowed: 1 for a prediction")
     workload, kv, weights, speculation = plan.workload, plan.kv, plan.weights, plan.speculation
-    # "16 bits" means the checkpoint's own format: some are published in 8 or 4 bits and stay so.
-    full_bytes = shape.native_bits / 8 if shape.native_bits < 16 else device.element_bytes
+    # "16 bits" means the checkpoint's own format: some are published in 8 or 4 bits and stay so. The parts that hold
+    # fewer bits than the widest cost what they hold (`stored_bytes`).
+    full_bytes = shape.weight_bits.widest_bytes(device.element_bytes)
+    head_bytes = shape.weight_bits.full_bytes("head", device.element_bytes)
     drafts_read, target_reads = draft_selection(plan), target_selection(plan)
     return Strategy(
         batch=workload.batch,
@@ -32,7 +34,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         new_tokens=workload.new_tokens,
         target_weight_bytes=weight_bytes(weights.target_bits, weights.group, full_bytes),
         draft_weight_bytes=weight_bytes(weights.draft_bits, weights.group, full_bytes),
-        draft_head_bytes=weight_bytes(draft_head_bits(plan), weights.group, device.element_bytes),
+        draft_head_bytes=min(weight_bytes(draft_head_bits(plan), weights.group, head_bytes), head_bytes),
         has_draft_weights=int(weights.draft_differs),
         target_dense=int(weights.target_bits == 16),
         draft_dense=int(weights.draft_bits == 16),

@@ -104,6 +104,7 @@ class Prediction:
     offloaded_layers: int
     breakdown_source: BreakdownSource = field(repr=False, compare=False)
     speedup: float = 1.0
+    beats_plain: float | None = None  # probability; None where it was not sampled
 
     @cached_property
     def breakdown(self) -> tuple[OpTime, ...]:

@@ -34,12 +34,17 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The recommended plan with its prediction, plain decoding for comparison, and the ranked alternatives."""
+    """The best plan that runs here with its prediction, plain decoding for comparison, and the ranked alternatives.
+
+    best_estimated: the best plan of all, which is only estimated; None where that is the plan itself, or one that runs
+    as fast.
+    """
 
     plan: Plan
     name: str
     predicted: Prediction
     baseline: Prediction
+    best_estimated: Alternative | None
     alternatives: tuple[Alternative, ...]
     losses: tuple[str, ...]
     notes: tuple[str, ...]
@@ -52,6 +57,7 @@ class Recommendation:
             "preset": self.name,
             "predicted": self.predicted.to_dict(),
             "baseline": self.baseline.to_dict(),
+            "best_estimated": self.best_estimated.to_dict() if self.best_estimated else None,
             "alternatives": [alternative.to_dict() for alternative in self.alternatives],
             "losses": list(self.losses),
             "notes": list(self.notes),
@@ -63,16 +69,29 @@ class Recommendation:
         return "\n".join((*self._choice(), *self._round(), *self._rest()))
 
     def _choice(self) -> list[str]:
-        workload, best = self.plan.workload, self.predicted.best
+        workload = self.plan.workload
         share = self._attention_share()
         return [
             f"{workload.model} on {workload.hardware}, {workload.context} tokens of context, batch {workload.batch}:",
-            f"  {self.name}: {_ms(best.tpot_ms)} per token "
-            f"({_ms(self.predicted.low.tpot_ms)} to {_ms(self.predicted.high.tpot_ms)}), "
-            f"{self.predicted.speedup:.2f}x plain decoding ({_ms(self.baseline.best.tpot_ms)}) "
-            f"[{self.predicted.source}]",
+            f"  runs here: {self._headline(self.name, self.predicted)}",
+            f"  best of all: {self._best_of_all()}",
             f"  plain decoding spends {100 * share:.0f}% of a step on attention: {_bottleneck(share)}",
         ]
+
+    def _headline(self, name: str, predicted: Prediction) -> str:
+        sure = predicted.beats_plain
+        chance = f", faster with {_percent(sure)} probability" if sure else ""
+        return (
+            f"{name}: {_ms(predicted.best.tpot_ms)} per token "
+            f"({_ms(predicted.low.tpot_ms)} to {_ms(predicted.high.tpot_ms)}), "
+            f"{predicted.speedup:.2f}x plain decoding ({_ms(self.baseline.best.tpot_ms)}){chance} [{predicted.source}]"
+        )
+
+    def _best_of_all(self) -> str:
+        if self.best_estimated is None:
+            return "no plan that is only estimated is faster"
+        other = self.best_estimated
+        return f"{self._headline(other.preset, other.predicted)}, {other.rejected}"
 
     def _round(self) -> list[str]:
         speculation, predicted = self.plan.speculation, self.predicted
@@ -103,6 +122,11 @@ def _bottleneck(attention_share: float) -> str:
     if abs(attention_share - 0.5) <= BALANCED_WITHIN:
         return "the weights and the KV cache weigh about the same"
     return "the KV cache is the bottleneck" if attention_share > 0.5 else "the weights are the bottleneck"
+
+
+def _percent(share: float) -> str:
+    """A sampled probability, which is never certain."""
+    return "over 99%" if share > 0.99 else f"{100 * share:.0f}%"
 
 
 def _ms(value: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from ridgeplan.planner.plan import MAX_YARN_FACTOR, Workload, require
+from ridgeplan.planner.plan import MAX_TOKENS, MAX_YARN_FACTOR, Workload, require
 from ridgeplan.roofline.catalog.hardware import detect_hardware, load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.named_tables import existing_path
@@ -46,10 +46,13 @@ def this_machine() -> Profile:
 def workload_for(
     shape: ModelShape, profile: Profile, context: int, new_tokens: int, batch: int, *, yarn: bool
 ) -> Workload:
-    """A validated workload; with `yarn`, RoPE is scaled in steps of 0.5 to reach its context. Raises PlanError."""
+    """A validated workload; with `yarn`, RoPE is scaled in steps of 0.5 to reach its context.
+
+    Raises PlanError, also for a context beyond the model's limit without YaRN.
+    """
     workload = Workload(shape.name, profile.hardware.name, context, new_tokens, batch)
     if not yarn or workload.final_context <= shape.max_context:
-        return workload
+        return within_context(workload, shape)
     factor = math.ceil(2 * workload.final_context / shape.max_context) / 2
     require(
         factor <= MAX_YARN_FACTOR,
@@ -57,3 +60,21 @@ def workload_for(
         f"allowed: up to {MAX_YARN_FACTOR}x with YaRN",
     )
     return Workload(shape.name, profile.hardware.name, context, new_tokens, batch, factor)
+
+
+def within_context(workload: Workload, shape: ModelShape) -> Workload:
+    """The workload itself. Raises PlanError for a prompt beyond the model's context, as RoPE is scaled in it."""
+    limit = int(workload.yarn_factor * shape.max_context)
+    stretched = f", stretched {workload.yarn_factor:g}x by YaRN" if workload.yarn_factor > 1 else ""
+    require(
+        workload.context <= limit,
+        f"context {workload.context} is beyond the limit of {shape.name}{stretched}; allowed: up to {limit}, or more "
+        "with --yarn, which stretches its rotary embedding",
+    )
+    return workload
+
+
+def longest_context(shape: ModelShape, new_tokens: int, *, yarn: bool) -> int:
+    """The longest context that a workload may have."""
+    reached = max(MAX_YARN_FACTOR * shape.max_context - new_tokens, 1) if yarn else shape.max_context
+    return min(reached, MAX_TOKENS)

@@ -22,6 +22,7 @@ from ridgeplan.planner.plan import (
 )
 from ridgeplan.planner.policies.policy import KV_BUDGET
 from ridgeplan.planner.presets import PRESETS, describe, family_key
+from ridgeplan.planner.quality import Quality, quality_of
 
 RATIOS = (0.02, 0.04, 0.07, 0.1, 0.15, 0.25, 0.5)
 GAMMAS = tuple(range(1, MAX_GAMMA + 1))
@@ -55,15 +56,15 @@ class Family:
         return replace(self.template, speculation=speculation)
 
 
-def families(workload: Workload, *, offload: bool) -> tuple[Family, ...]:
-    """Every preset, and the joint space of cache formats, draft weights, draft codes and selections.
+def families(workload: Workload, *, offload: bool, quality: Quality = Quality.NEAR_LOSSLESS) -> tuple[Family, ...]:
+    """Every preset, and the joint space of weights, cache formats, draft codes and selections that `quality` allows.
 
     `offload` repeats the joint space with offloading allowed, for plans that would not fit otherwise.
     """
     named = {
         family_key(plan): (name, plan) for name, plan in ((name, make(workload)) for name, make in PRESETS.items())
     }
-    for plan in _joint(workload, (False, True) if offload else (False,)):
+    for plan in _joint(workload, (False, True) if offload else (False,), quality):
         named.setdefault(family_key(plan), (describe(plan), plan))
     return tuple(_family(name, plan) for name, plan in named.values())
 
@@ -75,20 +76,29 @@ DRAFT_READS = (
     (KVFormat.SHADOW, DraftCodes.UPPER),
     (KVFormat.HIERARCHICAL, DraftCodes.UPPER),
 )
+# Bits of the target's weights with those of the drafts'.
+WEIGHT_BITS = ((16, 16), (16, 4), (8, 8), (8, 4), (4, 4))
 
 
-def _joint(workload: Workload, placements: tuple[bool, ...]) -> Iterator[Plan]:
+def _joint(workload: Workload, placements: tuple[bool, ...], quality: Quality) -> Iterator[Plan]:
     for offload in placements:
         placement = Placement(offload, min(KV_BUDGET, workload.context) if offload else 0)
-        for kv in (KVFormat.FULL, KVFormat.INT8):
-            yield Plan(workload, kv=KVCache(kv), placement=placement)
-        for (kv, codes), draft_bits, selection in product(DRAFT_READS, (16, 4), DraftSelection):
-            everything = selection is DraftSelection.ALL
-            if everything and codes is DraftCodes.FULL and draft_bits == 16:
-                continue  # the draft would be the target itself
-            speculation = Speculation(1, codes, selection, 1.0 if everything else RATIOS[2])
-            weights = Weights(draft_bits=draft_bits)
-            yield Plan(workload, weights, KVCache(kv), placement=placement, speculation=speculation)
+        for (kv, codes), (target_bits, draft_bits) in product(DRAFT_READS, WEIGHT_BITS):
+            target = Plan(workload, Weights(target_bits, target_bits), KVCache(kv), placement=placement)
+            if not quality.allows(quality_of(target)):
+                continue
+            if codes is DraftCodes.FULL and draft_bits == target_bits:
+                yield target
+            yield from _drafting(target, Weights(target_bits, draft_bits), codes)
+
+
+def _drafting(plain: Plan, weights: Weights, codes: DraftCodes) -> Iterator[Plan]:
+    for selection in DraftSelection:
+        everything = selection is DraftSelection.ALL
+        if everything and codes is DraftCodes.FULL and not weights.draft_differs:
+            continue  # the draft would be the target itself
+        speculation = Speculation(1, codes, selection, 1.0 if everything else RATIOS[2])
+        yield replace(plain, weights=weights, speculation=speculation)
 
 
 def _family(name: str, template: Plan) -> Family:

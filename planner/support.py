@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.policies import draft_selection, eviction, target_selection
 from ridgeplan.planner.policies.policy import Role
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.catalog.weight_formats.weight_bits import CONVERTED_FORMATS
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
+
+EXECUTABLE_WEIGHT_BITS = (16, 4)  # of the target
 
 
 def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
@@ -16,13 +21,15 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
     """
     evicting, target, drafts = eviction(plan), target_selection(plan), draft_selection(plan)
     window = shape.window_tokens if shape else None
+    held = shape.weight_bits.format if shape and shape.weight_bits.converted else None
     checks = {
         f"eviction {plan.eviction.policy.value!r}": evicting and not evicting.executable,
         "offloaded KV": plan.placement.offload,
         f"target selection {plan.attention.selection.value!r}": target and Role.TARGET not in target.executable,
         f"draft selection {drafts.name!r}": Role.DRAFT not in drafts.executable,
-        f"{plan.weights.target_bits}-bit target weights": plan.weights.target_bits != 16,
+        f"{plan.weights.target_bits}-bit target weights": plan.weights.target_bits not in EXECUTABLE_WEIGHT_BITS,
         f"tensor parallelism {plan.tensor_parallel}": plan.tensor_parallel != 1,
+        f"{held} weights as they are stored": held,
         f"codes or drafts beyond a sliding window of {window} tokens": shape and exceeds_window(plan, shape),
     }
     return [name for name, missing in checks.items() if missing]
@@ -40,4 +47,12 @@ def missing_architecture(shape: ModelShape) -> str | None:
     if shape.architecture not in EXECUTABLE_ARCHITECTURES:
         known = ", ".join(EXECUTABLE_ARCHITECTURES)
         return f"the runtime does not execute architecture {shape.architecture!r} yet (it does {known})"
+    held = shape.weight_bits.format
+    if held not in CONVERTED_FORMATS:
+        return f"the runtime does not load weights in {held!r} yet (it does {', '.join(CONVERTED_FORMATS)})"
     return None
+
+
+def as_loaded(shape: ModelShape) -> ModelShape:
+    """The model as the runtime holds it: weights of some formats are converted to full precision when loaded."""
+    return replace(shape, weight_bits=shape.weight_bits.as_loaded) if shape.weight_bits.converted else shape

@@ -9,6 +9,7 @@ from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.execution import PREFILL_ATTENDED_TOKENS, PREFILL_CHUNK_TOKENS
+from ridgeplan.roofline.passes import stored_bytes
 from ridgeplan.roofline.term_math import indicator, maximum, minimum
 
 
@@ -54,18 +55,32 @@ def layer_parameters(shape: ModelShape) -> int:
     return shape.layers * shape.attention_params_per_layer + dense + sparse
 
 
-def weight_memory(shape: ModelShape, weight_bytes: Term, element_bytes: Term) -> Term:
-    """The target's weights: matrices at `weight_bytes` per parameter, all others in full precision.
+def matrix_memory(shape: ModelShape, weight_bytes: Term) -> Term:
+    """The linear layers and experts at `weight_bytes` per parameter, or at the checkpoint's own bits where fewer."""
+    bits, dense_layers = shape.weight_bits, shape.layers - shape.moe_layers
+    mlps = dense_layers * shape.dense_mlp_params + shape.moe_layers * shape.shared_experts_params
+    return (
+        shape.layers * shape.attention_params_per_layer * stored_bytes(bits.attention, weight_bytes)
+        + mlps * stored_bytes(bits.mlp, weight_bytes)
+        + shape.moe_layers * shape.experts * shape.expert_params * stored_bytes(bits.experts, weight_bytes)
+    )
 
-    The others are embeddings, the head, routers and vectors.
+
+def weight_memory(shape: ModelShape, weight_bytes: Term, element_bytes: Term) -> Term:
+    """The target's weights: matrices at `weight_bytes` per parameter, all others as the checkpoint has them.
+
+    The others are embeddings and the head, and routers and vectors, which are in full precision.
     """
-    matrices = layer_parameters(shape)
-    return matrices * weight_bytes + (shape.parameters - matrices) * element_bytes
+    tables = ("embedding",) if shape.tied_embeddings else ("embedding", "head")
+    others = shape.parameters - layer_parameters(shape) - len(tables) * shape.embedding_params
+    table_bytes = sum(shape.weight_bits.full_bytes(part, element_bytes) for part in tables)
+    return matrix_memory(shape, weight_bytes) + others * element_bytes + shape.embedding_params * table_bytes
 
 
 def draft_weight_memory(shape: ModelShape, weight_bytes: Term) -> Term:
     """The drafts' own copy of the linear layers and the head; embeddings and norms are the target's."""
-    return (layer_parameters(shape) + shape.embedding_params) * weight_bytes
+    head_bytes = stored_bytes(shape.weight_bits.head, weight_bytes)
+    return matrix_memory(shape, weight_bytes) + shape.embedding_params * head_bytes
 
 
 def full_kv(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term) -> Term:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.catalog.weight_formats.weight_bits import FULL_BITS
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.term_math import minimum
 
@@ -74,6 +75,11 @@ class PassTerms:
 def weight_bytes(bits: int, group: int, full_bytes: float) -> float:
     """Bytes per parameter: `full_bytes` at 16 bits, else a code and its share of an fp16 scale and minimum."""
     return full_bytes if bits == 16 else bits / 8 + 2 * ops.METADATA_BYTES / group
+
+
+def stored_bytes(bits: float, weight_bytes: Term) -> Term:
+    """Bytes per parameter of a part that a plan stores in `weight_bytes`: fewer where the checkpoint has fewer bits."""
+    return weight_bytes if bits == FULL_BITS else minimum(weight_bytes, bits / 8)
 
 
 def decode_pass(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
@@ -145,6 +151,7 @@ def _attention_linears(shape: ModelShape, rows: Term, weight_bytes: Term, elemen
     out_params = out_inputs * shape.hidden
     in_params = shape.attention_params_per_layer - out_params
     in_outputs = shape.q_width + shape.kv_elements_per_token_per_layer
+    weight_bytes = stored_bytes(shape.weight_bits.attention, weight_bytes)
     project = ops.matmul(rows, shape.hidden, in_outputs, in_params, weight_bytes, element_bytes)
     output = ops.matmul(rows, out_inputs, shape.hidden, out_params, weight_bytes, element_bytes)
     return (
@@ -154,13 +161,15 @@ def _attention_linears(shape: ModelShape, rows: Term, weight_bytes: Term, elemen
 
 
 def _mlps(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term, fused_swiglu: Term) -> tuple[Op, ...]:
-    dense_layers, sizes = shape.layers - shape.moe_layers, (rows, weight_bytes, element_bytes)
+    dense_layers = shape.layers - shape.moe_layers
+    sizes = rows, stored_bytes(shape.weight_bits.mlp, weight_bytes), element_bytes
     dense = _gated_mlp("mlp", shape.hidden, shape.intermediate, dense_layers, *sizes, fused_swiglu)
     if not shape.is_moe:
         return dense
     router = ops.linear(rows, shape.hidden, shape.experts, element_bytes, element_bytes)
     counts = shape.expert_params, shape.experts, shape.experts_per_token
-    routed = ops.experts(rows, shape.hidden, *counts, weight_bytes, element_bytes)
+    expert_bytes = stored_bytes(shape.weight_bits.experts, weight_bytes)
+    routed = ops.experts(rows, shape.hidden, *counts, expert_bytes, element_bytes)
     width = shape.shared_experts_intermediate
     shared = _gated_mlp("shared experts", shape.hidden, width, shape.moe_layers, *sizes, fused_swiglu)
     return (

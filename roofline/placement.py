@@ -32,14 +32,24 @@ class Offloading:
 def offload_layers(shape: ModelShape, machine: Machine, strategy: Strategy) -> Offloading:
     """Offloads just enough layers for the peak to fit (SpeContext, Eq 8), where the strategy allows any."""
     parts = resident_memory(shape, machine, strategy)
+    memory, layers = _offloaded(shape, machine, strategy, parts)
+    return Offloading(memory, layers, layers * _transfer_s_per_layer(shape, machine, strategy, parts))
+
+
+def peak_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
+    """Peak bytes on the device, with layers offloaded as in `offload_layers`."""
+    memory, _ = _offloaded(shape, device, strategy, resident_memory(shape, device, strategy))
+    return memory.peak
+
+
+def _offloaded(
+    shape: ModelShape, device: Device, strategy: Strategy, parts: MemoryBreakdown
+) -> tuple[MemoryBreakdown, Term]:
+    """`parts` without the layers that must be offloaded, and the number of these."""
     freed_bytes = _freed_bytes_per_layer(shape, strategy, parts)
-    excess_bytes = maximum(parts.peak - machine.memory_bytes, 0)
+    excess_bytes = maximum(parts.peak - device.memory_bytes, 0)
     layers = strategy.offload * minimum(_ceiling(excess_bytes / maximum(freed_bytes, 1)), shape.layers)
-    return Offloading(
-        memory=replace(parts, kv=parts.kv - layers * freed_bytes),
-        offloaded_layers=layers,
-        transfer_s=layers * _transfer_s_per_layer(shape, machine, strategy, parts),
-    )
+    return replace(parts, kv=parts.kv - layers * freed_bytes), layers
 
 
 def offload_thresholds(

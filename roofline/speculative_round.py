@@ -74,7 +74,7 @@ def cached_tokens(strategy: Strategy, context: Term) -> Term:
 def target_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
     """What the target's pass (a plain step, or verification of gamma + 1 queries) reads."""
     tokens = minimum(cached_tokens(strategy, context), strategy.target_budget)
-    weights = (strategy.target_weight_bytes, machine.element_bytes)
+    weights = (strategy.target_weight_bytes, shape.weight_bits.full_bytes("head", machine.element_bytes))
     return _pass_terms(shape, machine, strategy, strategy.queries, tokens, strategy.target_bits, weights)
 
 

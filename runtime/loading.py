@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ridgeplan.planner.capacity import MEMORY_UTILIZATION
 from ridgeplan.planner.plan import KVFormat, Plan
 from ridgeplan.planner.support import exceeds_window, missing_execution
 from ridgeplan.roofline.catalog.models import load_shape
@@ -29,13 +30,14 @@ def load(
     dtype: torch.dtype | None = None,
     weights: DecoderWeights | None = None,
     calibration: Sequence[int] | None = None,
+    memory_utilization: float = MEMORY_UTILIZATION,
 ) -> Engine:
     """An engine that executes `plan` with `model`: a safetensors folder, a GGUF file or a hub id.
 
     device: by default "cuda" where there is one (of several, CUDA_VISIBLE_DEVICES chooses), else "cpu". dtype: by
     default bfloat16 on CUDA, else float32. weights: another engine's `weights` of the same model, to share instead of
     reading them again. calibration: token ids, 1000 or more, of a text like what will be decoded; drafts with 4-bit
-    weights are quantized for it (see `quantized_draft`).
+    weights are quantized for it (see `quantized_draft`). memory_utilization: share of a GPU's memory that may be used.
     Raises UnsupportedPlan; ModelError; or WorkloadError for a device that does not exist, is not that of `weights` or,
     on CUDA, has too little memory. The last names the largest context and batch that would fit, and is raised before
     anything is allocated.
@@ -55,7 +57,7 @@ def load(
     if weights is None:
         fetch_weights(model)
         require_weight_memory(source, place, dtype)
-    require_memory(plan, config.shape, place, dtype, weights.bytes if weights else 0)
+    require_memory(plan, config.shape, place, dtype, weights.bytes if weights else 0, memory_utilization)
     with readable_out_of_memory(place):
         target = weights or load_weights(source, config.shape, place, dtype)
         return Engine(plan, source, config, target, place, meter, calibration=calibration)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ridgeplan.planner.capacity import missing_memory
+from ridgeplan.planner.capacity import MEMORY_UTILIZATION, missing_memory, usable_bytes
 from ridgeplan.planner.plan import Plan
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
@@ -53,13 +53,20 @@ class MemoryMeter:
         return None if peak is None else max(0, peak - self._before_bytes)
 
 
-def require_memory(plan: Plan, shape: ModelShape, device: torch.device, dtype: torch.dtype, shared_bytes: int) -> None:
-    """Raises WorkloadError if the plan's predicted peak exceeds what is free, before anything is allocated.
+def require_memory(
+    plan: Plan,
+    shape: ModelShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    shared_bytes: int,
+    memory_utilization: float = MEMORY_UTILIZATION,
+) -> None:
+    """Raises WorkloadError if the plan's predicted peak exceeds what may be used, before anything is allocated.
 
-    shared_bytes: weights that are on the device already. Nothing is checked on a host that does not report its
-    available memory.
+    That is what is free, and on a GPU at most `memory_utilization` of its memory. shared_bytes: weights that are on the
+    device already. Nothing is checked on a host that does not report its available memory.
     """
-    available = _available(device, dtype, shared_bytes)
+    available = _available(device, dtype, shared_bytes, memory_utilization)
     missing = None if available is None else missing_memory(plan, shape, available)
     if missing:
         raise WorkloadError(missing)
@@ -70,7 +77,7 @@ def require_weight_memory(source: str, device: torch.device, dtype: torch.dtype)
 
     The sizes come from the weights' files, not from the configuration; 16-bit weights double if `dtype` is float32.
     """
-    available = _available(device, dtype, 0)
+    available = _available(device, dtype, 0, 1.0)
     needed_bytes = checkpoint_elements(source) * dtype.itemsize
     if available is not None and needed_bytes > available.memory_bytes:
         raise WorkloadError(
@@ -79,7 +86,7 @@ def require_weight_memory(source: str, device: torch.device, dtype: torch.dtype)
         )
 
 
-def _available(device: torch.device, dtype: torch.dtype, shared_bytes: int) -> Device | None:
+def _available(device: torch.device, dtype: torch.dtype, shared_bytes: int, memory_utilization: float) -> Device | None:
     """A device with the memory that may be allocated, plus `shared_bytes`, which predictions count; None if unknown."""
     if device.type != "cuda":
         free_bytes = available_bytes()
@@ -87,8 +94,9 @@ def _available(device: torch.device, dtype: torch.dtype, shared_bytes: int) -> D
         return None if free_bytes is None else Device(memory_bytes=free_bytes + shared_bytes, **held)
     torch.cuda.empty_cache()  # memory of closed engines that torch's allocator still holds is free too
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    free_bytes = torch.cuda.mem_get_info(device)[0] + shared_bytes
-    return Device(memory_bytes=free_bytes, element_bytes=dtype.itemsize, num_sms=num_sms)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    memory_bytes = min(free_bytes + shared_bytes, usable_bytes(total_bytes, memory_utilization))
+    return Device(memory_bytes=memory_bytes, element_bytes=dtype.itemsize, num_sms=num_sms)
 
 
 @contextlib.contextmanager

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ridgeplan.planner.support import as_loaded
 from ridgeplan.roofline.catalog.huggingface import shape_from_config, sliding_layers
 from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.catalog.weight_formats.weight_bits import CONVERTED_FORMATS
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model.readers import failures_as
@@ -51,9 +53,12 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
     hub = _stretched(hub, yarn_factor)
     keys = hub.to_dict()
     try:
-        shape, sliding = shape_from_config(keys, source, source), sliding_layers(keys)
+        shape, sliding = as_loaded(shape_from_config(keys, source, source)), sliding_layers(keys)
     except ValueError as error:
         raise ModelError(f"cannot load the model {source}: {error}") from error
+    _require(
+        shape.weight_bits.format in CONVERTED_FORMATS, "weight format", shape.weight_bits.format, CONVERTED_FORMATS
+    )
     if not 0 < hub.rms_norm_eps <= 1:
         raise ModelError(f"the model's rms_norm_eps is {brief(hub.rms_norm_eps)}; allowed: above 0 up to 1")
     windows = tuple(shape.window_tokens if index in sliding else None for index in range(shape.layers))

@@ -22,17 +22,22 @@ VALIDATE = {"torch", "triton", "transformers", "numpy", "scipy", "flashinfer"}  
 # What each room may import beside itself: modules of the package (with all below them, but for rooms of their own),
 # then installed packages; None is any. A file belongs to the room with the longest name that fits it.
 ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
-    "roofline.catalog": (set(), MODEL),
-    "roofline": ({"roofline.catalog"}, MODEL),
+    "roofline.catalog.weight_formats": ({"roofline.catalog"}, MODEL),
+    "roofline.catalog": ({"roofline.catalog.weight_formats"}, MODEL),
+    "roofline": ({"roofline.catalog", "roofline.catalog.weight_formats"}, MODEL),
     "roofline.symbolic": ({"roofline", "roofline.catalog"}, MODEL),
     "roofline.papers": ({"roofline", "roofline.catalog", "roofline.symbolic"}, MODEL),
     "planner.policies.selection": ({"planner.plan", "planner.policies"}, MODEL),
     "planner.policies.eviction": ({"planner.plan", "planner.policies", "planner.policies.selection"}, MODEL),
     "planner.policies": ({"planner.plan", "planner.policies.eviction", "planner.policies.selection"}, MODEL),
+    "planner.search": (
+        {"planner", "planner.policies", "planner.policies.selection", "roofline", "roofline.catalog"},
+        MODEL,
+    ),
     "planner": (
         {
-            "planner.policies", "planner.policies.eviction", "planner.policies.selection", "roofline",
-            "roofline.catalog", "roofline.symbolic",
+            "planner.policies", "planner.policies.eviction", "planner.policies.selection", "planner.search", "roofline",
+            "roofline.catalog", "roofline.catalog.weight_formats", "roofline.symbolic",
         },
         MODEL,
     ),
@@ -72,7 +77,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "runtime": (
         {
             "kernels.sampling", "planner.capacity", "planner.plan", "planner.support", "roofline.catalog",
-            "roofline.device", "roofline.execution", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
+            "roofline.catalog.weight_formats", "roofline.device", "roofline.execution", "runtime.drafting",
+            "runtime.drafting.policies", "runtime.kv",
             "runtime.model", "runtime.quantization",
         },
         RUNTIME,
@@ -102,8 +108,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate.suite": (
         {
-            "planner", "roofline", "roofline.catalog", "runtime", "runtime.drafting", "runtime.drafting.policies",
-            "runtime.kv", "runtime.model", "runtime.quantization", "validate", "validate.calibration",
+            "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.drafting",
+            "runtime.drafting.policies", "runtime.kv", "runtime.model", "runtime.quantization", "validate", "validate.calibration",
             "validate.decode_bench",
         },
         VALIDATE,
@@ -115,11 +121,12 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         VALIDATE,
     ),
+    "dashboards.cli.planning": ({"dashboards.cli", "planner", "planner.search", "roofline", "roofline.catalog"}, None),
     "dashboards.cli": (
         {
-            "dashboards.cli.catalog", "dashboards.cli.validation", "dashboards.user_errors", "planner", "roofline",
-            "roofline.catalog", "runtime", "runtime.model", "validate", "validate.calibration", "validate.decode_bench",
-            "validate.kernel_bench",
+            "dashboards.cli.catalog", "dashboards.cli.planning", "dashboards.cli.validation", "dashboards.user_errors",
+            "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.model", "validate",
+            "validate.calibration", "validate.decode_bench", "validate.kernel_bench",
         },
         None,
     ),
@@ -134,7 +141,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {"dashboards.cli", "planner", "planner.published", "roofline", "roofline.catalog"},
         None,
     ),
-    "dashboards": ({"planner", "roofline", "roofline.catalog"}, None),
+    "dashboards": ({"planner", "planner.search", "roofline", "roofline.catalog"}, None),
 }  # fmt: skip
 PACKAGES = tuple(dict.fromkeys(room.partition(".")[0] for room in ROOMS))
 FILES = {path.relative_to(ROOT).as_posix(): path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))}

@@ -10,9 +10,10 @@ import os
 
 import click
 
-from ridgeplan.dashboards.cli import bench, bench_decode, machine, plan, run
+from ridgeplan.dashboards.cli import bench, bench_decode, machine, run
 from ridgeplan.dashboards.cli.catalog import models_and_gpus, papers
 from ridgeplan.dashboards.cli.errors import OneLineGroup
+from ridgeplan.dashboards.cli.planning import estimate, fit, gamma, recommend
 from ridgeplan.dashboards.cli.validation import demo, validate
 
 
@@ -29,8 +30,10 @@ def main() -> None:
 
 
 for command in (
-    plan.recommend,
-    plan.estimate,
+    recommend.recommend,
+    estimate.estimate,
+    fit.fit,
+    gamma.gamma,
     run.run,
     validate.validate,
     machine.calibrate,

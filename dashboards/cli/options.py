@@ -13,6 +13,7 @@ import click
 
 from ridgeplan.dashboards.user_errors import FileProblem
 from ridgeplan.planner import Plan, PlanError
+from ridgeplan.planner.capacity import MEMORY_UTILIZATION
 from ridgeplan.roofline.catalog.documents import read_document
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -93,6 +94,10 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 profile_file = click.option("--profile", metavar="FILE", help="Calibration to predict with, of `ridgeplan calibrate`.")
 yarn = click.option("--yarn", is_flag=True, help="Stretch rotary embeddings beyond the model's context limit.")
+memory_utilization = click.option(
+    "--memory-utilization", type=float, default=MEMORY_UTILIZATION, show_default=True,
+    help="Share of the machine's memory that may be used.",
+)  # fmt: skip
 model_to_run = click.option(
     "--model", help="Folder, GGUF file or hub id to run.  [default: the embedded SmolLM2-135M-Instruct]"
 )

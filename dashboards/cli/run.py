@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, prompt_text, prompt_tokens
-from ridgeplan.dashboards.cli.options import PlanFile, as_json, calibration_file, model_to_run, options, prompt_file
+from ridgeplan.dashboards.cli.options import (
+    PlanFile,
+    as_json,
+    calibration_file,
+    memory_utilization,
+    model_to_run,
+    options,
+    prompt_file,
+)
 from ridgeplan.dashboards.cli.output import print_json, warnings_as_notes
 from ridgeplan.planner import Plan
 from ridgeplan.roofline.device import GIB
@@ -38,11 +46,12 @@ STATISTICS = (
     click.option("--top-p", type=float, help="Draw among the likeliest tokens that make up this probability."),
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draws."),
     calibration_file,
+    memory_utilization,
     as_json,
 )
 def run(
     plan: Plan, model: str | None, prompt: str | None, prompt_file: str | None, max_new_tokens: int | None,
-    calibration: str | None, as_json: bool, **sampling: Any,
+    calibration: str | None, memory_utilization: float, as_json: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Execute the plan in file PLAN, stream the text, and print what it took."""
     text = prompt_text(prompt, prompt_file)
@@ -53,7 +62,8 @@ def run(
     params = runtime.SamplingParams(**sampling)
     with warnings_as_notes():
         source = embedded_or(model)
-        engine = runtime.load(plan, source, calibration=calibration_tokens(source, calibration))
+        fitted = calibration_tokens(source, calibration)
+        engine = runtime.load(plan, source, calibration=fitted, memory_utilization=memory_utilization)
         prompt_ids = prompt_tokens(engine, text)
         stop = engine.tokenizer.eos_token_id
         stream = engine.stream(prompt_ids, limit, replace(params, stop_token_ids=() if stop is None else (stop,)))

@@ -28,10 +28,11 @@ _VALUE_BYTES, _TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """metadata: scalar and string values by key (arrays are left out); tensors: dimensions by name."""
+    """metadata: scalar and string values by key (arrays are left out); tensors: dimensions and types by name."""
 
     metadata: dict[str, object]
     tensors: dict[str, tuple[int, ...]]
+    types: dict[str, int]
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
@@ -112,12 +113,13 @@ def _header(cursor: _Cursor) -> GGUFHeader:
         value = _value(cursor, cursor.whole("I"))
         if value is not None:
             metadata[key] = value
-    return GGUFHeader(metadata, _tensors(cursor, tensor_count))
+    return GGUFHeader(metadata, *_tensors(cursor, tensor_count))
 
 
-def _tensors(cursor: _Cursor, count: int) -> dict[str, tuple[int, ...]]:
-    """Dimensions by name. Raises ValueError unless all tensors end within the file."""
+def _tensors(cursor: _Cursor, count: int) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+    """Dimensions and types by name. Raises ValueError unless all tensors end within the file."""
     tensors: dict[str, tuple[int, ...]] = {}
+    types: dict[str, int] = {}
     end = 0  # in bytes from the start of the tensor data, which follows the header
     for _ in range(count):
         name = _new_name(cursor.string(), tensors)
@@ -125,12 +127,12 @@ def _tensors(cursor: _Cursor, count: int) -> dict[str, tuple[int, ...]]:
         if dimensions > MAX_DIMENSIONS:
             raise ValueError(f"tensor {brief(name)} has {dimensions} dimensions; allowed: up to {MAX_DIMENSIONS}")
         tensors[name] = tuple(cursor.whole() for _ in range(dimensions))
-        cursor.skip(4)  # its type
+        types[name] = cursor.whole("I")
         smallest_bytes = math.prod(tensors[name]) // 8  # no type takes less than a bit per element
         end = max(end, cursor.whole() + max(smallest_bytes, 1))
     if end > len(cursor.data) - cursor.at:
         raise ValueError("the file ends before its last tensor")
-    return tensors
+    return tensors, types
 
 
 def _new_name(name: str, known: dict[str, object] | dict[str, tuple[int, ...]]) -> str:

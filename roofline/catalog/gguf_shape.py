@@ -1,14 +1,25 @@
 """The ModelShape that the metadata of a GGUF file describes."""
 
+import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ridgeplan.roofline.catalog.gguf_header import GGUFHeader, read_gguf_header
 from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.shapes import BadModelFile, ModelShape
+from ridgeplan.roofline.catalog.weight_formats.gguf_types import gguf_bits
+from ridgeplan.roofline.catalog.weight_formats.weight_bits import WeightBits, mean_bits
 
 # Mistral models are stored as "llama".
 _SUPPORTED = ("llama", "qwen2", "qwen3")
+_MATRICES = (
+    (re.compile(r"blk\.\d+\.attn_(q|k|v|output)\.weight"), "attention"),
+    (re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.weight"), "mlp"),
+    (re.compile(r"token_embd\.weight"), "embedding"),
+    (re.compile(r"output\.weight"), "head"),
+)
 
 
 def shape_from_gguf(path: Path) -> ModelShape:
@@ -39,7 +50,8 @@ def shape_of_header(header: GGUFHeader, path: Path) -> ModelShape:
     heads = value("attention.head_count")
     q_width = _tensor(header, "blk.0.attn_q.weight")[-1]
     window = value("attention.sliding_window", 0) or None
-    layers = value("block_count")
+    layers, tied = value("block_count"), "output.weight" not in header.tensors
+    bits = weight_bits_of(header)
     return ModelShape(
         name=path.stem,
         architecture=str(architecture),
@@ -51,15 +63,28 @@ def shape_of_header(header: GGUFHeader, path: Path) -> ModelShape:
         intermediate=value("feed_forward_length"),
         vocab=_tensor(header, "token_embd.weight")[-1],
         max_context=value("context_length"),
-        tied_embeddings="output.weight" not in header.tensors,
+        tied_embeddings=tied,
         attention_bias="blk.0.attn_q.bias" in header.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in header.tensors,
         window_tokens=window,
         window_layers=layers if window else 0,
         rope_theta=value("rope.freq_base", 10_000.0),
         rope_original_context=value("rope.scaling.original_context_length", 0) or None,
+        weight_bits=bits.tied() if tied else bits,
         source=str(path),
     )
+
+
+def weight_bits_of(header: GGUFHeader) -> WeightBits:
+    """The mean bits per weight of each part's tensors. Raises ValueError for a type that is not known."""
+
+    def matrices() -> Iterator[tuple[str, float, float]]:
+        for name, dimensions in header.tensors.items():
+            part = next((part for pattern, part in _MATRICES if pattern.fullmatch(name)), None)
+            if part and math.prod(dimensions):
+                yield part, math.prod(dimensions), gguf_bits(header.types[name])
+
+    return mean_bits(matrices(), "gguf")
 
 
 def _tensor(header: GGUFHeader, name: str) -> tuple[int, ...]:

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ridgeplan.roofline.catalog.documents import read_document
 from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.shapes import BadModelFile, ModelShape
+from ridgeplan.roofline.catalog.weight_formats.quantization_config import weight_bits_of_config
 
 Config = Mapping[str, Any]
 Fields = dict[str, Any]
@@ -34,7 +36,8 @@ def shape_from_config(config: object, name: str, source: str) -> ModelShape:
         raise ValueError(f"model_type {brief(model_type)} is not supported; supported: {supported}")
     fields = {**_common_fields(config), **_window_fields(config), **_rope_fields(config)}
     fields.update(_OWN_FIELDS[model_type](config))
-    return ModelShape(name=name, architecture=model_type, source=source, **fields)
+    shape = ModelShape(name=name, architecture=model_type, source=source, **fields)
+    return replace(shape, weight_bits=weight_bits_of_config(config, shape))
 
 
 def _whole(config: Config, key: str, default: int | None = None) -> int:
@@ -51,8 +54,6 @@ def _whole(config: Config, key: str, default: int | None = None) -> int:
 
 def _common_fields(config: Config) -> Fields:
     hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
-    quantization = config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     return {
         "layers": _whole(config, "num_hidden_layers"),
         "hidden": hidden,
@@ -62,8 +63,6 @@ def _common_fields(config: Config) -> Fields:
         "intermediate": _whole(config, "intermediate_size"),
         "vocab": _whole(config, "vocab_size"),
         "tied_embeddings": _flag(config, "tie_word_embeddings", False),
-        # MXFP4 keeps an 8-bit scale per 32 weights of 4 bits.
-        "native_bits": {"mxfp4": 4.25, "fp8": 8}.get(str(method), 16),
     }
 
 

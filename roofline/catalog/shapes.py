@@ -5,8 +5,9 @@ Matrices and vectors (norms, biases) are counted separately: only matrices cost 
 
 from dataclasses import dataclass
 
-from ridgeplan.roofline.catalog.checks import Checked, flag, number, one_of, text, whole
+from ridgeplan.roofline.catalog.checks import Checked, flag, number, one_of, part, text, whole
 from ridgeplan.roofline.catalog.mistakes import brief
+from ridgeplan.roofline.catalog.weight_formats.weight_bits import WeightBits
 
 ARCHITECTURES = (
     "llama",
@@ -67,7 +68,7 @@ class ModelShape(Checked):
     v_head_dim: int | None = whole(1, 10_000, default=None)
     rope_theta: float = number(1e-3, 1e12, default=10_000.0)
     rope_original_context: int | None = whole(1, 10**9, default=None)  # before RoPE scaling, None if unscaled
-    native_bits: float = number(1, 64, default=16.0)  # bits per weight of most of the published checkpoint
+    weight_bits: WeightBits = part(WeightBits)  # of the published checkpoint
     source: str = text("given by the user")
 
     def _owner(self) -> str:

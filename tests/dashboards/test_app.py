@@ -1,6 +1,7 @@
 """The page, run without a browser."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def page() -> AppTest:
 
 def shown(page: AppTest) -> str:
     assert not page.exception
-    items = (*page.title, *page.caption, *page.code, *page.error, *page.warning)
+    items = (*page.title, *page.caption, *page.markdown, *page.code, *page.error, *page.warning)
     return " ".join(str(item.value).replace("\\", "") for item in items)  # without Markdown's escapes
 
 
@@ -39,6 +40,21 @@ def test_default_page_recommends_a_plan(page: AppTest) -> None:
     assert not page.error
     assert charts_of(page) == 4
     assert page.title[0].value == "quantspec"
+
+
+def test_the_best_of_all_stands_beside_the_plan_that_runs(page: AppTest) -> None:
+    page.run()
+    assert re.search(r"Best of all, whether it runs or not: .*; estimated only, the runtime cannot", shown(page))
+    page.selectbox(key="objective").set_value("memory").run()
+    assert f"Best of all, whether it runs or not: {page.title[0].value}, the plan above" in shown(page)
+
+
+def test_the_share_of_the_memory_is_an_input(page: AppTest) -> None:
+    page.run()
+    page.number_input(key="memory_utilization").set_value(0.5).run()
+    assert "of 70.2" in shown(page)
+    page.number_input(key="memory_utilization").set_value(2.0).run()
+    assert "memory_utilization is 2.0; allowed: above 0 up to 1" in shown(page)
 
 
 def test_alternatives_come_with_reasons(page: AppTest) -> None:
@@ -127,7 +143,7 @@ def test_a_message_goes_away_with_its_cause(page: AppTest) -> None:
 def test_yarn_is_noted(page: AppTest) -> None:
     page.run()
     page.number_input(key="context").set_value(200_000).run()
-    assert "beyond the model's limit" in shown(page)
+    assert "context 200000 is beyond the limit of meta-llama/Llama-3.1-8B; allowed: up to 131072" in shown(page)
     page.checkbox(key="yarn").set_value(True).run()
     assert "stretched 2x by YaRN" in shown(page)
 

@@ -36,6 +36,8 @@ NUMBERS = tuple(str(value) for value in (*EXTREMES, "1e999", "nan", "inf", "-inf
 QUESTIONS: dict[str, tuple[str, ...]] = {
     "recommend": ("Llama-3.1-8B", "--gpu", "h200", "--ctx", "4096"),
     "estimate": ("Llama-3.1-8B", "--gpu", "h200", "--ctx", "4096", "--preset", "quantspec"),
+    "fit": ("Llama-3.1-8B", "h200", "--batch", "4", "--ctx", "4096"),
+    "gamma": ("Llama-3.1-8B", "h200", "--batch", "4", "--ctx", "4096"),
     "models": (),
     "gpus": (),
 }

@@ -3,9 +3,10 @@
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from ridgeplan.planner.capacity import MAX_BATCH, missing_memory, peak_bytes, swaps_draft_weights
+from ridgeplan.planner.capacity import MAX_BATCH, Capacity, missing_memory, peak_bytes, swaps_draft_weights
 from ridgeplan.planner.plan import PlanError, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
@@ -59,7 +60,7 @@ def test_the_largest_batch_is_that_of_plans():
 def test_the_largest_context_and_batch_are_named(name):
     wanted = plan(name)
     message = missing_memory(wanted, SHAPE, GPU)
-    assert re.match(r"the plan needs \d+\.\d GB and 24\.0 GB are free; allowed: ", message)
+    assert re.match(r"the plan needs \d+\.\d GB and 24\.0 GB may be used; allowed: ", message)
     context = int(re.search(r"context up to (\d+) with batch 2", message).group(1))
     assert peak_bytes(resized(wanted, context=context), SHAPE, GPU) <= GPU.memory_bytes
     assert peak_bytes(resized(wanted, context=context + 1), SHAPE, GPU) > GPU.memory_bytes
@@ -67,6 +68,16 @@ def test_the_largest_context_and_batch_are_named(name):
     alone = resized(wanted, batch=1)
     assert (batch is None) == (peak_bytes(alone, SHAPE, GPU) > GPU.memory_bytes)
     assert batch is None or batch.group(1) == "1"
+
+
+def test_largest_sizes_keep_to_their_limits():
+    """A sliding window may leave no room for any prompt."""
+    plans = [plan("int8"), plan("int8"), plan("autoregressive")]
+    limits = np.array([0, 100, 100])
+    assert list(Capacity(plans, SHAPE, GPU).largest_contexts(limits)) == [0, 100, 100]
+    nothing = replace(GPU, memory_bytes=10**9)
+    assert list(Capacity(plans, SHAPE, nothing).largest_contexts(limits)) == [0, 0, 0]
+    assert list(Capacity(plans, SHAPE, nothing).largest_batches()) == [0, 0, 0]
 
 
 def test_weights_alone_can_be_too_much():

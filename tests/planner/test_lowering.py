@@ -9,6 +9,7 @@ from ridgeplan.planner.lowering import kernel_class, rates_of, stack, strategy_o
 from ridgeplan.planner.plan import KVCache, KVFormat, PlanError, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.weight_formats.weight_bits import WeightBits
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.latency import KERNEL_CLASSES, Machine, RateTerms
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS
@@ -71,9 +72,13 @@ def test_bytes_per_parameter(name, target, draft, head, own, dense):
 
 def test_full_precision_is_the_devices_or_what_the_checkpoint_holds():
     assert lowered("autoregressive", CPU).target_weight_bytes == 4
-    mxfp4 = load_shape("openai/gpt-oss-20b")  # 4 bits, and 8 bits of scale per 32 weights
-    assert lowered("autoregressive", GPU, mxfp4).target_weight_bytes == 4.25 / 8
-    assert lowered("autoregressive", GPU, mxfp4).draft_head_bytes == 2
+    assert lowered("autoregressive", GPU, load_shape("openai/gpt-oss-20b")).target_weight_bytes == 2  # its attention
+    fp8, fp32 = load_shape("deepseek-ai/DeepSeek-V3"), replace(LLAMA, weight_bits=WeightBits(mlp=32, head=32))
+    assert lowered("autoregressive", GPU, fp8).target_weight_bytes == 8.002 / 8
+    assert lowered("autoregressive", GPU, fp8).draft_head_bytes == 2
+    assert lowered("autoregressive", GPU, fp32).target_weight_bytes == 4
+    assert lowered("autoregressive", GPU, fp32).draft_head_bytes == 4
+    assert lowered("quantspec", GPU, replace(LLAMA, weight_bits=WeightBits(head=4))).draft_head_bytes == 0.5
 
 
 def test_budgets_bind_only_where_there_are_any():

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from ridgeplan.planner.plan import PlanError
-from ridgeplan.planner.resolution import resolve, workload_for
+from ridgeplan.planner.plan import PlanError, Workload
+from ridgeplan.planner.resolution import longest_context, resolve, within_context, workload_for
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import ProfileError
 from ridgeplan.roofline.catalog.profile_lookup import shipped_profiles
@@ -25,7 +25,26 @@ QWEN = load_shape("Qwen2.5-0.5B")  # 32768 positions
 )
 def test_yarn_stretches_in_halves_to_the_last_generated_token(h200_profile, context, new_tokens, factor):
     assert workload_for(QWEN, h200_profile, context, new_tokens, 1, yarn=True).yarn_factor == factor
-    assert workload_for(QWEN, h200_profile, context, new_tokens, 1, yarn=False).yarn_factor == 1
+
+
+def test_a_prompt_beyond_the_models_positions_is_refused_without_yarn(h200_profile):
+    longest = workload_for(QWEN, h200_profile, 32768, 1024, 1, yarn=False)  # generation alone may pass the limit
+    assert (longest.yarn_factor, longest.final_context) == (1, 33792)
+    with pytest.raises(PlanError, match=r"context 32769 is beyond the limit of .*; allowed: up to 32768, or .* --yarn"):
+        workload_for(QWEN, h200_profile, 32769, 1, 1, yarn=False)
+
+
+def test_a_plans_own_yarn_reaches_its_context():
+    stretched = Workload("m", "h200", 49152, yarn_factor=1.5)
+    assert within_context(stretched, QWEN) is stretched
+    with pytest.raises(PlanError, match=r"stretched 1\.5x by YaRN; allowed: up to 49152"):
+        within_context(replace(stretched, context=49153), QWEN)
+
+
+def test_the_longest_context_is_the_models_or_64_times_as_much():
+    assert longest_context(QWEN, 1024, yarn=False) == 32768
+    assert longest_context(QWEN, 1024, yarn=True) == 64 * 32768 - 1024
+    assert longest_context(replace(QWEN, max_context=1 << 20), 1024, yarn=True) == 1 << 24
 
 
 def test_a_workload_names_the_model_and_the_machine(h200_profile):

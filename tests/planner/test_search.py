@@ -151,7 +151,11 @@ def test_bad_input_is_one_line_that_names_it(h200_profile, changes, message):
     assert "\n" not in str(caught.value)
 
 
-def test_beyond_the_models_context_it_warns_and_yarn_stretches(h200_profile):
+def test_beyond_the_models_context_it_refuses_or_warns_and_yarn_stretches(h200_profile):
+    with pytest.raises(
+        PlanError, match=r"context 32769 is beyond the limit of Qwen/Qwen2\.5-0\.5B; allowed: up to 32768"
+    ):
+        ask(h200_profile, context=32769, model="Qwen2.5-0.5B")
     asked = ask(h200_profile, context=30000, model="Qwen2.5-0.5B", new_tokens=8000)
     assert any("beyond the model's limit of 32768" in note for note in asked.notes)
     stretched = ask(h200_profile, context=120_000, model="Qwen2.5-0.5B", yarn=True)
@@ -169,7 +173,8 @@ def test_models_the_runtime_cannot_run_are_still_planned_with_a_note(h200_profil
 
 @pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-120b"])
 def test_every_kind_of_model_is_priced(h200_profile, name):
-    answer = ask(h200_profile, model=name, context=8192, memory_limit=3e12)
+    roomy = replace(h200_profile, hardware=replace(h200_profile.hardware, memory_bytes=3 * 10**12))
+    answer = ask(roomy, model=name, context=8192)
     assert 0 < answer.predicted.best.tpot_ms < 1000
 
 

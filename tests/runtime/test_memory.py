@@ -1,6 +1,7 @@
 """Peaks of memory, plans that do not fit, and what is freed when memory runs out."""
 
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -56,10 +57,23 @@ def test_a_plan_has_to_fit_into_what_is_free_beside_shared_weights(make_plan, mo
         free = needed + 1 - shared - missing
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * 10**9))
         if missing:
-            with pytest.raises(WorkloadError, match=r"the plan needs .* GB are free; allowed: context up to"):
+            with pytest.raises(WorkloadError, match=r"the plan needs .* GB may be used; allowed: context up to"):
                 require_memory(plan, shape, CUDA, torch.bfloat16, shared)
         else:
             require_memory(plan, shape, CUDA, torch.bfloat16, shared)
+
+
+@pytest.mark.parametrize("share, fits", [(0.9, True), (0.89, False), (1.0, True)])
+def test_of_a_gpus_memory_a_share_stays_free_however_much_is_free(make_plan, monkeypatch, share, fits):
+    plan, shape = make_plan("int4x2", 3, context=4096), load_shape("meta-llama/Llama-3.1-8B")
+    needed = peak_bytes(plan, shape, Device(memory_bytes=0, element_bytes=2, num_sms=132))
+    total = int(needed / 0.899)  # the plan takes 89.9% of it
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total, total))
+    refused = nullcontext() if fits else pytest.raises(WorkloadError, match=r"the plan needs .* GB may be used")
+    with refused:
+        require_memory(plan, shape, CUDA, torch.bfloat16, 0, share)
 
 
 def test_on_a_host_a_plan_has_to_fit_into_what_its_system_calls_available(make_plan, monkeypatch):
@@ -70,7 +84,7 @@ def test_on_a_host_a_plan_has_to_fit_into_what_its_system_calls_available(make_p
         monkeypatch.setattr(memory, "available_bytes", lambda available=available: available)
         require_memory(plan, shape, CPU, torch.float32, 0)
     monkeypatch.setattr(memory, "available_bytes", lambda: needed - 1)
-    with pytest.raises(WorkloadError, match=r"the plan needs .* GB are free; allowed: context up to"):
+    with pytest.raises(WorkloadError, match=r"the plan needs .* GB may be used; allowed: context up to"):
         require_memory(plan, shape, CPU, torch.float32, 0)
     require_memory(plan, shape, CPU, torch.float32, shared_bytes=2)  # weights that are there already
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+from ridgeplan.planner.support import as_loaded
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.runtime.errors import ModelError
@@ -17,7 +18,7 @@ from ridgeplan.validate.random_decoder import llama_like_shape
 @pytest.mark.parametrize("family", EXECUTABLE_ARCHITECTURES)
 def test_the_shape_is_the_one_that_the_planner_reads(family, tiny_model):
     folder = tiny_model(family, num_hidden_layers=3, tie_word_embeddings=family == "qwen2").folder
-    shape, expected = decoder_config(load_config(folder), folder).shape, load_shape(folder)
+    shape, expected = decoder_config(load_config(folder), folder).shape, as_loaded(load_shape(folder))
     assert shape == dataclasses.replace(expected, name=shape.name, source=shape.source)
     assert (shape.layers, shape.q_heads, shape.kv_heads, shape.vocab) == (3, 4, 2, 128)
 
@@ -67,6 +68,12 @@ def test_yarn_stretches_the_limit_and_scales_cosines():
         assert config.shape.max_context == limit
         assert config.rotary_scale == pytest.approx(scale)  # 0.1 ln(factor) + 1 (YaRN, equation 22)
     assert hub.rope_parameters["rope_type"] == "default"  # the configuration itself stays as it was
+
+
+def test_weights_that_the_runtime_does_not_load_are_refused():
+    hub = transformers.LlamaConfig(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
+    with pytest.raises(ModelError, match="the model's weight format is 'awq'; supported: bf16, float32, gguf"):
+        decoder_config(hub, "model")
 
 
 def test_what_the_decoder_does_not_compute_is_refused():

@@ -67,7 +67,6 @@ def test_drafts_share_the_embedding_and_their_layers_have_memory_of_their_own(mo
     assert model.drafter(preset("quantspec-kv", workload)) is model.weights
 
 
-@pytest.mark.parametrize("name", ["autoregressive", "quantspec", "quantspec-exact"])
 def test_norms_of_heads_and_biases_run_where_a_shape_has_them(
     h200_profile: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +78,7 @@ def test_norms_of_heads_and_biases_run_where_a_shape_has_them(
     assert measured_round(full, preset("quantspec", Workload("random", "h200", 300, 256))).verify_s > 0
 
 
+@pytest.mark.parametrize("name", ["autoregressive", "quantspec", "quantspec-exact"])
 def test_a_filled_cache_holds_what_a_prompt_would_leave(name: str) -> None:
     plan = preset(name, Workload("random", "h200", 700, 256, batch=2))
     cache = Cache(SHAPE, KVCacheConfig.of(plan), CPU, torch.float32)

@@ -7,6 +7,7 @@ from ridgeplan.planner.policies.policy import Role, TokenSelection
 from ridgeplan.planner.policies.selection.quantspec import (
     quantspec,
     quantspec_exact,
+    quantspec_int4,
     quantspec_kv,
     quantspec_weights,
 )
@@ -27,6 +28,11 @@ def int4_weights(workload: Workload) -> Plan:
     return Plan(workload, weights=Weights(target_bits=4, draft_bits=4))
 
 
+def int4_weights_int8(workload: Workload) -> Plan:
+    """Plain decoding with 4-bit target weights on an INT8 KV cache."""
+    return Plan(workload, weights=Weights(target_bits=4, draft_bits=4), kv=KVCache(KVFormat.INT8))
+
+
 ALL = TokenSelection(
     name="all",
     roles=frozenset({Role.DRAFT}),
@@ -35,9 +41,11 @@ ALL = TokenSelection(
         "autoregressive": autoregressive,
         "int8": int8,
         "int4-weights": int4_weights,
+        "int4-weights-int8": int4_weights_int8,
         "quantspec": quantspec,
         "quantspec-kv": quantspec_kv,
         "quantspec-weights": quantspec_weights,
         "quantspec-exact": quantspec_exact,
+        "quantspec-int4": quantspec_int4,
     },
 )

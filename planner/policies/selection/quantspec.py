@@ -30,3 +30,8 @@ def quantspec_weights(workload: Workload) -> Plan:
 def quantspec_exact(workload: Workload) -> Plan:
     """Drafts read an INT4 shadow of the cache, the target the full-precision cache itself."""
     return replace(quantspec(workload), kv=KVCache(KVFormat.SHADOW))
+
+
+def quantspec_int4(workload: Workload) -> Plan:
+    """QuantSpec's cache with one copy of the weights, in 4 bits, that drafts and the target read."""
+    return replace(quantspec(workload), weights=Weights(target_bits=4, draft_bits=4))

@@ -76,10 +76,15 @@ def test_options_reach_the_planner(invoke: Any) -> None:
     assert small < exact["predicted"]["peak_memory_bytes"]
 
 
-def test_context_beyond_the_limit_is_noted_and_stretched_if_asked(invoke: Any) -> None:
+def test_context_beyond_the_limit_is_refused_and_stretched_if_asked(invoke: Any, refuses: Any) -> None:
     beyond = (LLAMA, "--gpu", "h200", "--ctx", 200_000, "--json")
-    noted = as_json(invoke("recommend", *beyond))
-    assert any("beyond the model's limit of 131072" in note for note in noted["notes"])
+    refusal = f"context 200000 is beyond the limit of {LLAMA}; allowed: up to 131072, or more with --yarn"
+    assert refusal in refuses("recommend", *beyond)
+    assert refusal in refuses("estimate", *beyond, "--preset", "int8")
+    assert refusal in refuses("fit", LLAMA, "h200", "--ctx", 200_000)
+    assert refusal in refuses("gamma", LLAMA, "h200", "--ctx", 200_000)
+    within = as_json(invoke("recommend", LLAMA, "--gpu", "h200", "--ctx", 131_000, "--json"))
+    assert any("132024 tokens are beyond the model's limit of 131072" in note for note in within["notes"])
     stretched = as_json(invoke("recommend", *beyond, "--yarn"))
     assert stretched["plan"]["workload"]["yarn_factor"] == 2.0
     assert any("YaRN" in note for note in stretched["notes"])
@@ -221,9 +226,9 @@ def test_estimate_of_a_plan_is_that_of_its_preset(invoke: Any, tmp_path: Path) -
 
 
 def test_estimate_tables_and_what_does_not_fit(invoke: Any) -> None:
-    arguments = (LLAMA, "--gpu", "rtx4090", "--ctx", 500_000, "--preset", "quantspec")
+    arguments = (LLAMA, "--gpu", "rtx4090", "--ctx", 100_000, "--preset", "quantspec")
     result = invoke("estimate", *arguments)
-    assert "does not fit its 24.0 GiB" in result.stdout
+    assert "does not fit 21.6 GiB" in result.stdout
     assert "draft: attention" in result.stdout
     assert as_json(invoke("estimate", *arguments, "--json"))["fits"] is False
 

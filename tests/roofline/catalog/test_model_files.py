@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.shapes import ARCHITECTURES, BadModelFile, ModelShape, UnknownModel
+from ridgeplan.roofline.catalog.weight_formats.weight_bits import WeightBits
 
 SMALL_CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -142,7 +143,7 @@ def test_config_from_a_folder_or_a_file(tmp_path: Path, reference: str) -> None:
                 "expert_intermediate": 96,
                 "window_tokens": 64,
                 "window_layers": 1,
-                "native_bits": 4.25,
+                "weight_bits": WeightBits(experts=4.25, format="mxfp4"),
             },
         ),
         (
@@ -294,6 +295,7 @@ def test_gguf_written_by_the_gguf_package(tmp_path: Path, tied: bool) -> None:
         qk_norm=True,
         rope_theta=5e5,
         tied_embeddings=tied,
+        weight_bits=WeightBits(attention=32, embedding=32, head=32, format="gguf"),
         source=str(path),
     )
     assert load_shape(str(path)) == expected
@@ -351,4 +353,4 @@ def test_truncated_gguf(tmp_path: Path, good_gguf: bytes, part: float) -> None:
 def test_the_embedded_models_gguf_is_the_catalogs_shape(smollm2: Path) -> None:
     shape = load_shape(str(smollm2))
     catalog = load_shape("SmolLM2-135M-Instruct")
-    assert replace(shape, name=catalog.name, source=catalog.source) == catalog
+    assert replace(shape, name=catalog.name, source=catalog.source, weight_bits=WeightBits()) == catalog

@@ -237,7 +237,7 @@ def test_bad_numbers_name_their_field(field: str, value: object) -> None:
         ),
         ({"rope_theta": float("nan")}, "rope_theta is nan; allowed: a number from 0.001 to 1e.12"),
         ({"rope_theta": 0}, "rope_theta is 0; allowed"),
-        ({"native_bits": float("inf")}, "native_bits is inf; allowed: a number from 1 to 64"),
+        ({"weight_bits": {"mlp": 0.5}}, "weight_bits.mlp is 0.5; allowed: a number from 1 to 64"),
         ({"tied_embeddings": 1}, "tied_embeddings is 1; allowed: true or false"),
         ({"architecture": "gpt2"}, "architecture is 'gpt2'; allowed: llama, mistral"),
         ({"name": ""}, "name is ''; allowed: a text of 1 to 4096 characters"),

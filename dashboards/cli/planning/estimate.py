@@ -1,0 +1,142 @@
+"""`ridgeplan estimate`: the predicted figures of a given plan."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ridgeplan import planner
+from ridgeplan.dashboards.cli.options import (
+    OutputFile,
+    PlanFile,
+    as_json,
+    memory_utilization,
+    options,
+    profile_file,
+    yarn,
+)
+from ridgeplan.dashboards.cli.output import number, print_json, print_table, write_atomically
+from ridgeplan.dashboards.cli.planning.options import FIGURES, GPU_HELP, figures, memory_limit
+from ridgeplan.planner import Plan, Prediction
+from ridgeplan.planner.capacity import usable_bytes
+from ridgeplan.planner.prediction import predict_all
+from ridgeplan.planner.presets import preset_name
+from ridgeplan.planner.resolution import within_context
+from ridgeplan.planner.search import notes
+from ridgeplan.planner.support import missing_execution
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.device import GIB
+from ridgeplan.roofline.latency import Machine
+
+
+@click.command()
+@click.argument("model", required=False)
+@options(
+    click.option("--preset", help="A named plan, such as quantspec."),
+    click.option("--plan", type=PlanFile(), help="A plan's file instead; it names model, GPU and context itself."),
+    click.option("--gpu", help=GPU_HELP),
+    click.option("--ctx", type=int, help="Tokens of a prompt."),
+    click.option("--batch", type=int, help="Sequences at a time.  [default: 1]"),
+    click.option("--new-tokens", type=int, help="Tokens to generate for each.  [default: 1024]"),
+    click.option("--gamma", type=int, help="Tokens drafted in a round.  [default: the plan's]"),
+    memory_utilization,
+    memory_limit,
+    profile_file,
+    yarn,
+    click.option("--output", type=OutputFile(), help="Write the plan to this file, for `ridgeplan run`."),
+    as_json,
+)
+def estimate(
+    model: str | None, preset: str | None, plan: Plan | None, gpu: str | None, ctx: int | None, batch: int | None,
+    new_tokens: int | None, gamma: int | None, memory_utilization: float, memory_limit: float | None,
+    profile: str | None, yarn: bool, output: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Predicted figures of one preset for MODEL, or of a plan's file, with the time of every operation."""
+    if plan is not None:
+        stray = {"--preset": preset, "--ctx": ctx, "--batch": batch, "--new-tokens": new_tokens, "--yarn": yarn}
+        _forbid_beside_plan(stray)
+        shape, used = planner.resolve(
+            plan.workload.model if model is None else model, plan.workload.hardware if gpu is None else gpu, profile
+        )
+        within_context(plan.workload, shape)
+    else:
+        if not (model and preset and gpu and ctx is not None):
+            raise click.UsageError("estimate needs MODEL, --preset, --gpu and --ctx, or --plan FILE")
+        shape, used = planner.resolve(model, gpu, profile)
+        workload = planner.workload_for(shape, used, ctx, 1024 if new_tokens is None else new_tokens,
+                                        1 if batch is None else batch, yarn=yarn)  # fmt: skip
+        plan = planner.preset(preset, workload)
+    if gamma is not None:
+        plan = replace(plan, speculation=replace(plan.speculation, gamma=gamma))
+    usable = usable_bytes(used.hardware.memory_bytes, memory_utilization, memory_limit)
+    machine = replace(Machine.of(used), memory_bytes=usable)
+    plain, predicted = predict_all([planner.preset("autoregressive", plan.workload), plan], shape, used, machine)
+    known = list(notes(shape, used, plan.workload, memory_limit, usable))
+    if output:
+        write_atomically(output, plan.to_json() + "\n")
+    report = _Report(plan, shape, predicted.against(plain), plain, usable, known)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        report.print()
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What the command shows."""
+
+    plan: Plan
+    shape: ModelShape
+    predicted: Prediction
+    baseline: Prediction
+    usable_bytes: float
+    notes: list[str]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted peak is within what may be used."""
+        return self.predicted.best.peak_memory_bytes <= self.usable_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        operations = [{**asdict(op), "intensity": op.intensity} for op in self.predicted.breakdown]
+        return {
+            "plan": self.plan.to_dict(),
+            "preset": preset_name(self.plan),
+            "predicted": {**self.predicted.to_dict(), "breakdown": operations},
+            "baseline": self.baseline.to_dict(),
+            "fits": self.fits,
+            "memory_limit_bytes": self.usable_bytes,
+            "not_executable": missing_execution(self.plan, self.shape),
+            "notes": self.notes,
+        }
+
+    def print(self) -> None:
+        """A headline, notes, and tables of figures and operations."""
+        workload, predicted = self.plan.workload, self.predicted
+        size = f"{workload.context} tokens of context, batch {workload.batch}"
+        misfit = "" if self.fits else f"; does not fit {self.usable_bytes / GIB:.1f} GiB"
+        click.echo(f"{workload.model} on {workload.hardware}, {size} [{predicted.source}]{misfit}")
+        missing = missing_execution(self.plan, self.shape)
+        unsupported = [f"estimated only, the runtime cannot execute {', '.join(missing)} yet"] if missing else []
+        for note in (*self.notes, *unsupported):
+            click.echo(f"  note: {note}")
+        rows = [(preset_name(self.plan), *figures(predicted), f"gamma {predicted.gamma}"),
+                ("autoregressive", *figures(self.baseline), "plain decoding")]  # fmt: skip
+        print_table("Prediction", ("plan", *FIGURES, ""), rows)
+        print_table(
+            "Operations of one prompt's prefill, a draft step and a target step",
+            ("operation", "launches", "ms", "GFLOP", "MB", "FLOP/byte", "kernel class"),
+            ((f"{op.part}: {op.op}", f"{op.launches}", number(1e3 * op.seconds), number(op.flops / 1e9),
+              number(op.bytes / 1e6), number(op.intensity), op.kind) for op in predicted.breakdown),
+        )  # fmt: skip
+
+
+def _forbid_beside_plan(given: dict[str, Any]) -> None:
+    """A plan's file holds its own workload, so options for it are refused."""
+    stray = next((name for name, value in given.items() if value is not None and value is not False), None)
+    if stray:
+        raise click.UsageError(f"{stray} cannot be given with --plan, which has its own")

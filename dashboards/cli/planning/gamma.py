@@ -1,0 +1,53 @@
+"""`ridgeplan gamma`: the best number of drafts a round over contexts and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from ridgeplan import planner
+from ridgeplan.dashboards.cli.options import as_json, memory_utilization, options, profile_file, yarn
+from ridgeplan.dashboards.cli.output import print_json, print_table
+from ridgeplan.dashboards.cli.planning.options import memory_limit, new_tokens
+from ridgeplan.planner.search.best_gamma import BATCHES, GammaCell
+
+
+@click.command()
+@click.argument("model")
+@click.argument("gpu")
+@options(
+    click.option("--preset", default="quantspec", show_default=True, help="A named plan that drafts."),
+    click.option("--ctx", "contexts", type=int, multiple=True,
+                 help="Tokens of a prompt; repeat for several.  [default: 4096 to the model's limit]"),
+    click.option("--batch", "batches", type=int, multiple=True, default=BATCHES, show_default=True,
+                 help="Sequences at a time; repeat for several."),
+    new_tokens,
+    memory_utilization,
+    memory_limit,
+    profile_file,
+    yarn,
+    as_json,
+)  # fmt: skip
+def gamma(
+    model: str, gpu: str, preset: str, contexts: Sequence[int], batches: Sequence[int], as_json: bool, **more: Any
+) -> None:
+    """The best gamma of a preset for MODEL on GPU, over contexts and batches, with its speed-up over plain decoding."""
+    cells = planner.best_gamma(model, gpu, preset=preset, contexts=contexts, batches=batches, **more)
+    if as_json:
+        print_json({"preset": preset, "cells": [asdict(cell) for cell in cells]})
+        return
+    rows = [
+        (f"{context}", *(_text(cell) for cell in cells if cell.context == context), "")
+        for context in dict.fromkeys(cell.context for cell in cells)
+    ]
+    print_table(
+        f"Best gamma of {preset}, and its speed-up", ("context", *(f"batch {one}" for one in batches), ""), rows
+    )
+
+
+def _text(cell: GammaCell) -> str:
+    """The gamma and its speed-up; no figures where the plan does not fit."""
+    return f"{cell.gamma} ({cell.speedup:.2f}x)" if cell.fits else "does not fit"

@@ -1,0 +1,96 @@
+"""The best gamma of a plan over contexts and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ridgeplan.planner.acceptance import AcceptanceModel
+from ridgeplan.planner.capacity import MEMORY_UTILIZATION
+from ridgeplan.planner.lowering import rates_of, strategy_of
+from ridgeplan.planner.plan import Plan, require
+from ridgeplan.planner.policies.selection.all import autoregressive
+from ridgeplan.planner.presets import preset as preset_of
+from ridgeplan.planner.resolution import workload_for
+from ridgeplan.planner.search.question import Question, ask
+from ridgeplan.planner.search_space import GAMMAS
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.evaluate import Estimate, evaluate
+
+CONTEXTS = (4096, 16384, 32768, 65536, 131072)
+BATCHES = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class GammaCell:
+    """The gamma with the least time per token at one size, and its speed-up over plain decoding."""
+
+    context: int
+    batch: int
+    gamma: int
+    tpot_ms: float
+    speedup: float
+    fits: bool
+
+
+def best_gamma(
+    model: str | ModelShape,
+    gpu: str,
+    *,
+    preset: str = "quantspec",
+    contexts: Sequence[int] = (),
+    batches: Sequence[int] = BATCHES,
+    new_tokens: int = 1024,
+    memory_limit: float | None = None,
+    memory_utilization: float = MEMORY_UTILIZATION,
+    profile: Profile | str | None = None,
+    yarn: bool = False,
+) -> tuple[GammaCell, ...]:
+    """The best gamma of a preset that drafts, for every context and batch.
+
+    `contexts` default to those of `CONTEXTS` within the model's limit. Other arguments, and errors, are those of
+    `recommend`; raises PlanError for a preset without drafts.
+    """
+    asked = ask(
+        model, gpu, 1, new_tokens=new_tokens, memory_limit=memory_limit, memory_utilization=memory_utilization,
+        profile=profile, yarn=yarn,
+    )  # fmt: skip
+    drafts = preset_of(preset, asked.workload).speculation.active
+    require(drafts, f"preset {preset!r} drafts nothing; allowed: one that speculates, such as quantspec")
+    longest = asked.shape.max_context
+    sizes = contexts or tuple(one for one in CONTEXTS if one <= longest) or (longest,)
+    questions = [
+        replace(asked, workload=workload_for(asked.shape, asked.profile, context, new_tokens, batch, yarn=yarn))
+        for context in sizes
+        for batch in batches
+    ]
+    return tuple(_cell(question.as_executed, preset) for question in questions)
+
+
+def _cell(question: Question, preset: str) -> GammaCell:
+    workload = question.workload
+    found = _estimate(question, preset_of(preset, workload), np.array(GAMMAS))
+    plain = _estimate(question, autoregressive(workload), np.zeros(1))
+    best = int(np.argmin(found.tpot_s))
+    peak = np.broadcast_to(found.memory.peak, (len(GAMMAS),))[best]
+    tpot_s = float(found.tpot_s[best])
+    return GammaCell(
+        context=workload.context,
+        batch=workload.batch,
+        gamma=GAMMAS[best],
+        tpot_ms=1e3 * tpot_s,
+        speedup=float(plain.tpot_s[0]) / tpot_s,
+        fits=bool(peak <= question.memory_limit_bytes),
+    )
+
+
+def _estimate(question: Question, plan: Plan, gamma: np.ndarray) -> Estimate:
+    """The plan at every gamma."""
+    machine, shape = question.machine, question.shape
+    model = AcceptanceModel.for_model(shape, question.workload.context, question.profile.acceptance)
+    acceptance = model.best(plan, np.full(len(gamma), plan.speculation.ratio))
+    strategy = replace(strategy_of(plan, shape, machine, 1.0), gamma=gamma, acceptance=acceptance)
+    return evaluate(shape, machine, strategy, rates_of(plan, shape, machine))

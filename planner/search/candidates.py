@@ -1,0 +1,110 @@
+"""The best plan of every family, from one vectorized evaluation of all their grids."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ridgeplan.planner.acceptance import AcceptanceModel
+from ridgeplan.planner.lowering import rates_of, stack, strategy_of
+from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.policies.selection.all import autoregressive
+from ridgeplan.planner.presets import PRESETS
+from ridgeplan.planner.quality import losses, quality_of
+from ridgeplan.planner.search.question import Objective, Question
+from ridgeplan.planner.search_space import Family, families
+from ridgeplan.planner.support import missing_execution
+from ridgeplan.roofline.device import GIB
+from ridgeplan.roofline.evaluate import Estimate, evaluate
+from ridgeplan.roofline.placement import resident_memory
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The best plan of a family: its objective (lower is better) and its peak memory."""
+
+    name: str
+    plan: Plan
+    score: float
+    tpot_s: float
+    peak_bytes: float
+
+    def rejection(self, question: Question) -> str | None:
+        """Why this plan cannot be recommended, however fast; None if it can."""
+        return self.exclusion(question) or self.unsupported(question)
+
+    def exclusion(self, question: Question) -> str | None:
+        """Why this plan is no answer, on whatever runtime; None if it is one."""
+        if self.peak_bytes > question.memory_limit_bytes:
+            needed, limit = self.peak_bytes / GIB, question.memory_limit_bytes / GIB
+            return f"does not fit: needs {needed:.1f} GiB of {limit:.1f} GiB"
+        if not question.quality.allows(quality_of(self.plan)):
+            return f"quality: {'; '.join(losses(self.plan))}"
+        return None
+
+    def unsupported(self, question: Question) -> str | None:
+        """What the runtime lacks to execute this plan; None if nothing."""
+        missing = missing_execution(self.plan, question.shape)
+        return f"estimated only, the runtime cannot execute {', '.join(missing)} yet" if missing else None
+
+
+def search(question: Question, searched: tuple[Family, ...] | None = None) -> list[Candidate]:
+    """The best plan of every family of the search space, or of those given."""
+    if searched is None:
+        searched = families(question.workload, offload=not fits_whole(question), quality=question.quality)
+    model = AcceptanceModel.for_model(question.shape, question.workload.context, question.profile.acceptance)
+    machine = question.machine
+    templates = [strategy_of(family.template, question.shape, machine, 1.0) for family in searched]
+    rates = [rates_of(family.template, question.shape, machine) for family in searched]
+    grids = [family.grid() for family in searched]
+    gamma, ratio = (np.concatenate(axis) for axis in zip(*grids, strict=True))
+    acceptance = np.concatenate(
+        [model.best(family.template, grid[1]) for family, grid in zip(searched, grids, strict=True)]
+    )
+    sizes = [family.size for family in searched]
+    strategy = replace(stack(templates, sizes), gamma=gamma, draft_ratio=ratio, acceptance=acceptance)
+    estimate = evaluate(question.shape, machine, strategy, stack(rates, sizes))
+    return list(_best_of_each(searched, (gamma, ratio), estimate, question))
+
+
+def fits_whole(question: Question) -> bool:
+    """Whether plain decoding fits without offloading."""
+    machine = question.machine
+    plain = strategy_of(autoregressive(question.workload), question.shape, machine, 1.0)
+    return bool(resident_memory(question.shape, machine, plain).peak <= question.memory_limit_bytes)
+
+
+def _best_of_each(
+    searched: tuple[Family, ...], grid: tuple[np.ndarray, ...], estimate: Estimate, question: Question
+) -> Iterator[Candidate]:
+    """For each family, the fitting plan with the lowest objective; if none fits, the one that needs least memory.
+
+    Plans of the joint space that may offload but need not are skipped, as they are listed without offloading too.
+    """
+    size = len(grid[0])
+    offloaded = np.broadcast_to(estimate.offloaded_layers, (size,))
+    tpot, peak = (np.broadcast_to(array, (size,)) for array in (estimate.tpot_s, estimate.memory.peak))
+    score = _score(estimate, question, size)
+    fits = peak <= question.memory_limit_bytes
+    start = 0
+    for family in searched:
+        part = slice(start, start + family.size)
+        start += family.size
+        ranked = np.where(fits[part], score[part], math.inf) if fits[part].any() else peak[part]
+        best = part.start + int(np.argmin(ranked))
+        if family.template.placement.offload and family.name not in PRESETS and not offloaded[best]:
+            continue
+        plan = family.plan(*(axis[best] for axis in grid))
+        yield Candidate(family.name, plan, float(score[best]), float(tpot[best]), float(peak[best]))
+
+
+def _score(estimate: Estimate, question: Question, size: int) -> np.ndarray:
+    value = {
+        Objective.LATENCY: estimate.tpot_s,
+        Objective.TOTAL: estimate.ttft_s + question.workload.new_tokens * estimate.tpot_s,
+        Objective.MEMORY: estimate.memory.peak,
+    }[question.objective]
+    return np.broadcast_to(np.asarray(value, dtype=float), (size,))

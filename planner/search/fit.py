@@ -1,0 +1,130 @@
+"""Inverse questions: the largest context for a batch, and the largest batch for a context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ridgeplan.planner.capacity import MEMORY_UTILIZATION, Capacity
+from ridgeplan.planner.plan import MAX_BATCH, Plan
+from ridgeplan.planner.presets import preset as preset_of
+from ridgeplan.planner.presets import preset_name
+from ridgeplan.planner.resolution import longest_context, workload_for
+from ridgeplan.planner.search.choice import preference
+from ridgeplan.planner.search.question import Question, ask, notes
+from ridgeplan.planner.search.runnable import context_limits, runnable_families, smallest_plans
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.shapes import ModelShape
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = tuple(1 << power for power in range(12, 21))
+
+
+@dataclass(frozen=True)
+class FitRow:
+    """The largest size that fits, the plan that reaches it, its peak, and what ends there.
+
+    Where not even 1 fits, the size is 0, the plan is empty, and the peak is that of 1. `limited_by` is "memory"; or
+    "model" where the context ends at its limit or its sliding window; or "plan" at the largest batch of any plan.
+    """
+
+    context: int
+    batch: int
+    plan: str
+    peak_bytes: float
+    limited_by: str
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What fits a machine: the largest context for each batch, and the largest batch for each context."""
+
+    model: str
+    hardware: str
+    contexts: tuple[FitRow, ...]
+    batches: tuple[FitRow, ...]
+    notes: tuple[str, ...]
+    memory_limit_bytes: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def fit(
+    model: str | ModelShape,
+    gpu: str,
+    *,
+    batches: Sequence[int] = BATCHES,
+    contexts: Sequence[int] = (),
+    new_tokens: int = 1024,
+    preset: str | None = None,
+    quality: str = "near-lossless",
+    memory_limit: float | None = None,
+    memory_utilization: float = MEMORY_UTILIZATION,
+    profile: Profile | str | None = None,
+    yarn: bool = False,
+) -> Fit:
+    """The largest context for each of `batches`, and the largest batch for each of `contexts`.
+
+    Of the preset, or else of whichever plan runs, is allowed by `quality` and reaches the most; of several that reach
+    as much, the most exact and then the simplest. `contexts` default to the powers of 2 up to the model's limit. Other
+    arguments, and errors, are those of `recommend`.
+    """
+    asked = ask(
+        model, gpu, 1, new_tokens=new_tokens, quality=quality, memory_limit=memory_limit,
+        memory_utilization=memory_utilization, profile=profile, yarn=yarn,
+    )  # fmt: skip
+    longest = longest_context(asked.shape, new_tokens, yarn=yarn)
+    sizes = contexts or tuple(one for one in CONTEXTS if one <= longest) or (longest,)
+
+    def resized(context: int, batch: int) -> Question:
+        workload = workload_for(asked.shape, asked.profile, context, new_tokens, batch, yarn=yarn)
+        question = replace(asked, workload=workload)
+        return question if preset else question.as_executed
+
+    return Fit(
+        model=asked.shape.name,
+        hardware=asked.profile.hardware.name,
+        contexts=tuple(_largest_context(resized(longest, batch), preset) for batch in batches),
+        batches=tuple(_largest_batch(resized(context, 1), preset) for context in sizes),
+        notes=tuple(notes(asked.shape, asked.profile, asked.workload, memory_limit, asked.memory_limit_bytes)),
+        memory_limit_bytes=asked.memory_limit_bytes,
+    )
+
+
+def _largest_context(question: Question, preset: str | None) -> FitRow:
+    """For the question's batch; its context is the longest, as budgets of policies are at most the context."""
+    plans, batch = _plans(question, preset), question.workload.batch
+    limits = context_limits(plans, question)
+    capacity = Capacity(plans, question.shape, question.machine)
+    sizes = capacity.largest_contexts(limits)
+    best = int(np.argmax(sizes))
+    peak = float(capacity.peaks(context=np.maximum(sizes, 1))[best])
+    limited_by = "model" if sizes[best] == limits[best] else "memory"
+    return _row(int(sizes[best]), batch, plans[best] if sizes[best] else None, peak, limited_by)
+
+
+def _largest_batch(question: Question, preset: str | None) -> FitRow:
+    """For the question's context."""
+    plans, context = _plans(question, preset), question.workload.context
+    capacity = Capacity(plans, question.shape, question.machine)
+    sizes = capacity.largest_batches()
+    best = int(np.argmax(sizes))
+    peak = float(capacity.peaks(batch=np.maximum(sizes, 1))[best])
+    limited_by = "plan" if sizes[best] == MAX_BATCH else "memory"
+    return _row(context, int(sizes[best]), plans[best] if sizes[best] else None, peak, limited_by)
+
+
+def _row(context: int, batch: int, plan: Plan | None, peak_bytes: float, limited_by: str) -> FitRow:
+    return FitRow(context, batch, preset_name(plan) if plan else "", peak_bytes, limited_by)
+
+
+def _plans(question: Question, preset: str | None) -> list[Plan]:
+    """The preset, or the smallest plan of every family that runs; the preferred ones first."""
+    if preset:
+        return [preset_of(preset, question.workload)]
+    return sorted(smallest_plans(runnable_families(question)), key=preference)

@@ -1,0 +1,95 @@
+"""What to change where no plan fits: the least plan of all, the sizes that fit, and the smallest GPU that would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ridgeplan.planner.capacity import Capacity, described_contexts, usable_bytes
+from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.presets import preset_name
+from ridgeplan.planner.quality import Quality
+from ridgeplan.planner.search.candidates import Candidate, search
+from ridgeplan.planner.search.question import Question
+from ridgeplan.planner.search.runnable import context_limits, runnable_families, smallest_plans
+from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
+from ridgeplan.roofline.device import GIB
+
+
+class NothingFits(ValueError):
+    """No executable plan of the allowed quality fits into memory."""
+
+
+def tightest(question: Question) -> list[Candidate]:
+    """The plans that run and fit with any size of quantization groups, where the usual ones do not fit."""
+    found = search(question, tuple(runnable_families(question, regroup=True)))
+    return [one for one in found if one.rejection(question) is None]
+
+
+def why_nothing_fits(question: Question, memory_utilization: float) -> str:
+    """One line: the executable plan that needs the least memory, and what would make one fit."""
+    plans, workload = _least_plans(question), question.workload
+    peaks = Capacity(plans, question.shape, question.machine).peaks()
+    least, limit = int(np.argmin(peaks)), question.memory_limit_bytes
+    needs = (
+        f"nothing fits: {workload.model} at context {workload.context}, batch {workload.batch} needs at least "
+        f"{peaks[least] / GIB:.1f} GiB ({preset_name(plans[least])}) of {limit / GIB:.1f} GiB on {workload.hardware}"
+    )
+    return f"{needs}; allowed: {', or '.join(_options(question, plans, memory_utilization))}"
+
+
+def smallest_gpu(question: Question, plans: Sequence[Plan], memory_utilization: float) -> Hardware | None:
+    """The GPU of the catalog with the least memory on which any of the plans fits; None if none is enough."""
+    for hardware in sorted(list_hardware(), key=lambda one: one.memory_bytes):
+        usable = usable_bytes(hardware.memory_bytes, memory_utilization)
+        device = replace(
+            question.machine, memory_bytes=usable, element_bytes=hardware.element_bytes, num_sms=hardware.num_sms,
+            asynchronous=1,
+        )  # fmt: skip
+        if Capacity(plans, question.shape, device).peaks().min() <= usable:
+            return hardware
+    return None
+
+
+def _least_plans(question: Question) -> list[Plan]:
+    return smallest_plans(runnable_families(question, regroup=True))
+
+
+def _options(question: Question, plans: Sequence[Plan], memory_utilization: float) -> Iterator[str]:
+    workload = question.workload
+    longest = _longest(question, plans)
+    batch = int(Capacity(plans, question.shape, question.machine).largest_batches().max())
+    if longest:
+        yield described_contexts(longest, workload, workload.batch)
+    if batch:
+        yield f"batch up to {batch} with context {workload.context}"
+    if not longest and not batch and workload.batch > 1:
+        yield from _alone(question)
+    yield from _lower_quality(question)
+    gpu = smallest_gpu(question, plans, memory_utilization)
+    yield f"a GPU such as {gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB)" if gpu else "no GPU of the catalog"
+
+
+def _lower_quality(question: Question) -> Iterator[str]:
+    """The strictest quality at which a plan fits."""
+    for quality in Quality:
+        fitting = [] if question.quality.allows(quality) else tightest(replace(question, quality=quality))
+        if fitting:
+            least = min(fitting, key=lambda one: one.peak_bytes)
+            yield f"quality {quality}, such as {preset_name(least.plan)}"
+            return
+
+
+def _longest(question: Question, plans: Sequence[Plan]) -> int:
+    limits = context_limits(plans, question)
+    return int(Capacity(plans, question.shape, question.machine).largest_contexts(limits).max())
+
+
+def _alone(question: Question) -> Iterator[str]:
+    """The contexts that fit a batch of 1."""
+    one = replace(question, workload=replace(question.workload, batch=1))
+    longest = _longest(one, _least_plans(one))
+    if longest:
+        yield described_contexts(longest, one.workload, 1)

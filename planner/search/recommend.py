@@ -1,0 +1,148 @@
+"""`recommend`: the best plan that runs here, the best of all, and why the others lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ridgeplan.planner.capacity import MEMORY_UTILIZATION
+from ridgeplan.planner.policies.selection.all import autoregressive
+from ridgeplan.planner.prediction import Prediction, predict_all
+from ridgeplan.planner.presets import PRESETS
+from ridgeplan.planner.quality import losses
+from ridgeplan.planner.recommendation import Alternative, Recommendation
+from ridgeplan.planner.search.candidates import Candidate, search
+from ridgeplan.planner.search.choice import chosen, contenders, preference, sampled_scores, why_preferred
+from ridgeplan.planner.search.nothing_fits import NothingFits, tightest, why_nothing_fits
+from ridgeplan.planner.search.question import Objective, Question, ask, notes
+from ridgeplan.planner.uncertainty import sampled_tpot_ms
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.shapes import ModelShape
+
+MAX_UNNAMED = 8
+
+
+def recommend(
+    model: str | ModelShape,
+    gpu: str,
+    ctx: int,
+    *,
+    batch: int = 1,
+    new_tokens: int = 1024,
+    quality: str = "near-lossless",
+    objective: str = "latency",
+    memory_limit: float | None = None,
+    memory_utilization: float = MEMORY_UTILIZATION,
+    profile: Profile | str | None = None,
+    yarn: bool = False,
+) -> Recommendation:
+    """The best plan that runs for a model on a machine at a context and batch, and the best of all, with predictions.
+
+    `model` is a catalog name, a config.json, a GGUF, a hub id in the local cache, or a ModelShape; `gpu` a catalog
+    name, a TOML file or "auto". `quality` limits what the target may give up (exact, near-lossless, lossy). Plans may
+    take `memory_utilization` of the machine's memory, or `memory_limit` bytes where that is less. `profile` is a
+    calibration or its file. A context beyond the model's is stretched if `yarn`. Raises PlanError, UnknownModel,
+    UnknownHardware, ProfileError (all ValueError) for bad input, and NothingFits.
+    """
+    asked = ask(
+        model, gpu, ctx, batch=batch, new_tokens=new_tokens, quality=quality, objective=objective,
+        memory_limit=memory_limit, memory_utilization=memory_utilization, profile=profile, yarn=yarn,
+    )  # fmt: skip
+    question = asked.as_executed
+    candidates = _ranked(search(question))
+    possible = [one for one in candidates if one.rejection(question) is None] or _ranked(tightest(question))
+    if not possible:
+        raise NothingFits(why_nothing_fits(question, memory_utilization))
+    level, best_of_all = contenders(possible, question), _best_of_all(asked, candidates, possible[0])
+    listed = _listed(candidates, [*possible[:MAX_UNNAMED], *level])
+    plans = [autoregressive(asked.workload), *(one.plan for one in listed)]
+    baseline, *predicted = predict_all(plans, question.shape, question.profile, question.machine)
+    predictions = dict(zip(listed, predicted, strict=True))
+    winner = chosen(level, sampled_scores([predictions[one] for one in level], question))
+    return Recommendation(
+        plan=winner.plan,
+        name=winner.name,
+        predicted=_compared(predictions[winner], baseline, question),
+        baseline=baseline,
+        best_estimated=best_of_all and _estimated(*best_of_all, predictions, baseline),
+        alternatives=tuple(_alternatives(listed, winner, predictions, baseline, question)),
+        losses=tuple(losses(winner.plan)),
+        notes=tuple(notes(asked.shape, asked.profile, asked.workload, memory_limit, asked.memory_limit_bytes)),
+        memory_limit_bytes=question.memory_limit_bytes,
+    )
+
+
+def _ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """From the best to the worst; of equally good plans the preferred one first."""
+    return sorted(candidates, key=lambda one: (one.score, preference(one.plan)))
+
+
+def _listed(candidates: Sequence[Candidate], possible: Sequence[Candidate]) -> list[Candidate]:
+    """The best of those that run and fit, the best few unnamed families, and all presets."""
+    unnamed = [one for one in candidates if one.name not in PRESETS][:MAX_UNNAMED]
+    return list(dict.fromkeys([*possible, *unnamed, *(one for one in candidates if one.name in PRESETS)]))
+
+
+def _compared(predicted: Prediction, baseline: Prediction, question: Question) -> Prediction:
+    """With the speed-up over plain decoding, and the probability that there is one."""
+    tpot_ms, plain_ms = sampled_tpot_ms([predicted, baseline], question.profile)
+    return replace(predicted.against(baseline), beats_plain=float((tpot_ms < plain_ms).mean()))
+
+
+def _best_of_all(
+    asked: Question, candidates: Sequence[Candidate], fastest: Candidate
+) -> tuple[Candidate, Question] | None:
+    """The best plan of all, on whatever runtime, and its question; None if it is one that runs.
+
+    Weights that the runtime converts could also be kept as the checkpoint has them, which is searched apart.
+    """
+    questions = [(asked.as_executed, candidates)]
+    if asked.shape.weight_bits.converted:
+        questions.append((asked, search(asked)))
+    faster = [
+        (one, question)
+        for question, found in questions
+        for one in found
+        if one.score < fastest.score and one.exclusion(question) is None and one.unsupported(question)
+    ]
+    return min(faster, key=lambda pair: pair[0].score, default=None)
+
+
+def _estimated(
+    best: Candidate, question: Question, predictions: Mapping[Candidate, Prediction], baseline: Prediction
+) -> Alternative:
+    predicted = predictions.get(best)
+    if predicted is None:  # one of the checkpoint's own weights is not among the alternatives
+        (predicted,) = predict_all([best.plan], question.shape, question.profile, question.machine)
+    return Alternative(best.name, best.plan, _compared(predicted, baseline, question), best.rejection(question) or "")
+
+
+def _alternatives(
+    listed: Sequence[Candidate],
+    winner: Candidate,
+    predictions: Mapping[Candidate, Prediction],
+    baseline: Prediction,
+    question: Question,
+) -> list[Alternative]:
+    """First the plans that only lost, then those that are ruled out; each from the best to the worst."""
+    others = sorted((one for one in listed if one is not winner), key=lambda one: (one.score, preference(one.plan)))
+    reasons = {one.plan: one.rejection(question) for one in others}
+    others.sort(key=lambda one: reasons[one.plan] is not None)
+    return [
+        Alternative(
+            one.name,
+            one.plan,
+            predictions[one].against(baseline),
+            reasons[one.plan] or _lost(one, winner, question),
+        )
+        for one in others
+    ]
+
+
+def _lost(one: Candidate, winner: Candidate, question: Question) -> str:
+    times, memory = one.score / winner.score, question.objective is Objective.MEMORY
+    figure = "memory" if memory else "time"
+    if times < 1 or (times == 1 and preference(winner.plan) < preference(one.plan)):
+        reason = f"the recommended plan is {why_preferred(winner.plan, one.plan)}"
+        return f"within the noise: {times:.2f}x the recommended plan's {figure}, and {reason}"
+    return f"{'larger' if memory else 'slower'}: {times:.2f}x the recommended plan's {figure}"

@@ -1,0 +1,57 @@
+"""The plans of the search space that the runtime executes and that a question allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.quality import quality_of
+from ridgeplan.planner.resolution import longest_context
+from ridgeplan.planner.search.question import Question
+from ridgeplan.planner.search_space import Family, families
+from ridgeplan.planner.support import exceeds_window, missing_execution
+from ridgeplan.roofline.execution import QUANTIZATION_GROUPS
+
+
+def runnable_families(question: Question, *, regroup: bool = False) -> list[Family]:
+    """Families that run and are allowed; with `regroup` each with every size of quantization groups.
+
+    Larger groups have fewer scales, smaller ones a smaller buffer in full precision. They are only searched where the
+    usual ones do not fit.
+    """
+    known = families(question.workload, offload=False, quality=question.quality)
+    running = [family for family in known if _runs(family.template, question)]
+    return [one for family in running for one in _regrouped(family)] if regroup else running
+
+
+def smallest_plans(searched: Sequence[Family]) -> list[Plan]:
+    """The plan of each family that takes the least memory: that with the fewest drafts."""
+    return [family.plan(min(family.gammas), family.ratios[0]) for family in searched]
+
+
+def context_limits(plans: Sequence[Plan], question: Question) -> np.ndarray:
+    """The longest context that each plan may have for the question's model, new tokens and use of YaRN: [plans].
+
+    Beyond a sliding window only plain decoding runs.
+    """
+    workload, shape = question.workload, question.shape
+    longest = longest_context(shape, workload.new_tokens, yarn=workload.yarn_factor > 1)
+    within_window = max((shape.window_tokens or longest) - workload.new_tokens, 0)
+    long = replace(workload, context=longest)
+    bounded = [exceeds_window(replace(plan, workload=long), shape) for plan in plans]
+    return np.where(bounded, min(within_window, longest), longest)
+
+
+def _runs(plan: Plan, question: Question) -> bool:
+    return question.quality.allows(quality_of(plan)) and not missing_execution(plan, question.shape)
+
+
+def _regrouped(family: Family) -> Iterator[Family]:
+    template = family.template
+    quantized = template.weights.target_bits != 16 or template.weights.draft_differs
+    weights = replace(template.weights, group=max(QUANTIZATION_GROUPS)) if quantized else template.weights
+    for group in QUANTIZATION_GROUPS if template.kv.format.quantized else (template.kv.group,):
+        yield replace(family, template=replace(template, weights=weights, kv=replace(template.kv, group=group)))

@@ -1,0 +1,68 @@
+"""Bits per weight that a checkpoint holds, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ridgeplan.roofline.catalog.checks import Checked, number, one_of
+
+FULL_BITS = 16.0
+# Formats that the runtime converts to the machine's own precision as it loads them.
+CONVERTED_FORMATS = ("bf16", "float32", "gguf")
+FORMATS = (*CONVERTED_FORMATS, "gptq", "awq", "bitsandbytes", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4")
+PARTS = ("attention", "mlp", "experts", "embedding", "head")
+
+
+def _bits() -> Any:
+    return number(1, 64, default=FULL_BITS)
+
+
+@dataclass(frozen=True)
+class WeightBits(Checked):
+    """Bits per weight of each part's matrices, with their scales and zeros.
+
+    16 is any 16-bit type, which a machine holds in its own full precision: bf16 on a GPU, fp32 on a CPU. Vectors and
+    routers are in full precision in all formats.
+    """
+
+    attention: float = _bits()
+    mlp: float = _bits()  # dense MLPs and shared experts
+    experts: float = _bits()  # routed ones
+    embedding: float = _bits()
+    head: float = _bits()  # the embedding's where both are one table
+    format: str = one_of(FORMATS, default="bf16")
+
+    def full_bytes(self, part: str, element_bytes: float) -> float:
+        """Bytes per weight of a part that no plan quantizes, on a machine with `element_bytes` per element."""
+        bits: float = getattr(self, part)
+        return element_bytes if bits == FULL_BITS else bits / 8
+
+    def widest_bytes(self, element_bytes: float) -> float:
+        """Bytes per weight of the linear layers' widest part."""
+        return max(self.full_bytes(part, element_bytes) for part in ("attention", "mlp", "experts"))
+
+    @property
+    def as_loaded(self) -> WeightBits:
+        """The bits of the weights once the runtime has loaded them."""
+        return WeightBits(format=self.format) if self.converted else self
+
+    @property
+    def converted(self) -> bool:
+        """Whether loading changes any part's bits."""
+        held = (getattr(self, part) for part in PARTS)
+        return self.format in CONVERTED_FORMATS and any(bits != FULL_BITS for bits in held)
+
+    def tied(self) -> WeightBits:
+        """These bits for a model whose output head is its embedding."""
+        return replace(self, head=self.embedding)
+
+
+def mean_bits(tensors: Iterable[tuple[str, float, float]], kind: str) -> WeightBits:
+    """The mean bits of each part, from its tensors: (part, elements, bits per weight). Parts without any have 16."""
+    held: dict[str, tuple[float, float]] = {}
+    for part, elements, bits in tensors:
+        known_elements, known_bits = held.get(part, (0.0, 0.0))
+        held[part] = known_elements + elements, known_bits + elements * bits
+    return WeightBits(**{part: bits / elements for part, (elements, bits) in held.items()}, format=kind)

@@ -1,0 +1,132 @@
+"""`fit` and `gamma`, both answers of `recommend`, and plans that `estimate` saves."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeplan.planner import PRESETS, Plan, fit
+from ridgeplan.planner.support import missing_execution
+from ridgeplan.roofline.catalog.profile import Profile
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+QUESTION = (LLAMA, "--gpu", "h200", "--ctx", 120_000)
+
+
+def as_json(result: Any) -> Any:
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_both_answers_are_shown_and_marked(invoke: Any) -> None:
+    answer = as_json(invoke("recommend", *QUESTION, "--json"))
+    best = answer["best_estimated"]
+    assert missing_execution(Plan.from_dict(best["plan"]))
+    assert not missing_execution(Plan.from_dict(answer["plan"]))
+    assert best["predicted"]["tpot_ms"] < answer["predicted"]["tpot_ms"]
+    assert 0 < answer["predicted"]["beats_plain"] <= 1
+    text = invoke("recommend", *QUESTION).stdout
+    assert f"runs here: {answer['preset']}" in text
+    assert f"best of all: {best['preset']}" in text
+
+
+def test_where_nothing_estimated_is_faster_there_is_no_second_answer(invoke: Any) -> None:
+    line = ("recommend", *QUESTION, "--objective", "memory")
+    assert as_json(invoke(*line, "--json"))["best_estimated"] is None
+    assert "best of all: no plan that is only estimated is faster" in invoke(*line).stdout
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_can_be_saved_as_a_plan(invoke: Any, tmp_path: Path, name: str) -> None:
+    path = tmp_path / "plan.json"
+    answer = as_json(invoke("estimate", *QUESTION, "--preset", name, "--output", path, "--json"))
+    saved = Plan.from_json(path.read_text())
+    assert saved == Plan.from_dict(answer["plan"])
+    assert answer["not_executable"] == missing_execution(saved)
+    assert as_json(invoke("estimate", "--plan", path, "--json"))["preset"] == name
+
+
+def test_a_plan_that_is_only_estimated_says_so(invoke: Any) -> None:
+    line = ("estimate", *QUESTION, "--preset")
+    assert "the runtime cannot execute draft selection 'specattn' yet" in invoke(*line, "specattn").stdout
+    assert "cannot execute" not in invoke(*line, "quantspec").stdout
+
+
+def test_the_reserve_and_the_limit_decide_what_fits(invoke: Any) -> None:
+    """Plain decoding of 120000 tokens takes 32 GiB of 140."""
+    line = ("estimate", *QUESTION, "--preset", "autoregressive", "--json")
+    found = as_json(invoke(*line))
+    assert (found["fits"], found["memory_limit_bytes"]) == (True, 0.9 * 150_754_820_096)
+    assert as_json(invoke(*line, "--memory-utilization", "0.2"))["fits"] is False
+    assert as_json(invoke(*line, "--memory-limit", "30GiB"))["fits"] is False
+    clamped = as_json(invoke(*line, "--memory-limit", "200GiB"))
+    assert clamped["memory_limit_bytes"] == found["memory_limit_bytes"]
+    assert any("the memory limit of 200.0 GiB is more than h200 may use" in note for note in clamped["notes"])
+
+
+def test_layers_leave_the_gpu_at_the_limit(invoke: Any) -> None:
+    line = ("estimate", *QUESTION, "--preset", "specontext", "--json")
+    assert as_json(invoke(*line))["predicted"]["offloaded_layers"] == 0
+    limited = as_json(invoke(*line, "--memory-limit", "25GiB"))
+    assert limited["predicted"]["offloaded_layers"] > 0
+    assert limited["fits"] is True
+
+
+def test_fit_is_the_planners(invoke: Any, profile: Profile) -> None:
+    line = ("fit", LLAMA, "rtx4090", "--batch", 1, "--batch", 4, "--ctx", 8192)
+    found = fit(LLAMA, "rtx4090", batches=(1, 4), contexts=(8192,), profile=profile)
+    assert as_json(invoke(*line, "--json")) == json.loads(json.dumps(found.to_dict()))
+    text = invoke(*line).stdout
+    for row in (*found.contexts, *found.batches):
+        assert f"{row.context} " in text
+        assert row.plan in text
+    assert "note: rtx4090 is not calibrated" in text
+
+
+def test_fit_of_one_preset_and_of_none_that_fits(invoke: Any) -> None:
+    one = as_json(invoke("fit", LLAMA, "rtx4090", "--preset", "quantspec", "--json"))
+    assert {row["plan"] for row in (*one["contexts"], *one["batches"])} <= {"quantspec", ""}
+    assert [row["batch"] for row in one["contexts"]] == [1, 2, 4, 8, 16, 32, 64]
+    assert "none fits" in invoke("fit", "meta-llama/Llama-3.1-70B", "rtx4090").stdout
+
+
+def test_gamma_is_a_table_of_contexts_and_batches(invoke: Any) -> None:
+    line = ("gamma", LLAMA, "h200", "--ctx", 4096, "--ctx", 131_072, "--batch", 1, "--batch", 64)
+    cells = as_json(invoke(*line, "--json"))["cells"]
+    assert [(cell["context"], cell["batch"], cell["fits"]) for cell in cells] == [
+        (4096, 1, True), (4096, 64, True), (131_072, 1, True), (131_072, 64, False),
+    ]  # fmt: skip
+    text = invoke(*line).stdout
+    assert "does not fit" in text
+    for cell in cells[:3]:
+        assert f"{cell['gamma']} ({cell['speedup']:.2f}x)" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (("fit", LLAMA), "Missing argument 'GPU'"),
+        (("fit", LLAMA, "h20o"), "unknown GPU 'h20o'"),
+        (("fit", LLAMA, "h200", "--batch", 0), "batch is 0; allowed"),
+        (("fit", LLAMA, "h200", "--preset", "x"), "unknown preset 'x'"),
+        (("fit", LLAMA, "h200", "--memory-utilization", 1.5), "memory_utilization is 1.5; allowed: above 0 up to 1"),
+        (("gamma", LLAMA, "h200", "--preset", "int8"), "preset 'int8' drafts nothing"),
+        (("gamma", LLAMA, "h200", "--ctx", 0), "context is 0; allowed"),
+        (("recommend", *QUESTION, "--memory-utilization", 0), "memory_utilization is 0.0; allowed: above 0 up to 1"),
+        (("recommend", *QUESTION, "--memory-utilization", "all"), "'all' is not a valid float"),
+        (("estimate", *QUESTION, "--preset", "int8", "--output", "/nowhere/x.json"), "cannot write"),
+    ],
+)
+def test_what_is_wrong_is_one_line(refuses: Any, line: tuple[object, ...], words: str) -> None:
+    assert words in refuses(*line)
+
+
+def test_a_checkpoint_in_a_format_that_is_not_known_is_refused(refuses: Any, tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+        "intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 512,
+        "quantization_config": {"quant_method": "aqlm"},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "quant_method 'aqlm' is not supported; supported: gptq" in refuses("recommend", tmp_path, *QUESTION[1:])

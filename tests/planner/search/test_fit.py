@@ -1,0 +1,100 @@
+"""Inverse questions: what they name fits, and one more does not."""
+
+from dataclasses import replace
+
+import pytest
+
+from ridgeplan import planner
+from ridgeplan.planner.capacity import peak_bytes
+from ridgeplan.planner.plan import Workload
+from ridgeplan.planner.presets import preset
+from ridgeplan.planner.search.question import ask
+from ridgeplan.roofline.catalog.models import load_shape
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+
+
+def peak(name, context, batch, gpu="rtx4090"):
+    question = ask(LLAMA, gpu, 1)
+    plan = preset(name, Workload(LLAMA, gpu, context, 1024, batch))
+    return peak_bytes(plan, question.shape, question.machine), question.memory_limit_bytes
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "int8", "quantspec", "dapq"])
+def test_of_a_preset_the_largest_sizes_fit_to_the_last_token(name):
+    found = planner.fit(LLAMA, "rtx4090", preset=name, batches=(1, 4), contexts=(4096,))
+    for row in found.contexts:
+        assert row.plan == name
+        needed, limit = peak(name, row.context, row.batch)
+        assert needed == pytest.approx(row.peak_bytes)
+        assert needed <= limit
+        assert row.context == 131_072 or limit < peak(name, row.context + 1, row.batch)[0]
+    (row,) = found.batches
+    assert peak(name, 4096, row.batch)[0] <= found.memory_limit_bytes < peak(name, 4096, row.batch + 1)[0]
+
+
+def test_it_agrees_with_recommend():
+    found = planner.fit(LLAMA, "rtx4090", batches=(2,), contexts=(8192,))
+    row = found.contexts[0]
+    assert planner.recommend(LLAMA, "rtx4090", row.context, batch=2)
+    (rows,) = found.batches
+    assert planner.recommend(LLAMA, "rtx4090", 8192, batch=rows.batch)
+
+
+def test_the_model_limits_what_memory_does_not():
+    found = planner.fit(LLAMA, "h200", batches=(1, 64))
+    assert (found.contexts[0].context, found.contexts[0].limited_by) == (131_072, "model")
+    assert found.contexts[0].plan == "autoregressive"  # all plans reach it, this is the most exact and simplest
+    assert found.contexts[1].limited_by == "memory"
+    assert found.contexts[1].plan == "int8"
+    stretched = planner.fit(LLAMA, "h200", batches=(1,), yarn=True).contexts[0]
+    assert stretched.context > 131_072
+    assert stretched.limited_by == "memory"
+
+
+def test_contexts_are_powers_of_2_up_to_the_models_limit():
+    found = planner.fit("Qwen/Qwen2.5-0.5B", "h200", batches=(1,))
+    assert [row.context for row in found.batches] == [4096, 8192, 16384, 32768]
+    short = replace(load_shape("Qwen/Qwen2.5-0.5B"), max_context=1000)
+    assert [row.context for row in planner.fit(short, "h200").batches] == [1000]
+
+
+def test_small_models_reach_the_largest_batch_of_a_plan():
+    (row,) = planner.fit("HuggingFaceTB/SmolLM2-135M", "h200", contexts=(512,), new_tokens=16).batches
+    assert (row.batch, row.limited_by) == (4096, "plan")
+
+
+def test_where_not_even_1_fits_the_plan_is_empty():
+    found = planner.fit("meta-llama/Llama-3.1-70B", "rtx4090", batches=(1,), contexts=(4096,))
+    for row in (*found.contexts, *found.batches):
+        assert row.plan == ""
+        assert row.peak_bytes > found.memory_limit_bytes
+    assert (found.contexts[0].context, found.batches[0].batch) == (0, 0)
+
+
+def test_limits_and_reserves_are_recommends():
+    roomy, tight = (planner.fit(LLAMA, "rtx4090", batches=(1,), memory_utilization=share) for share in (1.0, 0.9))
+    assert roomy.contexts[0].context > tight.contexts[0].context
+    limited = planner.fit(LLAMA, "h200", batches=(1,), memory_limit=20e9)
+    assert limited.memory_limit_bytes == 20e9
+    assert limited.contexts[0].peak_bytes <= 20e9
+    with pytest.raises(planner.PlanError, match="context 200000 is beyond the limit"):
+        planner.fit(LLAMA, "h200", contexts=(200_000,))
+    with pytest.raises(planner.PlanError, match="batch is 0"):
+        planner.fit(LLAMA, "h200", batches=(0,))
+    with pytest.raises(planner.PlanError, match="unknown preset 'x'"):
+        planner.fit(LLAMA, "h200", preset="x")
+
+
+def test_offloaded_presets_reach_further_than_what_stays():
+    """Every layer but its budget may leave the GPU: the prompt's own buffers are what ends there."""
+    staying, leaving = (planner.fit(LLAMA, "rtx4090", preset=name, batches=(4,), yarn=True).contexts[0]
+                        for name in ("autoregressive", "specontext"))  # fmt: skip
+    assert leaving.context > 4 * staying.context
+
+
+def test_json_is_plain():
+    data = planner.fit(LLAMA, "rtx4090", batches=(1,), contexts=(4096,)).to_dict()
+    assert set(data) == {"model", "hardware", "contexts", "batches", "notes", "memory_limit_bytes"}
+    assert set(data["contexts"][0]) == {"context", "batch", "plan", "peak_bytes", "limited_by"}
+    assert data["notes"] == ("rtx4090 is not calibrated: utilizations are those of NVIDIA H200",)

@@ -1,0 +1,132 @@
+"""The best plan over a grid of models, GPUs, contexts, batches and memory: no inversion, nothing over the limit, and
+"nothing fits" only where nothing does.
+
+Acceptance is held at that of one context: it is a fact of models and texts, and may rise with the context.
+"""
+
+import math
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise, product
+
+import pytest
+
+from ridgeplan import planner
+from ridgeplan.planner.acceptance import AcceptanceModel
+from ridgeplan.planner.prediction import predict_all
+from ridgeplan.planner.presets import PRESETS, preset
+from ridgeplan.planner.quality import Quality, quality_of
+from ridgeplan.planner.search import Question, search
+from ridgeplan.planner.search.nothing_fits import tightest
+from ridgeplan.planner.search.question import ask
+from ridgeplan.planner.search.runnable import runnable_families
+from ridgeplan.planner.support import missing_execution
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.latency import Machine
+
+MODELS = (
+    "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-4B", "Qwen/Qwen2.5-7B",
+    "meta-llama/Llama-3.1-8B", "meta-llama/Llama-2-7b-hf", "mistralai/Mistral-7B-v0.1", "Qwen/Qwen3-32B",
+    "meta-llama/Llama-3.1-70B",
+)  # fmt: skip
+GPUS = ("rtx4060-laptop", "rtx4090", "l40s", "a6000", "a100-80gb", "h100-sxm", "h200", "b200")
+CONTEXTS = tuple(512 << power for power in range(12))  # 512 to 1M
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+SHARES = (0.9, 0.6, 0.3)  # of the memory
+MACHINES = tuple(product(MODELS, GPUS))
+SAMPLED = MACHINES[5::27]  # one of every 27, which meets 3 models and 3 GPUs
+REFERENCE_CONTEXT = 16384
+
+
+@pytest.fixture
+def one_acceptance(monkeypatch):
+    original = AcceptanceModel.for_model
+
+    @cache
+    def of_model(name):
+        return original(load_shape(name), REFERENCE_CONTEXT)
+
+    monkeypatch.setattr(AcceptanceModel, "for_model", lambda shape, context, rows=(): of_model(shape.name))
+
+
+@cache
+def question_of(model, gpu):
+    return ask(model, gpu, 1, quality="lossy")
+
+
+def question_at(model, gpu, context, batch, share, quality=Quality.LOSSY):
+    first = question_of(model, gpu)
+    workload = planner.workload_for(first.shape, first.profile, context, 1024, batch, yarn=True)
+    limit = share * first.profile.hardware.memory_bytes
+    return replace(first, workload=workload, quality=quality, memory_limit_bytes=limit)
+
+
+def best_score(question: Question) -> float:
+    """Seconds per token of the fastest plan that runs; infinite where none fits."""
+    found = [one for one in search(question, tuple(runnable_families(question))) if one.rejection(question) is None]
+    assert all(one.peak_bytes <= question.memory_limit_bytes for one in found)
+    return min((one.score for one in found), default=math.inf)
+
+
+def inversions(model, gpu, contexts, batches, shares, quality=Quality.LOSSY):
+    """Neighbours of the grid of which the larger, or the one with less memory, is faster."""
+    sizes = [
+        size for size in product(contexts, batches, shares) if size[0] <= 64 * load_shape(model).max_context - 1024
+    ]
+    best = {size: best_score(question_at(model, gpu, *size, quality)) for size in sizes}
+    for index, axis in enumerate((contexts, batches, shares)):
+        for size, (value, following) in product(sizes, pairwise(axis)):
+            harder = (*size[:index], following, *size[index + 1 :])
+            if size[index] == value and harder in best and best[harder] < best[size] * (1 - 1e-9):
+                yield size, harder, best[size], best[harder]
+
+
+@pytest.mark.usefixtures("one_acceptance")
+@pytest.mark.parametrize(("model", "gpu"), SAMPLED)
+def test_a_sample_of_the_grid_has_no_inversion(model, gpu):
+    assert list(inversions(model, gpu, CONTEXTS[::2], BATCHES[::3], SHARES)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_acceptance")
+@pytest.mark.parametrize(("model", "gpu"), MACHINES)
+def test_the_grid_has_no_inversion(model, gpu):
+    assert list(inversions(model, gpu, CONTEXTS, BATCHES, SHARES, Quality.NEAR_LOSSLESS)) == []
+
+
+def priced(question: Question) -> dict[str, float]:
+    """Peaks of all presets that run and are allowed, each predicted by itself."""
+    plans = {name: preset(name, question.workload) for name in PRESETS}
+    running = {
+        name: plan
+        for name, plan in plans.items()
+        if not missing_execution(plan, question.shape) and question.quality.allows(quality_of(plan))
+    }
+    machine = replace(Machine.of(question.profile), memory_bytes=question.memory_limit_bytes)
+    found = predict_all(list(running.values()), question.shape, question.profile, machine)
+    return {name: one.best.peak_memory_bytes for name, one in zip(running, found, strict=True)}
+
+
+def contradicted(question: Question) -> bool:
+    """Whether a preset that fits is priced where the search finds nothing."""
+    return min(priced(question).values()) <= question.memory_limit_bytes and not tightest(question)
+
+
+@pytest.mark.parametrize("quality", Quality)
+@pytest.mark.parametrize(("model", "gpu"), SAMPLED)
+def test_nothing_fits_only_where_no_preset_does(model, gpu, quality):
+    for size in product(CONTEXTS[::4], BATCHES[::3], SHARES):
+        if size[0] <= 64 * load_shape(model).max_context - 1024:
+            assert not contradicted(question_at(model, gpu, *size, quality)), size
+
+
+@pytest.mark.parametrize(("model", "gpu"), SAMPLED)
+def test_recommended_plans_keep_to_the_limit(model, gpu):
+    for context, share in product((4096, 65536), SHARES):
+        try:
+            answer = planner.recommend(model, gpu, context, batch=4, memory_utilization=share, yarn=True)
+        except planner.NothingFits:
+            continue
+        limit = share * question_of(model, gpu).profile.hardware.memory_bytes
+        assert answer.memory_limit_bytes == limit
+        assert answer.predicted.best.peak_memory_bytes <= limit

@@ -1,0 +1,129 @@
+"""Where nothing fits, the answer is true: nothing that runs is smaller, and what it offers fits."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from ridgeplan import planner
+from ridgeplan.planner.capacity import Capacity, peak_bytes, usable_bytes
+from ridgeplan.planner.plan import KVCache, Weights
+from ridgeplan.planner.presets import PRESETS, preset
+from ridgeplan.planner.quality import Quality, quality_of
+from ridgeplan.planner.search.nothing_fits import smallest_gpu, tightest
+from ridgeplan.planner.search.question import ask
+from ridgeplan.planner.search.runnable import context_limits, runnable_families, smallest_plans
+from ridgeplan.planner.support import missing_execution
+from ridgeplan.roofline.catalog.hardware import list_hardware, load_hardware
+from ridgeplan.roofline.execution import QUANTIZATION_GROUPS
+from ridgeplan.roofline.latency import Machine
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+
+
+def refusal(gpu, context, **changes):
+    with pytest.raises(planner.NothingFits) as caught:
+        planner.recommend(LLAMA, gpu, context, **changes)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_no_preset_that_runs_is_smaller_with_any_group():
+    text = refusal("rtx4090", 130_000, batch=4)
+    gib = float(re.search(r"needs at least ([\d.]+) GiB", text).group(1))
+    question = ask(LLAMA, "rtx4090", 130_000, batch=4)
+    for name in PRESETS:
+        plan = preset(name, question.workload)
+        if missing_execution(plan) or not Quality.NEAR_LOSSLESS.allows(quality_of(plan)):
+            continue
+        for group in QUANTIZATION_GROUPS:
+            grouped = replace(plan, kv=KVCache(plan.kv.format, group), weights=replace(plan.weights, group=group))
+            assert peak_bytes(grouped, question.shape, question.machine) > (gib - 0.05) * 2**30
+    assert "of 21.6 GiB on rtx4090" in text
+
+
+def test_the_sizes_that_it_offers_fit_to_the_token():
+    text = refusal("rtx4090", 30_000, batch=4)
+    context = int(re.search(r"context up to (\d+) with batch 4", text).group(1))
+    batch = int(re.search(r"batch up to (\d+) with context 30000", text).group(1))
+    for changes in ({"ctx": context, "batch": 4}, {"ctx": 30_000, "batch": batch}):
+        fitting = planner.recommend(LLAMA, "rtx4090", **changes)
+        assert fitting.predicted.best.peak_memory_bytes <= fitting.memory_limit_bytes
+    for changes in ({"ctx": context + 1, "batch": 4}, {"ctx": 30_000, "batch": batch + 1}):
+        with pytest.raises(planner.NothingFits):
+            planner.recommend(LLAMA, "rtx4090", **changes)
+
+
+def test_the_gpu_that_it_names_is_enough_and_smaller_ones_are_not():
+    text = refusal("rtx4090", 130_000, batch=4)
+    name = re.search(r"a GPU such as ([\w-]+) ", text).group(1)
+    planner.recommend(LLAMA, name, 130_000, batch=4)
+    smaller = [one for one in list_hardware() if one.memory_bytes < load_hardware(name).memory_bytes]
+    assert len(smaller) > 3
+    for hardware in smaller:
+        refusal(hardware.name, 130_000, batch=4)
+
+
+def test_no_gpu_is_named_where_none_is_enough():
+    with pytest.raises(planner.NothingFits, match="no GPU of the catalog"):
+        planner.recommend("meta-llama/Llama-3.1-70B", "h200", 131_072, batch=64)
+
+
+def test_a_lower_quality_is_offered_where_it_fits():
+    text = refusal("rtx4060-laptop", 4096)
+    assert re.search(r"quality lossy, such as int4-weights", text)
+    lossy = planner.recommend(LLAMA, "rtx4060-laptop", 4096, quality="lossy")
+    assert lossy.plan.weights.target_bits == 4
+    assert "quality near-lossless, such as int8" in refusal("rtx4090", 60_000, quality="exact")
+    assert "quality lossy" not in refusal("rtx4060-laptop", 131_072, batch=64)
+
+
+def test_a_batch_of_1_is_offered_where_neither_size_alone_would_do():
+    text = refusal("rtx4090", 131_072, batch=512)
+    assert re.search(r"allowed: context up to \d+ with batch 1, or", text)
+
+
+def test_groups_of_other_sizes_are_searched_before_giving_up(h200_profile):
+    """Groups of 256 tokens: keys have half the scales, 67 MB less at 132096 tokens, and a buffer 34 MB larger."""
+    question = ask(LLAMA, "h200", 131_072, profile=h200_profile)
+    usual = Capacity(smallest_plans(runnable_families(question)), question.shape, question.machine).peaks().min()
+    limit = usual - 20e6
+    found = planner.recommend(LLAMA, "h200", 131_072, profile=h200_profile, memory_limit=limit)
+    assert found.plan.kv.group == 256
+    assert found.predicted.best.peak_memory_bytes <= limit
+    tight = replace(question, memory_limit_bytes=limit)
+    assert {one.plan.kv.group for one in tightest(tight)} == {256}
+    assert tightest(replace(question, memory_limit_bytes=1e9)) == []
+
+
+def test_short_prompts_in_large_batches_have_small_groups():
+    """The buffer holds two groups of every sequence in full precision: smaller groups need less."""
+    question = ask(LLAMA, "h200", 64, batch=64, new_tokens=8)
+    searched = runnable_families(question, regroup=True)
+    plans = [one.template for one in searched if one.name == "int8"]
+    peaks = Capacity(plans, question.shape, question.machine).peaks()
+    assert [plan.kv.group for plan in plans] == list(QUANTIZATION_GROUPS)
+    assert list(peaks) == sorted(peaks)
+    assert {one.template.weights for one in searched if one.name == "quantspec-weights"} == {Weights(16, 4, 256)}
+
+
+def test_beyond_a_sliding_window_only_plain_decoding_is_offered_more():
+    question = ask("mistralai/Mistral-7B-v0.1", "h200", 2048)
+    plans = [preset(name, question.workload) for name in ("autoregressive", "int8", "quantspec")]
+    assert list(context_limits(plans, question)) == [32768, 4096 - 1024, 4096 - 1024]
+
+
+def test_yarn_stretches_what_is_offered():
+    asked = ask("Qwen/Qwen2.5-0.5B", "h200", 40_000, yarn=True)
+    assert list(context_limits([preset("int8", asked.workload)], asked)) == [64 * 32768 - 1024]
+
+
+def test_the_smallest_gpu_is_that_with_the_least_memory():
+    question = ask("Qwen/Qwen2.5-0.5B", "h200", 4096)
+    plans = [preset("autoregressive", question.workload)]
+    smallest = min(list_hardware(), key=lambda one: one.memory_bytes)
+    assert smallest_gpu(question, plans, 0.9) == smallest
+    needed = Capacity(plans, question.shape, Machine.of(question.profile)).peaks()[0]
+    enough = [one for one in list_hardware() if usable_bytes(one.memory_bytes, 0.1) >= 1.02 * needed]
+    assert smallest_gpu(question, plans, 0.1) == min(enough, key=lambda one: one.memory_bytes)
