@@ -9,6 +9,7 @@ import torch
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.prediction import predict
 from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.runtime.drafting.round_result import RoundResult, RowResult
 from ridgeplan.runtime.kv.cache import Cache
@@ -114,3 +115,17 @@ def test_rows_compare_with_the_prediction_at_the_lengths_that_were_there(model: 
     assert rows["verification"].predicted == pytest.approx(ran.verify_ms + 1e3 * ran.round_s["acceptance"])
     plain = preset("autoregressive", Workload("random", "h200", 700, 256))
     assert [row.kind for row in rows_of(plain, model, h200_profile, RoundTimes(0, 0, 1, 0, 0, 5, 0))] == ["plain step"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["autoregressive", "int8", "quantspec", "quantspec-exact", "quantspec-weights"])
+def test_on_a_gpu_a_round_is_the_captured_graph(name: str, h200_profile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_busy", lambda spread: False)
+    model = RandomModel.build(load_shape("Qwen2.5-0.5B"), torch.device("cuda"), Machine.of(h200_profile))
+    plan = preset(name, Workload("Qwen2.5-0.5B", "h200", 3000, 256, batch=2))
+    held = torch.cuda.memory_allocated()
+    times = measured_round(model, plan)
+    assert 0 < times.verify_s < 1
+    assert times.grown >= module.TIMED_ROUNDS["cuda"]
+    drafts = sum(tensor.nbytes for one in model.drafts.values() for tensor in one.tensors())
+    assert torch.cuda.memory_allocated() <= held + drafts + (64 << 20)  # its cache and graph are gone

@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ridgeplan import runtime
 from ridgeplan.planner.plan import Plan, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.profile import Profile, Rates
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.validate import compare, validate_plan
+from ridgeplan.validate import compare, run_plans, validate_plan
 from ridgeplan.validate.machine import cpu_hardware
 from ridgeplan.validate.prompts import prompt_tokens
 
@@ -96,3 +97,18 @@ def test_comparing_needs_a_generation_and_outlives_the_engines_caches(tiny_folde
     assert (compared.context, compared.new_tokens, compared.batch) == (3, 2, 1)
     engine.close()
     assert compare(PLAN, engine, profile=PROFILE) == compared
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_runs_in_turns_have_the_tokens_and_the_peak_that_they_have_alone(tiny_folder: Path) -> None:
+    prompts = [[index % 250 for index in range(CONTEXT)]] * 2
+    plans = [preset(name, PLAN.workload) for name in ("autoregressive", "int8")]
+    together = run_plans(plans, str(tiny_folder), prompts, NEW_TOKENS, profile=PROFILE)
+    assert together.in_turns
+    for plan, run in zip(plans, together.runs, strict=True):
+        torch.cuda.empty_cache()
+        alone = run_plans([plan], str(tiny_folder), prompts, NEW_TOKENS, profile=PROFILE).runs[0].measured
+        assert run.measured.tokens == alone.tokens
+        assert run.measured.segments and all(segment.seconds > 0 for segment in run.measured.segments)
+        peaks = [one.statistics.peak_memory_bytes for one in (run.measured, alone)]
+        assert peaks[0] == pytest.approx(peaks[1], rel=0.05)
