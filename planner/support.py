@@ -21,7 +21,7 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         "offloaded KV": plan.placement.offload,
         f"target selection {plan.attention.selection.value!r}": target and Role.TARGET not in target.executable,
         f"draft selection {drafts.name!r}": Role.DRAFT not in drafts.executable,
-        f"{plan.weights.target_bits}-bit target weights": plan.weights.target_bits != 16,
+        f"{plan.weights.target_bits}-bit target weights": plan.weights.target_bits not in (16, 4),
         f"tensor parallelism {plan.tensor_parallel}": plan.tensor_parallel != 1,
         f"codes or drafts beyond a sliding window of {window} tokens": shape and exceeds_window(plan, shape),
     }
