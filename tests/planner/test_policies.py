@@ -1,9 +1,11 @@
 """Policies: the registry holds what plans can name, and each states its cost and its presets."""
 
+from dataclasses import replace
+
 import pytest
 
 from ridgeplan.planner.acceptance import AcceptanceModel
-from ridgeplan.planner.plan import DraftSelection, EvictionPolicy, Plan, TargetSelection, Workload
+from ridgeplan.planner.plan import DraftSelection, EvictionPolicy, Plan, TargetSelection, Weights, Workload
 from ridgeplan.planner.policies import (
     EVICTIONS,
     POLICIES,
@@ -89,7 +91,6 @@ def test_presets_run_unless_they_need_a_policy_that_is_only_estimated(name):
         Role.DRAFT in draft_selection(plan).executable,
         target is None or Role.TARGET in target.executable,
         evicting is None or evicting.executable,
-        name != "int4-weights",
     )
     assert bool(missing_execution(plan)) == (not all(executed))
 
@@ -98,7 +99,8 @@ def test_what_is_missing_is_named():
     assert missing_execution(preset("specontext", WORKLOAD)) == ["offloaded KV", "target selection 'retrieval-head'"]
     assert missing_execution(preset("dapq", WORKLOAD)) == ["eviction 'dapq'"]
     assert missing_execution(preset("specattn", WORKLOAD)) == ["draft selection 'specattn'"]
-    assert missing_execution(preset("int4-weights", WORKLOAD)) == ["4-bit target weights"]
+    int8_weights = replace(preset("autoregressive", WORKLOAD), weights=Weights(target_bits=8, draft_bits=8))
+    assert missing_execution(int8_weights) == ["8-bit target weights"]
     assert not missing_execution(preset("quantspec", WORKLOAD))
 
 

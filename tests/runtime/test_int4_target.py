@@ -25,7 +25,7 @@ FORMATS = ["bf16", "bf16+int4", "int8", "int4x2"]
 
 @pytest.fixture
 def exact(monkeypatch):
-    """Products with 4-bit weights in float32: torch's kernel for CPUs rounds to bfloat16, which may decide near ties."""
+    """Products with 4-bit weights in float32: torch's kernel for CPUs rounds to bfloat16, which may decide ties."""
     monkeypatch.setattr(pack, "LibraryInt4Weight", Int4Weight)
 
 
@@ -72,10 +72,9 @@ def test_logits_are_those_of_the_dequantized_weights(family, exact, tiny_model, 
     model, [tokens] = tiny_model(family), prompts(90)
     engine = runtime.load(make_plan(target_bits=4), model.folder, device="cpu")
     actual = logits_of(engine, tokens, 70)
+    models = dequantized(model.reference, engine.weights), model.reference
     with torch.inference_mode():
-        expected, dense = (
-            each(torch.tensor([tokens])).logits[0, 69:] for each in (dequantized(model.reference, engine.weights), model.reference)
-        )  # fmt: skip
+        expected, dense = (each(torch.tensor([tokens])).logits[0, 69:] for each in models)
     assert (actual - expected).abs().max() < 1e-4
     assert (dense - expected).abs().max() > 0.1  # 4 bits make a difference
 
