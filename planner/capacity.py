@@ -11,7 +11,6 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, MAX_TOKENS, uses_draft_swap
-from ridgeplan.roofline.memory import MemoryBreakdown
 from ridgeplan.roofline.placement import resident_memory
 
 GB = 1e9
@@ -56,13 +55,8 @@ def swaps_draft_weights(plan: Plan) -> bool:
 
 def peak_bytes(plan: Plan, shape: ModelShape, device: Device) -> float:
     """Predicted peak of weights, caches, buffers and workspaces, with nothing offloaded."""
-    return float(memory_of(plan, shape, device).peak)
-
-
-def memory_of(plan: Plan, shape: ModelShape, device: Device) -> MemoryBreakdown:
-    """Predicted memory by purpose, with nothing offloaded."""
     certain = 1.0  # memory does not depend on acceptance
-    return resident_memory(shape, device, strategy_of(plan, shape, device, certain))
+    return float(resident_memory(shape, device, strategy_of(plan, shape, device, certain)).peak)
 
 
 def _options(workload: Workload, context_with: Callable[[int], int], batch: int) -> list[str]:

@@ -75,6 +75,8 @@ class Engine:
         self._running = False
         self._generator = torch.Generator(device)
         self._graphs: dict[GraphKey, GraphRounds] = {}
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what loading took is no generation's memory
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -174,7 +176,7 @@ class Engine:
         finally:
             tally.flushes = sum(_flushes(row, cache.config) for row in rows)
             generated = sum(len(row.tokens) for row in rows)
-            self._statistics = tally.statistics(generated, stopwatch, self._meter.peak_bytes())
+            self._statistics = tally.statistics(generated, stopwatch, self._meter.peak())
 
     @torch.inference_mode()
     def _start(self, request: Request, cache: Cache, stopwatch: Stopwatch) -> tuple[list[int], Rounds]:

@@ -41,20 +41,24 @@ def load(
 
     device: by default "cuda" where there is one (of several, CUDA_VISIBLE_DEVICES chooses), else "cpu". dtype: by
     default bfloat16 on CUDA, else float32. weights: another engine's `weights` of the same model, to share instead of
-    reading them again. calibration: token ids, 1000 or more, of a text like what will be decoded; 4-bit weights are
+    reading them again if they are in the plan's format. calibration: token ids, 1000 or more, of a text like what will be decoded; 4-bit weights are
     quantized for it, by default for one of the model's own (see `CalibrationText`).
-    Raises UnsupportedPlan; ModelError; or WorkloadError for a calibration with tokens outside the vocabulary, for
-    `weights` of another format, and for a device that does not exist, is not that of `weights` or has too little
-    memory. The last names the largest context and batch that would fit, and is raised before anything is allocated.
+    Raises UnsupportedPlan; ModelError; or WorkloadError for a calibration with tokens outside the vocabulary, and for a
+    device that does not exist, is not that of `weights` or has too little memory. The last names the largest context
+    and batch that would fit, and is raised before anything is allocated.
     """
     require_executable(plan)
     if calibration is not None and not plan.weights.quantized:
         warnings.warn("calibration changes nothing: the plan has no 4-bit weights", stacklevel=2)
     place = _device(device)
+    if weights is not None and weights.embedding.device.type != place.type:
+        raise WorkloadError(f"the shared weights are on {weights.embedding.device}; allowed: on {place.type}")
     dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
-    meter = MemoryMeter(place, weights.bytes if weights else 0)
     source = model_source(model)
     config = decoder_config(load_config(source), source, plan.workload.yarn_factor)
+    if weights is not None and weights.group != _group(plan, config.shape):
+        weights = None
+    meter = MemoryMeter(place, weights.bytes if weights else 0)
     _check_context(plan, config.shape)
     _compare_models(plan, config.shape, model)
     text = None if calibration is None else CalibrationText.given(calibration, config.shape.vocab)
@@ -62,8 +66,6 @@ def load(
         fetch_weights(model)
         # Weights that will be quantized stay on the host until then.
         require_weight_memory(source, HOST if plan.weights.target_bits == 4 else place, dtype)
-    else:
-        _require_shareable(weights, plan, config.shape, place)
     require_memory(plan, config.shape, place, dtype, weights.bytes if weights else 0)
     with readable_out_of_memory(place):
         target = weights or _target(plan, load_state_dict(source, config.shape, dtype), config, place, text)
@@ -90,14 +92,9 @@ def require_executable(plan: Plan) -> None:
         raise UnsupportedPlan(f"this plan can be estimated but not executed: {'; '.join(missing)}")
 
 
-def _require_shareable(weights: DecoderWeights, plan: Plan, shape: ModelShape, device: torch.device) -> None:
-    """Raises WorkloadError for weights on another device, or in another format than the plan's target."""
-    if weights.embedding.device.type != device.type:
-        raise WorkloadError(f"the shared weights are on {weights.embedding.device}; allowed: on {device.type}")
-    needed = fitting_group(shape.hidden, plan.weights.group) if plan.weights.target_bits == 4 else None
-    if weights.group != needed:
-        found, allowed = (f"4-bit in groups of {one}" if one else "dense" for one in (weights.group, needed))
-        raise WorkloadError(f"the shared weights are {found}; allowed for this plan: {allowed}")
+def _group(plan: Plan, shape: ModelShape) -> int | None:
+    """`DecoderWeights.group` of the plan's target."""
+    return fitting_group(shape.hidden, plan.weights.group) if plan.weights.target_bits == 4 else None
 
 
 def _device(name: str | None) -> torch.device:

@@ -74,9 +74,7 @@ def validate_plan(
 
     def run(name: str, item: Plan, plain: Statistics | None) -> PlanRun:
         nonlocal weights
-        fitted = calibration if item.weights.quantized else None
-        if item.weights.target_bits != 16:
-            weights = None  # plain decoding's are dense, and would take memory that the plan does not
+        fitted = calibration if item.weights.draft_differs else None
         engine = runtime.load(item, model, device=device, weights=weights, calibration=fitted)
         weights = engine.weights
         measured = measure(engine, prompts, max_new_tokens, sampling, on_progress=lambda tokens: progress(name, tokens))

@@ -9,11 +9,9 @@ from torch.nn import functional
 
 from ridgeplan import runtime
 from ridgeplan.kernels.linear.int4_weight import Int4Weight
-from ridgeplan.planner.plan import Plan
 from ridgeplan.roofline.memory import weight_memory
 from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.runtime import loading
-from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.model import state_dict
 from ridgeplan.runtime.model.linear import Dense, Int4
 from ridgeplan.runtime.model.prefill import prefill, prefill_layer
@@ -163,22 +161,17 @@ def test_calibration_changes_the_target(tiny_model, make_plan, prompts):
     assert torch.equal(packed[1], packed[2])
 
 
-def test_weights_are_shared_only_with_plans_of_their_format(tiny_model, make_plan, prompts):
+def test_weights_are_shared_by_plans_of_their_format_and_read_again_by_others(tiny_model, make_plan):
     folder = tiny_model(intermediate_size=128).folder
-    int4, wide = make_plan(target_bits=4), make_plan(target_bits=4, weight_group=64)
-    dense, quantized = (runtime.load(plan, folder, device="cpu").weights for plan in (make_plan(), int4))
-    assert (
-        runtime.load(make_plan("int4x2", 2, target_bits=4), folder, device="cpu", weights=quantized).weights
-        is quantized
+    dense, int4, wide = (
+        make_plan("int4x2", 2, target_bits=bits, weight_group=group) for bits, group in ((16, 32), (4, 32), (4, 64))
     )
-    refusals: list[tuple[Plan, object, str]] = [
-        (int4, dense, "the shared weights are dense; allowed for this plan: 4-bit in groups of 32"),
-        (wide, quantized, "the shared weights are 4-bit in groups of 32; allowed for this plan: 4-bit in groups of 64"),
-        (make_plan(), quantized, "the shared weights are 4-bit in groups of 32; allowed for this plan: dense"),
-    ]
-    for plan, weights, message in refusals:
-        with pytest.raises(WorkloadError, match=f"^{message}$"):
-            runtime.load(plan, folder, device="cpu", weights=weights)
+    for held in (dense, int4):
+        weights = runtime.load(held, folder, device="cpu").weights
+        for plan in (dense, int4, wide):
+            found = runtime.load(plan, folder, device="cpu", weights=weights).weights
+            assert (found is weights) == (plan is held)
+            assert found.group == (plan.weights.group if plan.weights.target_bits == 4 else None)
 
 
 @pytest.mark.model
