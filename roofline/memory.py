@@ -49,7 +49,7 @@ class MemoryBreakdown:
 
     @property
     def reserved_peak(self) -> Term:
-        """Peak of what torch's allocator takes from a GPU: a captured round keeps its workspace during later prompts."""
+        """Peak that torch reserves on a GPU, where a captured round keeps its workspace during later prompts."""
         return self.resident + self.prefill_workspace + self.decode_workspace
 
 

@@ -11,7 +11,13 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.device import Device
 from ridgeplan.runtime import memory
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.memory import MemoryMeter, PeakMemory, readable_out_of_memory, require_memory, require_weight_memory
+from ridgeplan.runtime.memory import (
+    MemoryMeter,
+    PeakMemory,
+    readable_out_of_memory,
+    require_memory,
+    require_weight_memory,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

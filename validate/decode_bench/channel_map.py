@@ -12,7 +12,6 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.execution import QUANTIZATION_GROUPS, fitting_group
 from ridgeplan.runtime.model_config import DecoderConfig
 
-
 GROUP = 128  # of a plan's weights, unless it says otherwise
 LARGEST_GROUP = max(QUANTIZATION_GROUPS)
 
