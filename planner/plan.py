@@ -138,6 +138,11 @@ class Weights(_PlanPart):
         """Whether a second, smaller copy of the weights is kept for drafts."""
         return self.draft_bits != self.target_bits
 
+    @property
+    def quantized(self) -> bool:
+        """Whether any weights have fewer bits than the checkpoint's."""
+        return self.draft_bits < 16  # the target's never have fewer
+
 
 @dataclass(frozen=True)
 class KVCache(_PlanPart):

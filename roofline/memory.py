@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
-from ridgeplan.roofline.execution import PREFILL_ATTENDED_TOKENS, PREFILL_CHUNK_TOKENS
+from ridgeplan.roofline.execution import INT4_COPY_BYTES, PREFILL_ATTENDED_TOKENS, PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.passes import stored_bytes
 from ridgeplan.roofline.term_math import indicator, maximum, minimum
 
@@ -17,7 +17,7 @@ from ridgeplan.roofline.term_math import indicator, maximum, minimum
 class MemoryBreakdown:
     """Bytes on the device by purpose.
 
-    prefill_workspace: excludes buffers that use the draft weights' memory.
+    prefill_workspace: excludes buffers that use the draft weights' memory. libraries: workspaces that libraries keep.
     """
 
     weights: Term
@@ -26,11 +26,12 @@ class MemoryBreakdown:
     buffers: Term
     prefill_workspace: Term
     decode_workspace: Term
+    libraries: Term = 0
 
     @property
     def resident(self) -> Term:
         """Bytes held for the whole generation."""
-        return self.weights + self.draft_weights + self.kv + self.buffers
+        return self.weights + self.draft_weights + self.kv + self.buffers + self.libraries
 
     @property
     def prefill_peak(self) -> Term:
@@ -46,6 +47,11 @@ class MemoryBreakdown:
     def peak(self) -> Term:
         """The larger of both peaks, which must fit."""
         return self.resident + maximum(self.prefill_workspace, self.decode_workspace)
+
+    @property
+    def reserved_peak(self) -> Term:
+        """Peak that torch reserves on a GPU, where a captured round keeps its workspace during later prompts."""
+        return self.resident + self.prefill_workspace + self.decode_workspace
 
 
 def layer_parameters(shape: ModelShape) -> int:
@@ -114,22 +120,33 @@ def arena_bytes(capacity_bytes: Term, buffers: Sequence[Term]) -> Term:
     return taken_bytes
 
 
-def prefill_workspace(shape: ModelShape, tokens: Term, element_bytes: Term, arena_capacity_bytes: Term = 0) -> Term:
+def int4_copy(shape: ModelShape, element_bytes: Term) -> Term:
+    """The dense copy of a 4-bit weight that prefill multiplies by on a GPU: of the widest layer, or as large as any."""
+    return minimum(INT4_COPY_BYTES, 2 * shape.intermediate * shape.hidden * element_bytes)
+
+
+def prefill_workspace(
+    shape: ModelShape, tokens: Term, element_bytes: Term, arena_capacity_bytes: Term = 0, copy_bytes: Term = 0
+) -> Term:
     """Workspace of layer-major prefill, one sequence at a time.
 
     It holds the prompt's hidden states, one layer's queries and KV, and either the attention output of a few heads or
     one chunk's activations. Buffers that fit the draft weights' memory, `arena_capacity_bytes`, are not counted.
+    copy_bytes: `int4_copy` if the weights are 4-bit ones.
     """
     chunk = minimum(tokens, PREFILL_CHUNK_TOKENS)
     kv_width = shape.kv_elements_per_token_per_layer
-    projected = chunk * (shape.hidden + 2 * shape.q_width + kv_width)
-    activated = chunk * (3 * shape.hidden + 3 * shape.intermediate)
+    # Rows before and after RoPE, or the product's copy of its weight; gate and up with what they become, or that copy.
+    projected = chunk * (shape.hidden + shape.q_width + kv_width) * element_bytes
+    projected = projected + maximum(chunk * shape.q_width * element_bytes, copy_bytes)
+    activated = chunk * (2 * shape.hidden + 2 * shape.intermediate) * element_bytes
+    activated = activated + maximum(chunk * shape.intermediate * element_bytes, copy_bytes)
     # Whole heads attend at once, at least one.
     heads_tokens = minimum(maximum(tokens, PREFILL_ATTENDED_TOKENS), tokens * shape.kv_heads)
-    attended = heads_tokens * shape.q_width / shape.kv_heads
+    attended = heads_tokens * shape.q_width / shape.kv_heads * element_bytes
     buffers = prompt_buffers(shape, tokens, element_bytes)
     allocated = sum(buffers) - arena_bytes(arena_capacity_bytes, buffers)
-    return allocated + maximum(maximum(projected, activated), attended) * element_bytes
+    return allocated + maximum(maximum(projected, activated), attended)
 
 
 def decode_workspace(shape: ModelShape, batch: Term, queries: Term, splits: Term, element_bytes: Term) -> Term:

@@ -10,7 +10,13 @@ from ridgeplan.roofline import memory
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.device import Device
-from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, MAX_TOKENS, choose_splits, uses_draft_swap
+from ridgeplan.roofline.execution import (
+    CUBLAS_WORKSPACE_BYTES,
+    DRAFT_SWAP_PROMPT_TOKENS,
+    MAX_TOKENS,
+    choose_splits,
+    uses_draft_swap,
+)
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import MemoryBreakdown
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
@@ -84,14 +90,18 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
     buffered = (1 - strategy.stores_full_kv) * (2 * strategy.kv_group + strategy.queries)
     codes = memory.code_memory(shape, batch, tokens, strategy.code_planes, strategy.kv_group)
     arena_capacity_bytes = _arena_capacity_bytes(shape, device, strategy)
+    copy_bytes = device.asynchronous * (1 - strategy.target_dense) * memory.int4_copy(shape, element_bytes)
     splits = choose_splits(batch, shape.kv_heads, strategy.context, device.num_sms)
     return MemoryBreakdown(
         weights=memory.weight_memory(shape, strategy.target_weight_bytes, element_bytes),
         draft_weights=_draft_weights(shape, strategy),
         kv=memory.full_kv(shape, batch, slots, element_bytes) + codes,
         buffers=memory.full_kv(shape, batch, buffered, element_bytes),
-        prefill_workspace=memory.prefill_workspace(shape, strategy.context, element_bytes, arena_capacity_bytes),
+        prefill_workspace=memory.prefill_workspace(
+            shape, strategy.context, element_bytes, arena_capacity_bytes, copy_bytes
+        ),
         decode_workspace=memory.decode_workspace(shape, batch, strategy.queries, splits, element_bytes),
+        libraries=device.asynchronous * CUBLAS_WORKSPACE_BYTES,
     )
 
 

@@ -26,6 +26,7 @@ from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.runtime.quantization.calibrate import quantized_draft
+from ridgeplan.runtime.quantization.calibration_text import CalibrationText
 from ridgeplan.runtime.request import Prompts, Request, SequenceState
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.statistics import Statistics, Tally
@@ -55,25 +56,27 @@ class Engine:
         device: torch.device,
         meter: MemoryMeter,
         draft_weights: DecoderWeights | None = None,
-        calibration: Sequence[int] | None = None,
+        text: CalibrationText | None = None,
     ) -> None:
-        """draft_weights: those of the plan's drafts, by default quantized from `weights` and `calibration`.
+        """weights: the target's, in the plan's format. draft_weights: those of the plan's drafts, by default quantized
+        from `weights` and `text`, by default one of the model's own.
 
         If prompts use their memory, swappable weights of another engine are shared, and others copied.
-        Raises WorkloadError for a calibration with tokens outside the vocabulary.
         """
         self.plan, self.source, self.config, self.device = plan, source, config, device
         self.weights = weights
         self.decoder = Decoder(config, device)
         self.draft_weights = weights
         if plan.weights.draft_differs:
-            self.draft_weights = self._drafts(draft_weights, calibration)
+            self.draft_weights = self._drafts(draft_weights, text)
         self.cache: Cache | None = Cache(config.shape, KVCacheConfig.of(plan), device, weights.embedding.dtype)
         self._meter = meter
         self._statistics: Statistics | None = None
         self._running = False
         self._generator = torch.Generator(device)
         self._graphs: dict[GraphKey, GraphRounds] = {}
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what loading took is no generation's memory
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -133,12 +136,15 @@ class Engine:
         self.cache = None
         self._graphs.clear()
 
-    def _drafts(self, given: DecoderWeights | None, calibration: Sequence[int] | None) -> DecoderWeights:
+    def _drafts(self, given: DecoderWeights | None, text: CalibrationText | None) -> DecoderWeights:
         if isinstance(given, SwappableWeights):
             return given
 
         def made() -> DecoderWeights:
-            return given or quantized_draft(self.decoder, self.weights, self.plan.weights.group, calibration)
+            if given is not None:
+                return given
+            fitted = text or CalibrationText.of_model(self.decoder, self.weights)
+            return quantized_draft(self.decoder, self.weights, self.plan.weights.group, fitted)
 
         return draft_weights_for(self.plan, self.weights, made)
 
@@ -181,7 +187,7 @@ class Engine:
         finally:
             tally.flushes = sum(_flushes(row, cache.config) for row in rows)
             generated = sum(len(row.tokens) for row in rows)
-            self._statistics = tally.statistics(generated, stopwatch, self._meter.peak_bytes())
+            self._statistics = tally.statistics(generated, stopwatch, self._meter.peak())
 
     @torch.inference_mode()
     def _start(self, request: Request, cache: Cache, stopwatch: Stopwatch) -> tuple[list[int], Rounds]:

@@ -16,10 +16,17 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory, require_weight_memory
-from ridgeplan.runtime.model.checkpoint import load_config, load_weights
+from ridgeplan.runtime.model.checkpoint import load_config, load_state_dict
+from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.source import fetch_weights, model_source
+from ridgeplan.runtime.model.state_dict import StateDict
 from ridgeplan.runtime.model.weights import DecoderWeights
-from ridgeplan.runtime.model_config import decoder_config
+from ridgeplan.runtime.model_config import DecoderConfig, decoder_config
+from ridgeplan.runtime.quantization.calibrate import quantized_target, rounded_target
+from ridgeplan.runtime.quantization.calibration_text import CalibrationText
+from ridgeplan.runtime.quantization.pack import fitting_group
+
+HOST = torch.device("cpu")
 
 
 def load(
@@ -36,31 +43,49 @@ def load(
 
     device: by default "cuda" where there is one (of several, CUDA_VISIBLE_DEVICES chooses), else "cpu". dtype: by
     default bfloat16 on CUDA, else float32. weights: another engine's `weights` of the same model, to share instead of
-    reading them again. calibration: token ids, 1000 or more, of a text like what will be decoded; drafts with 4-bit
-    weights are quantized for it (see `quantized_draft`). memory_utilization: share of a GPU's memory that may be used.
-    Raises UnsupportedPlan; ModelError; or WorkloadError for a device that does not exist, is not that of `weights` or,
-    on CUDA, has too little memory. The last names the largest context and batch that would fit, and is raised before
-    anything is allocated.
+    reading them again if they are in the plan's format. calibration: token ids, 1000 or more, of a text like what will
+    be decoded; 4-bit weights are quantized for it, by default for one of the model's own (see `CalibrationText`).
+    memory_utilization: share of a GPU's memory that may be used.
+    Raises UnsupportedPlan; ModelError; or WorkloadError for a calibration with tokens outside the vocabulary, and for a
+    device that does not exist, is not that of `weights` or has too little memory. The last names the largest context
+    and batch that would fit, and is raised before anything is allocated.
     """
     require_executable(plan)
-    if calibration is not None and not plan.weights.draft_differs:
-        warnings.warn("calibration changes nothing: the plan has no 4-bit draft weights", stacklevel=2)
+    if calibration is not None and not plan.weights.quantized:
+        warnings.warn("calibration changes nothing: the plan has no 4-bit weights", stacklevel=2)
     place = _device(device)
     if weights is not None and weights.embedding.device.type != place.type:
         raise WorkloadError(f"the shared weights are on {weights.embedding.device}; allowed: on {place.type}")
     dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
-    meter = MemoryMeter(place, weights.bytes if weights else 0)
     source = model_source(model)
     config = decoder_config(load_config(source), source, plan.workload.yarn_factor)
+    if weights is not None and weights.group != _group(plan, config.shape):
+        weights = None
+    meter = MemoryMeter(place, weights.bytes if weights else 0)
     _check_context(plan, config.shape)
     _compare_models(plan, config.shape, model)
+    text = None if calibration is None else CalibrationText.given(calibration, config.shape.vocab)
     if weights is None:
         fetch_weights(model)
-        require_weight_memory(source, place, dtype)
+        # Weights that will be quantized stay on the host until then.
+        require_weight_memory(source, HOST if plan.weights.target_bits == 4 else place, dtype)
     require_memory(plan, config.shape, place, dtype, weights.bytes if weights else 0, memory_utilization)
     with readable_out_of_memory(place):
-        target = weights or load_weights(source, config.shape, place, dtype)
-        return Engine(plan, source, config, target, place, meter, calibration=calibration)
+        target = weights or _target(plan, load_state_dict(source, config.shape, dtype), config, place, text)
+        return Engine(plan, source, config, target, place, meter, text=text)
+
+
+def _target(
+    plan: Plan, dense: StateDict, config: DecoderConfig, device: torch.device, text: CalibrationText | None
+) -> DecoderWeights:
+    """The target's weights on `device`. Those that become 4-bit ones are there only one layer at a time."""
+    if plan.weights.target_bits == 16:
+        return dense.decoder_weights(device)
+    decoder, ends, group = Decoder(config, device), dense.ends(device), plan.weights.group
+    if text is None:
+        # The dense model may not fit the device, so a copy rounded to nearest writes the text.
+        text = CalibrationText.of_model(decoder, rounded_target(ends, dense.layers(device, keep=True), group))
+    return quantized_target(decoder, ends, dense.layers(device), group, text)
 
 
 def require_executable(plan: Plan) -> None:
@@ -68,6 +93,11 @@ def require_executable(plan: Plan) -> None:
     missing = missing_execution(plan)
     if missing:
         raise UnsupportedPlan(f"this plan can be estimated but not executed: {'; '.join(missing)}")
+
+
+def _group(plan: Plan, shape: ModelShape) -> int | None:
+    """`DecoderWeights.group` of the plan's target."""
+    return fitting_group(shape.hidden, plan.weights.group) if plan.weights.target_bits == 4 else None
 
 
 def _device(name: str | None) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,15 +24,29 @@ HOST_ALLOCATOR = "DefaultCPUAllocator"  # in torch's message; the error is a pla
 SMALLER = "allowed: a shorter context, a smaller batch or another KV format"
 
 
-class MemoryMeter:
-    """Peak bytes since construction, or since the last `restart`.
+@dataclass(frozen=True)
+class PeakMemory:
+    """Peaks in bytes; None where the platform does not report them.
 
-    On CUDA this counts all bytes that torch has allocated on the device. On a CPU it is the growth of the process: the
-    interpreter and its libraries do not count, but `shared_bytes` of weights loaded earlier do.
+    allocated: on CUDA, what torch has allocated; on a CPU, the growth of the process. device: on CUDA, what the driver
+    reports as used, by all processes: what torch's allocator has reserved, and the rest. outside: of that rest, what
+    was there before the engine: the CUDA context, loaded kernels, and other processes.
+    """
+
+    allocated: int | None
+    device: int | None = None
+    outside: int | None = None
+
+
+class MemoryMeter:
+    """Peak memory since construction, or since the last `restart`.
+
+    On a CPU the interpreter and its libraries do not count, but `shared_bytes` of weights loaded earlier do.
     """
 
     def __init__(self, device: torch.device, shared_bytes: int = 0) -> None:
         self._device = device
+        self._outside = _outside_bytes(device) if device.type == "cuda" else None
         self._before_bytes = max(0, (_status_bytes("VmRSS") or 0) - shared_bytes)
         self.restart()
 
@@ -45,8 +60,15 @@ class MemoryMeter:
             except PermissionError:
                 return  # the peak of the whole process is too high, but better than none
 
+    def peak(self) -> PeakMemory:
+        """The peaks so far."""
+        if self._device.type == "cuda":
+            reserved = torch.cuda.max_memory_reserved(self._device)
+            return PeakMemory(self.peak_bytes(), reserved + _outside_bytes(self._device), self._outside)
+        return PeakMemory(self.peak_bytes())
+
     def peak_bytes(self) -> int | None:
-        """The peak; None where the platform does not report it."""
+        """The peak of what was allocated so far."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         peak = _status_bytes("VmHWM")
@@ -116,6 +138,12 @@ def readable_out_of_memory(device: torch.device) -> Iterator[None]:
         if isinstance(error, RuntimeError) and HOST_ALLOCATOR not in str(error):
             raise
         raise WorkloadError(f"out of memory on {device}; {SMALLER}") from error
+
+
+def _outside_bytes(device: torch.device) -> int:
+    """Bytes in use on a GPU that are not torch's allocator's."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 def _status_bytes(field: str) -> int | None:

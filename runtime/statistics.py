@@ -6,6 +6,7 @@ import statistics
 from dataclasses import dataclass, field
 
 from ridgeplan.runtime.drafting.round_result import RowResult
+from ridgeplan.runtime.memory import PeakMemory
 from ridgeplan.runtime.stopwatch import Stopwatch
 
 
@@ -19,6 +20,7 @@ class Statistics:
     draft_s, verify_s: medians of one drafted token and of one verification; flush_s, decode_s, prefill_s: sums.
     idle_s: sum of the device's waits between rounds, 0 on a CPU.
     capture_s: time spent capturing CUDA graphs, 0 if an earlier generation's graph was reused.
+    peak_memory_bytes, peak_device_bytes, outside_bytes: allocated, device and outside of `memory.PeakMemory`.
     """
 
     gamma: int
@@ -38,6 +40,8 @@ class Statistics:
     idle_s: float
     capture_s: float
     peak_memory_bytes: int | None
+    peak_device_bytes: int | None = None
+    outside_bytes: int | None = None
 
     @property
     def drafted(self) -> int:
@@ -111,7 +115,7 @@ class Tally:
             self.accepted_at[position] += sum(row.accepted > position for row in rows)
             self.judged_at[position] += sum(row.verified > position for row in rows)
 
-    def statistics(self, generated: int, stopwatch: Stopwatch, peak_memory_bytes: int | None) -> Statistics:
+    def statistics(self, generated: int, stopwatch: Stopwatch, peak: PeakMemory) -> Statistics:
         """The finished figures."""
         return Statistics(
             gamma=self.gamma,
@@ -130,7 +134,9 @@ class Tally:
             decode_s=sum(stopwatch.seconds("round")),
             idle_s=sum(stopwatch.seconds("idle")),
             capture_s=sum(stopwatch.seconds("capture")),
-            peak_memory_bytes=peak_memory_bytes,
+            peak_memory_bytes=peak.allocated,
+            peak_device_bytes=peak.device,
+            outside_bytes=peak.outside,
         )
 
 

@@ -12,8 +12,8 @@ from ridgeplan.kernels.device.nibbles_triton import INTERPRETED
 from ridgeplan.kernels.linear.int4_schedule import MAX_ROWS
 from ridgeplan.kernels.linear.int4_weight import CHUNK, Int4Weight
 from ridgeplan.kernels.linear.schedule import TILE_OUTPUTS
+from ridgeplan.roofline.execution import INT4_COPY_BYTES
 
-SLAB_BYTES = 128 << 20  # largest dense copy held beside the codes
 PRODUCT_TILES = 2  # output tiles per program
 COPY_TILES = 4
 
@@ -150,7 +150,7 @@ def dequantize_tiles(weight: Int4Weight, first_tile: int, out: Tensor) -> None:
 
 def _through_copies(x: Tensor, weight: Int4Weight, bias: Tensor | None, out: Tensor) -> Tensor:
     """Dequantizes a slab of outputs at a time to x's dtype and multiplies by it with the library's product."""
-    slab_rows = max(1, SLAB_BYTES // (weight.inputs * x.element_size() * TILE_OUTPUTS)) * TILE_OUTPUTS
+    slab_rows = max(1, INT4_COPY_BYTES // (weight.inputs * x.element_size() * TILE_OUTPUTS)) * TILE_OUTPUTS
     slab = torch.empty(min(slab_rows, weight.outputs), weight.inputs, dtype=x.dtype, device=x.device)
     for first in range(0, weight.outputs, slab_rows):
         dense = slab[: weight.outputs - first]

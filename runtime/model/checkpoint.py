@@ -19,7 +19,8 @@ from ridgeplan.roofline.catalog.shapes import MAX_LAYERS, ModelShape
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model.readers import failures_as, quiet_rust
-from ridgeplan.runtime.model.weights import DecoderWeights, decoder_weights
+from ridgeplan.runtime.model.state_dict import StateDict
+from ridgeplan.runtime.model.weights import DecoderWeights
 
 # Left out, transformers asks on stdin whether a checkpoint's own Python may run.
 UNTRUSTED = {"trust_remote_code": False}
@@ -37,9 +38,14 @@ def load_config(source: str) -> Any:
 
 
 def load_weights(source: str, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
-    """The decoder's weights in `dtype` on `device`, from safetensors only: pickles are not opened.
+    """The decoder's weights in `dtype` on `device`. Raises what `load_state_dict` raises."""
+    return load_state_dict(source, shape, dtype).decoder_weights(device)
 
-    Raises ModelError when any is missing, misshapen or not finite.
+
+def load_state_dict(source: str, shape: ModelShape, dtype: torch.dtype) -> StateDict:
+    """The checkpoint's weights in `dtype` on the host, from safetensors only: pickles are not opened.
+
+    Raises ModelError when any is missing or misshapen.
     """
     config = load_config(source)
     vars(config).pop("transformers_weights", None)  # it may name a pickle
@@ -57,12 +63,7 @@ def load_weights(source: str, shape: ModelShape, device: torch.device, dtype: to
     for name, found, needed in sorted(info["mismatched_keys"]):
         sizes = f"{list(found)}; its config.json needs {list(needed)}"
         raise ModelError(f"in the checkpoint {source} the weight {name} is {sizes}")
-    state = dict(model.state_dict())
-    del model
-    weights = decoder_weights(shape, state, device)
-    if not all(map(_is_finite, weights.tensors())):
-        raise ModelError(f"the checkpoint {source} holds weights that are NaN or infinite as {dtype}")
-    return weights
+    return StateDict(source, shape, dict(model.state_dict()))
 
 
 def load_tokenizer(source: str) -> Any:
@@ -135,11 +136,6 @@ def _require_plain_files(folder: Path) -> None:
         size = path.stat().st_size
         if path.suffix in PARSED and size > MAX_PARSED_BYTES:
             raise ValueError(f"{brief(path.name)} has {size} bytes; allowed: up to {MAX_PARSED_BYTES}")
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether every element is a number; the extremes tell, without a copy of the tensor."""
-    return not tensor.is_floating_point() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 @contextmanager

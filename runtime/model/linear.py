@@ -50,6 +50,7 @@ class Dense:
 class LibraryInt4Weight:
     """A 4-bit weight in the layout of torch's CPU kernel; w = (code - 8) * scale + zero as in `Int4Weight`.
 
+    Inputs and outputs are rounded to bfloat16: with float32 ones the kernel takes 20 to 70 times as long.
     packed: torch's own layout; scales: bfloat16 [inputs / group, padded outputs, (scale, zero)].
     """
 
@@ -80,18 +81,14 @@ class LibraryInt4Weight:
 
 @dataclass(frozen=True, eq=False)
 class Int4:
-    """y = x W^T + bias with a 4-bit weight.
-
-    float32 activations are rounded to bfloat16, which is fastest: a draft need not be exact.
-    """
+    """y = x W^T + bias with a 4-bit weight."""
 
     weight: Int4Weight | LibraryInt4Weight
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
         if isinstance(self.weight, Int4Weight):
-            narrow = x.bfloat16() if x.dtype == torch.float32 else x
-            return linear_int4(narrow, self.weight, self.bias, gated=gated).to(x.dtype)
+            return linear_int4(x, self.weight, self.bias, gated=gated)
         out = self.weight(x)
         out = out if self.bias is None else out + self.bias
         return swiglu(out) if gated else out

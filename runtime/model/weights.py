@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.runtime.model.linear import Dense, Linear
+from ridgeplan.runtime.model.linear import Int4, Linear
 from ridgeplan.runtime.model.mlp import GatedMLP
 
 
@@ -49,6 +47,12 @@ class DecoderWeights:
     head: Linear
 
     @property
+    def group(self) -> int | None:
+        """Inputs per scale of the first 4-bit projection; None if the projections are dense."""
+        first = self.layers[0].qkv
+        return first.weight.group if isinstance(first, Int4) else None
+
+    @property
     def bytes(self) -> int:
         """Storage in bytes; tensors that share storage count once."""
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in self.tensors()}.values())
@@ -60,24 +64,20 @@ class DecoderWeights:
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors, in no particular order; some may share storage."""
-        stack: list[object] = [self]
-        while stack:
-            item = stack.pop()
-            if isinstance(item, Tensor):
-                yield item
-            elif isinstance(item, tuple):
-                stack.extend(item)
-            elif dataclasses.is_dataclass(item):
-                stack.extend(vars(item).values())
+        return tensors_of(self)
 
 
-def decoder_weights(shape: ModelShape, state: dict[str, Tensor], device: torch.device) -> DecoderWeights:
-    """Fuses a transformers state dict, emptying it layer by layer so that it is not held twice."""
-    embedding = _own(state.pop("model.embed_tokens.weight"), device)
-    head = state.pop("lm_head.weight", None)
-    layers = tuple(_layer(shape, state, f"model.layers.{index}.", device) for index in range(shape.layers))
-    head_weight = embedding if shape.tied_embeddings or head is None else _own(head, device)
-    return DecoderWeights(embedding, layers, _own(state.pop("model.norm.weight"), device), Dense(head_weight))
+def tensors_of(part: object) -> Iterator[Tensor]:
+    """The tensors in weights or a part of them, in no particular order."""
+    stack = [part]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, tuple):
+            stack.extend(item)
+        elif dataclasses.is_dataclass(item):
+            stack.extend(vars(item).values())
 
 
 def _with_tensors(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -89,37 +89,3 @@ def _with_tensors(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
         names = [field.name for field in dataclasses.fields(item)]
         return dataclasses.replace(item, **{name: _with_tensors(getattr(item, name), change) for name in names})
     return item
-
-
-def _own(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy, as a single view would keep the whole mapped checkpoint in memory."""
-    return tensor.to(device, copy=True)
-
-
-def _layer(shape: ModelShape, state: dict[str, Tensor], prefix: str, device: torch.device) -> LayerWeights:
-    def fused(*names: str) -> Dense:
-        weight = torch.cat([state.pop(f"{prefix}{name}.weight") for name in names])
-        biases = [state.pop(f"{prefix}{name}.bias", None) for name in names]
-        present = [bias for bias in biases if bias is not None]
-        return Dense(weight.to(device), torch.cat(present).to(device) if present else None)
-
-    def norm(name: str) -> Tensor:
-        return _own(state.pop(f"{prefix}{name}.weight"), device)
-
-    return LayerWeights(
-        attention_norm=norm("input_layernorm"),
-        qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        qk_norm=_qk_norm(shape, state, prefix, device),
-        output=fused("self_attn.o_proj"),
-        mlp_norm=norm("post_attention_layernorm"),
-        mlp=GatedMLP(fused("mlp.gate_proj", "mlp.up_proj"), fused("mlp.down_proj")),
-    )
-
-
-def _qk_norm(shape: ModelShape, state: dict[str, Tensor], prefix: str, device: torch.device) -> Tensor | None:
-    """Qwen3's norms, one row per query head and KV head, so that one operation applies both."""
-    if f"{prefix}self_attn.q_norm.weight" not in state:
-        return None
-    q_norm, k_norm = (state.pop(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
-    rows = [q_norm.expand(shape.q_heads, -1), k_norm.expand(shape.kv_heads, -1)]
-    return torch.cat(rows).to(device)

@@ -1,4 +1,4 @@
-"""4-bit draft weights: GPTQ, its calibration text, and the quantized draft model.
+"""4-bit weights of drafts and of the target: GPTQ, its calibration text, and the quantized models.
 
 Not here: the format and its kernels (kernels/linear), quantized keys and values (kernels/kv_cache).
 """

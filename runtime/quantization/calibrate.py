@@ -1,62 +1,69 @@
-"""4-bit draft weights, quantized with each layer's Hessian."""
+"""4-bit weights, of drafts or of the target, quantized with each layer's Hessian."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from numbers import Integral
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense, Linear
 from ridgeplan.runtime.model.prefill import prefill_layer
-from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
+from ridgeplan.runtime.quantization.calibration_text import CalibrationText
 from ridgeplan.runtime.quantization.pack import int4_linear
-from ridgeplan.runtime.quantization.self_generated import self_generated_text
-
-SAMPLED_TOKENS = 512
-
-
-def quantized_draft(
-    decoder: Decoder, weights: DecoderWeights, group: int, calibration: Sequence[int] | None = None
-) -> DecoderWeights:
-    """4-bit projections and head for drafts; the embedding and the norms are shared with the target.
-
-    calibration: a few thousand token ids of text similar to what will be decoded. Without it, on CUDA the model
-    generates a text itself, which takes seconds. On a CPU that would take minutes, so only the Hessians' diagonals are
-    measured, on tokens that the model samples in one pass.
-    Raises WorkloadError for token ids outside the vocabulary.
-    """
-    _check(calibration, decoder.config.shape.vocab)
-    if calibration is not None:
-        return fitted_draft(decoder, weights, group, torch.tensor(calibration)[None], full=True)
-    if weights.embedding.is_cuda:
-        return fitted_draft(decoder, weights, group, self_generated_text(decoder, weights), full=True)
-    return fitted_draft(decoder, weights, group, _sampled(decoder, weights)[None], full=False)
 
 
 @torch.no_grad()
-def fitted_draft(decoder: Decoder, weights: DecoderWeights, group: int, text: Tensor, full: bool) -> DecoderWeights:
-    """Quantizes each layer for its inputs on `text`, token ids [sequences, tokens] of independent sequences.
+def quantized_draft(decoder: Decoder, weights: DecoderWeights, group: int, text: CalibrationText) -> DecoderWeights:
+    """4-bit projections and head for drafts; the embedding and the norms are shared with the target."""
+    hidden = _embedded(weights, text)
+    layers = tuple(_fitted(decoder, weights.layers, hidden, group, text.natural))
+    head = _recorder(weights.head, text.natural)
+    if isinstance(head, HessianRecorder):
+        head.record(decoder.norm(hidden, None, weights.norm)[1])
+    return dataclasses.replace(weights, layers=layers, head=_quantized(head, group))
 
-    full: with the whole Hessian, for natural text; else with its diagonal only.
+
+@torch.no_grad()
+def quantized_target(
+    decoder: Decoder, ends: DecoderWeights, layers: Iterable[LayerWeights], group: int, text: CalibrationText
+) -> DecoderWeights:
+    """4-bit projections for the target; `ends` are its embedding, norm and head, which stay in full precision.
+
+    layers: dense ones, each quantized before the next is asked for. Nothing here refers to them afterwards.
     """
-    hidden = functional.embedding(text.to(weights.embedding.device), weights.embedding)
-    layers = []
-    for layer, window in zip(weights.layers, decoder.config.windows, strict=True):
+    hidden = _embedded(ends, text)
+    return dataclasses.replace(ends, layers=tuple(_fitted(decoder, layers, hidden, group, text.natural)))
+
+
+@torch.no_grad()
+def rounded_target(ends: DecoderWeights, layers: Iterable[LayerWeights], group: int) -> DecoderWeights:
+    """Like `quantized_target`, but rounded to nearest, without a text."""
+    rounded = (layer.with_projections(lambda linear: _rounded(linear, group)) for layer in layers)
+    return dataclasses.replace(ends, layers=tuple(rounded))
+
+
+def _embedded(weights: DecoderWeights, text: CalibrationText) -> Tensor:
+    return functional.embedding(text.tokens.to(weights.embedding.device), weights.embedding)
+
+
+def _fitted(
+    decoder: Decoder, layers: Iterable[LayerWeights], hidden: Tensor, group: int, full: bool
+) -> Iterator[LayerWeights]:
+    """Each layer quantized for its inputs; hidden [sequences, tokens, hidden] passes the dense layers in place.
+
+    full: with the whole Hessian; else with its diagonal only.
+    """
+    for layer, window in zip(layers, decoder.config.windows, strict=True):
         recorder = layer.with_projections(lambda linear: _recorder(linear, full))
         for sequence in hidden:
             prefill_layer(decoder, recorder, sequence, window)
-        layers.append(recorder.with_projections(lambda linear: _quantized(linear, group)))
-    head = _recorder(weights.head, full)
-    if isinstance(head, HessianRecorder):
-        head.record(decoder.norm(hidden, None, weights.norm)[1])
-    return dataclasses.replace(weights, layers=tuple(layers), head=_quantized(head, group))
+        yield recorder.with_projections(lambda linear: _quantized(linear, group))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -95,28 +102,5 @@ def _quantized(linear: Linear, group: int) -> Linear:
     return int4_linear(linear, group, linear.hessian) if isinstance(linear, HessianRecorder) else linear
 
 
-def _sampled(decoder: Decoder, weights: DecoderWeights) -> Tensor:
-    """Tokens [SAMPLED_TOKENS], each drawn from what the model predicts at a position of random tokens.
-
-    It takes one pass. The result is not text, but its token frequencies are the model's own, which suffices for the
-    diagonal.
-    """
-    device, vocab = weights.embedding.device, decoder.config.shape.vocab
-    generator = torch.Generator(device).manual_seed(0)
-    tokens = torch.randint(vocab, (SAMPLED_TOKENS,), generator=generator, device=device)
-    hidden = functional.embedding(tokens, weights.embedding)
-    for layer, window in zip(weights.layers, decoder.config.windows, strict=True):
-        prefill_layer(decoder, layer, hidden, window)
-    logits = weights.head(decoder.norm(hidden, None, weights.norm)[1]).float()
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
-
-
-def _check(calibration: Sequence[int] | None, vocab: int) -> None:
-    if calibration is None:
-        return
-    if len(calibration) == 0:
-        raise WorkloadError("calibration has no tokens; allowed: 1 or more token ids, or None")
-    for token in calibration:
-        if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < vocab:
-            allowed = f"whole numbers from 0 to {vocab - 1}"
-            raise WorkloadError(f"calibration holds the token {token!r}; allowed: {allowed}")
+def _rounded(linear: Linear, group: int) -> Linear:
+    return int4_linear(linear, group) if isinstance(linear, Dense) else linear

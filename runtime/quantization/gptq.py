@@ -23,7 +23,9 @@ from ridgeplan.kernels.linear.gptq_round import gptq_round
 SHRINKS = (1.0, 0.92, 0.84, 0.76, 0.68)  # candidate ranges of the codes, as shares of the group's own range
 REFITS = 2  # rounds of choosing codes and refitting the grid, starting from the best range
 FLOOR = 1e-4  # added to each input's importance, relative to its group's mean
-DAMPING = 0.1  # added to H's diagonal, relative to its mean, as H comes from a short text
+DAMPING = (
+    0.1  # added to H's diagonal, relative to its mean over inputs that are ever used, as H comes from a short text
+)
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}  # weights processed at once, for a CPU's cache or a GPU's memory
 
 
@@ -76,7 +78,8 @@ def _feedback(hessian: Tensor) -> Tensor:
     """
     damped = hessian.float().clone()
     diagonal = damped.diagonal()
-    diagonal += DAMPING * diagonal.mean() + torch.finfo(torch.float32).tiny
+    used = diagonal.count_nonzero().clamp(min=1)
+    diagonal += DAMPING * diagonal.sum() / used + torch.finfo(torch.float32).tiny
     # torch's factor is a lower triangle; reversing the order of the inputs gives the upper one.
     upper = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
     inverse = torch.linalg.solve_triangular(upper, torch.eye(len(upper), device=upper.device), upper=True)

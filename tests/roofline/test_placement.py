@@ -66,7 +66,24 @@ UPPER, BOTH = 32 * 8 * (2 * 64 + 8), 32 * 8 * (2 * 128 + 8)
 def test_what_a_batch_of_two_keeps_for_the_whole_generation(shape, machine, name, draft_weights, kv, buffers):
     parts = resident_memory(shape, machine, strategy(name, machine, shape, 4096, batch=2))
     assert (parts.weights, parts.draft_weights, parts.kv, parts.buffers) == (WEIGHTS, draft_weights, kv, buffers)
-    assert parts.resident == WEIGHTS + draft_weights + kv + buffers
+    assert parts.libraries == 2**25  # cuBLAS on Hopper
+    assert parts.resident == WEIGHTS + draft_weights + kv + buffers + 2**25
+
+
+def test_prompts_multiply_by_a_dense_copy_of_4_bit_weights_on_a_gpu(shape, machine):
+    """Gate and up of a layer are 235 MB; of them 128 MiB at a time are copied, beside what they produce."""
+    quantized, dense = (
+        resident_memory(shape, machine, strategy(name, machine, shape, 4096))
+        for name in ("int4-weights", "autoregressive")
+    )
+    produced = 4096 * 14_336 * 2  # of the activation, which comes after
+    assert quantized.prefill_workspace - dense.prefill_workspace == 2**27 - produced
+    others = 2 * 128_256 * 4096 + 65 * 4096  # input table, head, norms
+    assert quantized.weights == 0.53125 * (WEIGHTS / 2 - others) + 2 * others
+    cpu = replace(machine, asynchronous=0)
+    on_cpu = resident_memory(shape, cpu, strategy("int4-weights", machine, shape, 4096))
+    assert on_cpu.prefill_workspace == dense.prefill_workspace
+    assert on_cpu.libraries == 0
 
 
 def test_partials_are_those_of_the_splits_that_the_device_chooses(shape, machine):

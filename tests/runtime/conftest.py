@@ -91,6 +91,7 @@ def make_plan() -> Callable[..., Plan]:
         batch: int = 1,
         group: int = 32,
         draft_bits: int = 16,
+        target_bits: int = 16,
         weight_group: int = 32,
         codes: str | None = None,
         yarn_factor: float = 1.0,
@@ -100,7 +101,7 @@ def make_plan() -> Callable[..., Plan]:
         stored = gamma > 0 and kv in ("int4x2", "bf16+int4")
         return Plan(
             Workload("tiny", "cpu", context, new_tokens, batch, yarn_factor),
-            weights=Weights(draft_bits=draft_bits, group=weight_group),
+            weights=Weights(target_bits, min(target_bits, draft_bits), weight_group),
             kv=KVCache(KVFormat(kv), group),
             speculation=Speculation(
                 gamma, DraftCodes(codes or ("upper" if stored else "full")), DraftSelection(selection), ratio

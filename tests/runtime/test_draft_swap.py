@@ -282,7 +282,7 @@ def test_the_peak_is_the_predicted_one(tiny_model, make_plan, prompts, monkeypat
         monkeypatch.setattr(execution, "DRAFT_SWAP_PROMPT_TOKENS", shortest)
         engine = runtime.load(plan, folder, device="cuda")
         measured = engine.generate(ids, 16).statistics.peak_memory_bytes - held
-        predicted = peak_bytes(plan, shape, gpu)
+        predicted = peak_bytes(plan, shape, gpu) - execution.CUBLAS_WORKSPACE_BYTES
         assert measured == pytest.approx(predicted, rel=0.03)
         saved.append(np.array([measured, predicted]))
         engine.close()

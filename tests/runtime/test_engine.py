@@ -11,6 +11,7 @@ import torch
 from ridgeplan import runtime
 from ridgeplan.runtime import engine as engine_module
 from ridgeplan.runtime.errors import ModelError, WorkloadError
+from ridgeplan.runtime.memory import PeakMemory
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.stopwatch import Stopwatch
 
@@ -219,7 +220,7 @@ def test_peak_memory_covers_weights_and_cache(make_plan, tiny_model):
 
 def test_the_peak_is_each_generations_own(engine, prompts, monkeypatch):
     calls = []
-    meter = SimpleNamespace(restart=lambda: calls.append("restart"), peak_bytes=lambda: len(calls))
+    meter = SimpleNamespace(restart=lambda: calls.append("restart"), peak=lambda: PeakMemory(len(calls)))
     monkeypatch.setattr(engine, "_meter", meter)
     peaks = [engine.generate(prompts(50), 5).statistics.peak_memory_bytes for _ in "ab"]
     assert (calls, peaks) == (["restart", "restart"], [1, 2])

@@ -12,7 +12,13 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.device import Device
 from ridgeplan.runtime import memory
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory, require_weight_memory
+from ridgeplan.runtime.memory import (
+    MemoryMeter,
+    PeakMemory,
+    readable_out_of_memory,
+    require_memory,
+    require_weight_memory,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -42,10 +48,22 @@ def test_a_cpus_peak_is_what_the_process_grew_by_and_the_weights_it_had(process)
     assert meter.peak_bytes() == 0
 
 
+def test_a_gpus_peaks_are_torchs_and_the_drivers(monkeypatch):
+    """100 GB of which another process, the context and kernels take what torch has not reserved."""
+    figures = {"max_memory_allocated": 30, "max_memory_reserved": 40, "memory_reserved": 20}
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (75, 100))
+    meter = MemoryMeter(CUDA)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (72, 100))  # kernels of 3 were loaded since
+    assert meter.peak() == PeakMemory(allocated=30, device=40 + (100 - 72 - 20), outside=100 - 75 - 20)
+
+
 def test_an_unknown_peak_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "_STATUS", tmp_path / "absent")
     monkeypatch.setattr(memory, "_CLEAR", tmp_path / "absent")
-    assert MemoryMeter(CPU).peak_bytes() is None
+    assert MemoryMeter(CPU).peak() == PeakMemory(None, None, None)
 
 
 def test_a_plan_has_to_fit_into_what_is_free_beside_shared_weights(make_plan, monkeypatch):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ridgeplan.runtime.drafting.round_result import NOTHING, RowResult
+from ridgeplan.runtime.memory import PeakMemory
 from ridgeplan.runtime.statistics import Statistics, Tally
 from ridgeplan.runtime.stopwatch import Stopwatch
 
@@ -23,7 +24,7 @@ def statistics() -> Statistics:
     stopwatch.add({"draft": 0.004, "verify": 0.010, "flush": 0.001, "round": 0.020})
     stopwatch.add({"draft": 0.008, "verify": 0.030, "flush": 0.002, "round": 0.028, "idle": 0.0005})
     stopwatch.add({"prefill": 0.3, "capture": 0.7})
-    return tally.statistics(8, stopwatch, 12345)
+    return tally.statistics(8, stopwatch, PeakMemory(12345, 23456, 789))
 
 
 def test_counts(statistics):
@@ -33,7 +34,8 @@ def test_counts(statistics):
     assert statistics.judged_at == (3, 2)
     assert statistics.accepted_at == (2, 1)
     assert (statistics.drafted, statistics.judged, statistics.accepted) == (6, 5, 3)
-    assert statistics.peak_memory_bytes == 12345
+    peaks = statistics.peak_memory_bytes, statistics.peak_device_bytes, statistics.outside_bytes
+    assert peaks == (12345, 23456, 789)
 
 
 def test_acceptance_under_both_definitions(statistics):
@@ -55,6 +57,6 @@ def test_times(statistics):
 
 
 def test_without_rounds_every_figure_is_zero():
-    statistics = Tally(0, (5,)).statistics(1, Stopwatch(torch.device("cpu")), None)
+    statistics = Tally(0, (5,)).statistics(1, Stopwatch(torch.device("cpu")), PeakMemory(None))
     assert (statistics.acceptance, statistics.accepted_share, statistics.tokens_per_round) == (0.0, 0.0, 0.0)
     assert (statistics.tpot_ms, statistics.draft_s, statistics.verify_s) == (0.0, 0.0, 0.0)

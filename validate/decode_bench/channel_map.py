@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.execution import QUANTIZATION_GROUPS, fitting_group
 from ridgeplan.runtime.model_config import DecoderConfig
+
+GROUP = 128  # of a plan's weights, unless it says otherwise
+LARGEST_GROUP = max(QUANTIZATION_GROUPS)
 
 
 class InflationError(ValueError):
@@ -40,6 +44,34 @@ class ChannelMap:
         for name, small, large in sizes:
             if small > large:
                 raise InflationError(f"the small model needs {small} {name}; allowed by {shape.name!r}: up to {large}")
+
+    @property
+    def constant_channel(self) -> int:
+        """The channel of the residual stream with the constant.
+
+        It comes first, as GPTQ makes up for errors at a channel in those after it, here none of the small model's.
+        """
+        return 0
+
+    @property
+    def hidden_channels(self) -> Tensor:
+        """The channel of the residual stream for each of the small model's: with whole groups of their own if they fit,
+        else adjacent.
+        """
+        placed = _placed(self.config.shape.hidden, self.shape.hidden - LARGEST_GROUP)
+        return 1 + torch.arange(self.config.shape.hidden) if placed is None else LARGEST_GROUP + placed
+
+    @property
+    def quiet_channels(self) -> int:
+        """Leading channels of the residual stream that share groups with the small model's or the constant."""
+        return -(-(int(self.hidden_channels[-1]) + 1) // LARGEST_GROUP) * LARGEST_GROUP
+
+    @property
+    def mlp_channels(self) -> Tensor:
+        """The MLP channel for each of the small model's."""
+        small = self.config.shape.intermediate
+        placed = _placed(small, self.shape.intermediate)
+        return torch.arange(small) if placed is None else placed
 
     @property
     def q_width(self) -> int:
@@ -78,6 +110,16 @@ class ChannelMap:
         return [*self.q_heads, *keys, *(self.shape.kv_heads + head for head in keys)]
 
     @property
+    def used_q_channels(self) -> Tensor:
+        """All channels of the query heads that hold small ones."""
+        return (torch.tensor(self.q_heads)[:, None] * self.shape.head_dim + torch.arange(self.shape.head_dim)).flatten()
+
+    @property
+    def value_channels(self) -> Tensor:
+        """All channels of the values."""
+        return torch.arange(self.qkv_width - self.shape.kv_heads * self.shape.head_dim, self.qkv_width)
+
+    @property
     def small_channels(self) -> Tensor:
         """The small model's query, key or value channel for each of `channels(qkv_heads)`."""
         c = self.config.shape
@@ -100,3 +142,14 @@ class ChannelMap:
     def _copies(self) -> int:
         small, large = self._ratios
         return math.ceil(small / large)
+
+
+def _placed(small: int, large: int) -> Tensor | None:
+    """Where `small` channels go among `large` so that those with one scale in the small model have one to themselves.
+
+    None where they do not fit.
+    """
+    own = fitting_group(small, GROUP)
+    if own is None or small // own * GROUP > large:
+        return None
+    return (torch.arange(small // own)[:, None] * GROUP + torch.arange(own)).flatten()

@@ -4,13 +4,20 @@ Speed depends on a model's shape, acceptance on what it has learned. Random weig
 speed; a small model placed inside them, with zeros around it, gives both.
 
 The residual stream is padded with zeros, and norms are rescaled accordingly. Added channels of heads have zero queries
-and are not read by outputs; added heads, MLP channels and layers are random, with zero output projections. A constant
-channel of the residual stream, too small to affect the norms, pushes the logits of added tokens below all others.
+and values; added heads and MLP channels have zero values and gates, so that nothing reaches the projections after them,
+whose added weights are zero. Added layers are random up to their outputs, which are zero. A constant channel of the
+residual stream, too small to affect the norms, pushes the logits of added tokens below all others.
+
+Quantization is the small model's too: zeros do not widen the range of a group, added inputs are zero, so that GPTQ
+cannot use them, and weights that were quantized together have a group to themselves (see `ChannelMap`). Noise fills all
+other weights. All of it is read and multiplied as in a real model of that shape; but zeros take less power, so that a
+GPU that is limited by power may clock a little higher.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,39 +60,51 @@ def inflated_weights(
 
     They do not depend on RoPE scaling. Raises InflationError naming what does not fit.
     """
-    shape = inflated_shape(config, shape)
-    channel_map = ChannelMap(config, shape)
-    channel_map.check()
-    inflater = _Inflater(channel_map, torch.Generator(weights.embedding.device).manual_seed(seed))
-    used = [inflater.layer(layer) for layer in weights.layers]
-    idle = [inflater.idle(weights.layers[0]) for _ in range(shape.layers - config.shape.layers)]
-    return DecoderWeights(
-        embedding=inflater.embedding(weights.embedding),
-        layers=(*used, *idle),
-        norm=inflater.norm(weights.norm, LIFT),
-        head=Dense(inflater.head(_dense(weights.head).weight)),
-    )
+    inflater = Inflater.build(config, shape, weights.embedding.device, seed)
+    return replace(inflater.ends(weights), layers=tuple(inflater.layers(weights)))
 
 
 @dataclass(frozen=True, eq=False)
-class _Inflater:
+class Inflater:
     """Builds large weights from small ones; `generator` fills unused weights with noise."""
 
     channel_map: ChannelMap
     generator: torch.Generator
 
+    @classmethod
+    def build(cls, config: DecoderConfig, shape: ModelShape, device: torch.device, seed: int = 0) -> Inflater:
+        """For weights of `config` on `device`. Raises InflationError naming what does not fit."""
+        channel_map = ChannelMap(config, inflated_shape(config, shape))
+        channel_map.check()
+        return cls(channel_map, torch.Generator(device).manual_seed(seed))
+
+    def ends(self, small: DecoderWeights) -> DecoderWeights:
+        """The embedding, the last norm and the head, without layers."""
+        head = Dense(self.head(_dense(small.head).weight))
+        return DecoderWeights(self.embedding(small.embedding), (), self.norm(small.norm, LIFT), head)
+
+    def layers(self, small: DecoderWeights) -> Iterator[LayerWeights]:
+        """The small model's layers and then added ones, each made when it is asked for."""
+        for layer in small.layers:
+            yield self.layer(layer)
+        for _ in range(self.channel_map.shape.layers - len(small.layers)):
+            yield self.idle(small.layers[0])
+
     def layer(self, small: LayerWeights) -> LayerWeights:
         """A layer of the small model."""
         if small.qk_norm is not None:
             raise InflationError("the model normalizes queries and keys; allowed: families without such norms")
-        channel_map = self.channel_map
+        channel_map, shape = self.channel_map, self.channel_map.shape
         return LayerWeights(
             attention_norm=self.norm(small.attention_norm),
             qkv=self._qkv(_dense(small.qkv)),
             qk_norm=None,
             output=self._written(_dense(small.output), channel_map.channels(channel_map.q_heads), channel_map.q_width),
             mlp_norm=self.norm(small.mlp_norm),
-            mlp=self._mlp(small.mlp),
+            mlp=GatedMLP(
+                self._gate_up(_dense(small.mlp.gate_up)),
+                self._written(_dense(small.mlp.down), channel_map.mlp_channels, shape.intermediate),
+            ),
         )
 
     def idle(self, like: LayerWeights) -> LayerWeights:
@@ -105,70 +124,68 @@ class _Inflater:
         """A norm's weight, rescaled as zero padding makes the mean square hidden / width of the small model's."""
         width = self.channel_map.shape.hidden
         large = small.new_zeros(width)
-        large[: len(small)] = small
-        large[len(small)] = lift
+        large[self.channel_map.hidden_channels] = small
+        large[self.channel_map.constant_channel] = lift
         return large * math.sqrt(len(small) / width)
 
     def embedding(self, small: Tensor) -> Tensor:
         """The embedding, with the constant channel set for every token."""
         large = small.new_zeros(self.channel_map.shape.vocab, self.channel_map.shape.hidden)
-        large[: len(small), : small.shape[1]] = small
-        large[:, small.shape[1]] = CONSTANT
+        large[: len(small), self.channel_map.hidden_channels] = small
+        large[:, self.channel_map.constant_channel] = CONSTANT
         return large
 
     def head(self, small: Tensor) -> Tensor:
-        """The output head; added tokens read the constant channel, and random weights of zero channels."""
-        tokens, hidden = small.shape
-        large = self._noise_like(small, self.channel_map.shape.vocab, self.channel_map.shape.hidden)
-        large[:, : hidden + 1] = 0
-        large[:tokens, :hidden] = small
-        large[tokens:, hidden] = PUSH
+        """The output head; added tokens read the constant channel."""
+        large = self._reading(small, torch.arange(len(small)), self.channel_map.shape.vocab)
+        large[len(small) :, : self.channel_map.quiet_channels] = 0
+        large[len(small) :, self.channel_map.constant_channel] = PUSH
         return large
 
     def _qkv(self, small: Dense) -> Dense:
         """The QKV projection; queries are scaled, as attention divides scores by the root of the larger head_dim."""
         channel_map, config = self.channel_map, self.channel_map.config.shape
         stretch = math.sqrt(channel_map.shape.head_dim / config.head_dim)
-        weight = self._noise_like(small.weight, channel_map.qkv_width, channel_map.shape.hidden)
-        # Added channels must not contribute to scores, so their queries are zero.
-        weight.unflatten(0, (-1, channel_map.shape.head_dim))[channel_map.q_heads] = 0
-        bias = None if small.bias is None else small.bias.new_zeros(channel_map.qkv_width)
-        q_width = config.q_heads * config.head_dim
-        rows = channel_map.channels(channel_map.qkv_heads).to(weight.device)
-        source = channel_map.small_channels.to(weight.device)
-        scale = torch.where(source < q_width, stretch, 1.0)
-        weight[rows, : config.hidden] = (small.weight[source] * scale[:, None]).to(weight.dtype)
-        if bias is not None and small.bias is not None:
-            bias[rows] = (small.bias[source] * scale).to(bias.dtype)
+        rows = channel_map.channels(channel_map.qkv_heads)
+        source = channel_map.small_channels
+        scale = torch.where(source < config.q_width, stretch, 1.0).to(small.weight)
+        # Added channels must not contribute to scores or to outputs, so their queries and values are zero.
+        zeros = torch.cat([channel_map.used_q_channels, channel_map.value_channels])
+        weight = self._reading(small.weight[source] * scale[:, None], rows, channel_map.qkv_width, zeros)
+        bias = None if small.bias is None else self._spread(small.bias[source] * scale, rows, channel_map.qkv_width)
         return Dense(weight, bias)
-
-    def _mlp(self, small: GatedMLP) -> GatedMLP:
-        shape, used = self.channel_map.shape, range(self.channel_map.config.shape.intermediate)
-        return GatedMLP(
-            self._gate_up(_dense(small.gate_up)), self._written(_dense(small.down), used, shape.intermediate)
-        )
 
     def _gate_up(self, small: Dense) -> Dense:
-        """Gate and up projections, each with added channels."""
-        width, half = self.channel_map.shape.intermediate, len(small.weight) // 2
-        weight = self._noise_like(small.weight, 2 * width, self.channel_map.shape.hidden)
-        bias = None if small.bias is None else small.bias.new_zeros(2 * width)
-        for start, rows in ((0, slice(0, half)), (width, slice(half, None))):
-            weight[start : start + half, : small.weight.shape[1]] = small.weight[rows]
-            if bias is not None and small.bias is not None:
-                bias[start : start + half] = small.bias[rows]
-        return Dense(weight, bias)
+        """Gate and up projections, each with added channels, whose gates are zero."""
+        width, channels = self.channel_map.shape.intermediate, self.channel_map.mlp_channels
+        rows = torch.cat([channels, width + channels])
+        weight = self._reading(small.weight, rows, 2 * width, torch.arange(width))
+        return Dense(weight, None if small.bias is None else self._spread(small.bias, rows, 2 * width))
 
-    def _written(self, small: Dense, inputs: Tensor | range, width: int) -> Dense:
-        """A projection into the residual stream: the small model's from `inputs`, and zeros."""
-        outputs = small.weight.shape[0]
-        columns = torch.as_tensor(inputs, device=small.weight.device)
-        weight = small.weight.new_zeros(self.channel_map.shape.hidden, width)
-        weight[:outputs, columns] = small.weight
-        bias = None if small.bias is None else small.bias.new_zeros(self.channel_map.shape.hidden)
-        if bias is not None and small.bias is not None:
-            bias[:outputs] = small.bias
-        return Dense(weight, bias)
+    def _reading(self, small: Tensor, rows: Tensor, width: int, zeros: Tensor | None = None) -> Tensor:
+        """A projection from the residual stream to `width` outputs: the small one's in `rows`, zeros, and noise.
+
+        zeros: rows without noise, as their outputs matter.
+        """
+        large = self._noise_like(small, width, self.channel_map.shape.hidden)
+        if zeros is not None:
+            large[zeros] = 0
+        large[rows, : self.channel_map.quiet_channels] = 0
+        large[rows[:, None], self.channel_map.hidden_channels] = small
+        return large
+
+    def _written(self, small: Dense, columns: Tensor, width: int) -> Dense:
+        """A projection of `width` inputs into the residual stream: the small model's from `columns`, and zeros."""
+        hidden, rows = self.channel_map.shape.hidden, self.channel_map.hidden_channels
+        weight = small.weight.new_zeros(hidden, width)
+        weight[rows[:, None], columns] = small.weight
+        return Dense(weight, None if small.bias is None else self._spread(small.bias, rows, hidden))
+
+    def _spread(self, small: Tensor, places: Tensor, width: int) -> Tensor:
+        """A bias of `width` outputs, the small model's at `places`."""
+        large = small.new_zeros(width)
+        large[places] = small
+        return large
 
     def _noise(self, like: Tensor) -> Tensor:
         return self._noise_like(like, *like.shape)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,26 +17,29 @@ from ridgeplan.roofline.memory import weight_memory
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory
 from ridgeplan.runtime.model.checkpoint import load_config, load_tokenizer, load_weights
+from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.model_config import DecoderConfig, decoder_config
+from ridgeplan.runtime.quantization.calibrate import quantized_target
+from ridgeplan.runtime.quantization.calibration_text import CalibrationText
 from ridgeplan.validate.decode_bench.channel_map import ChannelMap, InflationError
-from ridgeplan.validate.decode_bench.inflate import inflated_config, inflated_shape, inflated_weights
+from ridgeplan.validate.decode_bench.inflate import Inflater, inflated_config, inflated_shape
 
 
 @dataclass(frozen=True, eq=False)
 class InflatedModel:
     """A small model's function in a large shape, with the small one's context limit.
 
-    hub: the small model's configuration.
+    hub: the small model's configuration. targets: the large weights made last, by their bits and group.
     """
 
     source: str
     hub: Any
     tokenizer: Any
     shape: ModelShape
-    weights: DecoderWeights
     device: torch.device
+    targets: dict[tuple[int, int], DecoderWeights] = field(default_factory=dict)
 
     @classmethod
     def load(cls, model: str, shape: ModelShape, device: str = "cuda") -> InflatedModel:
@@ -44,16 +48,25 @@ class InflatedModel:
         Raises ModelError, or InflationError if it does not fit into the shape, or the shape not into memory.
         """
         place = torch.device(device)
-        dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
         source = model_source(model)
         hub = load_config(source)
         config = decoder_config(hub, source)
         limited = inflated_shape(config, shape)
         ChannelMap(config, limited).check()
-        _require_weight_memory(limited, place, dtype)
-        with readable_out_of_memory(place):
-            weights = inflated_weights(config, load_weights(source, config.shape, place, dtype), shape)
-        return cls(source, hub, load_tokenizer(source), limited, weights, place)
+        found = cls(source, hub, load_tokenizer(source), limited, place)
+        _require_weight_memory(limited, place, found.dtype)
+        return found
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    @cached_property
+    def text(self) -> CalibrationText:
+        """What 4-bit weights are fitted to by default: a text of the small model itself."""
+        config, small = self._small()
+        return CalibrationText.of_model(Decoder(config, self.device), small)
 
     def config(self, yarn_factor: float) -> DecoderConfig:
         """The decoder, with RoPE scaled by YaRN."""
@@ -63,16 +76,40 @@ class InflatedModel:
         self, plan: Plan, draft_weights: DecoderWeights | None = None, calibration: Sequence[int] | None = None
     ) -> Engine:
         """An engine of `plan`. draft_weights: those of another engine with the same draft format, by default quantized
-        here with the tokens in `calibration` (see `quantized_draft`).
+        here. calibration: tokens to quantize for, by default `text`.
 
         Raises WorkloadError if the plan does not fit into memory.
         """
+        kind = plan.weights.target_bits, plan.weights.group if plan.weights.target_bits == 4 else 0
+        for other in self.targets.keys() - {kind}:
+            del self.targets[other]
         held = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-        require_memory(plan, self.shape, self.device, self.weights.embedding.dtype, held)
-        meter = MemoryMeter(self.device, self.weights.bytes)
-        config = self.config(plan.workload.yarn_factor)
+        require_memory(plan, self.shape, self.device, self.dtype, held)
         with readable_out_of_memory(self.device):
-            return Engine(plan, self.source, config, self.weights, self.device, meter, draft_weights, calibration)
+            text = self._text(plan, calibration)
+            if kind not in self.targets:
+                self.targets[kind] = self._target(plan, text)
+            weights = self.targets[kind]
+            meter, config = MemoryMeter(self.device, weights.bytes), self.config(plan.workload.yarn_factor)
+            return Engine(plan, self.source, config, weights, self.device, meter, draft_weights, text)
+
+    def _text(self, plan: Plan, calibration: Sequence[int] | None) -> CalibrationText | None:
+        if not plan.weights.quantized:
+            return None
+        return self.text if calibration is None else CalibrationText.given(calibration, self.shape.vocab)
+
+    def _target(self, plan: Plan, text: CalibrationText | None) -> DecoderWeights:
+        config, small = self._small()
+        inflater = Inflater.build(config, self.shape, self.device)
+        ends, layers = inflater.ends(small), inflater.layers(small)
+        if text is None or plan.weights.target_bits == 16:
+            return replace(ends, layers=tuple(layers))
+        return quantized_target(Decoder(self.config(1.0), self.device), ends, layers, plan.weights.group, text)
+
+    def _small(self) -> tuple[DecoderConfig, DecoderWeights]:
+        """The small model, which is not kept, as its memory is not the plan's."""
+        config = decoder_config(self.hub, self.source)
+        return config, load_weights(self.source, config.shape, self.device, self.dtype)
 
     @contextlib.contextmanager
     def shared_engine(

@@ -12,6 +12,7 @@ from ridgeplan.dashboards.cli.model_inputs import CALIBRATION_TOKENS, calibratio
 from ridgeplan.dashboards.cli.run import summary, text_pieces
 from ridgeplan.planner import Workload, preset
 from ridgeplan.runtime.quantization.calibrate import quantized_draft
+from ridgeplan.runtime.quantization.calibration_text import CalibrationText
 from ridgeplan.runtime.statistics import Statistics
 
 
@@ -174,9 +175,10 @@ def test_drafts_are_fitted_to_the_calibration_file(
 ) -> None:
     seen: list[int] = []
 
-    def quantized(decoder: Any, weights: Any, group: int, calibration: list[int]) -> Any:
-        seen.append(len(calibration))
-        return quantized_draft(decoder, weights, group)  # the fit itself has tests of its own, and takes longer
+    def quantized(decoder: Any, weights: Any, group: int, text: CalibrationText) -> Any:
+        seen.append(text.tokens.numel())
+        short = CalibrationText(text.tokens[:, :64], natural=False)  # the fit itself has tests of its own
+        return quantized_draft(decoder, weights, group, short)
 
     monkeypatch.setattr("ridgeplan.runtime.engine.quantized_draft", quantized)
     text = tmp_path / "text.txt"

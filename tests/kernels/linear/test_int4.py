@@ -106,7 +106,7 @@ def test_product_in_16_bits(dtype: torch.dtype, rows: int, backend: str, device:
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 def test_many_rows_take_the_weight_in_slabs(biased: bool, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Slabs of two output tiles, of 50 outputs: the last is part of a tile."""
-    monkeypatch.setattr("ridgeplan.kernels.linear.int4_triton.SLAB_BYTES", 32 * 128 * 4)
+    monkeypatch.setattr("ridgeplan.kernels.linear.int4_triton.INT4_COPY_BYTES", 32 * 128 * 4)
     codes, scale, zero = parts(50, 128, 64, device)
     x = torch.randn(70, 128, generator=torch.Generator().manual_seed(1)).to(device)
     bias = torch.linspace(-3, 3, 50, device=device) if biased else None

@@ -9,7 +9,8 @@ from torch.nn import functional
 from ridgeplan import runtime
 from ridgeplan.runtime.model.linear import Dense
 from ridgeplan.runtime.model.prefill import prefill_layer
-from ridgeplan.runtime.quantization.calibrate import fitted_draft, quantized_draft
+from ridgeplan.runtime.quantization.calibrate import quantized_draft
+from ridgeplan.runtime.quantization.calibration_text import CalibrationText
 from ridgeplan.runtime.quantization.pack import fitting_group
 from ridgeplan.runtime.quantization.self_generated import self_generated_text
 
@@ -56,7 +57,8 @@ def rounded(real):
 
 def test_acceptance_of_real_drafts_rises(real, rounded):
     engine, _, acceptance = real
-    assert acceptance(quantized_draft(engine.decoder, engine.weights, 128)) > rounded + 0.06
+    text = CalibrationText.of_model(engine.decoder, engine.weights)
+    assert acceptance(quantized_draft(engine.decoder, engine.weights, 128, text)) > rounded + 0.06
 
 
 @pytest.mark.slow
@@ -64,11 +66,12 @@ def test_acceptance_rises_further_with_a_text_that_the_model_writes(real, rounde
     for name, value in {"SEQUENCES": 4, "TOKENS": 64}.items():  # more take a CPU minutes
         monkeypatch.setattr(f"ridgeplan.runtime.quantization.self_generated.{name}", value)
     engine, _, acceptance = real
-    text = self_generated_text(engine.decoder, engine.weights)
-    assert acceptance(fitted_draft(engine.decoder, engine.weights, 128, text, full=True)) > rounded + 0.08
+    text = CalibrationText(self_generated_text(engine.decoder, engine.weights), natural=True)
+    assert acceptance(quantized_draft(engine.decoder, engine.weights, 128, text)) > rounded + 0.08
 
 
 @pytest.mark.slow
 def test_acceptance_rises_further_with_a_text_of_the_kind(real, rounded):
     engine, tokens, acceptance = real
-    assert acceptance(quantized_draft(engine.decoder, engine.weights, 128, tokens[-512:])) > rounded + 0.10
+    text = CalibrationText.given(tokens[-512:], engine.config.shape.vocab)
+    assert acceptance(quantized_draft(engine.decoder, engine.weights, 128, text)) > rounded + 0.10

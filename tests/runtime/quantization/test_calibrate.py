@@ -11,7 +11,8 @@ from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.model.linear import Dense, Int4
 from ridgeplan.runtime.model.prefill import prefill_layer
 from ridgeplan.runtime.quantization import calibrate
-from ridgeplan.runtime.quantization.calibrate import HessianRecorder, fitted_draft, quantized_draft
+from ridgeplan.runtime.quantization.calibrate import HessianRecorder, quantized_draft
+from ridgeplan.runtime.quantization.calibration_text import SAMPLED_TOKENS, CalibrationText, sampled_tokens
 from ridgeplan.runtime.quantization.self_generated import SEQUENCES, TOKENS, self_generated_text
 
 
@@ -86,9 +87,8 @@ def test_a_model_writes_what_it_finds_likely(tiny_model, make_plan):
 def test_sequences_of_a_text_do_not_see_each_other(tiny_model, make_plan, prompts):
     engine = runtime.load(make_plan(), tiny_model().folder, device="cpu")
     text = torch.tensor(prompts(64, 64))
-    one, other = (fitted_draft(engine.decoder, engine.weights, 32, part, full=True) for part in (text, text.flip(0)))
-    joined = fitted_draft(engine.decoder, engine.weights, 32, text.view(1, -1), full=True)
-    heads = [draft.head.weight.packed for draft in (one, other, joined)]
+    texts = (CalibrationText(part, natural=True) for part in (text, text.flip(0), text.view(1, -1)))
+    heads = [quantized_draft(engine.decoder, engine.weights, 32, one).head.weight.packed for one in texts]
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], heads[2])
 
@@ -134,36 +134,41 @@ def test_hessians_are_of_the_inputs_that_transformers_sees(
     monkeypatch.setattr(calibrate, "_quantized", quantized)
     for full in (True, False):
         recorded.clear()
-        fitted_draft(engine.decoder, engine.weights, 32, text, full=full)
+        quantized_draft(engine.decoder, engine.weights, 32, CalibrationText(text, natural=full))
         for found, expected in zip(recorded, hessians_of(model.reference, text), strict=True):
             torch.testing.assert_close(found, expected if full else expected.diagonal(), rtol=1e-3, atol=1e-2)
 
 
 def test_every_projection_and_the_head_are_quantized(tiny_model, make_plan, prompts):
     engine = runtime.load(make_plan(), tiny_model().folder, device="cpu")
-    draft = quantized_draft(engine.decoder, engine.weights, 32, prompts(100)[0])
+    text = CalibrationText.given(prompts(100)[0], 128)
+    draft = quantized_draft(engine.decoder, engine.weights, 32, text)
     linears = [draft.head]
     for layer in draft.layers:
         linears += [layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down]
     assert [type(linear) for linear in linears] == [Int4] * (1 + 4 * 2)
     assert draft.embedding is engine.weights.embedding
     # What is quantized already stays as it is.
-    again = quantized_draft(engine.decoder, draft, 32, prompts(100)[0])
+    again = quantized_draft(engine.decoder, draft, 32, text)
     assert again.layers[1].mlp.down is draft.layers[1].mlp.down
     assert again.head is draft.head
 
 
-def test_a_given_text_speaks_for_itself_and_a_cpu_samples_one(tiny_model, make_plan, prompts, monkeypatch):
-    engine = runtime.load(make_plan(), tiny_model().folder, device="cpu")
-    asked = []
-    monkeypatch.setattr(calibrate, "fitted_draft", lambda *arguments, full: asked.append((arguments[3], full)))
-    [text] = prompts(100)
-    quantized_draft(engine.decoder, engine.weights, 32, text)
-    quantized_draft(engine.decoder, engine.weights, 32)
-    (given, whole), (sampled, diagonal_is_enough) = asked
-    assert given.tolist() == [text]
-    assert sampled.shape == (1, calibrate.SAMPLED_TOKENS)
-    assert (whole, diagonal_is_enough) == (True, False)
+def test_a_given_text_is_fitted_to_and_a_cpu_samples_one(tiny_model, make_plan, prompts, monkeypatch):
+    folder, plan, fitted = tiny_model().folder, make_plan("int4x2", 3, draft_bits=4), []
+
+    def quantized(decoder, weights, group, text):
+        fitted.append(text)
+        return quantized_draft(decoder, weights, group, text)
+
+    monkeypatch.setattr("ridgeplan.runtime.engine.quantized_draft", quantized)
+    [tokens] = prompts(100)
+    for calibration in (tokens, None):
+        runtime.load(plan, folder, device="cpu", calibration=calibration)
+    given, sampled = fitted
+    assert given.tokens.tolist() == [tokens]
+    assert sampled.tokens.shape == (1, SAMPLED_TOKENS)
+    assert (given.natural, sampled.natural) == (True, False)
 
 
 def test_sampled_tokens_are_as_frequent_as_the_model_finds_them(tiny_model, make_plan):
@@ -171,7 +176,7 @@ def test_sampled_tokens_are_as_frequent_as_the_model_finds_them(tiny_model, make
     odds = torch.ones(128)
     odds[5] = 3 * 127  # three quarters
     likely = dataclasses.replace(engine.weights, head=lambda x: odds.log().expand(*x.shape[:-1], -1))
-    tokens = calibrate._sampled(engine.decoder, likely)
-    deviation = (0.75 * 0.25 / calibrate.SAMPLED_TOKENS) ** 0.5
+    tokens = sampled_tokens(engine.decoder, likely)
+    deviation = (0.75 * 0.25 / SAMPLED_TOKENS) ** 0.5
     assert float((tokens == 5).float().mean()) == pytest.approx(0.75, abs=4 * deviation)
-    assert torch.equal(tokens, calibrate._sampled(engine.decoder, likely))
+    assert torch.equal(tokens, sampled_tokens(engine.decoder, likely))

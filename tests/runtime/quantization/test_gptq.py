@@ -128,3 +128,16 @@ def test_large_offsets_cost_no_accuracy():
     rounding = 2**-8  # of the zero: half of what lies between bfloat16 values from 1 to 2
     plain = decoded(*quantize_weight(weight, 64))
     assert (shifted - weight).abs().max() < (plain - weight).abs().max() + rounding
+
+
+def test_inputs_that_are_never_used_change_nothing():
+    """As channels of a real MLP that never fire, or those around a small model in a larger shape."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(16, 128, generator=generator), torch.randn(300, 128, generator=generator)
+    x = x @ torch.randn(128, 128, generator=generator)  # correlated, so that errors are made up for
+    wide = torch.zeros(256, 256)
+    wide[:128, :128] = x.T @ x
+    codes, scale, zero = quantize_weight(torch.cat([weight, torch.zeros(16, 128)], dim=1), 64, wide)
+    for found, expected in zip((codes, scale, zero), quantize_weight(weight, 64, x.T @ x), strict=True):
+        assert torch.equal(found[:, : expected.shape[1]], expected)
+    assert scale[:, 2:].abs().max() == 0

@@ -4,10 +4,13 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
-from ridgeplan.planner import PlanError
+from ridgeplan.planner import PlanError, Workload
+from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.runtime.errors import UnsupportedPlan
+from ridgeplan.runtime.quantization.calibration_text import CalibrationText
 from ridgeplan.validate.decode_bench.channel_map import InflationError
 from ridgeplan.validate.decode_bench.report import PLAIN, DecodeCase, bench_decode, suite_cases, with_plain
 from ridgeplan.validate.decode_bench.vllm_baseline import vllm_tpot_ms
@@ -97,8 +100,8 @@ def test_cases_are_compared_with_plain_decoding_of_their_workload_or_with_nothin
 def test_draft_weights_are_made_once_and_not_before_other_plans_ran(smollm2, h200_profile, monkeypatch):
     model, events = small_model(smollm2), []
 
-    def quantizing(decoder, weights, group, calibration):
-        assert calibration is None
+    def quantizing(decoder, weights, group, text):
+        assert text is model.text
         events.append("quantized")
         return dataclasses.replace(weights)
 
@@ -121,14 +124,14 @@ def test_draft_weights_are_made_once_and_not_before_other_plans_ran(smollm2, h20
 def test_a_calibration_text_is_what_draft_weights_are_fitted_to(smollm2, h200_profile, monkeypatch):
     seen = []
 
-    def quantizing(decoder, weights, group, calibration):
-        seen.append((group, calibration))
+    def quantizing(decoder, weights, group, text):
+        seen.append((group, text.tokens.tolist(), text.natural))
         return dataclasses.replace(weights)
 
     monkeypatch.setattr("ridgeplan.runtime.engine.quantized_draft", quantizing)
     cases = [DecodeCase("quantspec-kv", 64, 1, 1), DecodeCase("quantspec", 64, 1, 1), DecodeCase("quantspec", 64, 1, 2)]
     report = bench_decode(small_model(smollm2), cases, h200_profile, 2, calibration=[5, 6, 7])
-    assert seen == [(128, [5, 6, 7])]
+    assert seen == [(128, [[5, 6, 7]], True)]
     assert report.to_dict()["calibration_tokens"] == 3
 
 
@@ -163,3 +166,32 @@ def test_plain_and_speculative_decoding_are_measured_beside_their_predictions(sm
     assert saved["rows"][1]["measured"]["tokens_per_round"] == drafted.measured.statistics.tokens_per_round
     assert saved["temperature"] == 1.0
     assert saved["model"] == "llama, 30 layers of 576"
+
+
+@pytest.mark.model
+def test_the_small_model_itself_writes_what_4_bit_weights_are_fitted_to(smollm2, monkeypatch):
+    """The large one has tokens that the small one never saw."""
+    writers = []
+
+    def of_model(decoder, weights):
+        writers.append((decoder.config.shape.vocab, weights.embedding.shape[0], len(weights.layers)))
+        return CalibrationText(torch.zeros(1, 3, dtype=torch.int64), natural=True)
+
+    monkeypatch.setattr(CalibrationText, "of_model", of_model)
+    model = small_model(smollm2)
+    assert model.text is model.text
+    assert writers == [(49_152, 49_152, 30)]
+    assert model.shape.vocab == 49_200
+
+
+@pytest.mark.model
+def test_only_the_target_in_use_is_kept(smollm2, monkeypatch):
+    model = small_model(smollm2)
+    monkeypatch.setitem(vars(model), "text", CalibrationText(torch.arange(20)[None], natural=False))
+    plain, quantized = (preset(name, Workload("m", "cpu", 64, 8)) for name in ("autoregressive", "int4-weights"))
+    dense = model.engine(plain).weights
+    assert model.engine(plain).weights is dense
+    assert dense.group is None
+    int4 = model.engine(quantized).weights
+    assert (int4.group, int4.bytes < 0.5 * dense.bytes) == (128, True)
+    assert list(model.targets.values()) == [int4]

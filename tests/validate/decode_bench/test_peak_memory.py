@@ -1,0 +1,51 @@
+"""The script that compares predicted peaks with measured ones."""
+
+import json
+
+import pytest
+import torch
+
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.memory import weight_memory
+from ridgeplan.runtime.memory import PeakMemory
+from ridgeplan.validate.decode_bench.peak_memory import (
+    CASES,
+    MemoryCase,
+    MemoryRow,
+    measure_peak,
+    predicted_memory,
+    zero_weights,
+)
+from ridgeplan.validate.random_decoder import llama_like_shape
+
+CPU = torch.device("cpu")
+SHAPE = llama_like_shape(2, 64, 96, 4, 2, 32)
+
+
+@pytest.mark.parametrize("preset", ["autoregressive", "int8", "quantspec", "int4-weights"])
+def test_every_kind_of_plan_runs(preset):
+    case = MemoryCase("m", preset, 40, 2)
+    row = measure_peak(case, SHAPE, CPU)
+    saved = json.loads(json.dumps(row.to_dict()))
+    assert (saved["preset"], saved["context"], saved["batch"]) == (preset, 40, 2)
+    assert saved["predicted"]["allocated"] == predicted_memory(case.plan(), SHAPE, CPU).peak
+
+
+def test_zero_weights_take_what_the_shape_has():
+    weights = zero_weights(SHAPE, CPU)
+    assert weights.bytes == weight_memory(SHAPE, 4, 4)
+
+
+def test_the_drivers_figure_is_what_torch_reserves_beside_what_was_there():
+    case = MemoryCase("m", "autoregressive", 4096, 1)
+    predicted = predicted_memory(case.plan(), SHAPE, CPU)
+    row = MemoryRow(case, predicted, PeakMemory(allocated=2 * int(predicted.peak), device=10**9, outside=10**8), None)
+    device = predicted.weights + predicted.kv + predicted.prefill_workspace + predicted.decode_workspace + 10**8
+    assert row.predicted_device == device
+    assert row.to_dict()["errors"] == pytest.approx({"allocated": -0.5, "device": device / 10**9 - 1})
+
+
+def test_cases_are_of_the_catalog_and_run():
+    for case in CASES:
+        assert load_shape(case.model).layers
+        assert case.plan().workload.context == case.context

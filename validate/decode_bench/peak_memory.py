@@ -1,0 +1,201 @@
+"""Peak memory of plans on this machine's GPU: predicted by purpose, allocated by torch, and reported by the driver.
+
+    python -m ridgeplan.validate.decode_bench.peak_memory peaks.json
+
+Memory depends on sizes alone, so all weights are zero.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeplan.planner.lowering import strategy_of
+from ridgeplan.planner.plan import Plan, Workload
+from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.device import Device
+from ridgeplan.roofline.memory import MemoryBreakdown
+from ridgeplan.roofline.placement import resident_memory
+from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.memory import MemoryMeter, PeakMemory
+from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model.linear import Dense
+from ridgeplan.runtime.model.mlp import GatedMLP
+from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
+from ridgeplan.runtime.model_config import DecoderConfig
+from ridgeplan.runtime.quantization.calibrate import quantized_target
+from ridgeplan.runtime.quantization.calibration_text import CalibrationText
+
+NEW_TOKENS = 64
+WARM_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class MemoryCase:
+    """A preset of a model of the catalog, at one context and batch."""
+
+    model: str
+    preset: str
+    context: int
+    batch: int
+
+    def plan(self) -> Plan:
+        """The plan. Raises PlanError."""
+        return preset(self.preset, Workload(self.model, "here", self.context, NEW_TOKENS, self.batch))
+
+
+LLAMA, SMALL = "meta-llama/Llama-3.1-8B", "Qwen2.5-0.5B"
+CASES = (
+    MemoryCase(LLAMA, "autoregressive", 4096, 1),
+    MemoryCase(LLAMA, "autoregressive", 131072, 1),
+    MemoryCase(LLAMA, "autoregressive", 16384, 16),
+    MemoryCase(LLAMA, "int8", 131072, 1),
+    MemoryCase(LLAMA, "int8", 32768, 8),
+    MemoryCase(LLAMA, "quantspec", 4096, 1),
+    MemoryCase(LLAMA, "quantspec", 32768, 8),
+    MemoryCase(LLAMA, "quantspec", 131072, 1),
+    MemoryCase(LLAMA, "quantspec-exact", 32768, 1),
+    MemoryCase(LLAMA, "int4-weights", 4096, 1),
+    MemoryCase(LLAMA, "int4-weights", 131072, 1),
+    MemoryCase(SMALL, "autoregressive", 4096, 1),
+    MemoryCase(SMALL, "quantspec", 32768, 4),
+    MemoryCase(SMALL, "int4-weights", 32768, 1),
+)
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """A case's predicted and measured bytes. outside_after: `PeakMemory.outside`, after the generation."""
+
+    case: MemoryCase
+    predicted: MemoryBreakdown
+    measured: PeakMemory
+    outside_after: int | None
+
+    @property
+    def predicted_device(self) -> float:
+        """What the driver should report: what torch reserves, beside what was in use before."""
+        return float(self.predicted.reserved_peak) + (self.measured.outside or 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; errors are relative to what was measured."""
+        parts = {name: float(value) for name, value in vars(self.predicted).items()}
+        peaks = {"allocated": float(self.predicted.peak), "device": self.predicted_device}
+        return {
+            **asdict(self.case),
+            "predicted": {**parts, **peaks},
+            "measured": {**asdict(self.measured), "outside_after": self.outside_after},
+            "errors": {
+                name: peak / found - 1 for name, peak in peaks.items() if (found := getattr(self.measured, name))
+            },
+        }
+
+
+def measure_peaks(cases: Sequence[MemoryCase], device: torch.device) -> list[MemoryRow]:
+    """Runs each case, in one process: what is outside torch's allocator grows as kernels are loaded."""
+    return [measure_peak(case, load_shape(case.model), device) for case in cases]
+
+
+@torch.no_grad()
+def measure_peak(case: MemoryCase, shape: ModelShape, device: torch.device) -> MemoryRow:
+    """Prefills and generates once, after a short generation that captures the round's graph."""
+    plan, cuda = case.plan(), device.type == "cuda"
+    meter = MemoryMeter(device)
+    engine = _engine(plan, shape, device, meter)
+    prompt = [1] * case.context
+    engine.generate([prompt[:WARM_TOKENS]] * case.batch, 2)
+    if cuda:
+        torch.cuda.empty_cache()
+    engine.generate([prompt] * case.batch, NEW_TOKENS)
+    statistics = engine.statistics
+    engine.close()
+    del engine
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+    peaks = PeakMemory(statistics.peak_memory_bytes, statistics.peak_device_bytes, statistics.outside_bytes)
+    return MemoryRow(case, predicted_memory(plan, shape, device), peaks, MemoryMeter(device).peak().outside)
+
+
+def predicted_memory(plan: Plan, shape: ModelShape, device: torch.device) -> MemoryBreakdown:
+    """The plan's predicted memory on a device like this one."""
+    if device.type == "cuda":
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        held = Device(memory_bytes=0, element_bytes=2, num_sms=num_sms)
+    else:
+        held = Device(memory_bytes=0, element_bytes=4, num_sms=torch.get_num_threads(), asynchronous=0)
+    return resident_memory(shape, held, strategy_of(plan, shape, held, acceptance=1.0))
+
+
+def zero_weights(shape: ModelShape, device: torch.device) -> DecoderWeights:
+    """Dense weights of this shape, all zero."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def zeros(*sizes: int) -> torch.Tensor:
+        return torch.zeros(sizes, dtype=dtype, device=device)
+
+    def layer() -> LayerWeights:
+        return LayerWeights(
+            attention_norm=zeros(shape.hidden),
+            qkv=_projection(zeros, shape.q_width + 2 * shape.kv_width, shape.hidden, biased=shape.attention_bias),
+            qk_norm=None,
+            output=_projection(zeros, shape.hidden, shape.q_width),
+            mlp_norm=zeros(shape.hidden),
+            mlp=GatedMLP(
+                _projection(zeros, 2 * shape.intermediate, shape.hidden),
+                _projection(zeros, shape.hidden, shape.intermediate),
+            ),
+        )
+
+    embedding = zeros(shape.vocab, shape.hidden)
+    head = embedding if shape.tied_embeddings else zeros(shape.vocab, shape.hidden)
+    return DecoderWeights(embedding, tuple(layer() for _ in range(shape.layers)), zeros(shape.hidden), Dense(head))
+
+
+def _projection(zeros: Any, outputs: int, inputs: int, biased: bool = False) -> Dense:
+    return Dense(zeros(outputs, inputs), zeros(outputs) if biased else None)
+
+
+def _engine(plan: Plan, shape: ModelShape, device: torch.device, meter: MemoryMeter) -> Engine:
+    """An engine on zero weights, in the plan's format."""
+    config, weights = DecoderConfig.plain(shape), zero_weights(shape, device)
+    text = CalibrationText(torch.zeros(1, 64, dtype=torch.int64), natural=False)
+    if plan.weights.target_bits == 4:
+        ends, layers = replace(weights, layers=()), weights.layers
+        weights = quantized_target(Decoder(config, device), ends, layers, plan.weights.group, text)
+        del layers
+    return Engine(plan, "", config, weights, device, meter, text=text)
+
+
+def print_rows(rows: Sequence[MemoryRow]) -> None:
+    """A line for each case, in MB."""
+    for row in rows:
+        data = row.to_dict()
+        found = [f"{name} {value / 1e6:.0f}" for name, value in data["predicted"].items()]
+        measured = [f"{name} {(value or 0) / 1e6:.0f}" for name, value in data["measured"].items()]
+        errors = [f"{name} {error:+.2%}" for name, error in data["errors"].items()]
+        print(f"{row.case.model} {row.case.preset} {row.case.context}x{row.case.batch}")
+        for title, parts in (("predicted", found), ("measured", measured), ("errors", errors)):
+            print(f"    {title}: {', '.join(parts)}")
+
+
+def main() -> None:
+    """Measures all cases on this machine's GPU, saves them as JSON and prints them."""
+    if len(sys.argv) != 2 or not torch.cuda.is_available():
+        raise SystemExit("needs a GPU, and one argument: where to save the results as JSON")
+    rows = measure_peaks(CASES, torch.device("cuda"))
+    Path(sys.argv[1]).write_text(json.dumps([row.to_dict() for row in rows], indent=2) + "\n", encoding="utf-8")
+    print_rows(rows)
+
+
+if __name__ == "__main__":
+    main()
