@@ -3,31 +3,51 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from ridgeplan.planner.acceptance.rows import AcceptanceRow, load_rows, merged
 from ridgeplan.planner.plan import MAX_YARN_FACTOR, Workload, require
 from ridgeplan.roofline.catalog.hardware import detect_hardware, load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.named_tables import existing_path
 from ridgeplan.roofline.catalog.profile import Profile, ProfileError, load_profile
-from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles, user_profile_path
+from ridgeplan.roofline.catalog.profile_lookup import (
+    profile_for,
+    shipped_profiles,
+    user_acceptance_path,
+    user_profile_path,
+)
 from ridgeplan.roofline.catalog.shapes import ModelShape
 
 
 def resolve(
-    model: str | ModelShape, gpu: str, profile: Profile | str | Path | None = None
+    model: str | ModelShape,
+    gpu: str,
+    profile: Profile | str | Path | None = None,
+    acceptance: str | Path | None = None,
 ) -> tuple[ModelShape, Profile]:
     """The model's shape and the profile to predict with.
 
-    "auto" is this machine: the profile saved by `ridgeplan calibrate` if there is one, else its GPU by name. Raises
-    UnknownModel, BadModelFile, UnknownHardware, BadHardwareFile or ProfileError (all ValueError).
+    "auto" is this machine: the profile saved by `ridgeplan calibrate` if there is one, else its GPU by name.
+    acceptance: a file of `ridgeplan acceptance`, by default the one that it saved, if any; its rows join the profile's.
+    Raises UnknownModel, BadModelFile, UnknownHardware, BadHardwareFile, ProfileError or PlanError (all ValueError).
     """
     shape = model if isinstance(model, ModelShape) else load_shape(model)
     own = load_profile(profile) if isinstance(profile, (str, Path)) else profile
     if gpu == "auto":
-        return shape, own or this_machine()
+        return shape, with_rows(own or this_machine(), acceptance)
     hardware = load_hardware(gpu)
-    return shape, profile_for(hardware, (own,) if own else shipped_profiles())
+    return shape, with_rows(profile_for(hardware, (own,) if own else shipped_profiles()), acceptance)
+
+
+def with_rows(profile: Profile, path: str | Path | None = None) -> Profile:
+    """The profile with the rows of a file of `ridgeplan acceptance`, by default the user's own if there is one."""
+    found = path or existing_path(str(user_acceptance_path()))
+    if found is None:
+        return profile
+    rows = merged(map(AcceptanceRow.read, profile.acceptance), load_rows(found))
+    return replace(profile, acceptance=tuple(map(asdict, rows)))
 
 
 def this_machine() -> Profile:
@@ -48,12 +68,17 @@ def workload_for(
 ) -> Workload:
     """A validated workload; with `yarn`, RoPE is scaled in steps of 0.5 to reach its context. Raises PlanError."""
     workload = Workload(shape.name, profile.hardware.name, context, new_tokens, batch)
-    if not yarn or workload.final_context <= shape.max_context:
+    factor = yarn_factor(shape, workload.final_context)
+    if not yarn or factor == 1:
         return workload
-    factor = math.ceil(2 * workload.final_context / shape.max_context) / 2
     require(
         factor <= MAX_YARN_FACTOR,
         f"context {context} is {factor:g}x the model's {shape.max_context}; "
         f"allowed: up to {MAX_YARN_FACTOR}x with YaRN",
     )
     return Workload(shape.name, profile.hardware.name, context, new_tokens, batch, factor)
+
+
+def yarn_factor(shape: ModelShape, tokens: int) -> float:
+    """YaRN's factor for sequences of that length, in steps of 0.5; 1 within the model's limit."""
+    return math.ceil(2 * tokens / shape.max_context) / 2 if tokens > shape.max_context else 1.0

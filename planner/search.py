@@ -94,17 +94,19 @@ def recommend(
     objective: str = "latency",
     memory_limit: float | None = None,
     profile: Profile | str | None = None,
+    acceptance: str | None = None,
     yarn: bool = False,
 ) -> Recommendation:
     """The best executable plan for a model on a machine at a context and batch, with its prediction.
 
     `model` is a catalog name, a config.json, a GGUF, a hub id in the local cache, or a ModelShape; `gpu` a catalog
     name, a TOML file or "auto". `quality` limits what the target may give up (exact, near-lossless, lossy),
-    `memory_limit` (bytes) overrides the machine's memory, `profile` is a calibration or its file. Raises PlanError,
-    UnknownModel, UnknownHardware, ProfileError (all ValueError) for bad input, and NothingFits.
+    `memory_limit` (bytes) overrides the machine's memory, `profile` is a calibration or its file, `acceptance` a file
+    of `ridgeplan acceptance`. Raises PlanError, UnknownModel, UnknownHardware, ProfileError (all ValueError) for bad
+    input, and NothingFits.
     """
     wanted, aim = _choice(Quality, "quality", quality), _choice(Objective, "objective", objective)
-    shape, used = resolve(model, gpu, profile)
+    shape, used = resolve(model, gpu, profile, acceptance)
     workload = workload_for(shape, used, ctx, new_tokens, batch, yarn=yarn)
     question = Question(shape, used, workload, wanted, aim, _memory_limit(memory_limit, used))
     candidates = sorted(search(question), key=lambda one: one.score)
@@ -133,14 +135,14 @@ def recommend(
 def search(question: Question) -> list[Candidate]:
     """The best plan of every family, from one evaluation of all their grids."""
     searched = families(question.workload, offload=not fits_whole(question))
-    model = AcceptanceModel.for_model(question.shape, question.workload.context, question.profile.acceptance)
+    model = AcceptanceModel.of_profile(question.shape, question.workload.context, question.profile)
     machine = question.machine
     templates = [strategy_of(family.template, question.shape, machine, 1.0) for family in searched]
     rates = [rates_of(family.template, question.shape, machine) for family in searched]
     grids = [family.grid() for family in searched]
     gamma, ratio = (np.concatenate(axis) for axis in zip(*grids, strict=True))
     acceptance = np.concatenate(
-        [model.best(family.template, grid[1]) for family, grid in zip(searched, grids, strict=True)]
+        [model.best(family.template, *grid) for family, grid in zip(searched, grids, strict=True)]
     )
     sizes = [family.size for family in searched]
     strategy = replace(stack(templates, sizes), gamma=gamma, draft_ratio=ratio, acceptance=acceptance)

@@ -37,5 +37,5 @@ def thresholds(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[int, ..
 
 
 def _strategy(plan: Plan, shape: ModelShape, profile: Profile) -> Strategy:
-    acceptance = AcceptanceModel.for_model(shape, plan.workload.context, profile.acceptance).of(plan).best
+    acceptance = AcceptanceModel.of_profile(shape, plan.workload.context, profile).of(plan).best
     return strategy_of(plan, shape, Machine.of(profile), acceptance)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.term_math import is_symbolic, minimum
 
@@ -27,6 +29,15 @@ def tokens_per_round(acceptance: Term, gamma: Term) -> Term:
 def accepted_share(acceptance: Term, gamma: Term) -> Term:
     """Accepted over drafted tokens, which QuantSpec calls acceptance rate (QuantSpec-6)."""
     return (tokens_per_round(acceptance, gamma) - 1) / gamma
+
+
+def acceptance_of_share(share: float, gamma: int) -> float:
+    """The conditional acceptance, equal at all positions, at which `share` of gamma drafts are accepted.
+
+    Inverse of `accepted_share`: the one positive root of a + ... + a^gamma = gamma x share.
+    """
+    roots = np.roots([*[1.0] * gamma, -gamma * share])
+    return float(max(root.real for root in roots if abs(root.imag) < 1e-9))
 
 
 def flush_capped(tokens: Term, group: Term) -> Term:

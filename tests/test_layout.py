@@ -29,10 +29,14 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "planner.policies.selection": ({"planner.plan", "planner.policies"}, MODEL),
     "planner.policies.eviction": ({"planner.plan", "planner.policies", "planner.policies.selection"}, MODEL),
     "planner.policies": ({"planner.plan", "planner.policies.eviction", "planner.policies.selection"}, MODEL),
+    "planner.acceptance": (
+        {"planner.plan", "planner.policies", "planner.policies.selection", "roofline", "roofline.catalog"},
+        MODEL,
+    ),
     "planner": (
         {
-            "planner.policies", "planner.policies.eviction", "planner.policies.selection", "roofline",
-            "roofline.catalog", "roofline.symbolic",
+            "planner.acceptance", "planner.policies", "planner.policies.eviction", "planner.policies.selection",
+            "roofline", "roofline.catalog", "roofline.symbolic",
         },
         MODEL,
     ),
@@ -101,15 +105,19 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate": (
         {
-            "planner", "planner.policies.selection", "roofline", "roofline.catalog", "runtime", "runtime.kv",
-            "runtime.model", "validate.calibration",
+            "planner", "planner.acceptance", "planner.policies.selection", "roofline", "roofline.catalog", "runtime",
+            "runtime.kv", "runtime.model", "runtime.quantization", "validate.calibration",
         },
         VALIDATE,
     ),
+    "dashboards.cli.acceptance": (
+        {"dashboards.cli", "planner.acceptance", "roofline.catalog", "validate"},
+        None,
+    ),
     "dashboards.cli": (
         {
-            "dashboards.user_errors", "planner", "roofline", "roofline.catalog", "runtime", "runtime.model", "validate",
-            "validate.decode_bench", "validate.kernel_bench",
+            "dashboards.cli.acceptance", "dashboards.user_errors", "planner", "roofline", "roofline.catalog", "runtime",
+            "runtime.model", "validate", "validate.decode_bench", "validate.kernel_bench",
         },
         None,
     ),

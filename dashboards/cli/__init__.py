@@ -11,6 +11,7 @@ import os
 import click
 
 from ridgeplan.dashboards.cli import bench, bench_decode, catalog, demo, machine, plan, run, validate
+from ridgeplan.dashboards.cli.acceptance.command import acceptance
 from ridgeplan.dashboards.cli.errors import OneLineGroup
 
 
@@ -32,6 +33,7 @@ for command in (
     run.run,
     validate.validate,
     machine.calibrate,
+    acceptance,
     bench.bench,
     catalog.models,
     catalog.gpus,

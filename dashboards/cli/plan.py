@@ -9,7 +9,16 @@ from typing import Any
 import click
 
 from ridgeplan import planner
-from ridgeplan.dashboards.cli.options import OutputFile, PlanFile, Size, as_json, options, profile_file, yarn
+from ridgeplan.dashboards.cli.options import (
+    OutputFile,
+    PlanFile,
+    Size,
+    acceptance_file,
+    as_json,
+    options,
+    profile_file,
+    yarn,
+)
 from ridgeplan.dashboards.cli.output import number, print_json, print_table, write_atomically
 from ridgeplan.planner import Plan, Prediction, Recommendation
 from ridgeplan.planner.presets import preset_name
@@ -36,6 +45,7 @@ FIGURES = ("TPOT ms", "low", "high", "TTFT ms", "tokens/s", "GiB", "speed-up")
                  help="Minimize time per token, time of the whole request, or peak memory."),
     click.option("--memory-limit", type=Size(), help="Memory that may be used, such as 24GiB.  [default: all of it]"),
     profile_file,
+    acceptance_file,
     yarn,
     click.option("--output", type=OutputFile(), help="Write the plan to this file."),
     as_json,
@@ -65,24 +75,28 @@ def recommend(model: str, gpu: str, ctx: int, output: Path | None, as_json: bool
     click.option("--new-tokens", type=int, help="Tokens to generate for each.  [default: 1024]"),
     click.option("--gamma", type=int, help="Tokens drafted in a round.  [default: the plan's]"),
     profile_file,
+    acceptance_file,
     yarn,
     as_json,
 )
 def estimate(
     model: str | None, preset: str | None, plan: Plan | None, gpu: str | None, ctx: int | None, batch: int | None,
-    new_tokens: int | None, gamma: int | None, profile: str | None, yarn: bool, as_json: bool,
+    new_tokens: int | None, gamma: int | None, profile: str | None, acceptance: str | None, yarn: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Predicted figures of one preset for MODEL, or of a plan's file, with the time of every operation."""
     if plan is not None:
         stray = {"--preset": preset, "--ctx": ctx, "--batch": batch, "--new-tokens": new_tokens, "--yarn": yarn}
         _forbid_beside_plan(stray)
         shape, used = planner.resolve(
-            plan.workload.model if model is None else model, plan.workload.hardware if gpu is None else gpu, profile
+            plan.workload.model if model is None else model,
+            plan.workload.hardware if gpu is None else gpu,
+            profile,
+            acceptance,
         )
     else:
         if not (model and preset and gpu and ctx is not None):
             raise click.UsageError("estimate needs MODEL, --preset, --gpu and --ctx, or --plan FILE")
-        shape, used = planner.resolve(model, gpu, profile)
+        shape, used = planner.resolve(model, gpu, profile, acceptance)
         workload = planner.workload_for(shape, used, ctx, 1024 if new_tokens is None else new_tokens,
                                         1 if batch is None else batch, yarn=yarn)  # fmt: skip
         plan = planner.preset(preset, workload)
