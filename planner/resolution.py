@@ -19,6 +19,7 @@ from ridgeplan.roofline.catalog.profile_lookup import (
     user_profile_path,
 )
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.catalog.user_folders import NoHomeFolder
 
 
 def resolve(
@@ -36,22 +37,37 @@ def resolve(
     shape = model if isinstance(model, ModelShape) else load_shape(model)
     own = load_profile(profile) if isinstance(profile, (str, Path)) else profile
     if gpu == "auto":
-        return shape, with_rows(own or this_machine(), acceptance)
+        return shape, with_rows(own or _calibrated(), acceptance)
     hardware = load_hardware(gpu)
     return shape, with_rows(profile_for(hardware, (own,) if own else shipped_profiles()), acceptance)
 
 
 def with_rows(profile: Profile, path: str | Path | None = None) -> Profile:
     """The profile with the rows of a file of `ridgeplan acceptance`, by default the user's own if there is one."""
-    found = path or existing_path(str(user_acceptance_path()))
+    found = path or _saved_rows()
     if found is None:
         return profile
     rows = merged(map(AcceptanceRow.read, profile.acceptance), load_rows(found))
     return replace(profile, acceptance=tuple(map(asdict, rows)))
 
 
+def _saved_rows() -> Path | None:
+    """The file of rows that `ridgeplan acceptance` saved, if there is one."""
+    try:
+        return existing_path(str(user_acceptance_path()))
+    except NoHomeFolder:
+        return None
+
+
 def this_machine() -> Profile:
-    """The profile of this machine. Raises ProfileError where it is neither calibrated nor in the catalog."""
+    """The profile of this machine, with the rows that `ridgeplan acceptance` saved.
+
+    Raises ProfileError where it is neither calibrated nor in the catalog, and PlanError for damaged rows.
+    """
+    return with_rows(_calibrated())
+
+
+def _calibrated() -> Profile:
     own = existing_path(str(user_profile_path()))
     if own:
         return load_profile(own)

@@ -139,11 +139,13 @@ def _rows_of(table: dict[str, Any]) -> Iterator[AcceptanceRow]:
         yield AcceptanceRow(**fields)
 
 
+@cache
 def variant_name(name: str) -> str:
     """A model's name without its owner and GGUF type (.Q4_1), in lower case."""
     return re.sub(r"[.-](i?q\d\w*|b?f16|f32)$", "", name.rsplit("/", 1)[-1].casefold())
 
 
+@cache
 def core_name(name: str) -> str:
     """The name that all tunings of a model share: also without -Instruct and -Coder."""
     return re.sub(r"-(instruct|coder)", "", variant_name(name))

@@ -23,6 +23,7 @@ def text(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("ridgeplan.planner.resolution.user_acceptance_path", user_acceptance_path)
 
 
 def saved() -> list[dict[str, Any]]:
