@@ -227,4 +227,4 @@ def test_quests_published_gain_over_streamingllm_lies_in_the_bands(model):
         known(model, name, 110592, gamma=5, ratio=0.07) for name in ("magicdec-quest", "magicdec-streaming")
     )
     gain = tokens_per_round(quest.best, 5) / tokens_per_round(streaming.best, 5)
-    assert 1.0 < gain < 1.22 < tokens_per_round(quest.high, 5) / tokens_per_round(streaming.best, 5)
+    assert 1.0 < gain < 1.22 < tokens_per_round(quest.high, 5) / tokens_per_round(streaming.low, 5)
