@@ -4,8 +4,8 @@ Not here: measuring acceptance on a text (validate/teacher_forced.py), and token
 """
 
 from ridgeplan.planner.acceptance.model import Acceptance, AcceptanceModel
-from ridgeplan.planner.acceptance.rows import AcceptanceRow, load_rows, merged, rows_json, shipped_rows
+from ridgeplan.planner.acceptance.rows import AcceptanceRow, commands_of, load_rows, merged, rows_json, shipped_rows
 
 __all__ = [
-    "Acceptance", "AcceptanceModel", "AcceptanceRow", "load_rows", "merged", "rows_json", "shipped_rows",
+    "Acceptance", "AcceptanceModel", "AcceptanceRow", "commands_of", "load_rows", "merged", "rows_json", "shipped_rows",
 ]  # fmt: skip

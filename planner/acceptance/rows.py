@@ -87,9 +87,9 @@ def merged(rows: Iterable[AcceptanceRow], more: Iterable[AcceptanceRow]) -> tupl
     return tuple({row.replaces: row for row in (*rows, *more)}.values())
 
 
-def rows_json(rows: Sequence[AcceptanceRow], command: str) -> str:
-    """JSON text that `read_rows` reads. command: what made it, for its reader."""
-    document = {"schema": ROWS_SCHEMA, "command": command, "rows": [asdict(row) for row in rows]}
+def rows_json(rows: Sequence[AcceptanceRow], commands: Sequence[str]) -> str:
+    """JSON text that `read_rows` reads. commands: what made it, for its reader."""
+    document = {"schema": ROWS_SCHEMA, "commands": list(commands), "rows": [asdict(row) for row in rows]}
     return json.dumps(document, indent=1, allow_nan=False) + "\n"
 
 
@@ -114,6 +114,12 @@ def load_rows(path: str | Path) -> tuple[AcceptanceRow, ...]:
         raise PlanError(f"cannot read acceptance rows {brief(str(path))}: {error.strerror}") from None
     except ValueError as error:
         raise PlanError(f"acceptance rows {brief(str(path))}: {error}") from None
+
+
+def commands_of(path: str | Path) -> tuple[str, ...]:
+    """The commands that made a file of rows; none for one that was written by hand."""
+    commands = parse_json(read_document(Path(path))).get("commands", [])
+    return tuple(command for command in commands if isinstance(command, str)) if isinstance(commands, list) else ()
 
 
 @cache

@@ -59,7 +59,7 @@ def test_rows_of_a_file_join_those_of_the_profile_and_replace_their_like(h200_pr
     other = replace(ROW, draft="w4")
     profile = replace(h200_profile, acceptance=(asdict(ROW), asdict(other)))
     path = tmp_path / "rows.json"
-    path.write_text(rows_json([replace(ROW, acceptance=0.8)], "by hand"))
+    path.write_text(rows_json([replace(ROW, acceptance=0.8)], ["by hand"]))
     found = resolve(QWEN, "h200", profile, path)[1].acceptance
     assert [(row["draft"], row["acceptance"]) for row in found] == [("kv4", 0.8), ("w4", 0.9)]
     assert resolve(QWEN, "h200", profile)[1] == profile
@@ -69,8 +69,8 @@ def test_saved_rows_are_used_unless_a_file_is_named(h200_profile, tmp_path, monk
     saved, named = tmp_path / "saved.json", tmp_path / "named.json"
     monkeypatch.setattr("ridgeplan.planner.resolution.user_acceptance_path", lambda: saved)
     assert resolve(QWEN, "h200", h200_profile)[1].acceptance == ()
-    saved.write_text(rows_json([ROW], "saved"))
-    named.write_text(rows_json([replace(ROW, context=1)], "named"))
+    saved.write_text(rows_json([ROW], ["saved"]))
+    named.write_text(rows_json([replace(ROW, context=1)], ["named"]))
     assert resolve(QWEN, "h200", h200_profile)[1].acceptance == (asdict(ROW),)
     assert [row["context"] for row in resolve(QWEN, "h200", h200_profile, named)[1].acceptance] == [1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from ridgeplan.dashboards.cli.output import (
     warnings_as_notes,
     write_atomically,
 )
-from ridgeplan.planner.acceptance import AcceptanceRow, load_rows, merged, rows_json
+from ridgeplan.planner.acceptance import AcceptanceRow, commands_of, load_rows, merged, rows_json
 from ridgeplan.roofline.catalog.profile_lookup import user_acceptance_path
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def acceptance(
     """
     path = output or user_acceptance_path()
     require_writable(path)
-    known = load_rows(path) if path.exists() else ()
+    known, commands = (load_rows(path), commands_of(path)) if path.exists() else ((), ())
     # Importing torch takes seconds, so the files are checked first.
     from ridgeplan.validate.acceptance import Passage, measure_acceptance
     from ridgeplan.validate.prompts import read_prompt
@@ -73,13 +74,13 @@ def acceptance(
             bars.update(bar, description=what, completed=done, total=total)
 
         measured = list(measure_acceptance(source, passage, wanted, on_progress=show))
-    write_atomically(path, rows_json(merged(known, [one.row for one in measured]), _command()))
+    write_atomically(path, rows_json(merged(known, [one.row for one in measured]), (*commands, _command())))
     _report(measured, path, as_json)
 
 
 def _command() -> str:
-    """What was typed, for the file's reader."""
-    return shlex.join(["ridgeplan", *sys.argv[1:]])
+    """What was typed, for the file's reader: files without their folders."""
+    return shlex.join(["ridgeplan", *(Path(one).name if os.sep in one else one for one in sys.argv[1:])])
 
 
 def _report(measured: Sequence[MeasuredAcceptance], path: Path, as_json: bool) -> None:

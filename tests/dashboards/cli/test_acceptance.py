@@ -8,6 +8,7 @@ import click
 import pytest
 
 from ridgeplan.dashboards.cli.acceptance.lists import ListCommand
+from ridgeplan.planner.acceptance import commands_of
 from ridgeplan.roofline.catalog.profile_lookup import user_acceptance_path
 
 TEXT = "It was the best of times, it was the worst of times. " * 40
@@ -28,6 +29,30 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def saved() -> list[dict[str, Any]]:
     return json.loads(user_acceptance_path().read_text())["rows"]
+
+
+def test_a_file_says_what_made_it_without_the_folders(
+    invoke: Any, tiny_folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for context in ("260", "300"):
+        typed = [
+            "acceptance",
+            str(tiny_folder),
+            "--text",
+            str(text),
+            "--ctx",
+            context,
+            "--tokens",
+            "8",
+            "--drafts",
+            "kv8",
+        ]
+        monkeypatch.setattr("sys.argv", ["/anywhere/ridgeplan", *typed])
+        invoke(*typed)
+    assert commands_of(user_acceptance_path()) == tuple(
+        f"ridgeplan acceptance {tiny_folder.name} --text cities.txt --ctx {context} --tokens 8 --drafts kv8"
+        for context in (260, 300)
+    )
 
 
 def test_rows_are_saved_and_recommend_and_estimate_use_them(invoke: Any, tiny_folder: Path, text: Path) -> None:
