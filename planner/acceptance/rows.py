@@ -49,7 +49,7 @@ class AcceptanceRow(Checked):
     where: str = text()
     ratio: float = number(MIN_RATIO, 1, default=1.0)
     gamma: int = whole(1, MAX_GAMMA, default=1)
-    position: int = whole(0, MAX_GAMMA, default=0)
+    position: int = whole(0, MAX_TOKENS, default=0)
     quantizer: str = one_of(QUANTIZERS, default="published")
     dtype: str = one_of(DTYPES, default="float16")
     checkpoint: str = text("")
