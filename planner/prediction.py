@@ -143,7 +143,7 @@ def predict_all(
     of the acceptance.
     """
     machine = machine or Machine.of(profile)
-    acceptance = AcceptanceModel.for_model(shape, plans[0].workload.context, profile.acceptance)
+    acceptance = AcceptanceModel.of_profile(shape, plans[0].workload.context, profile)
     known = [acceptance.of(plan) for plan in plans]
     # A single plan stays in numbers; several become arrays with one entry each.
     ones = [1] * len(plans)

@@ -3,35 +3,71 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from ridgeplan.planner.acceptance.rows import AcceptanceRow, load_rows, merged
 from ridgeplan.planner.plan import MAX_TOKENS, MAX_YARN_FACTOR, Workload, require
 from ridgeplan.roofline.catalog.hardware import detect_hardware, load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.named_tables import existing_path
 from ridgeplan.roofline.catalog.profile import Profile, ProfileError, load_profile
-from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles, user_profile_path
+from ridgeplan.roofline.catalog.profile_lookup import (
+    profile_for,
+    shipped_profiles,
+    user_acceptance_path,
+    user_profile_path,
+)
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.catalog.user_folders import NoHomeFolder
 
 
 def resolve(
-    model: str | ModelShape, gpu: str, profile: Profile | str | Path | None = None
+    model: str | ModelShape,
+    gpu: str,
+    profile: Profile | str | Path | None = None,
+    acceptance: str | Path | None = None,
 ) -> tuple[ModelShape, Profile]:
     """The model's shape and the profile to predict with.
 
-    "auto" is this machine: the profile saved by `ridgeplan calibrate` if there is one, else its GPU by name. Raises
-    UnknownModel, BadModelFile, UnknownHardware, BadHardwareFile or ProfileError (all ValueError).
+    "auto" is this machine: the profile saved by `ridgeplan calibrate` if there is one, else its GPU by name.
+    acceptance: a file of `ridgeplan acceptance`, by default the one that it saved, if any; its rows join the profile's.
+    Raises UnknownModel, BadModelFile, UnknownHardware, BadHardwareFile, ProfileError or PlanError (all ValueError).
     """
     shape = model if isinstance(model, ModelShape) else load_shape(model)
     own = load_profile(profile) if isinstance(profile, (str, Path)) else profile
     if gpu == "auto":
-        return shape, own or this_machine()
+        return shape, with_rows(own or _calibrated(), acceptance)
     hardware = load_hardware(gpu)
-    return shape, profile_for(hardware, (own,) if own else shipped_profiles())
+    return shape, with_rows(profile_for(hardware, (own,) if own else shipped_profiles()), acceptance)
+
+
+def with_rows(profile: Profile, path: str | Path | None = None) -> Profile:
+    """The profile with the rows of a file of `ridgeplan acceptance`, by default the user's own if there is one."""
+    found = path or _saved_rows()
+    if found is None:
+        return profile
+    rows = merged(map(AcceptanceRow.read, profile.acceptance), load_rows(found))
+    return replace(profile, acceptance=tuple(map(asdict, rows)))
+
+
+def _saved_rows() -> Path | None:
+    """The file of rows that `ridgeplan acceptance` saved, if there is one."""
+    try:
+        return existing_path(str(user_acceptance_path()))
+    except NoHomeFolder:
+        return None
 
 
 def this_machine() -> Profile:
-    """The profile of this machine. Raises ProfileError where it is neither calibrated nor in the catalog."""
+    """The profile of this machine, with the rows that `ridgeplan acceptance` saved.
+
+    Raises ProfileError where it is neither calibrated nor in the catalog, and PlanError for damaged rows.
+    """
+    return with_rows(_calibrated())
+
+
+def _calibrated() -> Profile:
     own = existing_path(str(user_profile_path()))
     if own:
         return load_profile(own)
@@ -51,9 +87,9 @@ def workload_for(
     Raises PlanError, also for a context beyond the model's limit without YaRN.
     """
     workload = Workload(shape.name, profile.hardware.name, context, new_tokens, batch)
-    if not yarn or workload.final_context <= shape.max_context:
+    factor = yarn_factor(shape, workload.final_context)
+    if not yarn or factor == 1:
         return within_context(workload, shape)
-    factor = math.ceil(2 * workload.final_context / shape.max_context) / 2
     require(
         factor <= MAX_YARN_FACTOR,
         f"context {context} is {factor:g}x the model's {shape.max_context}; "
@@ -78,3 +114,8 @@ def longest_context(shape: ModelShape, new_tokens: int, *, yarn: bool) -> int:
     """The longest context that a workload may have."""
     reached = max(MAX_YARN_FACTOR * shape.max_context - new_tokens, 1) if yarn else shape.max_context
     return min(reached, MAX_TOKENS)
+
+
+def yarn_factor(shape: ModelShape, tokens: int) -> float:
+    """YaRN's factor for sequences of that length, in steps of 0.5; 1 within the model's limit."""
+    return math.ceil(2 * tokens / shape.max_context) / 2 if tokens > shape.max_context else 1.0

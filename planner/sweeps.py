@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def sweep(plan: Plan, shape: ModelShape, profile: Profile, figure: str, varying: Sequence[str]) -> Sweep:
     """`figure` (tpot_s, ttft_s, peak_bytes or tokens_per_round) of a plan as a function of the terms `varying`.
 
-    These are fields of a `Strategy`, such as context, batch, gamma or acceptance. Raises ValueError for others.
+    These are fields of a `Strategy`, such as context, batch, gamma or acceptance; all others stay the plan's, so with
+    another gamma or context acceptance does not change by itself. Raises ValueError for others.
     """
     from ridgeplan.roofline.symbolic.sweep import compile_sweep  # imports sympy, which nothing else here needs
 
@@ -37,5 +38,5 @@ def thresholds(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[int, ..
 
 
 def _strategy(plan: Plan, shape: ModelShape, profile: Profile) -> Strategy:
-    acceptance = AcceptanceModel.for_model(shape, plan.workload.context, profile.acceptance).of(plan).best
+    acceptance = AcceptanceModel.of_profile(shape, plan.workload.context, profile).of(plan).best
     return strategy_of(plan, shape, Machine.of(profile), acceptance)

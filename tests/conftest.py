@@ -2,6 +2,7 @@
 
 import os
 import pydoc_data.topics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> str:
     """Where kernels are tested: compiled on CUDA, else interpreted on the CPU."""
     return "cuda" if HAS_CUDA else "cpu"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_saved_acceptance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keeps rows that `ridgeplan acceptance` saved on this machine out of predictions."""
+    nowhere = tmp_path_factory.mktemp("rows") / "acceptance.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ridgeplan.planner.resolution.user_acceptance_path", lambda: nowhere)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -30,14 +30,21 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "planner.policies.selection": ({"planner.plan", "planner.policies"}, MODEL),
     "planner.policies.eviction": ({"planner.plan", "planner.policies", "planner.policies.selection"}, MODEL),
     "planner.policies": ({"planner.plan", "planner.policies.eviction", "planner.policies.selection"}, MODEL),
+    "planner.acceptance": (
+        {"planner.plan", "planner.policies", "planner.policies.selection", "roofline", "roofline.catalog"},
+        MODEL,
+    ),
     "planner.search": (
-        {"planner", "planner.policies", "planner.policies.selection", "roofline", "roofline.catalog"},
+        {
+            "planner", "planner.acceptance", "planner.policies", "planner.policies.selection", "roofline",
+            "roofline.catalog",
+        },
         MODEL,
     ),
     "planner": (
         {
-            "planner.policies", "planner.policies.eviction", "planner.policies.selection", "planner.search", "roofline",
-            "roofline.catalog", "roofline.catalog.weight_formats", "roofline.symbolic",
+            "planner.acceptance", "planner.policies", "planner.policies.eviction", "planner.policies.selection",
+            "planner.search", "roofline", "roofline.catalog", "roofline.catalog.weight_formats", "roofline.symbolic",
         },
         MODEL,
     ),
@@ -109,22 +116,28 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "validate.suite": (
         {
             "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.drafting",
-            "runtime.drafting.policies", "runtime.kv", "runtime.model", "runtime.quantization", "validate", "validate.calibration",
+            "runtime.drafting.policies", "runtime.kv", "runtime.model", "runtime.quantization", "validate",
+            "validate.calibration",
             "validate.decode_bench",
         },
         VALIDATE,
     ),
     "validate": (
         {
-            "planner", "planner.policies.selection", "roofline", "roofline.catalog", "runtime", "runtime.kv",
-            "runtime.model", "validate.calibration",
+            "planner", "planner.acceptance", "planner.policies.selection", "roofline", "roofline.catalog", "runtime",
+            "runtime.kv", "runtime.model", "runtime.quantization", "validate.calibration",
         },
         VALIDATE,
+    ),
+    "dashboards.cli.acceptance": (
+        {"dashboards.cli", "planner.acceptance", "roofline.catalog", "validate"},
+        None,
     ),
     "dashboards.cli.planning": ({"dashboards.cli", "planner", "planner.search", "roofline", "roofline.catalog"}, None),
     "dashboards.cli": (
         {
-            "dashboards.cli.catalog", "dashboards.cli.planning", "dashboards.cli.validation", "dashboards.user_errors",
+            "dashboards.cli.acceptance", "dashboards.cli.catalog", "dashboards.cli.planning",
+            "dashboards.cli.validation", "dashboards.user_errors",
             "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.model", "validate",
             "validate.calibration", "validate.decode_bench", "validate.kernel_bench",
         },

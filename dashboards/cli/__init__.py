@@ -11,6 +11,7 @@ import os
 import click
 
 from ridgeplan.dashboards.cli import bench, bench_decode, machine, run
+from ridgeplan.dashboards.cli.acceptance.command import acceptance
 from ridgeplan.dashboards.cli.catalog import models_and_gpus, papers
 from ridgeplan.dashboards.cli.errors import OneLineGroup
 from ridgeplan.dashboards.cli.planning import estimate, fit, gamma, recommend
@@ -37,6 +38,7 @@ for command in (
     run.run,
     validate.validate,
     machine.calibrate,
+    acceptance,
     bench.bench,
     models_and_gpus.models,
     models_and_gpus.gpus,

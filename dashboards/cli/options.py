@@ -93,6 +93,9 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 profile_file = click.option("--profile", metavar="FILE", help="Calibration to predict with, of `ridgeplan calibrate`.")
+acceptance_file = click.option(
+    "--acceptance", metavar="FILE", help="Rows of `ridgeplan acceptance`.  [default: those that it saved]"
+)
 yarn = click.option("--yarn", is_flag=True, help="Stretch rotary embeddings beyond the model's context limit.")
 memory_utilization = click.option(
     "--memory-utilization", type=float, default=MEMORY_UTILIZATION, show_default=True,

@@ -51,8 +51,7 @@ class TokenSelection(Policy):
     scored_keys: keys read at every step to score the cached tokens, as a share of one layer's keys. scores_one_layer:
     scoring runs once for all layers, not in each. round_score_bytes: bytes of scores written and read once a round, per
     cached token and layer.
-    acceptance_between: two selections whose acceptances bound its own, if none is published. Published and measured
-    figures are in acceptance.toml.
+    What is known of its drafts' acceptance is in planner/acceptance; of a new policy nothing needs to be.
     """
 
     roles: frozenset[Role]
@@ -60,7 +59,6 @@ class TokenSelection(Policy):
     scored_keys: float = 0.0
     scores_one_layer: bool = False
     round_score_bytes: float = 0.0
-    acceptance_between: tuple[str, str] | None = None
 
     def scored_keys_of(self, layers: int) -> float:
         """Keys scored at a step of a model with `layers` layers, in multiples of one layer's keys."""

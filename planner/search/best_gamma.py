@@ -90,7 +90,7 @@ def _cell(question: Question, preset: str) -> GammaCell:
 def _estimate(question: Question, plan: Plan, gamma: np.ndarray) -> Estimate:
     """The plan at every gamma."""
     machine, shape = question.machine, question.shape
-    model = AcceptanceModel.for_model(shape, question.workload.context, question.profile.acceptance)
-    acceptance = model.best(plan, np.full(len(gamma), plan.speculation.ratio))
+    model = AcceptanceModel.of_profile(shape, question.workload.context, question.profile)
+    acceptance = model.best(plan, gamma, np.full(len(gamma), plan.speculation.ratio))
     strategy = replace(strategy_of(plan, shape, machine, 1.0), gamma=gamma, acceptance=acceptance)
     return evaluate(shape, machine, strategy, rates_of(plan, shape, machine))

@@ -55,14 +55,14 @@ def search(question: Question, searched: tuple[Family, ...] | None = None) -> li
     """The best plan of every family of the search space, or of those given."""
     if searched is None:
         searched = families(question.workload, offload=not fits_whole(question), quality=question.quality)
-    model = AcceptanceModel.for_model(question.shape, question.workload.context, question.profile.acceptance)
+    model = AcceptanceModel.of_profile(question.shape, question.workload.context, question.profile)
     machine = question.machine
     templates = [strategy_of(family.template, question.shape, machine, 1.0) for family in searched]
     rates = [rates_of(family.template, question.shape, machine) for family in searched]
     grids = [family.grid() for family in searched]
     gamma, ratio = (np.concatenate(axis) for axis in zip(*grids, strict=True))
     acceptance = np.concatenate(
-        [model.best(family.template, grid[1]) for family, grid in zip(searched, grids, strict=True)]
+        [model.best(family.template, *grid) for family, grid in zip(searched, grids, strict=True)]
     )
     sizes = [family.size for family in searched]
     strategy = replace(stack(templates, sizes), gamma=gamma, draft_ratio=ratio, acceptance=acceptance)

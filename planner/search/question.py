@@ -63,11 +63,12 @@ def ask(
     memory_limit: float | None = None,
     memory_utilization: float = MEMORY_UTILIZATION,
     profile: Profile | str | None = None,
+    acceptance: str | None = None,
     yarn: bool = False,
 ) -> Question:
     """A question from what a user gives, as `recommend` documents it. Raises ValueErrors that name what is wrong."""
     wanted, aim = choice(Quality, "quality", quality), choice(Objective, "objective", objective)
-    shape, used = resolve(model, gpu, profile)
+    shape, used = resolve(model, gpu, profile, acceptance)
     workload = workload_for(shape, used, context, new_tokens, batch, yarn=yarn)
     limit = usable_bytes(used.hardware.memory_bytes, memory_utilization, memory_limit)
     return Question(shape, used, workload, wanted, aim, limit)

@@ -31,7 +31,8 @@ from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.mistakes import brief
 
 PROFILE_SCHEMA = 3
-SOURCES = ("measured", "calibrated", "transferred", "published", "prior")  # from strongest to weakest
+# From strongest to weakest. "extrapolated" is a prediction beyond all data that it was fitted to.
+SOURCES = ("measured", "calibrated", "transferred", "published", "extrapolated", "prior")
 RECALIBRATE = "make it again with `ridgeplan calibrate`"
 
 # For a class that a profile lacks: the class with the most similar access pattern, whose rates it uses.

@@ -20,6 +20,14 @@ def user_profile_path() -> Path:
     return cache_folder() / "profile.json"
 
 
+def user_acceptance_path() -> Path:
+    """The file in which `ridgeplan acceptance` saves its rows, which all predictions read.
+
+    It is not part of the profile: acceptance belongs to models and texts, and holds without a calibration.
+    """
+    return cache_folder() / "acceptance.json"
+
+
 def profile_for(hardware: Hardware, calibrated: tuple[Profile, ...]) -> Profile:
     """The profile of `hardware` among `calibrated`, or that of the nearest machine, marked as transferred.
 

@@ -98,10 +98,10 @@ class Cache:
         """For a pass of the target over `queries` tokens that follow the cached ones."""
         return self._metadata(queries, 0, coded=self.config.buffered, lower=True)
 
-    def draft_metadata(self, ahead: int) -> AttentionMetadata:
-        """For a draft's pass over one token, `ahead` positions after the cached ones, that reads every token."""
+    def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
+        """For a draft's pass over `queries` tokens, from `ahead` after the cached ones on, that reads every token."""
         upper = self.config.drafts_read_upper
-        return self._metadata(1, ahead, coded=self.config.buffered or upper, lower=not upper)
+        return self._metadata(queries, ahead, coded=self.config.buffered or upper, lower=not upper)
 
     def _metadata(self, queries: int, ahead: int, coded: bool, lower: bool) -> AttentionMetadata:
         lengths, buffered = self.lengths[: self.rows], self.config.buffered

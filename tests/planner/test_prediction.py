@@ -1,9 +1,11 @@
 """Predictions: how figures, bands, sources and the breakdown follow from each other."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
+from ridgeplan.planner.acceptance import AcceptanceModel, AcceptanceRow
+from ridgeplan.planner.acceptance.model import CERTAIN
 from ridgeplan.planner.plan import Placement, Workload
 from ridgeplan.planner.prediction import predict, predict_all
 from ridgeplan.planner.presets import preset
@@ -63,13 +65,12 @@ def test_the_band_of_plain_decoding_is_the_spread_of_its_classes(h200_profile):
     assert found.high.tpot_ms / found.best.tpot_ms == pytest.approx(1 + 0.3 * share + 0.05 * (1 - share))
 
 
-def test_drafts_widen_the_band_by_their_share_of_the_round(h200_profile):
+def test_drafts_widen_the_band_by_their_share_of_the_round(h200_profile, monkeypatch):
     """Drafts on 4-bit weights whose class is fitted to 50%; all else to 0, and acceptance 1 leaves no band itself."""
     exact = {name: replace(rates, spread=0.0) for name, rates in h200_profile.classes.items()}
-    row = {"draft": "w4", "model": "Llama-3.1-8B", "parameters": 8.0, "context": 32768, "acceptance": 1.0}
-    certain = ({**row, "source": "measured", "where": "here"},)
+    monkeypatch.setattr(AcceptanceModel, "of", lambda *_: CERTAIN)
     profile = replace(h200_profile, classes={**exact, "linear_int4": replace(exact["linear_int4"], spread=0.5)})
-    found = predict(plan_of("quantspec-weights"), LLAMA, replace(profile, acceptance=certain))
+    found = predict(plan_of("quantspec-weights"), LLAMA, profile)
     draft = [op for op in found.breakdown if op.part == "draft"]
     of_draft = sum(op.seconds for op in draft if op.kind == "linear_int4") / sum(op.seconds for op in draft)
     drafted = found.round_s["draft"] / sum(found.round_s.values())
@@ -106,8 +107,10 @@ def test_offloading_rests_on_a_prior(h200_profile):
 
 
 def test_measured_acceptance_leaves_the_calibration_as_the_weakest_source(h200_profile):
-    plan = preset("quantspec-kv", Workload("SmolLM2-135M", "h200", 4096))
-    assert predict(plan, load_shape("SmolLM2-135M"), h200_profile).source == "calibrated"
+    plan, shape = preset("quantspec-kv", Workload("SmolLM2-135M", "h200", 4096)), load_shape("SmolLM2-135M")
+    row = AcceptanceRow("kv4", shape.name, 0.135, 4096, 0.97, "measured", "here")
+    assert predict(plan, shape, h200_profile).source == "transferred"  # from its instruction-tuned version
+    assert predict(plan, shape, replace(h200_profile, acceptance=(asdict(row),))).source == "calibrated"
 
 
 def test_the_breakdown_holds_what_a_plan_launches(h200_profile):

@@ -1,14 +1,16 @@
 """From names to shapes, profiles and workloads."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
+from ridgeplan.planner.acceptance import AcceptanceRow, rows_json
 from ridgeplan.planner.plan import PlanError, Workload
 from ridgeplan.planner.resolution import longest_context, resolve, within_context, workload_for
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import ProfileError
 from ridgeplan.roofline.catalog.profile_lookup import shipped_profiles
+from ridgeplan.roofline.catalog.user_folders import NoHomeFolder
 
 QWEN = load_shape("Qwen2.5-0.5B")  # 32768 positions
 
@@ -67,6 +69,37 @@ def test_a_profile_of_ones_own_is_used_and_transferred_to_other_machines(h200_pr
     assert shape == QWEN
     assert (other.hardware.name, other.transferred_from) == ("a100-80gb", "test H200")
     assert resolve(QWEN, "h200")[1] == shipped_profiles()[0]
+
+
+ROW = AcceptanceRow("kv4", "m", 1.0, 4096, 0.9, "measured", "here")
+
+
+def test_rows_of_a_file_join_those_of_the_profile_and_replace_their_like(h200_profile, tmp_path):
+    other = replace(ROW, draft="w4")
+    profile = replace(h200_profile, acceptance=(asdict(ROW), asdict(other)))
+    path = tmp_path / "rows.json"
+    path.write_text(rows_json([replace(ROW, acceptance=0.8)], ["by hand"]))
+    found = resolve(QWEN, "h200", profile, path)[1].acceptance
+    assert [(row["draft"], row["acceptance"]) for row in found] == [("kv4", 0.8), ("w4", 0.9)]
+    assert resolve(QWEN, "h200", profile)[1] == profile
+
+
+def test_saved_rows_are_used_unless_a_file_is_named(h200_profile, tmp_path, monkeypatch):
+    saved, named = tmp_path / "saved.json", tmp_path / "named.json"
+    monkeypatch.setattr("ridgeplan.planner.resolution.user_acceptance_path", lambda: saved)
+    assert resolve(QWEN, "h200", h200_profile)[1].acceptance == ()
+    saved.write_text(rows_json([ROW], ["saved"]))
+    named.write_text(rows_json([replace(ROW, context=1)], ["named"]))
+    assert resolve(QWEN, "h200", h200_profile)[1].acceptance == (asdict(ROW),)
+    assert [row["context"] for row in resolve(QWEN, "h200", h200_profile, named)[1].acceptance] == [1]
+
+
+def test_without_a_home_folder_there_are_no_saved_rows(h200_profile, monkeypatch):
+    def homeless():
+        raise NoHomeFolder("no home folder")
+
+    monkeypatch.setattr("ridgeplan.planner.resolution.user_acceptance_path", homeless)
+    assert resolve(QWEN, "h200", h200_profile)[1] == h200_profile
 
 
 def test_auto_is_the_given_the_calibrated_or_the_detected_machine(h200_profile, tmp_path, monkeypatch):

@@ -17,8 +17,12 @@ def test_a_sweep_over_gamma_is_the_prediction_of_each(h200_profile):
     plan = preset("quantspec", Workload("Llama-3.1-8B", "h200", 32768))
     gammas = [1, 4, 15]
     plans = [replace(plan, speculation=replace(plan.speculation, gamma=gamma)) for gamma in gammas]
-    swept = sweep(plan, LLAMA, h200_profile, "tpot_s", ["gamma"])(gamma=np.array(gammas))
-    assert 1e3 * swept == pytest.approx([predict(one, LLAMA, h200_profile).best.tpot_ms for one in plans])
+    predicted = [predict(one, LLAMA, h200_profile) for one in plans]
+    acceptance = np.array([one.acceptance.best for one in predicted])
+    swept = sweep(plan, LLAMA, h200_profile, "tpot_s", ["gamma", "acceptance"])(
+        gamma=np.array(gammas), acceptance=acceptance
+    )
+    assert 1e3 * swept == pytest.approx([one.best.tpot_ms for one in predicted])
 
 
 def test_thresholds_leave_room_for_a_rounds_tokens(h200_profile):

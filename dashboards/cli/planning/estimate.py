@@ -12,6 +12,7 @@ from ridgeplan import planner
 from ridgeplan.dashboards.cli.options import (
     OutputFile,
     PlanFile,
+    acceptance_file,
     as_json,
     memory_utilization,
     options,
@@ -45,6 +46,7 @@ from ridgeplan.roofline.latency import Machine
     memory_utilization,
     memory_limit,
     profile_file,
+    acceptance_file,
     yarn,
     click.option("--output", type=OutputFile(), help="Write the plan to this file, for `ridgeplan run`."),
     as_json,
@@ -52,20 +54,23 @@ from ridgeplan.roofline.latency import Machine
 def estimate(
     model: str | None, preset: str | None, plan: Plan | None, gpu: str | None, ctx: int | None, batch: int | None,
     new_tokens: int | None, gamma: int | None, memory_utilization: float, memory_limit: float | None,
-    profile: str | None, yarn: bool, output: Path | None, as_json: bool,
+    profile: str | None, acceptance: str | None, yarn: bool, output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Predicted figures of one preset for MODEL, or of a plan's file, with the time of every operation."""
     if plan is not None:
         stray = {"--preset": preset, "--ctx": ctx, "--batch": batch, "--new-tokens": new_tokens, "--yarn": yarn}
         _forbid_beside_plan(stray)
         shape, used = planner.resolve(
-            plan.workload.model if model is None else model, plan.workload.hardware if gpu is None else gpu, profile
+            plan.workload.model if model is None else model,
+            plan.workload.hardware if gpu is None else gpu,
+            profile,
+            acceptance,
         )
         within_context(plan.workload, shape)
     else:
         if not (model and preset and gpu and ctx is not None):
             raise click.UsageError("estimate needs MODEL, --preset, --gpu and --ctx, or --plan FILE")
-        shape, used = planner.resolve(model, gpu, profile)
+        shape, used = planner.resolve(model, gpu, profile, acceptance)
         workload = planner.workload_for(shape, used, ctx, 1024 if new_tokens is None else new_tokens,
                                         1 if batch is None else batch, yarn=yarn)  # fmt: skip
         plan = planner.preset(preset, workload)

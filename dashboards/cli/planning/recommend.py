@@ -8,7 +8,15 @@ from typing import Any
 import click
 
 from ridgeplan import planner
-from ridgeplan.dashboards.cli.options import OutputFile, as_json, memory_utilization, options, profile_file, yarn
+from ridgeplan.dashboards.cli.options import (
+    OutputFile,
+    acceptance_file,
+    as_json,
+    memory_utilization,
+    options,
+    profile_file,
+    yarn,
+)
 from ridgeplan.dashboards.cli.output import print_json, print_table, write_atomically
 from ridgeplan.dashboards.cli.planning.options import (
     FIGURES,
@@ -35,6 +43,7 @@ from ridgeplan.planner.search import Objective
     memory_utilization,
     memory_limit,
     profile_file,
+    acceptance_file,
     yarn,
     click.option("--output", type=OutputFile(), help="Write the plan to this file."),
     as_json,

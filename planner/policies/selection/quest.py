@@ -7,8 +7,6 @@ QUEST = TokenSelection(
     name="quest",
     roles=frozenset({Role.DRAFT, Role.TARGET}),
     scored_keys=2 / 16,
-    # SpecAttn reports it between these two (section 5.3, Fig 10a).
-    acceptance_between=("streamingllm", "specattn"),
     presets={
         "magicdec-quest": drafting(DraftSelection.QUEST, 4, SPARSE_RATIO),
         "quest": selecting(TargetSelection.QUEST),

@@ -18,6 +18,5 @@ RETRIEVAL_HEAD = TokenSelection(
     roles=frozenset({Role.DRAFT, Role.TARGET}),
     scored_keys=1.0,
     scores_one_layer=True,
-    acceptance_between=("streamingllm", "specattn"),  # not published for drafting
     presets={"specontext": specontext},
 )

@@ -7,7 +7,5 @@ SPECEXTEND = TokenSelection(
     name="specextend",
     roles=frozenset({Role.DRAFT}),
     round_score_bytes=3 * 4,  # one fp32 row of scores: written once, read twice by top-k
-    # SpecAttn reports it between these two (section 5.3, Fig 10a).
-    acceptance_between=("streamingllm", "specattn"),
     presets={"specextend": drafting(DraftSelection.LAST_ACCEPTED, 4, SPARSE_RATIO)},
 )

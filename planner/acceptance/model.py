@@ -1,0 +1,178 @@
+"""Predicted acceptance of a plan's drafts, with its band and its source.
+
+All figures are conditional acceptance. The regression is fitted to the rows when it is first asked, never stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+from ridgeplan.planner.acceptance.drafts import differences, draft_names, plan_differences
+from ridgeplan.planner.acceptance.effects import Subject, family_of, place_of
+from ridgeplan.planner.acceptance.regression import Fit, Observation, fit
+from ridgeplan.planner.acceptance.rows import AcceptanceRow, core_name, merged, shipped_rows, variant_name
+from ridgeplan.planner.plan import Plan
+from ridgeplan.roofline.catalog.profile import SOURCES, Profile
+from ridgeplan.roofline.catalog.shapes import ModelShape
+
+# Deviations on either side that hold 90%: of Student's t with 6 degrees, as 7 models say how much models differ.
+BAND = 1.943
+NEAR = 2.0  # factor of context and ratio within which a model's own row speaks for a plan
+# What a plan's drafts run with: dtype, and the quantizer of their 4-bit weights (runtime/quantization/calibrate.py).
+EXECUTION = {"gpu": ("bfloat16", "gptq"), "cpu": ("float32", "diagonal")}
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """A conditional acceptance with its band, which holds 90%, and its source."""
+
+    low: float
+    best: float
+    high: float
+    source: str
+    where: str
+
+
+CERTAIN = Acceptance(1.0, 1.0, 1.0, "measured", "the draft reads what the target reads")
+
+
+@dataclass(frozen=True)
+class AcceptanceModel:
+    """Acceptance of the drafts of one model at one context. text: what will be decoded; "" where it is not known."""
+
+    rows: tuple[AcceptanceRow, ...]
+    fitted: Fit
+    name: str
+    parameters: float  # billions
+    context: int
+    dtype: str
+    quantizer: str
+    text: str
+    spans: Mapping[str, tuple[float, float]]
+
+    @classmethod
+    def for_model(
+        cls, shape: ModelShape, context: int, own_rows: Iterable[Mapping[str, Any]] = (), kind: str = "gpu"
+    ) -> AcceptanceModel:
+        """From the shipped rows and `own_rows`, those of a profile. kind: of the machine, "gpu" or "cpu".
+
+        Predictions are for the text of the model's own rows in the profile, if they are of one text, else for any.
+        """
+        own = tuple(map(AcceptanceRow.read, own_rows))
+        texts = {row.text for row in own if variant_name(row.model) == variant_name(shape.name)}
+        rows, fitted = _fitted(own)
+        text = texts.pop() if len(texts) == 1 else ""
+        spans = spans_of(rows, shape.name)
+        return cls(rows, fitted, shape.name, shape.parameters / 1e9, context, *EXECUTION[kind], text, spans)
+
+    @classmethod
+    def of_profile(cls, shape: ModelShape, context: int, profile: Profile) -> AcceptanceModel:
+        """For plans on the profile's machine, with the rows that the profile holds."""
+        return cls.for_model(shape, context, profile.acceptance, profile.hardware.kind)
+
+    def of(self, plan: Plan) -> Acceptance:
+        """Conditional acceptance of a plan's drafts, the mean over a round, with its band."""
+        parts = self._subject(plan, plan.speculation.gamma, plan.speculation.ratio).parts
+        if not plan_differences(plan):
+            return CERTAIN
+        best, deviation = float(self.fitted.disagreement(parts)), self.fitted.deviation(parts)
+        low, high = (1 - min(1.0, best * math.exp(sign * BAND * deviation)) for sign in (1, -1))
+        ratios = {plan.speculation.selection.value: plan.speculation.ratio}
+        found = [self._provenance(name, ratios.get(name, 1.0)) for name in draft_names(plan)]
+        source = max((one for one, _ in found), key=SOURCES.index)
+        return Acceptance(low, 1 - best, high, source, "; ".join(dict.fromkeys(where for _, where in found)))
+
+    def best(self, plan: Plan, gamma: np.ndarray, ratio: np.ndarray) -> np.ndarray:
+        """The best estimate of `of(plan)` for each of gamma [n] and ratio [n] instead of the plan's own."""
+        if not plan_differences(plan):
+            return np.ones(len(gamma))
+        disagreement = self.fitted.disagreement(self._subject(plan, gamma, ratio).parts)
+        return np.broadcast_to(1 - disagreement, (len(gamma),))
+
+    def _subject(self, plan: Plan, gamma: Any, ratio: Any) -> Subject:
+        return Subject(
+            plan_differences(plan), self.name, self.parameters, self.context, self.quantizer, self.dtype, self.text,
+            position=(np.maximum(gamma, 1) + 1) / 2, ratio=ratio, spans=self.spans,
+        )  # fmt: skip
+
+    def _provenance(self, draft: str, ratio: float) -> tuple[str, str]:
+        """The source of a draft's prediction, and the row or rows that it rests on."""
+        rows = [row for row in self.rows if set(differences(draft)) <= set(differences(row.draft))]
+        if not rows:
+            return "prior", f"no rows of {draft}: as other selections differ"
+        nearest = min(rows, key=lambda row: self._distance(row, draft, ratio))
+        if nearest.draft == draft and self._owns(nearest) and self._near(nearest, ratio):
+            return nearest.source, str(nearest)
+        values = {"parameters": self.parameters, "context": self.context, "ratio": ratio}
+        beyond = [name for name, value in values.items() if not _within(value, [getattr(row, name) for row in rows])]
+        models = len({row.model for row in rows})
+        where = f"fitted to {len(rows)} rows of {draft} from {models} models, the nearest {nearest}"
+        if beyond:
+            return "extrapolated", f"beyond all rows in {' and '.join(beyond)}; {where}"
+        return "transferred", where
+
+    def _owns(self, row: AcceptanceRow) -> bool:
+        return variant_name(row.model) == variant_name(self.name)
+
+    def _near(self, row: AcceptanceRow, ratio: float) -> bool:
+        return max(_factor(row.context, self.context), _factor(row.ratio, ratio)) <= NEAR
+
+    def _distance(self, row: AcceptanceRow, draft: str, ratio: float) -> tuple[Any, ...]:
+        """Order of rows, nearest first: of this draft and model, on its text, then by size, context and ratio."""
+        factors = (
+            _factor(row.parameters, self.parameters), _factor(row.context, self.context), _factor(row.ratio, ratio),
+        )  # fmt: skip
+        other_text = bool(self.text) and row.text != self.text
+        return row.draft != draft, not self._owns(row), other_text, math.prod(factors), SOURCES.index(row.source)
+
+
+def spans_of(rows: Iterable[AcceptanceRow], model: str) -> dict[str, tuple[float, float]]:
+    """The first and last place that the rows of a model, of any tuning, reach, by family of differences."""
+    places: dict[str, list[float]] = {}
+    for row in rows:
+        if core_name(row.model) == core_name(model):
+            for difference in differences(row.draft):
+                places.setdefault(family_of(difference), []).append(place_of(row.context))
+    return {family: (min(found), max(found)) for family, found in places.items()}
+
+
+def observation(row: AcceptanceRow) -> Observation:
+    """A row as the regression sees it."""
+    published = row.source == "published"
+    return Observation(subject(row).parts, 1 - row.acceptance, "published" if published else "measured")
+
+
+def subject(row: AcceptanceRow) -> Subject:
+    """What a row is about."""
+    return Subject(
+        differences(row.draft), row.model, row.parameters, row.context, row.quantizer, row.dtype, row.text or row.where,
+        row.mean_position, row.ratio,
+    )  # fmt: skip
+
+
+@cache
+def shipped_fit() -> Fit:
+    """The regression over the shipped rows."""
+    return fit([observation(row) for row in shipped_rows()])
+
+
+@lru_cache(maxsize=8)
+def _fitted(own: tuple[AcceptanceRow, ...]) -> tuple[tuple[AcceptanceRow, ...], Fit]:
+    """All rows and their fit; own rows change the effects, but not how much models and texts differ."""
+    rows = merged(shipped_rows(), own)
+    return rows, fit([observation(row) for row in rows], shipped_fit().variances) if own else shipped_fit()
+
+
+def _factor(one: float, other: float) -> float:
+    return max(one / other, other / one)
+
+
+def _within(value: float, known: Sequence[float]) -> bool:
+    """Whether a value lies among known ones, or within a factor `NEAR` of them."""
+    return min(known) / NEAR <= value <= max(known) * NEAR

@@ -1,0 +1,157 @@
+"""Rows of known acceptance: those that ship (rows.toml, measured/*.json) and files of `ridgeplan acceptance`.
+
+A row is one figure with what it depends on: the draft, the model, the context, the text, and how it was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ridgeplan.planner.acceptance.drafts import DRAFTS
+from ridgeplan.planner.plan import MAX_TOKENS, MIN_RATIO, PlanError
+from ridgeplan.roofline.catalog.checks import Checked, build, number, one_of, text, whole
+from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json, read_document
+from ridgeplan.roofline.catalog.mistakes import brief
+from ridgeplan.roofline.catalog.profile import SOURCES
+from ridgeplan.roofline.speculation import MAX_GAMMA, conditional_acceptance
+
+ROWS_SCHEMA = 1
+REMEASURE = "make it again with `ridgeplan acceptance`"
+HERE = Path(__file__).parent
+# How 4-bit weights were made: rounded to nearest in groups of 64 with the head in 16 bits; or by runtime/quantization,
+# from the Hessian's diagonal or the whole Hessian; or in a paper, which does not say.
+QUANTIZERS = ("nearest", "nearest-64", "diagonal", "gptq", "published")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class AcceptanceRow(Checked):
+    """One known acceptance. Raises PlanError for values out of range.
+
+    gamma: drafts of a round, over whose positions the figure is the mean; or `position`, from 1, if it is of one.
+    dtype: of the arithmetic. checkpoint: what the weights are, where that is not the published checkpoint.
+    """
+
+    error = PlanError
+    draft: str = one_of(DRAFTS)
+    model: str = text()
+    parameters: float = number(1e-6, 1e5)  # billions
+    context: int = whole(1, MAX_TOKENS)  # tokens
+    acceptance: float = number(1e-6, 1)
+    source: str = one_of(SOURCES)
+    where: str = text()
+    ratio: float = number(MIN_RATIO, 1, default=1.0)
+    gamma: int = whole(1, MAX_GAMMA, default=1)
+    position: int = whole(0, MAX_TOKENS, default=0)
+    quantizer: str = one_of(QUANTIZERS, default="published")
+    dtype: str = one_of(DTYPES, default="float16")
+    checkpoint: str = text("")
+    tokens: int = whole(0, MAX_TOKENS, default=0)  # of the text, over which acceptance is a mean
+    date: str = text("")
+    text: str = text("")  # last, as it hides the function of that name
+
+    @classmethod
+    def read(cls, row: Mapping[str, Any]) -> AcceptanceRow:
+        """From a profile. Raises PlanError, also for fields that are missing or unknown."""
+        return build(cls, row, "acceptance row: ")
+
+    def _owner(self) -> str:
+        return "acceptance row: "
+
+    @property
+    def mean_position(self) -> float:
+        """Position in a round, from 1; the mean over a round's positions for a figure of whole rounds."""
+        return self.position or (self.gamma + 1) / 2
+
+    @property
+    def replaces(self) -> tuple[Any, ...]:
+        """What a new measurement has in common with the one that it replaces."""
+        how = (self.quantizer, self.dtype) if "w4" in self.draft else (self.dtype,)
+        return (self.model, self.text, self.context, self.draft, self.ratio, self.gamma, self.position, *how)
+
+    def __str__(self) -> str:
+        """Model, context and where the figure is from."""
+        labels = f" ({self.checkpoint})" if self.checkpoint else ""
+        return f"{self.model}{labels} at {self.context} tokens: {self.where}"
+
+
+def merged(rows: Iterable[AcceptanceRow], more: Iterable[AcceptanceRow]) -> tuple[AcceptanceRow, ...]:
+    """`rows` and `more`, which replace rows that they repeat."""
+    return tuple({row.replaces: row for row in (*rows, *more)}.values())
+
+
+def rows_json(rows: Sequence[AcceptanceRow], commands: Sequence[str]) -> str:
+    """JSON text that `read_rows` reads. commands: what made it, for its reader."""
+    document = {"schema": ROWS_SCHEMA, "commands": list(commands), "rows": [asdict(row) for row in rows]}
+    return json.dumps(document, indent=1, allow_nan=False) + "\n"
+
+
+def read_rows(text: str | bytes) -> tuple[AcceptanceRow, ...]:
+    """Rows from untrusted JSON text. Raises PlanError, one line."""
+    try:
+        document = parse_json(text)
+    except ValueError as error:
+        raise PlanError(f"not JSON: {error}") from None
+    data = fields_of_schema(document, ROWS_SCHEMA, REMEASURE, PlanError)
+    rows = data.get("rows")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise PlanError(f"rows is {brief(rows)}; allowed: a list of acceptance rows; {REMEASURE}")
+    return tuple(map(AcceptanceRow.read, rows))
+
+
+def load_rows(path: str | Path) -> tuple[AcceptanceRow, ...]:
+    """The rows of a file of `ridgeplan acceptance`. Raises PlanError naming the file."""
+    try:
+        return read_rows(read_document(Path(path)))
+    except OSError as error:
+        raise PlanError(f"cannot read acceptance rows {brief(str(path))}: {error.strerror}") from None
+    except ValueError as error:
+        raise PlanError(f"acceptance rows {brief(str(path))}: {error}") from None
+
+
+def commands_of(path: str | Path) -> tuple[str, ...]:
+    """The commands that made a file of rows; none for one that was written by hand."""
+    commands = parse_json(read_document(Path(path))).get("commands", [])
+    return tuple(command for command in commands if isinstance(command, str)) if isinstance(commands, list) else ()
+
+
+@cache
+def shipped_rows() -> tuple[AcceptanceRow, ...]:
+    """The rows of rows.toml and of measured/*.json."""
+    tables = tomllib.loads((HERE / "rows.toml").read_text(encoding="utf-8"))["row"]
+    measured = (row for path in sorted((HERE / "measured").glob("*.json")) for row in load_rows(path))
+    return (*(row for table in tables for row in _rows_of(table)), *measured)
+
+
+def _rows_of(table: dict[str, Any]) -> Iterator[AcceptanceRow]:
+    """A table's rows: fields that its entries share are written once.
+
+    Instead of the conditional acceptance an entry may hold `share`, accepted over all drafted tokens (docs/papers.md,
+    QuantSpec-6), or `accepted`, tokens accepted in a round of gamma drafts.
+    """
+    for entry in table.pop("entries"):
+        fields = {**table, **entry}
+        if "accepted" in fields:
+            fields["share"] = fields.pop("accepted") / fields["gamma"]
+        if "share" in fields:
+            fields["acceptance"] = conditional_acceptance(fields.pop("share"), fields.get("gamma", 1))
+        yield AcceptanceRow(**fields)
+
+
+@cache
+def variant_name(name: str) -> str:
+    """A model's name without its owner and GGUF type (.Q4_1), in lower case."""
+    return re.sub(r"[.-](i?q\d\w*|b?f16|f32)$", "", name.rsplit("/", 1)[-1].casefold())
+
+
+@cache
+def core_name(name: str) -> str:
+    """The name that all tunings of a model share: also without -Instruct and -Coder."""
+    return re.sub(r"-(instruct|coder)", "", variant_name(name))
