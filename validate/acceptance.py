@@ -19,6 +19,7 @@ from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.quantization.calibrate import quantized_draft
+from ridgeplan.runtime.quantization.calibration_text import CalibrationText
 from ridgeplan.validate.machine import cpu_model
 from ridgeplan.validate.progress import Progress, silent
 from ridgeplan.validate.prompts import prompt_tokens
@@ -117,7 +118,13 @@ def _shape(model: str) -> ModelShape:
 def _draft_weights(engine: Engine, drafts: Sequence[Draft], calibration: Sequence[int] | None) -> DecoderWeights | None:
     if not any(draft.quantized_weights for draft in drafts):
         return None
-    return quantized_draft(engine.decoder, engine.weights, WEIGHT_GROUP, calibration)
+    decoder, weights = engine.decoder, engine.weights
+    text = (
+        CalibrationText.of_model(decoder, weights)
+        if calibration is None
+        else CalibrationText.given(calibration, decoder.config.shape.vocab)
+    )
+    return quantized_draft(decoder, weights, WEIGHT_GROUP, text)
 
 
 def _row(

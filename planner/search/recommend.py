@@ -42,8 +42,9 @@ def recommend(
     `model` is a catalog name, a config.json, a GGUF, a hub id in the local cache, or a ModelShape; `gpu` a catalog
     name, a TOML file or "auto". `quality` limits what the target may give up (exact, near-lossless, lossy). Plans may
     take `memory_utilization` of the machine's memory, or `memory_limit` bytes where that is less. `profile` is a
-    calibration or its file, `acceptance` a file of `ridgeplan acceptance`. A context beyond the model's is stretched if `yarn`. Raises PlanError, UnknownModel,
-    UnknownHardware, ProfileError (all ValueError) for bad input, and NothingFits.
+    calibration or its file, `acceptance` a file of `ridgeplan acceptance`. A context beyond the model's is stretched
+    if `yarn`. Raises PlanError, UnknownModel, UnknownHardware, ProfileError (all ValueError) for bad input, and
+    NothingFits.
     """
     asked = ask(
         model, gpu, ctx, batch=batch, new_tokens=new_tokens, quality=quality, objective=objective,
