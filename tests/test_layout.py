@@ -92,9 +92,10 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate.calibration": (
         {
-            "kernels.attention", "kernels.kv_cache", "kernels.layer", "kernels.sampling", "roofline",
-            "roofline.catalog", "runtime.model", "runtime.quantization", "validate.machine", "validate.progress",
-            "validate.random_decoder", "validate.timing",
+            "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.layer", "kernels.linear",
+            "kernels.sampling", "planner", "roofline", "roofline.catalog", "runtime.model", "runtime.quantization",
+            "validate.machine", "validate.progress", "validate.random_decoder", "validate.random_rounds",
+            "validate.timing",
         },
         VALIDATE,
     ),
@@ -109,7 +110,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "validate.decode_bench": (
         {
             "planner", "roofline", "roofline.catalog", "runtime", "runtime.drafting", "runtime.model",
-            "validate.comparison", "validate.measure", "validate.progress", "validate.prompts",
+            "runtime.quantization", "validate.comparison", "validate.measure", "validate.progress", "validate.prompts",
         },
         VALIDATE,
     ),
@@ -125,7 +126,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "validate": (
         {
             "planner", "planner.acceptance", "planner.policies.selection", "roofline", "roofline.catalog", "runtime",
-            "runtime.kv", "runtime.model", "runtime.quantization", "validate.calibration",
+            "runtime.drafting", "runtime.drafting.policies", "runtime.kv", "runtime.model", "runtime.quantization", "validate.calibration",
         },
         VALIDATE,
     ),

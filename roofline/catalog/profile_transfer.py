@@ -56,5 +56,7 @@ def _transferred(rates: Rates, ceiling: float, bandwidth: float, issue: float) -
         total = max(total, inverse(measured))
         steps.append(replace(step, inverse_utilization=total - here, width_s=step.width_s / issue))
         here = total
-    first = 1 / inverse(1 / rates.bandwidth_utilization)
-    return replace(rates, bandwidth_utilization=first, width_s=rates.width_s / issue, steps=tuple(steps))
+    first = inverse(1 / rates.bandwidth_utilization)
+    kept = first == 1 / rates.bandwidth_utilization
+    utilization = rates.bandwidth_utilization if kept else 1 / first
+    return replace(rates, bandwidth_utilization=utilization, width_s=rates.width_s / issue, steps=tuple(steps))

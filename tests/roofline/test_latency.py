@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import sympy
 
 from ridgeplan.roofline.catalog.hardware import load_hardware
+from ridgeplan.roofline.catalog.profile import Rates, RowStep
 from ridgeplan.roofline.catalog.profile_lookup import profile_for
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.latency import Machine, RateTerms, attention_kind, linear_kind, select_rates
@@ -36,10 +38,48 @@ def test_every_launch_of_an_operation_counts(ideal):
 def test_a_pass_of_10_us_on_the_device_and_4_on_the_host(ideal, asynchronous, seconds):
     machine = replace(ideal, asynchronous=asynchronous, pass_dispatch_s=1e-6, layer_dispatch_s=1e-6)
     ops = [Op("x", "elementwise", Cost(read_bytes=1e6), 10)]
-    assert machine.pass_seconds(ops, {}, layers=3) == pytest.approx(seconds)
+    no_gap = {"gap": RateTerms(1.0, 1.0, 0.0)}
+    assert machine.pass_seconds(ops, no_gap, layers=3, gap_s=0) == pytest.approx(seconds)
     # 31 us of dispatch are more than the device's 10
-    slow = machine.pass_seconds(ops, {}, layers=3, layer_dispatch_s=10e-6)
+    slow = replace(machine, layer_dispatch_s=10e-6).pass_seconds(ops, no_gap, layers=3, gap_s=0)
     assert slow == pytest.approx(31e-6 if asynchronous else 41e-6)
+
+
+def test_gaps_between_kernels_are_the_devices_time(ideal):
+    """2 us of the pass, and 4 of each of 3 layers, beside 10 us of kernels."""
+    ops = [Op("x", "elementwise", Cost(read_bytes=1e6), 10)]
+    gaps = {"gap": RateTerms(1.0, 1.0, 4e-6)}
+    assert ideal.pass_seconds(ops, gaps, layers=3, gap_s=2e-6) == pytest.approx(24e-6)
+
+
+def test_outputs_and_chains_take_time_of_their_own(ideal):
+    """1 us to launch, 3 us of bytes, 100 outputs at 2 ns, a chain of 50 at 4 ns."""
+    rates = RateTerms(1.0, 1.0, 1e-6, width_s=2e-9, depth_s=4e-9)
+    assert ideal.seconds(Cost(read_bytes=3e6), rates, 100, 50) == pytest.approx(4.4e-6)
+    op = Op("x", "linear", Cost(read_bytes=3e6), 7, width=100, depth=50)
+    assert ideal.op_seconds(op, {"linear": rates}) == pytest.approx(7 * 4.4e-6)
+
+
+STEPPED = RateTerms.of(
+    Rates(
+        0.5, 1.0, 1e-6, 0.1,
+        steps=(RowStep(8, launch_s=2e-6), RowStep(16, inverse_utilization=2.0, width_s=1e-9, depth_s=3e-9)),
+    )
+)  # fmt: skip
+
+
+def test_each_step_of_rows_adds_to_those_below_it():
+    assert [STEPPED.at_rows(rows).launch_s for rows in (1, 8, 9, 16, 17)] == pytest.approx([1e-6] * 2 + [3e-6] * 3)
+    many = STEPPED.at_rows(17)
+    assert (1 / many.bandwidth_utilization, many.width_s, many.depth_s) == pytest.approx((4.0, 1e-9, 3e-9))
+    assert many.spread == 0.1
+    np.testing.assert_allclose(STEPPED.at_rows(np.array([8, 9])).launch_s, [1e-6, 3e-6])
+
+
+def test_steps_of_symbols_are_those_of_numbers():
+    rows = sympy.Symbol("rows", positive=True)
+    launch_s = STEPPED.at_rows(rows).launch_s
+    assert [float(launch_s.subs(rows, count)) for count in (8, 9)] == pytest.approx([1e-6, 3e-6])
 
 
 def test_dense_products_of_more_rows_than_the_kernels_take_are_the_librarys(ideal):
@@ -48,6 +88,9 @@ def test_dense_products_of_more_rows_than_the_kernels_take_are_the_librarys(idea
     assert machine.gemm_rates(16, 1, few) == few
     assert machine.gemm_rates(17, 1, few) == HALF
     assert machine.gemm_rates(17, 0, few) == few  # quantized weights have no other kernel
+    # The library is never faster than its own kernels for fewer rows were measured to be.
+    slow = RateTerms(0.25, 1.0, 5e-6, spread=0.2, width_s=1e-9)
+    assert machine.gemm_rates(17, 1, slow) == RateTerms(0.25, 0.25, 5e-6, spread=0.2, width_s=1e-9)
     rows = machine.gemm_rates(np.array([1, 16, 17, 400]), 1, few)
     np.testing.assert_allclose(rows.launch_s, [0, 0, 1e-6, 1e-6])
 
@@ -83,10 +126,10 @@ def test_a_machine_is_what_its_profile_says(h200_profile):
     machine = Machine.of(profile)
     assert machine.host_link_bytes_per_s == 0.5 * 64e9  # PCIe 5.0 x16
     assert (machine.bandwidth_bytes_per_s, machine.compute_flops) == (4.8e12, 989.5e12)
-    assert (machine.skinny_gemm_rows, machine.fused_swiglu_rows, machine.asynchronous) == (16, 8, 1)
+    assert (machine.decode_gemm_rows, machine.fused_swiglu_rows, machine.asynchronous) == (128, 8, 1)
     assert machine.layer_dispatch_s == 3e-6
     host = Machine.of(replace(profile, asynchronous=False))
-    assert (host.skinny_gemm_rows, host.fused_swiglu_rows, host.asynchronous) == (64, 0, 0)
+    assert (host.decode_gemm_rows, host.fused_swiglu_rows, host.asynchronous) == (64, 0, 0)
 
 
 @pytest.mark.parametrize("first, second", [("h200", "rtx4090"), ("rtx4090", "h200")])

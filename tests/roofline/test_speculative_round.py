@@ -11,9 +11,9 @@ from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.profile import Rates
+from ridgeplan.roofline.catalog.profile import Rates, RowStep
 from ridgeplan.roofline.execution import CUDA_FUSED_SWIGLU_ROWS
-from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.latency import Machine, RateTerms
 from ridgeplan.roofline.passes import decode_pass
 from ridgeplan.roofline.speculative_round import (
     Round,
@@ -32,7 +32,12 @@ H200 = DeviceLimits(sm_bytes=228 * 1024, clusters=(132, 66, 30, 15))
 
 @pytest.fixture(scope="module")
 def machine(h200_profile):
-    classes = {**h200_profile.classes, "prefill_linear": Rates(0.5, 0.8, 9e-6, 0.05)}
+    steps = (RowStep(16, launch_s=1e-6),)
+    classes = {
+        **{kind: replace(rates, steps=()) for kind, rates in h200_profile.classes.items()},
+        "prefill_linear": Rates(0.5, 0.001, 9e-6, 0.05),  # slower than any other class
+        "linear_int4": Rates(0.5, 0.5, 3e-6, 0.1, steps=steps),
+    }
     return Machine.of(replace(h200_profile, classes=classes))
 
 
@@ -166,29 +171,41 @@ def test_a_round_is_gamma_drafts_and_everything_else_once():
     assert parts.total_s == 54_324
 
 
-@pytest.mark.parametrize("batch, many", [(3, False), (4, True)])
+@pytest.mark.parametrize("batch, many", [(25, False), (26, True)])
 def test_a_verification_of_many_rows_runs_the_librarys_products(machine, batch, many):
     strategy, rates = lowered("quantspec", machine, batch)
-    rates = target_rates(machine, replace(strategy, gamma=4), rates)  # 15 or 20 rows
+    rates = target_rates(SHAPE, machine, replace(strategy, gamma=4), rates)  # 125 or 130 rows
     for kind in ("linear", "head"):
-        assert rates[kind] == machine.rates["prefill_linear" if many else kind]
+        assert rates[kind].launch_s == machine.rates["prefill_linear" if many else kind].launch_s
 
 
 def test_drafts_have_a_row_a_sequence_and_4_bit_products_no_other_kernel(machine):
-    dense, narrow = (draft_rates(machine, *lowered(name, machine, 17)) for name in ("quantspec-kv", "quantspec"))
-    assert dense["linear"] == dense["head"] == machine.rates["prefill_linear"]
-    assert narrow["linear"] == narrow["head"] == machine.rates["linear_int4"]
+    names = ("quantspec-kv", "quantspec")
+    dense, narrow = (draft_rates(SHAPE, machine, *lowered(name, machine, 129)) for name in names)
+    assert dense["linear"].launch_s == dense["head"].launch_s == 9e-6
+    assert narrow["linear"] == narrow["head"] == machine.rates["linear_int4"].at_rows(129)
+    assert narrow["linear"].launch_s == pytest.approx(4e-6)
 
 
 def test_the_head_is_dense_also_where_the_targets_weights_are_not(machine):
-    few, many = (target_rates(machine, *lowered("int4-weights", machine, batch)) for batch in (16, 17))
-    assert few["linear"] == many["linear"] == machine.rates["linear_int4"]
-    assert (few["head"], many["head"]) == (machine.rates["head"], machine.rates["prefill_linear"])
+    few, many = (target_rates(SHAPE, machine, *lowered("int4-weights", machine, batch)) for batch in (1, 129))
+    assert (few["linear"].launch_s, many["linear"].launch_s) == pytest.approx((3e-6, 4e-6))
+    assert (few["head"].launch_s, many["head"].launch_s) == (machine.rates["head"].launch_s, 9e-6)
+
+
+def test_attentions_rows_are_queries_times_query_heads_of_a_group(machine):
+    """Llama-3.1-8B has 4 query heads per KV head: 5 queries are 20 rows, above the step at 16."""
+    stepped = RateTerms.of(Rates(0.5, 0.5, 3e-6, 0.1, steps=(RowStep(16, launch_s=1e-6),)))
+    strategy, rates = lowered("quantspec", machine, 1)
+    rates = replace(rates, target=replace(rates.target, attention=stepped))
+    launches = [
+        target_rates(SHAPE, machine, replace(strategy, gamma=gamma), rates)["attention"].launch_s for gamma in (3, 4)
+    ]
+    assert launches == pytest.approx([3e-6, 4e-6])
 
 
 def test_a_batch_of_plans_at_once(machine):
-    gammas = np.array([1.0, 15.0, 16.0])
+    gammas = np.array([1.0, 127.0, 128.0])
     strategy, rates = lowered("quantspec", machine, 1)
-    linear = target_rates(machine, replace(strategy, gamma=gammas), rates)["linear"]
-    few, many = (machine.rates[kind].launch_s for kind in ("linear", "prefill_linear"))
-    np.testing.assert_allclose(linear.launch_s, [few, few, many])
+    linear = target_rates(SHAPE, machine, replace(strategy, gamma=gammas), rates)["linear"]
+    np.testing.assert_allclose(linear.launch_s, [machine.rates["linear"].launch_s] * 2 + [9e-6])

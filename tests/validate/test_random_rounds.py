@@ -14,9 +14,9 @@ from ridgeplan.roofline.latency import Machine
 from ridgeplan.runtime.drafting.round_result import RoundResult, RowResult
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.validate import random_rounds as module
 from ridgeplan.validate.random_decoder import llama_like_shape
 from ridgeplan.validate.random_rounds import BusyMachine, RandomModel, RoundTimes, fill, measured_round
-from ridgeplan.validate.suite import rounds as module
 from ridgeplan.validate.suite.steps import rows_of
 
 SHAPE = llama_like_shape(2, 64, 96, 4, 2, 32)

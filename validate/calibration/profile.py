@@ -54,7 +54,7 @@ def measure_profile(
         portable=_portable(bench, suite, hardware.num_sms, ceilings),
         host_link_utilization=_host_link_utilization(bench, hardware) if cuda else 1.0,
     )
-    on_progress("whole rounds", 0, 1)
+    on_progress("whole rounds", len(samples), len(samples) + 1)
     dispatched = with_dispatch(bench, profile, suite.dispatch_shape, suite.dispatch_layers)
     return with_gaps(dispatched, suite.gap_shapes, place)
 

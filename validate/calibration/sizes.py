@@ -116,7 +116,7 @@ ROW_STEPS = (4, 8, 16, 32, 64)
 # head in both head sizes, and of 3 and 12.
 _CUDA_QUICK = Suite(
     pool_bytes=6 << 30,
-    trial_s=0.012,
+    trial_s=0.008,
     matmul_size=8192,
     linear_shapes=(
         (960, 640), (640, 1728), (1536, 1024), (1024, 2816), (5632, 1024), (2560, 2560), (13824, 2560), (2560, 6912),
@@ -129,8 +129,8 @@ _CUDA_QUICK = Suite(
     heads=(
         Heads(24, 6, 128), Heads(16, 16, 128), Heads(18, 3, 128), Heads(64, 8, 128), Heads(16, 4, 64), Heads(21, 3, 64),
     ),
-    batches=(1, 8),
-    tokens=(1500, 9000, 50_000, 131_072),
+    batches=(1, 16),
+    tokens=(700, 6500, 131_072),
     queries=(1, 5, 8),
     prefill_shapes=((7168, 5120), (27648, 5120), (2560, 6912), (3072, 2048)),
     prefill_rows=(160, 512, 2048),
@@ -152,6 +152,7 @@ _CUDA_QUICK = Suite(
 )  # fmt: skip
 _CUDA_FULL = replace(
     _CUDA_QUICK,
+    trial_s=0.012,
     linear_shapes=(
         *_CUDA_QUICK.linear_shapes, (640, 640), (3456, 640), (1024, 1024), (3072, 2048), (2048, 8192), (16384, 2048),
         (20480, 1280), (1280, 10240), (10240, 8192),

@@ -133,10 +133,10 @@ def _smoke_cpu() -> SuiteSizes:
 _STEP_WORKLOADS: Workloads = (
     (2304, 1), (2304, 16), (6000, 6), (12_000, 1), (24_000, 2), (24_000, 12), (48_000, 4), (120_000, 1),
 )  # fmt: skip
-# Layers of Qwen2.5-1.5B, Qwen2.5-7B and Qwen3-14B, heads of Qwen2.5-1.5B, Qwen2.5-0.5B and Qwen3-14B.
+# Layers of Qwen2.5-1.5B, Qwen2.5-7B and Qwen3-4B, heads of Qwen2.5-1.5B, Qwen2.5-0.5B and Qwen3-14B.
 _CUDA_KERNELS = replace(
     suite_for("cuda", quick=True),
-    linear_shapes=((2048, 1536), (17920, 1536), (1536, 8960), (4608, 3584), (37888, 3584), (7168, 5120), (34816, 5120)),
+    linear_shapes=((2048, 1536), (17920, 1536), (1536, 8960), (4608, 3584), (37888, 3584), (6144, 2560), (19456, 2560)),
     linear_rows=(1, 2, 6, 12, 20),
     int4_rows=(1, 3, 6, 12),
     head_shapes=((151936, 1536), (152064, 3584)),
@@ -145,7 +145,7 @@ _CUDA_KERNELS = replace(
     batches=(1, 3, 12),
     tokens=(2304, 12_000, 48_000, 120_000),
     queries=(1, 3, 7),
-    prefill_shapes=((17920, 1536), (4608, 3584), (7168, 5120)),
+    prefill_shapes=((17920, 1536), (4608, 3584), (6144, 2560)),
     prefill_rows=(48, 384, 3072),
     prefill_tokens=(1536, 6000, 12_000),
     quantize_tokens=(384, 6144, 24_576),

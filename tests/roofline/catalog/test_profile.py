@@ -32,11 +32,11 @@ def edited(profile, path, value):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("schema", 3, "schema 3 is newer than this version reads; allowed: up to 2"),
+        ("schema", 4, "schema 4 is newer than this version reads; allowed: up to 3"),
         ("schema", 1, "schema 1 is of an older version; make it again with `ridgeplan calibrate`"),
-        ("schema", 0, "schema is 0; allowed: 2"),
-        ("schema", True, "schema is True; allowed: 2"),
-        ("schema", None, "schema is None; allowed: 2"),
+        ("schema", 0, "schema is 0; allowed: 3"),
+        ("schema", True, "schema is True; allowed: 3"),
+        ("schema", None, "schema is None; allowed: 3"),
         (
             "classes.linear.bandwidth_utilization",
             40,

@@ -1,5 +1,9 @@
 """When readings of a calibration agree, and what happens to classes whose readings do not. All times are made up."""
 
+import gc
+import weakref
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -20,25 +24,25 @@ RATES = Rates(0.8, 0.5, 1e-6, 0.03)
 
 
 def reading(*seconds: float) -> tuple[Reading, int]:
-    """The reading from these times, and how many of them were taken."""
+    """The reading from these times, which come in pairs, and how many of them were taken."""
     left = list(seconds)
-    return steady_reading(lambda: left.pop(0)), len(seconds) - len(left)
+    return steady_reading(lambda: [left.pop(0), left.pop(0)]), len(seconds) - len(left)
 
 
 def test_two_readings_that_agree_are_enough() -> None:
-    found, taken = reading(1.0, 1.05, 0.1)
+    found, taken = reading(1.0, 1.05, 0.1, 0.1)
     assert (found.seconds, taken) == (1.0, 2)
     assert found.spread == pytest.approx(0.05)
 
 
 def test_a_slow_reading_is_repeated_until_two_agree() -> None:
-    found, taken = reading(9.0, 1.0, 5.0, 1.02, 0.1)
+    found, taken = reading(9.0, 1.0, 5.0, 1.02, 0.1, 0.1)
     assert (found.seconds, taken) == (1.0, 4)
     assert found.spread == pytest.approx(0.02)
 
 
 def test_readings_that_never_agree_end() -> None:
-    found, taken = reading(16.0, 8.0, 4.0, 2.0, 1.0, 1.0)
+    found, taken = reading(32.0, 16.0, 8.0, 4.0, 2.0, 1.0, 1.0, 1.0)
     assert (found, taken) == (Reading(1.0, 1.0), MOST_READINGS)
 
 
@@ -54,7 +58,7 @@ def test_a_quarter_of_noisy_trials_does_not_condemn_a_class() -> None:
 def test_a_noisy_class_is_refused_with_one_line() -> None:
     check = NoiseCheck()
     check.record("linear", [0.02, 0.03, 0.02, 0.03, 0.3])
-    with pytest.raises(NoisyMachine, match=r"5 readings of 'attention' differ by 30%; .*--allow-noisy") as refused:
+    with pytest.raises(NoisyMachine, match=r"6 readings of 'attention' differ by 30%; .*--allow-noisy") as refused:
         check.record("attention", [0.3, 0.3, 0.02, 0.3])
     assert "\n" not in str(refused.value)
 
@@ -70,17 +74,37 @@ def test_where_it_is_allowed_the_band_widens_by_the_noise() -> None:
     assert check.widened("gather", RATES).spread == MAX_SPREAD
 
 
-def test_a_trials_readings_share_the_benchs_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    budgets: list[float] = []
-
-    def seconds(bench: Bench, trial: Trial) -> float:
-        budgets.append(bench.budget_s)
-        return 2.0 if trial.name == "slow" else 1.0
-
-    monkeypatch.setattr(Bench, "seconds", seconds)
+def test_what_is_kept_of_trials_comes_with_their_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bench, "readings", lambda _, trial: [3.0, 2.0, 2.1] if trial.name == "slow" else [1.0, 1.0])
     bench = Bench(torch.device("cpu"), torch.empty(0), 0, 0.5)
-    trials = [Trial("linear", name, Cost(), lambda _: None) for name in ("slow", "fast")]
+    trials = (Trial("linear", name, Cost(), lambda _: None, rows=5) for name in ("slow", "fast"))
     check = NoiseCheck()
-    assert check.readings("linear", bench, iter(trials)) == [(trials[0], 2.0), (trials[1], 1.0)]
-    assert budgets == [0.25] * 4
-    assert check.spreads == {"linear": 0.0}
+    assert check.readings("linear", bench, trials, lambda trial: (trial.name, trial.rows)) == [
+        (("slow", 5), 2.0),
+        (("fast", 5), 1.0),
+    ]
+    assert check.spreads["linear"] == pytest.approx(0.75 * 0.05)  # the upper quartile of 0 and 5%
+
+
+def test_trials_are_dropped_once_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds its inputs, which may be gigabytes on a GPU."""
+    monkeypatch.setattr(Bench, "readings", lambda *_: [1.0, 1.0])
+    alive: list[weakref.ref[Trial]] = []
+
+    def trials() -> Iterator[Trial]:
+        for _ in range(3):
+            gc.collect()
+            assert sum(one() is not None for one in alive) <= 1
+            trial = Trial("linear", "", Cost(), lambda _: None)
+            alive.append(weakref.ref(trial))
+            yield trial
+
+    bench = Bench(torch.device("cpu"), torch.empty(0), 0, 0.5)
+    NoiseCheck().readings("linear", bench, trials(), lambda trial: trial.name)
+
+
+def test_a_trials_calls_are_read_in_two_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1 1 1 9 | 2 2 2 9 the lower quartiles are 1 and 2."""
+    monkeypatch.setattr(Bench, "_times", lambda *_: [1.0, 1.0, 1.0, 9.0, 2.0, 2.0, 2.0, 9.0])
+    bench = Bench(torch.device("cpu"), torch.empty(0), 0, 0.5)
+    assert bench.readings(Trial("linear", "", Cost(), lambda _: None)) == [1.0, 2.0]

@@ -34,7 +34,7 @@ SIZES = SuiteSizes(
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else runs on the machine."""
-    for place in ("comparison", "suite.rounds"):
+    for place in ("comparison", "random_rounds"):
         monkeypatch.setattr(f"ridgeplan.validate.{place}.is_busy", lambda spread: False)
 
 
