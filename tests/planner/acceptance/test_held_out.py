@@ -57,11 +57,25 @@ def test_bands_hold_nine_of_ten_rows(held_out):
     assert np.mean([one.in_band for one in held_out if one.row.draft in BITS]) >= 0.9
 
 
-def test_errors_of_drafts_of_fewer_bits(held_out):
+def nearest(row: AcceptanceRow) -> AcceptanceRow:
+    """The nearest row of this draft, in octaves of size and context, of another model and another text."""
+    others = [
+        one
+        for one in shipped_rows()
+        if one.draft == row.draft and core_name(one.model) != core_name(row.model) and one.text != row.text
+    ]
+    return min(
+        others, key=lambda one: abs(np.log(one.parameters / row.parameters)) + abs(np.log(one.context / row.context))
+    )
+
+
+def test_drafts_of_fewer_bits_are_predicted_better_than_by_the_nearest_row(held_out):
     """These are the drafts that the runtime executes. Texts alone move QuantSpec's rows of one model by up to 0.05."""
-    errors = [one.error for one in held_out if one.row.draft in BITS]
-    assert np.median(errors) <= 0.02
-    assert np.mean(errors) <= 0.026
+    bits = [one for one in held_out if one.row.draft in BITS]
+    error = np.mean([one.error for one in bits])
+    by_nearest = np.mean([abs(nearest(one.row).acceptance - one.row.acceptance) for one in bits])
+    assert error <= 0.03
+    assert error < 0.8 * by_nearest
 
 
 def test_bands_are_not_wide_for_nothing(held_out):
