@@ -21,6 +21,7 @@ from ridgeplan.dashboards.cli.output import number
 from ridgeplan.planner import recommend
 from ridgeplan.planner.published import compare_all, list_engines, targets_of
 from ridgeplan.roofline.catalog.profile import load_profile
+from ridgeplan.roofline.latency import RateTerms
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "validate" / "results"
@@ -47,20 +48,18 @@ def made(name: str) -> str:
 
 
 def classes(name: str) -> str:
-    """Utilization and launch time of each kernel class of a shipped calibration profile."""
+    """Utilization and launch time of each kernel class of a shipped calibration profile, at one row and at 64."""
     profile = load_profile(PROFILES / f"{name}.json")
-    rows = [
-        (
-            kind,
-            f"{rates.bandwidth_utilization:.0%}",
-            f"{rates.compute_utilization:.0%}",
-            f"{1e6 * rates.launch_s:.1f}",
-            f"{rates.spread:.0%}",
-        )
-        for kind, rates in profile.classes.items()
-    ]
+    rows = []
+    for kind, rates in profile.classes.items():
+        one, many = (RateTerms.of(rates).at_rows(count) for count in (1, 64))
+        ends = [cell for at in (one, many) for cell in (f"{at.bandwidth_utilization:.0%}", f"{1e6 * at.launch_s:.1f}")]
+        rows.append((kind, *ends, f"{rates.compute_utilization:.0%}", f"{rates.spread:.0%}"))
     head = f"{profile.device}, {profile.date}, torch {profile.software['torch']}; `{name}.json`"
-    return f"{head}\n\n{table(('class', 'bandwidth', 'compute', 'launch, us', 'spread of the fit'), rows)}"
+    columns = (
+        "class", "bandwidth, 1 row", "launch, us", "bandwidth, 64 rows", "launch, us", "compute", "spread of the fit",
+    )  # fmt: skip
+    return f"{head}\n\n{table(columns, rows)}"
 
 
 def decode(name: str) -> str:

@@ -70,6 +70,11 @@ def mean_quantized_tokens(tokens: Term, group: Term) -> Term:
     return maximum(tokens - 3 * group / 2, 0)
 
 
+def mean_splits(batch: Term, kv_heads: Term, tokens: Term, num_sms: Term) -> Term:
+    """The smooth form of `choose_splits`: with it, the splits of all rows together never shrink as rows are added."""
+    return maximum(1, minimum(2 * num_sms / (batch * kv_heads), tokens / SPLIT_TOKENS))
+
+
 def choose_splits(batch: Term, kv_heads: Term, tokens: Term, num_sms: Term) -> Term:
     """How many ways split-KV attention cuts each sequence: two programs per SM, each of at least SPLIT_TOKENS."""
     wanted = -(-2 * num_sms // (batch * kv_heads))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
-from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS, choose_splits, mean_quantized_tokens
+from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS, mean_quantized_tokens, mean_splits
 from ridgeplan.roofline.latency import Machine, PassRates, RateTerms, StrategyRates
 from ridgeplan.roofline.passes import PassTerms, decode_pass
 from ridgeplan.roofline.speculation import flush_capped, tokens_per_round
@@ -169,7 +169,7 @@ def _pass_terms(
         full_tokens=tokens - codes + queries,
         bits=bits,
         group=strategy.kv_group,
-        splits=choose_splits(strategy.batch, shape.kv_heads, strategy.context, machine.num_sms),
+        splits=mean_splits(strategy.batch, shape.kv_heads, strategy.context, machine.num_sms),
         weight_bytes=weights[0],
         head_bytes=weights[1],
         element_bytes=machine.element_bytes,

@@ -62,6 +62,19 @@ def test_splits_fill_the_machine_but_keep_256_tokens_each(batch, heads, tokens, 
 
 
 @pytest.mark.parametrize(
+    "batch, heads, tokens, splits",
+    [
+        (1, 8, 131072, 33),
+        (5, 8, 131072, 6.6),  # 264 / 40
+        (64, 8, 131072, 1),
+        (1, 8, 640, 2.5),
+    ],
+)
+def test_splits_are_smooth_in_the_cost_model(batch, heads, tokens, splits):
+    assert execution.mean_splits(batch, heads, tokens, 132) == pytest.approx(splits)
+
+
+@pytest.mark.parametrize(
     "inputs, group, fitting",
     [(576, 128, 64), (4096, 128, 128), (96, 128, 32), (64, 32, 32), (512, 256, 256), (96, 64, 32), (100, 128, None)],
 )

@@ -36,7 +36,7 @@ def test_rates_in_steps_are_found_again() -> None:
     assert by_rows[1].launch_s == pytest.approx(1e-6, rel=1e-3)
     assert (by_rows[8].inverse_utilization, by_rows[8].width_s) == pytest.approx((0.5, 2e-10), rel=1e-3)
     assert 16 not in by_rows  # no sample has as many rows
-    assert found.spread < 1e-6
+    assert found.spread < 1e-4
 
 
 def test_no_time_shrinks_as_rows_grow() -> None:
