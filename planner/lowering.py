@@ -48,6 +48,8 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         offload_budget=plan.placement.budget or UNLIMITED_TOKENS,
         target_budget=plan.attention.budget or UNLIMITED_TOKENS,
         draft_ratio=speculation.ratio,
+        target_run_tokens=target_reads.run_tokens if target_reads else UNLIMITED_TOKENS,
+        draft_run_tokens=drafts_read.run_tokens,
         target_scored_keys=target_reads.scored_keys_of(shape.layers) if target_reads else 0,
         draft_scored_keys=drafts_read.scored_keys_of(shape.layers),
         round_score_bytes=drafts_read.round_score_bytes * shape.layers,

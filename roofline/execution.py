@@ -38,6 +38,7 @@ INT4_COPY_BYTES = 128 << 20
 # What torch gives cuBLAS for each stream on Hopper, at its first call and for good (older GPUs: 8.1 MiB).
 CUBLAS_WORKSPACE_BYTES = 32 << 20
 
+GATHER_ROW_BYTES = 256  # of the rows that calibration gathers: one token's key of 128 channels in 16 bits
 SPLIT_TOKENS = 256  # fewest tokens per split of split-KV attention
 
 

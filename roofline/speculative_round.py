@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
-from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS, mean_quantized_tokens, mean_splits
+from ridgeplan.roofline.execution import GATHER_ROW_BYTES, PREFILL_CHUNK_TOKENS, mean_quantized_tokens, mean_splits
 from ridgeplan.roofline.latency import Machine, PassRates, RateTerms, StrategyRates
-from ridgeplan.roofline.passes import PassTerms, decode_pass
+from ridgeplan.roofline.passes import Op, PassTerms, decode_pass
 from ridgeplan.roofline.speculation import flush_capped, tokens_per_round
 from ridgeplan.roofline.strategy import Strategy
 from ridgeplan.roofline.term_math import indicator, maximum, minimum
@@ -49,8 +50,11 @@ def round_at(
     draft = decode_pass(shape, draft_terms(shape, machine, strategy, context))
     target = decode_pass(shape, target_terms(shape, machine, strategy, context))
     target_gap_s, layers = machine.target_gap_s, shape.layers
-    draft_s = machine.pass_seconds(draft, draft_rates(shape, machine, strategy, rates), layers, machine.draft_gap_s)
-    target_s = machine.pass_seconds(target, target_rates(shape, machine, strategy, rates), layers, target_gap_s)
+    drafting_rates, verifying_rates = (of(shape, machine, strategy, rates) for of in (draft_rates, target_rates))
+    draft_s = machine.pass_seconds(draft, drafting_rates, layers, machine.draft_gap_s)
+    draft_s += _gather_seconds(machine, draft, drafting_rates, shape, strategy.draft_run_tokens)
+    target_s = machine.pass_seconds(target, verifying_rates, layers, target_gap_s)
+    target_s += _gather_seconds(machine, target, verifying_rates, shape, strategy.target_run_tokens)
     key_bytes = strategy.batch * tokens * shape.kv_elements_per_token_per_layer / 2 * machine.element_bytes
     draft_scoring_s = _scoring_seconds(machine, key_bytes * strategy.draft_scored_keys)
     target_scoring_s = _scoring_seconds(machine, key_bytes * strategy.target_scored_keys)
@@ -177,6 +181,23 @@ def _pass_terms(
     )
 
 
+def _gather_seconds(
+    machine: Machine, ops: Iterable[Op], rates: Mapping[str, RateTerms], shape: ModelShape, run_tokens: Term
+) -> Term:
+    """What attention takes beyond streaming to read KV in runs of `run_tokens` tokens that lie apart.
+
+    Rows of GATHER_ROW_BYTES are read at the rate of gathers, and longer runs pay for one such row each.
+    """
+    total: Term = 0
+    for op in ops:
+        if op.category == "attention":
+            streaming = machine.rates_for(op, rates).bandwidth_utilization
+            lost = maximum(1 / machine.rates["gather"].bandwidth_utilization - 1 / streaming, 0)
+            rows = minimum(GATHER_ROW_BYTES / (run_tokens * shape.head_dim * machine.element_bytes), 1)
+            total = total + op.total.read_bytes * lost * rows / machine.bandwidth_bytes_per_s
+    return total
+
+
 def _scoring_seconds(machine: Machine, read_bytes: Term) -> Term:
-    """Traffic of a selection, at the rate of gathers; 0 where nothing is scored."""
-    return read_bytes / (machine.bandwidth_bytes_per_s * machine.rates["gather"].bandwidth_utilization)
+    """Traffic of a selection, which scans what it scores as attention streams; 0 where nothing is scored."""
+    return read_bytes / (machine.bandwidth_bytes_per_s * machine.rates["attention"].bandwidth_utilization)

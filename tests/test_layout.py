@@ -29,7 +29,10 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "roofline.papers": ({"roofline", "roofline.catalog", "roofline.symbolic"}, MODEL),
     "planner.policies.selection": ({"planner.plan", "planner.policies"}, MODEL),
     "planner.policies.eviction": ({"planner.plan", "planner.policies", "planner.policies.selection"}, MODEL),
-    "planner.policies": ({"planner.plan", "planner.policies.eviction", "planner.policies.selection"}, MODEL),
+    "planner.policies": (
+        {"planner.plan", "planner.policies.eviction", "planner.policies.selection", "roofline.strategy"},
+        MODEL,
+    ),
     "planner.acceptance": (
         {"planner.plan", "planner.policies", "planner.policies.selection", "roofline", "roofline.catalog"},
         MODEL,

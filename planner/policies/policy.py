@@ -16,6 +16,7 @@ from ridgeplan.planner.plan import (
     TargetSelection,
     Workload,
 )
+from ridgeplan.roofline.strategy import UNLIMITED_TOKENS
 
 Preset = Callable[[Workload], Plan]
 SPARSE_RATIO = 0.07  # SpecAttn, appendix: near-optimal for all its designs
@@ -50,7 +51,8 @@ class TokenSelection(Policy):
     roles: who may use it in a plan. executable: the roles that the runtime supports; the others are only estimated.
     scored_keys: keys read at every step to score the cached tokens, as a share of one layer's keys. scores_one_layer:
     scoring runs once for all layers, not in each. round_score_bytes: bytes of scores written and read once a round, per
-    cached token and layer.
+    cached token and layer. run_tokens: tokens that are read together because they lie together: 1 where single ones are
+    chosen, a page, or without a limit where the chosen ones are a run or are kept in a copy.
     What is known of its drafts' acceptance is in planner/acceptance; of a new policy nothing needs to be.
     """
 
@@ -59,6 +61,7 @@ class TokenSelection(Policy):
     scored_keys: float = 0.0
     scores_one_layer: bool = False
     round_score_bytes: float = 0.0
+    run_tokens: float = UNLIMITED_TOKENS
 
     def scored_keys_of(self, layers: int) -> float:
         """Keys scored at a step of a model with `layers` layers, in multiples of one layer's keys."""

@@ -12,6 +12,7 @@ import torch
 
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.profile import Profile, Rates
+from ridgeplan.roofline.execution import GATHER_ROW_BYTES
 from ridgeplan.validate import machine
 from ridgeplan.validate.calibration import attention as attention_trials
 from ridgeplan.validate.calibration import elementwise as step_trials
@@ -27,7 +28,6 @@ from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, Trial
 
 LARGE_READ_BYTES = 200e6
 MOST_VARIANTS = 600  # so that even products of a megabyte find their weights cold, as in a step
-GATHERED_BYTES = 256  # one token's key at head_dim 128 in 16 bits
 
 
 @torch.inference_mode()
@@ -151,7 +151,7 @@ def class_trials(bench: Bench, suite: Suite, num_sms: int) -> Mapping[str, Itera
         ),
         "sampling": step.sampling_trials(bench, suite.vocabs[:2], suite.batches, suite.queries),
         "quantize": attention.quantize_trials(bench, suite.heads, suite.quantize_tokens),
-        "gather": attention.gather_trials(bench, GATHERED_BYTES // bench.element_bytes, suite.gather_rows),
+        "gather": attention.gather_trials(bench, GATHER_ROW_BYTES // bench.element_bytes, suite.gather_rows),
         "prefill_linear": linear.dense_trials(bench, "prefill_linear", suite.prefill_shapes, suite.prefill_rows),
         "prefill_attention": attention.prefill_trials(bench, suite.heads, suite.prefill_tokens),
     }

@@ -6,6 +6,7 @@ from ridgeplan.planner.policies.policy import Role, TokenSelection, selecting
 CLUSTERKV = TokenSelection(
     name="clusterkv",
     roles=frozenset({Role.TARGET}),
+    run_tokens=1,
     scored_keys=1 / 80,
     presets={"clusterkv": selecting(TargetSelection.CLUSTERKV)},
 )

@@ -6,6 +6,7 @@ from ridgeplan.planner.policies.policy import SPARSE_RATIO, Role, TokenSelection
 QUEST = TokenSelection(
     name="quest",
     roles=frozenset({Role.DRAFT, Role.TARGET}),
+    run_tokens=16,
     scored_keys=2 / 16,
     presets={
         "magicdec-quest": drafting(DraftSelection.QUEST, 4, SPARSE_RATIO),

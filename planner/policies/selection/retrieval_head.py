@@ -16,6 +16,7 @@ def specontext(workload: Workload) -> Plan:
 RETRIEVAL_HEAD = TokenSelection(
     name="retrieval-head",
     roles=frozenset({Role.DRAFT, Role.TARGET}),
+    run_tokens=1,
     scored_keys=1.0,
     scores_one_layer=True,
     presets={"specontext": specontext},

@@ -6,6 +6,7 @@ from ridgeplan.planner.policies.policy import Role, TokenSelection, selecting
 SHADOWKV = TokenSelection(
     name="shadowkv",
     roles=frozenset({Role.TARGET}),
+    run_tokens=8,
     scored_keys=1 / 8,
     presets={"shadowkv": selecting(TargetSelection.SHADOWKV)},
 )

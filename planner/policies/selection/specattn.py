@@ -18,6 +18,7 @@ def specattn_int4(workload: Workload) -> Plan:
 SPECATTN = TokenSelection(
     name="specattn",
     roles=frozenset({Role.DRAFT}),
+    run_tokens=1,
     round_score_bytes=2 * 3 * 4,  # two fp32 rows of scores: each written once, read twice by top-k
     presets={"specattn": drafting(DraftSelection.VERIFIED, 7, SPARSE_RATIO), "specattn-int4": specattn_int4},
 )

@@ -6,6 +6,7 @@ from ridgeplan.planner.policies.policy import SPARSE_RATIO, Role, TokenSelection
 SPECEXTEND = TokenSelection(
     name="specextend",
     roles=frozenset({Role.DRAFT}),
+    run_tokens=64,
     round_score_bytes=3 * 4,  # one fp32 row of scores: written once, read twice by top-k
     presets={"specextend": drafting(DraftSelection.LAST_ACCEPTED, 4, SPARSE_RATIO)},
 )

@@ -1,0 +1,59 @@
+"""Selected tokens that lie apart cost more to read than a run of them."""
+
+from dataclasses import replace
+
+import pytest
+
+from ridgeplan.planner.lowering import rates_of, strategy_of
+from ridgeplan.planner.plan import Workload
+from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.latency import Machine, RateTerms
+from ridgeplan.roofline.passes import decode_pass
+from ridgeplan.roofline.speculative_round import draft_terms, round_at
+
+SHAPE = load_shape("Llama-3.1-8B")  # 128 channels: 256 bytes a key
+
+
+@pytest.fixture
+def machine(ideal: Machine) -> Machine:
+    """1 TB/s, a fifth of it in gathers."""
+    return replace(ideal, rates={**ideal.rates, "gather": RateTerms(0.2, 1.0, 0.0)})
+
+
+def draft_s(machine: Machine, run_tokens: float) -> float:
+    plan = preset("specattn", Workload("Llama-3.1-8B", "h200", 32768))
+    strategy = replace(strategy_of(plan, SHAPE, machine, 0.9), draft_run_tokens=run_tokens, round_score_bytes=0)
+    return float(round_at(SHAPE, machine, strategy, rates_of(plan, SHAPE, machine), 32768, 0.0).draft_s)
+
+
+def read_s(machine: Machine) -> float:
+    """Seconds to stream the drafts' KV."""
+    plan = preset("specattn", Workload("Llama-3.1-8B", "h200", 32768))
+    strategy = strategy_of(plan, SHAPE, machine, 0.9)
+    ops = decode_pass(SHAPE, draft_terms(SHAPE, machine, strategy, 32768))
+    return float(sum(op.total.read_bytes for op in ops if op.name == "attention")) / 1e12
+
+
+def test_single_tokens_are_read_at_the_rate_of_gathers(machine: Machine) -> None:
+    """5 times as long as a run: 4 times the streaming time on top."""
+    run = draft_s(machine, float(1 << 40))
+    assert draft_s(machine, 1) - run == pytest.approx(4 * read_s(machine), rel=1e-6)
+
+
+def test_a_longer_run_pays_for_one_row_each(machine: Machine) -> None:
+    run = draft_s(machine, float(1 << 40))
+    assert draft_s(machine, 16) - run == pytest.approx(4 * read_s(machine) / 16, rel=1e-6)
+
+
+def test_scores_are_scanned_as_attention_streams(machine: Machine) -> None:
+    """An eighth of 32 layers' keys of 32768 tokens, 8 heads of 128 channels: 268 MB at half of 1 TB/s."""
+    slow = replace(machine, rates={**machine.rates, "attention": RateTerms(0.5, 1.0, 0.0)})
+    plan = preset("magicdec-quest", Workload("Llama-3.1-8B", "h200", 32768))
+    strategy = strategy_of(plan, SHAPE, slow, 0.9)
+    scored, free = (
+        round_at(SHAPE, slow, replace(strategy, draft_scored_keys=keys), rates_of(plan, SHAPE, slow), 32768, 0.0)
+        for keys in (strategy.draft_scored_keys, 0)
+    )
+    keys_bytes = 32 * 32768 * 8 * 128 * 2 / 8
+    assert scored.draft_s - free.draft_s == pytest.approx(keys_bytes / 0.5e12, rel=1e-6)
