@@ -14,7 +14,8 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, MAX_TOKENS, uses_draft_swap
-from ridgeplan.roofline.placement import peak_memory
+from ridgeplan.roofline.memory import MemoryBreakdown
+from ridgeplan.roofline.placement import peak_memory, resident_memory
 
 GB = 1e9
 MEMORY_UTILIZATION = 0.9  # vLLM's default; the rest is for the driver, fragments and other processes
@@ -93,6 +94,11 @@ def missing_memory(plan: Plan, model: ModelReference, device: Device) -> str | N
 def swaps_draft_weights(plan: Plan) -> bool:
     """Whether, on a GPU, the plan's prompts use the memory of the draft's weights for their long buffers."""
     return plan.weights.draft_differs and bool(uses_draft_swap(plan.workload.context))
+
+
+def predicted_memory(plan: Plan, shape: ModelShape, device: Device) -> MemoryBreakdown:
+    """Bytes by purpose, with nothing offloaded."""
+    return resident_memory(shape, device, strategy_of(plan, shape, device, CERTAIN))
 
 
 def peak_bytes(plan: Plan, shape: ModelShape, device: Device) -> float:

@@ -139,6 +139,11 @@ class Weights(_PlanPart):
         return self.draft_bits != self.target_bits
 
     @property
+    def target_format(self) -> tuple[int, int | None]:
+        """Bits and group of the target's weights; plans with the same ones can share them."""
+        return self.target_bits, None if self.target_bits == 16 else self.group
+
+    @property
     def quantized(self) -> bool:
         """Whether any weights have fewer bits than the checkpoint's."""
         return self.draft_bits < 16  # the target's never have fewer

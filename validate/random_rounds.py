@@ -103,11 +103,18 @@ class RandomModel:
         """Whether the plan's predicted peak is within the memory."""
         return peak_bytes(plan, self.shape, self.machine) <= self.machine.memory_bytes
 
-    def drafter(self, plan: Plan) -> DecoderWeights:
-        """The weights that the plan's drafts read. Packing is slow, so 4-bit layers are copies of one."""
-        if not plan.weights.draft_differs:
+    def target(self, plan: Plan) -> DecoderWeights:
+        """The weights that the plan's verification reads; 4-bit ones have a dense head."""
+        if plan.weights.target_bits == 16:
             return self.weights
-        group = plan.weights.group
+        return dataclasses.replace(self._int4(plan.weights.group), head=self.weights.head)
+
+    def drafter(self, plan: Plan) -> DecoderWeights:
+        """The weights that the plan's drafts read."""
+        return self._int4(plan.weights.group) if plan.weights.draft_differs else self.target(plan)
+
+    def _int4(self, group: int) -> DecoderWeights:
+        """4-bit weights. Packing is slow, so their layers are copies of one."""
         if group not in self.drafts:
             self.drafts[group] = self._packed(group)
         return self.drafts[group]
@@ -155,8 +162,8 @@ def _prepared(model: RandomModel, plan: Plan) -> Rounds:
     fill(cache, workload.context)
     generator = torch.Generator(model.device).manual_seed(0)
     policy = POLICIES[plan.speculation.selection](plan.speculation.ratio)
-    drafter = model.drafter(plan)
-    speculator = Speculator(model.decoder, model.weights, drafter, cache, policy, SAMPLING, generator)
+    target, drafter = model.target(plan), model.drafter(plan)
+    speculator = Speculator(model.decoder, target, drafter, cache, policy, SAMPLING, generator)
     rounds = GraphRounds(speculator) if model.device.type == "cuda" else EagerRounds(speculator)
     rounds.start(torch.zeros(workload.batch, dtype=torch.int64, device=model.device))
     return rounds

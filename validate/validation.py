@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -94,10 +94,10 @@ def run_plans(
     calibration: Sequence[int] | None = None,
     on_progress: RunProgress | None = None,
 ) -> PlanRuns:
-    """Runs each plan on an engine of its own and compares it with its prediction; all share the target's weights.
+    """Runs each plan on an engine of its own and compares it with its prediction; targets of one format share weights.
 
     The engines are loaded at once and run in turns, or one after another where memory does not allow that.
-    prompts: token ids. profile: by default this machine's calibrated one. calibration: token ids for 4-bit draft
+    prompts: token ids. profile: by default this machine's calibrated one. calibration: token ids for 4-bit
     weights, as for `runtime.load`.
     Raises what `runtime.load` and `Engine.generate` raise, and ProfileError where this machine is not calibrated.
     """
@@ -117,7 +117,7 @@ class Request:
 
 @dataclass(eq=False)
 class _Lanes:
-    """Engines of several plans. weights: the first one's, which the others share; plain: the first measurement."""
+    """Engines of several plans. weights: by format, for plans that share them; plain: the first measurement."""
 
     plans: Sequence[Plan]
     model: str
@@ -125,7 +125,7 @@ class _Lanes:
     profile: Profile
     calibration: Sequence[int] | None
     request: Request
-    weights: DecoderWeights | None = None
+    weights: dict[tuple[int, int | None], DecoderWeights] = field(default_factory=dict)
     plain: Measured | None = None
 
     def run(self) -> PlanRuns:
@@ -150,6 +150,8 @@ class _Lanes:
         take_turns(begun)
         yield self._ended(self.plans[0], begun.pop(), alone=False)  # others had begun
         for index in range(1, len(self.plans)):
+            kept = self.plans[index].weights.target_format
+            self.weights = {kind: weights for kind, weights in self.weights.items() if kind == kept}
             run = self._begun(index)
             take_turns([run])
             yield self._ended(self.plans[index], run, alone=True)
@@ -159,10 +161,11 @@ class _Lanes:
         from ridgeplan import runtime
 
         plan, request = self.plans[index], self.request
-        others_bytes = self._others_bytes()
-        fitted = self.calibration if plan.weights.draft_differs else None
-        engine = runtime.load(plan, self.model, device=self.device, weights=self.weights, calibration=fitted)
-        self.weights = engine.weights
+        shared = self.weights.get(plan.weights.target_format)
+        others_bytes = self._others_bytes(shared)
+        fitted = self.calibration if plan.weights.quantized else None
+        engine = runtime.load(plan, self.model, device=self.device, weights=shared, calibration=fitted)
+        self.weights[plan.weights.target_format] = engine.weights
         progress = partial(request.progress, index)
         try:
             return Run(engine, request.prompts, request.max_new_tokens, request.sampling, progress, others_bytes)
@@ -170,13 +173,14 @@ class _Lanes:
             engine.close()
             raise
 
-    def _others_bytes(self) -> int:
-        """Memory that earlier runs hold on a GPU, beside the weights that all share."""
-        if self.weights is None or not self.weights.embedding.is_cuda:
+    def _others_bytes(self, shared: DecoderWeights | None) -> int:
+        """Memory that earlier runs hold on a GPU, beside the weights that the next one shares."""
+        held = next(iter(self.weights.values()), None)
+        if held is None or not held.embedding.is_cuda:
             return 0
         import torch
 
-        return torch.cuda.memory_allocated(self.weights.embedding.device) - self.weights.bytes
+        return torch.cuda.memory_allocated(held.embedding.device) - (shared.bytes if shared else 0)
 
     def _ended(self, plan: Plan, run: Run, alone: bool) -> PlanRun:
         """The comparison of a finished run, whose engine is closed."""

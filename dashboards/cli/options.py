@@ -108,5 +108,5 @@ prompt_file = click.option(
     "--prompt-file", metavar="FILE", help="UTF-8 text to continue.  [default: a text that comes with Python]"
 )
 calibration_file = click.option(
-    "--calibration", metavar="FILE", help="UTF-8 text like what will be decoded, to fit 4-bit draft weights to."
+    "--calibration", metavar="FILE", help="UTF-8 text like what will be decoded, to fit 4-bit weights to."
 )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeplan.planner.plan import Workload
+from ridgeplan.planner.plan import Speculation, Workload
 from ridgeplan.planner.prediction import predict
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
@@ -14,6 +14,7 @@ from ridgeplan.roofline.latency import Machine
 from ridgeplan.runtime.drafting.round_result import RoundResult, RowResult
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.model.linear import Dense
 from ridgeplan.validate import random_rounds as module
 from ridgeplan.validate.random_decoder import llama_like_shape
 from ridgeplan.validate.random_rounds import BusyMachine, RandomModel, RoundTimes, fill, measured_round
@@ -46,7 +47,9 @@ def test_plain_rounds_have_no_draft() -> None:
     assert (times.draft_s, times.total_s, times.spread) == (0, 2.5, 0)
 
 
-@pytest.mark.parametrize("name", ["autoregressive", "int8", "quantspec", "quantspec-exact", "quantspec-weights"])
+@pytest.mark.parametrize(
+    "name", ["autoregressive", "int8", "quantspec", "quantspec-exact", "quantspec-weights", "int4-weights"]
+)
 def test_a_round_of_every_format_runs(model: RandomModel, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_busy", lambda spread: False)  # whatever else runs here
     plan = preset(name, Workload("random", "h200", 700, 256, batch=2))
@@ -66,6 +69,16 @@ def test_drafts_share_the_embedding_and_their_layers_have_memory_of_their_own(mo
     packed = [layer.qkv.weight.packed.data_ptr() for layer in drafter.layers]  # type: ignore[attr-defined]
     assert len(set(packed)) == SHAPE.layers
     assert model.drafter(preset("quantspec-kv", workload)) is model.weights
+
+
+def test_4_bit_targets_have_a_dense_head_and_their_drafts_the_same_weights(model: RandomModel) -> None:
+    plan = preset("int4-weights", Workload("random", "h200", 700, 256))
+    target = model.target(plan)
+    assert (target.group, target.head) == (64, model.weights.head)  # groups of all 64 channels
+    drafting = replace(plan, speculation=Speculation(gamma=2))
+    assert [type(one.head) for one in (model.target(drafting), model.drafter(drafting))] == [Dense, Dense]
+    assert model.drafter(drafting).layers is target.layers
+    assert model.target(preset("quantspec", plan.workload)) is model.weights
 
 
 def test_norms_of_heads_and_biases_run_where_a_shape_has_them(

@@ -83,6 +83,35 @@ def test_plans_that_do_not_fit_together_run_one_after_another(
     assert engines[1].weights is engines[0].weights
 
 
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_a_target_with_4_bit_weights_has_its_own(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, in_turns: bool
+) -> None:
+    loaded, load = [], runtime.load
+
+    def remembered(plan: Any, *arguments: Any, weights: Any, **options: Any) -> Any:
+        if not in_turns and len(loaded) == 1:
+            loaded.append(None)
+            raise WorkloadError("no memory beside the first")
+        engine = load(plan, *arguments, weights=weights, **options)
+        loaded.append((weights, options["calibration"], engine.weights))
+        return engine
+
+    monkeypatch.setattr(runtime, "load", remembered)
+    int4 = preset("int4-weights", PLAN.workload)
+    text = [1, 2, 3] * 20
+    result = run_plans(
+        [preset("autoregressive", PLAN.workload), int4, int4], str(tiny_folder), [[1, 2, 3] * 5], 4, profile=PROFILE,
+        calibration=text,
+    )  # fmt: skip
+    assert result.in_turns == in_turns
+    plain, first, second = (one for one in loaded if one is not None)
+    assert plain[:2] == (None, None)
+    assert first[:2] == (None, text)
+    assert second[0] is first[2]
+    assert second[2].group == 64  # of 64 channels
+
+
 def test_a_request_that_no_plan_allows_is_refused(tiny_folder: Path) -> None:
     with pytest.raises(WorkloadError, match="max_new_tokens is 13"):
         validate_plan(PLAN, str(tiny_folder), [[1, 2, 3]], NEW_TOKENS + 1, profile=PROFILE)

@@ -31,7 +31,7 @@ from ridgeplan.validate.decode_bench.inflate import Inflater, inflated_config, i
 class InflatedModel:
     """A small model's function in a large shape, with the small one's context limit.
 
-    hub: the small model's configuration. targets: the large weights made last, by their bits and group.
+    hub: the small model's configuration. targets: the large weights made last, by their format.
     """
 
     source: str
@@ -39,7 +39,7 @@ class InflatedModel:
     tokenizer: Any
     shape: ModelShape
     device: torch.device
-    targets: dict[tuple[int, int], DecoderWeights] = field(default_factory=dict)
+    targets: dict[tuple[int, int | None], DecoderWeights] = field(default_factory=dict)
 
     @classmethod
     def load(cls, model: str, shape: ModelShape, device: str = "cuda") -> InflatedModel:
@@ -80,7 +80,7 @@ class InflatedModel:
 
         Raises WorkloadError if the plan does not fit into memory.
         """
-        kind = plan.weights.target_bits, plan.weights.group if plan.weights.target_bits == 4 else 0
+        kind = plan.weights.target_format
         for other in self.targets.keys() - {kind}:
             del self.targets[other]
         held = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 
-from ridgeplan.planner.lowering import strategy_of
+from ridgeplan.planner.capacity import predicted_memory
 from ridgeplan.planner.plan import Plan, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.memory import MemoryBreakdown
-from ridgeplan.roofline.placement import resident_memory
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.memory import MemoryMeter, PeakMemory
 from ridgeplan.runtime.model.decoder import Decoder
@@ -123,17 +122,16 @@ def measure_peak(case: MemoryCase, shape: ModelShape, device: torch.device) -> M
     if cuda:
         torch.cuda.empty_cache()
     peaks = PeakMemory(statistics.peak_memory_bytes, statistics.peak_device_bytes, statistics.outside_bytes)
-    return MemoryRow(case, predicted_memory(plan, shape, device), peaks, MemoryMeter(device).peak().outside)
+    predicted = predicted_memory(plan, shape, device_like(device))
+    return MemoryRow(case, predicted, peaks, MemoryMeter(device).peak().outside)
 
 
-def predicted_memory(plan: Plan, shape: ModelShape, device: torch.device) -> MemoryBreakdown:
-    """The plan's predicted memory on a device like this one."""
+def device_like(device: torch.device) -> Device:
+    """What memory depends on of this device."""
     if device.type == "cuda":
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        held = Device(memory_bytes=0, element_bytes=2, num_sms=num_sms)
-    else:
-        held = Device(memory_bytes=0, element_bytes=4, num_sms=torch.get_num_threads(), asynchronous=0)
-    return resident_memory(shape, held, strategy_of(plan, shape, held, acceptance=1.0))
+        return Device(memory_bytes=0, element_bytes=2, num_sms=num_sms)
+    return Device(memory_bytes=0, element_bytes=4, num_sms=torch.get_num_threads(), asynchronous=0)
 
 
 def zero_weights(shape: ModelShape, device: torch.device) -> DecoderWeights:

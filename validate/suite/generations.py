@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from ridgeplan.planner.capacity import predicted_memory
 from ridgeplan.planner.plan import Plan
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.latency import Machine
 from ridgeplan.runtime import Engine, SamplingParams, load
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.source import model_source
@@ -32,13 +34,14 @@ from ridgeplan.validate.suite.steps import case_text
 from ridgeplan.validate.suite.summary import AT_ANOTHER, AT_MEASURED, PEAK
 
 ACCEPTANCE, BY_DRIVER = "acceptance", "memory in use, by the driver"
-CALIBRATION_TOKENS = 8192  # of 4-bit draft weights
+CALIBRATION_TOKENS = 8192  # of 4-bit weights
 SAMPLING = SamplingParams(temperature=1.0)
 METHOD = (
     "Real models with a prefill, each plan alone on the device, at temperature 1; the median segment of a generation. "
     "The large shape computes a small model's function (inflation). Prompts are spread over the text; acceptance is "
     "also measured on another text, to a part of which 4-bit draft weights are fitted. Peak memory is what torch "
-    "allocated; the driver's figure adds its context and what the allocator keeps."
+    "allocated. The driver's figure also has what a captured round keeps, and what was in use before the engine was "
+    "loaded, the driver's context included, which is not predicted but measured."
 )
 
 
@@ -86,18 +89,21 @@ def inflated_model(source: str, shape: str, texts: Texts) -> Generator:
 
 @dataclass(eq=False)
 class _SharedWeights:
-    """Engines of one model, all with the first one's weights."""
+    """Engines of one model; those of one target format after another share weights."""
 
     source: str
     calibration: Sequence[int] | None
     weights: DecoderWeights | None = None
+    kind: tuple[int, int | None] | None = None
 
     @contextlib.contextmanager
     def engine(self, plan: Plan) -> Iterator[Engine]:
         """An engine of `plan`, closed after the body."""
-        fitted = self.calibration if plan.weights.draft_differs else None
+        fitted, kind = self.calibration if plan.weights.quantized else None, plan.weights.target_format
+        if self.weights is not None and kind != self.kind:
+            self.weights = None  # freed first, as their memory is not the plan's
         engine = load(plan, self.source, weights=self.weights, calibration=fitted)
-        self.weights = engine.weights
+        self.weights, self.kind = engine.weights, kind
         try:
             yield engine
         finally:
@@ -143,8 +149,9 @@ def rows_of(
     if memory.measured:
         yield _row(ran, compared, "peak memory", PEAK)
     if measured.driver_bytes is not None:
-        driver = float(measured.driver_bytes)
-        yield _named(ran, BY_DRIVER, "bytes", memory.predicted, driver, compared.source)
+        reserved = predicted_memory(ran, shape, Machine.of(profile)).reserved_peak
+        predicted = float(reserved) + (measured.statistics.outside_bytes or 0)
+        yield _named(ran, BY_DRIVER, "bytes", predicted, float(measured.driver_bytes), compared.source)
 
 
 def _as_run(plan: Plan, measured: Measured) -> Plan:

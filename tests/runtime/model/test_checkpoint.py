@@ -201,10 +201,11 @@ def test_a_pipe_is_not_waited_for(broken_copy, make_plan):
         runtime.load(make_plan(), str(broken_copy))
 
 
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj", "lm_head", "model.embed_tokens"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers_are_refused(broken_copy, make_plan, value):
+def test_weights_that_are_no_numbers_are_refused(broken_copy, make_plan, value, name):
     weights = load_file(broken_copy / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    weights[f"{name}.weight"][3, 5] = value
     save_file(weights, broken_copy / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match="holds weights that are NaN or infinite"):
         runtime.load(make_plan(), str(broken_copy))

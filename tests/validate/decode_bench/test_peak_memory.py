@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from ridgeplan.planner.capacity import predicted_memory
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.memory import weight_memory
 from ridgeplan.runtime.memory import PeakMemory
@@ -12,8 +13,8 @@ from ridgeplan.validate.decode_bench.peak_memory import (
     CASES,
     MemoryCase,
     MemoryRow,
+    device_like,
     measure_peak,
-    predicted_memory,
     zero_weights,
 )
 from ridgeplan.validate.random_decoder import llama_like_shape
@@ -28,7 +29,7 @@ def test_every_kind_of_plan_runs(preset):
     row = measure_peak(case, SHAPE, CPU)
     saved = json.loads(json.dumps(row.to_dict()))
     assert (saved["preset"], saved["context"], saved["batch"]) == (preset, 40, 2)
-    assert saved["predicted"]["allocated"] == predicted_memory(case.plan(), SHAPE, CPU).peak
+    assert saved["predicted"]["allocated"] == predicted_memory(case.plan(), SHAPE, device_like(CPU)).peak
 
 
 def test_zero_weights_take_what_the_shape_has():
@@ -38,7 +39,7 @@ def test_zero_weights_take_what_the_shape_has():
 
 def test_the_drivers_figure_is_what_torch_reserves_beside_what_was_there():
     case = MemoryCase("m", "autoregressive", 4096, 1)
-    predicted = predicted_memory(case.plan(), SHAPE, CPU)
+    predicted = predicted_memory(case.plan(), SHAPE, device_like(CPU))
     row = MemoryRow(case, predicted, PeakMemory(allocated=2 * int(predicted.peak), device=10**9, outside=10**8), None)
     device = predicted.weights + predicted.kv + predicted.prefill_workspace + predicted.decode_workspace + 10**8
     assert row.predicted_device == device

@@ -29,6 +29,7 @@ def measured() -> Measured:
         gamma=4, prompt_tokens=(8000,), rounds=40, sequence_rounds=40, generated=121, decoded=120,
         judged_at=(40, 30, 20, 10), accepted_at=(35, 25, 15, 5), flushes=0, prefill_s=0.1, draft_s=0.001,
         verify_s=0.002, flush_s=0.0, decode_s=0.24, idle_s=0.0, capture_s=0.0, peak_memory_bytes=2 << 30,
+        outside_bytes=1 << 29,
     )  # fmt: skip
     return Measured(8000, 121, 1, statistics, segments=(Segment(0.024, 4),) * 8, driver_bytes=3 << 30)
 
@@ -46,7 +47,13 @@ def test_tpot_is_predicted_at_both_texts_acceptance(measured: Measured, h200_pro
     assert first.measured == other.measured == pytest.approx(6 / 3)
     assert rows["acceptance"].measured == 0.8
     assert rows["peak memory"].measured == 2 << 30
-    assert rows["memory in use, by the driver"].measured == 3 << 30
+    by_driver = rows["memory in use, by the driver"]
+    assert by_driver.measured == 3 << 30
+    found = predict(ran, SHAPE, h200_profile)
+    # A captured round keeps its workspace beside that of prefill, and 512 MiB were in use before.
+    assert by_driver.predicted == pytest.approx(
+        found.prefill_peak_bytes + found.memory_bytes["decode_workspace"] + (1 << 29)
+    )
     assert rows["peak memory"].predicted == predict(ran, SHAPE, h200_profile).best.peak_memory_bytes
 
 
