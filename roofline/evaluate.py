@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.cost import Term
+from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.latency import Machine, StrategyRates
-from ridgeplan.roofline.memory import MemoryBreakdown
+from ridgeplan.roofline.memory import MemoryBreakdown, layer_parameters
 from ridgeplan.roofline.passes import Op, decode_pass, prefill_pass
 from ridgeplan.roofline.placement import offload_layers, swapped_bytes
 from ridgeplan.roofline.speculative_round import (
@@ -66,20 +66,35 @@ def prefill_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> 
 
     Draft weights that prompts overwrote are copied back from the host once, after the last prompt.
     """
-    ops = prefill_pass(shape, 1, strategy.context, machine.element_bytes, strategy.target_weight_bytes)
-    chunks = maximum(strategy.context / PREFILL_CHUNK_TOKENS, 1)  # every layer is launched once per chunk
-    one_s = machine.prefill_seconds(ops, prefill_rates(machine), shape.layers * chunks)
+    ops = prefill_ops(shape, machine, strategy)
+    one_s = machine.prefill_seconds(ops, prefill_rates(machine), shape.layers * prefill_chunks(strategy))
     cost = quantize_cost(shape, machine, strategy, 1, strategy.context)
     quantize_s = minimum(strategy.code_planes, 1) * shape.layers * machine.seconds(cost, machine.rates["quantize"])
     swap_in_s = swapped_bytes(shape, machine, strategy) / machine.host_link_bytes_per_s
     return strategy.batch * (one_s + quantize_s + sampling_seconds(shape, machine, 1)) + swap_in_s
 
 
+def prefill_chunks(strategy: Strategy) -> Term:
+    """Chunks of a prompt, in each of which every layer is launched."""
+    return maximum(strategy.context / PREFILL_CHUNK_TOKENS, 1)
+
+
+def prefill_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> tuple[Op, ...]:
+    """One prompt's prefill. On a GPU, quantized weights become dense copies, slab by slab, in every chunk."""
+    copied = machine.asynchronous * (1 - strategy.target_dense) * prefill_chunks(strategy)
+    matrices = layer_parameters(shape)
+    copy = Cost(read_bytes=matrices * strategy.target_weight_bytes, write_bytes=matrices * machine.element_bytes)
+    return (
+        *prefill_pass(shape, 1, strategy.context, machine.element_bytes, strategy.target_weight_bytes),
+        Op("dense copies", "elementwise", copy, copied),
+    )
+
+
 def pass_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> dict[str, tuple[Op, ...]]:
     """The operations of one prompt's prefill, of a draft step and of a target step halfway through generation."""
     middle = strategy.context + strategy.new_tokens / 2
     return {
-        "prefill": prefill_pass(shape, 1, strategy.context, machine.element_bytes, strategy.target_weight_bytes),
+        "prefill": prefill_ops(shape, machine, strategy),
         "draft": decode_pass(shape, draft_terms(shape, machine, strategy, middle)),
         "target": decode_pass(shape, target_terms(shape, machine, strategy, middle)),
     }

@@ -9,7 +9,7 @@ from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.evaluate import evaluate, pass_ops, prefill_seconds
+from ridgeplan.roofline.evaluate import evaluate, pass_ops, prefill_ops, prefill_seconds
 from ridgeplan.roofline.latency import RateTerms
 from ridgeplan.roofline.speculative_round import round_at
 
@@ -103,3 +103,16 @@ def test_the_breakdown_is_taken_halfway_through_the_generation(ideal):
     # 4608 tokens in the cache and the one of the step; 32 heads, each with a merge of its 18 splits
     splits = 16  # of 256 tokens of the prompt
     assert attention.cost.flops == 4 * 4096 * 4609 + 2 * 4096 * splits
+
+
+def test_quantized_targets_are_copied_in_every_chunk_of_a_prompt(ideal):
+    """Llama-3.1-8B has 6.98 billion parameters in layers: 0.53125 bytes read and 2 written of each, three times."""
+    plan = preset("int4-weights", Workload("Llama-3.1-8B", "h200", 3 * 4096))
+    shape = load_shape("Llama-3.1-8B")
+    strategy = strategy_of(plan, shape, ideal, 1.0)
+    (copies,) = (op for op in prefill_ops(shape, ideal, strategy) if op.name == "dense copies")
+    layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
+    assert copies.total.bytes == pytest.approx(3 * 32 * layer * (0.5 + 4 / 128 + 2))
+    for none in (replace(strategy, target_dense=1), strategy):
+        machine = ideal if none.target_dense else replace(ideal, asynchronous=0)
+        assert prefill_ops(shape, machine, none)[-1].launches == 0
