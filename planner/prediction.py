@@ -14,11 +14,13 @@ from ridgeplan.planner.lowering import kernel_class, rates_of, stack, strategy_o
 from ridgeplan.planner.plan import DraftSelection, Plan, TargetSelection
 from ridgeplan.roofline.catalog.profile import SOURCES, Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.evaluate import Estimate, evaluate, pass_ops
+from ridgeplan.roofline.evaluate import Estimate, at_acceptance, evaluate, pass_ops
 from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.passes import Op
 from ridgeplan.roofline.speculative_round import draft_rates, prefill_rates, target_rates
 from ridgeplan.roofline.strategy import Strategy
+
+ENDS = ("low", "best", "high")  # of a band of acceptance
 
 
 @dataclass(frozen=True)
@@ -149,10 +151,9 @@ def predict_all(
     ones = [1] * len(plans)
     strategy = stack([strategy_of(plan, shape, machine, 1.0) for plan in plans], ones)
     rates = stack([rates_of(plan, shape, machine) for plan in plans], ones)
-    slow, best, fast = (
-        evaluate(shape, machine, replace(strategy, acceptance=np.array([getattr(item, end) for item in known])), rates)
-        for end in ("low", "best", "high")
-    )
+    ends = {end: replace(strategy, acceptance=np.array([getattr(item, end) for item in known])) for end in ENDS}
+    best = evaluate(shape, machine, ends["best"], rates)
+    slow, fast = (at_acceptance(best, ends[end]) for end in ("low", "high"))
     parts = _parts(shape, machine, strategy, rates, len(plans))
     return [
         _prediction(index, plan, shape.head_dim, known[index], (slow, best, fast), parts, profile)

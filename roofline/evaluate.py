@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
@@ -17,6 +17,7 @@ from ridgeplan.roofline.speculative_round import (
     prefill_rates,
     quantize_cost,
     round_at,
+    round_rates,
     round_tokens,
     sampling_seconds,
     target_terms,
@@ -48,8 +49,9 @@ class Estimate:
 def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates) -> Estimate:
     """Latency, tokens per round and memory of `strategy` for `shape` on `machine` at `rates`."""
     offloading = offload_layers(shape, machine, strategy)
+    passes = round_rates(shape, machine, strategy, rates)
     early, late = (
-        round_at(shape, machine, strategy, rates, strategy.context + node * strategy.new_tokens, offloading.transfer_s)
+        round_at(shape, machine, strategy, passes, strategy.context + node * strategy.new_tokens, offloading.transfer_s)
         for node in GENERATION_NODES
     )
     return Estimate(
@@ -59,6 +61,16 @@ def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy, rates: Str
         memory=offloading.memory,
         offloaded_layers=offloading.offloaded_layers,
     )
+
+
+def at_acceptance(estimate: Estimate, strategy: Strategy) -> Estimate:
+    """The estimate at the acceptance of `strategy`, which otherwise is the one that was evaluated.
+
+    Only the tokens of a round depend on it, and with them a round's share of a flush.
+    """
+    tokens = round_tokens(strategy)
+    flush_s = estimate.round.flush_s * tokens / estimate.tokens_per_round
+    return replace(estimate, round=replace(estimate.round, flush_s=flush_s), tokens_per_round=tokens)
 
 
 def prefill_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:

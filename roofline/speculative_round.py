@@ -42,15 +42,33 @@ def round_tokens(strategy: Strategy) -> Term:
     return reads_codes * flush_capped(tokens, strategy.kv_group) + (1 - reads_codes) * tokens
 
 
+PassRatesByKind = Mapping[str, RateTerms]
+
+
+def round_rates(
+    shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates
+) -> tuple[PassRatesByKind, PassRatesByKind]:
+    """Rates of the drafts' passes and of the target's, by kind of op. They do not depend on the context."""
+    return draft_rates(shape, machine, strategy, rates), target_rates(shape, machine, strategy, rates)
+
+
 def round_at(
-    shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates, context: Term, transfer_s: Term
+    shape: ModelShape,
+    machine: Machine,
+    strategy: Strategy,
+    rates: tuple[PassRatesByKind, PassRatesByKind],
+    context: Term,
+    transfer_s: Term,
 ) -> Round:
-    """A round whose sequences hold `context` tokens before it; `transfer_s` overlaps the target's pass."""
+    """A round whose sequences hold `context` tokens before it; `transfer_s` overlaps the target's pass.
+
+    rates: as `round_rates` makes them.
+    """
     tokens = cached_tokens(strategy, context)
     draft = decode_pass(shape, draft_terms(shape, machine, strategy, context))
     target = decode_pass(shape, target_terms(shape, machine, strategy, context))
     target_gap_s, layers = machine.target_gap_s, shape.layers
-    drafting_rates, verifying_rates = (of(shape, machine, strategy, rates) for of in (draft_rates, target_rates))
+    drafting_rates, verifying_rates = rates
     draft_s = machine.pass_seconds(draft, drafting_rates, layers, machine.draft_gap_s)
     draft_s += _gather_seconds(machine, draft, drafting_rates, shape, strategy.draft_run_tokens)
     target_s = machine.pass_seconds(target, verifying_rates, layers, target_gap_s)

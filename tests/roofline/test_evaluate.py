@@ -9,9 +9,9 @@ from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.evaluate import evaluate, pass_ops, prefill_ops, prefill_seconds
-from ridgeplan.roofline.latency import RateTerms
-from ridgeplan.roofline.speculative_round import round_at
+from ridgeplan.roofline.evaluate import at_acceptance, evaluate, pass_ops, prefill_ops, prefill_seconds
+from ridgeplan.roofline.latency import Machine, RateTerms
+from ridgeplan.roofline.speculative_round import round_at, round_rates
 
 LLAMA = load_shape("Llama-3.1-8B")
 KV_BYTES = 131_072  # of a token: 32 layers x 2 x 8 heads x 128 elements x 2 bytes
@@ -43,7 +43,9 @@ def test_a_round_is_the_mean_over_the_generation(ideal, name):
     strategy, rates = lowered(name, ideal, shape, context=400, new_tokens=2000)
     strategy = replace(strategy, target_budget=np.minimum(strategy.target_budget, 800))
     steps = (strategy.context + (step + 0.5) / 500 * strategy.new_tokens for step in range(500))
-    rounds = [round_at(shape, ideal, strategy, rates, context, 0) for context in steps]
+    rounds = [
+        round_at(shape, ideal, strategy, round_rates(shape, ideal, strategy, rates), context, 0) for context in steps
+    ]
     found = evaluate(shape, ideal, strategy, rates).round
     for part in ("draft_s", "verify_s", "accept_s", "select_s", "flush_s", "total_s"):
         mean = np.mean([getattr(one, part) for one in rounds])
@@ -116,3 +118,15 @@ def test_quantized_targets_are_copied_in_every_chunk_of_a_prompt(ideal):
     for none in (replace(strategy, target_dense=1), strategy):
         machine = ideal if none.target_dense else replace(ideal, asynchronous=0)
         assert prefill_ops(shape, machine, none)[-1].launches == 0
+
+
+def test_another_acceptance_needs_no_evaluation(h200_profile):
+    shape, machine = load_shape("Llama-3.1-8B"), Machine.of(h200_profile)
+    plan = preset("quantspec", Workload("Llama-3.1-8B", "h200", 20000))
+    strategy, rates = strategy_of(plan, shape, machine, 0.7), rates_of(plan, shape, machine)
+    other = replace(strategy, acceptance=0.95)
+    evaluated, derived = (
+        evaluate(shape, machine, other, rates), at_acceptance(evaluate(shape, machine, strategy, rates), other)
+    )  # fmt: skip
+    assert derived.tpot_s == pytest.approx(evaluated.tpot_s, rel=1e-12)
+    assert derived.round.flush_s == pytest.approx(evaluated.round.flush_s, rel=1e-12)

@@ -10,7 +10,7 @@ from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.latency import Machine, RateTerms
 from ridgeplan.roofline.passes import decode_pass
-from ridgeplan.roofline.speculative_round import draft_terms, round_at
+from ridgeplan.roofline.speculative_round import draft_terms, round_at, round_rates
 
 SHAPE = load_shape("Llama-3.1-8B")  # 128 channels: 256 bytes a key
 
@@ -24,7 +24,8 @@ def machine(ideal: Machine) -> Machine:
 def draft_s(machine: Machine, run_tokens: float) -> float:
     plan = preset("specattn", Workload("Llama-3.1-8B", "h200", 32768))
     strategy = replace(strategy_of(plan, SHAPE, machine, 0.9), draft_run_tokens=run_tokens, round_score_bytes=0)
-    return float(round_at(SHAPE, machine, strategy, rates_of(plan, SHAPE, machine), 32768, 0.0).draft_s)
+    rates = round_rates(SHAPE, machine, strategy, rates_of(plan, SHAPE, machine))
+    return float(round_at(SHAPE, machine, strategy, rates, 32768, 0.0).draft_s)
 
 
 def read_s(machine: Machine) -> float:
@@ -51,8 +52,9 @@ def test_scores_are_scanned_as_attention_streams(machine: Machine) -> None:
     slow = replace(machine, rates={**machine.rates, "attention": RateTerms(0.5, 1.0, 0.0)})
     plan = preset("magicdec-quest", Workload("Llama-3.1-8B", "h200", 32768))
     strategy = strategy_of(plan, SHAPE, slow, 0.9)
+    rates = round_rates(SHAPE, slow, strategy, rates_of(plan, SHAPE, slow))
     scored, free = (
-        round_at(SHAPE, slow, replace(strategy, draft_scored_keys=keys), rates_of(plan, SHAPE, slow), 32768, 0.0)
+        round_at(SHAPE, slow, replace(strategy, draft_scored_keys=keys), rates, 32768, 0.0)
         for keys in (strategy.draft_scored_keys, 0)
     )
     keys_bytes = 32 * 32768 * 8 * 128 * 2 / 8

@@ -22,6 +22,7 @@ from ridgeplan.roofline.speculative_round import (
     draft_terms,
     flush_seconds,
     round_at,
+    round_rates,
     round_tokens,
     target_rates,
     target_terms,
@@ -53,7 +54,8 @@ def lowered(name, machine, batch=1, context=4096):
 def round_of(name, machine, batch=1, context=4096, transfer_s=0.0, **changes):
     """A round at the end of the prompt."""
     strategy, rates = lowered(name, machine, batch, context)
-    return round_at(SHAPE, machine, replace(strategy, **changes), rates, context, transfer_s)
+    changed = replace(strategy, **changes)
+    return round_at(SHAPE, machine, changed, round_rates(SHAPE, machine, changed, rates), context, transfer_s)
 
 
 def test_products_of_gate_and_up_fit_the_kernels_up_to_the_priced_rows():
