@@ -17,10 +17,15 @@ from ridgeplan.roofline.passes import category
 BLUE, ORANGE, GREEN, PURPLE, RED, GOLD, GREY = (
     "#2a6fdb", "#e8833a", "#2f9e6e", "#8a5cd1", "#d1495b", "#d4a72c", "#8c95a3",
 )  # fmt: skip
-PART_COLORS = {"draft": ORANGE, "verification": BLUE, "acceptance": GREEN, "selection": PURPLE, "flush": GOLD}
-OPERATION_COLORS = {"linear layers": BLUE, "attention": ORANGE, "element-wise": GREEN, "sampling, flush and host": GREY}
+PART_COLORS = {
+    "draft": ORANGE, "verification": BLUE, "acceptance": GREEN, "selection": PURPLE, "flush": GOLD, "overhead": GREY,
+}  # fmt: skip
+OPERATION_COLORS = {
+    "linear layers": BLUE, "attention": ORANGE, "element-wise": GREEN, "between kernels": GOLD,
+    "sampling, flush and host": GREY,
+}  # fmt: skip
 MEMORY_COLORS = {
-    "weights": BLUE, "draft weights": PURPLE, "kv": ORANGE, "buffers": GREEN, "workspace": GREY,
+    "weights": BLUE, "draft weights": PURPLE, "kv": ORANGE, "buffers": GREEN, "libraries": GOLD, "workspace": GREY,
 }  # fmt: skip
 PASS_COLORS = {"prefill": GREEN, "draft": ORANGE, "target": BLUE}
 VERDICT_COLORS = {"recommended": BLUE, "within the noise": GREEN, "slower": GREY, "larger": GREY, "quality": GOLD,
@@ -136,6 +141,8 @@ def alternatives(recommendation: Recommendation) -> go.Figure:
 
 def _operation(kind: str) -> str:
     """The entry of `OPERATION_COLORS` for a kernel class."""
+    if kind == "gap":
+        return "between kernels"
     return {"linear": "linear layers", "attention": "attention", "other": "element-wise"}[category(kind)]
 
 

@@ -14,6 +14,7 @@ from ridgeplan.planner.lowering import kernel_class, rates_of, stack, strategy_o
 from ridgeplan.planner.plan import DraftSelection, Plan, TargetSelection
 from ridgeplan.roofline.catalog.profile import SOURCES, Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.evaluate import Estimate, at_acceptance, evaluate, pass_ops
 from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.passes import Op
@@ -35,7 +36,10 @@ class Figures:
 
 @dataclass(frozen=True)
 class OpTime:
-    """All launches of one operation in one part of the work ("prefill", "draft" or "target")."""
+    """All launches of one operation in one part of the work ("prefill", "draft" or "target").
+
+    One of the kind "gap" is the time between a decode pass's kernels, with its layers as launches.
+    """
 
     part: str
     op: str
@@ -47,8 +51,8 @@ class OpTime:
 
     @property
     def intensity(self) -> float:
-        """FLOP per byte."""
-        return self.flops / self.bytes
+        """FLOP per byte; 0 for time between kernels, which moves none."""
+        return self.flops / self.bytes if self.bytes else 0.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class BreakdownSource:
                 total, kind = op.total, kernel_class(self.plan, self.head_dim, times.part, op.kind)
                 flops, moved = _at(total.flops, self.index), _at(total.bytes, self.index)
                 launches = int(_at(op.launches, self.index))
-                if launches:
+                if seconds[self.index]:  # none for operations without launches, and where a profile knows no gaps
                     yield OpTime(times.part, op.name, kind, launches, float(seconds[self.index]), flops, moved)
 
 
@@ -170,13 +174,23 @@ def _parts(
         "target": target_rates(shape, machine, strategy, rates),
     }
     passes = pass_ops(shape, machine, strategy)
-    return tuple(_part(name, ops, machine, pass_rates[name], count) for name, ops in passes.items())
+    timed = {name: [_timed(op, machine, pass_rates[name]) for op in ops] for name, ops in passes.items()}
+    for name, gap_s in (("draft", machine.draft_gap_s), ("target", machine.target_gap_s)):
+        gap, own = Op("between kernels", "gap", Cost(), shape.layers), pass_rates[name]
+        timed[name].append((gap, machine.gap_seconds(own, shape.layers, gap_s), own["gap"].spread))
+    return tuple(_part(name, rows, count) for name, rows in timed.items())
 
 
-def _part(name: str, ops: tuple[Op, ...], machine: Machine, rates: dict[str, RateTerms], count: int) -> PartTimes:
-    seconds = tuple(np.broadcast_to(machine.op_seconds(op, rates), (count,)) for op in ops)
-    spreads = [np.broadcast_to(machine.rates_for(op, rates).spread, (count,)) for op in ops]
-    return PartTimes(name, ops, seconds, np.average(spreads, axis=0, weights=seconds))
+def _timed(op: Op, machine: Machine, rates: dict[str, RateTerms]) -> tuple[Op, Term, Term]:
+    """An operation, its seconds and their relative spread."""
+    return op, machine.op_seconds(op, rates), machine.rates_for(op, rates).spread
+
+
+def _part(name: str, timed: Sequence[tuple[Op, Term, Term]], count: int) -> PartTimes:
+    ops, seconds, spreads = zip(*timed, strict=True)
+    seconds = tuple(np.broadcast_to(each, (count,)) for each in seconds)
+    every = [np.broadcast_to(each, (count,)) for each in spreads]
+    return PartTimes(name, ops, seconds, np.average(every, axis=0, weights=seconds))
 
 
 def _prediction(

@@ -21,7 +21,7 @@ SAMPLES = 2048
 SEED = 0
 BAND_DEVIATIONS = 1.645  # standard deviations from the best acceptance to the ends of its band, which holds 90%
 # Kernel classes of a round's parts other than its passes.
-ROUND_CLASSES = {"acceptance": "sampling", "selection": "gather", "flush": "quantize"}
+ROUND_CLASSES = {"acceptance": "sampling", "selection": "gather", "flush": "quantize", "overhead": "gap"}
 
 
 def sampled_tpot_ms(predictions: Sequence[Prediction], profile: Profile) -> np.ndarray:

@@ -160,9 +160,12 @@ class Machine(Device):
 
         `gap_s` is what the pass takes beyond its layers and kernels, and the class "gap" what each layer does.
         """
-        gaps_s = gap_s + layers * pass_rates["gap"].launch_s
-        device_s = sum(self.op_seconds(op, pass_rates) for op in ops) + gaps_s
+        device_s = sum(self.op_seconds(op, pass_rates) for op in ops) + self.gap_seconds(pass_rates, layers, gap_s)
         return self._with_host(device_s, self.pass_dispatch_s + layers * self.layer_dispatch_s)
+
+    def gap_seconds(self, pass_rates: Mapping[str, RateTerms], layers: Term, gap_s: Term) -> Term:
+        """What one decode pass takes on the device between its kernels; arguments as for `pass_seconds`."""
+        return gap_s + layers * pass_rates["gap"].launch_s
 
     def prefill_seconds(self, ops: Iterable[Op], pass_rates: Mapping[str, RateTerms], layer_launches: Term) -> Term:
         """A prefill whose layers are launched `layer_launches` times in all."""

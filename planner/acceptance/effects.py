@@ -61,7 +61,7 @@ GROUPS = {
 class Subject:
     """What a figure of acceptance is about. position and ratio may be arrays; text "" is one without rows.
 
-    spans: for a prediction, the first and last place (`place_of`) that the model's own rows reach, by family.
+    spans: for a prediction, the first and last place (`place_of`) that the model's own rows reach, by difference.
     """
 
     differences: tuple[str, ...]
@@ -101,7 +101,7 @@ class Subject:
         part: dict[Effect, Any] = {
             ("context", family): octave,
             ("position", _ageing(difference)): np.log2(self.position),
-            **self._places(family, core),
+            **self._places(difference, core),
         }
         if difference == "kv8":
             part[("eight bits",)] = 1.0
@@ -112,19 +112,20 @@ class Subject:
             part[("ratio",)] = log_ratio_factor(self.ratio)
         return {effect: value for effect, value in part.items() if np.any(value)}
 
-    def _places(self, family: str, core: str) -> Part:
+    def _places(self, difference: str, core: str) -> Part:
         """A model's own deviation at this context, interpolated between places; beyond its rows it stays, less surely.
 
-        So acceptance never rises only because rows end.
+        So acceptance rises with context only where the model's own rows of this difference do: not because rows end,
+        nor because another selection's rows do.
         """
         place = place_of(self.context)
-        low, high = self.spans.get(family, (place, place))
+        low, high = self.spans.get(difference, (place, place))
         inside = min(max(place, low), high)
         below = math.floor(inside)
         return {
-            ("place", core, family, str(below)): 1 - (inside - below),
-            ("place", core, family, str(below + 1)): inside - below,
-            ("place", core, family, "beyond"): abs(place - inside),
+            ("place", core, difference, str(below)): 1 - (inside - below),
+            ("place", core, difference, str(below + 1)): inside - below,
+            ("place", core, difference, "beyond"): abs(place - inside),
         }
 
 

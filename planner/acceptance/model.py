@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.acceptance.drafts import differences, draft_names, plan_differences
-from ridgeplan.planner.acceptance.effects import Subject, family_of, place_of
+from ridgeplan.planner.acceptance.effects import Subject, place_of
 from ridgeplan.planner.acceptance.regression import Fit, Observation, fit
 from ridgeplan.planner.acceptance.rows import AcceptanceRow, core_name, merged, shipped_rows, variant_name
 from ridgeplan.planner.plan import Plan
@@ -133,13 +133,13 @@ class AcceptanceModel:
 
 
 def spans_of(rows: Iterable[AcceptanceRow], model: str) -> dict[str, tuple[float, float]]:
-    """The first and last place that the rows of a model, of any tuning, reach, by family of differences."""
+    """The first and last place that the rows of a model, of any tuning, reach, by difference."""
     places: dict[str, list[float]] = {}
     for row in rows:
         if core_name(row.model) == core_name(model):
             for difference in differences(row.draft):
-                places.setdefault(family_of(difference), []).append(place_of(row.context))
-    return {family: (min(found), max(found)) for family, found in places.items()}
+                places.setdefault(difference, []).append(place_of(row.context))
+    return {difference: (min(found), max(found)) for difference, found in places.items()}
 
 
 def observation(row: AcceptanceRow) -> Observation:

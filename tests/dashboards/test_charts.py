@@ -8,7 +8,7 @@ import pytest
 from ridgeplan.dashboards import charts
 from ridgeplan.planner import Recommendation, recommend
 from ridgeplan.planner.recommendation import GIB
-from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.profile import Profile, Rates
 
 
 def traces(figure: Any) -> dict[str, Any]:
@@ -24,6 +24,16 @@ def test_both_stacks_add_up_to_the_time_per_token(recommendation: Recommendation
         assert heights == pytest.approx(expected, rel=0.02)
     assert figure.layout.barmode == "stack"
     assert figure.data[0].x == (recommendation.name, charts.PLAIN)
+
+
+def test_time_without_kernels_is_in_both_stacks(profile: Profile) -> None:
+    """Half a millisecond after each round is its overhead, of which no operation knows."""
+    gaps = replace(profile, classes={**profile.classes, "gap": Rates(1.0, 1.0, 1e-5, 0.0)}, round_s=5e-4)
+    slow = recommend("Llama-3.1-8B", "h200", 120_000, profile=gaps)
+    test_both_stacks_add_up_to_the_time_per_token(slow)
+    stacks = traces(charts.round_breakdown(slow))
+    assert stacks["overhead"].y == pytest.approx([0.5 / slow.predicted.tokens_per_round, 0.5])
+    assert stacks["between kernels"].y[1] == pytest.approx(32 * 0.01)  # 10 us in each layer
 
 
 def test_plain_decoding_drafts_nothing(recommendation: Recommendation) -> None:

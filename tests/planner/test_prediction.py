@@ -134,6 +134,26 @@ def test_operations_add_up_to_the_pass(h200_profile):
     assert attention.intensity == attention.flops / attention.bytes
 
 
+def test_time_between_kernels_is_an_operation_of_decode_passes(h200_profile):
+    """2 us of each of 32 layers, and what each pass takes beside them; it moves nothing, so has no intensity."""
+    profile = replace(h200_profile, draft_gap_s=10e-6, target_gap_s=30e-6)
+    found = predict(plan_of("quantspec", new_tokens=1), LLAMA, profile)
+    gaps = {op.part: op for op in found.breakdown if op.kind == "gap"}
+    assert {part: op.seconds for part, op in gaps.items()} == pytest.approx({"draft": 74e-6, "target": 94e-6})
+    assert {(op.op, op.flops, op.bytes, op.intensity) for op in gaps.values()} == {("between kernels", 0, 0, 0)}
+    target_s = sum(op.seconds for op in found.breakdown if op.part == "target")
+    assert 1e3 * target_s == pytest.approx(found.verify_ms)
+    none = replace(h200_profile, classes={name: r for name, r in h200_profile.classes.items() if name != "gap"})
+    assert not any(op.kind == "gap" for op in predict(plan_of("quantspec"), LLAMA, none).breakdown)
+
+
+def test_an_error_of_the_gaps_widens_the_band_by_their_share(h200_profile):
+    profile = with_classes(h200_profile, **{name: replace(r, spread=0.0) for name, r in h200_profile.classes.items()})
+    profile = with_classes(profile, gap=replace(profile.classes["gap"], spread=0.5))
+    found = predict(plan_of("autoregressive", new_tokens=1), LLAMA, profile)
+    assert found.high.tpot_ms / found.best.tpot_ms == pytest.approx(1 + 0.5 * 64e-3 / found.verify_ms)
+
+
 def test_one_plan_and_many_are_predicted_alike(h200_profile):
     names = ["autoregressive", "quantspec", "specattn", "dapq"]
     together = predict_all([plan_of(name) for name in names], LLAMA, h200_profile)

@@ -33,7 +33,7 @@ def certain(predicted):
 
 @pytest.mark.parametrize("name", ["autoregressive", "quantspec", "specattn"])
 def test_without_errors_every_sample_is_the_prediction(h200_profile, name):
-    exact = with_spreads(h200_profile, 0.0)
+    exact = replace(with_spreads(h200_profile, 0.0), target_gap_s=3e-5, draft_gap_s=2e-5, round_s=6e-5)
     (found,) = predictions(exact, name)
     tpot_ms, ttft_ms = sampled_tpot_ms([certain(found)], exact), sampled_ttft_ms([found], exact)
     assert tpot_ms == pytest.approx(found.best.tpot_ms)

@@ -11,6 +11,7 @@ from ridgeplan.planner.presets import preset
 from ridgeplan.runtime import WorkloadError, load
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.quantization.calibrate import quantized_draft
+from ridgeplan.runtime.quantization.calibration_text import CalibrationText
 from ridgeplan.validate.teacher_forced import ROUND, SINKS, Draft, TeacherForced
 
 CONTEXT, ROUNDS = 300, 3
@@ -95,7 +96,8 @@ def test_drafts_that_read_what_the_target_reads_are_always_accepted(engine):
 
 
 def test_drafts_share_a_run_and_do_not_disturb_each_other(engine):
-    weights = quantized_draft(engine.decoder, engine.weights, 32)
+    fitted_to = CalibrationText.of_model(engine.decoder, engine.weights)
+    weights = quantized_draft(engine.decoder, engine.weights, 32, fitted_to)
     names = ("streamingllm:0.1", "w4kv4", "w4", "kv4", "kv8")
     together = measured(engine, *names, draft_weights=weights)
     assert [one.draft.name for one in together] == list(names)

@@ -32,6 +32,7 @@ from ridgeplan.validate.prompts import prompt_batch
 
 DRAFT, VERIFY, KEEP = PHASES
 LINEAR, HEAD, SAMPLING, OTHER = "linear", "head", "sampling", "other"
+GAP = "between kernels"  # predicted only: no kernel runs meanwhile
 STAMP = "_stamp_kernel"
 # Regular expressions for the names of kernels by class: this package's, and cuBLAS's.
 KERNELS = {
@@ -43,7 +44,7 @@ KERNELS = {
     SAMPLING: r"filter|_(best|join_best|agree|softmax|join|accept|weigh|pick)_kernel",
     "flush and shift": r"quantize|_quantize_kernel|_shift_kernel",
 }
-CLASSES = (*KERNELS, HEAD, OTHER)
+CLASSES = (*KERNELS, HEAD, OTHER, GAP)
 Key = tuple[str, str]  # part of a round, class
 
 
@@ -216,6 +217,7 @@ def predicted_us(plan: Plan, measured: Measured, shape: ModelShape, profile: Pro
     seconds[VERIFY, SAMPLING] += predicted.round_s["acceptance"]
     seconds[KEEP, "flush and shift"] += predicted.round_s["flush"]
     seconds[KEEP, OTHER] += predicted.round_s["selection"]
+    seconds[KEEP, GAP] += predicted.round_s["overhead"]
     return {key: 1e6 * value for key, value in seconds.items()}
 
 
@@ -223,7 +225,9 @@ def class_of_op(op: OpTime) -> str:
     """The class of an operation of the model."""
     if op.op == "lm head":
         return HEAD
-    kind = re.match("linear|attention|rope", op.kind)
+    if op.kind == "gap":
+        return GAP
+    kind = re.search("linear|attention|rope", op.kind)
     named = re.search("norm|swiglu|rotary", op.op)
     found = kind or named
     return {"rope": "rope + append", "rotary": "rope + append"}.get(found[0], found[0]) if found else OTHER

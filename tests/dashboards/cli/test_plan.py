@@ -161,7 +161,8 @@ def test_nothing_fits_is_3_and_says_what_it_takes(refuses: Any) -> None:
         ('{"schema": 99}', "schema 99 is newer"),
         ('{"schema": NaN}', "NaN stands for a number; allowed: finite numbers"),
         ('{"schema": 1}', "schema 1 is of an older version; make it again with `ridgeplan calibrate`"),
-        ('{"schema": 2}', "hardware, device, software"),
+        ('{"schema": 2}', "schema 2 is of an older version; make it again with `ridgeplan calibrate`"),
+        ('{"schema": 3}', "hardware, device, software"),
         ("[]", "it is []; allowed: an object"),
     ],
 )

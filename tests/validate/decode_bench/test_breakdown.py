@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ridgeplan.planner.plan import Plan, Workload
-from ridgeplan.planner.prediction import predict
+from ridgeplan.planner.prediction import OpTime, predict
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
@@ -23,6 +23,7 @@ from ridgeplan.validate.decode_bench.breakdown import (
     breakdown,
     breakdowns,
     class_of,
+    class_of_op,
     classified,
     predicted_us,
     rounds_of,
@@ -59,7 +60,8 @@ def plan_of(name: str, gamma: int = 4) -> Plan:
 @pytest.mark.parametrize("name", ["autoregressive", "int8", "quantspec", "quantspec-weights", "magicdec-snapkv"])
 @pytest.mark.parametrize("host_s", [0.0, 0.1])
 def test_the_models_parts_add_up_to_the_predicted_round(h200_profile: Profile, name: str, host_s: float) -> None:
-    plan, profile = plan_of(name), replace(h200_profile, pass_dispatch_s=host_s)
+    plan = plan_of(name)
+    profile = replace(h200_profile, pass_dispatch_s=host_s, draft_gap_s=2e-5, target_gap_s=4e-5, round_s=6e-5)
     run = replace(plan, workload=measured().workload(plan.workload))
     predicted, parts = predict(run, LLAMA, profile), predicted_us(plan, measured(), LLAMA, profile)
     assert sum(parts.values()) == pytest.approx(1e3 * predicted.round_ms, rel=1e-9)
@@ -82,12 +84,32 @@ def test_each_operation_of_the_model_is_in_one_class(h200_profile: Profile, name
     assert parts["verify", "norm"] == pytest.approx(found["target", "first norm"] + found["target", "residual + norm"])
     rope = found["target", "rope + append"] + found["target", "rotary tables"]
     assert parts["verify", "rope + append"] == pytest.approx(rope)
+    assert parts["verify", "between kernels"] == pytest.approx(found["target", "between kernels"]) == 32 * 2
     # Where the device is what a round waits for, nothing is left beside the operations.
     assert parts["verify", "other"] == pytest.approx(found["target", "embedding"], rel=1e-6)
     if name == "quantspec":
         assert parts["draft", "linear"] == pytest.approx(4 * sum(found["draft", op] for op in linears))
         assert parts["draft", "other"] == pytest.approx(4 * found["draft", "embedding"], rel=1e-6)
+        assert parts["draft", "between kernels"] == pytest.approx(4 * found["draft", "between kernels"])
         assert parts["flush", "flush and shift"] > 0
+
+
+def test_what_a_round_takes_beyond_its_passes_is_at_its_end(h200_profile: Profile) -> None:
+    parts = predicted_us(plan_of("quantspec"), measured(), LLAMA, replace(h200_profile, round_s=6e-5))
+    assert parts["flush", "between kernels"] == pytest.approx(60)
+
+
+@pytest.mark.parametrize(
+    ("op", "kind", "expected"),
+    [
+        ("routed experts", "grouped_linear", "linear"),
+        ("router", "linear", "linear"),
+        ("attention", "attention_mla", "attention"),
+        ("between kernels", "gap", "between kernels"),
+    ],
+)
+def test_operations_of_experts_and_latent_attention_have_classes(op: str, kind: str, expected: str) -> None:
+    assert class_of_op(OpTime("target", op, kind, 1, 1e-6, 1.0, 1.0)) == expected
 
 
 @pytest.mark.parametrize(
