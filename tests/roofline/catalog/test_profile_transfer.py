@@ -1,0 +1,78 @@
+"""Rates on another machine, by hand: half the instruction rate, and a memory and a peak of other ratios."""
+
+from dataclasses import replace
+
+import pytest
+
+from ridgeplan.roofline.catalog.hardware import load_hardware
+from ridgeplan.roofline.catalog.profile import NO_GAP, Rates, RowStep
+
+STEP = RowStep(above_rows=8, launch_s=1e-6, inverse_utilization=1.0, width_s=1e-9)
+CLASSES = {
+    "linear": Rates(0.9, 0.8, 1e-6, 0.0),
+    "attention": Rates(0.88, 0.4, 2e-6, 0.0),
+    "attention_int4": Rates(0.3, 0.05, 3e-6, 0.0, steps=(STEP,)),
+    "gap": replace(NO_GAP, launch_s=4e-6),
+}
+SOURCE = replace(
+    load_hardware("h200"), num_sms=100, sm_clock_hz=2e9, bandwidth_bytes_per_s=4e12, compute_flops=1e15
+)  # fmt: skip
+
+
+@pytest.fixture
+def transferred(h200_profile):
+    """Rates on a machine with half the SMs, and memory and peak as given."""
+
+    def to(portable=None, **figures):
+        profile = replace(h200_profile, hardware=SOURCE, classes=CLASSES, portable=portable or {})
+        return profile.transferred_to(replace(SOURCE, name="other", num_sms=50, **figures)).classes
+
+    return to
+
+
+def test_what_memory_or_the_peak_binds_keeps_its_share(transferred):
+    rates = transferred(bandwidth_bytes_per_s=1e12, compute_flops=1e14)
+    assert rates["linear"].bandwidth_utilization == pytest.approx(0.9)
+    assert rates["linear"].compute_utilization == 0.8
+    assert rates["attention"].bandwidth_utilization == pytest.approx(0.88)
+
+
+def test_what_instructions_bind_keeps_its_speed_per_sm_and_clock(transferred):
+    """0.3 of 4 TB/s are 1.2 TB/s; half the SMs reach 0.6 of 1 TB/s. With the step, 4e12 / 4.333 / 2 = 0.46 TB/s."""
+    codes = transferred(bandwidth_bytes_per_s=1e12)["attention_int4"]
+    assert codes.bandwidth_utilization == pytest.approx(0.6)
+    (step,) = codes.steps
+    assert 1 / (1 / 0.6 + step.inverse_utilization) == pytest.approx(4 / (1 / 0.3 + 1) / 2)
+    assert step.width_s == pytest.approx(2e-9)
+    assert (codes.launch_s, step.launch_s) == (3e-6, 1e-6)
+
+
+def test_codes_stream_no_better_than_attention_over_16_bits(transferred):
+    """At 0.4 TB/s, instructions would allow 1.5 of the bandwidth. A gap moves no bytes, so its 1.0 is no limit."""
+    slow = transferred(bandwidth_bytes_per_s=4e11)
+    assert slow["attention_int4"].bandwidth_utilization == pytest.approx(0.88)
+    assert slow["gap"].launch_s == 4e-6
+    assert slow["gap"].bandwidth_utilization == 1.0
+
+
+def test_a_lower_peak_is_reached_to_a_larger_share(transferred):
+    """0.05 and 0.4 of 1 PFLOP/s by half the SMs: a quarter of 0.1 PFLOP/s, and all that products reach of it."""
+    rates = transferred(compute_flops=1e14)
+    assert rates["attention_int4"].compute_utilization == pytest.approx(0.25)
+    assert rates["attention"].compute_utilization == pytest.approx(0.8)
+
+
+def test_a_higher_peak_is_reached_to_the_same_share(transferred):
+    assert transferred(compute_flops=4e15)["attention"].compute_utilization == pytest.approx(0.4)
+
+
+def test_machines_before_hopper_have_the_portable_kernels(transferred):
+    portable = {"attention": Rates(0.86, 0.4, 9e-6, 0.0)}
+    assert transferred(portable, compute_capability="8.6")["attention"].launch_s == 9e-6
+    assert transferred(portable)["attention"].launch_s == 2e-6
+
+
+def test_without_a_clock_instructions_scale_as_the_peaks(transferred):
+    """A tenth of the peak: 0.3 of 4 TB/s become 0.12 TB/s."""
+    codes = transferred(sm_clock_hz=0.0, compute_flops=1e14)["attention_int4"]
+    assert codes.bandwidth_utilization == pytest.approx(0.03)
