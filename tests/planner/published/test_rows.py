@@ -120,6 +120,15 @@ def test_engines_with_launches_of_their_own_have_no_gaps_of_this_packages_rounds
     assert profile.rates("gap").launch_s == 0
 
 
+def test_libraries_kernels_reach_the_librarys_share_of_the_peak():
+    """Not that of this package's kernels for few rows; and they have none of their steps."""
+    hardware, shape = load_hardware("h200"), load_shape(LLAMA)
+    own, vllm = (load_engine(name).profile(hardware, shape) for name in ("runtime", "vllm"))
+    for kind, library in (("linear", "prefill_linear"), ("attention", "prefill_attention")):
+        assert vllm.rates(kind).compute_utilization == own.rates(library).compute_utilization
+        assert vllm.rates(kind).steps == ()
+
+
 def test_an_engines_launch_time_is_all_that_a_launch_takes_beyond_bytes():
     """11.4 us in gpt-fast, for one row or 40, whatever the product's width and depth."""
     profile = load_engine("gpt-fast").profile(load_hardware("a6000"), load_shape(LLAMA))

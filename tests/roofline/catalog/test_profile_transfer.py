@@ -7,11 +7,14 @@ import pytest
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.profile import NO_GAP, Rates, RowStep
 
-STEP = RowStep(above_rows=8, launch_s=1e-6, inverse_utilization=1.0, width_s=1e-9)
+STEPS = (
+    RowStep(above_rows=8, launch_s=1e-6, inverse_utilization=1.0, width_s=1e-9),
+    RowStep(above_rows=16, inverse_utilization=2.0),
+)
 CLASSES = {
     "linear": Rates(0.9, 0.8, 1e-6, 0.0),
     "attention": Rates(0.88, 0.4, 2e-6, 0.0),
-    "attention_int4": Rates(0.3, 0.05, 3e-6, 0.0, steps=(STEP,)),
+    "attention_int4": Rates(0.3, 0.05, 3e-6, 0.0, steps=STEPS),
     "gap": replace(NO_GAP, launch_s=4e-6),
 }
 SOURCE = replace(
@@ -38,11 +41,15 @@ def test_what_memory_or_the_peak_binds_keeps_its_share(transferred):
 
 
 def test_what_instructions_bind_keeps_its_speed_per_sm_and_clock(transferred):
-    """0.3 of 4 TB/s are 1.2 TB/s; half the SMs reach 0.6 of 1 TB/s. With the step, 4e12 / 4.333 / 2 = 0.46 TB/s."""
+    """0.3 of 4 TB/s are 1.2 TB/s; half the SMs reach 0.6 of 1 TB/s. With the
+    steps, (4 TB/s) / 4.333 / 2 = 0.46 TB/s and (4 TB/s) / 6.333 / 2 = 0.32 TB/s.
+    """
     codes = transferred(bandwidth_bytes_per_s=1e12)["attention_int4"]
     assert codes.bandwidth_utilization == pytest.approx(0.6)
-    (step,) = codes.steps
+    step, next_step = codes.steps
     assert 1 / (1 / 0.6 + step.inverse_utilization) == pytest.approx(4 / (1 / 0.3 + 1) / 2)
+    both = step.inverse_utilization + next_step.inverse_utilization
+    assert 1 / (1 / 0.6 + both) == pytest.approx(4 / (1 / 0.3 + 3) / 2)
     assert step.width_s == pytest.approx(2e-9)
     assert (codes.launch_s, step.launch_s) == (3e-6, 1e-6)
 
