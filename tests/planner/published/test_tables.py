@@ -26,7 +26,8 @@ COUNTS = {
     ("dapq", "Table 7"): (42, 4, 0, 0),
 }
 
-# Budgets of absolute error: (median, worst), with the reason of the largest errors. A budget grows only with a reason beside it.
+# Budgets of absolute error: (median, worst), with the reason of the largest errors. One grows only with
+# its reason beside it.
 BUDGETS = {
     # Sparse drafts: the paper's plain decoding takes 32 ms at 8k where its own verification takes 25; so speed-ups over
     # it are higher than throughputs (Table 6) bear out, the more the longer the context.
