@@ -51,7 +51,10 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         MODEL,
     ),
-    "planner.published": ({"planner", "roofline", "roofline.catalog", "roofline.papers"}, MODEL),
+    "planner.published": (
+        {"planner", "planner.acceptance", "roofline", "roofline.catalog", "roofline.papers"},
+        MODEL,
+    ),
     "kernels.device": ({"roofline.cost"}, {"torch", "triton"}),
     "kernels.kv_cache": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
     "kernels.attention": (

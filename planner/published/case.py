@@ -17,13 +17,18 @@ from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.evaluate import Estimate, evaluate
-from ridgeplan.roofline.latency import Machine, StrategyRates
+from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.memory import full_kv
 from ridgeplan.roofline.speculation import conditional_acceptance
 from ridgeplan.roofline.strategy import Strategy
 from ridgeplan.roofline.term_math import maximum
 
 MEMORY_UTILIZATION = 0.9  # vLLM's default: the rest is for the driver, the allocator's gaps and other processes
+
+# What a machine takes beyond bytes and FLOPs, besides its classes' own times.
+HOST_AND_GAPS = (
+    "pass_dispatch_s", "layer_dispatch_s", "prefill_layer_dispatch_s", "draft_gap_s", "target_gap_s", "round_s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,12 +81,10 @@ class Case:
 
     def at_full_rates(self) -> Case:
         """The same with every kernel at the datasheet's rates and no launches: what bytes and FLOPs allow."""
-        ideal = {
-            kind: replace(rates, bandwidth_utilization=1.0, compute_utilization=1.0, launch_s=0.0)
-            for kind, rates in self.machine.rates.items()
-        }
         machine = replace(
-            self.machine, rates=ideal, pass_dispatch_s=0.0, layer_dispatch_s=0.0, prefill_layer_dispatch_s=0.0
+            self.machine,
+            rates=dict.fromkeys(self.machine.rates, RateTerms(1.0, 1.0, 0.0)),
+            **dict.fromkeys(HOST_AND_GAPS, 0.0),
         )
         plan = plan_of(self.row, self.shape)
         return replace(self, machine=machine, rates=rates_of(plan, self.shape, machine))

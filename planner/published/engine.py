@@ -12,17 +12,21 @@ from pathlib import Path
 from ridgeplan.roofline.catalog.checks import Checked, build, flag, number, text
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.named_tables import read_tables
-from ridgeplan.roofline.catalog.profile import Profile, Rates
+from ridgeplan.roofline.catalog.profile import NO_GAP, Profile, Rates
 from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.latency import KERNEL_CLASSES
 
-# 16-bit classes, where libraries' kernels run, and the class of the library's products of the same kind.
+# Classes where libraries' kernels run, and the class of the library's products of the same kind.
 LIBRARY_CLASSES = {
     "linear": "prefill_linear",
+    "linear_int8": "prefill_linear",
+    "linear_int4": "prefill_linear",
+    "grouped_linear": "prefill_linear",
     "head": "prefill_linear",
     "attention": "prefill_attention",
     "attention_d64": "prefill_attention",
+    "attention_mla": "prefill_attention",
 }
 
 
@@ -34,11 +38,11 @@ class UnknownEngine(ValueError):
 class Engine(Checked):
     """One engine. 0 stands for this package's own figure on the machine.
 
-    launch_s: time of a launch beyond its bytes, in every class. streaming_utilization: bandwidth utilization of 16-bit
-    products and attention. layer_dispatch_s: host time to launch a layer. kv_passes: how often attention's KV moves
-    through memory, 1 where it is only read; `repeats_kv` adds a write and a read per query head of a group beyond the
-    first. draft_cache: drafts read a copy of the tokens selected for them. batched_prefill: all prompts at once, whole.
-    materializes_scores: eager attention. fetches_values: selected values come from the host at every step.
+    launch_s: time of a launch beyond its bytes, in every class. streaming_utilization: bandwidth utilization of
+    products and of 16-bit attention. layer_dispatch_s: host time to launch a layer. kv_passes: how often attention's KV
+    moves through memory, 1 where it is only read; `repeats_kv` adds a write and a read per query head of a group beyond
+    the first. draft_cache: drafts read a copy of the tokens selected for them. batched_prefill: all prompts at once,
+    whole. materializes_scores: eager attention. fetches_values: selected values come from the host at every step.
     whole_cache: eviction frees nothing before prefill ends.
     """
 
@@ -56,14 +60,20 @@ class Engine(Checked):
     fetches_values: bool = flag(False)
     whole_cache: bool = flag(False)
 
+    @property
+    def launches_itself(self) -> bool:
+        """Whether launches and what lies between them are the engine's own, not those of this package's rounds."""
+        return bool(self.launch_s or self.layer_dispatch_s)
+
     def profile(self, hardware: Hardware, shape: ModelShape) -> Profile:
         """The machine's profile, measured or transferred, with the engine's own figures in place of the runtime's."""
         base = profile_for(hardware, shipped_profiles())
-        return replace(
+        own = replace(
             base,
             classes={kind: self._rates(kind, base, shape) for kind in KERNEL_CLASSES},
             layer_dispatch_s=self.layer_dispatch_s or base.layer_dispatch_s,
         )
+        return _without_gaps(own) if self.launches_itself else own
 
     def passes_of(self, shape: ModelShape) -> float:
         """How often KV moves through memory in one step's attention."""
@@ -73,15 +83,34 @@ class Engine(Checked):
     def _rates(self, kind: str, base: Profile, shape: ModelShape) -> Rates:
         """KV that moves several times is priced as attention at a fraction of its bandwidth.
 
-        Libraries' kernels reach the library's share of the peak, not that of this package's kernels for few rows.
+        Libraries' kernels reach the library's share of the peak, not that of this package's kernels for few rows, and
+        have none of their steps.
         """
         rates = base.rates(kind)
         if self.streaming_utilization and kind in LIBRARY_CLASSES:
             compute = base.rates(LIBRARY_CLASSES[kind]).compute_utilization
-            rates = replace(rates, bandwidth_utilization=self.streaming_utilization, compute_utilization=compute)
-        passes = self.passes_of(shape) if kind.startswith("attention") else 1
-        bandwidth = rates.bandwidth_utilization / passes
-        return replace(rates, bandwidth_utilization=bandwidth, launch_s=self.launch_s or rates.launch_s)
+            rates = Rates(self.streaming_utilization, compute, rates.launch_s, rates.spread, rates.source)
+        if self.launch_s:
+            rates = _launched_in(self.launch_s, rates)
+        return _read_times(self.passes_of(shape), rates) if kind.startswith("attention") else rates
+
+
+def _launched_in(launch_s: float, rates: Rates) -> Rates:
+    """These rates with `launch_s` for all that a launch takes beyond its bytes and FLOPs."""
+    steps = tuple(replace(step, launch_s=0.0, width_s=0.0, depth_s=0.0) for step in rates.steps)
+    return replace(rates, launch_s=launch_s, width_s=0.0, depth_s=0.0, steps=steps)
+
+
+def _read_times(passes: float, rates: Rates) -> Rates:
+    """These rates where all bytes move `passes` times, at any number of rows."""
+    steps = (replace(step, inverse_utilization=passes * step.inverse_utilization) for step in rates.steps)
+    return replace(rates, bandwidth_utilization=rates.bandwidth_utilization / passes, steps=tuple(steps))
+
+
+def _without_gaps(profile: Profile) -> Profile:
+    """Without the time on the device between kernels of this package's rounds."""
+    classes = {**profile.classes, "gap": NO_GAP}
+    return replace(profile, classes=classes, draft_gap_s=0.0, target_gap_s=0.0, round_s=0.0)
 
 
 def load_engine(name: str) -> Engine:

@@ -3,30 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 from ridgeplan.roofline.catalog.hardware import Hardware
+from ridgeplan.roofline.catalog.profile import RELATIVES, Profile, Rates
 
-if TYPE_CHECKING:
-    from ridgeplan.roofline.catalog.profile import Profile, Rates
+# From this share of the most that kernels reach, a class is taken to be bound by memory, or by the peak; below it by
+# instructions.
+BOUND_SHARE = 0.85
 
-# Below this share of the best class's bandwidth a class is taken to be bound by instructions, not by memory.
-STREAMING_SHARE = 0.85
+
+@dataclass(frozen=True)
+class _Limits:
+    """A class's largest shares of bandwidth and peak, and the other machine's speeds relative to the calibrated one."""
+
+    streaming: float
+    peak: float
+    bandwidth: float
+    compute: float
+    issue: float  # of instructions: SMs x clock
+
+    def inverse_utilization(self, found: float) -> float:
+        """The inverse utilization there of one whose inverse here is `found`."""
+        bound_by_memory = found * self.streaming <= 1 / BOUND_SHARE
+        return found if bound_by_memory else max(1 / self.streaming, found * self.bandwidth / self.issue)
+
+    def compute_utilization(self, found: float) -> float:
+        """The share there of a share here. None gets smaller: kernels are written anew for higher peaks."""
+        bound_by_peak = found >= BOUND_SHARE * self.peak
+        return found if bound_by_peak else max(found, min(self.peak, found * self.issue / self.compute))
 
 
 def transferred_classes(profile: Profile, hardware: Hardware) -> dict[str, Rates]:
     """Rates of every class on `hardware`, by what would run and bind there.
 
-    Machines without this package's Hopper kernels get the portable ones' rates. Streaming keeps its share of the
-    bandwidth. What instructions bind (unpacking codes, many rows per byte, tiles of outputs) keeps its speed per SM and
-    clock, as far as memory allows. Launches, and chains of dependent steps, keep their time.
+    Machines without this package's Hopper kernels get the portable ones' rates. What memory or the peak binds keeps
+    its share of it. What instructions bind (unpacking codes, softmax, many rows per byte, tiles of outputs) keeps its
+    speed per SM and clock, as far as memory and the peak allow. Launches, and chains of dependent steps, keep their
+    time; so does the class "gap", which moves no bytes.
     """
-    scale = _issue_scale(profile.hardware, hardware)
+    source = profile.hardware
     classes = {**profile.classes, **_portable(profile, hardware)}
-    ceiling = max(rates.bandwidth_utilization for rates in classes.values())
-    bandwidth = hardware.bandwidth_bytes_per_s / profile.hardware.bandwidth_bytes_per_s
-    return {name: _transferred(rates, min(1.0, ceiling), bandwidth, scale) for name, rates in classes.items()}
+    kernels = {name: rates for name, rates in classes.items() if name != "gap"}
+    peak = max(rates.compute_utilization for rates in kernels.values())
+    bandwidth = hardware.bandwidth_bytes_per_s / source.bandwidth_bytes_per_s
+    compute = hardware.compute_flops / source.compute_flops
+    issue = _issue_ratio(source, hardware) or compute
+    limits = {name: _Limits(_streaming(name, kernels), peak, bandwidth, compute, issue) for name in kernels}
+    return {**classes, **{name: _transferred(rates, limits[name]) for name, rates in kernels.items()}}
 
 
 def _portable(profile: Profile, hardware: Hardware) -> Mapping[str, Rates]:
@@ -34,29 +58,37 @@ def _portable(profile: Profile, hardware: Hardware) -> Mapping[str, Rates]:
     return profile.portable if differs else {}
 
 
-def _issue_scale(source: Hardware, target: Hardware) -> float:
-    """Speed of instruction-bound kernels relative to the source's; that of the peaks where a clock is unknown."""
-    if source.issue_rate and target.issue_rate:
-        return target.issue_rate / source.issue_rate
-    return target.compute_flops / source.compute_flops
+def _issue_ratio(source: Hardware, target: Hardware) -> float:
+    """Speed of instructions relative to the source's; 0 where a clock is unknown."""
+    return target.issue_rate / source.issue_rate if source.issue_rate else 0.0
 
 
-def _transferred(rates: Rates, ceiling: float, bandwidth: float, issue: float) -> Rates:
-    """`bandwidth` and `issue`: speed of memory and of instructions relative to the source's."""
+def _streaming(name: str, kernels: Mapping[str, Rates]) -> float:
+    """The most of the bandwidth that a class can reach: that of its nearest relative that memory binds.
 
-    def inverse(found: float) -> float:
-        """The inverse utilization there of one whose inverse here is `found`."""
-        bound_by_memory = found * ceiling <= 1 / STREAMING_SHARE
-        return found if bound_by_memory else max(1 / ceiling, found * bandwidth / issue)
+    Attention over codes streams no better than over 16-bit keys and values, which need no unpacking.
+    """
+    best = min(1.0, max(rates.bandwidth_utilization for rates in kernels.values()))
+    while name not in kernels or kernels[name].bandwidth_utilization < BOUND_SHARE * best:
+        if name not in RELATIVES:
+            return best
+        name = RELATIVES[name]
+    return min(1.0, kernels[name].bandwidth_utilization)
 
-    total = here = inverse(1 / rates.bandwidth_utilization)
-    measured, steps = 1 / rates.bandwidth_utilization, []
+
+def _transferred(rates: Rates, limits: _Limits) -> Rates:
+    measured = 1 / rates.bandwidth_utilization
+    first = total = limits.inverse_utilization(measured)
+    steps = []
     for step in rates.steps:
         measured += step.inverse_utilization
-        total = max(total, inverse(measured))
-        steps.append(replace(step, inverse_utilization=total - here, width_s=step.width_s / issue))
-        here = total
-    first = inverse(1 / rates.bandwidth_utilization)
-    kept = first == 1 / rates.bandwidth_utilization
-    utilization = rates.bandwidth_utilization if kept else 1 / first
-    return replace(rates, bandwidth_utilization=utilization, width_s=rates.width_s / issue, steps=tuple(steps))
+        reached = max(total, limits.inverse_utilization(measured))
+        steps.append(replace(step, inverse_utilization=reached - total, width_s=step.width_s / limits.issue))
+        total = reached
+    return replace(
+        rates,
+        bandwidth_utilization=1 / first,
+        compute_utilization=limits.compute_utilization(rates.compute_utilization),
+        width_s=rates.width_s / limits.issue,
+        steps=tuple(steps),
+    )

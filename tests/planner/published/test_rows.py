@@ -15,6 +15,8 @@ from ridgeplan.planner.published.rows import Row, load_tables, read_paper
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.device import GIB
+from ridgeplan.roofline.evaluate import pass_ops
+from ridgeplan.roofline.latency import RateTerms
 from ridgeplan.roofline.speculation import accepted_share
 
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -100,6 +102,41 @@ def test_moving_kv_five_times_takes_five_times_as_long():
     assert load_engine("hf-eager").passes_of(shape) == 3 + 2 * 4
 
 
+def test_kv_moves_as_often_for_many_rows():
+    """Bytes take five times as long with any number of query rows, and everything else as long as before."""
+    hardware, shape = load_hardware("h200"), load_shape(LLAMA)
+    plain, moving = (
+        RateTerms.of(load_engine(name).profile(hardware, shape).rates("attention")).at_rows(40)
+        for name in ("runtime", "hf-flash")
+    )
+    assert plain.bandwidth_utilization / moving.bandwidth_utilization == pytest.approx(5)
+    assert plain.launch_s == moving.launch_s
+
+
+@pytest.mark.parametrize("name", ["gpt-fast", "vllm", "hf-flash"])
+def test_engines_with_launches_of_their_own_have_no_gaps_of_this_packages_rounds(name):
+    profile = load_engine(name).profile(load_hardware("h200"), load_shape(LLAMA))
+    assert (profile.draft_gap_s, profile.target_gap_s, profile.round_s) == (0, 0, 0)
+    assert profile.rates("gap").launch_s == 0
+
+
+def test_libraries_kernels_reach_the_librarys_share_of_the_peak():
+    """Not that of this package's kernels for few rows; and they have none of their steps."""
+    hardware, shape = load_hardware("h200"), load_shape(LLAMA)
+    own, vllm = (load_engine(name).profile(hardware, shape) for name in ("runtime", "vllm"))
+    for kind, library in (("linear", "prefill_linear"), ("attention", "prefill_attention")):
+        assert vllm.rates(kind).compute_utilization == own.rates(library).compute_utilization
+        assert vllm.rates(kind).steps == ()
+
+
+def test_an_engines_launch_time_is_all_that_a_launch_takes_beyond_bytes():
+    """11.4 us in gpt-fast, for one row or 40, whatever the product's width and depth."""
+    profile = load_engine("gpt-fast").profile(load_hardware("a6000"), load_shape(LLAMA))
+    for kind in ("linear", "linear_int4", "head", "attention"):
+        rates = RateTerms.of(profile.rates(kind)).at_rows(40)
+        assert (rates.launch_s, rates.width_s, rates.depth_s) == (1.14e-5, 0, 0)
+
+
 def test_vllm_takes_what_was_measured_of_it():
     """All seven steps of Llama-3.1-8B on an H200, from batch 1 at 1k to batch 4 at 128k."""
     path = Path(__file__).parents[3] / "validate" / "decode_bench" / "vllm_baseline.toml"
@@ -160,3 +197,11 @@ def test_full_rates_bound_every_engine():
     for engine in ("runtime", "vllm", "gpt-fast", "hf-eager"):
         case = Case.of(replace(ROW, engine=engine))
         assert case.at_full_rates().tpot_s < case.tpot_s
+
+
+@pytest.mark.parametrize("engine", ["runtime", "hf-eager"])
+def test_full_rates_are_bytes_over_bandwidth(engine):
+    """No launches, gaps or steps, and KV moves once: a step at batch 1 on an H200 takes as long as its bytes."""
+    ideal = Case.of(replace(ROW, gpu="h200", engine=engine)).at_full_rates()
+    passes = pass_ops(ideal.shape, ideal.machine, ideal.strategy)["target"]
+    assert 1e12 * ideal.estimate.round.verify_s == pytest.approx(1e12 * sum(op.total.bytes for op in passes) / 4.8e12)

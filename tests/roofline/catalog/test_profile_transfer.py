@@ -1,65 +1,85 @@
-"""What rates become on another machine, worked out by hand."""
+"""Rates on another machine, by hand: half the instruction rate, and a memory and a peak of other ratios."""
 
 from dataclasses import replace
 
 import pytest
 
-from ridgeplan.roofline.catalog.hardware import Hardware, load_hardware
-from ridgeplan.roofline.catalog.profile import Profile, Rates, RowStep
-from ridgeplan.roofline.catalog.profile_transfer import transferred_classes
+from ridgeplan.roofline.catalog.hardware import load_hardware
+from ridgeplan.roofline.catalog.profile import NO_GAP, Rates, RowStep
 
-STREAM = Rates(0.9, 0.5, 2e-6, 0.05)
-BOUND = Rates(0.4, 0.5, 3e-6, 0.1, width_s=4e-9, depth_s=1e-9, steps=(RowStep(8, 1e-6, 2.5, 4e-9, 1e-9),))
+STEPS = (
+    RowStep(above_rows=8, launch_s=1e-6, inverse_utilization=1.0, width_s=1e-9),
+    RowStep(above_rows=16, inverse_utilization=2.0),
+)
+CLASSES = {
+    "linear": Rates(0.9, 0.8, 1e-6, 0.0),
+    "attention": Rates(0.88, 0.4, 2e-6, 0.0),
+    "attention_int4": Rates(0.3, 0.05, 3e-6, 0.0, steps=STEPS),
+    "gap": replace(NO_GAP, launch_s=4e-6),
+}
+SOURCE = replace(
+    load_hardware("h200"), num_sms=100, sm_clock_hz=2e9, bandwidth_bytes_per_s=4e12, compute_flops=1e15
+)  # fmt: skip
 
 
 @pytest.fixture
-def profile(h200_profile: Profile) -> Profile:
-    portable = {"linear": replace(STREAM, launch_s=7e-6)}
-    return replace(h200_profile, classes={"linear": STREAM, "linear_int4": BOUND}, portable=portable)
+def transferred(h200_profile):
+    """Rates on a machine with half the SMs, and memory and peak as given."""
+
+    def to(portable=None, **figures):
+        profile = replace(h200_profile, hardware=SOURCE, classes=CLASSES, portable=portable or {})
+        return profile.transferred_to(replace(SOURCE, name="other", num_sms=50, **figures)).classes
+
+    return to
 
 
-def machine(**figures: float) -> Hardware:
-    """An H200 with other figures."""
-    return replace(load_hardware("h200"), name="other", **figures)
+def test_what_memory_or_the_peak_binds_keeps_its_share(transferred):
+    rates = transferred(bandwidth_bytes_per_s=1e12, compute_flops=1e14)
+    assert rates["linear"].bandwidth_utilization == pytest.approx(0.9)
+    assert rates["linear"].compute_utilization == 0.8
+    assert rates["attention"].bandwidth_utilization == pytest.approx(0.88)
 
 
-def test_streaming_keeps_its_share_of_the_bandwidth(profile: Profile) -> None:
-    half = machine(bandwidth_bytes_per_s=2.4e12)
-    assert transferred_classes(profile, half)["linear"] == STREAM
+def test_what_instructions_bind_keeps_its_speed_per_sm_and_clock(transferred):
+    """0.3 of 4 TB/s are 1.2 TB/s; half the SMs reach 0.6 of 1 TB/s. With the
+    steps, (4 TB/s) / 4.333 / 2 = 0.46 TB/s and (4 TB/s) / 6.333 / 2 = 0.32 TB/s.
+    """
+    codes = transferred(bandwidth_bytes_per_s=1e12)["attention_int4"]
+    assert codes.bandwidth_utilization == pytest.approx(0.6)
+    step, next_step = codes.steps
+    assert 1 / (1 / 0.6 + step.inverse_utilization) == pytest.approx(4 / (1 / 0.3 + 1) / 2)
+    both = step.inverse_utilization + next_step.inverse_utilization
+    assert 1 / (1 / 0.6 + both) == pytest.approx(4 / (1 / 0.3 + 3) / 2)
+    assert step.width_s == pytest.approx(2e-9)
+    assert (codes.launch_s, step.launch_s) == (3e-6, 1e-6)
 
 
-def test_what_instructions_bind_keeps_its_bytes_per_second(profile: Profile) -> None:
-    """40% of 4.8 TB/s are 80% of 2.4; with the step, 20% of 4.8 are 40% of 2.4: 1 / 0.4 - 1 / 0.8 = 1.25 more."""
-    half = transferred_classes(profile, machine(bandwidth_bytes_per_s=2.4e12))["linear_int4"]
-    assert half.bandwidth_utilization == pytest.approx(0.8)
-    assert half.steps[0].inverse_utilization == pytest.approx(1.25)
-    assert (half.width_s, half.steps[0].width_s, half.launch_s) == pytest.approx((4e-9, 4e-9, 3e-6))
+def test_codes_stream_no_better_than_attention_over_16_bits(transferred):
+    """At 0.4 TB/s, instructions would allow 1.5 of the bandwidth. A gap moves no bytes, so its 1.0 is no limit."""
+    slow = transferred(bandwidth_bytes_per_s=4e11)
+    assert slow["attention_int4"].bandwidth_utilization == pytest.approx(0.88)
+    assert slow["gap"].launch_s == 4e-6
+    assert slow["gap"].bandwidth_utilization == 1.0
 
 
-def test_nothing_is_read_faster_than_memory_is(profile: Profile) -> None:
-    """A quarter of the bandwidth leaves 160% of it to the instructions, but 90% is what anything reaches."""
-    quarter = transferred_classes(profile, machine(bandwidth_bytes_per_s=1.2e12))["linear_int4"]
-    assert quarter.bandwidth_utilization == pytest.approx(0.9)
-    assert 1 / quarter.bandwidth_utilization + quarter.steps[0].inverse_utilization == pytest.approx(1 / 0.8)
+def test_a_lower_peak_is_reached_to_a_larger_share(transferred):
+    """0.05 and 0.4 of 1 PFLOP/s by half the SMs: a quarter of 0.1 PFLOP/s, and all that products reach of it."""
+    rates = transferred(compute_flops=1e14)
+    assert rates["attention_int4"].compute_utilization == pytest.approx(0.25)
+    assert rates["attention"].compute_utilization == pytest.approx(0.8)
 
 
-def test_instructions_are_as_fast_as_sms_and_clock(profile: Profile) -> None:
-    """Half of the SMs at the same bandwidth: half of the bytes, and twice the time per output; chains keep theirs."""
-    few = transferred_classes(profile, machine(num_sms=66))["linear_int4"]
-    assert few.bandwidth_utilization == pytest.approx(0.2)
-    assert (few.width_s, few.depth_s) == pytest.approx((8e-9, 1e-9))
-    slow = transferred_classes(profile, machine(sm_clock_hz=990e6))["linear_int4"]
-    assert slow == few
+def test_a_higher_peak_is_reached_to_the_same_share(transferred):
+    assert transferred(compute_flops=4e15)["attention"].compute_utilization == pytest.approx(0.4)
 
 
-def test_without_a_clock_the_peaks_tell_the_speed(profile: Profile) -> None:
-    unknown = transferred_classes(profile, machine(sm_clock_hz=0.0, compute_flops=989.5e12 / 2))["linear_int4"]
-    assert unknown.bandwidth_utilization == pytest.approx(0.2)
+def test_machines_before_hopper_have_the_portable_kernels(transferred):
+    portable = {"attention": Rates(0.86, 0.4, 9e-6, 0.0)}
+    assert transferred(portable, compute_capability="8.6")["attention"].launch_s == 9e-6
+    assert transferred(portable)["attention"].launch_s == 2e-6
 
 
-def test_older_gpus_get_the_portable_kernels(profile: Profile) -> None:
-    assert transferred_classes(profile, load_hardware("a100"))["linear"].launch_s == 7e-6
-    assert transferred_classes(profile, load_hardware("h100"))["linear"].launch_s == 2e-6
-    assert transferred_classes(profile, machine(compute_capability="none"))["linear"].launch_s == 7e-6
-    older = replace(profile, hardware=load_hardware("a100"))
-    assert transferred_classes(older, load_hardware("rtx4090"))["linear"].launch_s == 2e-6
+def test_without_a_clock_instructions_scale_as_the_peaks(transferred):
+    """A tenth of the peak: 0.3 of 4 TB/s become 0.12 TB/s."""
+    codes = transferred(sm_clock_hz=0.0, compute_flops=1e14)["attention_int4"]
+    assert codes.bandwidth_utilization == pytest.approx(0.03)
