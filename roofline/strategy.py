@@ -40,7 +40,7 @@ class Strategy:
     # Sparse attention: tokens read at a step, and the traffic of choosing them
     target_budget: Term
     draft_ratio: Term  # share of the cached tokens
-    target_run_tokens: Term  # selected tokens that lie together
+    target_run_tokens: Term  # selected tokens that lie together, of one KV head
     draft_run_tokens: Term
     target_scored_keys: Term  # keys of one layer scored per cached token and step, summed over layers
     draft_scored_keys: Term

@@ -52,7 +52,8 @@ class TokenSelection(Policy):
     scored_keys: keys read at every step to score the cached tokens, as a share of one layer's keys. scores_one_layer:
     scoring runs once for all layers, not in each. round_score_bytes: bytes of scores written and read once a round, per
     cached token and layer. run_tokens: tokens that are read together because they lie together: 1 where single ones are
-    chosen, a page, or without a limit where the chosen ones are a run or are kept in a copy.
+    chosen, a page, or without a limit where the chosen ones are a run or are kept in a copy. shared_by_heads: one set
+    for all KV heads of a layer, whose keys of a token then lie together.
     What is known of its drafts' acceptance is in planner/acceptance; of a new policy nothing needs to be.
     """
 
@@ -62,6 +63,11 @@ class TokenSelection(Policy):
     scores_one_layer: bool = False
     round_score_bytes: float = 0.0
     run_tokens: float = UNLIMITED_TOKENS
+    shared_by_heads: bool = False
+
+    def run_of(self, kv_heads: int) -> float:
+        """Tokens of one KV head that lie together, or as many tokens' keys of several heads."""
+        return self.run_tokens * (kv_heads if self.shared_by_heads else 1)
 
     def scored_keys_of(self, layers: int) -> float:
         """Keys scored at a step of a model with `layers` layers, in multiples of one layer's keys."""

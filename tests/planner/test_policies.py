@@ -127,3 +127,10 @@ def test_the_runtime_executes_dense_families():
     executed = ", ".join(EXECUTABLE_ARCHITECTURES)
     message = f"the runtime does not execute architecture 'gpt_oss' yet (it does {executed})"
     assert missing_architecture(load_shape("openai/gpt-oss-20b")) == message
+
+
+def test_runs_of_a_shared_set_hold_every_heads_keys():
+    """SpecAttn chooses one set per layer: a token's keys of 8 heads lie together. Quest's pages are a head's own."""
+    runs = {name: SELECTIONS[name].run_of(8) for name in ("specattn", "quest", "retrieval-head")}
+    assert runs == {"specattn": 8, "quest": 16, "retrieval-head": 1}
+    assert SELECTIONS["streamingllm"].run_of(8) > 1e9  # a run, however long

@@ -19,6 +19,7 @@ SPECATTN = TokenSelection(
     name="specattn",
     roles=frozenset({Role.DRAFT}),
     run_tokens=1,
+    shared_by_heads=True,
     round_score_bytes=2 * 3 * 4,  # two fp32 rows of scores: each written once, read twice by top-k
     presets={"specattn": drafting(DraftSelection.VERIFIED, 7, SPARSE_RATIO), "specattn-int4": specattn_int4},
 )

@@ -7,6 +7,7 @@ SPECEXTEND = TokenSelection(
     name="specextend",
     roles=frozenset({Role.DRAFT}),
     run_tokens=64,
+    shared_by_heads=True,
     round_score_bytes=3 * 4,  # one fp32 row of scores: written once, read twice by top-k
     presets={"specextend": drafting(DraftSelection.LAST_ACCEPTED, 4, SPARSE_RATIO)},
 )
