@@ -12,7 +12,14 @@ from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan, require
 from ridgeplan.planner.policies import draft_selection, target_selection
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
-from ridgeplan.roofline.latency import Machine, PassRates, StrategyRates, attention_kind, linear_kind
+from ridgeplan.roofline.latency import (
+    Machine,
+    PassRates,
+    StrategyRates,
+    attention_kind,
+    linear_kind,
+    prefill_attention_kind,
+)
 from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
 
@@ -77,6 +84,8 @@ def kernel_class(plan: Plan, head_dim: int, part: str, kind: str) -> str:
     if kind == "linear":
         bits = plan.weights.draft_bits if drafting else plan.weights.target_bits
         return "prefill_linear" if part == "prefill" else linear_kind(bits)
+    if kind == "prefill_attention":
+        return prefill_attention_kind(head_dim)
     if kind == "attention":
         return attention_kind(draft_code_bits(plan) if drafting else target_code_bits(plan), head_dim)
     return kind

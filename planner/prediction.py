@@ -169,7 +169,7 @@ def _parts(
     shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates, count: int
 ) -> tuple[PartTimes, ...]:
     pass_rates = {
-        "prefill": prefill_rates(machine),
+        "prefill": prefill_rates(shape, machine),
         "draft": draft_rates(shape, machine, strategy, rates),
         "target": target_rates(shape, machine, strategy, rates),
     }

@@ -79,7 +79,7 @@ def prefill_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> 
     Draft weights that prompts overwrote are copied back from the host once, after the last prompt.
     """
     ops = prefill_ops(shape, machine, strategy)
-    one_s = machine.prefill_seconds(ops, prefill_rates(machine), shape.layers * prefill_chunks(strategy))
+    one_s = machine.prefill_seconds(ops, prefill_rates(shape, machine), shape.layers * prefill_chunks(strategy))
     cost = quantize_cost(shape, machine, strategy, 1, strategy.context)
     quantize_s = minimum(strategy.code_planes, 1) * shape.layers * machine.seconds(cost, machine.rates["quantize"])
     swap_in_s = swapped_bytes(shape, machine, strategy) / machine.host_link_bytes_per_s

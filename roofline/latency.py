@@ -199,8 +199,8 @@ def _combined(choose: Callable[[Term, Term], Term], one: RateTerms, other: RateT
 # Every class of kernels that a pass or a round launches.
 KERNEL_CLASSES = (
     "linear", "linear_int8", "linear_int4", "head", "grouped_linear", "attention", "attention_int4", "attention_int8",
-    "attention_d64", "attention_int4_d64", "attention_int8_d64", "attention_mla",
-    "gap", "elementwise", "rope", "quantize", "sampling", "gather", "prefill_attention", "prefill_linear",
+    "attention_d64", "attention_int4_d64", "attention_int8_d64", "attention_mla", "gap", "elementwise", "rope",
+    "quantize", "sampling", "gather", "prefill_attention", "prefill_attention_d64", "prefill_linear",
 )  # fmt: skip
 
 
@@ -217,3 +217,8 @@ def attention_kind(bits: int, head_dim: int) -> str:
     """
     codes = {0: "attention", 8: "attention_int8", 4: "attention_int4"}[bits]
     return codes if head_dim > 64 else f"{codes}_d64"
+
+
+def prefill_attention_kind(head_dim: int) -> str:
+    """Kernel class of a prompt's attention: heads of up to 64 elements use tensor cores less well."""
+    return "prefill_attention" if head_dim > 64 else "prefill_attention_d64"

@@ -21,8 +21,8 @@ class Op:
 
     width and depth: what `ridgeplan.roofline.catalog.profile.Rates` says of them; 0 where the class has no such time.
 
-    The kinds `linear`, `head` and `attention` stand for the class of the weights or codes that the pass reads, such as
-    `linear_int4` or `attention_int8`.
+    The kinds `linear`, `head`, `attention` and `prefill_attention` stand for the class of the weights or codes that the
+    pass reads and of its heads, such as `linear_int4` or `attention_int8_d64`.
     """
 
     name: str

@@ -9,7 +9,7 @@ from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.execution import GATHER_ROW_BYTES, PREFILL_CHUNK_TOKENS, mean_quantized_tokens, mean_splits
-from ridgeplan.roofline.latency import Machine, PassRates, RateTerms, StrategyRates
+from ridgeplan.roofline.latency import Machine, PassRates, RateTerms, StrategyRates, prefill_attention_kind
 from ridgeplan.roofline.passes import Op, PassTerms, decode_pass
 from ridgeplan.roofline.speculation import flush_capped, tokens_per_round
 from ridgeplan.roofline.strategy import Strategy
@@ -133,10 +133,11 @@ def _pass_rates(
     }
 
 
-def prefill_rates(machine: Machine) -> dict[str, RateTerms]:
+def prefill_rates(shape: ModelShape, machine: Machine) -> dict[str, RateTerms]:
     """Rates of operations over many rows; the head has one row."""
-    products = dict.fromkeys(("linear", "grouped_linear"), machine.rates["prefill_linear"])
-    return products | {kind: machine.rates[kind].at_rows(PREFILL_CHUNK_TOKENS) for kind in ("elementwise", "rope")}
+    rates = dict.fromkeys(("linear", "grouped_linear"), machine.rates["prefill_linear"])
+    rates["prefill_attention"] = machine.rates[prefill_attention_kind(shape.head_dim)]
+    return rates | {kind: machine.rates[kind].at_rows(PREFILL_CHUNK_TOKENS) for kind in ("elementwise", "rope")}
 
 
 def sampling_seconds(shape: ModelShape, machine: Machine, rows: Term) -> Term:

@@ -25,7 +25,7 @@ LIBRARY_CLASSES = {
     "grouped_linear": "prefill_linear",
     "head": "prefill_linear",
     "attention": "prefill_attention",
-    "attention_d64": "prefill_attention",
+    "attention_d64": "prefill_attention_d64",
     "attention_mla": "prefill_attention",
 }
 

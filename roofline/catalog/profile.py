@@ -52,6 +52,7 @@ RELATIVES = {
     "quantize": "elementwise",
     "sampling": "elementwise",
     "gather": "attention",
+    "prefill_attention_d64": "prefill_attention",
     "prefill_attention": "prefill_linear",
     "prefill_linear": "linear",
 }

@@ -10,7 +10,14 @@ from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.profile import Rates, RowStep
 from ridgeplan.roofline.catalog.profile_lookup import profile_for
 from ridgeplan.roofline.cost import Cost
-from ridgeplan.roofline.latency import Machine, RateTerms, attention_kind, linear_kind, select_rates
+from ridgeplan.roofline.latency import (
+    Machine,
+    RateTerms,
+    attention_kind,
+    linear_kind,
+    prefill_attention_kind,
+    select_rates,
+)
 from ridgeplan.roofline.passes import Op
 
 HALF = RateTerms(bandwidth_utilization=0.5, compute_utilization=0.25, launch_s=1e-6)
@@ -115,6 +122,14 @@ def test_rates_are_selected_field_by_field():
 )
 def test_heads_of_up_to_64_are_classes_of_their_own(bits, head_dim, kind):
     assert attention_kind(bits, head_dim) == kind
+
+
+def test_prompts_attention_too():
+    assert [prefill_attention_kind(head_dim) for head_dim in (64, 80, 128)] == [
+        "prefill_attention_d64",
+        "prefill_attention",
+        "prefill_attention",
+    ]
 
 
 def test_weights_of_each_width_have_a_class():

@@ -15,7 +15,7 @@ from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.execution import choose_splits
-from ridgeplan.roofline.latency import attention_kind
+from ridgeplan.roofline.latency import attention_kind, prefill_attention_kind
 from ridgeplan.runtime.model.prefill import causal_attention
 from ridgeplan.validate.timing import Bench, Trial
 
@@ -134,7 +134,7 @@ def prefill_trials(bench: Bench, heads: Iterable[Heads], tokens: Iterable[int]) 
                 1, one.q_heads, elements, one.head_dim, one.head_dim, count, bench.element_bytes
             )
             name = f"{one.q_heads}/{one.kv_heads} x {one.head_dim}, {count} tokens"
-            yield Trial("prefill_attention", name, cost, _causal(q, keys, values))
+            yield Trial(prefill_attention_kind(one.head_dim), name, cost, _causal(q, keys, values))
 
 
 def quantize_trials(bench: Bench, heads: Iterable[Heads], tokens: Iterable[int]) -> Iterator[Trial]:

@@ -153,5 +153,8 @@ def class_trials(bench: Bench, suite: Suite, num_sms: int) -> Mapping[str, Itera
         "quantize": attention.quantize_trials(bench, suite.heads, suite.quantize_tokens),
         "gather": attention.gather_trials(bench, GATHER_ROW_BYTES // bench.element_bytes, suite.gather_rows),
         "prefill_linear": linear.dense_trials(bench, "prefill_linear", suite.prefill_shapes, suite.prefill_rows),
-        "prefill_attention": attention.prefill_trials(bench, suite.heads, suite.prefill_tokens),
+        **{
+            kind: attention.prefill_trials(bench, heads, suite.prefill_tokens)
+            for kind, heads in suite.prefill_heads().items()
+        },
     }

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.latency import prefill_attention_kind
 from ridgeplan.validate.calibration.attention import DecodeSize, Heads
 from ridgeplan.validate.random_decoder import llama_like_shape
 
@@ -58,6 +59,13 @@ class Suite:
         if kind in ("elementwise", "rope"):
             return self.row_steps
         return () if kind == "sampling" and self.linear_steps else None
+
+    def prefill_heads(self) -> dict[str, list[Heads]]:
+        """Heads of prompts' attention, by kernel class."""
+        found: dict[str, list[Heads]] = {}
+        for heads in self.heads:
+            found.setdefault(prefill_attention_kind(heads.head_dim), []).append(heads)
+        return found
 
     def decode_sizes(self) -> dict[str, list[DecodeSize]]:
         """Decode attention at every length, batch and number of queries that fits the pool, by kernel class.
