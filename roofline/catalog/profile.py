@@ -59,6 +59,8 @@ RELATIVES = {
 # How much the band widens, in relative time, for rates of another class or machine. A prior.
 TRANSFER_SPREAD = 0.2
 MAX_SPREAD = 10.0
+MIN_UTILIZATION = 1e-9
+MAX_PART_S = 1.0  # of a launch, an output or a step of a chain
 MAX_UTILIZATION = 4.0  # above 1 where a cache serves part of the bytes
 MAX_ROW_STEPS = 9
 
@@ -78,10 +80,10 @@ class RowStep(Checked):
 
     error = ProfileError
     above_rows: int = whole(1, 1 << 20)
-    launch_s: float = number(0, 1, default=0.0)
-    inverse_utilization: float = number(0, 1e9, default=0.0)
-    width_s: float = number(0, 1, default=0.0)
-    depth_s: float = number(0, 1, default=0.0)
+    launch_s: float = number(0, MAX_PART_S, default=0.0)
+    inverse_utilization: float = number(0, 1 / MIN_UTILIZATION, default=0.0)
+    width_s: float = number(0, MAX_PART_S, default=0.0)
+    depth_s: float = number(0, MAX_PART_S, default=0.0)
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,13 @@ class Rates(Checked):
     """
 
     error = ProfileError
-    bandwidth_utilization: float = number(1e-9, MAX_UTILIZATION)
-    compute_utilization: float = number(1e-9, MAX_UTILIZATION)
-    launch_s: float = number(0, 1)
+    bandwidth_utilization: float = number(MIN_UTILIZATION, MAX_UTILIZATION)
+    compute_utilization: float = number(MIN_UTILIZATION, MAX_UTILIZATION)
+    launch_s: float = number(0, MAX_PART_S)
     spread: float = number(0, MAX_SPREAD)
     source: str = one_of(SOURCES, default="calibrated")
-    width_s: float = number(0, 1, default=0.0)
-    depth_s: float = number(0, 1, default=0.0)
+    width_s: float = number(0, MAX_PART_S, default=0.0)
+    depth_s: float = number(0, MAX_PART_S, default=0.0)
     steps: tuple[RowStep, ...] = parts(RowStep, default=())
 
     def _contradiction(self) -> str | None:

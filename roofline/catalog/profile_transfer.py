@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ridgeplan.roofline.catalog.hardware import Hardware
-from ridgeplan.roofline.catalog.profile import RELATIVES, Profile, Rates
+from ridgeplan.roofline.catalog.profile import MAX_PART_S, MIN_UTILIZATION, RELATIVES, Profile, Rates
 
 # From this share of the most that kernels reach, a class is taken to be bound by memory, or by the peak; below it by
 # instructions.
@@ -26,7 +26,13 @@ class _Limits:
     def inverse_utilization(self, found: float) -> float:
         """The inverse utilization there of one whose inverse here is `found`."""
         bound_by_memory = found * self.streaming <= 1 / BOUND_SHARE
-        return found if bound_by_memory else max(1 / self.streaming, found * self.bandwidth / self.issue)
+        if bound_by_memory:
+            return found
+        return min(max(1 / self.streaming, found * self.bandwidth / self.issue), 1 / MIN_UTILIZATION)
+
+    def width_s(self, found: float) -> float:
+        """The time per output there."""
+        return min(found / self.issue, MAX_PART_S)
 
     def compute_utilization(self, found: float) -> float:
         """The share there of a share here. None gets smaller: kernels are written anew for higher peaks."""
@@ -83,12 +89,12 @@ def _transferred(rates: Rates, limits: _Limits) -> Rates:
     for step in rates.steps:
         measured += step.inverse_utilization
         reached = max(total, limits.inverse_utilization(measured))
-        steps.append(replace(step, inverse_utilization=reached - total, width_s=step.width_s / limits.issue))
+        steps.append(replace(step, inverse_utilization=reached - total, width_s=limits.width_s(step.width_s)))
         total = reached
     return replace(
         rates,
         bandwidth_utilization=1 / first,
         compute_utilization=limits.compute_utilization(rates.compute_utilization),
-        width_s=rates.width_s / limits.issue,
+        width_s=limits.width_s(rates.width_s),
         steps=tuple(steps),
     )

@@ -83,3 +83,10 @@ def test_without_a_clock_instructions_scale_as_the_peaks(transferred):
     """A tenth of the peak: 0.3 of 4 TB/s become 0.12 TB/s."""
     codes = transferred(sm_clock_hz=0.0, compute_flops=1e14)["attention_int4"]
     assert codes.bandwidth_utilization == pytest.approx(0.03)
+
+
+def test_rates_stay_in_the_range_of_profiles(transferred):
+    """A machine whose instructions are a billion times slower, as far as a file may describe one."""
+    slow = transferred(sm_clock_hz=1e-3)
+    assert slow["attention_int4"].bandwidth_utilization == pytest.approx(1e-9)
+    assert all(step.inverse_utilization <= 1e9 for step in slow["attention_int4"].steps)
