@@ -124,7 +124,11 @@ def _row(context: int, batch: int, plan: Plan | None, peak_bytes: float, limited
 
 
 def _plans(question: Question, preset: str | None) -> list[Plan]:
-    """The preset, or the smallest plan of every family that runs; the preferred ones first."""
+    """The preset, or the smallest plan of every family that runs; the preferred ones first.
+
+    Of plans that differ only in the size of quantization groups, the usual one comes first.
+    """
     if preset:
         return [preset_of(preset, question.workload)]
-    return sorted(smallest_plans(runnable_families(question)), key=preference)
+    running = [*runnable_families(question), *runnable_families(question, regroup=True)]
+    return sorted(smallest_plans(running), key=preference)

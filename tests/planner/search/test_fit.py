@@ -33,12 +33,17 @@ def test_of_a_preset_the_largest_sizes_fit_to_the_last_token(name):
     assert peak(name, 4096, row.batch)[0] <= found.memory_limit_bytes < peak(name, 4096, row.batch + 1)[0]
 
 
-def test_it_agrees_with_recommend():
-    found = planner.fit(LLAMA, "rtx4090", batches=(2,), contexts=(8192,))
-    row = found.contexts[0]
-    assert planner.recommend(LLAMA, "rtx4090", row.context, batch=2)
-    (rows,) = found.batches
+@pytest.mark.parametrize("batch", [1, 2, 8])
+def test_it_agrees_with_recommend(batch):
+    """`recommend` also tries other sizes of quantization groups, which matter most where the cache is small."""
+    found = planner.fit(LLAMA, "rtx4090", batches=(batch,), contexts=(8192,))
+    (row,), (rows,) = found.contexts, found.batches
+    assert planner.recommend(LLAMA, "rtx4090", row.context, batch=batch)
+    with pytest.raises(planner.NothingFits, match=f"context up to {row.context} with batch {batch}"):
+        planner.recommend(LLAMA, "rtx4090", row.context + 1, batch=batch)
     assert planner.recommend(LLAMA, "rtx4090", 8192, batch=rows.batch)
+    with pytest.raises(planner.NothingFits, match=f"batch up to {rows.batch} with context 8192"):
+        planner.recommend(LLAMA, "rtx4090", 8192, batch=rows.batch + 1)
 
 
 def test_the_model_limits_what_memory_does_not():
