@@ -66,7 +66,8 @@ def estimate(
             profile,
             acceptance,
         )
-        within_context(plan.workload, shape)
+        asked = replace(plan.workload, model=shape.name, hardware=used.hardware.name)
+        plan = replace(plan, workload=within_context(asked, shape))
     else:
         if not (model and preset and gpu and ctx is not None):
             raise click.UsageError("estimate needs MODEL, --preset, --gpu and --ctx, or --plan FILE")

@@ -31,6 +31,14 @@ def test_both_answers_are_shown_and_marked(invoke: Any) -> None:
     assert f"best of all: {best['preset']}" in text
 
 
+@pytest.mark.parametrize(("model", "runs"), [("Qwen/Qwen3-8B", True), ("openai/gpt-oss-20b", False)])
+def test_of_a_model_that_the_runtime_lacks_no_plan_is_said_to_run(invoke: Any, model: str, runs: bool) -> None:
+    """The runtime has Qwen3's dense decoder, and neither experts nor attention sinks."""
+    line = ("recommend", model, "--gpu", "h200", "--ctx", 8192)
+    assert as_json(invoke(*line, "--json"))["model_runs"] is runs
+    assert ("runs here:" in invoke(*line).stdout) is runs
+
+
 def test_where_nothing_estimated_is_faster_there_is_no_second_answer(invoke: Any) -> None:
     line = ("recommend", *QUESTION, "--objective", "memory")
     assert as_json(invoke(*line, "--json"))["best_estimated"] is None
@@ -45,6 +53,15 @@ def test_every_preset_can_be_saved_as_a_plan(invoke: Any, tmp_path: Path, name: 
     assert saved == Plan.from_dict(answer["plan"])
     assert answer["not_executable"] == missing_execution(saved)
     assert as_json(invoke("estimate", "--plan", path, "--json"))["preset"] == name
+
+
+def test_another_gpu_or_model_takes_the_place_of_the_plans_own(invoke: Any, tmp_path: Path) -> None:
+    path, other = tmp_path / "plan.json", "Qwen/Qwen2.5-7B"
+    as_json(invoke("estimate", *QUESTION, "--preset", "quantspec", "--output", path, "--json"))
+    line = ("estimate", other, "--plan", path, "--gpu", "h100")
+    assert invoke(*line).stdout.startswith(f"{other} on h100-sxm, 120000 tokens of context")
+    asked_anew = invoke("estimate", other, "--preset", "quantspec", "--gpu", "h100", "--ctx", 120_000, "--json")
+    assert as_json(invoke(*line, "--json")) == as_json(asked_anew)
 
 
 def test_a_plan_that_is_only_estimated_says_so(invoke: Any) -> None:
