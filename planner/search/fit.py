@@ -83,8 +83,7 @@ def fit(
 
     def resized(context: int, batch: int) -> Question:
         workload = workload_for(asked.shape, asked.profile, context, new_tokens, batch, yarn=yarn)
-        question = replace(asked, workload=workload)
-        return question if preset else question.as_executed
+        return replace(asked, workload=workload).as_executed
 
     return Fit(
         model=asked.shape.name,

@@ -27,7 +27,7 @@ from ridgeplan.planner.prediction import predict_all
 from ridgeplan.planner.presets import preset_name
 from ridgeplan.planner.resolution import within_context
 from ridgeplan.planner.search import notes
-from ridgeplan.planner.support import missing_execution
+from ridgeplan.planner.support import as_loaded, missing_execution
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import GIB
 from ridgeplan.roofline.latency import Machine
@@ -79,11 +79,11 @@ def estimate(
         plan = replace(plan, speculation=replace(plan.speculation, gamma=gamma))
     usable = usable_bytes(used.hardware.memory_bytes, memory_utilization, memory_limit)
     machine = replace(Machine.of(used), memory_bytes=usable)
-    plain, predicted = predict_all([planner.preset("autoregressive", plan.workload), plan], shape, used, machine)
-    known = list(notes(shape, used, plan.workload, memory_limit, usable))
+    known, held = list(notes(shape, used, plan.workload, memory_limit, usable)), as_loaded(shape)
+    plain, predicted = predict_all([planner.preset("autoregressive", plan.workload), plan], held, used, machine)
     if output:
         write_atomically(output, plan.to_json() + "\n")
-    report = _Report(plan, shape, predicted.against(plain), plain, usable, known)
+    report = _Report(plan, held, predicted.against(plain), plain, usable, known)
     if as_json:
         print_json(report.to_dict())
     else:

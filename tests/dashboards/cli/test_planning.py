@@ -64,6 +64,16 @@ def test_another_gpu_or_model_takes_the_place_of_the_plans_own(invoke: Any, tmp_
     assert as_json(invoke(*line, "--json")) == as_json(asked_anew)
 
 
+def test_a_gguf_is_estimated_as_it_runs(invoke: Any, smollm2: Path) -> None:
+    """The runtime decodes it to 16 bits, as which the catalog has the same model."""
+    line = ("--preset", "int8", "--gpu", "h200", "--ctx", 4096, "--json")
+    stored, catalog = (as_json(invoke("estimate", one, *line)) for one in (smollm2, "HuggingFaceTB/SmolLM2-135M"))
+    assert stored["not_executable"] == []
+    for figure in ("tpot_ms", "ttft_ms", "peak_memory_bytes"):
+        assert stored["predicted"][figure] == pytest.approx(catalog["predicted"][figure])
+    assert any("converts this checkpoint's gguf weights" in note for note in stored["notes"])
+
+
 def test_a_plan_that_is_only_estimated_says_so(invoke: Any) -> None:
     line = ("estimate", *QUESTION, "--preset")
     assert "the runtime cannot execute draft selection 'specattn' yet" in invoke(*line, "specattn").stdout

@@ -10,6 +10,7 @@ from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.planner.search.question import ask
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.weight_formats.weight_bits import WeightBits
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 
@@ -75,6 +76,16 @@ def test_where_not_even_1_fits_the_plan_is_empty():
         assert row.plan == ""
         assert row.peak_bytes > found.memory_limit_bytes
     assert (found.contexts[0].context, found.batches[0].batch) == (0, 0)
+
+
+@pytest.mark.parametrize("preset", [None, "autoregressive", "quantspec"])
+def test_converted_weights_take_what_they_are_converted_to(preset):
+    """The runtime decodes a GGUF of 4.5 bits to 16, whoever chose the plan."""
+    shape = load_shape(LLAMA)
+    bits = WeightBits(attention=4.5, mlp=4.5, embedding=4.5, head=8.5, format="gguf")
+    found, full = (planner.fit(one, "rtx4090", batches=(1,), contexts=(8192,), preset=preset)
+                   for one in (replace(shape, weight_bits=bits), shape))  # fmt: skip
+    assert (found.contexts, found.batches) == (full.contexts, full.batches)
 
 
 def test_limits_and_reserves_are_recommends():
