@@ -27,7 +27,7 @@ from ridgeplan.planner.prediction import predict_all
 from ridgeplan.planner.presets import preset_name
 from ridgeplan.planner.resolution import within_context
 from ridgeplan.planner.search import notes
-from ridgeplan.planner.support import as_loaded, missing_execution
+from ridgeplan.planner.support import as_loaded, missing_execution, only_estimated
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import GIB
 from ridgeplan.roofline.latency import Machine
@@ -126,9 +126,8 @@ class _Report:
         size = f"{workload.context} tokens of context, batch {workload.batch}"
         misfit = "" if self.fits else f"; does not fit {self.usable_bytes / GIB:.1f} GiB"
         click.echo(f"{workload.model} on {workload.hardware}, {size} [{predicted.source}]{misfit}")
-        missing = missing_execution(self.plan, self.shape)
-        unsupported = [f"estimated only, the runtime cannot execute {', '.join(missing)} yet"] if missing else []
-        for note in (*self.notes, *unsupported):
+        unsupported = only_estimated(self.plan, self.shape)
+        for note in (*self.notes, *([unsupported] if unsupported else [])):
             click.echo(f"  note: {note}")
         rows = [(preset_name(self.plan), *figures(predicted), f"gamma {predicted.gamma}"),
                 ("autoregressive", *figures(self.baseline), "plain decoding")]  # fmt: skip
