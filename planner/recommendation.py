@@ -37,7 +37,7 @@ class Recommendation:
     """The best plan that runs here with its prediction, plain decoding for comparison, and the ranked alternatives.
 
     best_estimated: the best plan of all, which is only estimated; None where that is the plan itself, or one that runs
-    as fast.
+    as fast. model_runs: whether the runtime executes the model at all; if not, every plan is only estimated.
     """
 
     plan: Plan
@@ -49,6 +49,7 @@ class Recommendation:
     losses: tuple[str, ...]
     notes: tuple[str, ...]
     memory_limit_bytes: float
+    model_runs: bool
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: plan, prediction, baseline, alternatives, losses and notes."""
@@ -62,6 +63,7 @@ class Recommendation:
             "losses": list(self.losses),
             "notes": list(self.notes),
             "memory_limit_bytes": self.memory_limit_bytes,
+            "model_runs": self.model_runs,
         }
 
     def explain(self) -> str:
@@ -73,10 +75,14 @@ class Recommendation:
         share = self._attention_share()
         return [
             f"{workload.model} on {workload.hardware}, {workload.context} tokens of context, batch {workload.batch}:",
-            f"  runs here: {self._headline(self.name, self.predicted)}",
+            f"  {self._where}: {self._headline(self.name, self.predicted)}",
             f"  best of all: {self._best_of_all()}",
             f"  plain decoding spends {100 * share:.0f}% of a step on attention: {_bottleneck(share)}",
         ]
+
+    @property
+    def _where(self) -> str:
+        return "runs here" if self.model_runs else "estimated, as this model does not run here"
 
     def _headline(self, name: str, predicted: Prediction) -> str:
         sure = predicted.beats_plain

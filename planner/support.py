@@ -35,6 +35,12 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
     return [name for name, missing in checks.items() if missing]
 
 
+def only_estimated(plan: Plan, shape: ModelShape | None = None) -> str | None:
+    """That the runtime cannot execute the plan, and what it lacks; None if it can."""
+    missing = missing_execution(plan, shape)
+    return f"estimated only, the runtime cannot execute {', '.join(missing)} yet" if missing else None
+
+
 def exceeds_window(plan: Plan, shape: ModelShape) -> bool:
     """Whether codes or drafts would reach beyond the model's sliding window, which plain bf16 decoding alone may."""
     plain = not (plan.kv.format.quantized or plan.speculation.active)

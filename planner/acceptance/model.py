@@ -111,7 +111,7 @@ class AcceptanceModel:
             return nearest.source, str(nearest)
         values = {"parameters": self.parameters, "context": self.context, "ratio": ratio}
         beyond = [name for name, value in values.items() if not _within(value, [getattr(row, name) for row in rows])]
-        models = len({row.model for row in rows})
+        models = len({variant_name(row.model) for row in rows})
         where = f"fitted to {len(rows)} rows of {draft} from {models} models, the nearest {nearest}"
         if beyond:
             return "extrapolated", f"beyond all rows in {' and '.join(beyond)}; {where}"

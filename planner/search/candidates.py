@@ -16,7 +16,7 @@ from ridgeplan.planner.presets import PRESETS
 from ridgeplan.planner.quality import losses, quality_of
 from ridgeplan.planner.search.question import Objective, Question
 from ridgeplan.planner.search_space import Family, families
-from ridgeplan.planner.support import missing_execution
+from ridgeplan.planner.support import only_estimated
 from ridgeplan.roofline.device import GIB
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.placement import resident_memory
@@ -47,8 +47,7 @@ class Candidate:
 
     def unsupported(self, question: Question) -> str | None:
         """What the runtime lacks to execute this plan; None if nothing."""
-        missing = missing_execution(self.plan, question.shape)
-        return f"estimated only, the runtime cannot execute {', '.join(missing)} yet" if missing else None
+        return only_estimated(self.plan, question.shape)
 
 
 def search(question: Question, searched: tuple[Family, ...] | None = None) -> list[Candidate]:

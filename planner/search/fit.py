@@ -83,8 +83,7 @@ def fit(
 
     def resized(context: int, batch: int) -> Question:
         workload = workload_for(asked.shape, asked.profile, context, new_tokens, batch, yarn=yarn)
-        question = replace(asked, workload=workload)
-        return question if preset else question.as_executed
+        return replace(asked, workload=workload).as_executed
 
     return Fit(
         model=asked.shape.name,
@@ -124,7 +123,11 @@ def _row(context: int, batch: int, plan: Plan | None, peak_bytes: float, limited
 
 
 def _plans(question: Question, preset: str | None) -> list[Plan]:
-    """The preset, or the smallest plan of every family that runs; the preferred ones first."""
+    """The preset, or the smallest plan of every family that runs; the preferred ones first.
+
+    Of plans that differ only in the size of quantization groups, the usual one comes first.
+    """
     if preset:
         return [preset_of(preset, question.workload)]
-    return sorted(smallest_plans(runnable_families(question)), key=preference)
+    running = [*runnable_families(question), *runnable_families(question, regroup=True)]
+    return sorted(smallest_plans(running), key=preference)

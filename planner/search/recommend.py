@@ -15,6 +15,7 @@ from ridgeplan.planner.search.candidates import Candidate, search
 from ridgeplan.planner.search.choice import chosen, contenders, preference, sampled_scores, why_preferred
 from ridgeplan.planner.search.nothing_fits import NothingFits, tightest, why_nothing_fits
 from ridgeplan.planner.search.question import Objective, Question, ask, notes
+from ridgeplan.planner.support import missing_architecture
 from ridgeplan.planner.uncertainty import sampled_tpot_ms
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
@@ -72,6 +73,7 @@ def recommend(
         losses=tuple(losses(winner.plan)),
         notes=tuple(notes(asked.shape, asked.profile, asked.workload, memory_limit, asked.memory_limit_bytes)),
         memory_limit_bytes=question.memory_limit_bytes,
+        model_runs=missing_architecture(asked.shape) is None,
     )
 
 

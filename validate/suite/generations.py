@@ -16,6 +16,7 @@ import torch
 
 from ridgeplan.planner.capacity import predicted_memory
 from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.support import as_loaded
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
@@ -74,10 +75,10 @@ class Generator:
 
 
 def small_model(source: str, texts: Texts) -> Generator:
-    """A user's model as it is. Raises ModelError and what `load_shape` raises."""
+    """A user's model, priced as the runtime loads it. Raises ModelError and what `load_shape` raises."""
     tokenizer = load_tokenizer(model_source(source))
     shared = _SharedWeights(source, _calibration(tokenizer, texts))
-    return Generator(load_shape(source), tokenizer, shared.engine)
+    return Generator(as_loaded(load_shape(source)), tokenizer, shared.engine)
 
 
 def inflated_model(source: str, shape: str, texts: Texts) -> Generator:

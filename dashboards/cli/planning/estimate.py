@@ -27,7 +27,7 @@ from ridgeplan.planner.prediction import predict_all
 from ridgeplan.planner.presets import preset_name
 from ridgeplan.planner.resolution import within_context
 from ridgeplan.planner.search import notes
-from ridgeplan.planner.support import missing_execution
+from ridgeplan.planner.support import as_loaded, missing_execution, only_estimated
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import GIB
 from ridgeplan.roofline.latency import Machine
@@ -66,7 +66,8 @@ def estimate(
             profile,
             acceptance,
         )
-        within_context(plan.workload, shape)
+        asked = replace(plan.workload, model=shape.name, hardware=used.hardware.name)
+        plan = replace(plan, workload=within_context(asked, shape))
     else:
         if not (model and preset and gpu and ctx is not None):
             raise click.UsageError("estimate needs MODEL, --preset, --gpu and --ctx, or --plan FILE")
@@ -78,11 +79,11 @@ def estimate(
         plan = replace(plan, speculation=replace(plan.speculation, gamma=gamma))
     usable = usable_bytes(used.hardware.memory_bytes, memory_utilization, memory_limit)
     machine = replace(Machine.of(used), memory_bytes=usable)
-    plain, predicted = predict_all([planner.preset("autoregressive", plan.workload), plan], shape, used, machine)
-    known = list(notes(shape, used, plan.workload, memory_limit, usable))
+    known, held = list(notes(shape, used, plan.workload, memory_limit, usable)), as_loaded(shape)
+    plain, predicted = predict_all([planner.preset("autoregressive", plan.workload), plan], held, used, machine)
     if output:
         write_atomically(output, plan.to_json() + "\n")
-    report = _Report(plan, shape, predicted.against(plain), plain, usable, known)
+    report = _Report(plan, held, predicted.against(plain), plain, usable, known)
     if as_json:
         print_json(report.to_dict())
     else:
@@ -125,9 +126,8 @@ class _Report:
         size = f"{workload.context} tokens of context, batch {workload.batch}"
         misfit = "" if self.fits else f"; does not fit {self.usable_bytes / GIB:.1f} GiB"
         click.echo(f"{workload.model} on {workload.hardware}, {size} [{predicted.source}]{misfit}")
-        missing = missing_execution(self.plan, self.shape)
-        unsupported = [f"estimated only, the runtime cannot execute {', '.join(missing)} yet"] if missing else []
-        for note in (*self.notes, *unsupported):
+        unsupported = only_estimated(self.plan, self.shape)
+        for note in (*self.notes, *([unsupported] if unsupported else [])):
             click.echo(f"  note: {note}")
         rows = [(preset_name(self.plan), *figures(predicted), f"gamma {predicted.gamma}"),
                 ("autoregressive", *figures(self.baseline), "plain decoding")]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +12,10 @@ from ridgeplan import planner
 from ridgeplan.dashboards.cli.options import as_json, memory_utilization, options, profile_file, yarn
 from ridgeplan.dashboards.cli.output import print_json, print_table
 from ridgeplan.dashboards.cli.planning.options import memory_limit, new_tokens
+from ridgeplan.planner.capacity import usable_bytes
+from ridgeplan.planner.search import notes
 from ridgeplan.planner.search.best_gamma import BATCHES, GammaCell
+from ridgeplan.planner.support import as_loaded, only_estimated
 
 
 @click.command()
@@ -36,9 +39,12 @@ def gamma(
 ) -> None:
     """The best gamma of a preset for MODEL on GPU, over contexts and batches, with its speed-up over plain decoding."""
     cells = planner.best_gamma(model, gpu, preset=preset, contexts=contexts, batches=batches, **more)
+    known = list(_notes(model, gpu, preset, max(cell.context for cell in cells), **more))
     if as_json:
-        print_json({"preset": preset, "cells": [asdict(cell) for cell in cells]})
+        print_json({"preset": preset, "cells": [asdict(cell) for cell in cells], "notes": known})
         return
+    for note in known:
+        click.echo(f"note: {note}")
     rows = [
         (f"{context}", *(_text(cell) for cell in cells if cell.context == context), "")
         for context in dict.fromkeys(cell.context for cell in cells)
@@ -46,6 +52,20 @@ def gamma(
     print_table(
         f"Best gamma of {preset}, and its speed-up", ("context", *(f"batch {one}" for one in batches), ""), rows
     )
+
+
+def _notes(
+    model: str, gpu: str, preset: str, context: int, *, new_tokens: int, memory_utilization: float,
+    memory_limit: float | None, profile: str | None, yarn: bool,
+) -> Iterator[str]:  # fmt: skip
+    """Caveats of the table's longest context, and of a preset that is only estimated."""
+    shape, used = planner.resolve(model, gpu, profile)
+    workload = planner.workload_for(shape, used, context, new_tokens, 1, yarn=yarn)
+    usable = usable_bytes(used.hardware.memory_bytes, memory_utilization, memory_limit)
+    yield from notes(shape, used, workload, memory_limit, usable)
+    unsupported = only_estimated(planner.preset(preset, workload), as_loaded(shape))
+    if unsupported:
+        yield unsupported
 
 
 def _text(cell: GammaCell) -> str:

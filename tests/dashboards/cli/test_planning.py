@@ -31,6 +31,14 @@ def test_both_answers_are_shown_and_marked(invoke: Any) -> None:
     assert f"best of all: {best['preset']}" in text
 
 
+@pytest.mark.parametrize(("model", "runs"), [("Qwen/Qwen3-8B", True), ("openai/gpt-oss-20b", False)])
+def test_of_a_model_that_the_runtime_lacks_no_plan_is_said_to_run(invoke: Any, model: str, runs: bool) -> None:
+    """The runtime has Qwen3's dense decoder, and neither experts nor attention sinks."""
+    line = ("recommend", model, "--gpu", "h200", "--ctx", 8192)
+    assert as_json(invoke(*line, "--json"))["model_runs"] is runs
+    assert ("runs here:" in invoke(*line).stdout) is runs
+
+
 def test_where_nothing_estimated_is_faster_there_is_no_second_answer(invoke: Any) -> None:
     line = ("recommend", *QUESTION, "--objective", "memory")
     assert as_json(invoke(*line, "--json"))["best_estimated"] is None
@@ -45,6 +53,25 @@ def test_every_preset_can_be_saved_as_a_plan(invoke: Any, tmp_path: Path, name: 
     assert saved == Plan.from_dict(answer["plan"])
     assert answer["not_executable"] == missing_execution(saved)
     assert as_json(invoke("estimate", "--plan", path, "--json"))["preset"] == name
+
+
+def test_another_gpu_or_model_takes_the_place_of_the_plans_own(invoke: Any, tmp_path: Path) -> None:
+    path, other = tmp_path / "plan.json", "Qwen/Qwen2.5-7B"
+    as_json(invoke("estimate", *QUESTION, "--preset", "quantspec", "--output", path, "--json"))
+    line = ("estimate", other, "--plan", path, "--gpu", "h100")
+    assert invoke(*line).stdout.startswith(f"{other} on h100-sxm, 120000 tokens of context")
+    asked_anew = invoke("estimate", other, "--preset", "quantspec", "--gpu", "h100", "--ctx", 120_000, "--json")
+    assert as_json(invoke(*line, "--json")) == as_json(asked_anew)
+
+
+def test_a_gguf_is_estimated_as_it_runs(invoke: Any, smollm2: Path) -> None:
+    """The runtime decodes it to 16 bits, as which the catalog has the same model."""
+    line = ("--preset", "int8", "--gpu", "h200", "--ctx", 4096, "--json")
+    stored, catalog = (as_json(invoke("estimate", one, *line)) for one in (smollm2, "HuggingFaceTB/SmolLM2-135M"))
+    assert stored["not_executable"] == []
+    for figure in ("tpot_ms", "ttft_ms", "peak_memory_bytes"):
+        assert stored["predicted"][figure] == pytest.approx(catalog["predicted"][figure])
+    assert any("converts this checkpoint's gguf weights" in note for note in stored["notes"])
 
 
 def test_a_plan_that_is_only_estimated_says_so(invoke: Any) -> None:
@@ -101,6 +128,18 @@ def test_gamma_is_a_table_of_contexts_and_batches(invoke: Any) -> None:
     assert "does not fit" in text
     for cell in cells[:3]:
         assert f"{cell['gamma']} ({cell['speedup']:.2f}x)" in text
+
+
+def test_gamma_says_what_its_figures_do_not_hold_for(invoke: Any) -> None:
+    """The H200 is calibrated, the RTX 4090 is not; SpecAttn's drafts are not executed, QuantSpec's are."""
+    sizes = ("--ctx", 4096, "--batch", 1, "--json")
+    assert as_json(invoke("gamma", LLAMA, "h200", *sizes))["notes"] == []
+    (elsewhere,) = as_json(invoke("gamma", LLAMA, "rtx4090", *sizes))["notes"]
+    assert "rtx4090 is not calibrated" in elsewhere
+    line = ("gamma", LLAMA, "h200", "--preset", "specattn", *sizes)
+    (estimated,) = as_json(invoke(*line))["notes"]
+    assert "cannot execute draft selection 'specattn'" in estimated
+    assert f"note: {estimated}" in invoke(*line[:-1]).stdout
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,11 @@ def width(found):
     return np.log((1 - found.low) / (1 - found.high))
 
 
+def test_spellings_of_a_model_count_once():
+    """LWM, Llama-2-7B-32K, Qwen2.5-1.5B, Qwen2.5-Coder-0.5B and SmolLM2, the last two also by their GGUFs' names."""
+    assert "of w4kv4 from 5 models" in known(LLAMA, "quantspec").where
+
+
 def test_a_models_own_row_is_measured_and_narrow():
     before, after = known(LLAMA, "quantspec", 32768), known(LLAMA, "quantspec", 32768, [OWN])
     assert (before.source, after.source) == ("transferred", "measured")

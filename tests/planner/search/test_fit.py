@@ -10,6 +10,7 @@ from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.planner.search.question import ask
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.weight_formats.weight_bits import WeightBits
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 
@@ -33,12 +34,17 @@ def test_of_a_preset_the_largest_sizes_fit_to_the_last_token(name):
     assert peak(name, 4096, row.batch)[0] <= found.memory_limit_bytes < peak(name, 4096, row.batch + 1)[0]
 
 
-def test_it_agrees_with_recommend():
-    found = planner.fit(LLAMA, "rtx4090", batches=(2,), contexts=(8192,))
-    row = found.contexts[0]
-    assert planner.recommend(LLAMA, "rtx4090", row.context, batch=2)
-    (rows,) = found.batches
+@pytest.mark.parametrize("batch", [1, 2, 8])
+def test_it_agrees_with_recommend(batch):
+    """`recommend` also tries other sizes of quantization groups, which matter most where the cache is small."""
+    found = planner.fit(LLAMA, "rtx4090", batches=(batch,), contexts=(8192,))
+    (row,), (rows,) = found.contexts, found.batches
+    assert planner.recommend(LLAMA, "rtx4090", row.context, batch=batch)
+    with pytest.raises(planner.NothingFits, match=f"context up to {row.context} with batch {batch}"):
+        planner.recommend(LLAMA, "rtx4090", row.context + 1, batch=batch)
     assert planner.recommend(LLAMA, "rtx4090", 8192, batch=rows.batch)
+    with pytest.raises(planner.NothingFits, match=f"batch up to {rows.batch} with context 8192"):
+        planner.recommend(LLAMA, "rtx4090", 8192, batch=rows.batch + 1)
 
 
 def test_the_model_limits_what_memory_does_not():
@@ -70,6 +76,16 @@ def test_where_not_even_1_fits_the_plan_is_empty():
         assert row.plan == ""
         assert row.peak_bytes > found.memory_limit_bytes
     assert (found.contexts[0].context, found.batches[0].batch) == (0, 0)
+
+
+@pytest.mark.parametrize("preset", [None, "autoregressive", "quantspec"])
+def test_converted_weights_take_what_they_are_converted_to(preset):
+    """The runtime decodes a GGUF of 4.5 bits to 16, whoever chose the plan."""
+    shape = load_shape(LLAMA)
+    bits = WeightBits(attention=4.5, mlp=4.5, embedding=4.5, head=8.5, format="gguf")
+    found, full = (planner.fit(one, "rtx4090", batches=(1,), contexts=(8192,), preset=preset)
+                   for one in (replace(shape, weight_bits=bits), shape))  # fmt: skip
+    assert (found.contexts, found.batches) == (full.contexts, full.batches)
 
 
 def test_limits_and_reserves_are_recommends():

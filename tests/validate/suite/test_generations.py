@@ -34,6 +34,16 @@ def measured() -> Measured:
     return Measured(8000, 121, 1, statistics, segments=(Segment(0.024, 4),) * 8, driver_bytes=3 << 30)
 
 
+def test_a_gguf_is_priced_as_the_runtime_loads_it(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights have 4 to 8 bits in the file, and full precision in the engine."""
+    monkeypatch.setattr(module, "model_source", Path)
+    monkeypatch.setattr(module, "load_tokenizer", lambda source: None)
+    monkeypatch.setattr(module, "_calibration", lambda tokenizer, texts: None)
+    bits = small_model(str(smollm2), Texts.of(None, None)).shape.weight_bits
+    assert {bits.attention, bits.mlp, bits.embedding, bits.head} == {16.0}
+    assert load_shape(str(smollm2)).weight_bits.mlp < 9
+
+
 def test_tpot_is_predicted_at_both_texts_acceptance(measured: Measured, h200_profile: Any) -> None:
     rows = {row.kind: row for row in rows_of(PLAN, SHAPE, h200_profile, measured, 0.6)}
     ran = replace(PLAN, workload=replace(PLAN.workload, context=8000, new_tokens=121))
