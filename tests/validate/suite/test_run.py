@@ -46,7 +46,7 @@ def test_all_sections_end_up_in_one_report(tiny_folder: Path, h200_profile: Prof
     kinds = {row.section: {one.kind for one in report.rows if one.section == row.section} for row in report.rows}
     assert kinds["steps"] == {"plain step", "draft step", "verification"}
     assert "TPOT at the measured acceptance" in kinds["generations"]
-    assert {"linear", "linear_int4", "attention_d64", "sampling", "prefill_attention"} <= kinds["kernels"]
+    assert {"linear", "linear_int4", "attention_d64", "sampling", "prefill_attention_d64"} <= kinds["kernels"]
     assert len(report.regret) == 1
     row = report.regret[0]
     measured = [one["measured_ms"] for one in row.candidates]
