@@ -76,6 +76,8 @@ def estimate(
                                         1 if batch is None else batch, yarn=yarn)  # fmt: skip
         plan = planner.preset(preset, workload)
     if gamma is not None:
+        if not plan.speculation.active:
+            raise click.UsageError(f"--gamma is {gamma}; allowed: none, as {preset_name(plan)} drafts nothing")
         plan = replace(plan, speculation=replace(plan.speculation, gamma=gamma))
     usable = usable_bytes(used.hardware.memory_bytes, memory_utilization, memory_limit)
     machine = replace(Machine.of(used), memory_bytes=usable)

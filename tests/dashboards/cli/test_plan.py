@@ -358,9 +358,10 @@ def test_an_empty_name_is_not_the_plans_own(refuses: Any, invoke: Any, tmp_path:
 
 @pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "HF_HOME"])
 def test_a_folder_name_that_no_system_takes_holds_nothing(
-    refuses: Any, monkeypatch: pytest.MonkeyPatch, variable: str
+    refuses: Any, monkeypatch: pytest.MonkeyPatch, variable: str, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # not the user's, where this machine may be calibrated
     monkeypatch.setattr("ridgeplan.planner.resolution.detect_hardware", lambda: None)
     monkeypatch.setenv(variable, "/" + "x" * 5000)
     assert "ridgeplan calibrate" in refuses("recommend", LLAMA, "--gpu", "auto", "--ctx", 4096)

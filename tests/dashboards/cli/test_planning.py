@@ -169,3 +169,10 @@ def test_a_checkpoint_in_a_format_that_is_not_known_is_refused(refuses: Any, tmp
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "quant_method 'aqlm' is not supported; supported: gptq" in refuses("recommend", tmp_path, *QUESTION[1:])
+
+
+def test_a_preset_that_drafts_nothing_takes_no_gamma(invoke: Any) -> None:
+    question = ("estimate", "Llama-3.1-8B", "--preset", "autoregressive", "--gpu", "h200", "--ctx", "4096")
+    result = invoke(*question, "--gamma", "3")
+    assert result.exit_code == 2
+    assert "--gamma is 3; allowed: none, as autoregressive drafts nothing" in result.stderr
