@@ -118,6 +118,11 @@ class Prediction:
         return tuple(self.breakdown_source.op_times())
 
     @property
+    def target_step_ms(self) -> float:
+        """Milliseconds of verification, or of a plain step, with its sampling, as engines measure it."""
+        return self.verify_ms + 1e3 * self.round_s["acceptance"]
+
+    @property
     def round_ms(self) -> float:
         """Milliseconds of a whole round."""
         return 1e3 * sum(self.round_s.values())

@@ -142,8 +142,7 @@ def shape_of(plan: Plan, engine: Engine) -> ModelShape:
 
 def _time_rows(predicted: Prediction, statistics: Statistics) -> list[ComparisonRow]:
     prefill = ComparisonRow("prefill", "ms", predicted.best.ttft_ms, statistics.ttft_ms)
-    # The engine's verification time includes sampling, which the cost model counts separately.
-    target_ms = predicted.verify_ms + 1e3 * predicted.round_s["acceptance"]
+    target_ms = predicted.target_step_ms
     if not predicted.gamma:
         return [prefill, ComparisonRow("decode step", "ms", target_ms, 1e3 * statistics.verify_s)]
     return [

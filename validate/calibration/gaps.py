@@ -43,7 +43,7 @@ class Unexplained:
         """Of a measured round."""
         ran = replace(plan, workload=replace(plan.workload, new_tokens=times.grown))
         predicted = predict(ran, model.shape, profile)
-        target_s = 1e-3 * predicted.verify_ms + predicted.round_s["acceptance"]
+        target_s = 1e-3 * predicted.target_step_ms
         draft_s = times.draft_s - 1e-3 * predicted.draft_step_ms if times.gamma else None
         rest_s = times.keep_s + times.idle_s
         sizes = model.shape.layers, plan.workload.batch, times.gamma + 1

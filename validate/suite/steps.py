@@ -29,8 +29,7 @@ def rows_of(plan: Plan, model: RandomModel, profile: Profile, times: RoundTimes)
     """A plain step, or a draft step and a verification, beside the prediction for the tokens that were there."""
     ran = replace(plan, workload=replace(plan.workload, new_tokens=times.grown))
     predicted = predict(ran, model.shape, profile)
-    # A measured verification includes sampling, which the cost model counts separately.
-    target_ms = predicted.verify_ms + 1e3 * predicted.round_s["acceptance"]
+    target_ms = predicted.target_step_ms
     pairs = {"verification": (target_ms, times.verify_s), "draft step": (predicted.draft_step_ms, times.draft_s)}
     if not predicted.gamma:
         pairs = {"plain step": (target_ms, times.verify_s)}
