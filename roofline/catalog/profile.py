@@ -159,17 +159,7 @@ class Profile(Checked):
                 raise ProfileError(f"profile of {self.device} has no rates for {kind!r} or a related class")
             name = RELATIVES[name]
         found = self.classes[name]
-        return found if name == kind else replace(found, spread=_transferred(found.spread), source="prior")
-
-    def transferred_to(self, hardware: Hardware) -> Profile:
-        """These rates applied to another machine, marked as transferred and with a wider band (profile_transfer.py)."""
-        from ridgeplan.roofline.catalog.profile_transfer import transferred_classes
-
-        classes = {
-            name: replace(rates, spread=_transferred(rates.spread), source="transferred")
-            for name, rates in transferred_classes(self, hardware).items()
-        }
-        return replace(self, hardware=hardware, classes=classes, source="transferred", transferred_from=self.device)
+        return found if name == kind else replace(found, spread=transferred_spread(found.spread), source="prior")
 
     def to_json(self) -> str:
         """JSON text that `Profile.from_json` reads back to an equal profile."""
@@ -200,6 +190,6 @@ def load_profile(path: str | Path) -> Profile:
         raise ProfileError(f"profile {brief(str(path))}: {error}") from None
 
 
-def _transferred(spread: float) -> float:
+def transferred_spread(spread: float) -> float:
     """The spread of rates taken from another class or machine."""
     return min(spread + TRANSFER_SPREAD, MAX_SPREAD)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.profile import Profile, ProfileError, load_profile
+from ridgeplan.roofline.catalog.profile_transfer import transferred
 from ridgeplan.roofline.catalog.user_folders import cache_folder
 
 _SHIPPED = Path(__file__).with_name("profiles")
@@ -44,7 +45,8 @@ def profile_for(hardware: Hardware, calibrated: tuple[Profile, ...]) -> Profile:
             f"no calibrated profile of a {hardware.kind} to predict {hardware.name} from; "
             "run `ridgeplan calibrate` on one"
         )
-    return min(alike, key=lambda profile: _distance(profile.hardware, hardware)).transferred_to(hardware)
+    nearest = min(alike, key=lambda profile: _distance(profile.hardware, hardware))
+    return transferred(nearest, hardware)
 
 
 def _distance(one: Hardware, other: Hardware) -> float:

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ridgeplan.roofline.catalog.hardware import Hardware
-from ridgeplan.roofline.catalog.profile import MAX_PART_S, MIN_UTILIZATION, RELATIVES, Profile, Rates
+from ridgeplan.roofline.catalog.profile import (
+    MAX_PART_S,
+    MIN_UTILIZATION,
+    RELATIVES,
+    Profile,
+    Rates,
+    transferred_spread,
+)
 
 # From this share of the most that kernels reach, a class is taken to be bound by memory, or by the peak; below it by
 # instructions.
@@ -38,6 +45,15 @@ class _Limits:
         """The share there of a share here. None gets smaller: kernels are written anew for higher peaks."""
         bound_by_peak = found >= BOUND_SHARE * self.peak
         return found if bound_by_peak else max(found, min(self.peak, found * self.issue / self.compute))
+
+
+def transferred(profile: Profile, hardware: Hardware) -> Profile:
+    """A profile's rates applied to another machine, marked as transferred and with a wider band."""
+    classes = {
+        name: replace(rates, spread=transferred_spread(rates.spread), source="transferred")
+        for name, rates in transferred_classes(profile, hardware).items()
+    }
+    return replace(profile, hardware=hardware, classes=classes, source="transferred", transferred_from=profile.device)
 
 
 def transferred_classes(profile: Profile, hardware: Hardware) -> dict[str, Rates]:

@@ -6,6 +6,7 @@ import pytest
 
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.profile import NO_GAP, Rates, RowStep
+from ridgeplan.roofline.catalog.profile_transfer import transferred as transferred_profile
 
 STEPS = (
     RowStep(above_rows=8, launch_s=1e-6, inverse_utilization=1.0, width_s=1e-9),
@@ -28,7 +29,7 @@ def transferred(h200_profile):
 
     def to(portable=None, **figures):
         profile = replace(h200_profile, hardware=SOURCE, classes=CLASSES, portable=portable or {})
-        return profile.transferred_to(replace(SOURCE, name="other", num_sms=50, **figures)).classes
+        return transferred_profile(profile, replace(SOURCE, name="other", num_sms=50, **figures)).classes
 
     return to
 
