@@ -21,6 +21,7 @@ PREFILL_ATTENDED_TOKENS = 1 << 16  # enough to fill a GPU
 
 # Largest number of rows of activations that this package's matrix-product kernels take; beyond, the library is faster.
 CUDA_SKINNY_GEMM_ROWS = 16
+CUDA_LARGE_GEMM_ROWS = 8  # the same of weights with more than 8192 inputs or outputs, such as output heads
 CPU_SKINNY_GEMM_ROWS = 64
 CUDA_LIBRARY_GEMM_ROWS = 128  # from here on a library's products are bound by arithmetic, as in prefill
 CUDA_FUSED_SWIGLU_ROWS = 8  # most rows for which the gate and up product also applies SwiGLU, dense or 4-bit
@@ -35,7 +36,8 @@ DRAFT_SWAP_PROMPT_TOKENS = 1 << 16
 # Largest dense copy of a 4-bit weight that products of many rows hold beside the codes.
 INT4_COPY_BYTES = 128 << 20
 
-# What torch gives cuBLAS for each stream on Hopper, at its first call and for good (older GPUs: 8.1 MiB).
+# What torch gives cuBLAS for each stream on Hopper, at its first call and for good (older GPUs: 8.1 MiB). Prompts are
+# one stream; captured rounds are another, which calls cuBLAS if its products have more rows than this package's take.
 CUBLAS_WORKSPACE_BYTES = 32 << 20
 
 GATHER_ROW_BYTES = 256  # of the rows that calibration gathers: one token's key of 128 channels in 16 bits

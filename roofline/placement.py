@@ -12,6 +12,7 @@ from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.execution import (
     CUBLAS_WORKSPACE_BYTES,
+    CUDA_LARGE_GEMM_ROWS,
     DRAFT_SWAP_PROMPT_TOKENS,
     MAX_TOKENS,
     choose_splits,
@@ -20,7 +21,7 @@ from ridgeplan.roofline.execution import (
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import MemoryBreakdown
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
-from ridgeplan.roofline.term_math import is_symbolic, maximum, minimum, where
+from ridgeplan.roofline.term_math import indicator, is_symbolic, maximum, minimum, where
 
 # Share of an offloaded layer's budget that the previous step already loaded (SpeContext, section 5.4 and Fig 6b).
 ELASTIC_OVERLAP = 0.9
@@ -101,8 +102,13 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
             shape, strategy.context, element_bytes, arena_capacity_bytes, copy_bytes
         ),
         decode_workspace=memory.decode_workspace(shape, batch, strategy.queries, splits, element_bytes),
-        libraries=device.asynchronous * CUBLAS_WORKSPACE_BYTES,
+        libraries=device.asynchronous * _library_streams(strategy) * CUBLAS_WORKSPACE_BYTES,
     )
+
+
+def _library_streams(strategy: Strategy) -> Term:
+    """Streams that call a library's products: of prompts, and of rounds with too many rows for this package's head."""
+    return 1 + indicator(CUDA_LARGE_GEMM_ROWS + 1, strategy.batch * strategy.queries)
 
 
 def swapped_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term:

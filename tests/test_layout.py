@@ -116,7 +116,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "validate.decode_bench": (
         {
             "planner", "roofline", "roofline.catalog", "runtime", "runtime.drafting", "runtime.model",
-            "runtime.quantization", "validate.comparison", "validate.measure", "validate.progress", "validate.prompts",
+            "runtime.quantization", "validate.comparison", "validate.machine", "validate.measure", "validate.progress",
+            "validate.prompts",
         },
         VALIDATE,
     ),

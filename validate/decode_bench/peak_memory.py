@@ -33,6 +33,7 @@ from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
 from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.runtime.quantization.calibrate import quantized_target
 from ridgeplan.runtime.quantization.calibration_text import CalibrationText
+from ridgeplan.validate.machine import free_library_workspaces
 
 NEW_TOKENS = 64
 WARM_TOKENS = 512
@@ -119,6 +120,7 @@ def measure_peak(case: MemoryCase, shape: ModelShape, device: torch.device) -> M
     engine.close()
     del engine
     gc.collect()
+    free_library_workspaces(device)
     if cuda:
         torch.cuda.empty_cache()
     peaks = PeakMemory(statistics.peak_memory_bytes, statistics.peak_device_bytes, statistics.outside_bytes)
