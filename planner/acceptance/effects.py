@@ -42,8 +42,8 @@ COMMON = {
     "level": Prior(math.log(0.05), 1.5),
     "eight bits": Prior(-math.log(16), 0.5),  # of KV instead of four: steps are a sixteenth
     "quantizer": Prior(0.0, 0.4),
-    # A factor of 2 in parameters: wider sums average more rounding errors. A narrow prior predicts held-out models best,
-    # as few rows compare models that differ in size alone.
+    # A factor of 2 in parameters: wider sums average more errors. A narrow prior predicts held-out models best, as
+    # few rows compare models that differ in size alone.
     "size": Prior(-0.2, 0.05, -1),
     "size, tokens": Prior(0.0, 0.15, -1),
     "context": Prior(0.1, 0.15, 1),  # a factor of 2 in tokens
