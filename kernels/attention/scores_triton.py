@@ -73,7 +73,9 @@ def _scores_kernel(
         else:
             channels = tl.arange(0, HEAD_DIM)[None, :]
             q_tile = tl.load(q + row[:, None] + channels, mask=valid[:, None], other=0.0)
-            slot = keys + batch * key_batch_stride + kv_head * key_head_stride + token.to(tl.int64)[:, None] * key_stride
+            slot = (
+                keys + batch * key_batch_stride + kv_head * key_head_stride + token.to(tl.int64)[:, None] * key_stride
+            )
             k_tile = tl.load(slot + channels, mask=(token < stop)[:, None], other=0.0)
             logits = tl.zeros([ROWS, BLOCK], tl.float32)
             logits = _dot(q_tile, tl.trans(k_tile.to(q_tile.dtype)), logits) * scale

@@ -22,7 +22,9 @@ def _load_quarter(q, row, part, valid, QUARTER: tl.constexpr):
 
 
 @triton.jit
-def _add_quarter(scores, bias, x, codes, part, at, key_scale, key_min, scale, QUARTER: tl.constexpr, dtype: tl.constexpr):
+def _add_quarter(
+    scores, bias, x, codes, part, at, key_scale, key_min, scale, QUARTER: tl.constexpr, dtype: tl.constexpr
+):
     """Adds a quarter of the channels, whose codes are bits 2 * part and up: 4 c + 1.5 = 4 (c - 1.5) + 7.5."""
     pair = at + part * QUARTER + tl.arange(0, QUARTER)
     step = tl.load(key_scale + pair).to(tl.float32) * scale

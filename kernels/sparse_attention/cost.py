@@ -6,11 +6,14 @@ The cost model uses the formulas of `ridgeplan.roofline.sparse_ops`; a test chec
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ridgeplan.kernels.attention.cost import split_attention_cost
 from ridgeplan.kernels.device.launch_metadata import launch_metadata
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.selection.cost import two_bit_cost
+from ridgeplan.kernels.selection.draft_planes import DraftPlanes
 from ridgeplan.roofline.cost import Cost
 
 INDEX_BYTES = 4
@@ -43,6 +46,23 @@ def sparse_attention_cost(
         flops=4 * q.numel() * chosen_tokens,
         read_bytes=kv_rows * chosen_tokens * token_bytes + INDEX_BYTES * entries,
     )
+
+
+def progressive_cost(
+    q: Tensor,
+    keys: Tensor,
+    codes: QuantizedKV,
+    planes: DraftPlanes,
+    tokens: int,
+    chosen_tokens: int,
+    full_tokens: int,
+    splits: int,
+) -> Cost:
+    """`progressive_attention` as one kernel: scores and choices are neither written nor read."""
+    scan = two_bit_cost(q, codes, planes, tokens)
+    none = torch.empty(0, 1, 0, dtype=torch.int32, device="meta")
+    attending = sparse_attention_cost(q, keys, codes, False, none, chosen_tokens, full_tokens, splits)
+    return Cost(scan.flops, scan.read_bytes) + attending
 
 
 def sparse_attention_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
