@@ -13,14 +13,15 @@ from torch import Tensor
 
 from ridgeplan.kernels.attention.merge import merge
 from ridgeplan.kernels.attention.triton import LN_2, LOG2_E, MAX_ROWS, _check_tiles, _num_sms, _split_range
-from ridgeplan.kernels.attention.triton_blocks import full_block
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.sparse_attention.cost import sparse_attention_metadata
-from ridgeplan.kernels.sparse_attention.triton_blocks import gathered_block
+from ridgeplan.kernels.sparse_attention.triton_blocks import gathered_block, slots_block
 from ridgeplan.roofline.execution import choose_splits
 
-BLOCK = 64  # tokens in flight of a program
+BLOCK = 32  # tokens in flight of a program
 WARPS = 4
+STAGES = 2
+SPLITS = 4  # times those of contiguous attention: gathers hide their latency by more programs, not by longer pipelines
 
 
 @triton.jit(
@@ -56,11 +57,14 @@ def _sparse_attention_kernel(
         tl.store(lse + result, row_max, mask=valid)
         return
 
+    HALF_DIM: tl.constexpr = HEAD_DIM // 2
+    channels = tl.arange(0, HALF_DIM)[None, :]
     row_sum = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
-    q += batch * q_batch_stride
-    row = query * q_query_stride + head * q_head_stride
-    q_tile = tl.load(q + row[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=valid[:, None], other=0.0)
+    acc0 = tl.zeros([ROWS, HALF_DIM], tl.float32)
+    acc1 = tl.zeros([ROWS, HALF_DIM], tl.float32)
+    row = q + batch * q_batch_stride + (query * q_query_stride + head * q_head_stride)[:, None] + channels
+    q0 = tl.load(row, mask=valid[:, None], other=0.0)
+    q1 = tl.load(row + HALF_DIM, mask=valid[:, None], other=0.0)
     keys += batch * key_batch_stride + kv_head * key_head_stride
     values += batch * value_batch_stride + kv_head * value_head_stride
     limit = first
@@ -72,29 +76,29 @@ def _sparse_attention_kernel(
         inside = place < entries * PAGE
         token = tl.load(index + place // PAGE, mask=inside, other=0) * PAGE + place % PAGE
         inside = inside & (token < limit)
+        token = tl.where(inside, token, 0)
         if BITS > 0:
-            row_max, row_sum, acc = gathered_block(
-                row_max, row_sum, acc, q_tile, tl.where(inside, token, 0), inside, flat * group_capacity, scale,
-                key_upper, key_lower, key_scale, key_min, value_upper, value_lower, value_scale, value_min,
-                GROUP, HEAD_DIM, BITS, VALUE_ROWS,
+            row_max, row_sum, acc0, acc1 = gathered_block(
+                row_max, row_sum, acc0, acc1, q0, q1, token, inside, flat * group_capacity, scale, key_upper, key_lower,
+                key_scale, key_min, value_upper, value_lower, value_scale, value_min, GROUP, HEAD_DIM, BITS, VALUE_ROWS,
             )  # fmt: skip
         else:
-            slots = tl.where(inside, token, first)  # slots from `first` on are masked
-            row_max, row_sum, acc = full_block(
-                row_max, row_sum, acc, q_tile, rows * 0 + first, slots, first, scale, keys, values, key_stride,
+            row_max, row_sum, acc0, acc1 = slots_block(
+                row_max, row_sum, acc0, acc1, q0, q1, rows * 0 + first, token, inside, scale, keys, values, key_stride,
                 value_stride, HEAD_DIM,
             )  # fmt: skip
     for block in range(tl.maximum(start, chosen), stop):
         slots = first + (block - chosen) * BLOCK + tl.arange(0, BLOCK)
-        row_max, row_sum, acc = full_block(
-            row_max, row_sum, acc, q_tile, own + query, slots, last, scale, keys, values, key_stride, value_stride,
-            HEAD_DIM,
+        row_max, row_sum, acc0, acc1 = slots_block(
+            row_max, row_sum, acc0, acc1, q0, q1, own + query, slots, slots < last, scale, keys, values, key_stride,
+            value_stride, HEAD_DIM,
         )  # fmt: skip
 
     divisor = tl.where(row_sum > 0, row_sum, 1.0)
     tl.store(lse + result, (row_max + tl.log2(divisor)) * LN_2, mask=valid)
-    at = result[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    tl.store(partial + at, acc / divisor[:, None], mask=valid[:, None])
+    at = result[:, None] * HEAD_DIM + channels
+    tl.store(partial + at, acc0 / divisor[:, None], mask=valid[:, None])
+    tl.store(partial + at + HALF_DIM, acc1 / divisor[:, None], mask=valid[:, None])
 
 
 def sparse_decode_attention_triton(
@@ -123,7 +127,8 @@ def sparse_decode_attention_triton(
     group = codes.group if codes is not None else head_dim
     _check_tiles(head_dim, group, q, keys, values)
     entries = index.shape[2]
-    splits = splits or int(choose_splits(batch, kv_heads, entries * page + capacity, _num_sms(q.device)))
+    tokens = entries * page + capacity
+    splits = splits or int(choose_splits(batch, kv_heads, SPLITS * tokens, SPLITS * _num_sms(q.device)))
     ratio = q_heads // kv_heads
     rows = min(MAX_ROWS, max(16, triton.next_power_of_2(queries * ratio)))
     partial = torch.empty(batch, queries, q_heads, splits, head_dim, dtype=torch.float32, device=q.device)
@@ -163,5 +168,6 @@ def sparse_decode_attention_triton(
         ROWS=rows,
         BLOCK=BLOCK,
         num_warps=WARPS,
+        num_stages=STAGES,
     )
     return merge(partial, lse, q.dtype, backend="triton")
