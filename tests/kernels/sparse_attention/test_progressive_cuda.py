@@ -1,4 +1,4 @@
-"""The fused kernel of progressive attention against the reference, with queries sharp enough that ties weigh nothing."""
+"""The fused kernel of progressive attention against the reference, with queries so sharp that ties weigh nothing."""
 
 from dataclasses import dataclass
 
