@@ -7,7 +7,6 @@ few more than k may be.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -43,7 +42,7 @@ STRIDES = (
 class ProgressiveParams(KernelParams):
     """See csrc/params.cuh."""
 
-    constants: Mapping[str, int] = MappingProxyType({"THREADS": THREADS, "BINS": BINS, "GROUP": GROUP})
+    constants = MappingProxyType({"THREADS": THREADS, "BINS": BINS, "GROUP": GROUP})
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (*INPUTS, *OUTPUTS, *PLANES)),

@@ -24,6 +24,25 @@ STAGES = 2
 SPLITS = 4  # times those of contiguous attention: gathers hide their latency by more programs, not by longer pipelines
 
 
+@triton.jit
+def _load_tokens(index, place, entries, limit, PAGE: tl.constexpr):
+    """The chosen tokens at `place` of a list of pages, and which of them exist; the others become token 0."""
+    inside = place < entries * PAGE
+    token = tl.load(index + place // PAGE, mask=inside, other=0) * PAGE + place % PAGE
+    inside = inside & (token < limit)
+    return tl.where(inside, token, 0), inside
+
+
+@triton.jit
+def _store_result(partial, lse, result, valid, row_max, row_sum, acc0, acc1, HEAD_DIM: tl.constexpr):
+    """A split's normalized partial and its log-sum-exp."""
+    divisor = tl.where(row_sum > 0, row_sum, 1.0)
+    tl.store(lse + result, (row_max + tl.log2(divisor)) * LN_2, mask=valid)
+    at = partial + result[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM // 2)[None, :]
+    tl.store(at, acc0 / divisor[:, None], mask=valid[:, None])
+    tl.store(at + HEAD_DIM // 2, acc1 / divisor[:, None], mask=valid[:, None])
+
+
 @triton.jit(
     launch_metadata=sparse_attention_metadata,
     do_not_specialize=["scale", "capacity", "group_capacity", "splits", "index_capacity"],
@@ -37,20 +56,19 @@ def _sparse_attention_kernel(
     QUERIES: tl.constexpr, RATIO: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BITS: tl.constexpr, VALUE_ROWS: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    flat = tl.program_id(0).to(tl.int64)
-    batch, kv_head, split = flat // KV_HEADS, flat % KV_HEADS, tl.program_id(1)
+    flat, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, kv_head = flat // KV_HEADS, flat % KV_HEADS
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     query = rows % QUERIES
     head = kv_head * RATIO + rows // QUERIES
     valid = rows < RATIO * QUERIES
     result = ((batch * QUERIES + query) * (KV_HEADS * RATIO) + head) * splits + split
 
-    first = tl.load(begin + batch)
-    own = tl.load(end + batch)
+    first, own = tl.load(begin + batch), tl.load(end + batch)
     last = tl.minimum(own + QUERIES - 1, capacity)
     chosen_set = batch * sets + kv_head % sets
     entries = tl.minimum(tl.load(count + chosen_set), index_capacity)
-    chosen = tl.cdiv(entries * PAGE, BLOCK)
+    chosen = tl.cdiv(entries * PAGE, BLOCK)  # blocks
     start, stop = _split_range(chosen + tl.cdiv(tl.maximum(last - first, 0), BLOCK), split, splits)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     if start >= stop:
@@ -58,25 +76,19 @@ def _sparse_attention_kernel(
         return
 
     HALF_DIM: tl.constexpr = HEAD_DIM // 2
-    channels = tl.arange(0, HALF_DIM)[None, :]
     row_sum = tl.zeros([ROWS], tl.float32)
     acc0 = tl.zeros([ROWS, HALF_DIM], tl.float32)
     acc1 = tl.zeros([ROWS, HALF_DIM], tl.float32)
-    row = q + batch * q_batch_stride + (query * q_query_stride + head * q_head_stride)[:, None] + channels
+    row = q + batch * q_batch_stride + (query * q_query_stride + head * q_head_stride)[:, None]
+    row += tl.arange(0, HALF_DIM)[None, :]
     q0 = tl.load(row, mask=valid[:, None], other=0.0)
     q1 = tl.load(row + HALF_DIM, mask=valid[:, None], other=0.0)
     keys += batch * key_batch_stride + kv_head * key_head_stride
     values += batch * value_batch_stride + kv_head * value_head_stride
-    limit = first
-    if BITS > 0:
-        limit = tl.minimum(tl.load(groups + batch), group_capacity) * GROUP
+    limit = tl.minimum(tl.load(groups + batch), group_capacity) * GROUP if BITS > 0 else first
     index += chosen_set * index_capacity
     for block in range(start, tl.minimum(stop, chosen)):
-        place = block * BLOCK + tl.arange(0, BLOCK)
-        inside = place < entries * PAGE
-        token = tl.load(index + place // PAGE, mask=inside, other=0) * PAGE + place % PAGE
-        inside = inside & (token < limit)
-        token = tl.where(inside, token, 0)
+        token, inside = _load_tokens(index, block * BLOCK + tl.arange(0, BLOCK), entries, limit, PAGE)
         if BITS > 0:
             row_max, row_sum, acc0, acc1 = gathered_block(
                 row_max, row_sum, acc0, acc1, q0, q1, token, inside, flat * group_capacity, scale, key_upper, key_lower,
@@ -94,11 +106,7 @@ def _sparse_attention_kernel(
             value_stride, HEAD_DIM,
         )  # fmt: skip
 
-    divisor = tl.where(row_sum > 0, row_sum, 1.0)
-    tl.store(lse + result, (row_max + tl.log2(divisor)) * LN_2, mask=valid)
-    at = result[:, None] * HEAD_DIM + channels
-    tl.store(partial + at, acc0 / divisor[:, None], mask=valid[:, None])
-    tl.store(partial + at + HALF_DIM, acc1 / divisor[:, None], mask=valid[:, None])
+    _store_result(partial, lse, result, valid, row_max, row_sum, acc0, acc1, HEAD_DIM)
 
 
 def sparse_decode_attention_triton(
@@ -136,26 +144,12 @@ def sparse_decode_attention_triton(
     planes = vars(codes) if codes is not None else {field.name: None for field in fields(QuantizedKV)}
     if value_rows is not None:
         planes = {**planes, "value_upper": value_rows.contiguous()}
+    lengths = (x if x is None else x.contiguous() for x in (begin, end, index, count, groups))
+    strides = (*q.stride()[:3], *keys.stride()[:3], *values.stride()[:3])
+    group_capacity = codes.groups if codes is not None else 0
     _sparse_attention_kernel[(batch * kv_heads, splits, triton.cdiv(queries * ratio, rows))](
-        q,
-        keys,
-        values,
-        begin.contiguous(),
-        end.contiguous(),
-        index.contiguous(),
-        count.contiguous(),
-        groups.contiguous() if groups is not None else None,
-        partial,
-        lse,
-        scale * LOG2_E,
-        capacity,
-        codes.groups if codes is not None else 0,
-        splits,
-        entries,
-        index.shape[1],
-        *q.stride()[:3],
-        *keys.stride()[:3],
-        *values.stride()[:3],
+        q, keys, values, *lengths, partial, lse, scale * LOG2_E, capacity, group_capacity, splits, entries,
+        index.shape[1], *strides,
         **planes,
         QUERIES=queries,
         RATIO=ratio,
@@ -169,5 +163,5 @@ def sparse_decode_attention_triton(
         BLOCK=BLOCK,
         num_warps=WARPS,
         num_stages=STAGES,
-    )
+    )  # fmt: skip
     return merge(partial, lse, q.dtype, backend="triton")
