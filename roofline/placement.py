@@ -96,13 +96,19 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
         weights=memory.weight_memory(shape, strategy.target_weight_bytes, element_bytes),
         draft_weights=_draft_weights(shape, strategy),
         kv=memory.full_kv(shape, batch, slots, element_bytes) + codes,
-        buffers=memory.full_kv(shape, batch, buffered, element_bytes),
+        buffers=memory.full_kv(shape, batch, buffered, element_bytes) + _selection_state(shape, device, strategy, tokens),
         prefill_workspace=memory.prefill_workspace(
             shape, strategy.context, element_bytes, arena_capacity_bytes, copy_bytes
         ),
         decode_workspace=memory.decode_workspace(shape, batch, strategy.queries, splits, element_bytes),
         libraries=device.asynchronous * CUBLAS_WORKSPACE_BYTES,
     )
+
+
+def _selection_state(shape: ModelShape, device: Device, strategy: Strategy, tokens: Term) -> Term:
+    """What drafts choose tokens by: keys of few bits or bounds, and scores."""
+    key_bytes = shape.kv_elements_per_token_per_layer / 2 * device.element_bytes
+    return strategy.batch * tokens * (strategy.held_keys * key_bytes + strategy.held_score_bytes)
 
 
 def swapped_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term:

@@ -1,0 +1,88 @@
+"""What policies that read a share of the tokens have in common: the budget, and the recent tokens, which all read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes
+from ridgeplan.planner.axes.draft_selection import SparseSelection
+from ridgeplan.runtime.drafting.policies.base import DraftPolicy
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.metadata import AttentionMetadata
+
+
+class SparsePolicy(DraftPolicy):
+    """A policy that chooses among a row's first `old` tokens; drafts also read all later ones, in full precision.
+
+    candidates: most old tokens that a row can have. planes: the codes' two-bit keys, and their values by token, which
+    are cheaper to gather; made of each group once it is quantized.
+    """
+
+    selection: SparseSelection
+
+    def __init__(self, selection: SparseSelection, cache: Cache) -> None:
+        super().__init__(selection, cache)
+        config = cache.config
+        self.reads_codes = config.drafts_read_codes
+        self.candidates = config.groups * config.group if self.reads_codes else config.slots
+        self.planes = DraftPlanes.allocate(cache.all_codes) if self.needs_planes and cache.all_codes else None
+
+    @property
+    def needs_planes(self) -> bool:
+        """Whether anything is read from `planes`."""
+        return self.cache.config.drafts_read_upper
+
+    def old(self) -> Tensor:
+        """Tokens that may be chosen, int32 [batch]: those in codes, or all but the recent ones."""
+        lengths = self.cache.lengths
+        return self.cache.quantized(lengths) if self.reads_codes else (lengths - self.selection.recent).clamp_min(0)
+
+    def total(self) -> Tensor:
+        """Cached tokens that drafts read, recent ones included, int32 [batch]: clamp(ceil(ratio n), floor, n)."""
+        lengths = self.cache.lengths
+        shared = (lengths.double() * self.selection.ratio).ceil().int().clamp_min(self.selection.floor)
+        return torch.minimum(shared, lengths)
+
+    def budget(self) -> Tensor:
+        """Old tokens to choose, int32 [batch]: what recent ones leave of the total, and the sinks at least."""
+        old = self.old()
+        left = self.total() - (self.cache.lengths - old)
+        return torch.minimum(left.clamp_min(self.selection.sinks), old)
+
+    @property
+    def max_budget(self) -> int:
+        """The largest budget at any length of the context."""
+        selection = self.selection
+        total = max(math.ceil(selection.ratio * self.cache.config.context), selection.floor, selection.sinks, 1)
+        return min(total, self.candidates)
+
+    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor) -> None:
+        groups = self.cache.config.quantized_groups(keys.shape[1])
+        if self.planes is None or not groups:
+            return
+        place = slice(layer * self.cache.config.batch + row, layer * self.cache.config.batch + row + 1)
+        first = torch.zeros(1, dtype=torch.int32, device=keys.device)
+        pack_draft_planes(self.cache.all_codes.rows(place), self.planes.rows(place), first, groups)
+
+    def before_round(self) -> None:
+        """Packs every row's latest group of codes, which may be new."""
+        if self.planes is None:
+            return
+        latest = self.cache.quantized(self.cache.lengths) // self.cache.config.group - 1
+        latest = latest.repeat(self.cache.layers)
+        pack_draft_planes(self.cache.all_codes, self.planes, latest.clamp_min(0), mask=latest >= 0)
+
+    def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
+        every = super().draft_metadata(ahead, queries)
+        begin = every.begin if self.reads_codes else self.old()[: self.cache.rows]
+        return replace(every, begin=begin, select=self.select)
+
+    def value_rows(self, layer: int) -> Tensor | None:
+        """The values' upper codes by token, of a layer's rows, where drafts read these."""
+        if self.planes is None or not self.cache.config.drafts_read_upper:
+            return None
+        return self.planes.rows(self.cache.layer_rows(layer)).value_rows
