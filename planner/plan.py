@@ -226,6 +226,12 @@ class Plan(PlanPart):
         if upper and self.kv.format not in (KVFormat.SHADOW, KVFormat.HIERARCHICAL):
             stored = f"kv format {self.kv.format.value!r}"
             return f"codes is 'upper' with {stored}; allowed: 'bf16+int4' or 'int4x2', which store upper codes"
+        selection = self.speculation.selection
+        if selection.needs_codes and not self.kv.format.quantized:
+            return f"selection is {selection.name!r} with kv format 'bf16'; allowed: formats with codes"
+        page = getattr(selection, "page", 1)
+        if page > self.kv.group:
+            return f"page is {page} with kv group {self.kv.group}; allowed: pages of a group or less"
         if not self.speculation.active and (upper or self.weights.draft_differs):
             return "gamma is 0 with draft codes or draft weights set; allowed: gamma of 1 or more"
         return None

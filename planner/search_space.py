@@ -96,7 +96,8 @@ def _joint(workload: Workload, placements: tuple[bool, ...], quality: Quality) -
 def _drafting(plain: Plan, weights: Weights, codes: DraftCodes) -> Iterator[Plan]:
     for policy in selections(Role.DRAFT):
         speculation = Speculation(1, codes, draft_selection(policy.name))
-        if not policy.searched:
+        missing_codes = speculation.selection.needs_codes and not plain.kv.format.quantized
+        if missing_codes or not policy.searched:
             continue
         if not speculation.sparse and codes is DraftCodes.FULL and not weights.draft_differs:
             continue  # the draft would be the target itself

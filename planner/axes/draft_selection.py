@@ -31,6 +31,7 @@ class DraftSelection(PlanPart):
     ratio: float
 
     per_query: ClassVar[bool] = False  # chosen anew by every draft's query, else once a round
+    needs_codes: ClassVar[bool] = False  # in the cache, whether drafts read them or not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +111,13 @@ class SpecAttn(SparseSelection):
 class Progressive(SparseSelection):
     """The tokens that each draft's query scores highest by 2-bit keys, for each KV head; not published.
 
-    reduce: how the query heads of a KV head are combined, by the sum of their probabilities or by the highest logit.
+    The 2-bit keys are the upper bits of the cache's codes.
     """
 
     name: str = _name("progressive")
-    reduce: str = one_of(("sum", "max"), default="sum")
 
     per_query: ClassVar[bool] = True
+    needs_codes: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ class Cache:
     def __init__(self, model: ModelShape, config: KVCacheConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config
         self.rows = config.batch
-        self.layers = model.layers
+        self.layers, self.q_heads, self.kv_heads = model.layers, model.q_heads, model.kv_heads
         sizes = (model.layers, config.batch, model.kv_heads, config.slots, model.head_dim)
         self.keys = torch.zeros(sizes, dtype=dtype, device=device)
         self.values = torch.zeros(sizes, dtype=dtype, device=device)
@@ -92,7 +92,23 @@ class Cache:
 
     def codes(self, layer: int) -> QuantizedKV:
         """Quantized groups of a layer."""
-        return self._codes(layer * self.config.batch, self.rows)
+        return self._codes(self.layer_rows(layer))
+
+    def layer_rows(self, layer: int) -> slice:
+        """Where a layer's rows are in `all_codes`."""
+        first = layer * self.config.batch
+        return slice(first, first + self.rows)
+
+    def oldest_group(self) -> tuple[Tensor, Tensor]:
+        """The group that grows old next: keys [layers, batch, kv_heads, group, head_dim], its first token int32 [batch].
+
+        Keys of rows that do not hold all of it are undefined.
+        """
+        first, group = self.quantized(self.lengths), self.config.group
+        slots = torch.arange(group, device=first.device) + (0 if self.config.buffered else first[:, None])
+        slots = slots.expand(len(first), group).clamp_max(self.config.slots - 1).long()
+        sizes = (*self.keys.shape[:3], group, self.keys.shape[4])
+        return self.keys.gather(3, slots[None, :, None, :, None].expand(sizes)), first
 
     def target_metadata(self, queries: int) -> AttentionMetadata:
         """For a pass of the target over `queries` tokens that follow the cached ones."""
@@ -123,7 +139,8 @@ class Cache:
         tokens = keys.shape[1]
         whole = self.config.quantized_groups(tokens) * self.config.group
         if whole:
-            codes = self._codes(layer * self.config.batch + row, 1)
+            place = layer * self.config.batch + row
+            codes = self._codes(slice(place, place + 1))
             first = torch.zeros(1, dtype=torch.int32, device=keys.device)
             quantize(keys[None, :, :whole], values[None, :, :whole], codes, first)
         start = whole if self.config.buffered else 0
@@ -153,9 +170,9 @@ class Cache:
         if self.config.buffered:
             shift_slots(keys, values, self.config.group, mask)
 
-    def _codes(self, first: int, count: int) -> QuantizedKV:
+    def _codes(self, rows: slice) -> QuantizedKV:
         assert self.all_codes is not None, "this KV format holds no codes"
-        return self.all_codes.rows(slice(first, first + count))
+        return self.all_codes.rows(rows)
 
 
 def _allocate_codes(model: ModelShape, config: KVCacheConfig, device: torch.device) -> QuantizedKV:

@@ -46,6 +46,11 @@ class KVCacheConfig:
         return self.draft_codes is DraftCodes.UPPER
 
     @property
+    def drafts_read_codes(self) -> bool:
+        """Whether drafts read old tokens as codes, upper ones alone or both."""
+        return self.buffered or self.drafts_read_upper
+
+    @property
     def slots(self) -> int:
         """Full-precision slots per row: two groups for a buffer, else the context, plus one round's tokens."""
         kept = 2 * self.group if self.buffered else self.context

@@ -20,7 +20,7 @@ class Quest(PerQueryPolicy):
     def __init__(self, selection: selections.Quest, cache: Cache) -> None:
         self.page = selection.page
         super().__init__(selection, cache)
-        groups = -(-self.candidates // cache.config.group)
+        groups = -(-self.candidates // cache.config.group) + 1  # one more, which is not old yet
         sizes = (*cache.keys.shape[:3], groups * cache.config.group // self.page, 2, cache.keys.shape[4])
         self.bounds = torch.zeros(sizes, dtype=cache.keys.dtype, device=cache.keys.device)
 
@@ -34,8 +34,7 @@ class Quest(PerQueryPolicy):
         super().before_round()
         keys, first = self.cache.oldest_group()
         pages = first[:, None] // self.page + torch.arange(keys.shape[3] // self.page, device=keys.device)
-        pages = pages.clamp_max(self.bounds.shape[3] - 1).long()
-        at = pages[None, :, None, :, None, None].expand(*keys.shape[:3], -1, 2, keys.shape[4])
+        at = pages.long()[None, :, None, :, None, None].expand(*keys.shape[:3], -1, 2, keys.shape[4])
         bounds = page_bounds(keys.flatten(0, 1), self.page)
         self.bounds.scatter_(3, at, bounds.unflatten(0, keys.shape[:2]))
 

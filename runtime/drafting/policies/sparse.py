@@ -28,7 +28,8 @@ class SparsePolicy(DraftPolicy):
         super().__init__(selection, cache)
         config = cache.config
         self.reads_codes = config.drafts_read_codes
-        self.candidates = config.groups * config.group if self.reads_codes else config.slots
+        coded = config.groups * config.group
+        self.candidates = coded if config.buffered else max(coded, config.slots)
         self.planes = DraftPlanes.allocate(cache.all_codes) if self.needs_planes and cache.all_codes else None
 
     @property
