@@ -10,7 +10,7 @@ import numpy as np
 
 from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan, require
 from ridgeplan.planner.policies import draft_selection, target_selection
-from ridgeplan.planner.policies.policy import SCORE_PASSES, SelectionCost
+from ridgeplan.planner.policies.policy import SelectionCost
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.latency import (
@@ -37,7 +37,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
     head_bytes = shape.weight_bits.full_bytes("head", device.element_bytes)
     choosing, target_reads = draft_selection(plan).cost(speculation.selection), target_selection(plan)
     target_choosing = target_reads.target_cost if target_reads else SelectionCost()
-    per_query, score_bytes = speculation.selection.per_query, choosing.score_bytes_of(shape.kv_heads)
+    per_query, moved_bytes = speculation.selection.per_query, choosing.moved_score_bytes(shape.kv_heads) * shape.layers
     return Strategy(
         batch=workload.batch,
         context=workload.context,
@@ -63,10 +63,10 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         draft_run_tokens=choosing.run_of(shape.kv_heads),
         target_scored_keys=target_choosing.scored_keys_of(shape.layers),
         draft_scored_keys=choosing.scored_keys_of(shape.layers),
-        step_score_bytes=SCORE_PASSES * score_bytes * shape.layers * per_query,
-        round_score_bytes=SCORE_PASSES * score_bytes * shape.layers * (not per_query),
+        step_score_bytes=moved_bytes * per_query,
+        round_score_bytes=moved_bytes * (not per_query),
         held_keys=choosing.held_keys * shape.layers,
-        held_score_bytes=score_bytes * (1 if per_query else shape.layers),
+        held_score_bytes=choosing.held_score_bytes(shape.kv_heads) * (1 if per_query else shape.layers),
         gamma=speculation.gamma,
         acceptance=acceptance,
     )

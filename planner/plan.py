@@ -229,9 +229,6 @@ class Plan(PlanPart):
         selection = self.speculation.selection
         if selection.needs_codes and not self.kv.format.quantized:
             return f"selection is {selection.name!r} with kv format 'bf16'; allowed: formats with codes"
-        page = getattr(selection, "page", 1)
-        if page > self.kv.group:
-            return f"page is {page} with kv group {self.kv.group}; allowed: pages of a group or less"
         if not self.speculation.active and (upper or self.weights.draft_differs):
             return "gamma is 0 with draft codes or draft weights set; allowed: gamma of 1 or more"
         return None

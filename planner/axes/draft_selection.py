@@ -16,7 +16,7 @@ MIN_RATIO = 1e-6  # one token in a million
 SPARSE_RATIO = 0.07  # SpecAttn, appendix: near-optimal for all its designs
 SINKS = 4  # StreamingLLM, section 3.2: four initial tokens suffice
 MAX_KEPT = 4096  # sinks or recent tokens
-PAGES = (16, 32, 64)  # tokens; they divide every group
+PAGES = (16, 32)  # tokens; they divide every group
 
 
 def _name(name: str) -> Any:
@@ -90,7 +90,7 @@ class SpecExtend(SparseSelection):
     """Pages that the last verified token attended to most, by the mean of their scores (Cha et al. 2025)."""
 
     name: str = _name("specextend")
-    page: int = one_of((1, *PAGES), default=64)
+    page: int = one_of((1, *PAGES), default=32)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,10 +52,9 @@ class SelectionCost:
 
     scored_keys: what is scanned to score the cached tokens at every step, as a share of one layer's keys.
     scores_one_layer: scoring runs once for all layers, not in each. held_keys: what is kept beside the cache for it, as
-    a share of one layer's keys. score_rows: rows of fp32 scores over the cached tokens, of a layer's set or of each KV
-    head's, that are written once and read twice by top-k. run_tokens: tokens that are read together because they lie
-    together: 1 where single ones are chosen, a page, or without a limit where the chosen ones are a run.
-    shared_by_heads: one set for all KV heads of a layer, whose keys of a token then lie together.
+    a share of one layer's keys. score_rows: scores in fp32 per cached token and KV head. run_tokens: tokens that are
+    read together because they lie together: 1 where single ones are chosen, a page, or without a limit where the chosen
+    ones are a run. shared_by_heads: one set for all KV heads of a layer, whose keys of a token then lie together.
     """
 
     scored_keys: float = 0.0
@@ -73,9 +72,17 @@ class SelectionCost:
         """Keys scored at a step of a model with `layers` layers, in multiples of one layer's keys."""
         return self.scored_keys * (1 if self.scores_one_layer else layers)
 
-    def score_bytes_of(self, kv_heads: int) -> float:
+    def held_score_bytes(self, kv_heads: int) -> float:
         """Bytes of one layer's scores per cached token."""
-        return SCORE_BYTES * self.score_rows * (1 if self.shared_by_heads else kv_heads)
+        return SCORE_BYTES * self.score_rows * kv_heads
+
+    def moved_score_bytes(self, kv_heads: int) -> float:
+        """Bytes that choosing moves for one layer per cached token: scores are written, and read twice by top-k.
+
+        For one set of all heads they are read once to be added up, and only their sums are ranked.
+        """
+        passes = 2 + SCORE_PASSES / kv_heads if self.shared_by_heads else SCORE_PASSES
+        return passes * self.held_score_bytes(kv_heads)
 
 
 def _nothing(_: DraftSelection) -> SelectionCost:

@@ -1,12 +1,12 @@
-"""SnapKV (Li et al. 2024): scored once, in prefill, by the last window's queries, for each KV head."""
+"""SnapKV (Li et al. 2024): chosen once, in prefill, by the last window's queries, for each KV head."""
 
 from ridgeplan.planner.axes.draft_selection import SnapKV
 from ridgeplan.planner.policies.policy import MAGICDEC_RATIO, Role, SelectionCost, TokenSelection, drafting
 
 
 def cost(_: SnapKV) -> SelectionCost:
-    """The prompt's scores are kept, and ranked again every round, as old tokens become more."""
-    return SelectionCost(score_rows=1, run_tokens=1)
+    """Steps score nothing; the tokens that they read lie apart."""
+    return SelectionCost(run_tokens=1)
 
 
 SNAPKV = TokenSelection(

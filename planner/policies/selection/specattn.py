@@ -11,7 +11,7 @@ from ridgeplan.planner.policies.selection.quantspec import quantspec
 
 
 def cost(selection: SpecAttn) -> SelectionCost:
-    """One row of scores for a layer or a KV head: verification adds up queries and heads before it writes."""
+    """Verification adds up queries and the query heads of a KV head before it writes their scores."""
     return SelectionCost(score_rows=1, run_tokens=1, shared_by_heads=not selection.per_kv_head)
 
 

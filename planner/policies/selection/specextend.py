@@ -5,7 +5,7 @@ from ridgeplan.planner.policies.policy import Role, SelectionCost, TokenSelectio
 
 
 def cost(selection: SpecExtend) -> SelectionCost:
-    """One row of scores for a layer's heads; a page's mean is ranked."""
+    """As for SpecAttn; the means of pages are ranked."""
     return SelectionCost(score_rows=1, run_tokens=selection.page, shared_by_heads=True)
 
 

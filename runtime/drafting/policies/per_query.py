@@ -19,8 +19,8 @@ class PerQueryPolicy(SparsePolicy):
 
     page = 1
 
-    def old(self) -> Tensor:
-        return self.cache.quantized(self.cache.lengths)
+    def old_of(self, lengths: Tensor) -> Tensor:
+        return self.cache.quantized(lengths)
 
     def query_scores(self, layer: int, query: Tensor) -> Tensor:
         """Scores of pages by a query [rows, 1, q_heads, head_dim] -> float32 [rows, kv_heads, pages]."""

@@ -35,8 +35,8 @@ class RankedPolicy(SparsePolicy):
         places = torch.arange(self.candidates, dtype=torch.float32, device=self.scores.device)
         self.scores.copy_((places + UNSCORED).expand_as(self.scores))
 
-    def old(self) -> Tensor:
-        return super().old() // self.page * self.page
+    def old_of(self, lengths: Tensor) -> Tensor:
+        return super().old_of(lengths) // self.page * self.page
 
     def before_round(self) -> None:
         super().before_round()

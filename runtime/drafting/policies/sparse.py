@@ -37,22 +37,28 @@ class SparsePolicy(DraftPolicy):
         """Whether anything is read from `planes`."""
         return self.cache.config.drafts_read_upper
 
-    def old(self) -> Tensor:
-        """Tokens that may be chosen, int32 [batch]: those in codes, or all but the recent ones."""
-        lengths = self.cache.lengths
+    def old_of(self, lengths: Tensor) -> Tensor:
+        """Tokens that may be chosen at these lengths, int32 [n]: those in codes, or all but the recent ones."""
         return self.cache.quantized(lengths) if self.reads_codes else (lengths - self.selection.recent).clamp_min(0)
 
-    def total(self) -> Tensor:
-        """Cached tokens that drafts read, recent ones included, int32 [batch]: clamp(ceil(ratio n), floor, n)."""
-        lengths = self.cache.lengths
+    def total_of(self, lengths: Tensor) -> Tensor:
+        """Tokens that drafts read at these lengths, recent ones included, int32 [n]: clamp(ceil(ratio n), floor, n)."""
         shared = (lengths.double() * self.selection.ratio).ceil().int().clamp_min(self.selection.floor)
         return torch.minimum(shared, lengths)
 
-    def budget(self) -> Tensor:
-        """Old tokens to choose, int32 [batch]: what recent ones leave of the total, and the sinks at least."""
-        old = self.old()
-        left = self.total() - (self.cache.lengths - old)
+    def budget_of(self, lengths: Tensor) -> Tensor:
+        """Old tokens to choose at these lengths, int32 [n]: what recent ones leave of the total, at least the sinks."""
+        old = self.old_of(lengths)
+        left = self.total_of(lengths) - (lengths - old)
         return torch.minimum(left.clamp_min(self.selection.sinks), old)
+
+    def old(self) -> Tensor:
+        """`old_of` the cached tokens, int32 [batch]."""
+        return self.old_of(self.cache.lengths)
+
+    def budget(self) -> Tensor:
+        """`budget_of` the cached tokens, int32 [batch]."""
+        return self.budget_of(self.cache.lengths)
 
     @property
     def max_budget(self) -> int:

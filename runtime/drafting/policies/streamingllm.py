@@ -18,11 +18,11 @@ class StreamingLLM(SparsePolicy):
         super().__init__(selection, cache)
         self._chosen: tuple[Tensor, Tensor] | None = None
 
-    def old(self) -> Tensor:
+    def old_of(self, lengths: Tensor) -> Tensor:
         if self.reads_codes:
-            return super().old()
-        run = (self.total() - self.selection.sinks).clamp_min(self.selection.recent)
-        return (self.cache.lengths - run).clamp_min(0)
+            return super().old_of(lengths)
+        run = (self.total_of(lengths) - self.selection.sinks).clamp_min(self.selection.recent)
+        return (lengths - run).clamp_min(0)
 
     def before_round(self) -> None:
         super().before_round()
