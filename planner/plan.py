@@ -180,7 +180,7 @@ class Speculation(PlanPart):
 
     gamma: int = whole(0, MAX_GAMMA, default=0)
     codes: DraftCodes = one_of(DraftCodes, default=DraftCodes.FULL)
-    selection: DraftSelection = variant(DRAFT_SELECTIONS, default=AllTokens())
+    selection: DraftSelection = variant(DRAFT_SELECTIONS, default=AllTokens())  # noqa: RUF009
 
     @property
     def active(self) -> bool:

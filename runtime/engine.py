@@ -206,7 +206,9 @@ class Engine:
 
     def _speculator(self, cache: Cache, sampling: SamplingParams) -> Speculator:
         assert self._policy is not None, "an engine with a cache has a policy"
-        return Speculator(self.decoder, self.weights, self.draft_weights, cache, self._policy, sampling, self._generator)
+        return Speculator(
+            self.decoder, self.weights, self.draft_weights, cache, self._policy, sampling, self._generator
+        )
 
     def _prepared(self, speculator: Speculator, stopwatch: Stopwatch) -> Rounds:
         """Rounds for this number of rows and these sampling parameters; on CUDA their graph is captured once."""

@@ -27,14 +27,21 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "roofline": ({"roofline.catalog", "roofline.catalog.weight_formats"}, MODEL),
     "roofline.symbolic": ({"roofline", "roofline.catalog"}, MODEL),
     "roofline.papers": ({"roofline", "roofline.catalog", "roofline.symbolic"}, MODEL),
-    "planner.policies.selection": ({"planner.plan", "planner.policies"}, MODEL),
+    "planner.axes": ({"roofline.catalog", "roofline.execution"}, MODEL),
+    "planner.policies.selection": ({"planner.axes", "planner.plan", "planner.policies"}, MODEL),
     "planner.policies.eviction": ({"planner.plan", "planner.policies", "planner.policies.selection"}, MODEL),
     "planner.policies": (
-        {"planner.plan", "planner.policies.eviction", "planner.policies.selection", "roofline.strategy"},
+        {
+            "planner.axes", "planner.plan", "planner.policies.eviction", "planner.policies.selection",
+            "roofline.strategy",
+        },
         MODEL,
     ),
     "planner.acceptance": (
-        {"planner.plan", "planner.policies", "planner.policies.selection", "roofline", "roofline.catalog"},
+        {
+            "planner.axes", "planner.plan", "planner.policies", "planner.policies.selection", "roofline",
+            "roofline.catalog",
+        },
         MODEL,
     ),
     "planner.search": (
@@ -46,8 +53,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "planner": (
         {
-            "planner.acceptance", "planner.policies", "planner.policies.eviction", "planner.policies.selection",
-            "planner.search", "roofline", "roofline.catalog", "roofline.catalog.weight_formats", "roofline.symbolic",
+            "planner.acceptance", "planner.axes", "planner.policies", "planner.policies.eviction",
+            "planner.policies.selection", "planner.search", "roofline", "roofline.catalog", "roofline.catalog.weight_formats", "roofline.symbolic",
         },
         MODEL,
     ),
@@ -64,15 +71,16 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "kernels.layer": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
     "kernels.linear": ({"kernels.device", "kernels.layer", "roofline.cost", "roofline.execution"}, {"torch", "triton"}),
     "kernels.sampling": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
-    "runtime.kv": ({"kernels.kv_cache", "planner.plan", "roofline.catalog", "roofline.execution"}, RUNTIME),
+    "runtime.kv": ({"kernels.attention", "kernels.kv_cache", "planner.plan", "roofline.catalog", "roofline.execution"}, RUNTIME),
     "runtime.model": (
         {
-            "kernels.attention", "kernels.layer", "kernels.linear", "roofline.catalog", "roofline.execution",
+            "kernels.attention", "kernels.layer", "kernels.linear", "kernels.sparse_attention", "roofline.catalog",
+            "roofline.execution",
             "runtime.arena", "runtime.errors", "runtime.host_memory", "runtime.kv", "runtime.model_config",
         },
         RUNTIME,
     ),
-    "runtime.drafting.policies": ({"runtime.kv"}, RUNTIME),
+    "runtime.drafting.policies": ({"kernels.attention", "kernels.selection", "planner.axes", "runtime.kv"}, RUNTIME),
     "runtime.drafting": (
         {
             "kernels.device", "kernels.sampling", "runtime.drafting.policies", "runtime.kv", "runtime.model",

@@ -100,9 +100,9 @@ class Cache:
         return slice(first, first + self.rows)
 
     def oldest_group(self) -> tuple[Tensor, Tensor]:
-        """The group that grows old next: keys [layers, batch, kv_heads, group, head_dim], its first token int32 [batch].
+        """Keys [layers, batch, kv_heads, group, head_dim] of the group that grows old next, and its first token.
 
-        Keys of rows that do not hold all of it are undefined.
+        The latter is int32 [batch]. Keys of rows that do not hold the whole group are undefined.
         """
         first, group = self.quantized(self.lengths), self.config.group
         slots = torch.arange(group, device=first.device) + (0 if self.config.buffered else first[:, None])

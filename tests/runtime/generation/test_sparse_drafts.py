@@ -67,7 +67,9 @@ def test_drafts_that_may_read_everything_do(kv, codes, selection, tiny_model, ma
     chosen = generate(make_plan(kv, 2, batch=3, codes=codes, selection=selection, **options), folder, ids, 40)
     assert chosen.tokens == every.tokens
     counted = "judged", "accepted", "rounds", "flushes"
-    assert [getattr(chosen.statistics, name) for name in counted] == [getattr(every.statistics, name) for name in counted]
+    assert [getattr(chosen.statistics, name) for name in counted] == [
+        getattr(every.statistics, name) for name in counted
+    ]
 
 
 def test_nonsense_is_corrected(plain, tiny_model, make_plan, prompts, monkeypatch):
