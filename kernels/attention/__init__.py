@@ -56,12 +56,18 @@ def decode_attention(
         if scores is not None:
             collect_scores_reference(scores, q, keys, begin, end, codes, groups, lower, scale)
         return decode_attention_reference(q, keys, values, begin, end, codes, groups, lower, scale)
-    kernel = find_kernel(q, keys, values, codes, lower, scale) if backend == "auto" else None
-    if kernel is not None:
-        return kernel.run(q, keys, values, begin, end, codes, groups, scale, splits)
-    from ridgeplan.kernels.attention.triton import decode_attention_triton
+    # Probabilities need the queries' log-sum-exps, which the CUDA kernel does not keep.
+    finds = backend == "auto" and (scores is None or scores.what == "logits")
+    kernel = find_kernel(q, keys, values, codes, lower, scale) if finds else None
+    if kernel is None:
+        from ridgeplan.kernels.attention.triton import decode_attention_triton
 
-    return decode_attention_triton(q, keys, values, begin, end, codes, groups, lower, scale, splits)
+        return decode_attention_triton(q, keys, values, begin, end, codes, groups, lower, scale, splits, scores)
+    if scores is not None:
+        from ridgeplan.kernels.attention.scores_triton import collect_scores_triton
+
+        collect_scores_triton(scores, q, keys, begin, end, codes, groups, lower, scale, None)
+    return kernel.run(q, keys, values, begin, end, codes, groups, scale, splits)
 
 
 def _check(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV | None, groups: Tensor | None) -> None:

@@ -39,13 +39,13 @@ class ScoreRequest:
         if self.what not in ("logits", "probabilities"):
             raise ValueError(f"what {self.what!r} is none of: logits, probabilities")
 
-    def first_stride(self, queries: int) -> int:
-        """Steps between the summed queries, which end with the last of `queries`: 1 all, queries - 1 the ends."""
+    def step(self, queries: int) -> int:
+        """Distance between the summed ones of `queries` queries, which are counted from the last one down."""
         return {"all": 1, "last": queries, "ends": max(1, queries - 1)}[self.rows]
 
     def summed(self, queries: int) -> list[int]:
         """Numbers of the summed queries, of `queries`."""
-        return list(range(queries - 1, -1, -self.first_stride(queries)))
+        return list(range(queries - 1, -1, -self.step(queries)))
 
     def require(self, batch: int, kv_heads: int, tokens: int) -> None:
         """Raises ValueError where `out` has no room for `tokens` tokens of these rows and heads."""

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ridgeplan.kernels.attention.cost import attention_metadata
 from ridgeplan.kernels.attention.merge import merge
+from ridgeplan.kernels.attention.scores import ScoreRequest
+from ridgeplan.kernels.attention.scores_triton import collect_scores_triton
 from ridgeplan.kernels.attention.triton_blocks import full_block, quantized_block
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.roofline.execution import choose_splits
@@ -129,6 +131,7 @@ def decode_attention_triton(
     lower: bool,
     scale: float,
     splits: int | None,
+    scores: ScoreRequest | None = None,
 ) -> Tensor:
     """See `ridgeplan.kernels.attention.decode_attention`.
 
@@ -177,6 +180,9 @@ def decode_attention_triton(
         num_warps=config.warps * (2 if rows >= 64 else 1),
         num_stages=config.stages,
     )
+    if scores is not None:
+        whole = lse.logsumexp(-1) if scores.what == "probabilities" else None
+        collect_scores_triton(scores, q, keys, begin, end, codes, groups, lower, scale, whole)
     return merge(partial, lse, q.dtype, backend="triton")
 
 

@@ -71,7 +71,8 @@ def test_cases_run_and_agree_with_their_references(bench: Bench, name: str) -> N
 
 
 LINEAR = {"linear_int4", "linear_dense", "gated_int4", "gated_dense"}
-ROTATED = LINEAR | {"attention", "verification", "quantize", "flush", "rejection_sample", "draw"}
+SPARSE = {"two_bit", "page_scores", "top_k", "sparse_attention", "progressive", "scores"}
+ROTATED = LINEAR | SPARSE | {"attention", "verification", "quantize", "flush", "rejection_sample", "draw"}
 
 
 @pytest.mark.parametrize("name", KERNELS)
