@@ -66,7 +66,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         draft_scored_keys=choosing.scored_keys_of(shape.layers),
         step_score_bytes=moved_bytes * per_query,
         round_score_bytes=moved_bytes * (not per_query),
-        held_plane_bits=DRAFT_PLANE_BITS * shape.layers * gathers_codes(plan),
+        held_plane_bits=DRAFT_PLANE_BITS * shape.layers * plan.gathers_codes,
         held_keys=choosing.held_keys * shape.layers,
         held_score_bytes=choosing.held_score_bytes(shape.kv_heads) * (1 if per_query else shape.layers),
         gamma=speculation.gamma,
@@ -98,12 +98,6 @@ def kernel_class(plan: Plan, head_dim: int, part: str, kind: str) -> str:
     if kind == "attention":
         return attention_kind(draft_code_bits(plan) if drafting else target_code_bits(plan), head_dim)
     return kind
-
-
-def gathers_codes(plan: Plan) -> bool:
-    """Whether drafts choose by codes or gather them, for which the runtime keeps planes of their own."""
-    speculation = plan.speculation
-    return speculation.sparse and (speculation.codes is DraftCodes.UPPER or speculation.selection.needs_codes)
 
 
 def draft_head_bits(plan: Plan) -> int:

@@ -221,6 +221,12 @@ class Plan(PlanPart):
     speculation: Speculation = part(Speculation)
     tensor_parallel: int = whole(1, MAX_DEVICES, default=1)
 
+    @property
+    def gathers_codes(self) -> bool:
+        """Whether drafts choose by codes or gather upper ones, for which planes by token are kept beside the codes."""
+        upper = self.speculation.codes is DraftCodes.UPPER
+        return self.speculation.sparse and (upper or self.speculation.selection.needs_codes)
+
     def _contradiction(self) -> str | None:
         upper = self.speculation.codes is DraftCodes.UPPER
         if upper and self.kv.format not in (KVFormat.SHADOW, KVFormat.HIERARCHICAL):

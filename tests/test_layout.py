@@ -54,7 +54,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "planner": (
         {
             "planner.acceptance", "planner.axes", "planner.policies", "planner.policies.eviction",
-            "planner.policies.selection", "planner.search", "roofline", "roofline.catalog", "roofline.catalog.weight_formats", "roofline.symbolic",
+            "planner.policies.selection", "planner.search", "roofline", "roofline.catalog",
+            "roofline.catalog.weight_formats", "roofline.symbolic",
         },
         MODEL,
     ),
@@ -71,7 +72,13 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "kernels.layer": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
     "kernels.linear": ({"kernels.device", "kernels.layer", "roofline.cost", "roofline.execution"}, {"torch", "triton"}),
     "kernels.sampling": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
-    "runtime.kv": ({"kernels.attention", "kernels.kv_cache", "planner.plan", "roofline.catalog", "roofline.execution"}, RUNTIME),
+    "runtime.kv": (
+        {
+            "kernels.attention", "kernels.kv_cache", "kernels.selection", "planner.plan", "roofline.catalog",
+            "roofline.execution",
+        },
+        RUNTIME,
+    ),
     "runtime.model": (
         {
             "kernels.attention", "kernels.layer", "kernels.linear", "kernels.sparse_attention", "roofline.catalog",

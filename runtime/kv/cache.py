@@ -8,7 +8,9 @@ in full precision (QuantSpec, section 4.3.2). The split depends on the length al
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from torch import Tensor
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.shift import shift_slots
+from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes
+from ridgeplan.planner.plan import DraftCodes
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.metadata import AttentionMetadata
@@ -37,13 +41,14 @@ class Cache:
         self.keys = torch.zeros(sizes, dtype=dtype, device=device)
         self.values = torch.zeros(sizes, dtype=dtype, device=device)
         self.all_codes = _allocate_codes(model, config, device) if config.format.quantized else None
+        self.all_planes = DraftPlanes.allocate(self.all_codes) if self.all_codes and config.draft_planes else None
         self.lengths = torch.zeros(config.batch, dtype=torch.int32, device=device)
         self.ends = torch.full_like(self.lengths, config.context)
 
     @property
     def bytes(self) -> int:
-        """Storage of keys, values and codes."""
-        return self.keys.nbytes + self.values.nbytes + (self.all_codes.bytes if self.all_codes else 0)
+        """Storage of keys, values, codes and planes."""
+        return sum(part.bytes for part in (self.all_codes, self.all_planes) if part) + 2 * self.keys.nbytes
 
     def reset(self, rows: int) -> None:
         """Empties the cache and activates its first `rows` rows, each up to the full context."""
@@ -86,6 +91,12 @@ class Cache:
         max_tokens = (self.ends[: self.rows] - lengths).clamp_min(1)
         return torch.minimum(max_tokens, group - lengths % group) if self.config.buffered else max_tokens
 
+    def reading(self, codes: DraftCodes) -> Cache:
+        """The same storage for drafts that read other codes."""
+        other = copy.copy(self)
+        other.config = replace(self.config, draft_codes=codes)
+        return other
+
     def full(self, layer: int) -> tuple[Tensor, Tensor]:
         """Full-precision keys and values [rows, kv_heads, slots, head_dim] of a layer."""
         return self.keys[layer, : self.rows], self.values[layer, : self.rows]
@@ -93,6 +104,10 @@ class Cache:
     def codes(self, layer: int) -> QuantizedKV:
         """Quantized groups of a layer."""
         return self._codes(self.layer_rows(layer))
+
+    def planes(self, layer: int) -> DraftPlanes | None:
+        """Quantized groups of a layer by token, if they are kept."""
+        return self.all_planes.rows(self.layer_rows(layer)) if self.all_planes else None
 
     def layer_rows(self, layer: int) -> slice:
         """Where a layer's rows are in `all_codes`."""
@@ -143,6 +158,9 @@ class Cache:
             codes = self._codes(slice(place, place + 1))
             first = torch.zeros(1, dtype=torch.int32, device=keys.device)
             quantize(keys[None, :, :whole], values[None, :, :whole], codes, first)
+            if self.all_planes:
+                planes = self.all_planes.rows(slice(place, place + 1))
+                pack_draft_planes(codes, planes, first, whole // self.config.group)
         start = whole if self.config.buffered else 0
         self.keys[layer, row, :, : tokens - start] = keys[:, start:]
         self.values[layer, row, :, : tokens - start] = values[:, start:]
@@ -167,6 +185,8 @@ class Cache:
         first_slot = torch.zeros_like(before) if self.config.buffered else before
         index = (before // self.config.group).repeat(self.layers)
         quantize(keys, values, codes, index, mask, first_slot=first_slot.repeat(self.layers))
+        if self.all_planes:
+            pack_draft_planes(codes, self.all_planes, index, mask=mask)
         if self.config.buffered:
             shift_slots(keys, values, self.config.group, mask)
 

@@ -23,16 +23,12 @@ class Progressive(PerQueryPolicy):
         sizes = (cache.layers, cache.config.batch, cache.q_heads)
         self.lse = torch.zeros(sizes, dtype=torch.float32, device=cache.lengths.device)
 
-    @property
-    def needs_planes(self) -> bool:
-        return True
-
     def start(self) -> None:
         self.lse.zero_()
 
     def query_scores(self, layer: int, query: Tensor) -> Tensor:
         rows = self.cache.rows
-        assert self.planes is not None, "plans that choose by 2-bit keys hold codes"
-        planes = self.planes.rows(self.cache.layer_rows(layer))
+        planes = self.cache.planes(layer)
+        assert planes is not None, "plans that choose by 2-bit keys hold codes"
         groups = self.old()[:rows] // self.cache.config.group
         return two_bit_scores(query, self.cache.codes(layer), planes, groups, self.lse[layer, :rows])

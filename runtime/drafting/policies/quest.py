@@ -25,13 +25,11 @@ class Quest(PerQueryPolicy):
         self.bounds = torch.zeros(sizes, dtype=cache.keys.dtype, device=cache.keys.device)
 
     def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor) -> None:
-        super().after_prefill(layer, row, queries, keys)
         whole = min(keys.shape[1] // self.page, self.bounds.shape[3])
         bounds = page_bounds(keys[None, :, : whole * self.page], self.page)
         self.bounds[layer, row, :, :whole] = bounds[0]
 
     def before_round(self) -> None:
-        super().before_round()
         keys, first = self.cache.oldest_group()
         pages = first[:, None] // self.page + torch.arange(keys.shape[3] // self.page, device=keys.device)
         at = pages.long()[None, :, None, :, None, None].expand(*keys.shape[:3], -1, 2, keys.shape[4])

@@ -39,7 +39,6 @@ class RankedPolicy(SparsePolicy):
         return super().old_of(lengths) // self.page * self.page
 
     def before_round(self) -> None:
-        super().before_round()
         scores = self.scores.sum(2, keepdim=True) if self.shared else self.scores.clone()
         if self.page > 1:
             scores = functional.avg_pool1d(scores.flatten(0, 2), self.page).unflatten(0, scores.shape[:3])

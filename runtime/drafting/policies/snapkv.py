@@ -35,7 +35,6 @@ class SnapKV(SparsePolicy):
         self._count = self.chosen
 
     def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor) -> None:
-        super().after_prefill(layer, row, queries, keys)
         scores = prompt_scores(queries, keys, "probabilities")
         pooled = functional.max_pool1d(scores, self.selection.pool, 1, self.selection.pool // 2)
         pooled[:, : self.selection.sinks] = torch.inf
@@ -52,7 +51,6 @@ class SnapKV(SparsePolicy):
         self.chosen[row], self.first[row] = budget[0], old[0]
 
     def before_round(self) -> None:
-        super().before_round()
         joined = (self.old() - self.first).clamp_min(0)
         self._count = (self.chosen + joined).clamp_max(self.index.shape[3])
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes
 from ridgeplan.planner.axes.draft_selection import SparseSelection
 from ridgeplan.runtime.drafting.policies.base import DraftPolicy
 from ridgeplan.runtime.kv.cache import Cache
@@ -18,8 +17,7 @@ from ridgeplan.runtime.kv.metadata import AttentionMetadata
 class SparsePolicy(DraftPolicy):
     """A policy that chooses among a row's first `old` tokens; drafts also read all later ones, in full precision.
 
-    candidates: most old tokens that a row can have. planes: the codes' two-bit keys, and their values by token, which
-    are cheaper to gather; made of each group once it is quantized.
+    candidates: most old tokens that a row can have.
     """
 
     selection: SparseSelection
@@ -30,12 +28,6 @@ class SparsePolicy(DraftPolicy):
         self.reads_codes = config.drafts_read_codes
         coded = config.groups * config.group
         self.candidates = coded if config.buffered else max(coded, config.slots)
-        self.planes = DraftPlanes.allocate(cache.all_codes) if self.needs_planes and cache.all_codes else None
-
-    @property
-    def needs_planes(self) -> bool:
-        """Whether anything is read from `planes`."""
-        return self.cache.config.drafts_read_upper
 
     def old_of(self, lengths: Tensor) -> Tensor:
         """Tokens that may be chosen at these lengths, int32 [n]: those in codes, or all but the recent ones."""
@@ -67,29 +59,12 @@ class SparsePolicy(DraftPolicy):
         total = max(math.ceil(selection.ratio * self.cache.config.context), selection.floor, selection.sinks, 1)
         return min(total, self.candidates)
 
-    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor) -> None:
-        groups = self.cache.config.quantized_groups(keys.shape[1])
-        if self.planes is None or not groups:
-            return
-        place = slice(layer * self.cache.config.batch + row, layer * self.cache.config.batch + row + 1)
-        first = torch.zeros(1, dtype=torch.int32, device=keys.device)
-        pack_draft_planes(self.cache.all_codes.rows(place), self.planes.rows(place), first, groups)
-
-    def before_round(self) -> None:
-        """Packs every row's latest group of codes, which may be new."""
-        if self.planes is None:
-            return
-        latest = self.cache.quantized(self.cache.lengths) // self.cache.config.group - 1
-        latest = latest.repeat(self.cache.layers)
-        pack_draft_planes(self.cache.all_codes, self.planes, latest.clamp_min(0), mask=latest >= 0)
-
     def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
         every = super().draft_metadata(ahead, queries)
         begin = every.begin if self.reads_codes else self.old()[: self.cache.rows]
         return replace(every, begin=begin, select=self.select)
 
     def value_rows(self, layer: int) -> Tensor | None:
-        """The values' upper codes by token, of a layer's rows, where drafts read these."""
-        if self.planes is None or not self.cache.config.drafts_read_upper:
-            return None
-        return self.planes.rows(self.cache.layer_rows(layer)).value_rows
+        """The values' upper codes by token, of a layer's rows, where drafts read these: they are cheaper to gather."""
+        planes = self.cache.planes(layer) if self.cache.config.drafts_read_upper else None
+        return planes.value_rows if planes else None

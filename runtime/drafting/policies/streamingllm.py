@@ -25,7 +25,6 @@ class StreamingLLM(SparsePolicy):
         return (lengths - run).clamp_min(0)
 
     def before_round(self) -> None:
-        super().before_round()
         old, budget = self.old()[:, None], self.budget()[:, None]
         places = torch.arange(self.max_budget, dtype=torch.int32, device=old.device)
         index = torch.where(places < self.selection.sinks, places, old - budget + places)

@@ -19,7 +19,6 @@ class VerifiedPolicy(RankedPolicy):
     what: What = "probabilities"
 
     def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor) -> None:
-        super().after_prefill(layer, row, queries, keys)
         scores = prompt_scores(queries, keys, self.what)
         kept = min(self.candidates, scores.shape[1])
         self.scores[layer, row, :, :kept] = scores[:, :kept]

@@ -198,7 +198,9 @@ def test_drafts_that_read_less_or_stand_later_never_agree_more(model, selection,
     sparse = {"selection": selection, "ratio": ratio}
     everything = best("quantspec")
     assert everything <= min(best("quantspec-kv"), best("quantspec-weights")) + 1e-12
-    assert best("quantspec", **sparse) <= min(everything, best("quantspec-weights", **sparse)) + 1e-12
+    assert best("quantspec", **sparse) <= everything + 1e-12
+    if selection != "progressive":  # which needs a cache of codes
+        assert best("quantspec", **sparse) <= best("quantspec-weights", **sparse) + 1e-12
     base = "specattn-int4"  # its cache holds codes, which some policies choose by
     assert best(base, selection=selection, ratio=ratio) <= best(base, selection=selection, ratio=1.1 * ratio)
     plan = preset(base, workload)
