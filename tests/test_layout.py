@@ -135,6 +135,13 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         VALIDATE,
     ),
+    "validate.studies": (
+        {
+            "planner.axes", "planner.plan", "roofline.catalog", "runtime", "runtime.drafting.policies", "runtime.kv",
+            "runtime.model", "validate.acceptance", "validate.progress", "validate.prompts",
+        },
+        VALIDATE,
+    ),
     "validate.suite": (
         {
             "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.drafting",
@@ -146,8 +153,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate": (
         {
-            "planner", "planner.acceptance", "planner.policies.selection", "roofline", "roofline.catalog", "runtime",
-            "runtime.drafting", "runtime.drafting.policies", "runtime.kv", "runtime.model", "runtime.quantization",
+            "planner", "planner.acceptance", "planner.axes", "planner.policies.selection", "roofline",
+            "roofline.catalog", "runtime", "runtime.drafting", "runtime.drafting.policies", "runtime.kv", "runtime.model", "runtime.quantization",
             "validate.calibration",
         },
         VALIDATE,
@@ -156,10 +163,17 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {"dashboards.cli", "planner.acceptance", "roofline.catalog", "validate"},
         None,
     ),
+    "dashboards.cli.study": (
+        {
+            "dashboards.cli", "dashboards.cli.acceptance", "dashboards.draft_study_page", "roofline.catalog",
+            "validate", "validate.studies",
+        },
+        None,
+    ),
     "dashboards.cli.planning": ({"dashboards.cli", "planner", "planner.search", "roofline", "roofline.catalog"}, None),
     "dashboards.cli": (
         {
-            "dashboards.cli.acceptance", "dashboards.cli.catalog", "dashboards.cli.planning",
+            "dashboards.cli.acceptance", "dashboards.cli.catalog", "dashboards.cli.planning", "dashboards.cli.study",
             "dashboards.cli.validation", "dashboards.user_errors",
             "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.model", "validate",
             "validate.calibration", "validate.decode_bench", "validate.kernel_bench",
