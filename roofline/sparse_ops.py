@@ -12,7 +12,7 @@ SCORE_BYTES = 4  # of a score, fp32
 INDEX_BYTES = 4  # of a chosen token's number, int32
 TWO_BITS = 2  # of a key, as draft planes hold it
 UPPER_BITS = 4  # of a code that drafts read
-TOP_K_PASSES = 5  # over the scores: three digits of a radix select, a count and a compaction
+TOP_K_PASSES = 6  # over the scores: four digits of a radix select, a count and a compaction
 
 
 def two_bit_scan(batch: Term, q_heads: Term, kv_heads: Term, head_dim: Term, tokens: Term, group: Term) -> Cost:

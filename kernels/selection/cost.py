@@ -10,7 +10,7 @@ from ridgeplan.kernels.selection.draft_planes import DraftPlanes
 from ridgeplan.roofline.cost import Cost
 
 SCORE_BYTES = 4
-TOP_K_PASSES = 5  # three histograms, a count and a compaction
+TOP_K_PASSES = 6  # four histograms, a count and a compaction
 
 
 def two_bit_cost(q: Tensor, codes: QuantizedKV, planes: DraftPlanes, tokens: int) -> Cost:

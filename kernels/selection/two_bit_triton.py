@@ -6,13 +6,36 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeplan.kernels.attention.triton_blocks import _dot
+from ridgeplan.kernels.device.nibbles_triton import INTERPRETED
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes
 
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
-GROUPS = 2  # per program
+GROUPS = 4  # per program
 WARPS = 4
+STAGES = 3
+
+# Four bytes -> their sixteen 2-bit codes in bf16, plus 128: the bytes 0x43, n are the bf16 number 128 + n, so one byte
+# permutation converts two codes.
+CODES_TO_BF16 = tl.constexpr("""{
+.reg .b32 part;
+and.b32 part, $8, 0x03030303;
+prmt.b32 $0, part, 0x43434343, 0x4140;
+prmt.b32 $1, part, 0x43434343, 0x4342;
+shr.u32 part, $8, 2;
+and.b32 part, part, 0x03030303;
+prmt.b32 $2, part, 0x43434343, 0x4140;
+prmt.b32 $3, part, 0x43434343, 0x4342;
+shr.u32 part, $8, 4;
+and.b32 part, part, 0x03030303;
+prmt.b32 $4, part, 0x43434343, 0x4140;
+prmt.b32 $5, part, 0x43434343, 0x4342;
+shr.u32 part, $8, 6;
+and.b32 part, part, 0x03030303;
+prmt.b32 $6, part, 0x43434343, 0x4140;
+prmt.b32 $7, part, 0x43434343, 0x4342;
+}""")
 
 
 @triton.jit
@@ -22,16 +45,34 @@ def _load_quarter(q, row, part, valid, QUARTER: tl.constexpr):
 
 
 @triton.jit
-def _add_quarter(
-    scores, bias, x, codes, part, at, key_scale, key_min, scale, QUARTER: tl.constexpr, dtype: tl.constexpr
-):
-    """Adds a quarter of the channels, whose codes are bits 2 * part and up: 4 c + 1.5 = 4 (c - 1.5) + 7.5."""
+def _unpack(codes, dtype: tl.constexpr):
+    """The four 2-bit codes of each byte, plus 128 in bfloat16, by channel part (`DraftPlanes.key_two_bit`)."""
+    if dtype == tl.bfloat16 and not INTERPRETED:
+        c0, c1, c2, c3 = tl.inline_asm_elementwise(
+            CODES_TO_BF16, "=r,=r,=r,=r,=r,=r,=r,=r,r", [codes],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        OFFSET: tl.constexpr = 128 if dtype == tl.bfloat16 else 0
+        wide = codes.to(tl.int32)
+        c0 = ((wide & 3) + OFFSET).to(tl.float32).to(dtype)
+        c1 = (((wide >> 2) & 3) + OFFSET).to(tl.float32).to(dtype)
+        c2 = (((wide >> 4) & 3) + OFFSET).to(tl.float32).to(dtype)
+        c3 = (((wide >> 6) & 3) + OFFSET).to(tl.float32).to(dtype)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _add_quarter(scores, bias, x, codes, part, at, key_scale, key_min, scale, QUARTER: tl.constexpr, dtype: tl.constexpr):
+    """Adds a quarter of the channels: a code c stands for step * (4 c + 1.5) + minimum."""
     pair = at + part * QUARTER + tl.arange(0, QUARTER)
     step = tl.load(key_scale + pair).to(tl.float32) * scale
-    zero = tl.load(key_min + pair).to(tl.float32) * scale + 7.5 * step
-    centred = (((codes >> (2 * part)) & 3).to(tl.float32) - 1.5).to(dtype)
-    scores = _dot((x * (4 * step)[None, :]).to(dtype), tl.trans(centred), scores)
-    return scores, bias + tl.sum(x * zero[None, :], 1)
+    zero = tl.load(key_min + pair).to(tl.float32) * scale + 1.5 * step
+    scaled = (x * (4 * step)[None, :]).to(dtype)
+    zeros = x * zero[None, :]
+    if dtype == tl.bfloat16:
+        zeros -= 128 * scaled.to(tl.float32)  # of the rounded queries, so that the offset cancels
+    return _dot(scaled, tl.trans(codes), scores), bias + tl.sum(zeros, 1)
 
 
 @triton.jit(do_not_specialize=["scale", "capacity"])
@@ -65,10 +106,11 @@ def _two_bit_kernel(
         bias = tl.zeros([ROWS], tl.float32)
         pair = at * HEAD_DIM
         dtype: tl.constexpr = q.dtype.element_ty
-        logits, bias = _add_quarter(logits, bias, q0, codes, 0, pair, key_scale, key_min, scale, QUARTER, dtype)
-        logits, bias = _add_quarter(logits, bias, q1, codes, 1, pair, key_scale, key_min, scale, QUARTER, dtype)
-        logits, bias = _add_quarter(logits, bias, q2, codes, 2, pair, key_scale, key_min, scale, QUARTER, dtype)
-        logits, bias = _add_quarter(logits, bias, q3, codes, 3, pair, key_scale, key_min, scale, QUARTER, dtype)
+        c0, c1, c2, c3 = _unpack(codes, dtype)
+        logits, bias = _add_quarter(logits, bias, q0, c0, 0, pair, key_scale, key_min, scale, QUARTER, dtype)
+        logits, bias = _add_quarter(logits, bias, q1, c1, 1, pair, key_scale, key_min, scale, QUARTER, dtype)
+        logits, bias = _add_quarter(logits, bias, q2, c2, 2, pair, key_scale, key_min, scale, QUARTER, dtype)
+        logits, bias = _add_quarter(logits, bias, q3, c3, 3, pair, key_scale, key_min, scale, QUARTER, dtype)
         logits += bias[:, None]
         relative = tl.where(valid[:, None], logits - before[:, None], float("-inf"))
         top = tl.max(relative, 0)
@@ -130,6 +172,7 @@ def two_bit_scores_triton(
         ROWS=max(16, triton.next_power_of_2(ratio)),
         GROUPS=GROUPS,
         num_warps=WARPS,
+        num_stages=STAGES,
     )
     _lse_kernel[(batch * q_heads,)](*partial, groups, lse, parts, HEADS=q_heads, BLOCK=512, num_warps=4)
     return scores

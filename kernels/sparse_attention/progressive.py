@@ -10,6 +10,7 @@ from ridgeplan.kernels.selection.draft_planes import DraftPlanes
 from ridgeplan.kernels.selection.top_k import top_k
 from ridgeplan.kernels.selection.two_bit import check_scan, two_bit_scores
 from ridgeplan.kernels.sparse_attention import sparse_decode_attention
+from ridgeplan.kernels.sparse_attention.progressive_cuda import find_kernel
 
 
 def progressive_attention(
@@ -34,13 +35,18 @@ def progressive_attention(
     q, keys, values, begin, end: as in `decode_attention`; the query also sees the slots begin[b] <= j < end[b].
     codes, planes, groups, lse: as in `two_bit_scores`; lse is read and written. k: int32 [B] on the device, how many
     tokens each KV head chooses of its row's first `groups` groups, at most max_k. The first `sinks` tokens are always
-    among them. The chosen ones are read as INT4.
+    among them. The chosen ones are read as INT4. On Hopper one kernel does it all; it compares scores in steps of 1/32
+    of a power of two and reads all tokens whose step is at least the k-th's, so slightly more than k (`max_k` limits
+    the other kernels' index lists only). Its calls on one device must not overlap.
 
     Raises ValueError as `two_bit_scores` and `sparse_decode_attention` do, and for k that is not int32 [B].
     """
     check_scan(q, codes, planes, groups, lse)
     require_rows(codes.batch, torch.int32, begin=begin, end=end, k=k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    kernel = find_kernel(q, keys, values, codes) if backend == "auto" else None
+    if kernel is not None:
+        return kernel.run(q, keys, values, begin, end, codes, planes, groups, k, lse, sinks, scale)
     scores = two_bit_scores(q, codes, planes, groups, lse, scale=scale, backend=backend)
     scores[:, :, :sinks] = torch.inf
     tokens, wanted = ((x[:, None].expand(-1, codes.kv_heads).flatten()) for x in (groups * codes.group, k))

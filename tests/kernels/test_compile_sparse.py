@@ -71,7 +71,7 @@ def scores(bits: int, summed: int, probabilities: bool) -> dict[str, Any]:
 
 
 def selecting(kernel: str, **constants: int) -> dict[str, Any]:
-    return job("selection.top_k_triton", kernel, 8, TYPES, BINS=2048, BLOCK=2048, CHUNK=8192, **constants)
+    return job("selection.top_k_triton", kernel, 8, TYPES, PASSES=4, BLOCK=2048, CHUNK=8192, **constants)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's wheels are for Linux")
@@ -88,7 +88,7 @@ def test_every_sparse_kernel_compiles_for_hopper() -> None:
         "pack": job("selection.draft_planes_triton", "_pack_kernel", 4, TYPES, **HEADS),
         "two-bit": job("selection.two_bit_triton", "_two_bit_kernel", 4, TYPES, **HEADS, ROWS=16, GROUPS=2),
         "lse": job("selection.two_bit_triton", "_lse_kernel", 4, TYPES, HEADS=32, BLOCK=512),
-        **{f"histogram {i}": selecting("_histogram_kernel", PASS=i, SHIFT=(21, 10, 0)[i]) for i in range(3)},
+        **{f"histogram {i}": selecting("_histogram_kernel", DIGIT=i) for i in range(4)},
         "count": selecting("_count_kernel"),
         "write": selecting("_write_kernel", PROGRAMS=16),
     }

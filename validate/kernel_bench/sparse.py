@@ -64,7 +64,8 @@ class Store:
             quantize(*fresh(bench, 2, 1, *heads), codes.rows(slice(row, row + 1)), first)
         planes = DraftPlanes.allocate(codes)
         pack_draft_planes(codes, planes, first.expand(rows).contiguous(), codes.groups)
-        q = fresh(bench, size.batch, queries, size.q_heads, size.head_dim)
+        # Sharp queries, as models have: tokens at the edge of what is chosen weigh little.
+        q = 4 * fresh(bench, size.batch, queries, size.q_heads, size.head_dim)
         keys, values = fresh(bench, 2, size.batch, size.kv_heads, BUFFER_SLOTS, size.head_dim)
         lse = torch.zeros(variants, size.batch, size.q_heads, device=bench.device)
         return cls(size, q, keys, values, codes, planes, lse)

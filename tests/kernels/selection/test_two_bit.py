@@ -98,6 +98,17 @@ def test_scores_are_the_log_of_summed_probabilities(
         assert torch.allclose(scores[b, :, :tokens].double(), row.softmax(-1).sum(1).log(), atol=1e-3)
 
 
+def test_bfloat16_queries(device: str) -> None:
+    """The offset of the codes cancels although scaled queries are rounded: errors stay at bfloat16's own."""
+    store = Store.build(1, 2, 4, 128, 128, device)
+    q = torch.randn(1, 1, 8, 128, generator=torch.Generator().manual_seed(1)).to(device).bfloat16()
+    groups, lse = torch.full((1,), 4, dtype=torch.int32, device=device), torch.zeros(1, 8, device=device)
+    scores = two_bit_scores(q, store.codes, store.planes, groups, lse, backend="triton")
+    expected = exact_logits(store, q).logsumexp(2)
+    assert (scores.double() - expected).abs().max() < 0.05
+    assert torch.allclose(lse.double(), exact_logits(store, q).logsumexp(-1).flatten(1), atol=0.03)
+
+
 @BACKENDS
 def test_rows_without_groups_keep_their_log_sum_exps(backend: Backend, device: str) -> None:
     store = Store.build(1, 1, 1, 32, 64, device)
