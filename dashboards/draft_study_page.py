@@ -59,7 +59,9 @@ def by_ratio(rows: Sequence[Mapping[str, Any]]) -> go.Figure:
     """Mean acceptance by the share of tokens that drafts read."""
     figure = go.Figure()
     for policy, form in dict.fromkeys((row["policy"], row["format"]) for row in rows):
-        own = sorted((row for row in rows if (row["policy"], row["format"]) == (policy, form)), key=lambda x: x["ratio"])
+        own = sorted(
+            (row for row in rows if (row["policy"], row["format"]) == (policy, form)), key=lambda x: x["ratio"]
+        )
         if len(own) > 1:
             _line(figure, own[0], [row["ratio"] for row in own], [row["mean"] for row in own])
     figure.update_xaxes(type="log", tickformat=".0%")

@@ -81,13 +81,16 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "runtime.model": (
         {
-            "kernels.attention", "kernels.layer", "kernels.linear", "kernels.sparse_attention", "roofline.catalog",
+            "kernels.attention", "kernels.layer", "kernels.linear", "roofline.catalog",
             "roofline.execution",
             "runtime.arena", "runtime.errors", "runtime.host_memory", "runtime.kv", "runtime.model_config",
         },
         RUNTIME,
     ),
-    "runtime.drafting.policies": ({"kernels.attention", "kernels.selection", "planner.axes", "runtime.kv"}, RUNTIME),
+    "runtime.drafting.policies": (
+        {"kernels.attention", "kernels.selection", "kernels.sparse_attention", "planner.axes", "runtime.kv"},
+        RUNTIME,
+    ),
     "runtime.drafting": (
         {
             "kernels.device", "kernels.sampling", "runtime.drafting.policies", "runtime.kv", "runtime.model",

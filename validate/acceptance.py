@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -94,6 +95,14 @@ def measure_acceptance(
             yield MeasuredAcceptance(_row(one, engine, shape, passage, checkpoint), one.by_position)
 
 
+class HasWeights(Protocol):
+    """A draft that may have 4-bit weights of its own."""
+
+    @property
+    def quantized_weights(self) -> bool:
+        """Whether it has."""
+
+
 class _Counted:
     """Progress of one context's rounds among those of all contexts."""
 
@@ -116,9 +125,9 @@ def shape_of(model: str) -> ModelShape:
 
 
 def draft_weights_of(
-    engine: Engine, drafts: Sequence[Draft], calibration: Sequence[int] | None
+    engine: Engine, drafts: Iterable[HasWeights], calibration: Sequence[int] | None
 ) -> DecoderWeights | None:
-    """4-bit weights made of an engine's, fitted to `calibration` or to the model's own text; None if no draft has any."""
+    """4-bit weights made of an engine's, fitted to a text or to the model's own; None if no draft has any."""
     if not any(draft.quantized_weights for draft in drafts):
         return None
     decoder, weights = engine.decoder, engine.weights

@@ -140,7 +140,7 @@ class RetrievalHead(SparseSelection):
 
 # By name; plans list them in this order.
 DRAFT_SELECTIONS: dict[str, type[DraftSelection]] = {
-    kind().name: kind  # type: ignore[call-arg]
+    kind().name: kind
     for kind in (
         AllTokens,
         StreamingLLM,

@@ -17,14 +17,13 @@ from ridgeplan.planner.plan import (
     TargetSelection,
     Workload,
 )
+from ridgeplan.roofline.sparse_ops import SCORE_BYTES, TOP_K_PASSES
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS
 
 Preset = Callable[[Workload], Plan]
 MAGICDEC_RATIO = 0.25  # QuantSpec, section 5.1: the baselines' budget is a quarter of the context
 KV_BUDGET = 2048  # tokens; SpeContext, section 7.3
 EVICTION_BUDGET = 1024  # tokens
-SCORE_BYTES = 4  # fp32
-SCORE_PASSES = 3  # scores are written once and read twice by top-k
 
 
 class Role(StrEnum):
@@ -77,11 +76,12 @@ class SelectionCost:
         return SCORE_BYTES * self.score_rows * kv_heads
 
     def moved_score_bytes(self, kv_heads: int) -> float:
-        """Bytes that choosing moves for one layer per cached token: scores are written, and read twice by top-k.
+        """Bytes that choosing moves for one layer per cached token: scores are written, and read by top-k.
 
         For one set of all heads they are read once to be added up, and only their sums are ranked.
         """
-        passes = 2 + SCORE_PASSES / kv_heads if self.shared_by_heads else SCORE_PASSES
+        ranked = 1 + TOP_K_PASSES
+        passes = 2 + ranked / kv_heads if self.shared_by_heads else ranked
         return passes * self.held_score_bytes(kv_heads)
 
 

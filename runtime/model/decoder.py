@@ -9,7 +9,6 @@ from torch.nn import functional
 from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.kernels.layer.norm import add_rms_norm
 from ridgeplan.kernels.layer.rope import Tables, rope_append, rotary_tables
-from ridgeplan.kernels.sparse_attention import sparse_decode_attention
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.metadata import AttentionMetadata
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
@@ -51,16 +50,12 @@ class Decoder:
         return add_rms_norm(hidden, update, weight, self.config.norm_eps)
 
     def _attend(self, index: int, cache: Cache, metadata: AttentionMetadata, q: Tensor) -> Tensor:
+        if metadata.attend is not None:  # drafts, which no sliding window limits
+            return metadata.attend(index, q, metadata)
         keys, values = cache.full(index)
         window = self.config.windows[index]
         begin = metadata.begin if window is None else torch.maximum(metadata.begin, metadata.end - window)
         codes = None if metadata.groups is None else cache.codes(index)
-        read = (q, keys, values, begin, metadata.end)
-        if metadata.select is None:
-            scores = metadata.scores(index) if metadata.scores is not None else None
-            return decode_attention(*read, codes, metadata.groups, lower=metadata.lower, scores=scores)
-        chosen = metadata.select(index, q)
-        return sparse_decode_attention(
-            *read, chosen.index, chosen.count, codes, metadata.groups,
-            value_rows=chosen.value_rows, page=chosen.page, lower=metadata.lower,
-        )  # fmt: skip
+        scores = metadata.scores(index) if metadata.scores is not None else None
+        read = (q, keys, values, begin, metadata.end, codes, metadata.groups)
+        return decode_attention(*read, lower=metadata.lower, scores=scores)

@@ -97,9 +97,9 @@ def test_budgets_bind_only_where_there_are_any():
         ("magicdec-quest", 0, 32 / 8, 0),
         ("specontext", 1, 0, 0),  # one head for all layers
         ("magicdec-snapkv", 0, 0, 0),  # chosen in prefill
-        # fp32 scores of 8 KV heads are written, then read and added up; their sums are written and read twice
-        ("specextend", 0, 0, 32 * 4 * (8 + 8 + 3)),
-        ("specattn", 0, 0, 32 * 4 * (8 + 8 + 3)),
+        # fp32 scores of 8 KV heads are written, then read and added up; their sums are written and read six times
+        ("specextend", 0, 0, 32 * 4 * (8 + 8 + 7)),
+        ("specattn", 0, 0, 32 * 4 * (8 + 8 + 7)),
         ("progressive", 0, 32 * (2 + 32 / 128) / 16, 0),  # 2-bit keys with a scale and a minimum of 16 bits
     ],
 )
@@ -110,11 +110,11 @@ def test_selections_are_priced_for_all_layers(name, target_keys, draft_keys, sco
 
 
 def test_scores_of_every_draft_query_are_priced_at_every_step():
-    """8 KV heads' fp32 scores in 32 layers, written once and read twice: of every token, or of every page of 16."""
+    """8 KV heads' fp32 scores of every page of 16 in 32 layers, written once and read six times; others keep theirs."""
     found = {name: lowered(name) for name in ("progressive", "magicdec-quest", "specattn")}
     assert {name: one.step_score_bytes for name, one in found.items()} == {
-        "progressive": 32 * 8 * 4 * 3,
-        "magicdec-quest": 32 * 8 * 4 * 3 / 16,
+        "progressive": 0,
+        "magicdec-quest": 32 * 8 * 4 * 7 / 16,
         "specattn": 0,
     }
 

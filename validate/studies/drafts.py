@@ -103,9 +103,10 @@ def drafts_of(policies: Sequence[str], ratios: Sequence[float], formats: Sequenc
 
     Raises WorkloadError for names that are not in `POLICIES` and `FORMATS`, and for ratios outside 0 to 1.
     """
-    for name, known in [*((one, POLICIES) for one in policies), *((one, FORMATS) for one in formats)]:
-        if name not in known:
-            raise WorkloadError(f"{name!r} is none of: {', '.join(known)}")
+    for names, known in ((policies, tuple(POLICIES)), (formats, tuple(FORMATS))):
+        for name in names:
+            if name not in known:
+                raise WorkloadError(f"{name!r} is none of: {', '.join(known)}")
     for ratio in ratios:
         if not 0 < ratio < 1:
             raise WorkloadError(f"ratio is {ratio}; allowed: above 0 and below 1")
@@ -164,7 +165,8 @@ def measure(
         rounds += [found] if number else []
         on_round(number + 1, len(starts))
     means = torch.stack(rounds).double().mean(0).tolist()
-    return [DraftAcceptance(draft, context, len(rounds), tuple(each)) for draft, each in zip(drafts, means, strict=True)]
+    by_draft = zip(drafts, means, strict=True)
+    return [DraftAcceptance(draft, context, len(rounds), tuple(each)) for draft, each in by_draft]
 
 
 @dataclass(frozen=True)
@@ -182,13 +184,13 @@ def _drafters(cache: Cache, drafts: Sequence[Draft]) -> Iterator[_Drafter]:
     first: dict[object, RankedPolicy] = {}
     for draft in drafts:
         policy = draft_policy(draft.selection, reading[draft.codes])
-        ranked = isinstance(policy, RankedPolicy)
-        if ranked:
+        collects = False
+        if isinstance(policy, RankedPolicy):
             key = draft.policy == HINDSIGHT, replace(draft.selection, ratio=1.0)
             owner = first.setdefault(key, policy)
-            policy.scores = owner.scores
+            policy.scores, collects = owner.scores, owner is policy
         policy.start()
-        yield _Drafter(draft, policy, ranked and owner is policy)
+        yield _Drafter(draft, policy, collects)
 
 
 class _Observers:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ridgeplan.planner.axes.draft_selection import DraftSelection
 from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.kv.metadata import AttentionMetadata, TokenIndex
+from ridgeplan.runtime.kv.metadata import AttentionMetadata
 
 
 class DraftPolicy:
@@ -37,10 +37,6 @@ class DraftPolicy:
     def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
         """For a draft that forwards `queries` tokens per row, from `ahead` positions after the cached ones on."""
         return self.cache.draft_metadata(ahead, queries)
-
-    def select(self, layer: int, query: Tensor) -> TokenIndex:
-        """The tokens that a draft's query [rows, queries, q_heads, head_dim] reads in a layer, beside recent ones."""
-        raise NotImplementedError
 
     def target_metadata(self, queries: int) -> AttentionMetadata:
         """For the verification of `queries` tokens; a policy that chooses by it asks for its scores here."""

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.selection.top_k import top_k
-from ridgeplan.runtime.drafting.policies.sparse import SparsePolicy
-from ridgeplan.runtime.kv.metadata import TokenIndex
+from ridgeplan.runtime.drafting.policies.sparse import SparsePolicy, TokenIndex
 
 
 class PerQueryPolicy(SparsePolicy):
@@ -33,4 +32,4 @@ class PerQueryPolicy(SparsePolicy):
         pages, wanted = self.old()[:rows] // self.page, -(-self.budget()[:rows] // self.page)
         lengths, k = (x[:, None].expand(sets).flatten().int() for x in (pages, wanted))
         index, count = top_k(scores.flatten(0, 1), lengths, k, -(-self.max_budget // self.page))
-        return TokenIndex(index.unflatten(0, sets), count.unflatten(0, sets), self.page, self.value_rows(layer))
+        return TokenIndex(index.unflatten(0, sets), count.unflatten(0, sets), self.page)

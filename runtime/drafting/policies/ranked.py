@@ -8,9 +8,8 @@ from torch.nn import functional
 
 from ridgeplan.kernels.selection.top_k import top_k
 from ridgeplan.planner.axes.draft_selection import SparseSelection
-from ridgeplan.runtime.drafting.policies.sparse import SparsePolicy
+from ridgeplan.runtime.drafting.policies.sparse import SparsePolicy, TokenIndex
 from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.kv.metadata import TokenIndex
 
 UNSCORED = float(1 << 22)  # above any score; float32 still tells 2^22 positions apart
 
@@ -52,7 +51,7 @@ class RankedPolicy(SparsePolicy):
     def select(self, layer: int, query: Tensor) -> TokenIndex:
         assert self._chosen is not None, "a round has begun"
         index, count = (chosen[layer, : self.cache.rows] for chosen in self._chosen)
-        return TokenIndex(index, count, self.page, self.value_rows(layer))
+        return TokenIndex(index, count, self.page)
 
 
 def prompt_scores(queries: Tensor, keys: Tensor, what: str) -> Tensor:

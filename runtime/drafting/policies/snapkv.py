@@ -9,9 +9,8 @@ from torch.nn import functional
 from ridgeplan.kernels.selection.top_k import top_k
 from ridgeplan.planner.axes import draft_selection as selections
 from ridgeplan.runtime.drafting.policies.ranked import prompt_scores
-from ridgeplan.runtime.drafting.policies.sparse import SparsePolicy
+from ridgeplan.runtime.drafting.policies.sparse import SparsePolicy, TokenIndex
 from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.kv.metadata import TokenIndex
 
 MAX_JOINED = 4096  # generated tokens that join the sets
 
@@ -58,4 +57,4 @@ class SnapKV(SparsePolicy):
         rows = self.cache.rows
         index = self.index[layer, :rows]
         count = self._count[:rows, None].expand(index.shape[:2]).contiguous()
-        return TokenIndex(index, count, 1, self.value_rows(layer))
+        return TokenIndex(index, count)

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.sparse_attention import sparse_decode_attention
 from ridgeplan.planner.axes.draft_selection import SparseSelection
 from ridgeplan.runtime.drafting.policies.base import DraftPolicy
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True, eq=False)
+class TokenIndex:
+    """Old tokens of a layer that a draft reads, as `sparse_decode_attention` takes them.
+
+    index: int32 [rows, 1 or kv_heads, K], numbers of tokens, or of pages of `page` tokens. count: int32 [rows, 1 or
+    kv_heads], the entries that hold.
+    """
+
+    index: Tensor
+    count: Tensor
+    page: int = 1
 
 
 class SparsePolicy(DraftPolicy):
@@ -62,9 +76,18 @@ class SparsePolicy(DraftPolicy):
     def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
         every = super().draft_metadata(ahead, queries)
         begin = every.begin if self.reads_codes else self.old()[: self.cache.rows]
-        return replace(every, begin=begin, select=self.select)
+        return replace(every, begin=begin, attend=self.attend)
 
-    def value_rows(self, layer: int) -> Tensor | None:
-        """The values' upper codes by token, of a layer's rows, where drafts read these: they are cheaper to gather."""
-        planes = self.cache.planes(layer) if self.cache.config.drafts_read_upper else None
-        return planes.value_rows if planes else None
+    def select(self, layer: int, query: Tensor) -> TokenIndex:
+        """The old tokens that a draft's queries [rows, queries, q_heads, head_dim] read in a layer."""
+        raise NotImplementedError
+
+    def attend(self, layer: int, query: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Attention of a draft's queries in a layer, to the selected and to the recent tokens; same shape."""
+        chosen, cache = self.select(layer, query), self.cache
+        codes = None if metadata.groups is None else cache.codes(layer)
+        planes = cache.planes(layer) if cache.config.drafts_read_upper else None
+        return sparse_decode_attention(
+            query, *cache.full(layer), metadata.begin, metadata.end, chosen.index, chosen.count, codes, metadata.groups,
+            value_rows=planes.value_rows if planes else None, page=chosen.page, lower=metadata.lower,
+        )  # fmt: skip

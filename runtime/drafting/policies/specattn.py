@@ -10,6 +10,10 @@ from ridgeplan.runtime.kv.cache import Cache
 class SpecAttn(VerifiedPolicy):
     """By the first and the last verification query (Eq 3), or by all (Eq 2); a set per layer or per KV head."""
 
+    selection: selections.SpecAttn
+
     def __init__(self, selection: selections.SpecAttn, cache: Cache) -> None:
         super().__init__(selection, cache)
-        self.rows, self.what, self.shared = selection.rows, selection.score, not selection.per_kv_head
+        self.rows = "all" if selection.rows == "all" else "ends"
+        self.what = "logits" if selection.score == "logits" else "probabilities"
+        self.shared = not selection.per_kv_head

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from ridgeplan.planner.axes.draft_selection import SparseSelection
-from ridgeplan.runtime.drafting.policies.sparse import SparsePolicy
+from ridgeplan.runtime.drafting.policies.sparse import SparsePolicy, TokenIndex
 from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.kv.metadata import TokenIndex
 
 
 class StreamingLLM(SparsePolicy):
@@ -33,4 +32,4 @@ class StreamingLLM(SparsePolicy):
     def select(self, layer: int, query: Tensor) -> TokenIndex:
         assert self._chosen is not None, "a round has begun"
         index, count = (chosen[: self.cache.rows] for chosen in self._chosen)
-        return TokenIndex(index, count, 1, self.value_rows(layer))
+        return TokenIndex(index, count)
