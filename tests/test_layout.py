@@ -157,8 +157,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "validate": (
         {
             "planner", "planner.acceptance", "planner.axes", "planner.policies.selection", "roofline",
-            "roofline.catalog", "runtime", "runtime.drafting", "runtime.drafting.policies", "runtime.kv", "runtime.model", "runtime.quantization",
-            "validate.calibration",
+            "roofline.catalog", "runtime", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
+            "runtime.model", "runtime.quantization", "validate.calibration",
         },
         VALIDATE,
     ),
