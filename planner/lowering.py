@@ -10,6 +10,7 @@ import numpy as np
 
 from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan, require
 from ridgeplan.planner.policies import draft_selection, target_selection
+from ridgeplan.planner.policies.policy import SelectionCost
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.latency import (
@@ -23,6 +24,7 @@ from ridgeplan.roofline.latency import (
 from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
 
+DRAFT_PLANE_BITS = 6  # 2-bit keys and 4-bit values by token, per element of the keys
 CODE_PLANES = {KVFormat.FULL: 0, KVFormat.SHADOW: 1, KVFormat.INT8: 2, KVFormat.HIERARCHICAL: 2}
 
 
@@ -34,7 +36,9 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
     # fewer bits than the widest cost what they hold (`stored_bytes`).
     full_bytes = shape.weight_bits.widest_bytes(device.element_bytes)
     head_bytes = shape.weight_bits.full_bytes("head", device.element_bytes)
-    drafts_read, target_reads = draft_selection(plan), target_selection(plan)
+    choosing, target_reads = draft_selection(plan).cost(speculation.selection), target_selection(plan)
+    target_choosing = target_reads.target_cost if target_reads else SelectionCost()
+    per_query, moved_bytes = speculation.selection.per_query, choosing.moved_score_bytes(shape.kv_heads) * shape.layers
     return Strategy(
         batch=workload.batch,
         context=workload.context,
@@ -55,11 +59,16 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         offload_budget=plan.placement.budget or UNLIMITED_TOKENS,
         target_budget=plan.attention.budget or UNLIMITED_TOKENS,
         draft_ratio=speculation.ratio,
-        target_run_tokens=target_reads.run_of(shape.kv_heads) if target_reads else UNLIMITED_TOKENS,
-        draft_run_tokens=drafts_read.run_of(shape.kv_heads),
-        target_scored_keys=target_reads.scored_keys_of(shape.layers) if target_reads else 0,
-        draft_scored_keys=drafts_read.scored_keys_of(shape.layers),
-        round_score_bytes=drafts_read.round_score_bytes * shape.layers,
+        draft_floor_tokens=getattr(speculation.selection, "floor", 0),
+        target_run_tokens=target_choosing.run_of(shape.kv_heads),
+        draft_run_tokens=choosing.run_of(shape.kv_heads),
+        target_scored_keys=target_choosing.scored_keys_of(shape.layers),
+        draft_scored_keys=choosing.scored_keys_of(shape.layers),
+        step_score_bytes=moved_bytes * per_query,
+        round_score_bytes=moved_bytes * (not per_query),
+        held_plane_bits=DRAFT_PLANE_BITS * shape.layers * plan.gathers_codes,
+        held_keys=choosing.held_keys * shape.layers,
+        held_score_bytes=choosing.held_score_bytes(shape.kv_heads) * (1 if per_query else shape.layers),
         gamma=speculation.gamma,
         acceptance=acceptance,
     )

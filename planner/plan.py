@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from ridgeplan.roofline.catalog.checks import Checked, build, flag, number, one_of, part, text, whole
+from ridgeplan.planner.axes.draft_selection import DRAFT_SELECTIONS, AllTokens, DraftSelection
+from ridgeplan.planner.axes.part import PlanError, PlanPart
+from ridgeplan.roofline.catalog.checks import build, flag, number, one_of, part, text, variant, whole
 from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json
 from ridgeplan.roofline.execution import MAX_TOKENS, QUANTIZATION_GROUPS
 from ridgeplan.roofline.speculation import MAX_GAMMA
@@ -16,11 +18,6 @@ SCHEMA = 1
 MAX_BATCH = 4096
 MAX_DEVICES = 64
 MAX_YARN_FACTOR = 64
-MIN_RATIO = 1e-6  # one token in a million
-
-
-class PlanError(ValueError):
-    """A malformed or contradictory plan; the message names the value and what is allowed."""
 
 
 class KVFormat(StrEnum):
@@ -71,28 +68,10 @@ class DraftCodes(StrEnum):
     UPPER = "upper"
 
 
-class DraftSelection(StrEnum):
-    """Which tokens a draft reads."""
-
-    ALL = "all"
-    STREAMING = "streamingllm"
-    SNAPKV = "snapkv"
-    QUEST = "quest"
-    LAST_ACCEPTED = "specextend"
-    VERIFIED = "specattn"
-    RETRIEVAL_HEAD = "retrieval-head"
-
-
 def require(condition: bool, message: str) -> None:
     """Raise PlanError(message) unless `condition` holds."""
     if not condition:
         raise PlanError(message)
-
-
-class _PlanPart(Checked):
-    """Raises PlanError for values that are not allowed."""
-
-    error = PlanError
 
 
 def _group() -> Any:
@@ -104,7 +83,7 @@ def _budget() -> Any:
 
 
 @dataclass(frozen=True)
-class Workload(_PlanPart):
+class Workload(PlanPart):
     """What a plan is for: a model on a machine, at a context and batch."""
 
     model: str = text()
@@ -121,7 +100,7 @@ class Workload(_PlanPart):
 
 
 @dataclass(frozen=True)
-class Weights(_PlanPart):
+class Weights(PlanPart):
     """Bits of the target's weights and of the draft's; 16 means the machine's full precision."""
 
     target_bits: int = one_of((16, 8, 4), default=16)
@@ -150,7 +129,7 @@ class Weights(_PlanPart):
 
 
 @dataclass(frozen=True)
-class KVCache(_PlanPart):
+class KVCache(PlanPart):
     """Storage of keys and values; quantized formats keep `group` to 2 x `group` recent tokens unquantized."""
 
     format: KVFormat = one_of(KVFormat, default=KVFormat.FULL)
@@ -163,7 +142,7 @@ class KVCache(_PlanPart):
 
 
 @dataclass(frozen=True)
-class Eviction(_PlanPart):
+class Eviction(PlanPart):
     """One-time eviction after prefill."""
 
     policy: EvictionPolicy = one_of(EvictionPolicy, default=EvictionPolicy.NONE)
@@ -174,7 +153,7 @@ class Eviction(_PlanPart):
 
 
 @dataclass(frozen=True)
-class Placement(_PlanPart):
+class Placement(PlanPart):
     """Where KV is kept: all on the GPU, or layers are offloaded at Algorithm 1's thresholds (SpeContext)."""
 
     offload: bool = flag(False)
@@ -185,7 +164,7 @@ class Placement(_PlanPart):
 
 
 @dataclass(frozen=True)
-class TargetAttention(_PlanPart):
+class TargetAttention(PlanPart):
     """What the target reads at a step: everything, or `budget` selected tokens."""
 
     selection: TargetSelection = one_of(TargetSelection, default=TargetSelection.FULL)
@@ -196,23 +175,31 @@ class TargetAttention(_PlanPart):
 
 
 @dataclass(frozen=True)
-class Speculation(_PlanPart):
-    """Self-speculation: gamma drafts per round, which read these codes of a share `ratio` of the tokens."""
+class Speculation(PlanPart):
+    """Self-speculation: gamma drafts per round, which read these codes of the tokens that a policy selects."""
 
     gamma: int = whole(0, MAX_GAMMA, default=0)
     codes: DraftCodes = one_of(DraftCodes, default=DraftCodes.FULL)
-    selection: DraftSelection = one_of(DraftSelection, default=DraftSelection.ALL)
-    ratio: float = number(MIN_RATIO, 1, default=1.0)
-
-    def _contradiction(self) -> str | None:
-        if self.selection is not DraftSelection.ALL or self.ratio == 1:
-            return None
-        return f"ratio is {self.ratio}; allowed: 1.0 when drafts read all tokens"
+    selection: DraftSelection = variant(DRAFT_SELECTIONS, default=AllTokens())  # noqa: RUF009
 
     @property
     def active(self) -> bool:
         """Whether any token is drafted."""
         return self.gamma > 0
+
+    @property
+    def ratio(self) -> float:
+        """The share of the cached tokens that drafts may read."""
+        return self.selection.ratio
+
+    @property
+    def sparse(self) -> bool:
+        """Whether drafts read only some of the tokens."""
+        return not isinstance(self.selection, AllTokens)
+
+    def with_ratio(self, ratio: float) -> Speculation:
+        """The same speculation at another ratio."""
+        return replace(self, selection=replace(self.selection, ratio=ratio))
 
 
 def _budget_problem(axis: str, active: bool, budget: int) -> str | None:
@@ -222,7 +209,7 @@ def _budget_problem(axis: str, active: bool, budget: int) -> str | None:
 
 
 @dataclass(frozen=True)
-class Plan(_PlanPart):
+class Plan(PlanPart):
     """A workload with a value on every axis. Raises PlanError for values that are not allowed."""
 
     workload: Workload = part(Workload, required=True)
@@ -234,11 +221,20 @@ class Plan(_PlanPart):
     speculation: Speculation = part(Speculation)
     tensor_parallel: int = whole(1, MAX_DEVICES, default=1)
 
+    @property
+    def gathers_codes(self) -> bool:
+        """Whether drafts choose by codes or gather upper ones, for which planes by token are kept beside the codes."""
+        upper = self.speculation.codes is DraftCodes.UPPER
+        return self.speculation.sparse and (upper or self.speculation.selection.needs_codes)
+
     def _contradiction(self) -> str | None:
         upper = self.speculation.codes is DraftCodes.UPPER
         if upper and self.kv.format not in (KVFormat.SHADOW, KVFormat.HIERARCHICAL):
             stored = f"kv format {self.kv.format.value!r}"
             return f"codes is 'upper' with {stored}; allowed: 'bf16+int4' or 'int4x2', which store upper codes"
+        selection = self.speculation.selection
+        if selection.needs_codes and not self.kv.format.quantized:
+            return f"selection is {selection.name!r} with kv format 'bf16'; allowed: formats with codes"
         if not self.speculation.active and (upper or self.weights.draft_differs):
             return "gamma is 0 with draft codes or draft weights set; allowed: gamma of 1 or more"
         return None
@@ -254,7 +250,8 @@ class Plan(_PlanPart):
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
         """Parse and validate untrusted data. Raises PlanError, one line that lists the values that are wrong."""
-        return build(cls, fields_of_schema(data, SCHEMA, "make it again with `ridgeplan recommend`", PlanError))
+        values = fields_of_schema(data, SCHEMA, "make it again with `ridgeplan recommend`", PlanError)
+        return build(cls, values | _selection_with_ratio(values))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
@@ -264,3 +261,15 @@ class Plan(_PlanPart):
         except ValueError as error:
             raise PlanError(f"not a JSON plan: {error}") from None
         return cls.from_dict(data)
+
+
+def _selection_with_ratio(values: dict[str, Any]) -> dict[str, Any]:
+    """The speculation of a plan's file, where it is one of the first: there a ratio stood beside a selection's name."""
+    speculation = values.get("speculation")
+    if not isinstance(speculation, dict) or not isinstance(speculation.get("selection", ""), str):
+        return {}
+    kept = {name: value for name, value in speculation.items() if name not in ("selection", "ratio")}
+    found = {"name": speculation.get("selection", "all")}
+    if "ratio" in speculation:
+        found["ratio"] = speculation["ratio"]
+    return {"speculation": kept | {"selection": found}}

@@ -8,10 +8,10 @@ from itertools import product
 
 import numpy as np
 
+from ridgeplan.planner.axes.draft_selection import draft_selection
 from ridgeplan.planner.plan import (
     MAX_GAMMA,
     DraftCodes,
-    DraftSelection,
     KVCache,
     KVFormat,
     Placement,
@@ -20,7 +20,8 @@ from ridgeplan.planner.plan import (
     Weights,
     Workload,
 )
-from ridgeplan.planner.policies.policy import KV_BUDGET
+from ridgeplan.planner.policies import selections
+from ridgeplan.planner.policies.policy import KV_BUDGET, Role
 from ridgeplan.planner.presets import PRESETS, describe, family_key
 from ridgeplan.planner.quality import Quality, quality_of
 
@@ -52,8 +53,8 @@ class Family:
 
     def plan(self, gamma: int, ratio: float) -> Plan:
         """The plan at one point of the grid."""
-        speculation = replace(self.template.speculation, gamma=int(gamma), ratio=float(ratio))
-        return replace(self.template, speculation=speculation)
+        speculation = replace(self.template.speculation, gamma=int(gamma))
+        return replace(self.template, speculation=speculation.with_ratio(float(ratio)))
 
 
 def families(workload: Workload, *, offload: bool, quality: Quality = Quality.NEAR_LOSSLESS) -> tuple[Family, ...]:
@@ -93,11 +94,13 @@ def _joint(workload: Workload, placements: tuple[bool, ...], quality: Quality) -
 
 
 def _drafting(plain: Plan, weights: Weights, codes: DraftCodes) -> Iterator[Plan]:
-    for selection in DraftSelection:
-        everything = selection is DraftSelection.ALL
-        if everything and codes is DraftCodes.FULL and not weights.draft_differs:
+    for policy in selections(Role.DRAFT):
+        speculation = Speculation(1, codes, draft_selection(policy.name))
+        missing_codes = speculation.selection.needs_codes and not plain.kv.format.quantized
+        if missing_codes or not policy.searched:
+            continue
+        if not speculation.sparse and codes is DraftCodes.FULL and not weights.draft_differs:
             continue  # the draft would be the target itself
-        speculation = Speculation(1, codes, selection, 1.0 if everything else RATIOS[2])
         yield replace(plain, weights=weights, speculation=speculation)
 
 
@@ -107,5 +110,5 @@ def _family(name: str, template: Plan) -> Family:
         name,
         template,
         gammas=GAMMAS if speculation.active else (0,),
-        ratios=RATIOS if speculation.selection is not DraftSelection.ALL else (1.0,),
+        ratios=RATIOS if speculation.sparse else (1.0,),
     )

@@ -97,7 +97,8 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
         weights=memory.weight_memory(shape, strategy.target_weight_bytes, element_bytes),
         draft_weights=_draft_weights(shape, strategy),
         kv=memory.full_kv(shape, batch, slots, element_bytes) + codes,
-        buffers=memory.full_kv(shape, batch, buffered, element_bytes),
+        buffers=memory.full_kv(shape, batch, buffered, element_bytes)
+        + _selection_state(shape, device, strategy, tokens),
         prefill_workspace=memory.prefill_workspace(
             shape, strategy.context, element_bytes, arena_capacity_bytes, copy_bytes
         ),
@@ -109,6 +110,13 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
 def _library_streams(strategy: Strategy) -> Term:
     """Streams that call a library's products: of prompts, and of rounds with too many rows for this package's head."""
     return 1 + indicator(CUDA_LARGE_GEMM_ROWS + 1, strategy.batch * strategy.queries)
+
+
+def _selection_state(shape: ModelShape, device: Device, strategy: Strategy, tokens: Term) -> Term:
+    """What drafts choose tokens by: bounds or keys of few bits, scores, and values that are gathered by token."""
+    elements = shape.kv_elements_per_token_per_layer / 2
+    key_bytes = elements * (strategy.held_keys * device.element_bytes + strategy.held_plane_bits / 8)
+    return strategy.batch * tokens * (key_bytes + strategy.held_score_bytes)
 
 
 def swapped_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term:

@@ -74,7 +74,8 @@ def round_at(
     target_s = machine.pass_seconds(target, verifying_rates, layers, target_gap_s)
     target_s += _gather_seconds(machine, target, verifying_rates, shape, strategy.target_run_tokens)
     key_bytes = strategy.batch * tokens * shape.kv_elements_per_token_per_layer / 2 * machine.element_bytes
-    draft_scoring_s = _scoring_seconds(machine, key_bytes * strategy.draft_scored_keys)
+    step_score_bytes = strategy.batch * tokens * strategy.step_score_bytes
+    draft_scoring_s = _scoring_seconds(machine, key_bytes * strategy.draft_scored_keys + step_score_bytes)
     target_scoring_s = _scoring_seconds(machine, key_bytes * strategy.target_scored_keys)
     drafting = minimum(strategy.gamma, 1)
     return Round(
@@ -102,7 +103,8 @@ def target_terms(shape: ModelShape, machine: Machine, strategy: Strategy, contex
 
 def draft_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
     """What one draft step reads."""
-    tokens = strategy.draft_ratio * cached_tokens(strategy, context)
+    cached = cached_tokens(strategy, context)
+    tokens = minimum(maximum(strategy.draft_ratio * cached, strategy.draft_floor_tokens), cached)
     weights = (strategy.draft_weight_bytes, strategy.draft_head_bytes)
     return _pass_terms(shape, machine, strategy, 1, tokens, strategy.draft_bits, weights)
 

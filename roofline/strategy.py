@@ -40,11 +40,16 @@ class Strategy:
     # Sparse attention: tokens read at a step, and the traffic of choosing them
     target_budget: Term
     draft_ratio: Term  # share of the cached tokens
+    draft_floor_tokens: Term  # which drafts read at least
     target_run_tokens: Term  # selected tokens that lie together, of one KV head
     draft_run_tokens: Term
     target_scored_keys: Term  # keys of one layer scored per cached token and step, summed over layers
     draft_scored_keys: Term
+    step_score_bytes: Term  # of scores, per cached token and draft step, summed over layers
     round_score_bytes: Term  # per cached token, once a round, summed over layers
+    held_keys: Term  # kept to choose by, in multiples of one layer's keys, summed over layers
+    held_plane_bits: Term  # of codes kept by token, per element of the keys, summed over layers
+    held_score_bytes: Term  # kept scores, per cached token
     # Speculation
     gamma: Term
     acceptance: Term  # conditional acceptance

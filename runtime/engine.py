@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ridgeplan.planner.plan import Plan
 from ridgeplan.runtime.draft_swap import SwappableWeights, draft_weights_for, prompt_arena
-from ridgeplan.runtime.drafting.policies import POLICIES
+from ridgeplan.runtime.drafting.policies import DraftPolicy, draft_policy
 from ridgeplan.runtime.drafting.round_result import NOTHING, RowResult
 from ridgeplan.runtime.drafting.round_runner import EagerRounds, GraphRounds, Rounds
 from ridgeplan.runtime.drafting.speculator import Speculator, all_finite
@@ -70,6 +70,7 @@ class Engine:
         if plan.weights.draft_differs:
             self.draft_weights = self._drafts(draft_weights, text)
         self.cache: Cache | None = Cache(config.shape, KVCacheConfig.of(plan), device, weights.embedding.dtype)
+        self._policy: DraftPolicy | None = draft_policy(plan.speculation.selection, self.cache)
         self._meter = meter
         self._statistics: Statistics | None = None
         self._running = False
@@ -133,7 +134,7 @@ class Engine:
 
     def close(self) -> None:
         """Releases the caches and captured graphs. The weights are freed with their last reference."""
-        self.cache = None
+        self.cache = self._policy = None
         self._graphs.clear()
 
     def _drafts(self, given: DecoderWeights | None, text: CalibrationText | None) -> DecoderWeights:
@@ -194,6 +195,7 @@ class Engine:
         """Prefills; returns the first token of each sequence, and the rounds that continue them."""
         cache.reset(len(request.prompts))
         speculator = self._speculator(cache, request.sampling)
+        speculator.policy.start()
         self._generator.manual_seed(request.sampling.seed)
         pending = self._prefill(request, speculator, stopwatch)
         # Prefill already draws the first token, and the last one never enters the cache.
@@ -203,9 +205,10 @@ class Engine:
         return pending.tolist(), rounds
 
     def _speculator(self, cache: Cache, sampling: SamplingParams) -> Speculator:
-        speculation = self.plan.speculation
-        policy = POLICIES[speculation.selection](speculation.ratio)
-        return Speculator(self.decoder, self.weights, self.draft_weights, cache, policy, sampling, self._generator)
+        assert self._policy is not None, "an engine with a cache has a policy"
+        return Speculator(
+            self.decoder, self.weights, self.draft_weights, cache, self._policy, sampling, self._generator
+        )
 
     def _prepared(self, speculator: Speculator, stopwatch: Stopwatch) -> Rounds:
         """Rounds for this number of rows and these sampling parameters; on CUDA their graph is captured once."""
@@ -228,9 +231,10 @@ class Engine:
         scratch = prompt_arena(self.plan, self.draft_weights, self.device)
         with stopwatch.measure("prefill"), scratch as arena:
             prompts = (torch.tensor(prompt, device=self.device) for prompt in request.prompts)
+            target = (self.decoder, self.weights, speculator.cache)
             logits = torch.stack(
                 [
-                    prefill(self.decoder, self.weights, speculator.cache, row, prompt, arena=arena)
+                    prefill(*target, row, prompt, arena=arena, observer=speculator.policy)
                     for row, prompt in enumerate(prompts)
                 ]
             )

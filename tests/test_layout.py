@@ -27,14 +27,21 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "roofline": ({"roofline.catalog", "roofline.catalog.weight_formats"}, MODEL),
     "roofline.symbolic": ({"roofline", "roofline.catalog"}, MODEL),
     "roofline.papers": ({"roofline", "roofline.catalog", "roofline.symbolic"}, MODEL),
-    "planner.policies.selection": ({"planner.plan", "planner.policies"}, MODEL),
+    "planner.axes": ({"roofline.catalog", "roofline.execution"}, MODEL),
+    "planner.policies.selection": ({"planner.axes", "planner.plan", "planner.policies"}, MODEL),
     "planner.policies.eviction": ({"planner.plan", "planner.policies", "planner.policies.selection"}, MODEL),
     "planner.policies": (
-        {"planner.plan", "planner.policies.eviction", "planner.policies.selection", "roofline.strategy"},
+        {
+            "planner.axes", "planner.plan", "planner.policies.eviction", "planner.policies.selection",
+            "roofline.strategy",
+        },
         MODEL,
     ),
     "planner.acceptance": (
-        {"planner.plan", "planner.policies", "planner.policies.selection", "roofline", "roofline.catalog"},
+        {
+            "planner.axes", "planner.plan", "planner.policies", "planner.policies.selection", "roofline",
+            "roofline.catalog",
+        },
         MODEL,
     ),
     "planner.search": (
@@ -46,8 +53,9 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "planner": (
         {
-            "planner.acceptance", "planner.policies", "planner.policies.eviction", "planner.policies.selection",
-            "planner.search", "roofline", "roofline.catalog", "roofline.catalog.weight_formats", "roofline.symbolic",
+            "planner.acceptance", "planner.axes", "planner.policies", "planner.policies.eviction",
+            "planner.policies.selection", "planner.search", "roofline", "roofline.catalog",
+            "roofline.catalog.weight_formats", "roofline.symbolic",
         },
         MODEL,
     ),
@@ -75,15 +83,25 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "kernels.layer": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
     "kernels.linear": ({"kernels.device", "kernels.layer", "roofline.cost", "roofline.execution"}, {"torch", "triton"}),
     "kernels.sampling": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
-    "runtime.kv": ({"kernels.kv_cache", "planner.plan", "roofline.catalog", "roofline.execution"}, RUNTIME),
+    "runtime.kv": (
+        {
+            "kernels.attention", "kernels.kv_cache", "kernels.selection", "planner.plan", "roofline.catalog",
+            "roofline.execution",
+        },
+        RUNTIME,
+    ),
     "runtime.model": (
         {
-            "kernels.attention", "kernels.layer", "kernels.linear", "roofline.catalog", "roofline.execution",
+            "kernels.attention", "kernels.layer", "kernels.linear", "roofline.catalog",
+            "roofline.execution",
             "runtime.arena", "runtime.errors", "runtime.host_memory", "runtime.kv", "runtime.model_config",
         },
         RUNTIME,
     ),
-    "runtime.drafting.policies": ({"runtime.kv"}, RUNTIME),
+    "runtime.drafting.policies": (
+        {"kernels.attention", "kernels.selection", "kernels.sparse_attention", "planner.axes", "runtime.kv"},
+        RUNTIME,
+    ),
     "runtime.drafting": (
         {
             "kernels.device", "kernels.sampling", "runtime.drafting.policies", "runtime.kv", "runtime.model",
@@ -133,6 +151,13 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         VALIDATE,
     ),
+    "validate.studies": (
+        {
+            "planner.axes", "planner.plan", "roofline.catalog", "runtime", "runtime.drafting.policies", "runtime.kv",
+            "runtime.model", "validate.acceptance", "validate.progress", "validate.prompts",
+        },
+        VALIDATE,
+    ),
     "validate.suite": (
         {
             "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.drafting",
@@ -144,9 +169,9 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate": (
         {
-            "planner", "planner.acceptance", "planner.policies.selection", "roofline", "roofline.catalog", "runtime",
-            "runtime.drafting", "runtime.drafting.policies", "runtime.kv", "runtime.model", "runtime.quantization",
-            "validate.calibration",
+            "planner", "planner.acceptance", "planner.axes", "planner.policies.selection", "roofline",
+            "roofline.catalog", "runtime", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
+            "runtime.model", "runtime.quantization", "validate.calibration",
         },
         VALIDATE,
     ),
@@ -154,10 +179,17 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {"dashboards.cli", "planner.acceptance", "roofline.catalog", "validate"},
         None,
     ),
+    "dashboards.cli.study": (
+        {
+            "dashboards.cli", "dashboards.cli.acceptance", "dashboards.draft_study_page", "roofline.catalog",
+            "validate", "validate.studies",
+        },
+        None,
+    ),
     "dashboards.cli.planning": ({"dashboards.cli", "planner", "planner.search", "roofline", "roofline.catalog"}, None),
     "dashboards.cli": (
         {
-            "dashboards.cli.acceptance", "dashboards.cli.catalog", "dashboards.cli.planning",
+            "dashboards.cli.acceptance", "dashboards.cli.catalog", "dashboards.cli.planning", "dashboards.cli.study",
             "dashboards.cli.validation", "dashboards.user_errors",
             "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.model", "validate",
             "validate.calibration", "validate.decode_bench", "validate.kernel_bench",

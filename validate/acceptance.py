@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -77,7 +78,7 @@ def measure_acceptance(
     The model is loaded once, and its 4-bit weights are made once. device: as for `ridgeplan.runtime.load`.
     Raises what `load` raises, PlanError for lengths, and PromptError for a text that is too short.
     """
-    shape = _shape(model)
+    shape = shape_of(model)
     plans = list(passage.plans(shape))
     rounds = passage.tokens // ROUND
     weights = draft_weights = None
@@ -86,12 +87,20 @@ def measure_acceptance(
         engine = load(plan, model, device=device, weights=weights)
         weights = engine.weights
         ids = prompt_tokens(engine.tokenizer, plan.workload.final_context, passage.text)
-        draft_weights = draft_weights or _draft_weights(engine, drafts, passage.calibration)
+        draft_weights = draft_weights or draft_weights_of(engine, drafts, passage.calibration)
         measured = TeacherForced(engine, draft_weights, drafts).run(ids, plan.workload.context, counted.one_more)
         engine.close()
         checkpoint = "GGUF, decoded" if model.lower().endswith(".gguf") else ""
         for one in measured:
             yield MeasuredAcceptance(_row(one, engine, shape, passage, checkpoint), one.by_position)
+
+
+class HasWeights(Protocol):
+    """A draft that may have 4-bit weights of its own."""
+
+    @property
+    def quantized_weights(self) -> bool:
+        """Whether it has."""
 
 
 class _Counted:
@@ -107,7 +116,7 @@ class _Counted:
         self._report(self._done)
 
 
-def _shape(model: str) -> ModelShape:
+def shape_of(model: str) -> ModelShape:
     """The shape by the name that `recommend` knows the model by."""
     try:
         return load_shape(model)
@@ -115,7 +124,10 @@ def _shape(model: str) -> ModelShape:
         return load_shape(model_source(model))
 
 
-def _draft_weights(engine: Engine, drafts: Sequence[Draft], calibration: Sequence[int] | None) -> DecoderWeights | None:
+def draft_weights_of(
+    engine: Engine, drafts: Iterable[HasWeights], calibration: Sequence[int] | None
+) -> DecoderWeights | None:
+    """4-bit weights made of an engine's, fitted to a text or to the model's own; None if no draft has any."""
     if not any(draft.quantized_weights for draft in drafts):
         return None
     decoder, weights = engine.decoder, engine.weights

@@ -18,7 +18,7 @@ from ridgeplan.planner.capacity import peak_bytes
 from ridgeplan.planner.plan import Plan
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
-from ridgeplan.runtime.drafting.policies import POLICIES
+from ridgeplan.runtime.drafting.policies import draft_policy
 from ridgeplan.runtime.drafting.round_result import RoundResult
 from ridgeplan.runtime.drafting.round_runner import EagerRounds, GraphRounds, Rounds
 from ridgeplan.runtime.drafting.speculator import Speculator
@@ -161,7 +161,8 @@ def _prepared(model: RandomModel, plan: Plan) -> Rounds:
     cache = Cache(model.shape, KVCacheConfig.of(plan), model.device, model.weights.embedding.dtype)
     fill(cache, workload.context)
     generator = torch.Generator(model.device).manual_seed(0)
-    policy = POLICIES[plan.speculation.selection](plan.speculation.ratio)
+    policy = draft_policy(plan.speculation.selection, cache)
+    policy.start()
     target, drafter = model.target(plan), model.drafter(plan)
     speculator = Speculator(model.decoder, target, drafter, cache, policy, SAMPLING, generator)
     rounds = GraphRounds(speculator) if model.device.type == "cuda" else EagerRounds(speculator)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ridgeplan.planner.plan import DraftCodes, DraftSelection, KVFormat, Plan
+from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan
 from ridgeplan.planner.policies import selections
 from ridgeplan.planner.policies.policy import Role
 from ridgeplan.planner.policies.selection.all import ALL
@@ -31,7 +31,7 @@ def plan_differences(plan: Plan) -> tuple[str, ...]:
         return ()
     weights = ("w4",) if plan.weights.draft_bits == 4 and plan.weights.draft_differs else ()
     codes = ("kv4",) if speculation.codes is DraftCodes.UPPER else ()
-    tokens = (speculation.selection.value,) if speculation.selection is not DraftSelection.ALL else ()
+    tokens = (speculation.selection.name,) if speculation.sparse else ()
     found = (*weights, *codes, *tokens)
     # Drafts of a cache with an INT4 shadow that read its full precision: priced like INT8 storage.
     return found or (("kv8",) if plan.kv.format is KVFormat.SHADOW else ())

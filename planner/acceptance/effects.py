@@ -159,4 +159,4 @@ def _ageing(difference: str) -> str:
     policy = POLICIES.get(difference)
     if policy is None:
         return family_of(difference)
-    return "once a round" if policy.round_score_bytes else "each step"
+    return "once a round" if policy.from_verification else "each step"

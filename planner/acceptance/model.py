@@ -83,7 +83,7 @@ class AcceptanceModel:
             return CERTAIN
         best, deviation = float(self.fitted.disagreement(parts)), self.fitted.deviation(parts)
         low, high = (1 - min(1.0, best * math.exp(sign * BAND * deviation)) for sign in (1, -1))
-        ratios = {plan.speculation.selection.value: plan.speculation.ratio}
+        ratios = {plan.speculation.selection.name: plan.speculation.ratio}
         found = [self._provenance(name, ratios.get(name, 1.0)) for name in draft_names(plan)]
         source = max((one for one, _ in found), key=SOURCES.index)
         return Acceptance(low, 1 - best, high, source, "; ".join(dict.fromkeys(where for _, where in found)))

@@ -13,6 +13,8 @@ from ridgeplan.planner.policies.eviction.streamingllm import STREAMINGLLM as STR
 from ridgeplan.planner.policies.policy import Policy, Role, TokenEviction, TokenSelection
 from ridgeplan.planner.policies.selection.all import ALL
 from ridgeplan.planner.policies.selection.clusterkv import CLUSTERKV
+from ridgeplan.planner.policies.selection.oracle import ORACLE
+from ridgeplan.planner.policies.selection.progressive import PROGRESSIVE
 from ridgeplan.planner.policies.selection.quest import QUEST
 from ridgeplan.planner.policies.selection.retrieval_head import RETRIEVAL_HEAD
 from ridgeplan.planner.policies.selection.shadowkv import SHADOWKV
@@ -31,6 +33,8 @@ SELECTIONS: dict[str, TokenSelection] = {
         QUEST,
         SPECEXTEND,
         SPECATTN,
+        PROGRESSIVE,
+        ORACLE,
         RETRIEVAL_HEAD,
         CLUSTERKV,
         SHADOWKV,
@@ -49,7 +53,7 @@ def selections(role: Role) -> tuple[TokenSelection, ...]:
 
 def draft_selection(plan: Plan) -> TokenSelection:
     """The policy that chooses the tokens that the plan's drafts read."""
-    return SELECTIONS[plan.speculation.selection.value]
+    return SELECTIONS[plan.speculation.selection.name]
 
 
 def target_selection(plan: Plan) -> TokenSelection | None:

@@ -8,7 +8,7 @@
 pydantic's core is used: importing pydantic itself, to derive checks from annotations, would take 0.1 s.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields
 from enum import Enum
 from functools import cache
@@ -98,6 +98,17 @@ def one_of(allowed: Iterable[Any], default: Any = MISSING) -> Any:
 def part(kind: type["Checked"], required: bool = False) -> Any:
     """A field that holds another checked dataclass, by default one with its own defaults."""
     return field(default_factory=MISSING if required else kind, metadata={"check": _object_schema(kind)})
+
+
+def variant(kinds: Mapping[str, type["Checked"]], default: Any = MISSING) -> Any:
+    """A field that holds one of several checked dataclasses, which their field `name` tells apart."""
+    schema = core_schema.tagged_union_schema(
+        {name: _object_schema(kind) for name, kind in kinds.items()},
+        discriminator="name",
+        custom_error_type="allowed",
+        custom_error_message=f"an object whose name is one of {', '.join(kinds)}",
+    )
+    return field(default=default, metadata={"check": schema})
 
 
 def parts_by_name(kind: type["Checked"], default_factory: Any = MISSING) -> Any:

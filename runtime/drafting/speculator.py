@@ -67,8 +67,9 @@ class Speculator:
         gamma = self.cache.config.gamma
         token, tokens, choices = pending, [], []
         uniform = self._uniform(gamma, len(pending))
+        self.policy.before_round()
         for ahead in range(gamma):
-            metadata = self.policy.select(self.cache, ahead)
+            metadata = self.policy.draft_metadata(ahead)
             logits = self.decoder.step(self.drafter, self.cache, token[:, None], metadata)
             choices.append(self.sampling.choice(logits[:, 0]))
             token = draw(choices[-1], uniform[ahead])
@@ -79,7 +80,7 @@ class Speculator:
     def verify(self, pending: Tensor, drafts: Drafts) -> Verification:
         """Verifies the drafts in one pass of the target, whose KV replaces theirs."""
         tokens = torch.cat([pending[:, None], drafts.tokens], dim=1)
-        metadata = self.cache.target_metadata(tokens.shape[1])
+        metadata = self.policy.target_metadata(tokens.shape[1])
         logits = self.decoder.step(self.target, self.cache, tokens, metadata)
         uniform = self._uniform(*tokens.shape)
         result = rejection_sample(

@@ -8,7 +8,9 @@ in full precision (QuantSpec, section 4.3.2). The split depends on the length al
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from torch import Tensor
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.shift import shift_slots
+from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes
+from ridgeplan.planner.plan import DraftCodes
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.metadata import AttentionMetadata
@@ -32,18 +36,19 @@ class Cache:
     def __init__(self, model: ModelShape, config: KVCacheConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config
         self.rows = config.batch
-        self.layers = model.layers
+        self.layers, self.q_heads, self.kv_heads = model.layers, model.q_heads, model.kv_heads
         sizes = (model.layers, config.batch, model.kv_heads, config.slots, model.head_dim)
         self.keys = torch.zeros(sizes, dtype=dtype, device=device)
         self.values = torch.zeros(sizes, dtype=dtype, device=device)
         self.all_codes = _allocate_codes(model, config, device) if config.format.quantized else None
+        self.all_planes = DraftPlanes.allocate(self.all_codes) if self.all_codes and config.draft_planes else None
         self.lengths = torch.zeros(config.batch, dtype=torch.int32, device=device)
         self.ends = torch.full_like(self.lengths, config.context)
 
     @property
     def bytes(self) -> int:
-        """Storage of keys, values and codes."""
-        return self.keys.nbytes + self.values.nbytes + (self.all_codes.bytes if self.all_codes else 0)
+        """Storage of keys, values, codes and planes."""
+        return sum(part.bytes for part in (self.all_codes, self.all_planes) if part) + 2 * self.keys.nbytes
 
     def reset(self, rows: int) -> None:
         """Empties the cache and activates its first `rows` rows, each up to the full context."""
@@ -86,13 +91,39 @@ class Cache:
         max_tokens = (self.ends[: self.rows] - lengths).clamp_min(1)
         return torch.minimum(max_tokens, group - lengths % group) if self.config.buffered else max_tokens
 
+    def reading(self, codes: DraftCodes) -> Cache:
+        """The same storage for drafts that read other codes."""
+        other = copy.copy(self)
+        other.config = replace(self.config, draft_codes=codes)
+        return other
+
     def full(self, layer: int) -> tuple[Tensor, Tensor]:
         """Full-precision keys and values [rows, kv_heads, slots, head_dim] of a layer."""
         return self.keys[layer, : self.rows], self.values[layer, : self.rows]
 
     def codes(self, layer: int) -> QuantizedKV:
         """Quantized groups of a layer."""
-        return self._codes(layer * self.config.batch, self.rows)
+        return self._codes(self.layer_rows(layer))
+
+    def planes(self, layer: int) -> DraftPlanes | None:
+        """Quantized groups of a layer by token, if they are kept."""
+        return self.all_planes.rows(self.layer_rows(layer)) if self.all_planes else None
+
+    def layer_rows(self, layer: int) -> slice:
+        """Where a layer's rows are in `all_codes`."""
+        first = layer * self.config.batch
+        return slice(first, first + self.rows)
+
+    def oldest_group(self) -> tuple[Tensor, Tensor]:
+        """Keys [layers, batch, kv_heads, group, head_dim] of the group that grows old next, and its first token.
+
+        The latter is int32 [batch]. Keys of rows that do not hold the whole group are undefined.
+        """
+        first, group = self.quantized(self.lengths), self.config.group
+        slots = torch.arange(group, device=first.device) + (0 if self.config.buffered else first[:, None])
+        slots = slots.expand(len(first), group).clamp_max(self.config.slots - 1).long()
+        sizes = (*self.keys.shape[:3], group, self.keys.shape[4])
+        return self.keys.gather(3, slots[None, :, None, :, None].expand(sizes)), first
 
     def target_metadata(self, queries: int) -> AttentionMetadata:
         """For a pass of the target over `queries` tokens that follow the cached ones."""
@@ -123,9 +154,13 @@ class Cache:
         tokens = keys.shape[1]
         whole = self.config.quantized_groups(tokens) * self.config.group
         if whole:
-            codes = self._codes(layer * self.config.batch + row, 1)
+            place = layer * self.config.batch + row
+            codes = self._codes(slice(place, place + 1))
             first = torch.zeros(1, dtype=torch.int32, device=keys.device)
             quantize(keys[None, :, :whole], values[None, :, :whole], codes, first)
+            if self.all_planes:
+                planes = self.all_planes.rows(slice(place, place + 1))
+                pack_draft_planes(codes, planes, first, whole // self.config.group)
         start = whole if self.config.buffered else 0
         self.keys[layer, row, :, : tokens - start] = keys[:, start:]
         self.values[layer, row, :, : tokens - start] = values[:, start:]
@@ -150,12 +185,14 @@ class Cache:
         first_slot = torch.zeros_like(before) if self.config.buffered else before
         index = (before // self.config.group).repeat(self.layers)
         quantize(keys, values, codes, index, mask, first_slot=first_slot.repeat(self.layers))
+        if self.all_planes:
+            pack_draft_planes(codes, self.all_planes, index, mask=mask)
         if self.config.buffered:
             shift_slots(keys, values, self.config.group, mask)
 
-    def _codes(self, first: int, count: int) -> QuantizedKV:
+    def _codes(self, rows: slice) -> QuantizedKV:
         assert self.all_codes is not None, "this KV format holds no codes"
-        return self.all_codes.rows(slice(first, first + count))
+        return self.all_codes.rows(rows)
 
 
 def _allocate_codes(model: ModelShape, config: KVCacheConfig, device: torch.device) -> QuantizedKV:

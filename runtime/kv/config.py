@@ -12,7 +12,8 @@ from ridgeplan.roofline.execution import quantized_groups
 class KVCacheConfig:
     """A cache for `batch` rows of up to `context` tokens each, including generated ones.
 
-    group: tokens that are quantized together. gamma: drafts per round, which need slots too.
+    group: tokens that are quantized together. gamma: drafts per round, which need slots too. draft_planes: whether
+    codes are also kept by token, for drafts that choose by them or gather them.
     """
 
     batch: int
@@ -21,6 +22,7 @@ class KVCacheConfig:
     group: int = 128
     gamma: int = 0
     draft_codes: DraftCodes = DraftCodes.FULL
+    draft_planes: bool = False
 
     @classmethod
     def of(cls, plan: Plan) -> KVCacheConfig:
@@ -33,6 +35,7 @@ class KVCacheConfig:
             group=plan.kv.group,
             gamma=speculation.gamma,
             draft_codes=speculation.codes,
+            draft_planes=plan.gathers_codes,
         )
 
     @property
@@ -44,6 +47,11 @@ class KVCacheConfig:
     def drafts_read_upper(self) -> bool:
         """Whether drafts read the upper codes alone."""
         return self.draft_codes is DraftCodes.UPPER
+
+    @property
+    def drafts_read_codes(self) -> bool:
+        """Whether drafts read old tokens as codes, upper ones alone or both."""
+        return self.buffered or self.drafts_read_upper
 
     @property
     def slots(self) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from ridgeplan.kernels.attention.scores import ScoreRequest
 
 
 @dataclass(frozen=True, eq=False)
@@ -14,7 +17,9 @@ class AttentionMetadata:
     positions, slots: int64 [rows, queries], positions of the new tokens in the text and in the full-precision store.
     begin, end: int32 [rows], the range of full-precision slots visible to the first query; each later query sees one
     more. groups: int32 [rows], leading groups that are read as codes, or None for no codes. lower: whether lower codes
-    are read with the upper ones.
+    are read with the upper ones. attend: attention of a layer, by its number, queries and this metadata, for passes
+    that read only some of the tokens in the groups or before `begin`. scores: where attention leaves a layer's scores
+    of what it read, if asked.
     """
 
     positions: Tensor
@@ -23,3 +28,5 @@ class AttentionMetadata:
     end: Tensor
     groups: Tensor | None
     lower: bool
+    attend: Callable[[int, Tensor, AttentionMetadata], Tensor] | None = None
+    scores: Callable[[int], ScoreRequest] | None = None

@@ -50,8 +50,12 @@ class Decoder:
         return add_rms_norm(hidden, update, weight, self.config.norm_eps)
 
     def _attend(self, index: int, cache: Cache, metadata: AttentionMetadata, q: Tensor) -> Tensor:
+        if metadata.attend is not None:  # drafts, which no sliding window limits
+            return metadata.attend(index, q, metadata)
         keys, values = cache.full(index)
         window = self.config.windows[index]
         begin = metadata.begin if window is None else torch.maximum(metadata.begin, metadata.end - window)
         codes = None if metadata.groups is None else cache.codes(index)
-        return decode_attention(q, keys, values, begin, metadata.end, codes, metadata.groups, lower=metadata.lower)
+        scores = metadata.scores(index) if metadata.scores is not None else None
+        read = (q, keys, values, begin, metadata.end, codes, metadata.groups)
+        return decode_attention(*read, lower=metadata.lower, scores=scores)

@@ -8,7 +8,7 @@ exists.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,18 @@ BACKENDS = [
 ]
 
 
+class PromptObserver(Protocol):
+    """What learns from a prompt while it is processed. window: of the prompt's last queries."""
+
+    window: int
+
+    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor) -> None:
+        """A layer of a row's prompt is in the cache.
+
+        queries: [window or fewer, q_heads, head_dim], of the last tokens. keys: [kv_heads, tokens, head_dim].
+        """
+
+
 def prefill(
     decoder: Decoder,
     weights: DecoderWeights,
@@ -39,6 +51,7 @@ def prefill(
     prompt: Tensor,
     chunk_tokens: int = PREFILL_CHUNK_TOKENS,
     arena: Arena | None = None,
+    observer: PromptObserver | None = None,
 ) -> Tensor:
     """Fills `row` of the cache from prompt [tokens]; returns the logits [vocab] that follow its last token.
 
@@ -48,10 +61,14 @@ def prefill(
     arena.clear()
     hidden = arena.empty((len(prompt), decoder.config.shape.hidden), weights.embedding.dtype)
     buffers = LayerBuffers.take(arena, decoder.config.shape, hidden)
+    last = torch.empty_like(buffers.queries[-observer.window :] if observer and observer.window else hidden[:0])
     torch.index_select(weights.embedding, 0, prompt, out=hidden)
     for index, layer in enumerate(weights.layers):
-        keys, values = prefill_layer(decoder, layer, hidden, decoder.config.windows[index], chunk_tokens, buffers)
+        window = decoder.config.windows[index]
+        keys, values = prefill_layer(decoder, layer, hidden, window, chunk_tokens, buffers, last)
         cache.store_prompt(index, row, keys, values)
+        if observer is not None:
+            observer.after_prefill(index, row, last, keys)
     cache.finish_prompt(row, len(prompt))
     return weights.head(decoder.norm(hidden[-1:], None, weights.norm)[1])[0]
 
@@ -81,10 +98,12 @@ def prefill_layer(
     window: int | None,
     chunk_tokens: int = PREFILL_CHUNK_TOKENS,
     buffers: LayerBuffers | None = None,
+    last_queries: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Updates hidden [tokens, hidden] in place; returns keys and values [kv_heads, tokens, head_dim].
 
-    These are views of `buffers`, which are allocated unless given.
+    These are views of `buffers`, which are allocated unless given. last_queries: [n, q_heads, head_dim], filled with
+    those of the last n tokens if given.
     """
     tokens = len(hidden)
     shape = decoder.config.shape
@@ -94,6 +113,8 @@ def prefill_layer(
         positions = torch.arange(chunk.start, chunk.stop, device=hidden.device)[None]
         normed = decoder.norm(hidden[chunk], None, layer.attention_norm)[1][None]
         queries[chunk] = decoder.project(layer, normed, decoder.rotary(positions), keys, values, positions)[0]
+    if last_queries is not None and len(last_queries):
+        last_queries.copy_(queries[-len(last_queries) :])
     attend_in_place(queries, keys[0], values[0], window)
     for chunk in chunks:
         residual, normed = decoder.norm(hidden[chunk], layer.output(queries[chunk].flatten(1)), layer.mlp_norm)

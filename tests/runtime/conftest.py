@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
+from ridgeplan.planner.axes.draft_selection import draft_selection
 from ridgeplan.planner.plan import (
     DraftCodes,
-    DraftSelection,
     KVCache,
     KVFormat,
     Plan,
@@ -96,7 +96,7 @@ def make_plan() -> Callable[..., Plan]:
         codes: str | None = None,
         yarn_factor: float = 1.0,
         selection: str = "all",
-        ratio: float = 1.0,
+        **hyperparameters: Any,
     ) -> Plan:
         stored = gamma > 0 and kv in ("int4x2", "bf16+int4")
         return Plan(
@@ -104,7 +104,9 @@ def make_plan() -> Callable[..., Plan]:
             weights=Weights(target_bits, min(target_bits, draft_bits), weight_group),
             kv=KVCache(KVFormat(kv), group),
             speculation=Speculation(
-                gamma, DraftCodes(codes or ("upper" if stored else "full")), DraftSelection(selection), ratio
+                gamma,
+                DraftCodes(codes or ("upper" if stored else "full")),
+                draft_selection(selection, **hyperparameters),
             ),
         )
 

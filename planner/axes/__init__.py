@@ -1,0 +1,1 @@
+"""Axes of a plan whose values have hyperparameters: a frozen dataclass for each value."""

@@ -1,0 +1,35 @@
+"""Policies that choose anew for every draft's query and KV head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.selection.top_k import top_k
+from ridgeplan.runtime.drafting.policies.sparse import SparsePolicy, TokenIndex
+
+
+class PerQueryPolicy(SparsePolicy):
+    """A subclass scores pages of `page` tokens by the query.
+
+    What it scores by is made of whole groups, so that old tokens are those that the rule of codes would quantize, also
+    in a full-precision cache.
+    """
+
+    page = 1
+
+    def old_of(self, lengths: Tensor) -> Tensor:
+        return self.cache.quantized(lengths)
+
+    def query_scores(self, layer: int, query: Tensor) -> Tensor:
+        """Scores of pages by a query [rows, 1, q_heads, head_dim] -> float32 [rows, kv_heads, pages]."""
+        raise NotImplementedError
+
+    def select(self, layer: int, query: Tensor) -> TokenIndex:
+        scores = self.query_scores(layer, query)
+        scores[..., : -(-self.selection.sinks // self.page)] = torch.inf
+        sets, rows = scores.shape[:2], self.cache.rows
+        pages, wanted = self.old()[:rows] // self.page, -(-self.budget()[:rows] // self.page)
+        lengths, k = (x[:, None].expand(sets).flatten().int() for x in (pages, wanted))
+        index, count = top_k(scores.flatten(0, 1), lengths, k, -(-self.max_budget // self.page))
+        return TokenIndex(index.unflatten(0, sets), count.unflatten(0, sets), self.page)

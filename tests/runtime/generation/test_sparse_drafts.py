@@ -1,0 +1,80 @@
+"""Sparse drafts change the speed, never the output: every policy on every cache, across flushes, in ragged batches."""
+
+import pytest
+
+from ridgeplan import runtime
+from ridgeplan.runtime.drafting.policies import POLICIES
+from ridgeplan.runtime.drafting.policies.base import DraftPolicy
+
+NEW = 75  # with groups of 32: two flushes or three
+LENGTHS = [100, 37, 65]
+SMALL = {"ratio": 0.2, "floor": 8, "sinks": 2, "recent": 6}
+SELECTIONS = {
+    "streamingllm": {},
+    "snapkv": {"window": 8, "pool": 3},
+    "quest": {},
+    "specextend": {"page": 16},
+    "specattn": {"score": "logits"},
+    "progressive": {},
+    "oracle": {},
+}
+CACHES = [("int4x2", None), ("bf16+int4", None), ("bf16+int4", "full"), ("int8", "full"), ("bf16", "full")]
+
+
+class Nonsense(DraftPolicy):
+    """Drafts read nothing but their own token."""
+
+    def draft_metadata(self, ahead, queries=1):
+        every = super().draft_metadata(ahead, queries)
+        return type(every)(every.positions, every.slots, every.end - 1, every.end, None, every.lower)
+
+
+def generate(plan, folder, prompts, new_tokens=NEW):
+    return runtime.load(plan, folder, device="cpu").generate(prompts, new_tokens)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model, make_plan, prompts):
+    """Tokens of plain decoding by the KV format that the target reads."""
+    folder = tiny_model(agreeable=True).folder
+    formats = {"bf16": "bf16", "bf16+int4": "bf16", "int8": "int8", "int4x2": "int8"}
+    made = {kv: generate(make_plan(kv, batch=3), folder, prompts(*LENGTHS)) for kv in set(formats.values())}
+    return {kv: made[target].tokens for kv, target in formats.items()}
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("kv, codes", CACHES)
+def test_sparse_drafts_change_nothing(kv, codes, selection, plain, tiny_model, make_plan, prompts):
+    if (kv, selection) == ("bf16", "progressive"):
+        pytest.skip("2-bit keys are those of codes")
+    options = SMALL | SELECTIONS[selection]
+    plan = make_plan(kv, 3, batch=3, codes=codes, selection=selection, **options)
+    drafted = generate(plan, tiny_model(agreeable=True).folder, prompts(*LENGTHS))
+    assert drafted.tokens == plain[kv]
+    assert drafted.statistics.flushes >= (0 if kv == "bf16" else 6)
+    assert 0 < drafted.statistics.accepted < drafted.statistics.judged
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("kv, codes", CACHES)
+def test_drafts_that_may_read_everything_do(kv, codes, selection, tiny_model, make_plan, prompts):
+    """With a ratio of 1 every draft reads what one that selects nothing reads, across flushes."""
+    if (kv, selection) == ("bf16", "progressive"):
+        pytest.skip("2-bit keys are those of codes")
+    folder, ids = tiny_model().folder, prompts(*LENGTHS)
+    options = SELECTIONS[selection] | {"ratio": 1.0}
+    every = generate(make_plan(kv, 2, batch=3, codes=codes), folder, ids, 40)
+    chosen = generate(make_plan(kv, 2, batch=3, codes=codes, selection=selection, **options), folder, ids, 40)
+    assert chosen.tokens == every.tokens
+    counted = "judged", "accepted", "rounds", "flushes"
+    assert [getattr(chosen.statistics, name) for name in counted] == [
+        getattr(every.statistics, name) for name in counted
+    ]
+
+
+def test_nonsense_is_corrected(plain, tiny_model, make_plan, prompts, monkeypatch):
+    monkeypatch.setitem(POLICIES, "streamingllm", Nonsense)
+    plan = make_plan("int4x2", 3, batch=3, selection="streamingllm")
+    drafted = generate(plan, tiny_model(agreeable=True).folder, prompts(*LENGTHS))
+    assert drafted.tokens == plain["int4x2"]
+    assert drafted.statistics.acceptance < 0.3
