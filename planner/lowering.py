@@ -62,6 +62,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         round_score_bytes=drafts_read.round_score_bytes * shape.layers,
         gamma=speculation.gamma,
         acceptance=acceptance,
+        reserved_gamma=speculation.gamma if speculation.adaptive else 0,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ridgeplan.roofline.catalog.checks import Checked, build, flag, number, one_of, part, text, whole
 from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json
-from ridgeplan.roofline.execution import MAX_TOKENS, QUANTIZATION_GROUPS
+from ridgeplan.roofline.execution import MAX_TOKENS, QUANTIZATION_GROUPS, adaptive_gammas
 from ridgeplan.roofline.speculation import MAX_GAMMA
 
 SCHEMA = 1
@@ -197,14 +197,20 @@ class TargetAttention(_PlanPart):
 
 @dataclass(frozen=True)
 class Speculation(_PlanPart):
-    """Self-speculation: gamma drafts per round, which read these codes of a share `ratio` of the tokens."""
+    """Self-speculation: gamma drafts per round, which read these codes of a share `ratio` of the tokens.
+
+    adaptive: gamma is the most drafts of a round; the engine chooses how many from the acceptance that it measures.
+    """
 
     gamma: int = whole(0, MAX_GAMMA, default=0)
     codes: DraftCodes = one_of(DraftCodes, default=DraftCodes.FULL)
     selection: DraftSelection = one_of(DraftSelection, default=DraftSelection.ALL)
     ratio: float = number(MIN_RATIO, 1, default=1.0)
+    adaptive: bool = flag(False)
 
     def _contradiction(self) -> str | None:
+        if self.adaptive and not self.active:
+            return "adaptive is true with gamma 0; allowed: gamma of 1 or more, the most drafts of a round"
         if self.selection is not DraftSelection.ALL or self.ratio == 1:
             return None
         return f"ratio is {self.ratio}; allowed: 1.0 when drafts read all tokens"
@@ -213,6 +219,16 @@ class Speculation(_PlanPart):
     def active(self) -> bool:
         """Whether any token is drafted."""
         return self.gamma > 0
+
+    @property
+    def gammas(self) -> tuple[int, ...]:
+        """The drafts that a round of this plan may have, ascending."""
+        return adaptive_gammas(self.gamma) if self.adaptive else (self.gamma,)
+
+    @property
+    def rounds(self) -> str:
+        """The drafts of a round in words: `gamma 4`, or `gamma adaptive up to 6`."""
+        return f"gamma {'adaptive up to ' if self.adaptive else ''}{self.gamma}"
 
 
 def _budget_problem(axis: str, active: bool, budget: int) -> str | None:

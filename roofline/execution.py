@@ -38,8 +38,17 @@ INT4_COPY_BYTES = 128 << 20
 # What torch gives cuBLAS for each stream on Hopper, at its first call and for good (older GPUs: 8.1 MiB).
 CUBLAS_WORKSPACE_BYTES = 32 << 20
 
+# Drafts of a round among which adaptive gamma chooses, and its plan's largest. A CUDA graph is captured for each. Times
+# per token between two of them are within 2% of the better one.
+GAMMA_LADDER = (0, 1, 2, 4, 6, 8, 11)
+
 GATHER_ROW_BYTES = 256  # of the rows that calibration gathers: one token's key of 128 channels in 16 bits
 SPLIT_TOKENS = 256  # fewest tokens per split of split-KV attention
+
+
+def adaptive_gammas(largest: int) -> tuple[int, ...]:
+    """The gammas of a plan whose gamma adapts up to `largest`, ascending; 0 is plain decoding."""
+    return (*(gamma for gamma in GAMMA_LADDER if gamma < largest), largest)
 
 
 def uses_draft_swap(context: Term) -> Term:

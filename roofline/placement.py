@@ -86,8 +86,8 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
     """Memory with everything on the device, at the sequences' full length."""
     element_bytes, batch = device.element_bytes, strategy.batch
     tokens = minimum(strategy.context, strategy.eviction_budget) + strategy.new_tokens
-    slots = strategy.stores_full_kv * (tokens + strategy.queries)
-    buffered = (1 - strategy.stores_full_kv) * (2 * strategy.kv_group + strategy.queries)
+    slots = strategy.stores_full_kv * (tokens + strategy.most_queries)
+    buffered = (1 - strategy.stores_full_kv) * (2 * strategy.kv_group + strategy.most_queries)
     codes = memory.code_memory(shape, batch, tokens, strategy.code_planes, strategy.kv_group)
     arena_capacity_bytes = _arena_capacity_bytes(shape, device, strategy)
     copy_bytes = device.asynchronous * (1 - strategy.target_dense) * memory.int4_copy(shape, element_bytes)
@@ -100,7 +100,7 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
         prefill_workspace=memory.prefill_workspace(
             shape, strategy.context, element_bytes, arena_capacity_bytes, copy_bytes
         ),
-        decode_workspace=memory.decode_workspace(shape, batch, strategy.queries, splits, element_bytes),
+        decode_workspace=memory.decode_workspace(shape, batch, strategy.most_queries, splits, element_bytes),
         libraries=device.asynchronous * CUBLAS_WORKSPACE_BYTES,
     )
 

@@ -76,7 +76,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "runtime.drafting": (
         {
             "kernels.device", "kernels.sampling", "runtime.drafting.policies", "runtime.kv", "runtime.model",
-            "runtime.sampling",
+            "planner.round_costs", "roofline.speculation", "runtime.sampling",
         },
         RUNTIME,
     ),
@@ -89,8 +89,9 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "runtime": (
         {
-            "kernels.sampling", "planner.capacity", "planner.plan", "planner.support", "roofline.catalog",
-            "roofline.catalog.weight_formats", "roofline.device", "roofline.execution", "runtime.drafting",
+            "kernels.sampling", "planner.capacity", "planner.plan", "planner.resolution", "planner.round_costs",
+            "planner.support", "roofline.catalog", "roofline.catalog.weight_formats", "roofline.device",
+            "roofline.execution", "runtime.drafting",
             "runtime.drafting.policies", "runtime.kv",
             "runtime.model", "runtime.quantization",
         },

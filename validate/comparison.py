@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.policies.selection.all import autoregressive
@@ -129,10 +131,11 @@ def compare_measured(
 
 
 def tpot_ms_at(plan: Plan, shape: ModelShape, profile: Profile, acceptance: float) -> float:
-    """Predicted time per output token at this conditional acceptance."""
+    """Predicted time per output token at this conditional acceptance; of an adaptive gamma, at the best one."""
     machine = Machine.of(profile)
     strategy, rates = strategy_of(plan, shape, machine, acceptance), rates_of(plan, shape, machine)
-    return 1e3 * float(evaluate(shape, machine, strategy, rates).tpot_s)
+    strategy = replace(strategy, gamma=np.array(plan.speculation.gammas))
+    return 1e3 * float(np.min(evaluate(shape, machine, strategy, rates).tpot_s))
 
 
 def shape_of(plan: Plan, engine: Engine) -> ModelShape:

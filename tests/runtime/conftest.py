@@ -97,6 +97,7 @@ def make_plan() -> Callable[..., Plan]:
         yarn_factor: float = 1.0,
         selection: str = "all",
         ratio: float = 1.0,
+        adaptive: bool = False,
     ) -> Plan:
         stored = gamma > 0 and kv in ("int4x2", "bf16+int4")
         return Plan(
@@ -104,7 +105,7 @@ def make_plan() -> Callable[..., Plan]:
             weights=Weights(target_bits, min(target_bits, draft_bits), weight_group),
             kv=KVCache(KVFormat(kv), group),
             speculation=Speculation(
-                gamma, DraftCodes(codes or ("upper" if stored else "full")), DraftSelection(selection), ratio
+                gamma, DraftCodes(codes or ("upper" if stored else "full")), DraftSelection(selection), ratio, adaptive
             ),
         )
 
