@@ -225,11 +225,6 @@ class Speculation(_PlanPart):
         """The drafts that a round of this plan may have, ascending."""
         return adaptive_gammas(self.gamma) if self.adaptive else (self.gamma,)
 
-    @property
-    def rounds(self) -> str:
-        """The drafts of a round in words: `gamma 4`, or `gamma adaptive up to 6`."""
-        return f"gamma {'adaptive up to ' if self.adaptive else ''}{self.gamma}"
-
 
 def _budget_problem(axis: str, active: bool, budget: int) -> str | None:
     if active == (budget > 0):

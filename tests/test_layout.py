@@ -76,7 +76,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "runtime.drafting": (
         {
             "kernels.device", "kernels.sampling", "runtime.drafting.policies", "runtime.kv", "runtime.model",
-            "planner.round_costs", "roofline.speculation", "runtime.sampling",
+            "planner.round_costs", "roofline.execution", "roofline.speculation", "runtime.sampling",
         },
         RUNTIME,
     ),

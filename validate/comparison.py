@@ -121,8 +121,8 @@ def compare_measured(
     at_measured_ms = tpot_ms_at(plan, shape, profile, measured.statistics.acceptance)
     spread = widest((measured.spread, plain.spread if plain else None))
     rows = (
-        *_time_rows(predicted, measured.statistics),
-        *_token_rows(predicted, measured, at_measured_ms),
+        *_time_rows(plan, predicted, measured.statistics),
+        *_token_rows(plan, predicted, measured, at_measured_ms),
         _memory_row(predicted, measured.statistics),
         _speedup_row(predicted, measured, plain, spread),
     )
@@ -143,10 +143,10 @@ def shape_of(plan: Plan, engine: Engine) -> ModelShape:
     return replace(engine.config.shape, name=plan.workload.model)
 
 
-def _time_rows(predicted: Prediction, statistics: Statistics) -> list[ComparisonRow]:
+def _time_rows(plan: Plan, predicted: Prediction, statistics: Statistics) -> list[ComparisonRow]:
     prefill = ComparisonRow("prefill", "ms", predicted.best.ttft_ms, statistics.ttft_ms)
     target_ms = predicted.target_step_ms
-    if not predicted.gamma:
+    if not plan.speculation.active:
         return [prefill, ComparisonRow("decode step", "ms", target_ms, 1e3 * statistics.verify_s)]
     return [
         prefill,
@@ -155,10 +155,10 @@ def _time_rows(predicted: Prediction, statistics: Statistics) -> list[Comparison
     ]
 
 
-def _token_rows(predicted: Prediction, measured: Measured, at_measured_ms: float) -> list[ComparisonRow]:
+def _token_rows(plan: Plan, predicted: Prediction, measured: Measured, at_measured_ms: float) -> list[ComparisonRow]:
     statistics, tpot_ms = measured.statistics, measured.tpot_ms
     tpot = ComparisonRow("tpot", "ms", predicted.best.tpot_ms, tpot_ms)
-    if not predicted.gamma:
+    if not plan.speculation.active:
         return [tpot]
     return [
         ComparisonRow("acceptance", "", predicted.acceptance.best, statistics.acceptance),

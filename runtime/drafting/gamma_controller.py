@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ridgeplan.planner.round_costs import RoundCosts
+from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS
 from ridgeplan.roofline.speculation import tokens_at
 from ridgeplan.runtime.drafting.round_result import RowResult
 
-RUNNING_LOSS = 0.015
-STARTING_LOSS = 0.01
 SAVED_ROUNDS = 4  # what was gained pays for that many rounds of the largest gamma whose drafts are all rejected
 HYSTERESIS = 0.03  # another gamma must promise that much more speed
 MEMORY_ROUNDS = 32  # drafting rounds after which evidence has lost two thirds of its weight

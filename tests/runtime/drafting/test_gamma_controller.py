@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ridgeplan.planner.round_costs import RoundCosts
+from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS
 from ridgeplan.roofline.speculation import tokens_at
 from ridgeplan.runtime.drafting.gamma_controller import (
     HYSTERESIS,
-    RUNNING_LOSS,
-    STARTING_LOSS,
     AdaptiveGamma,
     Evidence,
     FixedGamma,
