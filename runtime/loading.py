@@ -38,6 +38,7 @@ def load(
     device: str | None = None,
     dtype: torch.dtype | None = None,
     weights: DecoderWeights | None = None,
+    draft_weights: DecoderWeights | None = None,
     calibration: Sequence[int] | None = None,
     memory_utilization: float = MEMORY_UTILIZATION,
     profile: Profile | None = None,
@@ -46,7 +47,8 @@ def load(
 
     device: by default "cuda" where there is one (of several, CUDA_VISIBLE_DEVICES chooses), else "cpu". dtype: by
     default bfloat16 on CUDA, else float32. weights: another engine's `weights` of the same model, to share instead of
-    reading them again if they are in the plan's format. calibration: token ids, 1000 or more, of a text like what will
+    reading them again if they are in the plan's format. draft_weights: its `draft_weights`, if plans differ in no bits
+    or groups of weights. calibration: token ids, 1000 or more, of a text like what will
     be decoded; 4-bit weights are quantized for it, by default for one of the model's own (see `CalibrationText`).
     memory_utilization: share of a GPU's memory that may be used. profile: the device's rates, by default those of this
     machine, from which an adaptive gamma knows what rounds take.
@@ -79,7 +81,7 @@ def load(
     require_memory(plan, config.shape, place, dtype, weights.bytes if weights else 0, memory_utilization)
     with readable_out_of_memory(place):
         target = weights or _target(plan, load_state_dict(source, config.shape, dtype), config, place, text)
-        return Engine(plan, source, config, target, place, meter, text=text, profile=profile)
+        return Engine(plan, source, config, target, place, meter, draft_weights, text, profile)
 
 
 def _target(

@@ -121,6 +121,13 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         VALIDATE,
     ),
+    "validate.tuning": (
+        {
+            "planner", "planner.acceptance", "roofline.catalog", "roofline.speculation", "runtime", "runtime.drafting",
+            "validate.acceptance", "validate.progress", "validate.prompts",
+        },
+        VALIDATE,
+    ),
     "validate.suite": (
         {
             "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.drafting",
@@ -139,7 +146,10 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         VALIDATE,
     ),
     "dashboards.cli.acceptance": (
-        {"dashboards.cli", "planner.acceptance", "roofline.catalog", "validate"},
+        {
+            "dashboards.cli", "planner", "planner.acceptance", "roofline.catalog", "roofline.speculation", "validate",
+            "validate.tuning",
+        },
         None,
     ),
     "dashboards.cli.planning": ({"dashboards.cli", "planner", "planner.search", "roofline", "roofline.catalog"}, None),
