@@ -5,7 +5,7 @@ from collections import Counter, deque
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeplan.planner.round_costs import RoundCosts
@@ -110,6 +110,7 @@ def test_it_follows_a_text_that_changes():
     assert used[0] > 3500
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 6), min_size=1, max_size=60),
     st.integers(1, 2000),
@@ -129,6 +130,7 @@ def test_no_text_makes_it_lose_more_than_it_may(pattern, new_tokens, draft, quer
     assert seconds <= (1 + RUNNING_LOSS) * tokens * PLAIN_S + STARTING_LOSS * new_tokens * PLAIN_S + granted_s + 1e-9
 
 
+@settings(deadline=None)
 @given(st.integers(50, 3000), st.floats(0.02, 1.0), st.integers(0, 1 << 30))
 def test_an_adversary_who_sees_gamma_gains_nothing(new_tokens, draft, seed):
     """It accepts all while little is drafted, and nothing once much is."""
