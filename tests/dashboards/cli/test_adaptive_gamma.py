@@ -117,6 +117,22 @@ def tuning(plan_path: Path, tiny_folder: Path, profile_path: Path, tmp_path: Pat
     )  # fmt: skip
 
 
+def test_validate_compares_an_adaptive_plan(
+    invoke: Any, plan_path: Path, tiny_folder: Path, profile_path: Path, tmp_path: Path
+) -> None:
+    plan = json.loads(plan_path.read_text())
+    plan["speculation"] |= {"gamma": 6, "adaptive": True}
+    plan_path.write_text(json.dumps(plan), encoding="utf-8")
+    text = tmp_path / "cities.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    arguments = ("validate", plan_path, "--model", tiny_folder, "--prompt-file", text, "--profile", profile_path)
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    compared = {row["name"]: row for row in json.loads(result.stdout)["validation"]["plan"]["rows"]}
+    assert {"draft step", "verification", "tokens per round", "tpot at the measured acceptance"} <= set(compared)
+    assert compared["tokens per round"]["measured"] >= 1
+
+
 def test_tune_writes_the_plan_and_rows_that_estimate_uses(
     invoke: Any, tuning: tuple[object, ...], plan_path: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:

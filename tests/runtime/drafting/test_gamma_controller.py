@@ -16,6 +16,7 @@ from ridgeplan.runtime.drafting.gamma_controller import (
     AdaptiveGamma,
     Evidence,
     FixedGamma,
+    LossBudget,
     chosen_gamma,
 )
 from ridgeplan.runtime.drafting.round_result import NOTHING, RowResult
@@ -214,3 +215,18 @@ def test_a_fixed_gamma_stays():
     schedule = FixedGamma(3)
     schedule.add(3, [row(0, 3)])
     assert schedule.next() == 3
+
+
+def test_gains_are_saved_for_four_of_the_worst_rounds():
+    """Whatever a good text has gained, a bad one after it loses no more than that."""
+    costs = costs_of()
+    budget = LossBudget.of(costs, 1000)
+    worst_s = costs.seconds[6] - PLAIN_S
+    assert budget.left_s == pytest.approx(min(STARTING_LOSS * 1000 * PLAIN_S, 4 * worst_s))
+    for _ in range(100):
+        budget = budget.launch(costs.seconds[6]).collect(7)
+    assert budget.left_s == pytest.approx(4 * worst_s)
+    launched = 0
+    while budget.allows(costs.seconds[6]):
+        budget, launched = budget.launch(costs.seconds[6]), launched + 1
+    assert launched == 4
