@@ -84,7 +84,7 @@ def test_graphs_of_several_gammas_generate_what_plain_decoding_does(
 
 
 def test_graphs_of_several_gammas_take_the_memory_of_the_largest(tiny_model, make_plan, prompts, h200_profile):
-    """Logits are most of a round's workspace. In pools of their own, rounds of 1, 2, 3, 5 and 7 queries would take 2.6x."""
+    """Mostly logits: in pools of their own, rounds of 1, 2, 3, 5 and 7 queries would take 2.6 times as much."""
     folder, ids = tiny_model(vocab_size=262144).folder, prompts(100, 37, 65)
     reserved = []
     for adaptive in (False, True):
