@@ -71,6 +71,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         held_score_bytes=choosing.held_score_bytes(shape.kv_heads) * (1 if per_query else shape.layers),
         gamma=speculation.gamma,
         acceptance=acceptance,
+        reserved_gamma=speculation.gamma if speculation.adaptive else 0,
     )
 
 

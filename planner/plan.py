@@ -11,7 +11,7 @@ from ridgeplan.planner.axes.draft_selection import DRAFT_SELECTIONS, AllTokens, 
 from ridgeplan.planner.axes.part import PlanError, PlanPart
 from ridgeplan.roofline.catalog.checks import build, flag, number, one_of, part, text, variant, whole
 from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json
-from ridgeplan.roofline.execution import MAX_TOKENS, QUANTIZATION_GROUPS
+from ridgeplan.roofline.execution import MAX_TOKENS, QUANTIZATION_GROUPS, adaptive_gammas
 from ridgeplan.roofline.speculation import MAX_GAMMA
 
 SCHEMA = 1
@@ -176,16 +176,30 @@ class TargetAttention(PlanPart):
 
 @dataclass(frozen=True)
 class Speculation(PlanPart):
-    """Self-speculation: gamma drafts per round, which read these codes of the tokens that a policy selects."""
+    """Self-speculation: gamma drafts per round, which read these codes of the tokens that a policy selects.
+
+    adaptive: gamma is the most drafts of a round; the engine chooses how many from the acceptance that it measures.
+    """
 
     gamma: int = whole(0, MAX_GAMMA, default=0)
     codes: DraftCodes = one_of(DraftCodes, default=DraftCodes.FULL)
     selection: DraftSelection = variant(DRAFT_SELECTIONS, default=AllTokens())  # noqa: RUF009
+    adaptive: bool = flag(False)
+
+    def _contradiction(self) -> str | None:
+        if self.adaptive and not self.active:
+            return "adaptive is true with gamma 0; allowed: gamma of 1 or more, the most drafts of a round"
+        return None
 
     @property
     def active(self) -> bool:
         """Whether any token is drafted."""
         return self.gamma > 0
+
+    @property
+    def gammas(self) -> tuple[int, ...]:
+        """The drafts that a round of this plan may have, ascending."""
+        return adaptive_gammas(self.gamma) if self.adaptive else (self.gamma,)
 
     @property
     def ratio(self) -> float:

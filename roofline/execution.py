@@ -40,8 +40,27 @@ INT4_COPY_BYTES = 128 << 20
 # one stream; captured rounds are another, which calls cuBLAS if its products have more rows than this package's take.
 CUBLAS_WORKSPACE_BYTES = 32 << 20
 
+# Drafts of a round among which adaptive gamma chooses, and its plan's largest. A CUDA graph is captured for each. Times
+# per token between two of them are within 2% of the better one.
+GAMMA_LADDER = (0, 1, 2, 4, 6, 8, 11)
+
+# Most that an adaptive gamma loses against plain decoding, as shares of its time: for the tokens that rounds yield, and
+# once for the whole generation, before rounds have gained anything.
+RUNNING_LOSS = 0.015
+STARTING_LOSS = 0.01
+
 GATHER_ROW_BYTES = 256  # of the rows that calibration gathers: one token's key of 128 channels in 16 bits
 SPLIT_TOKENS = 256  # fewest tokens per split of split-KV attention
+
+
+def adaptive_gammas(largest: int) -> tuple[int, ...]:
+    """The gammas of a plan whose gamma adapts up to `largest`, ascending; 0 is plain decoding."""
+    return (*(gamma for gamma in GAMMA_LADDER if gamma < largest), largest)
+
+
+def next_gamma(gamma: int) -> int:
+    """The largest gamma of a plan that adapts around `gamma`, which is one of `adaptive_gammas` of it."""
+    return min((rung for rung in GAMMA_LADDER if rung > gamma), default=gamma) if gamma in GAMMA_LADDER else gamma
 
 
 def uses_draft_swap(context: Term) -> Term:

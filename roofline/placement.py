@@ -87,8 +87,8 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
     """Memory with everything on the device, at the sequences' full length."""
     element_bytes, batch = device.element_bytes, strategy.batch
     tokens = minimum(strategy.context, strategy.eviction_budget) + strategy.new_tokens
-    slots = strategy.stores_full_kv * (tokens + strategy.queries)
-    buffered = (1 - strategy.stores_full_kv) * (2 * strategy.kv_group + strategy.queries)
+    slots = strategy.stores_full_kv * (tokens + strategy.most_queries)
+    buffered = (1 - strategy.stores_full_kv) * (2 * strategy.kv_group + strategy.most_queries)
     codes = memory.code_memory(shape, batch, tokens, strategy.code_planes, strategy.kv_group)
     arena_capacity_bytes = _arena_capacity_bytes(shape, device, strategy)
     copy_bytes = device.asynchronous * (1 - strategy.target_dense) * memory.int4_copy(shape, element_bytes)
@@ -102,14 +102,14 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
         prefill_workspace=memory.prefill_workspace(
             shape, strategy.context, element_bytes, arena_capacity_bytes, copy_bytes
         ),
-        decode_workspace=memory.decode_workspace(shape, batch, strategy.queries, splits, element_bytes),
+        decode_workspace=memory.decode_workspace(shape, batch, strategy.most_queries, splits, element_bytes),
         libraries=device.asynchronous * _library_streams(strategy) * CUBLAS_WORKSPACE_BYTES,
     )
 
 
 def _library_streams(strategy: Strategy) -> Term:
     """Streams that call a library's products: of prompts, and of rounds with too many rows for this package's head."""
-    return 1 + indicator(CUDA_LARGE_GEMM_ROWS + 1, strategy.batch * strategy.queries)
+    return 1 + indicator(CUDA_LARGE_GEMM_ROWS + 1, strategy.batch * strategy.most_queries)
 
 
 def _selection_state(shape: ModelShape, device: Device, strategy: Strategy, tokens: Term) -> Term:

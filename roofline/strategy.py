@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeplan.roofline.cost import Term
+from ridgeplan.roofline.term_math import maximum
 
 UNLIMITED_TOKENS = float(1 << 40)  # a budget that never binds
 
@@ -53,8 +54,14 @@ class Strategy:
     # Speculation
     gamma: Term
     acceptance: Term  # conditional acceptance
+    reserved_gamma: Term = 0  # drafts that memory is kept for, where rounds of an adaptive gamma may have more
 
     @property
     def queries(self) -> Term:
         """Tokens per sequence in the target's pass: gamma drafts and the token before them."""
         return self.gamma + 1
+
+    @property
+    def most_queries(self) -> Term:
+        """Tokens per sequence in the target's largest pass, for which memory is kept."""
+        return maximum(self.gamma, self.reserved_gamma) + 1

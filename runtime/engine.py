@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.resolution import this_machine
+from ridgeplan.planner.round_costs import round_costs
+from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.runtime.draft_swap import SwappableWeights, draft_weights_for, prompt_arena
+from ridgeplan.runtime.drafting.gamma_controller import AdaptiveGamma, FixedGamma, GammaSchedule
 from ridgeplan.runtime.drafting.policies import DraftPolicy, draft_policy
 from ridgeplan.runtime.drafting.round_result import NOTHING, RowResult
 from ridgeplan.runtime.drafting.round_runner import EagerRounds, GraphRounds, Rounds
@@ -33,7 +37,8 @@ from ridgeplan.runtime.statistics import Statistics, Tally
 from ridgeplan.runtime.stopwatch import Stopwatch
 
 GraphKey = tuple[int, tuple[float, int | None, float | None]]  # rows, and the sampling parameters
-KEPT_GRAPHS = 8  # each holds a round's workspace; a plan's predicted memory counts one
+# Kinds of rounds whose graphs are kept. Each holds a round's workspace; a plan's predicted memory counts one.
+KEPT_GRAPHS = 8
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,11 @@ class Engine:
         meter: MemoryMeter,
         draft_weights: DecoderWeights | None = None,
         text: CalibrationText | None = None,
+        profile: Profile | None = None,
     ) -> None:
         """weights: the target's, in the plan's format. draft_weights: those of the plan's drafts, by default quantized
-        from `weights` and `text`, by default one of the model's own.
+        from `weights` and `text`, by default one of the model's own. profile: the device's rates, by default this
+        machine's, from which an adaptive gamma knows what rounds take.
 
         If prompts use their memory, swappable weights of another engine are shared, and others copied.
         """
@@ -75,6 +82,7 @@ class Engine:
         self._statistics: Statistics | None = None
         self._running = False
         self._generator = torch.Generator(device)
+        self._profile = profile
         self._graphs: dict[GraphKey, GraphRounds] = {}
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what loading took is no generation's memory
@@ -83,6 +91,11 @@ class Engine:
     def tokenizer(self) -> Any:
         """The model's tokenizer, loaded on first use. Raises ModelError."""
         return load_tokenizer(self.source)
+
+    @cached_property
+    def profile(self) -> Profile:
+        """The rates of the device. Raises ProfileError where none are known."""
+        return self._profile or this_machine()
 
     @property
     def statistics(self) -> Statistics:
@@ -176,12 +189,14 @@ class Engine:
         stops = frozenset(request.sampling.stop_token_ids)
         rows = [SequenceState(len(prompt), request.max_new_tokens, stops) for prompt in request.prompts]
         tally, stopwatch = Tally(cache.config.gamma, tuple(map(len, request.prompts))), Stopwatch(self.device)
+        schedule = self._schedule(request)
         try:
             pending, rounds = self._start(request, cache, stopwatch)
             yield _extend(rows, [[token] for token in pending], cache)
             while not all(row.done for row in rows):
-                results = self._round(rounds, rows, stopwatch)
-                tally.add(results)
+                gamma, results = self._round(rounds, rows, schedule, stopwatch)
+                schedule.add(gamma, results)
+                tally.add(gamma, results)
                 for row, result in zip(rows, results, strict=True):
                     row.cached += len(result.tokens)
                 yield _extend(rows, [result.tokens for result in results], cache)
@@ -204,6 +219,17 @@ class Engine:
         rounds.start(pending)
         return pending.tolist(), rounds
 
+    def _schedule(self, request: Request) -> GammaSchedule:
+        """The gammas of a generation. An adaptive one is fit for the request's own lengths and batch."""
+        if not self.plan.speculation.adaptive:
+            return FixedGamma(self.plan.speculation.gamma)
+        planned, rows = self.plan.workload, len(request.prompts)
+        context = max(1, sum(map(len, request.prompts)) // rows)
+        actual = replace(planned, context=context, new_tokens=request.max_new_tokens, batch=rows)
+        shape = replace(self.config.shape, name=planned.model)  # rows of acceptance are found by it
+        costs = round_costs(replace(self.plan, workload=actual), shape, self.profile)
+        return AdaptiveGamma(costs, request.max_new_tokens)
+
     def _speculator(self, cache: Cache, sampling: SamplingParams) -> Speculator:
         assert self._policy is not None, "an engine with a cache has a policy"
         return Speculator(
@@ -211,14 +237,14 @@ class Engine:
         )
 
     def _prepared(self, speculator: Speculator, stopwatch: Stopwatch) -> Rounds:
-        """Rounds for this number of rows and these sampling parameters; on CUDA their graph is captured once."""
+        """Rounds for this number of rows and these sampling parameters; on CUDA their graphs are captured once."""
         if self.device.type != "cuda":
             return EagerRounds(speculator)
         kind = speculator.cache.rows, speculator.sampling.graph_key
         rounds = self._graphs.pop(kind, None)
         if rounds is None:
             with stopwatch.measure_wall("capture"):
-                rounds = GraphRounds(speculator)
+                rounds = GraphRounds(speculator, self.plan.speculation.gammas)
         self._graphs[kind] = rounds
         if len(self._graphs) > KEPT_GRAPHS:
             del self._graphs[next(iter(self._graphs))]  # least recently used; the capture waited for its last replay
@@ -242,17 +268,22 @@ class Engine:
             return speculator.first(logits)
 
     @torch.inference_mode()
-    def _round(self, rounds: Rounds, rows: list[SequenceState], stopwatch: Stopwatch) -> list[RowResult]:
-        """Launches as many rounds as may be in flight and waits for the oldest. Finished rows return nothing."""
+    def _round(
+        self, rounds: Rounds, rows: list[SequenceState], schedule: GammaSchedule, stopwatch: Stopwatch
+    ) -> tuple[int, list[RowResult]]:
+        """Launches as many rounds as may be in flight and waits for the oldest: its gamma, and its result by row.
+
+        Finished rows return nothing.
+        """
         with stopwatch.measure_wall("round"):
             # A round adds at least one token per row, so a row needs at most `left` more rounds.
             while rounds.in_flight < rounds.depth and any(row.left > rounds.in_flight for row in rows):
-                rounds.launch()
+                rounds.launch(schedule.next())
             result = rounds.collect()
         stopwatch.add(result.seconds)
         found = [NOTHING if row.done else one for row, one in zip(rows, result.rows, strict=True)]
         _require_finite([one.finite for one in found])
-        return found
+        return result.gamma, found
 
 
 def _require_finite(finite: Sequence[bool]) -> None:

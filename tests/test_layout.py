@@ -105,7 +105,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "runtime.drafting": (
         {
             "kernels.device", "kernels.sampling", "runtime.drafting.policies", "runtime.kv", "runtime.model",
-            "runtime.sampling",
+            "planner.round_costs", "roofline.execution", "roofline.speculation", "runtime.sampling",
         },
         RUNTIME,
     ),
@@ -118,8 +118,9 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "runtime": (
         {
-            "kernels.sampling", "planner.capacity", "planner.plan", "planner.support", "roofline.catalog",
-            "roofline.catalog.weight_formats", "roofline.device", "roofline.execution", "runtime.drafting",
+            "kernels.sampling", "planner.capacity", "planner.plan", "planner.resolution", "planner.round_costs",
+            "planner.support", "roofline.catalog", "roofline.catalog.weight_formats", "roofline.device",
+            "roofline.execution", "runtime.drafting",
             "runtime.drafting.policies", "runtime.kv",
             "runtime.model", "runtime.quantization",
         },
@@ -158,6 +159,13 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         VALIDATE,
     ),
+    "validate.tuning": (
+        {
+            "planner", "planner.acceptance", "roofline.catalog", "roofline.speculation", "runtime", "runtime.drafting",
+            "validate.acceptance", "validate.progress", "validate.prompts",
+        },
+        VALIDATE,
+    ),
     "validate.suite": (
         {
             "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.drafting",
@@ -176,7 +184,10 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         VALIDATE,
     ),
     "dashboards.cli.acceptance": (
-        {"dashboards.cli", "planner.acceptance", "roofline.catalog", "validate"},
+        {
+            "dashboards.cli", "planner", "planner.acceptance", "roofline.catalog", "roofline.speculation", "validate",
+            "validate.tuning",
+        },
         None,
     ),
     "dashboards.cli.study": (

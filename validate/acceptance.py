@@ -78,7 +78,7 @@ def measure_acceptance(
     The model is loaded once, and its 4-bit weights are made once. device: as for `ridgeplan.runtime.load`.
     Raises what `load` raises, PlanError for lengths, and PromptError for a text that is too short.
     """
-    shape = shape_of(model)
+    shape = named_shape(model)
     plans = list(passage.plans(shape))
     rounds = passage.tokens // ROUND
     weights = draft_weights = None
@@ -116,12 +116,22 @@ class _Counted:
         self._report(self._done)
 
 
-def shape_of(model: str) -> ModelShape:
+def named_shape(model: str) -> ModelShape:
     """The shape by the name that `recommend` knows the model by."""
     try:
         return load_shape(model)
     except ValueError:
         return load_shape(model_source(model))
+
+
+def device_name(engine: Engine) -> str:
+    """What the engine runs on, as rows say it."""
+    return torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else cpu_model()
+
+
+def quantizer_of(engine: Engine, calibrated: bool) -> str:
+    """How 4-bit weights are made on the engine's device. calibrated: for a given text."""
+    return "gptq" if engine.device.type == "cuda" or calibrated else "diagonal"
 
 
 def draft_weights_of(
@@ -143,8 +153,6 @@ def _row(
     measured: TextAcceptance, engine: Engine, shape: ModelShape, passage: Passage, checkpoint: str
 ) -> AcceptanceRow:
     dtype = str(engine.weights.embedding.dtype).removeprefix("torch.")
-    on_cuda = engine.device.type == "cuda"
-    where = torch.cuda.get_device_name(engine.device) if on_cuda else cpu_model()
     factor = engine.plan.workload.yarn_factor
     return AcceptanceRow(
         draft=measured.draft.kind,
@@ -153,11 +161,11 @@ def _row(
         context=engine.plan.workload.context,
         acceptance=min(1.0, max(1e-6, measured.mean)),  # sums of float32 probabilities may pass 1
         source="measured",
-        where=f"teacher-forced over {passage.tokens} tokens of {passage.name}, {where}"
+        where=f"teacher-forced over {passage.tokens} tokens of {passage.name}, {device_name(engine)}"
         + (f", YaRN x{factor:g}" if factor > 1 else ""),
         ratio=measured.draft.ratio,
         gamma=ROUND,
-        quantizer="gptq" if on_cuda or passage.calibration else "diagonal",
+        quantizer=quantizer_of(engine, bool(passage.calibration)),
         dtype=dtype,
         checkpoint=checkpoint,
         tokens=passage.tokens,

@@ -151,7 +151,7 @@ def _round_times(model: RandomModel, plan: Plan) -> RoundTimes:
         torch.cuda.empty_cache()  # of the last plan's cache and graph
     rounds = _prepared(model, plan)
     count = TIMED_ROUNDS[model.device.type]
-    results = [_next_round(rounds) for _ in range(WARM_ROUNDS + count)]
+    results = [_next_round(rounds, plan.speculation.gamma) for _ in range(WARM_ROUNDS + count)]
     return RoundTimes.of(plan.speculation.gamma, results[WARM_ROUNDS:])
 
 
@@ -165,7 +165,8 @@ def _prepared(model: RandomModel, plan: Plan) -> Rounds:
     policy.start()
     target, drafter = model.target(plan), model.drafter(plan)
     speculator = Speculator(model.decoder, target, drafter, cache, policy, SAMPLING, generator)
-    rounds = GraphRounds(speculator) if model.device.type == "cuda" else EagerRounds(speculator)
+    graphs = model.device.type == "cuda"
+    rounds = GraphRounds(speculator, plan.speculation.gammas) if graphs else EagerRounds(speculator)
     rounds.start(torch.zeros(workload.batch, dtype=torch.int64, device=model.device))
     return rounds
 
@@ -190,7 +191,7 @@ def fill(cache: Cache, tokens: int) -> None:
             plane.fill_(-1.0 if item.name.endswith("min") else 2 / 15)
 
 
-def _next_round(rounds: Rounds) -> RoundResult:
+def _next_round(rounds: Rounds, gamma: int) -> RoundResult:
     while rounds.in_flight < rounds.depth:
-        rounds.launch()
+        rounds.launch(gamma)
     return rounds.collect()

@@ -12,6 +12,7 @@ import click
 
 from ridgeplan.dashboards.cli import bench, bench_decode, machine, run
 from ridgeplan.dashboards.cli.acceptance.command import acceptance
+from ridgeplan.dashboards.cli.acceptance.tune import tune
 from ridgeplan.dashboards.cli.catalog import models_and_gpus, papers
 from ridgeplan.dashboards.cli.errors import OneLineGroup
 from ridgeplan.dashboards.cli.planning import estimate, fit, gamma, recommend
@@ -41,6 +42,7 @@ for command in (
     machine.calibrate,
     acceptance,
     study,
+    tune,
     bench.bench,
     models_and_gpus.models,
     models_and_gpus.gpus,

@@ -52,19 +52,24 @@ class WorkloadParam(click.ParamType):
 class CaseParam(click.ParamType):
     """One plan at one workload."""
 
-    name = "PRESET:CONTEXTxBATCH[:GAMMA]"
+    name = "PRESET:CONTEXTxBATCH[:GAMMA|:0-GAMMA]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> DecodeCase:
-        """`quantspec:32768x8:3`; without a gamma it is the preset's own."""
+        """`quantspec:32768x8:3`, or `quantspec:32768x8:0-6` for one that adapts; by default it is the preset's own."""
         if isinstance(value, DecodeCase):
             return value
         name, _, rest = str(value).partition(":")
-        workload, _, gamma = rest.partition(":")
-        fits = gamma == "" or (has_gamma(name) and gamma in map(str, range(1, MAX_GAMMA + 1)))
+        workload, _, given = rest.partition(":")
+        gamma = given.removeprefix("0-")
+        fits = given == "" or (has_gamma(name) and gamma in map(str, range(1, MAX_GAMMA + 1)))
         if name not in ABLATION or not fits:
-            allowed = f"one of {', '.join(ABLATION)}, a workload and, if it drafts, a gamma from 1 to {MAX_GAMMA}"
+            allowed = (
+                f"one of {', '.join(ABLATION)}, a workload and, if it drafts, a gamma from 1 to {MAX_GAMMA}, or 0-GAMMA"
+            )
             self.fail(f"{value!r} is not a case; allowed: {allowed}, such as quantspec:32768x8:3", param, ctx)
-        return DecodeCase(name, *WorkloadParam().convert(workload, param, ctx), int(gamma) if gamma else None)
+        return DecodeCase(
+            name, *WorkloadParam().convert(workload, param, ctx), int(gamma) if gamma else None, adaptive=gamma != given
+        )
 
 
 def executable_presets() -> list[str]:
@@ -79,6 +84,7 @@ shared = options(
     ),
     click.option("--model", help="Small model whose function is run.  [default: the embedded SmolLM2-135M-Instruct]"),
     prompt_file,
+    click.option("--random-tokens", is_flag=True, help="Continue random tokens instead, on which drafts do badly."),
     click.option("--new-tokens", type=TOKENS, default=256, show_default=True, help="Tokens to generate."),
     click.option("--temperature", type=click.FloatRange(0), default=1.0, show_default=True),
     calibration_file,
@@ -95,14 +101,16 @@ shared = options(
     click.option("--batch", type=click.IntRange(1, MAX_BATCH), default=1, show_default=True),
     click.option("--preset", "chosen", type=click.Choice(executable_presets()), default="quantspec", show_default=True),
     click.option("--gamma", type=click.IntRange(1, MAX_GAMMA), help="Drafted tokens a round.  [default: the preset's]"),
+    click.option("--adaptive", is_flag=True, help="Let gamma adapt to what is accepted, up to that many."),
     shared,
 )
-def decode(context: int, batch: int, chosen: str, gamma: int | None, **rest: Any) -> None:
+def decode(context: int, batch: int, chosen: str, gamma: int | None, adaptive: bool, **rest: Any) -> None:
     """Run plain decoding and one preset, with a small real model inflated to a large shape.
 
     They run one after another, each with the memory to itself.
     """
-    cases = [DecodeCase(name, context, batch, gamma) for name in dict.fromkeys((PLAIN, chosen))]
+    case = DecodeCase(chosen, context, batch, gamma, adaptive and chosen != PLAIN)
+    cases = list(dict.fromkeys((DecodeCase(PLAIN, context, batch, gamma), case)))
     report(cases, **rest)
 
 
@@ -146,6 +154,7 @@ def report(
     model_shape: str,
     model: str | None,
     prompt_file: str | None,
+    random_tokens: bool,
     new_tokens: int,
     temperature: float,
     calibration: str | None,
@@ -154,7 +163,14 @@ def report(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Runs the cases, saves the report and prints it. Raises NoBreakdown for a breakdown on a CPU."""
+    """Runs the cases, saves the report and prints it.
+
+    Raises NoBreakdown for a breakdown on a CPU, and UsageError for options that exclude each other.
+    """
+    if breakdown and any(case.adaptive for case in cases):
+        raise click.UsageError("--breakdown is given with an adaptive gamma; allowed: with a gamma that stays")
+    if random_tokens and prompt_file is not None:
+        raise click.UsageError("--random-tokens and --prompt-file were given; allowed: one of them")
     shape = load_shape(model_shape)
     calibrated = this_machine() if profile is None else load_profile(profile)
     # Importing torch takes seconds, so the options are checked first.
@@ -172,7 +188,8 @@ def report(
         bar = bars.add_task("inflating the model", total=len(cases))
         inflated = InflatedModel.load(small, shape, device())
         found = bench_decode(
-            inflated, cases, calibrated, new_tokens, text=text, temperature=temperature, calibration=fitted,
+            inflated, cases, calibrated, new_tokens, text=text, random_tokens=random_tokens, temperature=temperature,
+            calibration=fitted,
             on_progress=lambda what, done, total: bars.update(bar, description=what, completed=done, total=total),
         )  # fmt: skip
     data = found.to_dict()
@@ -225,5 +242,11 @@ def row_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{figures['acceptance']:.3f} ({predicted['acceptance']:.3f})" if drafting else "",
         f"{figures['ttft_ms'] / 1e3:.2f} ({predicted['prefill'] / 1e3:.2f})",
         "" if peak is None else f"{peak / 1e9:.1f} ({predicted['peak memory'] / 1e9:.1f})",
-        f"{row['preset']}, gamma {row['gamma']}" if drafting else row["preset"],
+        _plan_text(row),
     )
+
+
+def _plan_text(row: Mapping[str, Any]) -> str:
+    if not row["gamma"]:
+        return str(row["preset"])
+    return f"{row['preset']}, gamma {'adaptive up to ' if row.get('adaptive') else ''}{row['gamma']}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ridgeplan.planner.capacity import MEMORY_UTILIZATION
+from ridgeplan.planner.capacity import MEMORY_UTILIZATION, peak_bytes
+from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.prediction import Prediction, predict_all
 from ridgeplan.planner.presets import PRESETS
@@ -19,6 +20,7 @@ from ridgeplan.planner.support import missing_architecture
 from ridgeplan.planner.uncertainty import sampled_tpot_ms
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.execution import next_gamma
 
 MAX_UNNAMED = 8
 
@@ -74,7 +76,20 @@ def recommend(
         notes=tuple(notes(asked.shape, asked.profile, asked.workload, memory_limit, asked.memory_limit_bytes)),
         memory_limit_bytes=question.memory_limit_bytes,
         model_runs=missing_architecture(asked.shape) is None,
+        adaptive=_adaptive(winner.plan, question),
     )
+
+
+def _adaptive(plan: Plan, question: Question) -> Plan | None:
+    """The plan with an adaptive gamma: up to the next larger one if that fits into memory, else up to its own."""
+    if not plan.speculation.active or question.objective is Objective.MEMORY:
+        return None
+    forms = (
+        replace(plan, speculation=replace(plan.speculation, gamma=gamma, adaptive=True))
+        for gamma in (next_gamma(plan.speculation.gamma), plan.speculation.gamma)
+    )
+    machine, limit_bytes = question.machine, question.memory_limit_bytes
+    return next((one for one in forms if peak_bytes(one, question.shape, machine) <= limit_bytes), None)
 
 
 def _ranked(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -62,9 +62,8 @@ class Speculator:
         """The tokens [rows] that follow the prompts, from logits [rows, vocab]."""
         return draw(self.sampling.choice(logits), self._uniform(len(logits)))
 
-    def draft(self, pending: Tensor) -> Drafts:
-        """Drafts gamma tokens, with one forward pass each."""
-        gamma = self.cache.config.gamma
+    def draft(self, pending: Tensor, gamma: int) -> Drafts:
+        """Drafts gamma tokens, with one forward pass each; the cache has slots for up to `config.gamma`."""
         token, tokens, choices = pending, [], []
         uniform = self._uniform(gamma, len(pending))
         self.policy.before_round()

@@ -32,6 +32,6 @@ def self_generated_text(decoder: Decoder, weights: DecoderWeights) -> Tensor:
     writer = Speculator(decoder, weights, weights, cache, policy, sampling, generator)
     tokens = [torch.randint(shape.vocab, (SEQUENCES,), generator=generator, device=device)]
     while len(tokens) < TOKENS:
-        verification = writer.verify(tokens[-1], writer.draft(tokens[-1]))
+        verification = writer.verify(tokens[-1], writer.draft(tokens[-1], 0))
         tokens.append(writer.keep(tokens[-1], verification, cache.active())[0])
     return torch.stack(tokens, dim=1)

@@ -96,6 +96,7 @@ def make_plan() -> Callable[..., Plan]:
         codes: str | None = None,
         yarn_factor: float = 1.0,
         selection: str = "all",
+        adaptive: bool = False,
         **hyperparameters: Any,
     ) -> Plan:
         stored = gamma > 0 and kv in ("int4x2", "bf16+int4")
@@ -107,6 +108,7 @@ def make_plan() -> Callable[..., Plan]:
                 gamma,
                 DraftCodes(codes or ("upper" if stored else "full")),
                 draft_selection(selection, **hyperparameters),
+                adaptive,
             ),
         )
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ridgeplan import runtime
+from ridgeplan.planner.plan import Speculation
 from ridgeplan.runtime import engine as engine_module
 from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.memory import PeakMemory
@@ -70,9 +71,9 @@ def test_no_more_rounds_are_launched_than_may_be_needed(engine, prompts, monkeyp
     class Counted(engine_module.EagerRounds):
         depth = 2
 
-        def launch(self):
+        def launch(self, gamma):
             launched.append(self.in_flight)
-            super().launch()
+            super().launch(gamma)
 
     monkeypatch.setattr(engine_module, "EagerRounds", Counted)
     engine.generate(prompts(50, 70), 2)  # of which prefill gives the first, and a round at least one more
@@ -91,14 +92,15 @@ def test_exactly_the_asked_tokens_are_delivered(engine, prompts, new_tokens):
 def test_the_graphs_of_the_latest_kinds_are_kept(monkeypatch):
     captured = []
 
-    def capture(speculator):
+    def capture(speculator, gammas):
         captured.append((speculator.cache.rows, speculator.sampling.temperature))
         return object()
 
     monkeypatch.setattr(engine_module, "GraphRounds", capture)
     monkeypatch.setattr(engine_module, "KEPT_GRAPHS", 3)
     device, generator = SimpleNamespace(type="cuda"), torch.Generator()
-    engine = SimpleNamespace(device=device, _graphs={}, _generator=generator)
+    plan = SimpleNamespace(speculation=Speculation(4))
+    engine = SimpleNamespace(device=device, plan=plan, _graphs={}, _generator=generator)
     stopwatch = Stopwatch(torch.device("cpu"))
 
     def prepared(temperature, seed=0, rows=1):

@@ -41,16 +41,18 @@ WARM_TOKENS = 512
 
 @dataclass(frozen=True)
 class MemoryCase:
-    """A preset of a model of the catalog, at one context and batch."""
+    """A preset of a model of the catalog, at one context and batch. adaptive: with graphs of several gammas."""
 
     model: str
     preset: str
     context: int
     batch: int
+    adaptive: bool = False
 
     def plan(self) -> Plan:
         """The plan. Raises PlanError."""
-        return preset(self.preset, Workload(self.model, "here", self.context, NEW_TOKENS, self.batch))
+        plan = preset(self.preset, Workload(self.model, "here", self.context, NEW_TOKENS, self.batch))
+        return replace(plan, speculation=replace(plan.speculation, adaptive=self.adaptive))
 
 
 LLAMA, SMALL = "meta-llama/Llama-3.1-8B", "Qwen2.5-0.5B"
@@ -63,6 +65,8 @@ CASES = (
     MemoryCase(LLAMA, "quantspec", 4096, 1),
     MemoryCase(LLAMA, "quantspec", 32768, 8),
     MemoryCase(LLAMA, "quantspec", 131072, 1),
+    MemoryCase(LLAMA, "quantspec", 4096, 1, adaptive=True),
+    MemoryCase(LLAMA, "quantspec", 32768, 8, adaptive=True),
     MemoryCase(LLAMA, "quantspec-exact", 32768, 1),
     MemoryCase(LLAMA, "int4-weights", 4096, 1),
     MemoryCase(LLAMA, "int4-weights", 131072, 1),

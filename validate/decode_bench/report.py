@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from ridgeplan.validate.comparison import Comparison, compare_measured
 from ridgeplan.validate.decode_bench.vllm_baseline import vllm_tpot_ms
 from ridgeplan.validate.measure import Measured, measure
 from ridgeplan.validate.progress import Progress
-from ridgeplan.validate.prompts import prompt_batch
+from ridgeplan.validate.prompts import prompt_batch, random_batch
 
 if TYPE_CHECKING:
     from ridgeplan.runtime.model.weights import DecoderWeights
@@ -29,20 +30,23 @@ ABLATION = ("int8", "quantspec-kv", "quantspec-weights", "quantspec")
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One plan at one workload; gamma None means the preset's own."""
+    """One plan at one workload; gamma None means the preset's own. adaptive: gamma is the most drafts of a round."""
 
     preset: str
     context: int
     batch: int
     gamma: int | None = None
+    adaptive: bool = False
 
     def plan(self, model: InflatedModel, profile: Profile, new_tokens: int) -> Plan:
         """The plan, with RoPE scaled if the small model needs it. Raises PlanError."""
         workload = workload_for(model.shape, profile, self.context, new_tokens, self.batch, yarn=True)
         plan = preset(self.preset, workload)
-        if self.gamma is None or not plan.speculation.active:
+        speculation = plan.speculation
+        if not speculation.active:
             return plan
-        return replace(plan, speculation=replace(plan.speculation, gamma=self.gamma))
+        gamma = speculation.gamma if self.gamma is None else self.gamma
+        return replace(plan, speculation=replace(speculation, gamma=gamma, adaptive=self.adaptive))
 
 
 @dataclass(frozen=True)
@@ -131,11 +135,12 @@ def bench_decode(
     new_tokens: int,
     *,
     text: str | None = None,
+    random_tokens: bool = False,
     temperature: float = 0.0,
     calibration: Sequence[int] = (),
     on_progress: Progress | None = None,
 ) -> DecodeReport:
-    """Runs `cases`; those of one context and batch use the same prompts.
+    """Runs `cases`; those of one context and batch use the same prompts: of `text`, or `random_tokens`.
 
     Plain decoding runs first, as the baseline of its context and batch. Cases with 4-bit drafts run last, so that the
     draft weights take no memory of other cases and are quantized once, which takes up to a minute. Of these the longest
@@ -150,7 +155,12 @@ def bench_decode(
     for plan in plans:
         require_executable(plan)
     sizes = dict.fromkeys((case.context, case.batch) for case in cases)
-    prompts = {size: prompt_batch(model.tokenizer, *size, text) for size in sizes}
+    made = (
+        partial(random_batch, len(model.tokenizer))
+        if random_tokens
+        else partial(prompt_batch, model.tokenizer, text=text)
+    )
+    prompts = {size: made(*size) for size in sizes}
     bench = _Run(model, profile, temperature, calibration)
     rows: dict[int, DecodeRow] = {}
     for index in sorted(range(len(cases)), key=lambda index: run_order(cases[index], plans[index])):
@@ -201,7 +211,7 @@ class _Run:
         """One measurement; only the draft weights of the plan's engine are kept."""
         from ridgeplan.runtime import SamplingParams
 
-        with self.model.shared_engine(plan, self.drafts, self.calibration or None) as engine:
+        with self.model.shared_engine(plan, self.drafts, self.calibration or None, self.profile) as engine:
             return measure(engine, prompts, plan.workload.new_tokens, SamplingParams(self.temperature))
 
 

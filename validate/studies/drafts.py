@@ -27,7 +27,7 @@ from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.metadata import AttentionMetadata
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.model.weights import DecoderWeights
-from ridgeplan.validate.acceptance import Passage, draft_weights_of, shape_of
+from ridgeplan.validate.acceptance import Passage, draft_weights_of, named_shape
 from ridgeplan.validate.progress import Progress, silent
 from ridgeplan.validate.prompts import prompt_tokens
 
@@ -129,7 +129,7 @@ def study(
     text that is too short.
     """
     weights = draft_weights = None
-    for plan in map(plan_of, passage.plans(shape_of(model))):
+    for plan in map(plan_of, passage.plans(named_shape(model))):
         what = f"{plan.workload.context} tokens"
         on_progress(what, 0, 1)
         engine = load(plan, model, device=device, weights=weights)

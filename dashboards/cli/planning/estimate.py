@@ -43,6 +43,7 @@ from ridgeplan.roofline.latency import Machine
     click.option("--batch", type=int, help="Sequences at a time.  [default: 1]"),
     click.option("--new-tokens", type=int, help="Tokens to generate for each.  [default: 1024]"),
     click.option("--gamma", type=int, help="Tokens drafted in a round.  [default: the plan's]"),
+    click.option("--adaptive", is_flag=True, help="Let gamma adapt to what is accepted, up to that many."),
     memory_utilization,
     memory_limit,
     profile_file,
@@ -53,8 +54,9 @@ from ridgeplan.roofline.latency import Machine
 )
 def estimate(
     model: str | None, preset: str | None, plan: Plan | None, gpu: str | None, ctx: int | None, batch: int | None,
-    new_tokens: int | None, gamma: int | None, memory_utilization: float, memory_limit: float | None,
-    profile: str | None, acceptance: str | None, yarn: bool, output: Path | None, as_json: bool,
+    new_tokens: int | None, gamma: int | None, adaptive: bool, memory_utilization: float,
+    memory_limit: float | None, profile: str | None, acceptance: str | None, yarn: bool, output: Path | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Predicted figures of one preset for MODEL, or of a plan's file, with the time of every operation."""
     if plan is not None:
@@ -75,10 +77,7 @@ def estimate(
         workload = planner.workload_for(shape, used, ctx, 1024 if new_tokens is None else new_tokens,
                                         1 if batch is None else batch, yarn=yarn)  # fmt: skip
         plan = planner.preset(preset, workload)
-    if gamma is not None:
-        if not plan.speculation.active:
-            raise click.UsageError(f"--gamma is {gamma}; allowed: none, as {preset_name(plan)} drafts nothing")
-        plan = replace(plan, speculation=replace(plan.speculation, gamma=gamma))
+    plan = _drafting(plan, gamma, adaptive)
     usable = usable_bytes(used.hardware.memory_bytes, memory_utilization, memory_limit)
     machine = replace(Machine.of(used), memory_bytes=usable)
     known, held = list(notes(shape, used, plan.workload, memory_limit, usable)), as_loaded(shape)
@@ -131,7 +130,7 @@ class _Report:
         unsupported = only_estimated(self.plan, self.shape)
         for note in (*self.notes, *([unsupported] if unsupported else [])):
             click.echo(f"  note: {note}")
-        rows = [(preset_name(self.plan), *figures(predicted), f"gamma {predicted.gamma}"),
+        rows = [(preset_name(self.plan), *figures(predicted), _rounds(self.plan, predicted)),
                 ("autoregressive", *figures(self.baseline), "plain decoding")]  # fmt: skip
         print_table("Prediction", ("plan", *FIGURES, ""), rows)
         print_table(
@@ -140,6 +139,20 @@ class _Report:
             ((f"{op.part}: {op.op}", f"{op.launches}", number(1e3 * op.seconds), number(op.flops / 1e9),
               number(op.bytes / 1e6), number(op.intensity), op.kind) for op in predicted.breakdown),
         )  # fmt: skip
+
+
+def _drafting(plan: Plan, gamma: int | None, adaptive: bool) -> Plan:
+    """The plan with another gamma, or one that adapts. Raises UsageError for a plan without drafts."""
+    option = f"--gamma is {gamma}" if gamma is not None else "--adaptive is given"
+    if (gamma is not None or adaptive) and not plan.speculation.active:
+        raise click.UsageError(f"{option}; allowed: none, as {preset_name(plan)} drafts nothing")
+    speculation = plan.speculation if gamma is None else replace(plan.speculation, gamma=gamma)
+    return replace(plan, speculation=replace(speculation, adaptive=speculation.adaptive or adaptive))
+
+
+def _rounds(plan: Plan, predicted: Prediction) -> str:
+    bound = f", adaptive up to {plan.speculation.gamma}" if plan.speculation.adaptive else ""
+    return f"gamma {predicted.gamma}{bound}"
 
 
 def _forbid_beside_plan(given: dict[str, Any]) -> None:
