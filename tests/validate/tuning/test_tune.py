@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from ridgeplan.planner.axes.draft_selection import StreamingLLM
 from ridgeplan.planner.plan import Plan, PlanError, Speculation, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.planner.search_space import RATIOS
