@@ -141,10 +141,11 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {"dashboards.cli", "planner.acceptance", "roofline.catalog", "validate"},
         None,
     ),
+    "dashboards.cli.study": ({"dashboards.cli", "roofline.catalog", "validate", "validate.studies"}, None),
     "dashboards.cli.planning": ({"dashboards.cli", "planner", "planner.search", "roofline", "roofline.catalog"}, None),
     "dashboards.cli": (
         {
-            "dashboards.cli.acceptance", "dashboards.cli.catalog", "dashboards.cli.planning",
+            "dashboards.cli.acceptance", "dashboards.cli.catalog", "dashboards.cli.planning", "dashboards.cli.study",
             "dashboards.cli.validation", "dashboards.user_errors",
             "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.model", "validate",
             "validate.calibration", "validate.decode_bench", "validate.kernel_bench",

@@ -15,6 +15,7 @@ from ridgeplan.dashboards.cli.acceptance.command import acceptance
 from ridgeplan.dashboards.cli.catalog import models_and_gpus, papers
 from ridgeplan.dashboards.cli.errors import OneLineGroup
 from ridgeplan.dashboards.cli.planning import estimate, fit, gamma, recommend
+from ridgeplan.dashboards.cli.study import study
 from ridgeplan.dashboards.cli.validation import demo, validate
 
 
@@ -39,6 +40,7 @@ for command in (
     validate.validate,
     machine.calibrate,
     acceptance,
+    study,
     bench.bench,
     models_and_gpus.models,
     models_and_gpus.gpus,
