@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -126,6 +127,23 @@ class Engine:
         """Like `stream` for several prompts: the new tokens of each, first from prefill, then from every round."""
         return self._run(Request.build(prompts, max_new_tokens, sampling))
 
+    @torch.inference_mode()
+    def forced_logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """The target's logits [len(tokens) + 1, vocab] after the prompt and after each of `tokens`.
+
+        The prompt's cache is the one that `generate` decodes with. One pass of the target per token, without drafts.
+        Raises WorkloadError as `generate` does, for a generation of len(tokens) + 1 tokens.
+        """
+        request = Request.build(prompt, len(tokens) + 1, None)
+        with self._exclusive(request) as cache:
+            cache.reset(1)
+            speculator = self._speculator(cache, request.sampling)
+            logits = [self._prompt_logits(request, cache)[0]]
+            for token in torch.tensor(list(tokens), dtype=torch.int64, device=self.device):
+                logits.append(speculator.target_logits(token.view(1, 1))[0, 0])
+                cache.advance(cache.active().int())
+        return torch.stack(logits)
+
     @property
     def peak_memory_bytes(self) -> int | None:
         """Peak since the last generation began, also while it runs; see `MemoryMeter`."""
@@ -150,6 +168,12 @@ class Engine:
 
     def _run(self, request: Request) -> Iterator[list[list[int]]]:
         """New tokens of every sequence, first from prefill, then from each round."""
+        with self._exclusive(request) as cache:
+            yield from self._rounds(request, cache)
+
+    @contextmanager
+    def _exclusive(self, request: Request) -> Iterator[Cache]:
+        """The cache, for one checked request at a time."""
         request.check(self.plan.workload, self.config.shape.vocab)
         if self.cache is None:
             raise WorkloadError("the engine is closed; load it again")
@@ -158,7 +182,7 @@ class Engine:
         self._running = True
         try:
             with readable_out_of_memory(self.device):
-                yield from self._rounds(request, self.cache)
+                yield self.cache
         except WorkloadError:
             self._release()
             raise
@@ -225,17 +249,20 @@ class Engine:
 
     def _prefill(self, request: Request, speculator: Speculator, stopwatch: Stopwatch) -> Tensor:
         """Fills the cache; returns the first token of each sequence, int64 [rows]."""
-        scratch = prompt_arena(self.plan, self.draft_weights, self.device)
-        with stopwatch.measure("prefill"), scratch as arena:
-            prompts = (torch.tensor(prompt, device=self.device) for prompt in request.prompts)
-            logits = torch.stack(
-                [
-                    prefill(self.decoder, self.weights, speculator.cache, row, prompt, arena=arena)
-                    for row, prompt in enumerate(prompts)
-                ]
-            )
+        with stopwatch.measure("prefill"):
+            logits = self._prompt_logits(request, speculator.cache)
             _require_finite(all_finite(logits).tolist())
             return speculator.first(logits)
+
+    def _prompt_logits(self, request: Request, cache: Cache) -> Tensor:
+        """Fills the cache; returns the logits [rows, vocab] that follow each prompt."""
+        with prompt_arena(self.plan, self.draft_weights, self.device) as arena:
+            prompts = (torch.tensor(prompt, device=self.device) for prompt in request.prompts)
+            logits = [
+                prefill(self.decoder, self.weights, cache, row, prompt, arena=arena)
+                for row, prompt in enumerate(prompts)
+            ]
+            return torch.stack(logits)
 
     @torch.inference_mode()
     def _round(self, rounds: Rounds, rows: list[SequenceState], stopwatch: Stopwatch) -> list[RowResult]:
