@@ -10,7 +10,7 @@ import os
 
 import click
 
-from ridgeplan.dashboards.cli import bench, bench_decode, machine, run
+from ridgeplan.dashboards.cli import bench, bench_decode, machine, quality, run
 from ridgeplan.dashboards.cli.acceptance.command import acceptance
 from ridgeplan.dashboards.cli.catalog import models_and_gpus, papers
 from ridgeplan.dashboards.cli.errors import OneLineGroup
@@ -40,6 +40,7 @@ for command in (
     validate.validate,
     machine.calibrate,
     acceptance,
+    quality.quality,
     study,
     bench.bench,
     models_and_gpus.models,

@@ -77,7 +77,7 @@ class Speculator:
         return Drafts(drafted, choices)
 
     def target_logits(self, tokens: Tensor) -> Tensor:
-        """One pass of the target over tokens [rows, queries] that follow the cached ones: logits [rows, queries, vocab]."""
+        """Logits [rows, queries, vocab] of the target for tokens [rows, queries] that follow the cached ones."""
         return self.decoder.step(self.target, self.cache, tokens, self.cache.target_metadata(tokens.shape[1]))
 
     def verify(self, pending: Tensor, drafts: Drafts) -> Verification:

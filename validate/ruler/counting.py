@@ -6,7 +6,7 @@ import random
 import string
 
 from ridgeplan.validate.ruler.task import Material, Sample, Task
-from ridgeplan.validate.ruler.words import NOISE, cycled, pairs, scattered
+from ridgeplan.validate.ruler.words import noise, pairs, scattered
 
 HOPS = 4
 COMMON_WORDS, COMMON_TIMES, OTHER_TIMES = 10, 30, 3
@@ -17,7 +17,9 @@ VARIABLE_EXAMPLE = (
     "Assignments: VAR KQZ = 71508. A cart rolls by. VAR MWF = VAR KQZ. VAR TBX = VAR MWF.\n"
     "Question: which variables hold 71508? Answer: KQZ MWF TBX\n\n"
 )
-COMMON_EXAMPLE = "List: 1. pearl 2. tunnel 3. pearl 4. violin 5. tunnel 6. pearl\nThe 2 most common words: 1. pearl 2. tunnel\n\n"
+COMMON_EXAMPLE = (
+    "List: 1. pearl 2. tunnel 3. pearl 4. violin 5. tunnel 6. pearl\nThe 2 most common words: 1. pearl 2. tunnel\n\n"
+)
 
 
 def variables(_: Material, size: int, generator: random.Random) -> Sample:
@@ -29,7 +31,7 @@ def variables(_: Material, size: int, generator: random.Random) -> Sample:
     value = str(generator.randrange(10**4, 10**5))
     held = [value, *(f"VAR {name}" for name in names[:-1])]
     chain = [f"VAR {name} = {source}." for name, source in zip(names, held, strict=True)]
-    text = " ".join(scattered(cycled(NOISE, size), chain, generator))
+    text = " ".join(scattered(noise(size), chain, generator))
     return Sample(
         "Some variables get a value, and others are set to them, in a long text. Follow the assignments.\n\n"
         f"{VARIABLE_EXAMPLE}Assignments: {text}\nQuestion: which {HOPS + 1} variables hold {value}?",
@@ -63,7 +65,7 @@ def frequent_words(_: Material, size: int, generator: random.Random) -> Sample:
     text = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
     generator.shuffle(text)
     return Sample(
-        f"Read the coded text below and count how often each coded word stands in it. Blanks, {BLANK}, do not count.\n\n"
+        f"Read the coded text below and count how often each coded word is in it. Blanks, {BLANK}, do not count.\n\n"
         f"{' '.join(text)}\n\nWhich are the {FREQUENT_WORDS} most frequent coded words?",
         f"The {FREQUENT_WORDS} most frequent coded words are",
         tuple(words[1 : FREQUENT_WORDS + 1]),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ridgeplan.validate.ruler.task import Material, Sample, Task
-from ridgeplan.validate.ruler.words import NOISE, cycled, pairs
+from ridgeplan.validate.ruler.words import cycled, noise, pairs
 
 ANSWER_TOKENS = 128
 DEPTHS = 40  # places in the haystack that needles may stand at, evenly spread
@@ -54,7 +54,7 @@ class Needles:
 
     def _hay(self, material: Material, size: int, generator: random.Random, taken: set[str]) -> list[str]:
         if self.haystack == "noise":
-            return cycled(NOISE, size)
+            return noise(size)
         if self.haystack == "text":
             return cycled(material.sentences, size)
         keys = [key for key in self.draw_keys(generator, size + len(taken)) if key not in taken][:size]

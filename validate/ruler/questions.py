@@ -17,7 +17,9 @@ def question(name: str, material: Material, size: int, generator: random.Random)
     """A question, and `size` documents beside those that hold its answer, in random order."""
     known = material.questions[name]
     text, answers, own = generator.choice(known.questions)
-    others = [index for index in generator.sample(range(len(known.documents)), len(known.documents)) if index not in own]
+    others = [
+        index for index in generator.sample(range(len(known.documents)), len(known.documents)) if index not in own
+    ]
     chosen = [*own, *others[:size]]
     chosen.extend(generator.choices(others, k=size + len(own) - len(chosen)))  # more than there are: some again
     generator.shuffle(chosen)

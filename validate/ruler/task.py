@@ -64,9 +64,7 @@ class Task:
         return float(any(found)) if self.any_answer else sum(found) / len(found)
 
 
-def sample_that_fits(
-    task: Task, material: Material, seed: str, count: Callable[[Sample], int], most: int
-) -> Sample:
+def sample_that_fits(task: Task, material: Material, seed: str, count: Callable[[Sample], int], most: int) -> Sample:
     """The largest sample of `seed` that is at most `most` tokens long by `count`. Raises TaskError if none is.
 
     Tokens grow almost linearly with size, so sizes are interpolated between one that fits and one that does not.

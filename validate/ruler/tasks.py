@@ -43,14 +43,13 @@ class PromptMaker:
     tokenizer: Any
     material: Material
 
-    def prompt(self, task: Task, context: int, index: int, seed: int) -> Prompt:
-        """Sample `index` of a task, whose prompt and longest answer fill `context` tokens as far as whole parts do.
+    def prompt(self, task: Task, tokens: int, index: int, seed: int) -> Prompt:
+        """Sample `index` of a task, whose prompt fills `tokens` tokens as far as whole parts do.
 
-        Raises TaskError for a context that is too short.
+        Raises TaskError where the smallest sample is longer.
         """
-        name = f"{task.name} {context} {index} {seed}"
-        most = context - task.new_tokens
-        sample = sample_that_fits(task, self.material, name, lambda one: len(self.ids(one)), most)
+        name = f"{task.name} {tokens} {index} {seed}"
+        sample = sample_that_fits(task, self.material, name, lambda one: len(self.ids(one)), tokens)
         return Prompt(self.ids(sample), sample.answers)
 
     def ids(self, sample: Sample) -> list[int]:
