@@ -77,7 +77,7 @@ def measure_acceptance(
     The model is loaded once, and its 4-bit weights are made once. device: as for `ridgeplan.runtime.load`.
     Raises what `load` raises, PlanError for lengths, and PromptError for a text that is too short.
     """
-    shape = _shape(model)
+    shape = shape_of(model)
     plans = list(passage.plans(shape))
     rounds = passage.tokens // ROUND
     weights = draft_weights = None
@@ -107,8 +107,8 @@ class _Counted:
         self._report(self._done)
 
 
-def _shape(model: str) -> ModelShape:
-    """The shape by the name that `recommend` knows the model by."""
+def shape_of(model: str) -> ModelShape:
+    """The shape by the name that `recommend` knows the model by. Raises what `load_shape` and `model_source` raise."""
     try:
         return load_shape(model)
     except ValueError:

@@ -15,7 +15,7 @@ from ridgeplan.dashboards.cli.acceptance.command import acceptance
 from ridgeplan.dashboards.cli.catalog import models_and_gpus, papers
 from ridgeplan.dashboards.cli.errors import OneLineGroup
 from ridgeplan.dashboards.cli.planning import estimate, fit, gamma, recommend
-from ridgeplan.dashboards.cli.study import study
+from ridgeplan.dashboards.cli.study import dapq, study
 from ridgeplan.dashboards.cli.validation import demo, validate
 
 
@@ -51,5 +51,6 @@ for command in (
 ):
     main.add_command(command)
 
+study.add_command(dapq.dapq)
 for benchmark in (bench_decode.decode, bench_decode.suite):
     bench.bench.add_command(benchmark)

@@ -77,8 +77,7 @@ def quality(
     rows = {row.cell: row for row in (load_rows(path) if path.exists() else ())}
     makers = list(_makers(plans, budgets))
     # Importing torch takes seconds, so the files are checked first.
-    from ridgeplan.roofline.catalog.models import load_shape
-    from ridgeplan.runtime.model.source import model_source
+    from ridgeplan.validate.acceptance import shape_of
     from ridgeplan.validate.prompts import read_prompt, sample_text
     from ridgeplan.validate.quality.question import Question
 
@@ -87,8 +86,7 @@ def quality(
         content = sample_text() if text is None else read_prompt(text)
         material, chosen = _material(content, tasks)
         name = "Python's help topics" if text is None else Path(text).stem
-        shape = load_shape(model_source(source))
-        question = Question(source, shape, tuple(makers), ctx, content, name, tasks=chosen, **sizes)
+        question = Question(source, shape_of(source), tuple(makers), ctx, content, name, tasks=chosen, **sizes)
         for line in question.refused():
             click.echo(f"skipped: {line}", err=True)
         for new in _measured(question, material, list(rows.values())):
