@@ -131,9 +131,9 @@ def measured_quality(plan: Plan, rows: Sequence[QualityRow]) -> str | None:
     own = [row for row in rows if _is_of(row, plan)]
     if not own or not target_values(plan):
         return None
-    context = min((row.context for row in own), key=lambda one: _factor(one, plan))
-    found = [row for row in own if row.context == context]
-    return f"{'; '.join(_told(found))}; at {context} tokens of {found[0].text} [measured]"
+    nearest = min(own, key=lambda row: _factor(row.context, plan))
+    found = [row for row in own if (row.context, row.text) == (nearest.context, nearest.text)]
+    return f"{'; '.join(_told(found))}; at {nearest.context} tokens of {nearest.text} [measured]"
 
 
 def _is_of(row: QualityRow, plan: Plan) -> bool:

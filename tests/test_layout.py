@@ -120,6 +120,21 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         VALIDATE,
     ),
+    "validate.ruler": ({"roofline.catalog"}, VALIDATE),
+    "validate.quality": (
+        {
+            "planner", "planner.policies.selection", "roofline.catalog", "runtime", "runtime.model", "validate.machine",
+            "validate.progress", "validate.prompts", "validate.ruler",
+        },
+        VALIDATE,
+    ),
+    "validate.studies": (
+        {
+            "kernels.layer", "planner.plan", "planner.policies.selection", "roofline.catalog", "runtime", "runtime.kv",
+            "runtime.model", "validate.progress", "validate.prompts",
+        },
+        VALIDATE,
+    ),
     "validate.suite": (
         {
             "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.drafting",
@@ -141,14 +156,18 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {"dashboards.cli", "planner.acceptance", "roofline.catalog", "validate"},
         None,
     ),
-    "dashboards.cli.study": ({"dashboards.cli", "roofline.catalog", "validate", "validate.studies"}, None),
+    "dashboards.cli.study": (
+        {"dashboards.cli", "dashboards.study_charts", "roofline.catalog", "validate", "validate.studies"},
+        None,
+    ),
     "dashboards.cli.planning": ({"dashboards.cli", "planner", "planner.search", "roofline", "roofline.catalog"}, None),
     "dashboards.cli": (
         {
             "dashboards.cli.acceptance", "dashboards.cli.catalog", "dashboards.cli.planning", "dashboards.cli.study",
             "dashboards.cli.validation", "dashboards.user_errors",
             "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.model", "validate",
-            "validate.calibration", "validate.decode_bench", "validate.kernel_bench",
+            "validate.calibration", "validate.decode_bench", "validate.kernel_bench", "validate.quality",
+            "validate.ruler",
         },
         None,
     ),

@@ -72,7 +72,12 @@ class RecordedPrompt:
     @torch.inference_mode()
     def last(self, count: int, prompt: Sequence[int]) -> Recording:
         """The prompt's own last `count` tokens, each over those up to itself."""
-        found = self._over(prompt[-count:], self.length - count, self.length - count, attention=True)
+        own = slice(self.length - count, self.length)
+        # This pass writes the same keys and values once more, and rounds them otherwise than prefill did.
+        stored = [store[:, 0, :, own].clone() for store in (self.cache.keys, self.cache.values)]
+        found = self._over(prompt[-count:], own.start, own.start, attention=True)
+        for store, kept in zip((self.cache.keys, self.cache.values), stored, strict=True):
+            store[:, 0, :, own] = kept
         assert found.attention is not None, "it was wanted"
         return found
 
