@@ -25,7 +25,8 @@ class Question:
     """What is measured. Raises PlanError for counts out of range.
 
     plans: make each plan for a workload. contexts: tokens of whole sequences, with what is measured or generated.
-    passages: of the text, each measured on `tokens` tokens at its end. samples: prompts of each task.
+    passages: of the text, each measured on `tokens` tokens at its end. samples: prompts of each task. only_solved:
+    leave out the tasks that plain decoding does not solve, once it has been measured.
     """
 
     model: str
@@ -39,6 +40,7 @@ class Question:
     tasks: tuple[Task, ...] = ()
     samples: int = 5
     seed: int = 0
+    only_solved: bool = False
     yarn: bool = False
     device: str | None = None
 

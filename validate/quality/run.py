@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ridgeplan.planner.measured_quality import QualityRow, target_values
+from ridgeplan.planner.measured_quality import SOLVED, QualityRow, target_values
 from ridgeplan.planner.plan import Plan
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
@@ -61,6 +61,8 @@ class _Run:
         engine: Engine | None = None
         for group in inputs.groups():
             self._report(f"{context} tokens, {label(plan)}: {group.name}")
+            if self._question.only_solved and plain.get(group.name, 1.0) < SOLVED:
+                continue
             values = self._known(plan, context, group)
             if values is None:
                 engine = engine or self._engine(plan)

@@ -98,3 +98,10 @@ def test_rows_of_the_question_are_told_from_others(measured, tiny_folder):
 def test_a_text_that_is_too_short_is_refused(tiny_folder):
     with pytest.raises(PromptError, match="needed: 3"):
         rows(question(tiny_folder, contexts=(4000,)))
+
+
+def test_tasks_that_plain_decoding_does_not_solve_may_be_left_out(tiny_folder, measured):
+    assert next(row.value for row in measured if row.measure == TASK) < 0.5  # a random model finds no needle
+    found = rows(question(tiny_folder, only_solved=True))
+    assert [row.plan for row in found if row.measure == TASK] == ["autoregressive"]
+    assert len(found) == len(measured) - 1
