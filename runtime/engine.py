@@ -136,9 +136,8 @@ class Engine:
         """
         request = Request.build(prompt, len(tokens) + 1, None)
         with self._exclusive(request) as cache:
-            cache.reset(1)
-            speculator = self._speculator(cache, request.sampling)
-            logits = [self._prompt_logits(request, cache)[0]]
+            speculator = self._begun(request, cache)
+            logits = [self._prompt_logits(request, speculator)[0]]
             for token in torch.tensor(list(tokens), dtype=torch.int64, device=self.device):
                 logits.append(speculator.target_logits(token.view(1, 1))[0, 0])
                 cache.advance(cache.active().int())
@@ -216,8 +215,7 @@ class Engine:
     @torch.inference_mode()
     def _start(self, request: Request, cache: Cache, stopwatch: Stopwatch) -> tuple[list[int], Rounds]:
         """Prefills; returns the first token of each sequence, and the rounds that continue them."""
-        cache.reset(len(request.prompts))
-        speculator = self._speculator(cache, request.sampling)
+        speculator = self._begun(request, cache)
         self._generator.manual_seed(request.sampling.seed)
         pending = self._prefill(request, speculator, stopwatch)
         # Prefill already draws the first token, and the last one never enters the cache.
@@ -225,6 +223,11 @@ class Engine:
         rounds = self._prepared(speculator, stopwatch)
         rounds.start(pending)
         return pending.tolist(), rounds
+
+    def _begun(self, request: Request, cache: Cache) -> Speculator:
+        """Empties the cache for a request."""
+        cache.reset(len(request.prompts))
+        return self._speculator(cache, request.sampling)
 
     def _speculator(self, cache: Cache, sampling: SamplingParams) -> Speculator:
         speculation = self.plan.speculation
@@ -250,16 +253,16 @@ class Engine:
     def _prefill(self, request: Request, speculator: Speculator, stopwatch: Stopwatch) -> Tensor:
         """Fills the cache; returns the first token of each sequence, int64 [rows]."""
         with stopwatch.measure("prefill"):
-            logits = self._prompt_logits(request, speculator.cache)
+            logits = self._prompt_logits(request, speculator)
             _require_finite(all_finite(logits).tolist())
             return speculator.first(logits)
 
-    def _prompt_logits(self, request: Request, cache: Cache) -> Tensor:
+    def _prompt_logits(self, request: Request, speculator: Speculator) -> Tensor:
         """Fills the cache; returns the logits [rows, vocab] that follow each prompt."""
         with prompt_arena(self.plan, self.draft_weights, self.device) as arena:
             prompts = (torch.tensor(prompt, device=self.device) for prompt in request.prompts)
             logits = [
-                prefill(self.decoder, self.weights, cache, row, prompt, arena=arena)
+                prefill(self.decoder, self.weights, speculator.cache, row, prompt, arena=arena)
                 for row, prompt in enumerate(prompts)
             ]
             return torch.stack(logits)
