@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.policies import eviction, target_selection
+from ridgeplan.planner.policies.policy import FULL_RULER
 
 
 class Quality(StrEnum):
@@ -35,6 +36,17 @@ def losses(plan: Plan) -> list[str]:
         found.append("INT4 weights: perplexity 5.47 to 5.73 for Llama-2-7B, rounded to nearest (AWQ, Table 4)")
     policies = (eviction(plan), target_selection(plan))
     return found + [policy.loss(plan) for policy in policies if policy]
+
+
+def published_loss(plan: Plan) -> float:
+    """The share of RULER's average that the plan's eviction loses with EVICTION_BUDGET tokens; 1 if none is published.
+
+    It ranks plans that are otherwise equal; it is not the loss at the plan's own budget.
+    """
+    policy = eviction(plan)
+    if policy is None:
+        return 0.0
+    return 1.0 if policy.ruler is None else 1 - policy.ruler / FULL_RULER
 
 
 def quality_of(plan: Plan) -> Quality:

@@ -13,7 +13,7 @@ from ridgeplan.planner.policies.eviction.pyramidkv import PYRAMIDKV
 from ridgeplan.planner.policies.eviction.random import RANDOM
 from ridgeplan.planner.policies.eviction.snapkv import SNAPKV as SNAPKV_EVICTION
 from ridgeplan.planner.policies.eviction.streamingllm import STREAMINGLLM as STREAMINGLLM_EVICTION
-from ridgeplan.planner.policies.policy import Policy, Role, TokenEviction, TokenSelection
+from ridgeplan.planner.policies.policy import EvictionSettings, Policy, Role, TokenEviction, TokenSelection
 from ridgeplan.planner.policies.selection.all import ALL
 from ridgeplan.planner.policies.selection.clusterkv import CLUSTERKV
 from ridgeplan.planner.policies.selection.quest import QUEST
@@ -77,15 +77,20 @@ def eviction(plan: Plan) -> TokenEviction | None:
     return None if policy is EvictionPolicy.NONE else EVICTIONS[policy.value]
 
 
+def eviction_settings(plan: Plan) -> EvictionSettings | None:
+    """The hyperparameters of the plan's eviction, if it has one. Raises PlanError for unknown or wrong ones."""
+    policy = eviction(plan)
+    return None if policy is None else policy.settings_of(plan)
+
+
 def evicted_to(plan: Plan, layers: int) -> tuple[int, ...]:
     """The most prompt tokens that each layer keeps; empty without eviction. Raises PlanError for unknown settings.
 
     A budget of the whole context is every layer's.
     """
-    policy = eviction(plan)
-    if policy is None:
+    context, settings = plan.workload.context, eviction_settings(plan)
+    if settings is None:
         return ()
-    context, settings = plan.workload.context, policy.settings_of(plan)
     budget = plan.eviction.tokens(context)
     if budget >= context:
         return (context,) * layers

@@ -131,7 +131,7 @@ def plan_of(row: Row, shape: ModelShape) -> Plan:
     """The row's preset with its hyperparameters."""
     plan = preset(row.preset, Workload(shape.name, row.gpu, row.context, row.new_tokens, row.batch))
     speculation = replace(plan.speculation, **_given(gamma=row.gamma, ratio=row.ratio))
-    eviction = replace(plan.eviction, **_given(budget=row.budget)) if plan.eviction.budget else plan.eviction
+    eviction = replace(plan.eviction, **_given(budget=row.budget)) if plan.eviction.active else plan.eviction
     placement = Placement(True, plan.attention.budget) if row.offload else plan.placement
     weights = plan.weights if row.weight_bits == 16 else Weights(row.weight_bits, row.weight_bits)
     return replace(plan, weights=weights, speculation=speculation, eviction=eviction, placement=placement)
