@@ -47,7 +47,7 @@ def eviction_ops(shape: ModelShape, strategy: Strategy, element_bytes: Term) -> 
     return (
         Op("appended tokens", "linear", products, passes),
         Op("appended attention", "prefill_attention", attention, passes),
-        Op("eviction scores", "prefill_attention", _products(shape, strategy, element_bytes), heads * scores),
+        Op("eviction scores", "linear", _products(shape, strategy, element_bytes), heads * scores),
         Op("eviction softmax", "elementwise", _softmax(shape, strategy, element_bytes), heads * evicts(strategy)),
         Op("eviction copy", "elementwise", _copy(shape, strategy, element_bytes), shape.layers * evicts(strategy)),
     )

@@ -101,7 +101,7 @@ def test_presets_run_unless_they_need_a_policy_that_is_only_estimated(name):
 
 def test_what_is_missing_is_named():
     assert missing_execution(preset("specontext", WORKLOAD)) == ["offloaded KV", "target selection 'retrieval-head'"]
-    assert missing_execution(preset("dapq", WORKLOAD)) == ["eviction 'dapq'"]
+    assert not missing_execution(preset("dapq", WORKLOAD))
     assert missing_execution(preset("specattn", WORKLOAD)) == ["draft selection 'specattn'"]
     assert missing_execution(Plan(WORKLOAD, Weights(8, 8))) == ["8-bit target weights"]
     assert not missing_execution(preset("int4-weights", WORKLOAD))
