@@ -11,7 +11,7 @@ from ridgeplan.roofline.passes import Op
 from ridgeplan.roofline.strategy import Strategy
 from ridgeplan.roofline.term_math import maximum, minimum
 
-SCORE_BYTES = 4 + 4  # logits and their softmax, both fp32
+SCORE_BYTES = 4  # probabilities are fp32
 RANKING_BYTES = 40  # per token and KV head: scores, their copy in reverse, and keys and places of two sorts
 
 
@@ -53,12 +53,13 @@ def eviction_ops(shape: ModelShape, strategy: Strategy, element_bytes: Term) -> 
     )
 
 
-def eviction_workspace(shape: ModelShape, strategy: Strategy) -> Term:
+def eviction_workspace(shape: ModelShape, strategy: Strategy, element_bytes: Term) -> Term:
     """Bytes of a block of scores, or of ranking all tokens of a layer, where that is more."""
     ratio, tokens = shape.q_heads / shape.kv_heads, strategy.context + strategy.appended_tokens
     queries = minimum(strategy.scored_queries, tokens)
     block = minimum(queries * ratio * tokens, maximum(EVICTION_SCORE_ELEMENTS, ratio * tokens))
-    return evicts(strategy) * maximum(block * SCORE_BYTES, shape.kv_heads * tokens * RANKING_BYTES)
+    block_bytes = block * (element_bytes + SCORE_BYTES)
+    return evicts(strategy) * maximum(block_bytes, shape.kv_heads * tokens * RANKING_BYTES)
 
 
 def _products(shape: ModelShape, strategy: Strategy, element_bytes: Term) -> Cost:
@@ -72,13 +73,13 @@ def _products(shape: ModelShape, strategy: Strategy, element_bytes: Term) -> Cos
 
 
 def _softmax(shape: ModelShape, strategy: Strategy, element_bytes: Term) -> Cost:
-    """Logits to fp32, scaled, to probabilities, summed over queries; then the ranking of one KV head's tokens."""
+    """Logits to probabilities, summed over queries; then the ranking of one KV head's tokens."""
     pairs = shape.q_heads / shape.kv_heads * scored_pairs(strategy)
     ranked = strategy.context * RANKING_BYTES
     return Cost(
         flops=4 * pairs,
-        read_bytes=pairs * (element_bytes + 4 + 4 + 4) + ranked,
-        write_bytes=pairs * (4 + 4 + 4) + ranked,
+        read_bytes=pairs * (element_bytes + SCORE_BYTES) + ranked,
+        write_bytes=pairs * SCORE_BYTES + ranked,
     )
 
 

@@ -100,7 +100,12 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
         kv=memory.full_kv(shape, batch, slots, element_bytes) + codes,
         buffers=memory.full_kv(shape, batch, buffered, element_bytes),
         prefill_workspace=memory.prefill_workspace(
-            shape, prompt, element_bytes, arena_capacity_bytes, copy_bytes, eviction_workspace(shape, strategy)
+            shape,
+            prompt,
+            element_bytes,
+            arena_capacity_bytes,
+            copy_bytes,
+            eviction_workspace(shape, strategy, element_bytes),
         ),
         decode_workspace=memory.decode_workspace(shape, batch, strategy.queries, splits, element_bytes),
         libraries=device.asynchronous * CUBLAS_WORKSPACE_BYTES,

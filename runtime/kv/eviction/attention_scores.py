@@ -35,11 +35,12 @@ def causal_probabilities(queries: Tensor, keys: Tensor, first: int) -> Tensor:
     """
     count, heads, head_dim = queries.shape
     visible = first + count
-    logits = (queries.flatten(0, 1) @ keys[:visible].mT).float().view(count, heads, visible).mul_(head_dim**-0.5)
+    scaled = queries.flatten(0, 1) * head_dim**-0.5
+    logits = (scaled @ keys[:visible].mT).view(count, heads, visible)
     places = torch.arange(count, device=queries.device)
     hidden = (places[:, None] < places)[:, None]  # only the queries' own tokens can be in a query's future
     logits[:, :, first:].masked_fill_(hidden, -torch.inf)
-    return logits.softmax(-1)
+    return logits.softmax(-1, dtype=torch.float32)
 
 
 def pooled(scores: Tensor, width: int) -> Tensor:
