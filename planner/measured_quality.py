@@ -74,12 +74,18 @@ def target_values(plan: Plan) -> dict[str, Any]:
         "weights.group": plan.weights.group if plan.weights.target_bits != 16 else None,
         "kv.target_bits": plan.kv.target_bits if plan.kv.target_bits != 16 else None,
         "kv.group": plan.kv.group if plan.kv.target_bits != 16 else None,
-        **(_flat("eviction", asdict(plan.eviction)) if plan.eviction.budget else {}),
+        **(_flat("eviction", _eviction(plan)) if plan.eviction.active else {}),
         **(_flat("attention", asdict(plan.attention)) if plan.attention.budget else {}),
     }
     if plan.workload.yarn_factor != 1:
         differing["yarn_factor"] = plan.workload.yarn_factor
     return {name: value for name, value in differing.items() if value is not None}
+
+
+def _eviction(plan: Plan) -> dict[str, Any]:
+    """The policy, its budget in tokens, however it is given, and its settings."""
+    budget = plan.eviction.tokens(plan.workload.context)
+    return {**asdict(plan.eviction), "budget": budget, "share": None}
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ridgeplan.runtime.drafting.speculator import Speculator, all_finite
 from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.eviction import eviction_policy
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.decoder import Decoder
@@ -70,7 +71,10 @@ class Engine:
         self.draft_weights = weights
         if plan.weights.draft_differs:
             self.draft_weights = self._drafts(draft_weights, text)
-        self.cache: Cache | None = Cache(config.shape, KVCacheConfig.of(plan), device, weights.embedding.dtype)
+        self.eviction = eviction_policy(plan)
+        self.cache: Cache | None = Cache(
+            config.shape, KVCacheConfig.of(plan, config.shape.layers), device, weights.embedding.dtype
+        )
         self._meter = meter
         self._statistics: Statistics | None = None
         self._running = False
@@ -262,7 +266,7 @@ class Engine:
         with prompt_arena(self.plan, self.draft_weights, self.device) as arena:
             prompts = (torch.tensor(prompt, device=self.device) for prompt in request.prompts)
             logits = [
-                prefill(self.decoder, self.weights, speculator.cache, row, prompt, arena=arena)
+                prefill(self.decoder, self.weights, speculator.cache, row, prompt, arena=arena, policy=self.eviction)
                 for row, prompt in enumerate(prompts)
             ]
             return torch.stack(logits)
@@ -302,5 +306,6 @@ def _extend(rows: list[SequenceState], tokens: list[list[int]], cache: Cache) ->
 
 
 def _flushes(row: SequenceState, cache: KVCacheConfig) -> int:
-    """Groups of a sequence that were quantized during decoding."""
-    return cache.quantized_groups(row.prompt_tokens + row.cached) - cache.quantized_groups(row.prompt_tokens)
+    """Groups of a sequence that were quantized during decoding, in the layers that hold the most tokens."""
+    stored = max(cache.kept(row.prompt_tokens), default=row.prompt_tokens)
+    return cache.quantized_groups(stored + row.cached) - cache.quantized_groups(stored)

@@ -28,9 +28,15 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "roofline.symbolic": ({"roofline", "roofline.catalog"}, MODEL),
     "roofline.papers": ({"roofline", "roofline.catalog", "roofline.symbolic"}, MODEL),
     "planner.policies.selection": ({"planner.plan", "planner.policies"}, MODEL),
-    "planner.policies.eviction": ({"planner.plan", "planner.policies", "planner.policies.selection"}, MODEL),
+    "planner.policies.eviction": (
+        {"planner.plan", "planner.policies", "planner.policies.selection", "roofline.catalog", "roofline.strategy"},
+        MODEL,
+    ),
     "planner.policies": (
-        {"planner.plan", "planner.policies.eviction", "planner.policies.selection", "roofline.strategy"},
+        {
+            "planner.plan", "planner.policies.eviction", "planner.policies.selection", "roofline.catalog",
+            "roofline.strategy",
+        },
         MODEL,
     ),
     "planner.acceptance": (
@@ -64,11 +70,24 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "kernels.layer": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
     "kernels.linear": ({"kernels.device", "kernels.layer", "roofline.cost", "roofline.execution"}, {"torch", "triton"}),
     "kernels.sampling": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
-    "runtime.kv": ({"kernels.kv_cache", "planner.plan", "roofline.catalog", "roofline.execution"}, RUNTIME),
+    "runtime.kv": (
+        {
+            "kernels.kv_cache", "planner.plan", "planner.policies", "planner.policies.eviction", "roofline.catalog",
+            "roofline.execution",
+        },
+        RUNTIME,
+    ),
+    "runtime.kv.eviction": (
+        {
+            "kernels.layer", "planner.plan", "planner.policies", "planner.policies.eviction", "roofline.execution",
+        },
+        RUNTIME,
+    ),
     "runtime.model": (
         {
             "kernels.attention", "kernels.layer", "kernels.linear", "roofline.catalog", "roofline.execution",
-            "runtime.arena", "runtime.errors", "runtime.host_memory", "runtime.kv", "runtime.model_config",
+            "runtime.arena", "runtime.errors", "runtime.host_memory", "runtime.kv",
+            "runtime.kv.eviction", "runtime.model_config",
         },
         RUNTIME,
     ),
@@ -91,8 +110,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {
             "kernels.sampling", "planner.capacity", "planner.plan", "planner.support", "roofline.catalog",
             "roofline.catalog.weight_formats", "roofline.device", "roofline.execution", "runtime.drafting",
-            "runtime.drafting.policies", "runtime.kv",
-            "runtime.model", "runtime.quantization",
+            "runtime.drafting.policies", "runtime.kv", "runtime.kv.eviction", "runtime.model", "runtime.quantization",
         },
         RUNTIME,
     ),

@@ -52,19 +52,36 @@ class WorkloadParam(click.ParamType):
 class CaseParam(click.ParamType):
     """One plan at one workload."""
 
-    name = "PRESET:CONTEXTxBATCH[:GAMMA]"
+    name = "PRESET[@SHARE]:CONTEXTxBATCH[:GAMMA]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> DecodeCase:
-        """`quantspec:32768x8:3`; without a gamma it is the preset's own."""
+        """`quantspec:32768x8:3`, or `dapq@0.25:32768x8`, which keeps a quarter of the prompt.
+
+        Without a gamma or a share it is the preset's own.
+        """
         if isinstance(value, DecodeCase):
             return value
-        name, _, rest = str(value).partition(":")
-        workload, _, gamma = rest.partition(":")
-        fits = gamma == "" or (has_gamma(name) and gamma in map(str, range(1, MAX_GAMMA + 1)))
-        if name not in ABLATION or not fits:
-            allowed = f"one of {', '.join(ABLATION)}, a workload and, if it drafts, a gamma from 1 to {MAX_GAMMA}"
-            self.fail(f"{value!r} is not a case; allowed: {allowed}, such as quantspec:32768x8:3", param, ctx)
-        return DecodeCase(name, *WorkloadParam().convert(workload, param, ctx), int(gamma) if gamma else None)
+        runnable = [preset for preset in executable_presets() if preset != PLAIN]
+        first, _, rest = str(value).partition(":")
+        (name, _, share), (workload, _, gamma) = first.partition("@"), rest.partition(":")
+        if not (name in runnable and _is_gamma(name, gamma) and _is_share(name, share)):
+            allowed = (
+                f"one of {', '.join(runnable)}; if it evicts, a share below 1; a workload; and if it "
+                f"drafts, a gamma from 1 to {MAX_GAMMA}"
+            )
+            example = "such as quantspec:32768x8:3 or dapq@0.25:32768x8"
+            self.fail(f"{value!r} is not a case; allowed: {allowed}, {example}", param, ctx)
+        sizes = WorkloadParam().convert(workload, param, ctx)
+        return DecodeCase(name, *sizes, int(gamma) if gamma else None, float(share or 0))
+
+
+def _is_gamma(name: str, gamma: str) -> bool:
+    return gamma == "" or (gamma in map(str, range(1, MAX_GAMMA + 1)) and has_gamma(name))
+
+
+def _is_share(name: str, share: str) -> bool:
+    evicts = preset(name, Workload("any", "any", 1)).eviction.active
+    return share == "" or (evicts and re.fullmatch(r"0\.\d{1,6}", share, re.ASCII) is not None and float(share) > 0)
 
 
 def executable_presets() -> list[str]:
@@ -225,5 +242,11 @@ def row_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{figures['acceptance']:.3f} ({predicted['acceptance']:.3f})" if drafting else "",
         f"{figures['ttft_ms'] / 1e3:.2f} ({predicted['prefill'] / 1e3:.2f})",
         "" if peak is None else f"{peak / 1e9:.1f} ({predicted['peak memory'] / 1e9:.1f})",
-        f"{row['preset']}, gamma {row['gamma']}" if drafting else row["preset"],
+        plan_text(row),
     )
+
+
+def plan_text(row: Mapping[str, Any]) -> str:
+    """The preset of a case, with the share of the prompt that it keeps and its gamma where they are given."""
+    kept = f" {row['share']:.0%}" if row.get("share") else ""
+    return f"{row['preset']}{kept}" + (f", gamma {row['gamma']}" if row["gamma"] else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ class AttentionMetadata:
     positions, slots: int64 [rows, queries], positions of the new tokens in the text and in the full-precision store.
     begin, end: int32 [rows], the range of full-precision slots visible to the first query; each later query sees one
     more. groups: int32 [rows], leading groups that are read as codes, or None for no codes. lower: whether lower codes
-    are read with the upper ones.
+    are read with the upper ones. by_layer: each layer's own metadata where layers hold different numbers of tokens.
     """
 
     positions: Tensor
@@ -23,3 +23,13 @@ class AttentionMetadata:
     end: Tensor
     groups: Tensor | None
     lower: bool
+    by_layer: tuple[AttentionMetadata, ...] = ()
+
+    def at(self, layer: int) -> AttentionMetadata:
+        """The metadata of one layer."""
+        return self.by_layer[layer] if self.by_layer else self
+
+    def of_store(self, index: int) -> AttentionMetadata:
+        """One of several whose slots and ranges are stacked along a first dimension."""
+        groups = None if self.groups is None else self.groups[index]
+        return replace(self, slots=self.slots[index], begin=self.begin[index], end=self.end[index], groups=groups)

@@ -11,6 +11,8 @@ import transformers
 from ridgeplan.planner.plan import (
     DraftCodes,
     DraftSelection,
+    Eviction,
+    EvictionPolicy,
     KVCache,
     KVFormat,
     Plan,
@@ -97,12 +99,16 @@ def make_plan() -> Callable[..., Plan]:
         yarn_factor: float = 1.0,
         selection: str = "all",
         ratio: float = 1.0,
+        evict: str = "none",
+        budget: int = 0,
+        **settings: float,
     ) -> Plan:
         stored = gamma > 0 and kv in ("int4x2", "bf16+int4")
         return Plan(
             Workload("tiny", "cpu", context, new_tokens, batch, yarn_factor),
             weights=Weights(target_bits, min(target_bits, draft_bits), weight_group),
             kv=KVCache(KVFormat(kv), group),
+            eviction=Eviction(EvictionPolicy(evict), budget, settings=settings),
             speculation=Speculation(
                 gamma, DraftCodes(codes or ("upper" if stored else "full")), DraftSelection(selection), ratio
             ),

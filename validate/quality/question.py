@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ridgeplan.planner.plan import Plan, PlanError, Workload, require
+from ridgeplan.planner.plan import MAX_TOKENS, Plan, PlanError, Workload, require
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.presets import preset, preset_name
 from ridgeplan.planner.resolution import yarn_factor
@@ -88,7 +88,7 @@ class Question:
 
 def label(plan: Plan) -> str:
     """A plan's name, with its budget and gamma."""
-    budgets = (plan.eviction.budget, plan.attention.budget)
+    budgets = (plan.eviction.tokens(plan.workload.context), plan.attention.budget)
     gamma = f"gamma {plan.speculation.gamma}" if plan.speculation.active else ""
     return " ".join([preset_name(plan), *(str(budget) for budget in budgets if budget), *([gamma] if gamma else [])])
 
@@ -98,13 +98,7 @@ def named_plan(name: str, budget: int | None = None) -> PlanMaker:
 
     def make(workload: Workload) -> Plan:
         plan = preset(name, workload)
-        if budget is None:
-            return plan
-        kept = min(budget, workload.context)
-        axes = [axis for axis in ("eviction", "attention") if getattr(plan, axis).budget]
-        if not axes:
-            raise PlanError(f"budget is {budget}; allowed: none, as {name} keeps and reads all tokens")
-        return replace(plan, **{axis: replace(getattr(plan, axis), budget=kept) for axis in axes})
+        return plan if budget is None else _with_budget(plan, name, budget)
 
     return make
 
@@ -116,8 +110,16 @@ def of_file(plan: Plan) -> PlanMaker:
 
 def with_budgets(names: Sequence[str], budgets: Sequence[int]) -> Iterator[PlanMaker]:
     """Presets, those with a budget once for each of `budgets`."""
-    probe = Workload("any", "any", 1 << 20)
     for name in names:
-        plan = preset(name, probe)
-        has_budget = plan.eviction.budget or plan.attention.budget
+        plan = preset(name, Workload("any", "any", MAX_TOKENS // 2))
+        has_budget = plan.eviction.active or plan.attention.budget
         yield from (named_plan(name, budget) for budget in ((has_budget and budgets) or (None,)))
+
+
+def _with_budget(plan: Plan, name: str, budget: int) -> Plan:
+    kept = min(budget, plan.workload.context)
+    if plan.eviction.active:
+        return replace(plan, eviction=replace(plan.eviction, budget=kept, share=0.0))
+    if plan.attention.budget:
+        return replace(plan, attention=replace(plan.attention, budget=kept))
+    raise PlanError(f"budget is {budget}; allowed: none, as {name} keeps and reads all tokens")

@@ -1,12 +1,14 @@
 """A run: what its rows hold, that known figures are not measured again, and that weights are shared."""
 
+from dataclasses import replace
+
 import pytest
 
 from ridgeplan.planner.measured_quality import COST_MEASURES, FIDELITY, KV_BYTES, PERPLEXITY
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.validate.prompts import PromptError
 from ridgeplan.validate.quality import run as module
-from ridgeplan.validate.quality.question import Question, named_plan
+from ridgeplan.validate.quality.question import Question, named_plan, with_budgets
 from ridgeplan.validate.quality.run import asked, measure_quality
 from ridgeplan.validate.ruler.tasks import chosen_tasks, material
 
@@ -105,3 +107,16 @@ def test_tasks_that_plain_decoding_does_not_solve_may_be_left_out(tiny_folder, m
     found = rows(question(tiny_folder, only_solved=True))
     assert [row.plan for row in found if row.measure == TASK] == ["autoregressive"]
     assert len(found) == len(measured) - 1
+
+
+@pytest.mark.parametrize("policy", ["dapq", "snapkv"])
+def test_evictions_are_measured_on_the_cache_that_they_leave(tiny_folder, policy):
+    plans = tuple(with_budgets([policy], [64, 5000]))
+    asked = replace(question(tiny_folder, tasks=()), plans=plans)
+    found = {(row.plan, row.measure): row for row in rows(asked)}
+    everything, little = f"{policy} 1168", f"{policy} 64"  # of prompts of 1168 tokens
+    assert found[everything, FIDELITY].value == pytest.approx(1, abs=1e-6)
+    assert 0.05 < found[little, FIDELITY].value < 0.99
+    assert found[little, PERPLEXITY].value != found[little, PERPLEXITY].plain
+    assert found[little, KV_BYTES].value < 0.2 * found[little, KV_BYTES].plain
+    assert dict(found[little, FIDELITY].target) == {"eviction.policy": policy, "eviction.budget": 64}
