@@ -118,8 +118,10 @@ class _Run:
 
 def asked(question: Question, row: QualityRow) -> bool:
     """Whether a row is of the question's model, text, plans and contexts, and of its numbers of samples."""
-    if (row.model, row.text, row.tokens, row.seed) != (
+    same = (row.model, row.text, row.tokens, row.seed) == (
         question.shape.name, question.text_name, question.tokens, question.seed,
-    ) or row.context not in question.contexts:  # fmt: skip
+    )  # fmt: skip
+    if not same or row.context not in question.contexts:
         return False
-    return row.plan in {label(plan) for plan in question.plans_at(row.context)}
+    counted = row.samples in (1, question.passages, question.samples)
+    return counted and row.plan in {label(plan) for plan in question.plans_at(row.context)}

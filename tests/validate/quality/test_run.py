@@ -93,6 +93,8 @@ def test_rows_of_the_question_are_told_from_others(measured, tiny_folder):
     assert all(asked(question(tiny_folder), row) for row in measured)
     assert not any(asked(question(tiny_folder, contexts=(1300,)), row) for row in measured)
     assert not any(asked(question(tiny_folder, seed=1), row) for row in measured)
+    fewer = [row for row in measured if not asked(question(tiny_folder, passages=3), row)]
+    assert {row.measure for row in fewer} == {FIDELITY, PERPLEXITY}
     only_plain = [row for row in measured if asked(question(tiny_folder, plans=()), row)]
     assert {row.plan for row in only_plain} == {"autoregressive"}
 
