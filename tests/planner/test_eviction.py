@@ -77,7 +77,8 @@ def test_a_pyramid_smaller_than_its_window_is_flat():
 
 
 def test_aligned_budgets_differ_by_whole_groups():
-    assert aligned_budgets((1966, 1024, 82), 1024, 128) == (1920, 1024, 128)  # 82 is nearer to 0 than to 128
+    assert aligned_budgets((1966, 1024, 82), 1024, 128) == (1920, 1024, 128)
+    assert aligned_budgets((1998, 1024, 50), 1024, 128) == (2048, 1024, 128)  # 50 is nearer to 0
     assert aligned_budgets((110, 90, 70), 90, 32) == (122, 90, 58)
     assert aligned_budgets((94, 64, 34), 64, 128) == (64, 64, 64)
     assert aligned_budgets((50, 30, 9), 30, 1) == (50, 30, 9)
@@ -85,8 +86,9 @@ def test_aligned_budgets_differ_by_whole_groups():
 
 @pytest.mark.parametrize("group", [1, 32])
 @pytest.mark.parametrize("tokens", [1, 5, 31, 33, 64, 100, 257, 300, 1000])
-def test_what_layers_keep(tokens, group):
-    budgets = aligned_budgets((250, 130, 40), 140, group)
+@pytest.mark.parametrize("wanted", [(250, 130, 40), (72, 40, 8)])
+def test_what_layers_keep(wanted, tokens, group):
+    budgets = aligned_budgets(wanted, sum(wanted) // 3, group)
     kept = kept_tokens(tokens, budgets, group)
     longest = min(tokens, max(budgets))
     assert kept[0] == longest
