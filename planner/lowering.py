@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan, require
-from ridgeplan.planner.policies import draft_selection, target_selection
+from ridgeplan.planner.policies import draft_selection, evicted_to, eviction_settings, target_selection
+from ridgeplan.planner.policies.eviction.budgets import kept_tokens
 from ridgeplan.planner.policies.policy import SelectionCost
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
@@ -37,7 +38,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
     full_bytes = shape.weight_bits.widest_bytes(device.element_bytes)
     head_bytes = shape.weight_bits.full_bytes("head", device.element_bytes)
     choosing, target_reads = draft_selection(plan).cost(speculation.selection), target_selection(plan)
-    target_choosing = target_reads.target_cost if target_reads else SelectionCost()
+    target_choosing, evicting = target_reads.target_cost if target_reads else SelectionCost(), eviction_settings(plan)
     per_query, moved_bytes = speculation.selection.per_query, choosing.moved_score_bytes(shape.kv_heads) * shape.layers
     return Strategy(
         batch=workload.batch,
@@ -54,7 +55,9 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         kv_group=kv.group,
         target_bits=target_code_bits(plan),
         draft_bits=draft_code_bits(plan),
-        eviction_budget=plan.eviction.budget or UNLIMITED_TOKENS,
+        eviction_budget=_mean_kept(plan, shape.layers),
+        scored_queries=evicting.scored_queries if evicting else 0,
+        appended_tokens=evicting.appended_tokens if evicting else 0,
         offload=int(plan.placement.offload),
         offload_budget=plan.placement.budget or UNLIMITED_TOKENS,
         target_budget=plan.attention.budget or UNLIMITED_TOKENS,
@@ -73,6 +76,14 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         acceptance=acceptance,
         reserved_gamma=speculation.gamma if speculation.adaptive else 0,
     )
+
+
+def _mean_kept(plan: Plan, layers: int) -> float:
+    """Tokens of the workload's prompt that stay in a layer, the mean over the layers."""
+    budgets = evicted_to(plan, layers)
+    if not budgets:
+        return UNLIMITED_TOKENS
+    return sum(kept_tokens(plan.workload.context, budgets, plan.kv.step)) / layers
 
 
 def rates_of(plan: Plan, shape: ModelShape, machine: Machine) -> StrategyRates:

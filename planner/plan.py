@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from ridgeplan.planner.axes.draft_selection import DRAFT_SELECTIONS, AllTokens, DraftSelection
 from ridgeplan.planner.axes.part import PlanError, PlanPart
-from ridgeplan.roofline.catalog.checks import build, flag, number, one_of, part, text, variant, whole
+from ridgeplan.roofline.catalog.checks import build, flag, number, one_of, part, text, values_by_name, variant, whole
 from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json
 from ridgeplan.roofline.execution import MAX_TOKENS, QUANTIZATION_GROUPS, adaptive_gammas
 from ridgeplan.roofline.speculation import MAX_GAMMA
@@ -48,7 +50,9 @@ class EvictionPolicy(StrEnum):
     SNAPKV = "snapkv"
     PYRAMIDKV = "pyramidkv"
     LACACHE = "lacache"
+    EXPECTED_ATTENTION = "expected-attention"
     DAPQ = "dapq"
+    RANDOM = "random"
 
 
 class TargetSelection(StrEnum):
@@ -140,16 +144,42 @@ class KVCache(PlanPart):
         """Bits per element of old tokens as the target reads them; 16 is full precision."""
         return 8 if self.format.buffered else 16
 
+    @property
+    def step(self) -> int:
+        """Tokens by whose multiples layers may differ in length: flushes then come in all of them at once."""
+        return self.group if self.format.quantized else 1
+
 
 @dataclass(frozen=True)
 class Eviction(PlanPart):
-    """One-time eviction after prefill."""
+    """One-time eviction after prefill.
+
+    The budget is of prompt tokens that stay in a layer, on average over the layers: a number, or a share of the
+    workload's context. settings: the policy's hyperparameters that differ from their defaults
+    (ridgeplan.planner.policies.eviction checks them).
+    """
 
     policy: EvictionPolicy = one_of(EvictionPolicy, default=EvictionPolicy.NONE)
-    budget: int = _budget()  # tokens that stay in each layer; 0 with policy none
+    budget: int = _budget()
+    share: float = number(0, 1, default=0.0)
+    settings: Mapping[str, Any] = values_by_name(default_factory=dict)
 
     def _contradiction(self) -> str | None:
-        return _budget_problem("eviction", self.policy is not EvictionPolicy.NONE, self.budget)
+        if self.policy is EvictionPolicy.NONE:
+            given = self.share or self.settings
+            return "share or settings without a policy" if given else _budget_problem("eviction", False, self.budget)
+        if self.share and self.budget:
+            return f"budget is {self.budget} and share {self.share}; allowed: one of them"
+        return None if self.share else _budget_problem("eviction", True, self.budget)
+
+    @property
+    def active(self) -> bool:
+        """Whether any token is evicted."""
+        return self.policy is not EvictionPolicy.NONE
+
+    def tokens(self, context: int) -> int:
+        """The budget in tokens, for prompts of up to `context`."""
+        return self.budget or math.ceil(self.share * context)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def describe(plan: Plan) -> str:
     words = [
         f"w{plan.weights.target_bits}" if plan.weights.target_bits != 16 else "",
         f"{plan.kv.format.value} KV" if plan.kv.format.quantized else "",
-        plan.eviction.policy.value if plan.eviction.budget else "",
+        plan.eviction.policy.value if plan.eviction.active else "",
         "offload" if plan.placement.offload else "",
         plan.attention.selection.value if plan.attention.budget else "",
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ridgeplan.planner.plan import Plan
-from ridgeplan.planner.policies import draft_selection, eviction, target_selection
+from ridgeplan.planner.policies import draft_selection, evicted_to, eviction, target_selection
 from ridgeplan.planner.policies.policy import Role
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.catalog.weight_formats.weight_bits import CONVERTED_FORMATS
@@ -24,13 +24,14 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
     held = shape.weight_bits.format if shape and shape.weight_bits.converted else None
     checks = {
         f"eviction {plan.eviction.policy.value!r}": evicting and not evicting.executable,
+        "layers of different budgets under drafts that select": _ragged(plan) and drafts.name != "all",
         "offloaded KV": plan.placement.offload,
         f"target selection {plan.attention.selection.value!r}": target and Role.TARGET not in target.executable,
         f"draft selection {drafts.name!r}": Role.DRAFT not in drafts.executable,
         f"{plan.weights.target_bits}-bit target weights": plan.weights.target_bits not in EXECUTABLE_WEIGHT_BITS,
         f"tensor parallelism {plan.tensor_parallel}": plan.tensor_parallel != 1,
         f"{held} weights as they are stored": held,
-        f"codes or drafts beyond a sliding window of {window} tokens": shape and exceeds_window(plan, shape),
+        f"codes, drafts or evictions beyond a sliding window of {window} tokens": shape and exceeds_window(plan, shape),
     }
     return [name for name, missing in checks.items() if missing]
 
@@ -42,10 +43,17 @@ def only_estimated(plan: Plan, shape: ModelShape | None = None) -> str | None:
 
 
 def exceeds_window(plan: Plan, shape: ModelShape) -> bool:
-    """Whether codes or drafts would reach beyond the model's sliding window, which plain bf16 decoding alone may."""
-    plain = not (plan.kv.format.quantized or plan.speculation.active)
+    """Whether codes, drafts or an eviction would reach beyond the model's sliding window, which plain bf16 decoding
+    alone may.
+    """
+    plain = not (plan.kv.format.quantized or plan.speculation.active or plan.eviction.active)
     window = shape.window_tokens or plan.workload.final_context
     return plan.workload.final_context > window and not plain
+
+
+def _ragged(plan: Plan) -> bool:
+    """Whether layers hold different numbers of tokens: with two of them, a policy's first and last budgets differ."""
+    return len(set(evicted_to(plan, 2))) > 1
 
 
 def missing_architecture(shape: ModelShape) -> str | None:

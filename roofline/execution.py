@@ -19,6 +19,9 @@ EXECUTABLE_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 PREFILL_CHUNK_TOKENS = 4096  # enough rows for full speed, few enough for a small workspace
 PREFILL_ATTENDED_TOKENS = 1 << 16  # enough to fill a GPU
 
+# Scores that an eviction policy computes at once, in fp32: enough to fill a GPU, and a workspace of 64 MiB.
+EVICTION_SCORE_ELEMENTS = 1 << 24
+
 # Largest number of rows of activations that this package's matrix-product kernels take; beyond, the library is faster.
 CUDA_SKINNY_GEMM_ROWS = 16
 CUDA_LARGE_GEMM_ROWS = 8  # the same of weights with more than 8192 inputs or outputs, such as output heads

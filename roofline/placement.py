@@ -10,6 +10,7 @@ from ridgeplan.roofline import memory
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.device import Device
+from ridgeplan.roofline.eviction import appended_tokens, eviction_workspace
 from ridgeplan.roofline.execution import (
     CUBLAS_WORKSPACE_BYTES,
     CUDA_LARGE_GEMM_ROWS,
@@ -86,13 +87,14 @@ def offload_thresholds(
 def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> MemoryBreakdown:
     """Memory with everything on the device, at the sequences' full length."""
     element_bytes, batch = device.element_bytes, strategy.batch
-    tokens = minimum(strategy.context, strategy.eviction_budget) + strategy.new_tokens
+    tokens = strategy.kept_tokens + strategy.new_tokens
     slots = strategy.stores_full_kv * (tokens + strategy.most_queries)
     buffered = (1 - strategy.stores_full_kv) * (2 * strategy.kv_group + strategy.most_queries)
     codes = memory.code_memory(shape, batch, tokens, strategy.code_planes, strategy.kv_group)
     arena_capacity_bytes = _arena_capacity_bytes(shape, device, strategy)
     copy_bytes = device.asynchronous * (1 - strategy.target_dense) * memory.int4_copy(shape, element_bytes)
-    splits = choose_splits(batch, shape.kv_heads, strategy.context, device.num_sms)
+    splits = choose_splits(batch, shape.kv_heads, strategy.kept_tokens, device.num_sms)
+    prompt = strategy.context + appended_tokens(strategy)
     return MemoryBreakdown(
         weights=memory.weight_memory(shape, strategy.target_weight_bytes, element_bytes),
         draft_weights=_draft_weights(shape, strategy),
@@ -100,7 +102,12 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
         buffers=memory.full_kv(shape, batch, buffered, element_bytes)
         + _selection_state(shape, device, strategy, tokens),
         prefill_workspace=memory.prefill_workspace(
-            shape, strategy.context, element_bytes, arena_capacity_bytes, copy_bytes
+            shape,
+            prompt,
+            element_bytes,
+            arena_capacity_bytes,
+            copy_bytes,
+            eviction_workspace(shape, strategy, element_bytes),
         ),
         decode_workspace=memory.decode_workspace(shape, batch, strategy.most_queries, splits, element_bytes),
         libraries=device.asynchronous * _library_streams(strategy) * CUBLAS_WORKSPACE_BYTES,
@@ -121,7 +128,8 @@ def _selection_state(shape: ModelShape, device: Device, strategy: Strategy, toke
 
 def swapped_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
     """Bytes of the draft's weights that prompts overwrite and the host restores before the first round."""
-    buffers = memory.prompt_buffers(shape, strategy.context, device.element_bytes)
+    tokens = strategy.context + appended_tokens(strategy)
+    buffers = memory.prompt_buffers(shape, tokens, device.element_bytes)
     return memory.arena_bytes(_arena_capacity_bytes(shape, device, strategy), buffers)
 
 

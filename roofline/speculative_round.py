@@ -91,7 +91,7 @@ def round_at(
 
 def cached_tokens(strategy: Strategy, context: Term) -> Term:
     """Tokens in the cache: what eviction left of the prompt, and everything generated since."""
-    return minimum(strategy.context, strategy.eviction_budget) + context - strategy.context
+    return strategy.kept_tokens + context - strategy.context
 
 
 def target_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
@@ -194,7 +194,7 @@ def _pass_terms(
         full_tokens=tokens - codes + queries,
         bits=bits,
         group=strategy.kv_group,
-        splits=mean_splits(strategy.batch, shape.kv_heads, strategy.context, machine.num_sms),
+        splits=mean_splits(strategy.batch, shape.kv_heads, strategy.kept_tokens, machine.num_sms),
         weight_bytes=weights[0],
         head_bytes=weights[1],
         element_bytes=machine.element_bytes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeplan.roofline.cost import Term
-from ridgeplan.roofline.term_math import maximum
+from ridgeplan.roofline.term_math import maximum, minimum
 
 UNLIMITED_TOKENS = float(1 << 40)  # a budget that never binds
 
@@ -34,7 +34,9 @@ class Strategy:
     kv_group: Term  # tokens
     target_bits: Term  # bits of the codes that a pass reads
     draft_bits: Term
-    eviction_budget: Term
+    eviction_budget: Term  # of a prompt's tokens, the mean over the layers
+    scored_queries: Term  # queries whose attention scores a prompt's tokens
+    appended_tokens: Term  # run after a prompt to score it, and dropped
     # Offload
     offload: Term
     offload_budget: Term
@@ -55,6 +57,11 @@ class Strategy:
     gamma: Term
     acceptance: Term  # conditional acceptance
     reserved_gamma: Term = 0  # drafts that memory is kept for, where rounds of an adaptive gamma may have more
+
+    @property
+    def kept_tokens(self) -> Term:
+        """Tokens of a prompt that stay in the cache."""
+        return minimum(self.context, self.eviction_budget)
 
     @property
     def queries(self) -> Term:

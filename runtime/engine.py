@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,7 @@ from ridgeplan.runtime.drafting.speculator import Speculator, all_finite
 from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.eviction import eviction_policy
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.decoder import Decoder
@@ -76,7 +78,9 @@ class Engine:
         self.draft_weights = weights
         if plan.weights.draft_differs:
             self.draft_weights = self._drafts(draft_weights, text)
-        self.cache: Cache | None = Cache(config.shape, KVCacheConfig.of(plan), device, weights.embedding.dtype)
+        self.eviction = eviction_policy(plan)
+        cache_config = KVCacheConfig.of(plan, config.shape.layers)
+        self.cache: Cache | None = Cache(config.shape, cache_config, device, weights.embedding.dtype)
         self._policy: DraftPolicy | None = draft_policy(plan.speculation.selection, self.cache)
         self._meter = meter
         self._statistics: Statistics | None = None
@@ -140,6 +144,22 @@ class Engine:
         """Like `stream` for several prompts: the new tokens of each, first from prefill, then from every round."""
         return self._run(Request.build(prompts, max_new_tokens, sampling))
 
+    @torch.inference_mode()
+    def forced_logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """The target's logits [len(tokens) + 1, vocab] after the prompt and after each of `tokens`.
+
+        The prompt's cache is the one that `generate` decodes with. One pass of the target per token, without drafts.
+        Raises WorkloadError as `generate` does, for a generation of len(tokens) + 1 tokens.
+        """
+        request = Request.build(prompt, len(tokens) + 1, None)
+        with self._exclusive(request) as cache:
+            speculator = self._begun(request, cache)
+            logits = [self._prompt_logits(request, speculator)[0]]
+            for token in torch.tensor(list(tokens), dtype=torch.int64, device=self.device):
+                logits.append(speculator.target_logits(token.view(1, 1))[0, 0])
+                cache.advance(cache.active().int())
+        return torch.stack(logits)
+
     @property
     def peak_memory_bytes(self) -> int | None:
         """Peak since the last generation began, also while it runs; see `MemoryMeter`."""
@@ -164,6 +184,12 @@ class Engine:
 
     def _run(self, request: Request) -> Iterator[list[list[int]]]:
         """New tokens of every sequence, first from prefill, then from each round."""
+        with self._exclusive(request) as cache:
+            yield from self._rounds(request, cache)
+
+    @contextmanager
+    def _exclusive(self, request: Request) -> Iterator[Cache]:
+        """The cache, for one checked request at a time."""
         request.check(self.plan.workload, self.config.shape.vocab)
         if self.cache is None:
             raise WorkloadError("the engine is closed; load it again")
@@ -172,7 +198,7 @@ class Engine:
         self._running = True
         try:
             with readable_out_of_memory(self.device):
-                yield from self._rounds(request, self.cache)
+                yield self.cache
         except WorkloadError:
             self._release()
             raise
@@ -208,9 +234,7 @@ class Engine:
     @torch.inference_mode()
     def _start(self, request: Request, cache: Cache, stopwatch: Stopwatch) -> tuple[list[int], Rounds]:
         """Prefills; returns the first token of each sequence, and the rounds that continue them."""
-        cache.reset(len(request.prompts))
-        speculator = self._speculator(cache, request.sampling)
-        speculator.policy.start()
+        speculator = self._begun(request, cache)
         self._generator.manual_seed(request.sampling.seed)
         pending = self._prefill(request, speculator, stopwatch)
         # Prefill already draws the first token, and the last one never enters the cache.
@@ -227,8 +251,17 @@ class Engine:
         context = max(1, sum(map(len, request.prompts)) // rows)
         actual = replace(planned, context=context, new_tokens=request.max_new_tokens, batch=rows)
         shape = replace(self.config.shape, name=planned.model)  # rows of acceptance are found by it
-        costs = round_costs(replace(self.plan, workload=actual), shape, self.profile)
+        evicting = self.plan.eviction  # to the tokens that the cache was allocated for
+        eviction = replace(evicting, budget=evicting.tokens(planned.context), share=0.0)
+        costs = round_costs(replace(self.plan, workload=actual, eviction=eviction), shape, self.profile)
         return AdaptiveGamma(costs, request.max_new_tokens)
+
+    def _begun(self, request: Request, cache: Cache) -> Speculator:
+        """Empties the cache for a request, and forgets what drafts chose by."""
+        cache.reset(len(request.prompts))
+        speculator = self._speculator(cache, request.sampling)
+        speculator.policy.start()
+        return speculator
 
     def _speculator(self, cache: Cache, sampling: SamplingParams) -> Speculator:
         assert self._policy is not None, "an engine with a cache has a policy"
@@ -254,18 +287,21 @@ class Engine:
 
     def _prefill(self, request: Request, speculator: Speculator, stopwatch: Stopwatch) -> Tensor:
         """Fills the cache; returns the first token of each sequence, int64 [rows]."""
-        scratch = prompt_arena(self.plan, self.draft_weights, self.device)
-        with stopwatch.measure("prefill"), scratch as arena:
-            prompts = (torch.tensor(prompt, device=self.device) for prompt in request.prompts)
-            target = (self.decoder, self.weights, speculator.cache)
-            logits = torch.stack(
-                [
-                    prefill(*target, row, prompt, arena=arena, observer=speculator.policy)
-                    for row, prompt in enumerate(prompts)
-                ]
-            )
+        with stopwatch.measure("prefill"):
+            logits = self._prompt_logits(request, speculator)
             _require_finite(all_finite(logits).tolist())
             return speculator.first(logits)
+
+    def _prompt_logits(self, request: Request, speculator: Speculator) -> Tensor:
+        """Fills the cache; returns the logits [rows, vocab] that follow each prompt."""
+        with prompt_arena(self.plan, self.draft_weights, self.device) as arena:
+            prompts = (torch.tensor(prompt, device=self.device) for prompt in request.prompts)
+            target, observer = (self.decoder, self.weights, speculator.cache), speculator.policy
+            logits = [
+                prefill(*target, row, prompt, arena=arena, policy=self.eviction, observer=observer)
+                for row, prompt in enumerate(prompts)
+            ]
+            return torch.stack(logits)
 
     @torch.inference_mode()
     def _round(
@@ -307,5 +343,6 @@ def _extend(rows: list[SequenceState], tokens: list[list[int]], cache: Cache) ->
 
 
 def _flushes(row: SequenceState, cache: KVCacheConfig) -> int:
-    """Groups of a sequence that were quantized during decoding."""
-    return cache.quantized_groups(row.prompt_tokens + row.cached) - cache.quantized_groups(row.prompt_tokens)
+    """Groups of a sequence that were quantized during decoding, in the layers that hold the most tokens."""
+    stored = max(cache.kept(row.prompt_tokens), default=row.prompt_tokens)
+    return cache.quantized_groups(stored + row.cached) - cache.quantized_groups(stored)

@@ -141,7 +141,7 @@ def _check_context(plan: Plan, shape: ModelShape) -> None:
     if exceeds_window(plan, shape):
         raise UnsupportedPlan(
             f"the model's sliding window is {shape.window_tokens} tokens and the plan's sequences reach {final}; "
-            f"allowed there: kv format {KVFormat.FULL.value!r} with gamma 0"
+            f"allowed there: kv format {KVFormat.FULL.value!r} with gamma 0 and no eviction"
         )
     if final > shape.max_context:
         warnings.warn(

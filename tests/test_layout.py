@@ -29,11 +29,14 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "roofline.papers": ({"roofline", "roofline.catalog", "roofline.symbolic"}, MODEL),
     "planner.axes": ({"roofline.catalog", "roofline.execution"}, MODEL),
     "planner.policies.selection": ({"planner.axes", "planner.plan", "planner.policies"}, MODEL),
-    "planner.policies.eviction": ({"planner.plan", "planner.policies", "planner.policies.selection"}, MODEL),
+    "planner.policies.eviction": (
+        {"planner.plan", "planner.policies", "planner.policies.selection", "roofline.catalog", "roofline.strategy"},
+        MODEL,
+    ),
     "planner.policies": (
         {
             "planner.axes", "planner.plan", "planner.policies.eviction", "planner.policies.selection",
-            "roofline.strategy",
+            "roofline.catalog", "roofline.strategy",
         },
         MODEL,
     ),
@@ -85,16 +88,22 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "kernels.sampling": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
     "runtime.kv": (
         {
-            "kernels.attention", "kernels.kv_cache", "kernels.selection", "planner.plan", "roofline.catalog",
-            "roofline.execution",
+            "kernels.attention", "kernels.kv_cache", "kernels.selection", "planner.plan", "planner.policies",
+            "planner.policies.eviction", "roofline.catalog", "roofline.execution",
+        },
+        RUNTIME,
+    ),
+    "runtime.kv.eviction": (
+        {
+            "kernels.layer", "planner.plan", "planner.policies", "planner.policies.eviction", "roofline.execution",
         },
         RUNTIME,
     ),
     "runtime.model": (
         {
-            "kernels.attention", "kernels.layer", "kernels.linear", "roofline.catalog",
-            "roofline.execution",
-            "runtime.arena", "runtime.errors", "runtime.host_memory", "runtime.kv", "runtime.model_config",
+            "kernels.attention", "kernels.layer", "kernels.linear", "roofline.catalog", "roofline.execution",
+            "runtime.arena", "runtime.errors", "runtime.host_memory", "runtime.kv", "runtime.kv.eviction",
+            "runtime.model_config",
         },
         RUNTIME,
     ),
@@ -120,9 +129,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {
             "kernels.sampling", "planner.capacity", "planner.plan", "planner.resolution", "planner.round_costs",
             "planner.support", "roofline.catalog", "roofline.catalog.weight_formats", "roofline.device",
-            "roofline.execution", "runtime.drafting",
-            "runtime.drafting.policies", "runtime.kv",
-            "runtime.model", "runtime.quantization",
+            "roofline.execution", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
+            "runtime.kv.eviction", "runtime.model", "runtime.quantization",
         },
         RUNTIME,
     ),
@@ -154,8 +162,9 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate.studies": (
         {
-            "planner.axes", "planner.plan", "roofline.catalog", "runtime", "runtime.drafting.policies", "runtime.kv",
-            "runtime.model", "validate.acceptance", "validate.progress", "validate.prompts",
+            "kernels.layer", "planner.axes", "planner.plan", "planner.policies.selection", "roofline.catalog",
+            "runtime", "runtime.drafting.policies", "runtime.kv", "runtime.model", "validate.acceptance",
+            "validate.progress", "validate.prompts",
         },
         VALIDATE,
     ),
@@ -163,6 +172,14 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {
             "planner", "planner.acceptance", "roofline.catalog", "roofline.speculation", "runtime", "runtime.drafting",
             "validate.acceptance", "validate.progress", "validate.prompts",
+        },
+        VALIDATE,
+    ),
+    "validate.ruler": ({"roofline.catalog"}, VALIDATE),
+    "validate.quality": (
+        {
+            "planner", "planner.policies.selection", "roofline.catalog", "runtime", "runtime.model", "validate.machine",
+            "validate.progress", "validate.prompts", "validate.ruler",
         },
         VALIDATE,
     ),
@@ -192,8 +209,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "dashboards.cli.study": (
         {
-            "dashboards.cli", "dashboards.cli.acceptance", "dashboards.draft_study_page", "roofline.catalog",
-            "validate", "validate.studies",
+            "dashboards.cli", "dashboards.cli.acceptance", "dashboards.draft_study_page", "dashboards.study_charts",
+            "roofline.catalog", "validate", "validate.studies",
         },
         None,
     ),
@@ -203,7 +220,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
             "dashboards.cli.acceptance", "dashboards.cli.catalog", "dashboards.cli.planning", "dashboards.cli.study",
             "dashboards.cli.validation", "dashboards.user_errors",
             "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.model", "validate",
-            "validate.calibration", "validate.decode_bench", "validate.kernel_bench",
+            "validate.calibration", "validate.decode_bench", "validate.kernel_bench", "validate.quality",
+            "validate.ruler",
         },
         None,
     ),

@@ -117,7 +117,7 @@ class _Counted:
 
 
 def named_shape(model: str) -> ModelShape:
-    """The shape by the name that `recommend` knows the model by."""
+    """The shape by the name that `recommend` knows the model by. Raises what `load_shape` and `model_source` raise."""
     try:
         return load_shape(model)
     except ValueError:

@@ -24,6 +24,7 @@ from ridgeplan.runtime.drafting.round_runner import EagerRounds, GraphRounds, Ro
 from ridgeplan.runtime.drafting.speculator import Speculator
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.store import KVStore
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense, Linear
 from ridgeplan.runtime.model.weights import DecoderWeights
@@ -158,7 +159,7 @@ def _round_times(model: RandomModel, plan: Plan) -> RoundTimes:
 def _prepared(model: RandomModel, plan: Plan) -> Rounds:
     """The plan's rounds, as an engine has them after prefill."""
     workload = plan.workload
-    cache = Cache(model.shape, KVCacheConfig.of(plan), model.device, model.weights.embedding.dtype)
+    cache = Cache(model.shape, KVCacheConfig.of(plan, model.shape.layers), model.device, model.weights.embedding.dtype)
     fill(cache, workload.context)
     generator = torch.Generator(model.device).manual_seed(0)
     policy = draft_policy(plan.speculation.selection, cache)
@@ -172,15 +173,21 @@ def _prepared(model: RandomModel, plan: Plan) -> Rounds:
 
 
 def fill(cache: Cache, tokens: int) -> None:
-    """Fills a cache with random keys, values and codes of `tokens` tokens, all of about -1 to 1.
+    """Fills a cache as prompts of `tokens` tokens do, with random keys, values and codes, all of about -1 to 1.
 
     Larger ones would make attention weights so small that CPUs slow down on denormal numbers.
     """
     cache.reset(cache.config.batch)
-    cache.lengths.fill_(tokens)
-    for store in (cache.keys, cache.values):
-        store.normal_()
-    codes = cache.all_codes
+    for row in range(cache.config.batch):
+        cache.finish_prompt(row, tokens)
+    for store in cache.stores:
+        _fill(store)
+
+
+def _fill(store: KVStore) -> None:
+    store.keys.normal_()
+    store.values.normal_()
+    codes = store.all_codes
     for item in dataclasses.fields(codes) if codes is not None else ():
         plane = getattr(codes, item.name)
         if plane is None:

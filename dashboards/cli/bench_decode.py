@@ -52,24 +52,39 @@ class WorkloadParam(click.ParamType):
 class CaseParam(click.ParamType):
     """One plan at one workload."""
 
-    name = "PRESET:CONTEXTxBATCH[:GAMMA|:0-GAMMA]"
+    name = "PRESET[@SHARE]:CONTEXTxBATCH[:GAMMA|:0-GAMMA]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> DecodeCase:
-        """`quantspec:32768x8:3`, or `quantspec:32768x8:0-6` for one that adapts; by default it is the preset's own."""
+        """`quantspec:32768x8:3`, `quantspec:32768x8:0-6` for a gamma that adapts, or `dapq@0.25:32768x8`, which keeps a
+        quarter of the prompt.
+
+        Without a gamma or a share it is the preset's own.
+        """
         if isinstance(value, DecodeCase):
             return value
-        name, _, rest = str(value).partition(":")
-        workload, _, given = rest.partition(":")
+        runnable = [preset for preset in executable_presets() if preset != PLAIN]
+        first, _, rest = str(value).partition(":")
+        (name, _, share), (workload, _, given) = first.partition("@"), rest.partition(":")
         gamma = given.removeprefix("0-")
-        fits = given == "" or (has_gamma(name) and gamma in map(str, range(1, MAX_GAMMA + 1)))
-        if name not in ABLATION or not fits:
+        if not (name in runnable and _is_gamma(name, given, gamma) and _is_share(name, share)):
             allowed = (
-                f"one of {', '.join(ABLATION)}, a workload and, if it drafts, a gamma from 1 to {MAX_GAMMA}, or 0-GAMMA"
+                f"one of {', '.join(runnable)}; if it evicts, a share below 1; a workload; and if it "
+                f"drafts, a gamma from 1 to {MAX_GAMMA}, or 0-GAMMA"
             )
-            self.fail(f"{value!r} is not a case; allowed: {allowed}, such as quantspec:32768x8:3", param, ctx)
-        return DecodeCase(
-            name, *WorkloadParam().convert(workload, param, ctx), int(gamma) if gamma else None, adaptive=gamma != given
-        )
+            example = "such as quantspec:32768x8:3 or dapq@0.25:32768x8"
+            self.fail(f"{value!r} is not a case; allowed: {allowed}, {example}", param, ctx)
+        sizes = WorkloadParam().convert(workload, param, ctx)
+        drafts = int(gamma) if gamma else None
+        return DecodeCase(name, *sizes, drafts, adaptive=gamma != given, share=float(share or 0))
+
+
+def _is_gamma(name: str, given: str, gamma: str) -> bool:
+    return given == "" or (gamma in map(str, range(1, MAX_GAMMA + 1)) and has_gamma(name))
+
+
+def _is_share(name: str, share: str) -> bool:
+    evicts = preset(name, Workload("any", "any", 1)).eviction.active
+    return share == "" or (evicts and re.fullmatch(r"0\.\d{1,6}", share, re.ASCII) is not None and float(share) > 0)
 
 
 def executable_presets() -> list[str]:
@@ -242,11 +257,12 @@ def row_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{figures['acceptance']:.3f} ({predicted['acceptance']:.3f})" if drafting else "",
         f"{figures['ttft_ms'] / 1e3:.2f} ({predicted['prefill'] / 1e3:.2f})",
         "" if peak is None else f"{peak / 1e9:.1f} ({predicted['peak memory'] / 1e9:.1f})",
-        _plan_text(row),
+        plan_text(row),
     )
 
 
-def _plan_text(row: Mapping[str, Any]) -> str:
-    if not row["gamma"]:
-        return str(row["preset"])
-    return f"{row['preset']}, gamma {'adaptive up to ' if row.get('adaptive') else ''}{row['gamma']}"
+def plan_text(row: Mapping[str, Any]) -> str:
+    """The preset of a case, with the share of the prompt that it keeps and its gamma where they are given."""
+    kept = f" {row['share']:.0%}" if row.get("share") else ""
+    gamma = f", gamma {'adaptive up to ' if row.get('adaptive') else ''}{row['gamma']}" if row["gamma"] else ""
+    return f"{row['preset']}{kept}{gamma}"

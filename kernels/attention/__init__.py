@@ -13,6 +13,8 @@ from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.kv_cache import require_lower, require_rows
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 
+MOST_QUERIES = 16  # of a row in one call
+
 
 def decode_attention(
     q: Tensor,

@@ -12,11 +12,13 @@ from ridgeplan.planner.plan import (
     Eviction,
     EvictionPolicy,
     Plan,
+    PlanError,
     Speculation,
     TargetAttention,
     TargetSelection,
     Workload,
 )
+from ridgeplan.roofline.catalog.checks import Checked, build
 from ridgeplan.roofline.sparse_ops import SCORE_BYTES, TOP_K_PASSES
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS
 
@@ -24,6 +26,7 @@ Preset = Callable[[Workload], Plan]
 MAGICDEC_RATIO = 0.25  # QuantSpec, section 5.1: the baselines' budget is a quarter of the context
 KV_BUDGET = 2048  # tokens; SpeContext, section 7.3
 EVICTION_BUDGET = 1024  # tokens
+FULL_RULER = 96.65  # average with every token; see `TokenEviction.ruler`
 
 
 class Role(StrEnum):
@@ -115,15 +118,54 @@ class TokenSelection(Policy):
         return f"{self.name} reads {plan.attention.budget} tokens a step"
 
 
+@dataclass(frozen=True)
+class EvictionSettings(Checked):
+    """Hyperparameters of an eviction policy beside its budget, and what they cost. Raises PlanError.
+
+    Subclasses add fields.
+    """
+
+    error = PlanError
+
+    @property
+    def scored_queries(self) -> float:
+        """Queries whose attention scores a prompt's tokens, or UNLIMITED_TOKENS where all the prompt's own do."""
+        return 0
+
+    @property
+    def appended_tokens(self) -> int:
+        """Most tokens that prefill runs after a prompt, to score it, and then drops."""
+        return 0
+
+    def budgets(self, budget: int, layers: int) -> tuple[int, ...]:
+        """Tokens that each layer keeps; `budget` on average."""
+        return (budget,) * layers
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenEviction(Policy):
-    """A policy that evicts tokens from the cache once, after prefill. If not `executable`, it is only estimated."""
+    """A policy that evicts tokens from the cache once, after prefill.
 
+    settings: the type of its hyperparameters. executable: if not, it is only estimated. ruler: the average of RULER's
+    tasks with 1024 tokens kept (Llama-3-8B; DapQ, Table 11), which ranks policies that are equally fast; None where it
+    is not published.
+    """
+
+    settings: type[EvictionSettings] = EvictionSettings
     executable: bool = False
+    ruler: float | None = None
+
+    def settings_of(self, plan: Plan) -> EvictionSettings:
+        """The plan's hyperparameters. Raises PlanError for one that the policy does not have or allow."""
+        return build(self.settings, dict(plan.eviction.settings), f"{self.name} settings: ")
 
     def loss(self, plan: Plan) -> str:
         """What the plan's target gives up by it."""
-        return f"{self.name} keeps {plan.eviction.budget} of {plan.workload.context} prompt tokens"
+        budget = plan.eviction.tokens(plan.workload.context)
+        kept = f"{self.name} keeps {budget} of {plan.workload.context} prompt tokens"
+        if self.ruler is None:
+            return kept
+        return f"{kept}: RULER {self.ruler:g} of {FULL_RULER:g} with {EVICTION_BUDGET} tokens (DapQ, Table 11)"
 
 
 def drafting(selection: DraftSelection, gamma: int) -> Preset:

@@ -21,9 +21,13 @@ from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.memory import full_kv
 from ridgeplan.roofline.speculation import conditional_acceptance
 from ridgeplan.roofline.strategy import Strategy
-from ridgeplan.roofline.term_math import maximum
+from ridgeplan.roofline.term_math import maximum, minimum
 
 MEMORY_UTILIZATION = 0.9  # vLLM's default: the rest is for the driver, the allocator's gaps and other processes
+
+# Queries that score the prompt, of all methods (DapQ, section 5.1): H2O's would else be the whole prompt's, which the
+# times to the first token of Table 4 rule out.
+OBSERVATION_WINDOW = 32
 
 # What a machine takes beyond bytes and FLOPs, besides its classes' own times.
 HOST_AND_GAPS = (
@@ -48,6 +52,7 @@ class Case:
         engine, shape = load_engine(row.engine), sharded(load_shape(row.model), row.gpus)
         machine, plan = _machine(engine, row.gpu, shape), plan_of(row, shape)
         strategy = strategy_of(plan, shape, machine, _acceptance(row, plan, shape))
+        strategy = replace(strategy, scored_queries=minimum(strategy.scored_queries, OBSERVATION_WINDOW))
         return cls(row, engine, shape, machine, strategy, rates_of(plan, shape, machine))
 
     @cached_property
@@ -133,7 +138,7 @@ def plan_of(row: Row, shape: ModelShape) -> Plan:
     speculation = replace(plan.speculation, **_given(gamma=row.gamma))
     if row.ratio:
         speculation = speculation.with_ratio(row.ratio)
-    eviction = replace(plan.eviction, **_given(budget=row.budget)) if plan.eviction.budget else plan.eviction
+    eviction = replace(plan.eviction, **_given(budget=row.budget)) if plan.eviction.active else plan.eviction
     placement = Placement(True, plan.attention.budget) if row.offload else plan.placement
     weights = plan.weights if row.weight_bits == 16 else Weights(row.weight_bits, row.weight_bits)
     return replace(plan, weights=weights, speculation=speculation, eviction=eviction, placement=placement)

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION, peak_bytes
+from ridgeplan.planner.measured_quality import saved_rows
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.prediction import Prediction, predict_all
 from ridgeplan.planner.presets import PRESETS
-from ridgeplan.planner.quality import losses
+from ridgeplan.planner.quality import stated_losses
 from ridgeplan.planner.recommendation import Alternative, Recommendation
 from ridgeplan.planner.search.candidates import Candidate, search
 from ridgeplan.planner.search.choice import chosen, contenders, preference, sampled_scores, why_preferred
@@ -72,7 +73,7 @@ def recommend(
         baseline=baseline,
         best_estimated=best_of_all and _estimated(*best_of_all, predictions, baseline),
         alternatives=tuple(_alternatives(listed, winner, predictions, baseline, question)),
-        losses=tuple(losses(winner.plan)),
+        losses=tuple(stated_losses(winner.plan, saved_rows())),
         notes=tuple(notes(asked.shape, asked.profile, asked.workload, memory_limit, asked.memory_limit_bytes)),
         memory_limit_bytes=question.memory_limit_bytes,
         model_runs=missing_architecture(asked.shape) is None,

@@ -133,9 +133,9 @@ def parts(kind: type["Checked"], default: Any = MISSING) -> Any:
     return field(default=default, metadata={"check": core_schema.tuple_variable_schema(_object_schema(kind))})
 
 
-def values_by_name() -> Any:
+def values_by_name(default_factory: Any = MISSING) -> Any:
     """A field that maps names to texts and finite numbers; excluded from the hash."""
-    return field(hash=False, metadata={"check": _values_by_name()})
+    return field(default_factory=default_factory, hash=False, metadata={"check": _values_by_name()})
 
 
 def tables() -> Any:

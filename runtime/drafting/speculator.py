@@ -76,11 +76,14 @@ class Speculator:
         drafted = torch.stack(tokens, dim=1) if tokens else pending.new_zeros(len(pending), 0)
         return Drafts(drafted, choices)
 
+    def target_logits(self, tokens: Tensor) -> Tensor:
+        """Logits [rows, queries, vocab] of the target for tokens [rows, queries] that follow the cached ones."""
+        return self.decoder.step(self.target, self.cache, tokens, self.policy.target_metadata(tokens.shape[1]))
+
     def verify(self, pending: Tensor, drafts: Drafts) -> Verification:
         """Verifies the drafts in one pass of the target, whose KV replaces theirs."""
         tokens = torch.cat([pending[:, None], drafts.tokens], dim=1)
-        metadata = self.policy.target_metadata(tokens.shape[1])
-        logits = self.decoder.step(self.target, self.cache, tokens, metadata)
+        logits = self.target_logits(tokens)
         uniform = self._uniform(*tokens.shape)
         result = rejection_sample(
             self.sampling.choice(logits), drafts.choices, drafts.tokens, self.cache.max_tokens(), uniform

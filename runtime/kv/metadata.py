@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ class AttentionMetadata:
     more. groups: int32 [rows], leading groups that are read as codes, or None for no codes. lower: whether lower codes
     are read with the upper ones. attend: attention of a layer, by its number, queries and this metadata, for passes
     that read only some of the tokens in the groups or before `begin`. scores: where attention leaves a layer's scores
-    of what it read, if asked.
+    of what it read, if asked. by_layer: each layer's own metadata where layers hold different numbers of tokens.
     """
 
     positions: Tensor
@@ -30,3 +30,13 @@ class AttentionMetadata:
     lower: bool
     attend: Callable[[int, Tensor, AttentionMetadata], Tensor] | None = None
     scores: Callable[[int], ScoreRequest] | None = None
+    by_layer: tuple[AttentionMetadata, ...] = ()
+
+    def at(self, layer: int) -> AttentionMetadata:
+        """The metadata of one layer."""
+        return self.by_layer[layer] if self.by_layer else self
+
+    def of_store(self, index: int) -> AttentionMetadata:
+        """One of several whose slots and ranges are stacked along a first dimension."""
+        groups = None if self.groups is None else self.groups[index]
+        return replace(self, slots=self.slots[index], begin=self.begin[index], end=self.end[index], groups=groups)

@@ -28,8 +28,9 @@ class Decoder:
         tables = self.rotary(metadata.positions)
         for index, layer in enumerate(weights.layers):
             hidden, normed = self.norm(hidden, update, layer.attention_norm)
-            q = self.project(layer, normed, tables, *cache.full(index), metadata.slots)
-            attended = self._attend(index, cache, metadata, q)
+            reads = metadata.at(index)
+            q = self.project(layer, normed, tables, *cache.full(index), reads.slots)
+            attended = self._attend(index, cache, reads, q)
             hidden, normed = self.norm(hidden, layer.output(attended.flatten(2)), layer.mlp_norm)
             update = layer.mlp(normed)
         return weights.head(self.norm(hidden, update, weights.norm)[1])

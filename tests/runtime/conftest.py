@@ -1,6 +1,6 @@
 """Tiny random models saved as transformers would, plans for them, and the embedded real model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ import transformers
 from ridgeplan.planner.axes.draft_selection import draft_selection
 from ridgeplan.planner.plan import (
     DraftCodes,
+    Eviction,
+    EvictionPolicy,
     KVCache,
     KVFormat,
     Plan,
@@ -97,6 +99,9 @@ def make_plan() -> Callable[..., Plan]:
         yarn_factor: float = 1.0,
         selection: str = "all",
         adaptive: bool = False,
+        evict: str = "none",
+        budget: int = 0,
+        settings: Mapping[str, Any] | None = None,
         **hyperparameters: Any,
     ) -> Plan:
         stored = gamma > 0 and kv in ("int4x2", "bf16+int4")
@@ -104,6 +109,7 @@ def make_plan() -> Callable[..., Plan]:
             Workload("tiny", "cpu", context, new_tokens, batch, yarn_factor),
             weights=Weights(target_bits, min(target_bits, draft_bits), weight_group),
             kv=KVCache(KVFormat(kv), group),
+            eviction=Eviction(EvictionPolicy(evict), budget, settings=settings or {}),
             speculation=Speculation(
                 gamma,
                 DraftCodes(codes or ("upper" if stored else "full")),

@@ -324,3 +324,28 @@ def test_a_plan_for_the_model_that_runs_says_nothing(tiny_model, make_plan, recw
         named = dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, model=name))
         runtime.load(named, folder, device="cpu")
     assert not recwarn
+
+
+def test_forced_logits_are_those_of_generation(tiny_model, make_plan, prompts):
+    plan = make_plan("int8", context=100, new_tokens=40)
+    engine = runtime.load(plan, tiny_model().folder, device="cpu")
+    (prompt,) = prompts(90)
+    tokens = engine.generate(prompt, 40).tokens[0]
+    assert engine.statistics.flushes > 0
+    logits = engine.forced_logits(prompt, tokens[:-1])
+    assert logits.argmax(-1).tolist() == tokens
+    # An engine whose last generation ended early in the cache is reset to the plan's whole context.
+    engine.generate(prompt[:5], 2)
+    assert torch.equal(engine.forced_logits(prompt, tokens[:-1]), logits)
+    # Plans that draft are forced as well: their target is the same, and drafts do not matter.
+    drafting = runtime.load(make_plan("int8", 3, context=100, new_tokens=40), tiny_model().folder, device="cpu")
+    assert torch.equal(drafting.forced_logits(prompt, tokens[:-1]), logits)
+
+
+def test_forced_requests_are_checked_like_generations(tiny_model, make_plan):
+    engine = runtime.load(make_plan(context=8, new_tokens=4), tiny_model().folder, device="cpu")
+    with pytest.raises(runtime.WorkloadError, match="max_new_tokens is 5; allowed by the plan: up to 4"):
+        engine.forced_logits([1, 2, 3], [4] * 4)
+    engine.close()
+    with pytest.raises(runtime.WorkloadError, match="the engine is closed"):
+        engine.forced_logits([1, 2, 3], [4])

@@ -9,7 +9,7 @@ from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.plan import Plan, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.planner.resolution import workload_for
 from ridgeplan.roofline.catalog.profile import Profile
@@ -30,18 +30,25 @@ ABLATION = ("int8", "quantspec-kv", "quantspec-weights", "quantspec")
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One plan at one workload; gamma None means the preset's own. adaptive: gamma is the most drafts of a round."""
+    """One plan at one workload; gamma None means the preset's own.
+
+    adaptive: gamma is the most drafts of a round. share: of the prompt that an eviction leaves; 0 means the preset's
+    own budget.
+    """
 
     preset: str
     context: int
     batch: int
     gamma: int | None = None
     adaptive: bool = False
+    share: float = 0.0
 
     def plan(self, model: InflatedModel, profile: Profile, new_tokens: int) -> Plan:
         """The plan, with RoPE scaled if the small model needs it. Raises PlanError."""
         workload = workload_for(model.shape, profile, self.context, new_tokens, self.batch, yarn=True)
         plan = preset(self.preset, workload)
+        if self.share:
+            plan = replace(plan, eviction=replace(plan.eviction, budget=0, share=self.share))
         speculation = plan.speculation
         if not speculation.active:
             return plan
@@ -124,8 +131,8 @@ def with_plain(cases: Sequence[DecodeCase]) -> list[DecodeCase]:
 
 
 def has_gamma(name: str) -> bool:
-    """Whether a preset of the ablation speculates."""
-    return name.startswith("quantspec")
+    """Whether a preset speculates."""
+    return preset(name, Workload("any", "any", 1)).speculation.active
 
 
 def bench_decode(

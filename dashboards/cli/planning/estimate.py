@@ -23,8 +23,10 @@ from ridgeplan.dashboards.cli.output import number, print_json, print_table, wri
 from ridgeplan.dashboards.cli.planning.options import FIGURES, GPU_HELP, figures, memory_limit
 from ridgeplan.planner import Plan, Prediction
 from ridgeplan.planner.capacity import usable_bytes
+from ridgeplan.planner.measured_quality import saved_rows
 from ridgeplan.planner.prediction import predict_all
 from ridgeplan.planner.presets import preset_name
+from ridgeplan.planner.quality import stated_losses
 from ridgeplan.planner.resolution import within_context
 from ridgeplan.planner.search import notes
 from ridgeplan.planner.support import as_loaded, missing_execution, only_estimated
@@ -107,6 +109,11 @@ class _Report:
         """Whether the predicted peak is within what may be used."""
         return self.predicted.best.peak_memory_bytes <= self.usable_bytes
 
+    @property
+    def losses(self) -> list[str]:
+        """What the plan gives up, measured where `ridgeplan quality` was run on it."""
+        return stated_losses(self.plan, saved_rows())
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         operations = [{**asdict(op), "intensity": op.intensity} for op in self.predicted.breakdown]
@@ -118,6 +125,7 @@ class _Report:
             "fits": self.fits,
             "memory_limit_bytes": self.usable_bytes,
             "not_executable": missing_execution(self.plan, self.shape),
+            "losses": self.losses,
             "notes": self.notes,
         }
 
@@ -127,6 +135,8 @@ class _Report:
         size = f"{workload.context} tokens of context, batch {workload.batch}"
         misfit = "" if self.fits else f"; does not fit {self.usable_bytes / GIB:.1f} GiB"
         click.echo(f"{workload.model} on {workload.hardware}, {size} [{predicted.source}]{misfit}")
+        for loss in self.losses:
+            click.echo(f"  gives up: {loss}")
         unsupported = only_estimated(self.plan, self.shape)
         for note in (*self.notes, *([unsupported] if unsupported else [])):
             click.echo(f"  note: {note}")

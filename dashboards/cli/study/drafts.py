@@ -54,7 +54,7 @@ def drafts(
     by the round's own verification. "specattn" has variants: a set for each KV head, logits, and all rows (Eq 2).
     """
     # Importing torch takes seconds.
-    from ridgeplan.validate.acceptance import Passage, shape_of
+    from ridgeplan.validate.acceptance import Passage, named_shape
     from ridgeplan.validate.prompts import read_prompt
     from ridgeplan.validate.studies.drafts import drafts_of, study
 
@@ -67,7 +67,7 @@ def drafts(
             bars.update(bar, description=what, completed=done, total=total)
 
         found = list(study(source, passage, asked, on_progress=show))
-        name = shape_of(source).name
+        name = named_shape(source).name
     document = {
         "schema": SCHEMA,
         "model": name,

@@ -40,8 +40,8 @@ class SparsePolicy(DraftPolicy):
         super().__init__(selection, cache)
         config = cache.config
         self.reads_codes = config.drafts_read_codes
-        coded = config.groups * config.group
-        self.candidates = coded if config.buffered else max(coded, config.slots)
+        coded = config.groups(config.longest) * config.group
+        self.candidates = coded if config.buffered else max(coded, config.slots(config.longest))
 
     def old_of(self, lengths: Tensor) -> Tensor:
         """Tokens that may be chosen at these lengths, int32 [n]: those in codes, or all but the recent ones."""
@@ -68,9 +68,9 @@ class SparsePolicy(DraftPolicy):
 
     @property
     def max_budget(self) -> int:
-        """The largest budget at any length of the context."""
+        """The largest budget at any length of a row."""
         selection = self.selection
-        total = max(math.ceil(selection.ratio * self.cache.config.context), selection.floor, selection.sinks, 1)
+        total = max(math.ceil(selection.ratio * self.cache.config.longest), selection.floor, selection.sinks, 1)
         return min(total, self.candidates)
 
     def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
