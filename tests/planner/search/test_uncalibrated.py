@@ -39,5 +39,5 @@ def test_a_faster_sparse_plan_is_recommended_once_it_is_calibrated(dense, stream
     assert not before.plan.speculation.sparse
     assert before.best_estimated is not None
     assert before.best_estimated.plan.speculation.sparse
-    assert "not calibrated on NVIDIA H200" in before.best_estimated.rejected
+    assert "not calibrated on test H200" in before.best_estimated.rejected
     assert planner.recommend(LLAMA, "h200", 120_000, profile=streaming).plan.speculation.sparse
