@@ -52,12 +52,12 @@ def test_budgets_hold_the_recent_tokens_and_the_sinks(length, options, old, budg
 def test_tokens_in_codes_are_old_and_the_rest_is_recent():
     """100 tokens hold 2 groups of 32 as codes and 36 in full precision, which leave 4 of 40."""
     for kv, codes in (("int4x2", "upper"), ("bf16+int4", "upper"), ("int8", "full")):
-        policy, cache = made("specattn", [100], kv, codes, ratio=0.4)
+        policy, _ = made("specattn", [100], kv, codes, ratio=0.4)
         assert (policy.old().tolist(), policy.budget().tolist()) == ([64], [4])
         metadata = policy.draft_metadata(1)
         assert (metadata.end - metadata.begin).tolist() == [36 + 2]  # with the first draft's token and its own
         assert metadata.groups.tolist() == [2]
-    policy, cache = made("specattn", [100], ratio=0.4)
+    policy, _ = made("specattn", [100], ratio=0.4)
     metadata = policy.draft_metadata(1)
     assert (metadata.begin.tolist(), metadata.end.tolist(), metadata.groups) == ([90], [102], None)
 
