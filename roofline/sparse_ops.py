@@ -26,7 +26,7 @@ def two_bit_scan(batch: Term, q_heads: Term, kv_heads: Term, head_dim: Term, tok
 
 
 def page_scan(batch: Term, q_heads: Term, kv_heads: Term, head_dim: Term, pages: Term, element_bytes: Term) -> Cost:
-    """Upper bounds of the scores of `pages` pages per sequence (Quest): two products per channel, of which one counts."""
+    """Upper bounds of the scores of `pages` pages per sequence (Quest): two products per channel, one counts."""
     return Cost(
         flops=4 * batch * q_heads * head_dim * pages,
         read_bytes=2 * batch * kv_heads * head_dim * pages * element_bytes,
@@ -57,10 +57,10 @@ def sparse_attention(
     splits: Term,
     entries: Term,
 ) -> Cost:
-    """Split-KV attention to `chosen_tokens` of `bits` bits (0: full precision) per KV head and `full_tokens` recent ones.
+    """Split-KV attention to `chosen_tokens` per KV head, of `bits` bits or 0 for full precision, and to recent ones.
 
-    Without the merge. entries: of all index lists. A chosen token costs its own codes, scale and minimum, and its share
-    of its group's key scales, whatever else its sectors hold.
+    `full_tokens` are recent. The merge is not counted. entries: of all index lists. A chosen token costs its own codes,
+    scale and minimum, and its share of its group's key scales, whatever else its sectors hold.
     """
     full = batch * 2 * kv_heads * head_dim * full_tokens * element_bytes
     query = batch * queries * q_heads * head_dim * element_bytes

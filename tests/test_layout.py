@@ -69,6 +69,17 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {"kernels.device", "kernels.kv_cache", "roofline.cost", "roofline.execution"},
         {"torch", "triton"},
     ),
+    "kernels.selection": (
+        {"kernels.attention", "kernels.device", "kernels.kv_cache", "roofline.cost"},
+        {"torch", "triton"},
+    ),
+    "kernels.sparse_attention": (
+        {
+            "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.selection", "roofline.cost",
+            "roofline.execution",
+        },
+        {"torch", "triton"},
+    ),
     "kernels.layer": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
     "kernels.linear": ({"kernels.device", "kernels.layer", "roofline.cost", "roofline.execution"}, {"torch", "triton"}),
     "kernels.sampling": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
@@ -117,7 +128,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "validate.calibration": (
         {
             "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.layer", "kernels.linear",
-            "kernels.sampling", "planner", "roofline", "roofline.catalog", "runtime.model", "runtime.quantization",
+            "kernels.sampling", "kernels.selection", "kernels.sparse_attention", "planner", "roofline",
+            "roofline.catalog", "runtime.model", "runtime.quantization",
             "validate.machine", "validate.progress", "validate.random_decoder", "validate.random_rounds",
             "validate.timing",
         },
@@ -126,8 +138,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "validate.kernel_bench": (
         {
             "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.layer", "kernels.linear",
-            "kernels.sampling", "planner.plan", "roofline", "runtime.kv", "validate.machine", "validate.progress",
-            "validate.random_decoder", "validate.timing",
+            "kernels.sampling", "kernels.selection", "kernels.sparse_attention", "planner.plan", "roofline",
+            "runtime.kv", "validate.machine", "validate.progress", "validate.random_decoder", "validate.timing",
         },
         VALIDATE,
     ),

@@ -101,7 +101,7 @@ def collect_scores_triton(
     scale: float,
     lse: Tensor | None,
 ) -> None:
-    """Writes what `ScoreRequest` describes. lse: float32 [B, T, Hq], which probabilities need."""
+    """Writes what `ScoreRequest` describes. lse: float32 [B, T, Hq, splits], which probabilities need."""
     batch, queries, q_heads, head_dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
     summed, ratio = len(request.summed(queries)), q_heads // kv_heads
@@ -115,7 +115,7 @@ def collect_scores_triton(
         begin.contiguous(),
         end.contiguous(),
         groups.contiguous() if groups is not None else None,
-        lse,
+        lse.logsumexp(-1) if lse is not None and request.what == "probabilities" else None,
         request.out,
         scale * LOG2_E,
         capacity,

@@ -17,7 +17,7 @@ def _pack_kernel(
 ):  # fmt: skip
     flat = tl.program_id(0).to(tl.int64)
     batch = flat // KV_HEADS
-    if mask is not None:
+    if mask is not None:  # noqa: SIM102 (known to the compiler, unlike the second condition)
         if tl.load(mask + batch) == 0:
             return
     group = flat * capacity + tl.load(group_index + batch) + tl.program_id(1)

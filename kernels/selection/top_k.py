@@ -21,7 +21,7 @@ def top_k(
     """
     if scores.dtype != torch.float32 or scores.dim() != 2 or max_k < 1:
         raise ValueError(
-            f"scores are {scores.dtype} {list(scores.shape)} with max_k {max_k}; allowed: float32 [rows, n], max_k from 1"
+            f"scores are {scores.dtype} {list(scores.shape)} with max_k {max_k}; allowed: float32 [rows, n], from 1"
         )
     require_rows(len(scores), torch.int32, lengths=lengths, k=k)
     if not uses_gpu_kernel(backend, scores):

@@ -19,7 +19,7 @@ def two_bit_scores(
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Scores of the tokens of each row's first `groups` groups -> float32 [B, Hkv, groups of codes * G]; others undefined.
+    """Scores of the tokens of each row's first `groups` groups -> float32 [B, Hkv, all groups * G], else undefined.
 
     q: [B, 1, Hq, D]. groups: int32 [B] on the device. A token's score is log sum_h exp(s_h - lse_h) over the query
     heads h of the KV head, where s_h = scale * q_h . k with its 2-bit key. With lse_h the log of the sum of exp(s_h)

@@ -63,7 +63,9 @@ def _unpack(codes, dtype: tl.constexpr):
 
 
 @triton.jit
-def _add_quarter(scores, bias, x, codes, part, at, key_scale, key_min, scale, QUARTER: tl.constexpr, dtype: tl.constexpr):
+def _add_quarter(
+    scores, bias, x, codes, part, at, key_scale, key_min, scale, QUARTER: tl.constexpr, dtype: tl.constexpr
+):
     """Adds a quarter of the channels: a code c stands for step * (4 c + 1.5) + minimum."""
     pair = at + part * QUARTER + tl.arange(0, QUARTER)
     step = tl.load(key_scale + pair).to(tl.float32) * scale

@@ -7,7 +7,6 @@ few more than k may be.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -28,6 +27,7 @@ THREADS, WARPS, BINS = 512, 16, 2048
 MAX_HEADS = 8  # query heads of a KV head
 MAX_ROWS = 4096  # (batch row, KV head) pairs: their counters and histograms
 STATIC_BYTES = 14 << 10  # at most the kernel's static shared memory
+RESERVED_BYTES = 1024  # shared memory per CTA that the driver keeps
 ALIGNMENT = 8  # elements of 16 bytes
 INPUTS = ("q", "keys", "values", "begin", "end", "groups", "k", "lse", "histogram", "arrivals")
 OUTPUTS = ("partial", "part_max", "part_sum", "scan_sum", "out")
@@ -42,7 +42,7 @@ STRIDES = (
 class ProgressiveParams(KernelParams):
     """See csrc/params.cuh."""
 
-    constants: Mapping[str, int] = MappingProxyType({"THREADS": THREADS, "BINS": BINS, "GROUP": GROUP})
+    constants = MappingProxyType({"THREADS": THREADS, "BINS": BINS, "GROUP": GROUP})
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (*INPUTS, *OUTPUTS, *PLANES)),
@@ -168,7 +168,7 @@ def find_kernel(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV) -> 
 def _compiled(variant: ProgressiveVariant, device: torch.device) -> ProgressiveKernel | None:
     """None, with one warning, if the kernel does not compile."""
     found = torch.cuda.get_device_properties(device)
-    max_shared_bytes = found.shared_memory_per_block_optin - STATIC_BYTES
+    max_shared_bytes = found.shared_memory_per_multiprocessor - RESERVED_BYTES - STATIC_BYTES
     fallback = "the CUDA kernel of progressive attention does not compile, Triton's run instead"
     text = program(SOURCE, ProgressiveParams)
     kernel = compile_kernel(text, ENTRY, variant.options, device, shared_bytes=max_shared_bytes, fallback=fallback)

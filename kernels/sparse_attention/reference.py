@@ -23,8 +23,8 @@ def sparse_decode_attention_reference(
 ) -> Tensor:
     """See `ridgeplan.kernels.sparse_attention.sparse_decode_attention`; one batch row at a time, in float32."""
     out = torch.empty_like(q)
-    limits = begin if codes is None or groups is None else groups * codes.group
-    starts, ends, limits = begin.tolist(), end.tolist(), limits.tolist()
+    beyond = begin if codes is None or groups is None else groups * codes.group
+    starts, ends, limits = begin.tolist(), end.tolist(), beyond.tolist()
     for b in range(len(q)):
         tokens = expand_pages(index[b], page)
         seen = expand_pages(torch.arange(index.shape[2], device=q.device), page) // page < count[b, :, None]
@@ -85,13 +85,13 @@ def gather_codes(codes: QuantizedKV, row: int, tokens: Tensor, lower: bool) -> t
     """Dequantized keys and values [Hkv, K, D] in float32 of the tokens [Hkv, K] of a batch row."""
     head = torch.arange(codes.kv_heads, device=tokens.device)[:, None]
     group, place = tokens // codes.group, tokens % codes.group
-    planes = (codes.key_upper, codes.key_lower if lower else None)
-    halves = unpack(*(None if plane is None else plane[row][head, group, place] for plane in planes))
+    low = codes.key_lower[row][head, group, place] if lower and codes.key_lower is not None else None
+    halves = unpack(codes.key_upper[row][head, group, place], low)
     step, zero = affine(codes.key_scale[row], codes.key_min[row], lower)
     keys = torch.cat(halves, dim=-1) * step[head, group] + zero[head, group]
     half = codes.group // 2
-    planes = (codes.value_upper, codes.value_lower if lower else None)
-    first, second = unpack(*(None if plane is None else plane[row][head, group, :, place % half] for plane in planes))
+    low = codes.value_lower[row][head, group, :, place % half] if lower and codes.value_lower is not None else None
+    first, second = unpack(codes.value_upper[row][head, group, :, place % half], low)
     step, zero = affine(codes.value_scale[row], codes.value_min[row], lower)
     pair = step[head, group, place][..., None], zero[head, group, place][..., None]
     return keys, torch.where((place < half)[..., None], first, second) * pair[0] + pair[1]

@@ -1,37 +1,52 @@
-"""One step of sparse attention's online softmax in Triton: a block of chosen tokens that are held as codes."""
+"""The steps of sparse attention's online softmax in Triton: a block of chosen tokens, from codes or from slots.
+
+A tile of query rows carries `row_max` (largest score, base 2), `row_sum` (of probabilities) and the output as two
+halves of the channels, acc0 and acc1 [rows, head_dim / 2], as a byte of codes holds one channel of each.
+"""
 
 import triton
 import triton.language as tl
 
 from ridgeplan.kernels.attention.triton_blocks import _dot
+from ridgeplan.kernels.device.nibbles_triton import centred_affine, centred_codes
 
 
 @triton.jit
-def _codes(upper, lower, byte, shift, inside, BITS: tl.constexpr):
-    """The codes that are nibble `shift` of the bytes at `byte`, in float32: U, or 16 U + L for 8 bits."""
-    code = (tl.load(upper + byte, mask=inside, other=0).to(tl.int32) >> shift) & 15
-    if BITS == 8:
-        code = code * 16 + ((tl.load(lower + byte, mask=inside, other=0).to(tl.int32) >> shift) & 15)
-    return code.to(tl.float32)
+def _probabilities(row_max, row_sum, scores):
+    """(new row_max, new row_sum, factor of what was summed before, probabilities) of a block's base-2 scores."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    # A row without any token so far has row_max = -inf; using 0 instead makes p 0, not NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = tl.exp2(row_max - shift)
+    p = tl.exp2(scores - shift[:, None])
+    return new_max, row_sum * rescale + tl.sum(p, 1), rescale, p
 
 
 @triton.jit
-def _affine(scale, minimum, at, inside, BITS: tl.constexpr):
-    """(step, zero) in float32 so that x = step * code + zero (`kv_cache.reference.affine`)."""
-    step = tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
-    zero = tl.load(minimum + at, mask=inside, other=0.0).to(tl.float32)
+def _key_half(codes, scale, minimum, at, seen, BITS: tl.constexpr, dtype: tl.constexpr):
+    """Half of the channels of some keys, of groups of their own."""
+    low = tl.load(minimum + at, mask=seen, other=0.0)
+    step, zero = centred_affine(tl.load(scale + at, mask=seen, other=0.0), low, BITS)
+    return (codes.to(tl.float32) * step + zero).to(dtype)
+
+
+@triton.jit
+def _transposed_half(upper, lower, byte, shift, seen, BITS: tl.constexpr, dtype: tl.constexpr):
+    """Centred codes of values that lie by channel: nibble `shift` of single bytes."""
+    code = (tl.load(upper + byte, mask=seen, other=0).to(tl.int32) >> shift) & 15
     if BITS == 8:
-        zero -= step / 2
-        step /= 16
-    return step, zero
+        code = code * 16 + ((tl.load(lower + byte, mask=seen, other=0).to(tl.int32) >> shift) & 15) - 8
+    return (code.to(tl.float32) - (128 if BITS == 8 else 8)).to(dtype)
 
 
 @triton.jit
 def gathered_block(
     row_max,
     row_sum,
-    acc,
-    q,
+    acc0,
+    acc1,
+    q0,
+    q1,
     token,
     inside,
     first_group,
@@ -51,32 +66,71 @@ def gathered_block(
 ):
     """Adds the tokens `token` [BLOCK] of a row's codes that are `inside`; all query rows see them.
 
-    VALUE_ROWS: value_upper holds values by token, as `DraftPlanes.value_rows`; else transposed, as `QuantizedKV`.
+    Tokens outside are read but do not count, so they must exist. VALUE_ROWS: value_upper holds values by token, as
+    `DraftPlanes.value_rows`; else by channel, as `QuantizedKV`.
     """
     HALF_DIM: tl.constexpr = HEAD_DIM // 2
     HALF_GROUP: tl.constexpr = GROUP // 2
+    dtype: tl.constexpr = q0.dtype
     group = first_group + token // GROUP
     place = token % GROUP
-    channels = tl.arange(0, HEAD_DIM)[None, :]
+    channels = tl.arange(0, HALF_DIM)[None, :]
     seen = inside[:, None]
-    by_token = (group * GROUP + place)[:, None] * HALF_DIM + channels % HALF_DIM
-    by_half = (channels // HALF_DIM) * 4
-    step, zero = _affine(key_scale, key_min, group[:, None] * HEAD_DIM + channels, seen, BITS)
-    tile = _codes(key_upper, key_lower, by_token, by_half, seen, BITS) * step + zero
-    scores = tl.zeros([q.shape[0], token.shape[0]], tl.float32)
-    scores = _dot(q, tl.trans(tile.to(q.dtype)), scores) * scale
-    scores = tl.where(inside[None, :], scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    # A row without any token so far has row_max = -inf; using 0 instead makes p 0, not NaN.
-    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale = tl.exp2(row_max - shift)
-    p = tl.exp2(scores - shift[:, None])
-    row_sum = row_sum * rescale + tl.sum(p, 1)
-    step, zero = _affine(value_scale, value_min, group * GROUP + place, inside, BITS)
+    row = (group * GROUP + place)[:, None] * HALF_DIM + channels
+    pair = group * GROUP + place
+    low = tl.load(value_min + pair, mask=inside, other=0.0)
+    value_step, value_zero = centred_affine(tl.load(value_scale + pair, mask=inside, other=0.0), low, BITS)
+    first, second = centred_codes(key_upper, key_lower, row, BITS, dtype)
+    at = group[:, None] * HEAD_DIM + channels
+    scores = tl.zeros([q0.shape[0], token.shape[0]], tl.float32)
+    scores = _dot(q0, tl.trans(_key_half(first, key_scale, key_min, at, seen, BITS, dtype)), scores)
+    scores = _dot(q1, tl.trans(_key_half(second, key_scale, key_min, at + HALF_DIM, seen, BITS, dtype)), scores)
+    scores = tl.where(inside[None, :], scores * scale, float("-inf"))
+    row_max, row_sum, rescale, p = _probabilities(row_max, row_sum, scores)
     if VALUE_ROWS:
-        tile = _codes(value_upper, value_lower, by_token, by_half, seen, BITS)
+        first, second = centred_codes(value_upper, value_lower, row, BITS, dtype)
     else:
         byte = (group[:, None] * HEAD_DIM + channels) * HALF_GROUP + (place % HALF_GROUP)[:, None]
-        tile = _codes(value_upper, value_lower, byte, (place // HALF_GROUP)[:, None] * 4, seen, BITS)
-    tile = tile * step[:, None] + zero[:, None]
-    return new_max, row_sum, _dot(p.to(q.dtype), tile.to(q.dtype), acc * rescale[:, None])
+        shift = (place // HALF_GROUP)[:, None] * 4
+        first = _transposed_half(value_upper, value_lower, byte, shift, seen, BITS, dtype)
+        second = _transposed_half(value_upper, value_lower, byte + HALF_DIM * HALF_GROUP, shift, seen, BITS, dtype)
+    bias = tl.sum(p * value_zero[None, :], 1)[:, None]
+    weights = (p * value_step[None, :]).to(dtype)
+    acc0 = _dot(weights, first, acc0 * rescale[:, None] + bias)
+    acc1 = _dot(weights, second, acc1 * rescale[:, None] + bias)
+    return row_max, row_sum, acc0, acc1
+
+
+@triton.jit
+def slots_block(
+    row_max,
+    row_sum,
+    acc0,
+    acc1,
+    q0,
+    q1,
+    limit,
+    slots,
+    inside,
+    scale,
+    keys,
+    values,
+    key_stride,
+    value_stride,
+    HEAD_DIM: tl.constexpr,
+):
+    """Adds the full-precision `slots` [BLOCK] that are `inside`; a row attends to those below its own `limit`."""
+    HALF_DIM: tl.constexpr = HEAD_DIM // 2
+    channels = tl.arange(0, HALF_DIM)[None, :]
+    seen = inside[:, None]
+    key = keys + slots.to(tl.int64)[:, None] * key_stride + channels
+    value = values + slots.to(tl.int64)[:, None] * value_stride + channels
+    scores = tl.zeros([q0.shape[0], slots.shape[0]], tl.float32)
+    scores = _dot(q0, tl.trans(tl.load(key, mask=seen, other=0.0).to(q0.dtype)), scores)
+    scores = _dot(q1, tl.trans(tl.load(key + HALF_DIM, mask=seen, other=0.0).to(q0.dtype)), scores)
+    scores = tl.where((slots[None, :] < limit[:, None]) & inside[None, :], scores * scale, float("-inf"))
+    row_max, row_sum, rescale, p = _probabilities(row_max, row_sum, scores)
+    weights = p.to(q0.dtype)
+    acc0 = _dot(weights, tl.load(value, mask=seen, other=0.0).to(q0.dtype), acc0 * rescale[:, None])
+    acc1 = _dot(weights, tl.load(value + HALF_DIM, mask=seen, other=0.0).to(q0.dtype), acc1 * rescale[:, None])
+    return row_max, row_sum, acc0, acc1

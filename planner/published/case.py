@@ -19,6 +19,7 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.memory import full_kv
+from ridgeplan.roofline.sparse_ops import SCORE_BYTES
 from ridgeplan.roofline.speculation import conditional_acceptance
 from ridgeplan.roofline.strategy import Strategy
 from ridgeplan.roofline.term_math import maximum
@@ -146,7 +147,7 @@ def _ranked_bytes(plan: Plan, shape: ModelShape) -> float:
     A layer's fp32 scores, a row for each query that is collected, are written once and read twice by their top-k.
     """
     rows = {"specattn": 2, "specextend": 1}.get(plan.speculation.selection.name, 0)
-    return 3 * LOGIT_BYTES * rows * shape.layers
+    return 3 * SCORE_BYTES * rows * shape.layers
 
 
 def _given(**values: Any) -> Mapping[str, Any]:

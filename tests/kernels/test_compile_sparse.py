@@ -60,7 +60,7 @@ def job(module: str, kernel: str, warps: int, types: dict[str, str], **constants
 def sparse(bits: int, queries: int, rows: int, value_rows: bool = False, page: int = 1) -> dict[str, Any]:
     constants = {**HEADS, "QUERIES": queries, "BITS": bits, "VALUE_ROWS": value_rows, "PAGE": page, "ROWS": rows}
     types = TYPES | (LOWER if bits == 8 else {})
-    return job("sparse_attention.triton", "_sparse_attention_kernel", 4, types, **constants, BLOCK=64)
+    return job("sparse_attention.triton", "_sparse_attention_kernel", 4, types, **constants, BLOCK=32)
 
 
 def scores(bits: int, summed: int, probabilities: bool) -> dict[str, Any]:

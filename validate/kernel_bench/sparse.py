@@ -61,7 +61,8 @@ class Store:
         )
         first = torch.zeros(1, dtype=torch.int32, device=bench.device)
         for row in range(rows):
-            quantize(*fresh(bench, 2, 1, *heads), codes.rows(slice(row, row + 1)), first)
+            drawn = fresh(bench, 2, 1, *heads)
+            quantize(drawn[0], drawn[1], codes.rows(slice(row, row + 1)), first)
         planes = DraftPlanes.allocate(codes)
         pack_draft_planes(codes, planes, first.expand(rows).contiguous(), codes.groups)
         # Sharp queries, as models have: tokens at the edge of what is chosen weigh little.

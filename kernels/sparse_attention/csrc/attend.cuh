@@ -49,7 +49,7 @@ struct ChosenTokens {
 
     __device__ __forceinline__ ChosenTokens(const ProgressiveParams& p, const Query& query)
         : logit_scale(p.scale * LOG2_E * power_of_two(query.exponent)) {
-        query.load<PLANES>(own);
+        query.scaled<PLANES>(own);
     }
     // Scaled queries of a group, and what its products start from; a code arrives as 1024 + U or 1024 + 16 U.
     __device__ __forceinline__ float scale_queries(u32 (&scaled)[COUNT][2], const u16* scales, const u16* minima) const {
@@ -153,10 +153,10 @@ __device__ __forceinline__ void attend_slots(
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 32; i++) {
         u32 q[4], k[4];
-        load_words(q, query.q + 32 * i + 8 * c);
+        load_words<true>(q, query.q + 32 * i + 8 * c);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            load_words(k, keys + i64(min(slot + 8 * r + g, end - 1)) * p.key_stride * 8 + 32 * i + 8 * c);
+            load_words<true>(k, keys + i64(min(slot + 8 * r + g, end - 1)) * p.key_stride * 8 + 32 * i + 8 * c);
 #pragma unroll
             for (int h = 0; h < 4; h += 2)
                 mma_elem(d[r], query.exists ? q[h] : 0, 0, query.exists ? q[h + 1] : 0, 0, k[h], k[h + 1]);
@@ -169,8 +169,8 @@ __device__ __forceinline__ void attend_slots(
         const int own = slot + 2 * c + i % 2 + i / 2 * 8;
         x[i] = own < end ? d[i / 2][i % 2] * p.scale * LOG2_E : negative_infinity();
         const u16* from = values + i64(min(own, end - 1)) * p.value_stride * 8 + Partial::channel(0);
-        load_words(v[i][0], from);
-        load_words(v[i][1], from + HALF_DIM);
+        load_words<true>(v[i][0], from);
+        load_words<true>(v[i][1], from + HALF_DIM);
     }
     partial.probabilities(x);
     const u32 p0 = Elem::pair_from_floats(x[0], x[1]), p1 = Elem::pair_from_floats(x[2], x[3]);

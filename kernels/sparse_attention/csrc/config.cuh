@@ -43,16 +43,21 @@ __device__ __forceinline__ u32 fma_half2(u32 a, u32 b, u32 c) {
 __device__ __forceinline__ u32 first_pair(u32 x0, u32 x1) { return __byte_perm(x0, x1, 0x5410); }
 __device__ __forceinline__ u32 second_pair(u32 x0, u32 x1) { return __byte_perm(x0, x1, 0x7632); }
 
-// N adjacent words, read through the read-only cache.
-template <int N> __device__ __forceinline__ void load_words(u32 (&x)[N], const void* from) {
+// N adjacent words. What other kernels may just have written is read from the L2 cache (`LATEST`): the SM's own may be
+// older than the kernels that let this one start early.
+template <bool LATEST, class T> __device__ __forceinline__ T load(const void* from) {
+    const T* typed = reinterpret_cast<const T*>(from);
+    return LATEST ? __ldcg(typed) : __ldg(typed);
+}
+template <bool LATEST = false, int N> __device__ __forceinline__ void load_words(u32 (&x)[N], const void* from) {
     if constexpr (N == 4) {
-        const uint4 v = __ldg(reinterpret_cast<const uint4*>(from));
+        const uint4 v = load<LATEST, uint4>(from);
         x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
     } else if constexpr (N == 2) {
-        const uint2 v = __ldg(reinterpret_cast<const uint2*>(from));
+        const uint2 v = load<LATEST, uint2>(from);
         x[0] = v.x, x[1] = v.y;
     } else {
         static_assert(N == 1, "one, two or four words");
-        x[0] = __ldg(reinterpret_cast<const u32*>(from));
+        x[0] = load<LATEST, u32>(from);
     }
 }

@@ -31,7 +31,7 @@ __device__ __forceinline__ void attend_chosen(
         __syncwarp();
     }
     const int b = row / p.kv_heads, kv_head = row % p.kv_heads;
-    const int begin = p.begin[b], end = min(p.end[b], p.capacity);
+    const int begin = __ldcg(p.begin + b), end = min(__ldcg(p.end + b), p.capacity);
     const u16* keys = p.keys + (i64(b) * p.key_batch_stride + i64(kv_head) * p.key_head_stride) * 8;
     const u16* values = p.values + (i64(b) * p.value_batch_stride + i64(kv_head) * p.value_head_stride) * 8;
     for (int slot = begin + (warp * p.parts + part) * TILE; slot < end; slot += WARPS * p.parts * TILE)
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) progressive(const __gri
     __syncthreads();
     pdl_wait();
 
-    const int num_groups = min(p.groups[b], p.group_capacity);
+    const int num_groups = min(__ldcg(p.groups + b), p.group_capacity);
     const int own_groups = num_groups > part ? (num_groups - part + p.parts - 1) / p.parts : 0;
     const Query query(p, b, kv_head);
     {
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) progressive(const __gri
     wait_for_row(p.arrivals + 2 * row, p.parts);
     if (part == 0 && threadIdx.x < HEADS && num_groups > 0)
         update_lse(p.lse + i64(row) * HEADS + threadIdx.x, p.scan_sum + part_heads + threadIdx.x, p.parts);
-    find_threshold(shared, histogram, min(p.k[b], num_groups * GROUP));
+    find_threshold(shared, histogram, min(__ldcg(p.k + b), num_groups * GROUP));
 
     Partial partial;
     attend_chosen(partial, shared, p, query, bins, row, part, own_groups);

@@ -27,22 +27,23 @@ struct Query {
         q = p.q + (i64(b) * p.q_batch_stride + head * p.q_head_stride) * 8;
         float largest = 0;
         for (int i = threadIdx.x % 4 * 2; i < HEAD_DIM; i += 8) {
-            const u32 pair = *reinterpret_cast<const u32*>(q + i);
+            const u32 pair = load<true, u32>(q + i);
             largest = fmaxf(largest, fmaxf(fabsf(Elem::low_to_float(pair)), fabsf(Elem::high_to_float(pair))));
         }
         largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, 2));
         exponent = max((__float_as_int(largest) >> 23) - 126, -60);
     }
-    template <int PLANES> __device__ __forceinline__ void load(u32 (&own)[Runs<PLANES>::COUNT][2]) const {
+    template <int PLANES> __device__ __forceinline__ void scaled(u32 (&own)[Runs<PLANES>::COUNT][2]) const {
         const float shrink = exists ? power_of_two(-exponent) : 0;
 #pragma unroll
         for (int i = 0; i < Runs<PLANES>::COUNT; i++) {
-            const u32* from = reinterpret_cast<const u32*>(q + Runs<PLANES>::channel(i, threadIdx.x % 4));
-            const u32 x0 = from[0], x1 = from[1];
-            const u32 y0 = floats_to_half2(Elem::low_to_float(x0) * shrink, Elem::high_to_float(x0) * shrink);
-            const u32 y1 = floats_to_half2(Elem::low_to_float(x1) * shrink, Elem::high_to_float(x1) * shrink);
-            own[i][0] = first_pair(y0, y1), own[i][1] = second_pair(y0, y1);
+            u32 x[2], y[2];
+            load_words<true>(x, q + Runs<PLANES>::channel(i, threadIdx.x % 4));
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                y[h] = floats_to_half2(Elem::low_to_float(x[h]) * shrink, Elem::high_to_float(x[h]) * shrink);
+            own[i][0] = first_pair(y[0], y[1]), own[i][1] = second_pair(y[0], y[1]);
         }
     }
 };

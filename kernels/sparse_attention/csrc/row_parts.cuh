@@ -66,7 +66,7 @@ __device__ __forceinline__ int find_threshold(Shared& shared, const u32* histogr
 __device__ __forceinline__ void update_lse(float* lse, const float* sums, int parts) {
     float sum = 0;
     for (int part = 0; part < parts; part++) sum += __ldcg(sums + part * HEADS);
-    *lse += LN_2 * log2f(fminf(fmaxf(sum, 1e-30f), 1e30f));
+    *lse = __ldcg(lse) + LN_2 * log2f(fminf(fmaxf(sum, 1e-30f), 1e30f));
 }
 
 // Joins the warps' partial results: the maxima and sums in shared memory, and the sums over values, which `out`

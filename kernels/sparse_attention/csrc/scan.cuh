@@ -16,14 +16,15 @@ struct Scan {
     float sums[2];                  // of exp(logit - lse)
 
     __device__ __forceinline__ Scan(const ProgressiveParams& p, const Query& query, int b, int kv_head) {
-        query.load<PLANES>(own);
+        query.scaled<PLANES>(own);
         const int c = threadIdx.x % 4;
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             const int head = 2 * c + e, exponent = __shfl_sync(FULL_MASK, query.exponent, 4 * head);
             const bool exists = head < HEADS;
             logit_scale[e] = exists ? 4 * p.scale * LOG2_E * power_of_two(exponent) : 0;
-            norm[e] = exists ? p.lse[(i64(b) * p.kv_heads + kv_head) * HEADS + head] * LOG2_E : -negative_infinity();
+            norm[e] = exists ? __ldcg(p.lse + (i64(b) * p.kv_heads + kv_head) * HEADS + head) * LOG2_E
+                             : -negative_infinity();
             sums[e] = 0;
         }
     }
