@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "planner.policies": (
         {
             "planner.axes", "planner.plan", "planner.policies.eviction", "planner.policies.selection",
-            "roofline.strategy",
+            "roofline.sparse_ops", "roofline.strategy",
         },
         MODEL,
     ),
@@ -111,7 +111,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "runtime.quantization": (
         {
-            "kernels.linear", "roofline.catalog.mistakes", "roofline.execution", "runtime.drafting",
+            "kernels.linear", "planner.axes", "roofline.catalog.mistakes", "roofline.execution", "runtime.drafting",
             "runtime.drafting.policies", "runtime.errors", "runtime.kv", "runtime.model", "runtime.sampling",
         },
         RUNTIME,
