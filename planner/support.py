@@ -7,11 +7,13 @@ from dataclasses import replace
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.policies import draft_selection, evicted_to, eviction, target_selection
 from ridgeplan.planner.policies.policy import Role
+from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.catalog.weight_formats.weight_bits import CONVERTED_FORMATS
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 
 EXECUTABLE_WEIGHT_BITS = (16, 4)  # of the target
+SPARSE_CLASS = "sparse_attention"  # calibrated with all others that sparse drafts need
 
 
 def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
@@ -40,6 +42,13 @@ def only_estimated(plan: Plan, shape: ModelShape | None = None) -> str | None:
     """That the runtime cannot execute the plan, and what it lacks; None if it can."""
     missing = missing_execution(plan, shape)
     return f"estimated only, the runtime cannot execute {', '.join(missing)} yet" if missing else None
+
+
+def uncalibrated(plan: Plan, profile: Profile) -> str | None:
+    """That the plan's drafts attend by kernels that the profile has no rates of; None if it has those it needs."""
+    if not plan.speculation.sparse or SPARSE_CLASS in profile.classes:
+        return None
+    return f"kernels of {draft_selection(plan).name!r} not calibrated on {profile.device}: run `ridgeplan calibrate`"
 
 
 def exceeds_window(plan: Plan, shape: ModelShape) -> bool:

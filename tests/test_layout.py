@@ -36,7 +36,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "planner.policies": (
         {
             "planner.axes", "planner.plan", "planner.policies.eviction", "planner.policies.selection",
-            "roofline.catalog", "roofline.strategy",
+            "roofline.catalog", "roofline.sparse_ops", "roofline.strategy",
         },
         MODEL,
     ),
@@ -120,7 +120,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "runtime.quantization": (
         {
-            "kernels.linear", "roofline.catalog.mistakes", "roofline.execution", "runtime.drafting",
+            "kernels.linear", "planner.axes", "roofline.catalog.mistakes", "roofline.execution", "runtime.drafting",
             "runtime.drafting.policies", "runtime.errors", "runtime.kv", "runtime.model", "runtime.sampling",
         },
         RUNTIME,

@@ -19,6 +19,7 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.memory import full_kv
+from ridgeplan.roofline.sparse_ops import SCORE_BYTES
 from ridgeplan.roofline.speculation import conditional_acceptance
 from ridgeplan.roofline.strategy import Strategy
 from ridgeplan.roofline.term_math import maximum, minimum
@@ -52,7 +53,11 @@ class Case:
         engine, shape = load_engine(row.engine), sharded(load_shape(row.model), row.gpus)
         machine, plan = _machine(engine, row.gpu, shape), plan_of(row, shape)
         strategy = strategy_of(plan, shape, machine, _acceptance(row, plan, shape))
-        strategy = replace(strategy, scored_queries=minimum(strategy.scored_queries, OBSERVATION_WINDOW))
+        own = {
+            "scored_queries": minimum(strategy.scored_queries, OBSERVATION_WINDOW),
+            "round_score_bytes": _ranked_bytes(plan, shape),
+        }
+        strategy = replace(strategy, **own)
         return cls(row, engine, shape, machine, strategy, rates_of(plan, shape, machine))
 
     @cached_property
@@ -142,6 +147,15 @@ def plan_of(row: Row, shape: ModelShape) -> Plan:
     placement = Placement(True, plan.attention.budget) if row.offload else plan.placement
     weights = plan.weights if row.weight_bits == 16 else Weights(row.weight_bits, row.weight_bits)
     return replace(plan, weights=weights, speculation=speculation, eviction=eviction, placement=placement)
+
+
+def _ranked_bytes(plan: Plan, shape: ModelShape) -> float:
+    """Bytes that choosing once a round moves per cached token in the papers' systems.
+
+    A layer's fp32 scores, a row for each query that is collected, are written once and read twice by their top-k.
+    """
+    rows = {"specattn": 2, "specextend": 1}.get(plan.speculation.selection.name, 0)
+    return 3 * SCORE_BYTES * rows * shape.layers
 
 
 def _given(**values: Any) -> Mapping[str, Any]:

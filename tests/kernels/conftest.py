@@ -39,7 +39,10 @@ class Launches:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Notes what a CUDA kernel would be launched with, without a GPU: tensors of the test lie on the CPU."""
     noted = Launches()
-    for module in ("attention.cuda", "kv_cache.quantize_cuda", "linear.cuda_launch", "sampling.top_k_top_p_cuda"):
+    for module in (
+        "attention.cuda", "kv_cache.quantize_cuda", "linear.cuda_launch", "sampling.top_k_top_p_cuda",
+        "sparse_attention.progressive_cuda",
+    ):  # fmt: skip
         monkeypatch.setattr(f"ridgeplan.kernels.{module}.launch_with_pdl", noted.launch)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     return noted

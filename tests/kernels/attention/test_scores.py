@@ -13,10 +13,18 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
 UNTOUCHED = 77.0
 
 
-@pytest.mark.parametrize("what", ["logits", "probabilities"])
-@pytest.mark.parametrize("rows", ["ends", "last", "all"])
-@pytest.mark.parametrize("queries", [1, 2, 5])
-@pytest.mark.parametrize("bits", [0, 4, 8])
+CASES: list[tuple[int, int, Rows, What]] = [
+    *((bits, 5, "ends", "logits") for bits in (0, 4, 8)),
+    *((bits, 5, "ends", "probabilities") for bits in (0, 8)),
+    (4, 1, "ends", "logits"),
+    (0, 2, "last", "logits"),
+    (8, 2, "all", "probabilities"),
+    (4, 5, "all", "logits"),
+    (8, 5, "last", "probabilities"),
+]
+
+
+@pytest.mark.parametrize(("bits", "queries", "rows", "what"), CASES)
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_scores(bits: int, queries: int, rows: Rows, what: What, backend: Backend, device: str) -> None:
     """Codes of 3 and 1 groups, or slots 2 to 30 and 0 to 9; the attention itself does not change."""

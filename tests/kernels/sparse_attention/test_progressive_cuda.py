@@ -11,7 +11,7 @@ from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes
 from ridgeplan.kernels.sparse_attention.progressive import progressive_attention
-from ridgeplan.kernels.sparse_attention.progressive_cuda import find_kernel, parts_of
+from ridgeplan.kernels.sparse_attention.progressive_cuda import find_kernel
 
 pytestmark = pytest.mark.gpu
 SHARPNESS = 6
@@ -132,8 +132,3 @@ def test_chained_in_a_graph() -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert all(float((x - expected).norm() / expected.norm()) < 1e-2 for x in results)
-
-
-@pytest.mark.parametrize("rows", [1, 8, 32, 64, 100, 132, 500])
-def test_waiting_ctas_are_resident(rows: int) -> None:
-    assert parts_of(rows, 132) == 1 or rows * parts_of(rows, 132) <= 132
