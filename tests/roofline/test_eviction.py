@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ridgeplan.planner.lowering import strategy_of
-from ridgeplan.planner.plan import Eviction, EvictionPolicy, Plan, Workload
+from ridgeplan.planner.plan import Eviction, EvictionPolicy, KVCache, KVFormat, Plan, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline import memory
 from ridgeplan.roofline.catalog.models import load_shape
@@ -104,3 +104,12 @@ def test_the_mean_of_layers_budgets_is_what_decoding_reads(shape, ideal):
     plan = Plan(Workload("Llama-3.1-8B", "h200", 1500), eviction=Eviction(EvictionPolicy.PYRAMIDKV, 1024))
     # Layers with budgets above the prompt of 1500 keep 1500.
     assert strategy_of(plan, shape, ideal, 1.0).kept_tokens < 1024
+
+
+def test_only_what_stays_is_quantized(shape, ideal):
+    """1024 tokens a layer: read in bf16, written as codes of 8 bits with scales and minima (2112 bytes a token)."""
+    plain, coded = (
+        prefill_seconds(shape, ideal, lowered("snapkv", shape, ideal, kv=KVCache(kv)))
+        for kv in (KVFormat.FULL, KVFormat.INT8)
+    )
+    assert coded - plain == pytest.approx(32 * 1024 * (TOKEN + 2112) / 1e12, rel=1e-3)
