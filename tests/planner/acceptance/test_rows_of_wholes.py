@@ -20,7 +20,7 @@ ROW = AcceptanceRow(
 def plan_of(name, ratio=0.07):
     plan = preset(name, Workload(LLAMA, "h200", 32768))
     sparse = plan.speculation.ratio < 1
-    return replace(plan, speculation=replace(plan.speculation, ratio=ratio)) if sparse else plan
+    return replace(plan, speculation=plan.speculation.with_ratio(ratio)) if sparse else plan
 
 
 def known(name, own=(), ratio=0.07):
