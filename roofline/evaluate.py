@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
-from ridgeplan.roofline.eviction import appended_tokens, eviction_ops
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.latency import Machine, StrategyRates
 from ridgeplan.roofline.memory import MemoryBreakdown, layer_parameters
 from ridgeplan.roofline.passes import Op, decode_pass, prefill_pass
 from ridgeplan.roofline.placement import offload_layers, swapped_bytes
+from ridgeplan.roofline.sparsity.eviction import appended_tokens, eviction_ops
 from ridgeplan.roofline.speculative_round import (
     Round,
     draft_terms,

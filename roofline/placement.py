@@ -10,7 +10,6 @@ from ridgeplan.roofline import memory
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.device import Device
-from ridgeplan.roofline.eviction import appended_tokens, eviction_workspace
 from ridgeplan.roofline.execution import (
     CUBLAS_WORKSPACE_BYTES,
     CUDA_LARGE_GEMM_ROWS,
@@ -21,6 +20,7 @@ from ridgeplan.roofline.execution import (
 )
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import MemoryBreakdown
+from ridgeplan.roofline.sparsity.eviction import appended_tokens, eviction_workspace
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
 from ridgeplan.roofline.term_math import indicator, is_symbolic, maximum, minimum, where
 

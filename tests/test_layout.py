@@ -24,7 +24,8 @@ VALIDATE = {"torch", "triton", "transformers", "numpy", "scipy", "flashinfer"}  
 ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "roofline.catalog.weight_formats": ({"roofline.catalog"}, MODEL),
     "roofline.catalog": ({"roofline.catalog.weight_formats"}, MODEL),
-    "roofline": ({"roofline.catalog", "roofline.catalog.weight_formats"}, MODEL),
+    "roofline": ({"roofline.catalog", "roofline.catalog.weight_formats", "roofline.sparsity"}, MODEL),
+    "roofline.sparsity": ({"roofline", "roofline.catalog"}, MODEL),
     "roofline.symbolic": ({"roofline", "roofline.catalog"}, MODEL),
     "roofline.papers": ({"roofline", "roofline.catalog", "roofline.symbolic"}, MODEL),
     "planner.axes": ({"roofline.catalog", "roofline.execution"}, MODEL),
@@ -36,7 +37,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "planner.policies": (
         {
             "planner.axes", "planner.plan", "planner.policies.eviction", "planner.policies.selection",
-            "roofline.catalog", "roofline.sparse_ops", "roofline.strategy",
+            "roofline.catalog", "roofline.sparsity", "roofline.strategy",
         },
         MODEL,
     ),
@@ -63,7 +64,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         MODEL,
     ),
     "planner.published": (
-        {"planner", "planner.acceptance", "roofline", "roofline.catalog", "roofline.papers"},
+        {"planner", "planner.acceptance", "roofline", "roofline.catalog", "roofline.papers", "roofline.sparsity"},
         MODEL,
     ),
     "kernels.device": ({"roofline.cost"}, {"torch", "triton"}),
@@ -138,7 +139,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {
             "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.layer", "kernels.linear",
             "kernels.sampling", "kernels.selection", "kernels.sparse_attention", "planner", "roofline",
-            "roofline.catalog", "runtime.model", "runtime.quantization",
+            "roofline.catalog", "roofline.sparsity", "runtime.model", "runtime.quantization",
             "validate.machine", "validate.progress", "validate.random_decoder", "validate.random_rounds",
             "validate.timing",
         },

@@ -1,6 +1,6 @@
 """Declared costs of sparse decode attention, counted from its tensors.
 
-The cost model uses the formulas of `ridgeplan.roofline.sparse_ops`; a test checks that both are equal.
+The cost model uses the formulas of `ridgeplan.roofline.sparsity.sparse_ops`; a test checks that both are equal.
 """
 
 from collections.abc import Mapping

@@ -19,7 +19,7 @@ from ridgeplan.planner.plan import (
     Workload,
 )
 from ridgeplan.roofline.catalog.checks import Checked, build
-from ridgeplan.roofline.sparse_ops import SCORE_BYTES, TOP_K_PASSES
+from ridgeplan.roofline.sparsity.sparse_ops import SCORE_BYTES, TOP_K_PASSES
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS
 
 Preset = Callable[[Workload], Plan]

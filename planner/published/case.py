@@ -19,7 +19,7 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.memory import full_kv
-from ridgeplan.roofline.sparse_ops import SCORE_BYTES
+from ridgeplan.roofline.sparsity.sparse_ops import SCORE_BYTES
 from ridgeplan.roofline.speculation import conditional_acceptance
 from ridgeplan.roofline.strategy import Strategy
 from ridgeplan.roofline.term_math import maximum, minimum

@@ -10,8 +10,8 @@ from ridgeplan.kernels.selection.draft_planes import DraftPlanes
 from ridgeplan.kernels.selection.pages import page_bounds
 from ridgeplan.kernels.sparse_attention.cost import progressive_cost, sparse_attention_cost, sparse_attention_metadata
 from ridgeplan.kernels.sparse_attention.triton import _sparse_attention_kernel
-from ridgeplan.roofline import sparse_ops
 from ridgeplan.roofline.ops import attention, merge
+from ridgeplan.roofline.sparsity import sparse_ops
 
 SHAPES = pytest.mark.parametrize(
     ("batch", "kv_heads", "q_heads", "head_dim", "group"),

@@ -10,8 +10,8 @@ from ridgeplan.planner.presets import preset
 from ridgeplan.roofline import memory
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.evaluate import prefill_chunks, prefill_seconds
-from ridgeplan.roofline.eviction import appended_tokens, eviction_ops, eviction_workspace, evicts, scored_pairs
 from ridgeplan.roofline.placement import resident_memory
+from ridgeplan.roofline.sparsity.eviction import appended_tokens, eviction_ops, eviction_workspace, evicts, scored_pairs
 
 CONTEXT = 32768
 TOKEN = 2 * 8 * 128 * 2  # bytes of a layer's keys and values

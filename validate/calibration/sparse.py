@@ -15,9 +15,9 @@ from ridgeplan.kernels.selection.top_k import top_k
 from ridgeplan.kernels.selection.two_bit import two_bit_scores
 from ridgeplan.kernels.sparse_attention import sparse_decode_attention
 from ridgeplan.kernels.sparse_attention.progressive import progressive_attention
-from ridgeplan.roofline import sparse_ops
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.ops import merge
+from ridgeplan.roofline.sparsity import sparse_ops
 from ridgeplan.validate.calibration.attention import KV_GROUP, DecodeSize, random_codes
 from ridgeplan.validate.timing import Bench, Trial
 
