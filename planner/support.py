@@ -26,10 +26,11 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
     held = shape.weight_bits.format if shape and shape.weight_bits.converted else None
     checks = {
         f"eviction {plan.eviction.policy.value!r}": evicting and not evicting.executable,
-        "layers of different budgets under drafts that select": _ragged(plan) and drafts.name != "all",
         "offloaded KV": plan.placement.offload,
         f"target selection {plan.attention.selection.value!r}": target and Role.TARGET not in target.executable,
         f"draft selection {drafts.name!r}": Role.DRAFT not in drafts.executable,
+        f"draft selection {drafts.name!r} after an eviction that leaves layers of different lengths": _ragged(plan)
+        and plan.speculation.sparse,
         f"{plan.weights.target_bits}-bit target weights": plan.weights.target_bits not in EXECUTABLE_WEIGHT_BITS,
         f"tensor parallelism {plan.tensor_parallel}": plan.tensor_parallel != 1,
         f"{held} weights as they are stored": held,

@@ -40,11 +40,12 @@ class PromptObserver(Protocol):
 
     window: int
 
-    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor) -> None:
+    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
         """A layer of a row's prompt is in the cache.
 
         queries: [window or fewer, q_heads, head_dim], of the last tokens. keys: [kv_heads, tokens, head_dim], of the
-        tokens that the layer keeps.
+        tokens that the layer keeps. positions: int64 [kv_heads or 1, tokens], of the keys, from the prompt's end: its
+        last token is at -1.
         """
 
 
@@ -82,7 +83,7 @@ def prefill(
         keys, values = eviction.remaining(kept, keys, values)
         cache.store_prompt(index, row, keys, values)
         if observer is not None:
-            observer.after_prefill(index, row, last_queries, keys)
+            observer.after_prefill(index, row, last_queries, keys, eviction.positions(kept))
     cache.finish_prompt(row, tokens)
     return weights.head(decoder.norm(hidden[tokens - 1 : tokens], None, weights.norm)[1])[0]
 

@@ -65,3 +65,8 @@ class PromptEviction:
         if places is None:
             return keys[:, : len(self.prompt)], values[:, : len(self.prompt)]
         return compact(places, keys, values)
+
+    def positions(self, places: Tensor | None) -> Tensor:
+        """Positions int64 [kv_heads or 1, kept] of what stays, from the prompt's end: its last token is at -1."""
+        tokens = len(self.prompt)
+        return torch.arange(-tokens, 0, device=self.prompt.device)[None] if places is None else places - tokens

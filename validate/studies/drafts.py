@@ -200,9 +200,9 @@ class _Observers:
         self._policies = policies
         self.window = max(policy.window for policy in policies)
 
-    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor) -> None:
+    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
         for policy in self._policies:
-            policy.after_prefill(layer, row, queries[max(0, len(queries) - policy.window) :], keys)
+            policy.after_prefill(layer, row, queries[max(0, len(queries) - policy.window) :], keys, positions)
 
 
 def _round(

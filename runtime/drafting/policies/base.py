@@ -25,10 +25,12 @@ class DraftPolicy:
     def start(self) -> None:
         """Forgets the last generation; the cache has been emptied."""
 
-    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor) -> None:
+    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
         """A layer of a prompt is in the cache.
 
-        queries: [window or fewer, q_heads, head_dim], of the prompt's last tokens. keys: [kv_heads, tokens, head_dim].
+        queries: [window or fewer, q_heads, head_dim], of the prompt's last tokens. keys: [kv_heads, tokens, head_dim],
+        as far as an eviction keeps them. positions: int64 [kv_heads or 1, tokens], of the keys, from the prompt's end:
+        its last token is at -1.
         """
 
     def before_round(self) -> None:

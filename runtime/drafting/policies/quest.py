@@ -24,7 +24,7 @@ class Quest(PerQueryPolicy):
         sizes = (*cache.keys.shape[:3], groups * cache.config.group // self.page, 2, cache.keys.shape[4])
         self.bounds = torch.zeros(sizes, dtype=cache.keys.dtype, device=cache.keys.device)
 
-    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor) -> None:
+    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
         whole = min(keys.shape[1] // self.page, self.bounds.shape[3])
         bounds = page_bounds(keys[None, :, : whole * self.page], self.page)
         self.bounds[layer, row, :, :whole] = bounds[0]

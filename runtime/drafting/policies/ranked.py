@@ -54,20 +54,20 @@ class RankedPolicy(SparsePolicy):
         return TokenIndex(index, count, self.page)
 
 
-def prompt_scores(queries: Tensor, keys: Tensor, what: str) -> Tensor:
-    """Scores of a prompt's tokens by its last queries -> float32 [kv_heads, tokens].
+def prompt_scores(queries: Tensor, keys: Tensor, positions: Tensor, what: str) -> Tensor:
+    """Scores of a prompt's cached tokens by its last queries -> float32 [kv_heads, tokens].
 
-    queries: [window, q_heads, head_dim], of the last tokens of the prompt. keys: [kv_heads, tokens, head_dim]. what:
-    "logits" or "probabilities", summed over queries and over the query heads of a KV head, which take turns to bound
-    the workspace.
+    queries, keys, positions: as `DraftPolicy.after_prefill` has them. what: "logits" or "probabilities", summed over
+    queries and over the query heads of a KV head, which take turns to bound the workspace.
     """
     kv_heads, tokens, head_dim = keys.shape
     heads = (queries.float() * head_dim**-0.5).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-    seen_by = torch.arange(tokens - len(queries), tokens, device=keys.device)
-    later = torch.arange(tokens, device=keys.device) > seen_by[:, None]
+    asking = torch.arange(-len(queries), 0, device=keys.device)
+    later = (positions[:, None] > asking[:, None]).expand(kv_heads, -1, -1)
     out = torch.empty(kv_heads, tokens, dtype=torch.float32, device=keys.device)
-    for head, (q, k) in enumerate(zip(heads, keys, strict=True)):
-        logits = q @ k.float().mT
-        weights = logits.masked_fill(later, -torch.inf).softmax(-1) if what == "probabilities" else logits
+    for head, (q, k, unseen) in enumerate(zip(heads, keys, later, strict=True)):
+        weights = q @ k.float().mT
+        if what == "probabilities":  # a query may see nothing of what an eviction left
+            weights = weights.masked_fill(unseen, -torch.inf).softmax(-1).masked_fill(unseen, 0)
         out[head] = weights.sum((0, 1))
     return out

@@ -33,8 +33,8 @@ class SnapKV(SparsePolicy):
         self.chosen, self.first = (torch.zeros_like(cache.lengths) for _ in "ab")
         self._count = self.chosen
 
-    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor) -> None:
-        scores = prompt_scores(queries, keys, "probabilities")
+    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
+        scores = prompt_scores(queries, keys, positions, "probabilities")
         pooled = functional.max_pool1d(scores, self.selection.pool, 1, self.selection.pool // 2)
         pooled[:, : self.selection.sinks] = torch.inf
         lengths = torch.full_like(self.cache.lengths[:1], keys.shape[1])

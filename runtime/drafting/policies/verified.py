@@ -18,8 +18,8 @@ class VerifiedPolicy(RankedPolicy):
     rows: Rows = "last"
     what: What = "probabilities"
 
-    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor) -> None:
-        scores = prompt_scores(queries, keys, self.what)
+    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
+        scores = prompt_scores(queries, keys, positions, self.what)
         kept = min(self.candidates, scores.shape[1])
         self.scores[layer, row, :, :kept] = scores[:, :kept]
 

@@ -4,19 +4,35 @@ from dataclasses import replace
 
 import pytest
 
-from ridgeplan.planner.plan import Eviction, EvictionPolicy, KVCache, KVFormat, Plan, PlanError, Workload
+from ridgeplan.planner.axes.draft_selection import SpecAttn
+from ridgeplan.planner.plan import Eviction, EvictionPolicy, KVCache, KVFormat, Plan, PlanError, Speculation, Workload
 from ridgeplan.planner.policies import EVICTIONS, evicted_to, eviction_settings
 from ridgeplan.planner.policies.eviction.budgets import aligned_budgets, kept_tokens
 from ridgeplan.planner.policies.eviction.pyramidkv import PyramidKVSettings
 from ridgeplan.planner.presets import PRESETS, preset
 from ridgeplan.planner.quality import published_loss
 from ridgeplan.planner.search.choice import preference
+from ridgeplan.planner.support import missing_execution
 
 WORKLOAD = Workload("m", "h", 4000)
 
 
 def evicting(policy="snapkv", **values):
     return Plan(WORKLOAD, eviction=Eviction(EvictionPolicy(policy), **values))
+
+
+def test_sparse_drafts_need_layers_of_one_length():
+    drafts = Speculation(3, selection=SpecAttn())
+    for policy in ("snapkv", "dapq", "pyramidkv"):
+        assert not missing_execution(evicting(policy, budget=1000))
+        assert not missing_execution(replace(evicting(policy, budget=1000), speculation=Speculation(3)))
+    for policy in ("snapkv", "dapq"):
+        assert not missing_execution(replace(evicting(policy, budget=1000), speculation=drafts))
+    ragged = replace(evicting("pyramidkv", budget=1000), speculation=drafts)
+    assert missing_execution(ragged) == [
+        "draft selection 'specattn' after an eviction that leaves layers of different lengths"
+    ]
+    assert not missing_execution(replace(ragged, eviction=replace(ragged.eviction, budget=4000)))  # nothing is evicted
 
 
 def test_a_budget_is_in_tokens_or_a_share_of_the_context():

@@ -135,16 +135,32 @@ def test_prompt_scores_are_the_attention_of_its_last_queries():
         for head in range(4):
             seen = keys[head // 2, : 18 + place]
             expected[head // 2, : 18 + place] += torch.softmax(seen @ query[head] / 8**0.5, 0)
-    torch.testing.assert_close(prompt_scores(queries, keys, "probabilities"), expected)
+    positions = torch.arange(-20, 0)[None]
+    torch.testing.assert_close(prompt_scores(queries, keys, positions, "probabilities"), expected)
     logits = torch.einsum("whd,hnd->hn", queries.unflatten(1, (2, 2)).sum(2), keys) / 8**0.5
-    torch.testing.assert_close(prompt_scores(queries, keys, "logits"), logits)
+    torch.testing.assert_close(prompt_scores(queries, keys, positions, "logits"), logits)
+
+
+def test_queries_score_what_an_eviction_left_before_them():
+    """Of 20 tokens, one head keeps 3, 17 and 19, the other 18 and 19; the queries are of tokens 17, 18 and 19."""
+    kept = [[3, 17, 19], [18, 19, 19]]
+    generator = torch.Generator().manual_seed(1)
+    queries, keys = (torch.randn(sizes, generator=generator) for sizes in ((3, 2, 8), (2, 3, 8)))
+    scores = prompt_scores(queries, keys, torch.tensor(kept) - 20, "probabilities")
+    expected = torch.zeros(2, 3)
+    for head, places in enumerate(kept):
+        for token, query in zip((17, 18, 19), queries[:, head], strict=True):
+            seen = [index for index, place in enumerate(places) if place <= token]
+            if seen:
+                expected[head, seen] += torch.softmax(keys[head, seen] @ query / 8**0.5, 0)
+    torch.testing.assert_close(scores, expected)
 
 
 def test_a_prompts_set_stays_and_what_grows_old_joins_it():
     policy, cache = made("snapkv", [60], ratio=0.25, window=1, pool=3)
     keys = torch.zeros(2, 60, 8)
     keys[:, 30] = 10.0  # pooled over its neighbours
-    policy.after_prefill(0, 0, torch.ones(1, 4, 8), keys)
+    policy.after_prefill(0, 0, torch.ones(1, 4, 8), keys, torch.arange(-60, 0)[None])
     for length, joined in ((60, []), (63, [50, 51, 52])):
         cache.lengths.fill_(length)
         policy.before_round()

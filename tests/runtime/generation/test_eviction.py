@@ -82,6 +82,33 @@ def test_pseudo_tokens_leave_no_trace(length, tiny_model, make_plan, prompts):
     assert metadata.slots.tolist() == [[20, 21]]
 
 
+def test_draft_policies_learn_from_the_prompts_own_queries_and_what_stays_of_it(tiny_model, make_plan, prompts):
+    folder, prompt = tiny_model().folder, torch.tensor(prompts(100)[0])
+    engines = [
+        runtime.load(make_plan(evict=name, budget=budget, settings=settings), folder)
+        for name, budget, settings in (("none", 0, {}), ("dapq", 20, PSEUDO))
+    ]
+
+    class Observer:
+        window = 7
+
+        def __init__(self):
+            self.seen = []
+
+        def after_prefill(self, layer, row, queries, keys, positions):
+            self.seen.append((queries.clone(), keys.clone(), positions))
+
+    whole, part = Observer(), Observer()
+    for engine, observer in zip(engines, (whole, part), strict=True):
+        prefill(engine.decoder, engine.weights, engine.cache, 0, prompt, policy=engine.eviction, observer=observer)
+    for layer, (queries, keys, positions) in enumerate(part.seen):
+        own_queries, all_keys, all_positions = whole.seen[layer]
+        assert all_positions.tolist() == [list(range(-100, 0))]
+        assert torch.equal(queries, own_queries)
+        assert positions.shape == (2, 20)
+        assert torch.equal(keys, torch.stack([all_keys[head, 100 + at] for head, at in enumerate(positions)]))
+
+
 def test_pseudo_queries_are_those_of_a_longer_prompt(tiny_model, make_plan, prompts):
     """The oracle appends the true next tokens; its scores come from the queries that the longer prompt has there."""
     folder, text = tiny_model().folder, torch.tensor(prompts(120)[0])

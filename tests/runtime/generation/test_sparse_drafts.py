@@ -72,6 +72,23 @@ def test_drafts_that_may_read_everything_do(kv, codes, selection, tiny_model, ma
     ]
 
 
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("kv, codes", [("int4x2", "upper"), ("bf16+int4", "full")])
+def test_drafts_choose_among_what_an_eviction_left(kv, codes, selection, tiny_model, make_plan, prompts):
+    """Output is that of the evicted target; and with a ratio of 1, drafts read all of its cache."""
+    folder, ids, small = tiny_model(agreeable=True).folder, prompts(*LENGTHS), SMALL | SELECTIONS[selection]
+    evicted = {"batch": 3, "evict": "dapq", "budget": 45}
+    plain = generate(make_plan(kv, **evicted), folder, ids)
+    every = generate(make_plan(kv, 3, codes=codes, **evicted), folder, ids)
+    few, all_of_it = (
+        generate(make_plan(kv, 3, codes=codes, selection=selection, **evicted, **options), folder, ids)
+        for options in (small, small | {"ratio": 1.0})
+    )
+    assert plain.tokens == every.tokens == few.tokens == all_of_it.tokens
+    assert all_of_it.statistics.accepted == every.statistics.accepted
+    assert few.statistics.accepted > 0
+
+
 def test_nonsense_is_corrected(plain, tiny_model, make_plan, prompts, monkeypatch):
     monkeypatch.setitem(POLICIES, "streamingllm", Nonsense)
     plan = make_plan("int4x2", 3, batch=3, selection="streamingllm")
