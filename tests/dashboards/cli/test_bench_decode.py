@@ -80,6 +80,7 @@ def test_a_breakdown_shows_each_class_beside_its_prediction(
     [
         "quantspec", "quantspec:4096", "quantspec:4096x1:0", "quantspec:4096x1:99", "autoregressive:4096x1", "int8:x1",
         "int8:4096x1:3", "quantspec@0.25:4096x1", "dapq@1.5:4096x1", "dapq@0:4096x1", "dapq@0.25:4096x1:2",
+        "quantspec:4096x1:0-", "quantspec:4096x1:0-99", "int8:4096x1:0-3",
     ],
 )  # fmt: skip
 def test_a_strange_case_is_refused(refuses: Any, profile_path: Path, case: str) -> None:
@@ -91,11 +92,11 @@ def test_cases_replace_the_grid(invoke: Any, profile_path: Path, monkeypatch: py
     seen: list[Any] = []
     monkeypatch.setattr("ridgeplan.dashboards.cli.bench_decode.report", lambda cases, **rest: seen.extend(cases))
     arguments = ("bench", "suite", "--model-shape", "any", "--case", "quantspec:32768x8:3", "--case", "int8:4096x1")
-    arguments += ("--case", "dapq-quantspec@0.25:32768x8:2")
+    arguments += ("--case", "dapq-quantspec@0.25:32768x8:2", "--case", "quantspec:32768x8:0-6")
     assert invoke(*arguments).exit_code == 0
-    expected = [("autoregressive", 4096, 1, None, 0), ("int8", 4096, 1, None, 0)]
-    expected += [("autoregressive", 32768, 8, None, 0), ("quantspec", 32768, 8, 3, 0)]
-    expected += [("dapq-quantspec", 32768, 8, 2, 0.25)]
+    expected = [("autoregressive", 4096, 1, None, False, 0), ("int8", 4096, 1, None, False, 0)]
+    expected += [("autoregressive", 32768, 8, None, False, 0), ("quantspec", 32768, 8, 3, False, 0)]
+    expected += [("dapq-quantspec", 32768, 8, 2, False, 0.25), ("quantspec", 32768, 8, 6, True, 0)]
     assert [astuple(case) for case in seen] == expected
 
 
@@ -106,6 +107,7 @@ def test_a_case_may_keep_a_share_of_the_prompt(h200_profile: Any) -> None:
     assert DecodeCase("dapq", 32768, 8).plan(model, h200_profile, 64).eviction.budget == 1024
     row = {"preset": "dapq-quantspec", "share": 0.25, "gamma": 2}
     assert plan_text(row) == "dapq-quantspec 25%, gamma 2"
+    assert plan_text(row | {"adaptive": True}) == "dapq-quantspec 25%, gamma adaptive up to 2"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
