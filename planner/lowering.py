@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from ridgeplan.planner.axes.draft_selection import AllTokens, Progressive
 from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan, require
 from ridgeplan.planner.policies import draft_selection, evicted_to, eviction_settings, target_selection
 from ridgeplan.planner.policies.eviction.budgets import kept_tokens
@@ -69,6 +70,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         draft_scored_keys=choosing.scored_keys_of(shape.layers),
         step_score_bytes=moved_bytes * per_query,
         round_score_bytes=moved_bytes * (not per_query),
+        round_scored_keys=shape.layers * draft_selection(plan).from_verification,
         held_plane_bits=DRAFT_PLANE_BITS * shape.layers * plan.gathers_codes,
         held_keys=choosing.held_keys * shape.layers,
         held_score_bytes=choosing.held_score_bytes(shape.kv_heads) * (1 if per_query else shape.layers),
@@ -87,7 +89,17 @@ def _mean_kept(plan: Plan, layers: int) -> float:
 
 
 def rates_of(plan: Plan, shape: ModelShape, machine: Machine) -> StrategyRates:
-    """Rates of the kernel classes that the plan's formats use."""
+    """Rates of the kernel classes that the plan's formats and its drafts' selection use."""
+    found = dense_rates_of(plan, shape, machine)
+    selection = plan.speculation.selection
+    if isinstance(selection, AllTokens):
+        return found
+    kind = "progressive_attention" if isinstance(selection, Progressive) else "sparse_attention"
+    return replace(found, draft=replace(found.draft, attention=machine.rates[kind]))
+
+
+def dense_rates_of(plan: Plan, shape: ModelShape, machine: Machine) -> StrategyRates:
+    """The same where chosen tokens are read by kernels that read all of them as fast."""
 
     def of(part: str) -> PassRates:
         kinds = ("linear", "head", "attention")

@@ -74,8 +74,8 @@ def round_at(
     target_s = machine.pass_seconds(target, verifying_rates, layers, target_gap_s)
     target_s += _gather_seconds(machine, target, verifying_rates, shape, strategy.target_run_tokens)
     key_bytes = strategy.batch * tokens * shape.kv_elements_per_token_per_layer / 2 * machine.element_bytes
-    step_score_bytes = strategy.batch * tokens * strategy.step_score_bytes
-    draft_scoring_s = _scoring_seconds(machine, key_bytes * strategy.draft_scored_keys + step_score_bytes)
+    draft_scoring_s = _scoring_seconds(machine, key_bytes * strategy.draft_scored_keys)
+    draft_scoring_s += _choice_seconds(shape, machine, strategy, tokens, strategy.step_score_bytes)
     target_scoring_s = _scoring_seconds(machine, key_bytes * strategy.target_scored_keys)
     drafting = minimum(strategy.gamma, 1)
     return Round(
@@ -83,7 +83,8 @@ def round_at(
         draft_s=drafting * (draft_s + draft_scoring_s + sampling_seconds(shape, machine, strategy.batch)),
         verify_s=maximum(target_s + target_scoring_s, transfer_s),
         accept_s=rejection_sampling_seconds(shape, machine, strategy),
-        select_s=_scoring_seconds(machine, strategy.batch * tokens * strategy.round_score_bytes),
+        select_s=_scoring_seconds(machine, _stored_share(machine, strategy) * key_bytes * strategy.round_scored_keys)
+        + _choice_seconds(shape, machine, strategy, tokens, strategy.round_score_bytes),
         flush_s=flush_seconds(shape, machine, strategy) * round_tokens(strategy) / strategy.kv_group,
         overhead_s=machine.round_s,
     )
@@ -222,3 +223,16 @@ def _gather_seconds(
 def _scoring_seconds(machine: Machine, read_bytes: Term) -> Term:
     """Traffic of a selection, which scans what it scores as attention streams; 0 where nothing is scored."""
     return read_bytes / (machine.bandwidth_bytes_per_s * machine.rates["attention"].bandwidth_utilization)
+
+
+def _stored_share(machine: Machine, strategy: Strategy) -> Term:
+    """Bytes of a key that the target reads, over those of one in full precision."""
+    quantized = minimum(strategy.target_bits, 1)
+    return quantized * strategy.target_bits / (8 * machine.element_bytes) + (1 - quantized)
+
+
+def _choice_seconds(shape: ModelShape, machine: Machine, strategy: Strategy, tokens: Term, score_bytes: Term) -> Term:
+    """Top-k in every layer, of scores of which `score_bytes` move per cached token in all layers; 0 without any."""
+    rates = machine.rates["top_k"]
+    moved_s = strategy.batch * tokens * score_bytes / (machine.bandwidth_bytes_per_s * rates.bandwidth_utilization)
+    return shape.layers * minimum(score_bytes, 1) * rates.launch_s + moved_s

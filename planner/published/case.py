@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from ridgeplan.planner.acceptance import AcceptanceModel
-from ridgeplan.planner.lowering import rates_of, strategy_of
+from ridgeplan.planner.lowering import dense_rates_of, strategy_of
 from ridgeplan.planner.plan import Placement, Plan, Weights, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.planner.published.engine import Engine, load_engine
@@ -56,9 +56,9 @@ class Case:
         own = {
             "scored_queries": minimum(strategy.scored_queries, OBSERVATION_WINDOW),
             "round_score_bytes": _ranked_bytes(plan, shape),
+            "round_scored_keys": 0,
         }
-        strategy = replace(strategy, **own)
-        return cls(row, engine, shape, machine, strategy, rates_of(plan, shape, machine))
+        return cls(row, engine, shape, machine, replace(strategy, **own), dense_rates_of(plan, shape, machine))
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -97,12 +97,15 @@ class Case:
             **dict.fromkeys(HOST_AND_GAPS, 0.0),
         )
         plan = plan_of(self.row, self.shape)
-        return replace(self, machine=machine, rates=rates_of(plan, self.shape, machine))
+        return replace(self, machine=machine, rates=dense_rates_of(plan, self.shape, machine))
 
 
 @cache
 def _machine(engine: Engine, gpu: str, shape: ModelShape) -> Machine:
-    return Machine.of(engine.profile(load_hardware(gpu), shape))
+    """The engine on its GPU; what it ranks tokens by is priced as a stream, its papers' own kernels are not known."""
+    machine = Machine.of(engine.profile(load_hardware(gpu), shape))
+    streamed = RateTerms(machine.rates["attention"].bandwidth_utilization, 1.0, 0.0)
+    return replace(machine, rates={**machine.rates, "top_k": streamed})
 
 
 def sharded(shape: ModelShape, gpus: int) -> ModelShape:

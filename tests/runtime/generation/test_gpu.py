@@ -26,6 +26,22 @@ def test_tiny_models_generate_the_same_tokens(kv, gamma, tiny_model, make_plan, 
     assert results[1].statistics.decode_s > 0
 
 
+@pytest.mark.parametrize(
+    "selection", ["streamingllm", "snapkv", "quest", "specextend", "specattn", "progressive", "oracle"]
+)
+@pytest.mark.parametrize("kv, codes", [("int4x2", None), ("bf16+int4", None), ("int8", "full"), ("bf16", "full")])
+def test_sparse_drafts_in_a_graph_change_nothing(kv, codes, selection, tiny_model, make_plan, prompts):
+    """In two generations of different lengths, which share one graph."""
+    if (kv, selection) == ("bf16", "progressive"):
+        pytest.skip("2-bit keys are those of codes")
+    folder, options = tiny_model(agreeable=True).folder, {"ratio": 0.2, "floor": 8, "sinks": 2, "recent": 6}
+    plans = make_plan(kv, batch=3), make_plan(kv, 3, batch=3, codes=codes, selection=selection, **options)
+    plain, sparse = (runtime.load(plan, folder, device="cuda", dtype=torch.float32) for plan in plans)
+    for ids in (prompts(100, 37, 65), prompts(30, 99, 64)):
+        assert sparse.generate(ids, 75).tokens == plain.generate(ids, 75).tokens
+        assert 0 < sparse.statistics.accepted < sparse.statistics.judged
+
+
 @pytest.mark.parametrize("gamma", [0, 4])
 def test_rounds_read_late_end_where_they_should(gamma, tiny_model, make_plan, prompts):
     """Stop tokens, limits and abandoned streams, while the device is a round ahead of the host."""
