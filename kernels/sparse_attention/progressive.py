@@ -1,5 +1,7 @@
 """Progressive precision: the query chooses tokens by their 2-bit keys and reads the 4-bit codes of the chosen ones."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -28,24 +30,30 @@ def progressive_attention(
     max_k: int,
     sinks: int = 0,
     scale: float | None = None,
-    backend: Backend = "auto",
+    backend: Backend | Literal["cuda"] = "auto",
 ) -> Tensor:
     """Attention of one query per row to the k quantized tokens that its 2-bit scores rank first -> [B, 1, Hq, D].
 
     q, keys, values, begin, end: as in `decode_attention`; the query also sees the slots begin[b] <= j < end[b].
     codes, planes, groups, lse: as in `two_bit_scores`; lse is read and written. k: int32 [B] on the device, how many
     tokens each KV head chooses of its row's first `groups` groups, at most max_k. The first `sinks` tokens are always
-    among them. The chosen ones are read as INT4. On Hopper one kernel does it all; it compares scores in steps of 1/32
-    of a power of two and reads all tokens whose step is at least the k-th's, so slightly more than k (`max_k` limits
-    the other kernels' index lists only). Its calls on one device must not overlap.
+    among them. The chosen ones are read as INT4.
 
-    Raises ValueError as `two_bit_scores` and `sparse_decode_attention` do, and for k that is not int32 [B].
+    backend "cuda" is one kernel for Hopper, which compares scores in steps of 1/32 of a power of two and reads all
+    tokens whose step is at least the k-th's, so slightly more than k (`max_k` limits the other kernels' index lists
+    only). Its calls on one device must not overlap. It is not chosen by itself yet: its CTAs wait for one another, and
+    that has not been run on a device.
+
+    Raises ValueError as `two_bit_scores` and `sparse_decode_attention` do, and for k that is not int32 [B]. Raises
+    NotImplementedError where "cuda" does not support the device or the shapes.
     """
     check_scan(q, codes, planes, groups, lse)
     require_rows(codes.batch, torch.int32, begin=begin, end=end, k=k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    kernel = find_kernel(q, keys, values, codes) if backend == "auto" else None
-    if kernel is not None:
+    if backend == "cuda":
+        kernel = find_kernel(q, keys, values, codes)
+        if kernel is None:
+            raise NotImplementedError("the fused kernel needs Hopper, bf16 or fp16 and codes of 128 tokens")
         return kernel.run(q, keys, values, begin, end, codes, planes, groups, k, lse, sinks, scale)
     scores = two_bit_scores(q, codes, planes, groups, lse, scale=scale, backend=backend)
     scores[:, :, :sinks] = torch.inf
