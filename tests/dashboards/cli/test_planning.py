@@ -76,7 +76,7 @@ def test_a_gguf_is_estimated_as_it_runs(invoke: Any, smollm2: Path) -> None:
 
 def test_a_plan_that_is_only_estimated_says_so(invoke: Any) -> None:
     line = ("estimate", *QUESTION, "--preset")
-    assert "the runtime cannot execute draft selection 'specattn' yet" in invoke(*line, "specattn").stdout
+    assert "the runtime cannot execute offloaded KV" in invoke(*line, "specontext").stdout
     assert "cannot execute" not in invoke(*line, "quantspec").stdout
 
 
