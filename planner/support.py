@@ -49,7 +49,7 @@ def uncalibrated(plan: Plan, profile: Profile) -> str | None:
     """That the plan's drafts attend by kernels that the profile has no rates of; None if it has those it needs."""
     if not plan.speculation.sparse or SPARSE_CLASS in profile.classes:
         return None
-    return f"kernels of {draft_selection(plan).name!r} not calibrated on {profile.device}: run `ridgeplan calibrate`"
+    return f"not calibrated on {profile.device}: kernels of {draft_selection(plan).name!r}; run `ridgeplan calibrate`"
 
 
 def exceeds_window(plan: Plan, shape: ModelShape) -> bool:
