@@ -8,7 +8,6 @@ from ridgeplan import planner
 from ridgeplan.planner.plan import KVFormat
 from ridgeplan.planner.quality import Quality, quality_of
 from ridgeplan.planner.search import Objective, Question, search
-from ridgeplan.planner.search.choice import TOLERANCE
 from ridgeplan.planner.search_space import families
 from ridgeplan.planner.support import missing_execution
 from ridgeplan.roofline.catalog.models import load_shape
@@ -29,11 +28,6 @@ def test_the_best_of_all_is_the_fastest_that_fits_and_is_allowed(h200_profile, q
     allowed = [one for one in search(question) if quality.allows(quality_of(one.plan))]
     fastest = min((one for one in allowed if one.peak_bytes <= answer.memory_limit_bytes), key=lambda one: one.tpot_s)
     best = answer.best_estimated
-    if quality is not Quality.LOSSY:  # everything that they allow and that is fast runs
-        assert best is None
-        assert not missing_execution(fastest.plan)
-        assert answer.predicted.best.tpot_ms <= 1e3 * fastest.tpot_s * (1 + TOLERANCE)
-        return
     assert best.plan == fastest.plan
     assert missing_execution(best.plan)
     assert best.predicted.best.tpot_ms == pytest.approx(1e3 * fastest.tpot_s)
