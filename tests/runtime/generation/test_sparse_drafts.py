@@ -1,5 +1,7 @@
 """Sparse drafts change the speed, never the output: every policy on every cache, across flushes, in ragged batches."""
 
+import functools
+
 import pytest
 
 from ridgeplan import runtime
@@ -34,6 +36,18 @@ def generate(plan, folder, prompts, new_tokens=NEW):
 
 
 @pytest.fixture(scope="module")
+def once():
+    """`generate`, which gives the same result again for what it was asked before: plans are compared with one."""
+    return functools.cache(
+        lambda plan, folder, prompts, new_tokens=NEW: generate(plan, folder, list(map(list, prompts)), new_tokens)
+    )
+
+
+def frozen(prompts):
+    return tuple(map(tuple, prompts))
+
+
+@pytest.fixture(scope="module")
 def plain(tiny_model, make_plan, prompts):
     """Tokens of plain decoding by the KV format that the target reads."""
     folder = tiny_model(agreeable=True).folder
@@ -57,13 +71,13 @@ def test_sparse_drafts_change_nothing(kv, codes, selection, plain, tiny_model, m
 
 @pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("kv, codes", CACHES)
-def test_drafts_that_may_read_everything_do(kv, codes, selection, tiny_model, make_plan, prompts):
+def test_drafts_that_may_read_everything_do(kv, codes, selection, once, tiny_model, make_plan, prompts):
     """With a ratio of 1 every draft reads what one that selects nothing reads, across flushes."""
     if (kv, selection) == ("bf16", "progressive"):
         pytest.skip("2-bit keys are those of codes")
     folder, ids = tiny_model().folder, prompts(*LENGTHS)
     options = SELECTIONS[selection] | {"ratio": 1.0}
-    every = generate(make_plan(kv, 2, batch=3, codes=codes), folder, ids, 40)
+    every = once(make_plan(kv, 2, batch=3, codes=codes), folder, frozen(ids), 40)
     chosen = generate(make_plan(kv, 2, batch=3, codes=codes, selection=selection, **options), folder, ids, 40)
     assert chosen.tokens == every.tokens
     counted = "judged", "accepted", "rounds", "flushes"
@@ -74,12 +88,12 @@ def test_drafts_that_may_read_everything_do(kv, codes, selection, tiny_model, ma
 
 @pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("kv, codes", [("int4x2", "upper"), ("bf16+int4", "full")])
-def test_drafts_choose_among_what_an_eviction_left(kv, codes, selection, tiny_model, make_plan, prompts):
+def test_drafts_choose_among_what_an_eviction_left(kv, codes, selection, once, tiny_model, make_plan, prompts):
     """Output is that of the evicted target; and with a ratio of 1, drafts read all of its cache."""
     folder, ids, small = tiny_model(agreeable=True).folder, prompts(*LENGTHS), SMALL | SELECTIONS[selection]
     evicted = {"batch": 3, "evict": "dapq", "budget": 45}
-    plain = generate(make_plan(kv, **evicted), folder, ids)
-    every = generate(make_plan(kv, 3, codes=codes, **evicted), folder, ids)
+    plain = once(make_plan(kv, **evicted), folder, frozen(ids))
+    every = once(make_plan(kv, 3, codes=codes, **evicted), folder, frozen(ids))
     few, all_of_it = (
         generate(make_plan(kv, 3, codes=codes, selection=selection, **evicted, **options), folder, ids)
         for options in (small, small | {"ratio": 1.0})
