@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeplan.kernels.attention.scores import ScoreRequest
-from ridgeplan.kernels.attention.triton_blocks import _dot, _key_scores
+from ridgeplan.kernels.attention.triton_blocks import key_scores
+from ridgeplan.kernels.device.dot_triton import dot
 from ridgeplan.kernels.device.nibbles_triton import centred_affine, centred_codes
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 
@@ -36,7 +37,7 @@ def _group_logits(q, row, valid, at, scale, key_upper, key_lower, key_scale, key
     scaled0, scaled1 = (first_q * (step0 * scale)[None, :]).to(dtype), (second_q * (step1 * scale)[None, :]).to(dtype)
     byte = (at * GROUP + tl.arange(0, GROUP))[:, None] * HALF_DIM + channels[None, :]
     first, second = centred_codes(key_upper, key_lower, byte, BITS, dtype)
-    return _key_scores(first, second, scaled0, scaled1, bias)
+    return key_scores(first, second, scaled0, scaled1, bias)
 
 
 # Arguments that change within a generation (cache sizes, the scores' width) must not trigger recompilation.
@@ -78,7 +79,7 @@ def _scores_kernel(
             )
             k_tile = tl.load(slot + channels, mask=(token < stop)[:, None], other=0.0)
             logits = tl.zeros([ROWS, BLOCK], tl.float32)
-            logits = _dot(q_tile, tl.trans(k_tile.to(q_tile.dtype)), logits) * scale
+            logits = dot(q_tile, tl.trans(k_tile.to(q_tile.dtype)), logits) * scale
         if PROBABILITIES:
             at = (batch * QUERIES + query) * (KV_HEADS * RATIO) + head
             norm = tl.load(lse + at, mask=valid, other=0.0) / LN_2

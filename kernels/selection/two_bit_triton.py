@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ridgeplan.kernels.attention.triton_blocks import _dot
+from ridgeplan.kernels.device.dot_triton import dot
 from ridgeplan.kernels.device.nibbles_triton import INTERPRETED
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes
@@ -74,7 +74,7 @@ def _add_quarter(
     zeros = x * zero[None, :]
     if dtype == tl.bfloat16:
         zeros -= 128 * scaled.to(tl.float32)  # of the rounded queries, so that the offset cancels
-    return _dot(scaled, tl.trans(codes), scores), bias + tl.sum(zeros, 1)
+    return dot(scaled, tl.trans(codes), scores), bias + tl.sum(zeros, 1)
 
 
 @triton.jit(do_not_specialize=["scale", "capacity"])

@@ -7,19 +7,9 @@ halves of the channels, acc0 and acc1 [rows, head_dim / 2], as a byte of codes h
 import triton
 import triton.language as tl
 
-from ridgeplan.kernels.attention.triton_blocks import _dot
+from ridgeplan.kernels.attention.triton_blocks import softmax_step
+from ridgeplan.kernels.device.dot_triton import dot
 from ridgeplan.kernels.device.nibbles_triton import centred_affine, centred_codes
-
-
-@triton.jit
-def _probabilities(row_max, row_sum, scores):
-    """(new row_max, new row_sum, factor of what was summed before, probabilities) of a block's base-2 scores."""
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    # A row without any token so far has row_max = -inf; using 0 instead makes p 0, not NaN.
-    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale = tl.exp2(row_max - shift)
-    p = tl.exp2(scores - shift[:, None])
-    return new_max, row_sum * rescale + tl.sum(p, 1), rescale, p
 
 
 @triton.jit
@@ -83,10 +73,10 @@ def gathered_block(
     first, second = centred_codes(key_upper, key_lower, row, BITS, dtype)
     at = group[:, None] * HEAD_DIM + channels
     scores = tl.zeros([q0.shape[0], token.shape[0]], tl.float32)
-    scores = _dot(q0, tl.trans(_key_half(first, key_scale, key_min, at, seen, BITS, dtype)), scores)
-    scores = _dot(q1, tl.trans(_key_half(second, key_scale, key_min, at + HALF_DIM, seen, BITS, dtype)), scores)
+    scores = dot(q0, tl.trans(_key_half(first, key_scale, key_min, at, seen, BITS, dtype)), scores)
+    scores = dot(q1, tl.trans(_key_half(second, key_scale, key_min, at + HALF_DIM, seen, BITS, dtype)), scores)
     scores = tl.where(inside[None, :], scores * scale, float("-inf"))
-    row_max, row_sum, rescale, p = _probabilities(row_max, row_sum, scores)
+    row_max, row_sum, rescale, p = softmax_step(row_max, row_sum, scores)
     if VALUE_ROWS:
         first, second = centred_codes(value_upper, value_lower, row, BITS, dtype)
     else:
@@ -96,8 +86,8 @@ def gathered_block(
         second = _transposed_half(value_upper, value_lower, byte + HALF_DIM * HALF_GROUP, shift, seen, BITS, dtype)
     bias = tl.sum(p * value_zero[None, :], 1)[:, None]
     weights = (p * value_step[None, :]).to(dtype)
-    acc0 = _dot(weights, first, acc0 * rescale[:, None] + bias)
-    acc1 = _dot(weights, second, acc1 * rescale[:, None] + bias)
+    acc0 = dot(weights, first, acc0 * rescale[:, None] + bias)
+    acc1 = dot(weights, second, acc1 * rescale[:, None] + bias)
     return row_max, row_sum, acc0, acc1
 
 
@@ -126,11 +116,11 @@ def slots_block(
     key = keys + slots.to(tl.int64)[:, None] * key_stride + channels
     value = values + slots.to(tl.int64)[:, None] * value_stride + channels
     scores = tl.zeros([q0.shape[0], slots.shape[0]], tl.float32)
-    scores = _dot(q0, tl.trans(tl.load(key, mask=seen, other=0.0).to(q0.dtype)), scores)
-    scores = _dot(q1, tl.trans(tl.load(key + HALF_DIM, mask=seen, other=0.0).to(q0.dtype)), scores)
+    scores = dot(q0, tl.trans(tl.load(key, mask=seen, other=0.0).to(q0.dtype)), scores)
+    scores = dot(q1, tl.trans(tl.load(key + HALF_DIM, mask=seen, other=0.0).to(q0.dtype)), scores)
     scores = tl.where((slots[None, :] < limit[:, None]) & inside[None, :], scores * scale, float("-inf"))
-    row_max, row_sum, rescale, p = _probabilities(row_max, row_sum, scores)
+    row_max, row_sum, rescale, p = softmax_step(row_max, row_sum, scores)
     weights = p.to(q0.dtype)
-    acc0 = _dot(weights, tl.load(value, mask=seen, other=0.0).to(q0.dtype), acc0 * rescale[:, None])
-    acc1 = _dot(weights, tl.load(value + HALF_DIM, mask=seen, other=0.0).to(q0.dtype), acc1 * rescale[:, None])
+    acc0 = dot(weights, tl.load(value, mask=seen, other=0.0).to(q0.dtype), acc0 * rescale[:, None])
+    acc1 = dot(weights, tl.load(value + HALF_DIM, mask=seen, other=0.0).to(q0.dtype), acc1 * rescale[:, None])
     return row_max, row_sum, acc0, acc1
