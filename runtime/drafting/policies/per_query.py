@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ridgeplan.kernels.selection.top_k import top_k
 from ridgeplan.runtime.drafting.policies.sparse import SparsePolicy, TokenIndex
 
 
@@ -26,10 +24,4 @@ class PerQueryPolicy(SparsePolicy):
         raise NotImplementedError
 
     def select(self, layer: int, query: Tensor) -> TokenIndex:
-        scores = self.query_scores(layer, query)
-        scores[..., : -(-self.selection.sinks // self.page)] = torch.inf
-        sets, rows = scores.shape[:2], self.cache.rows
-        pages, wanted = self.old()[:rows] // self.page, -(-self.budget()[:rows] // self.page)
-        lengths, k = (x[:, None].expand(sets).flatten().int() for x in (pages, wanted))
-        index, count = top_k(scores.flatten(0, 1), lengths, k, -(-self.max_budget // self.page))
-        return TokenIndex(index.unflatten(0, sets), count.unflatten(0, sets), self.page)
+        return TokenIndex(*self.best(self.query_scores(layer, query), self.page), self.page)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ridgeplan.kernels.selection.top_k import top_k
 from ridgeplan.planner.axes.draft_selection import SparseSelection
 from ridgeplan.runtime.drafting.policies.sparse import SparsePolicy, TokenIndex
 from ridgeplan.runtime.kv.cache import Cache
@@ -41,12 +40,7 @@ class RankedPolicy(SparsePolicy):
         scores = self.scores.sum(2, keepdim=True) if self.shared else self.scores.clone()
         if self.page > 1:
             scores = functional.avg_pool1d(scores.flatten(0, 2), self.page).unflatten(0, scores.shape[:3])
-        scores[..., : -(-self.selection.sinks // self.page)] = torch.inf
-        pages, wanted = self.old() // self.page, -(-self.budget() // self.page)
-        sets = scores.shape[:3]
-        lengths, k = (x[None, :, None].expand(sets).flatten().int() for x in (pages, wanted))
-        index, count = top_k(scores.flatten(0, 2), lengths, k, -(-self.max_budget // self.page))
-        self._chosen = index.unflatten(0, sets), count.unflatten(0, sets)
+        self._chosen = self.best(scores, self.page)
 
     def select(self, layer: int, query: Tensor) -> TokenIndex:
         assert self._chosen is not None, "a round has begun"

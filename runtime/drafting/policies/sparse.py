@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.selection.top_k import top_k
 from ridgeplan.kernels.sparse_attention import sparse_decode_attention
 from ridgeplan.planner.axes.draft_selection import SparseSelection
 from ridgeplan.runtime.drafting.policies.base import DraftPolicy
@@ -72,6 +73,18 @@ class SparsePolicy(DraftPolicy):
         selection = self.selection
         total = max(math.ceil(selection.ratio * self.cache.config.longest), selection.floor, selection.sinks, 1)
         return min(total, self.candidates)
+
+    def best(self, scores: Tensor, page: int) -> tuple[Tensor, Tensor]:
+        """The best pages within the budget, sinks always among them: index and count, as `top_k` has them.
+
+        scores: float32 [..., rows, sets, pages], of the cache's first rows; they are written to.
+        """
+        scores[..., : -(-self.selection.sinks // page)] = torch.inf
+        sets = scores.shape[:-1]
+        pages, wanted = self.old()[: sets[-2]] // page, -(-self.budget()[: sets[-2]] // page)
+        lengths, k = (x[:, None].expand(sets).flatten().int() for x in (pages, wanted))
+        index, count = top_k(scores.flatten(0, -2), lengths, k, -(-self.max_budget // page))
+        return index.unflatten(0, sets), count.unflatten(0, sets)
 
     def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
         every = super().draft_metadata(ahead, queries)
