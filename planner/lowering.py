@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ridgeplan.planner.axes.draft_selection import AllTokens, Progressive
 from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan, require
 from ridgeplan.planner.policies import draft_selection, evicted_to, eviction_settings, target_selection
 from ridgeplan.planner.policies.eviction.budgets import kept_tokens
@@ -24,9 +23,10 @@ from ridgeplan.roofline.latency import (
     prefill_attention_kind,
 )
 from ridgeplan.roofline.passes import weight_bytes
+from ridgeplan.roofline.sparsity.sparse_ops import TWO_BITS, UPPER_BITS
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
 
-DRAFT_PLANE_BITS = 6  # 2-bit keys and 4-bit values by token, per element of the keys
+DRAFT_PLANE_BITS = TWO_BITS + UPPER_BITS  # of keys, and of values by token, per element of the keys
 CODE_PLANES = {KVFormat.FULL: 0, KVFormat.SHADOW: 1, KVFormat.INT8: 2, KVFormat.HIERARCHICAL: 2}
 
 
@@ -63,7 +63,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         offload_budget=plan.placement.budget or UNLIMITED_TOKENS,
         target_budget=plan.attention.budget or UNLIMITED_TOKENS,
         draft_ratio=speculation.ratio,
-        draft_floor_tokens=getattr(speculation.selection, "floor", 0),
+        draft_floor_tokens=speculation.selection.least_tokens,
         target_run_tokens=target_choosing.run_of(shape.kv_heads),
         draft_run_tokens=choosing.run_of(shape.kv_heads),
         target_scored_keys=target_choosing.scored_keys_of(shape.layers),
@@ -91,10 +91,9 @@ def _mean_kept(plan: Plan, layers: int) -> float:
 def rates_of(plan: Plan, shape: ModelShape, machine: Machine) -> StrategyRates:
     """Rates of the kernel classes that the plan's formats and its drafts' selection use."""
     found = dense_rates_of(plan, shape, machine)
-    selection = plan.speculation.selection
-    if isinstance(selection, AllTokens):
+    kind = plan.speculation.selection.attention_class
+    if kind is None:
         return found
-    kind = "progressive_attention" if isinstance(selection, Progressive) else "sparse_attention"
     return replace(found, draft=replace(found.draft, attention=machine.rates[kind]))
 
 

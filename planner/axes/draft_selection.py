@@ -32,6 +32,12 @@ class DraftSelection(PlanPart):
 
     per_query: ClassVar[bool] = False  # chosen anew by every draft's query, else once a round
     needs_codes: ClassVar[bool] = False  # in the cache, whether drafts read them or not
+    attention_class: ClassVar[str | None] = None  # of kernels that attend to chosen tokens; None where all are read
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens that a draft reads at least, if the cache has as many."""
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +60,13 @@ class SparseSelection(DraftSelection):
     floor: int = whole(0, MAX_TOKENS, default=256)
     sinks: int = whole(0, MAX_KEPT, default=SINKS)
     recent: int = whole(1, MAX_KEPT, default=128)
+
+    attention_class: ClassVar[str | None] = "sparse_attention"
+
+    @property
+    def least_tokens(self) -> int:
+        """See `DraftSelection`."""
+        return self.floor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +131,7 @@ class Progressive(SparseSelection):
 
     per_query: ClassVar[bool] = True
     needs_codes: ClassVar[bool] = True
+    attention_class: ClassVar[str | None] = "progressive_attention"
 
 
 @dataclass(frozen=True, kw_only=True)

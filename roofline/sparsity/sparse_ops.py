@@ -15,12 +15,16 @@ UPPER_BITS = 4  # of a code that drafts read
 TOP_K_PASSES = 6  # over the scores: four digits of a radix select, a count and a compaction
 
 
+def two_bit_key_bits(group: Term) -> Term:
+    """Bits that a scan reads of a key's element: two, and a scale and a minimum for the tokens of a group."""
+    return TWO_BITS + 2 * 8 * METADATA_BYTES / group
+
+
 def two_bit_scan(batch: Term, q_heads: Term, kv_heads: Term, head_dim: Term, tokens: Term, group: Term) -> Cost:
     """Scores of `tokens` tokens per sequence from 2-bit keys, with the scales and minima of the keys' upper codes."""
-    scales = batch * kv_heads * head_dim * tokens / group * 2 * METADATA_BYTES
     return Cost(
         flops=2 * batch * q_heads * head_dim * tokens,
-        read_bytes=code_bytes(batch, kv_heads * head_dim, tokens, TWO_BITS) + scales,
+        read_bytes=batch * kv_heads * head_dim * tokens * two_bit_key_bits(group) / 8,
         write_bytes=batch * kv_heads * tokens * SCORE_BYTES,
     )
 

@@ -12,8 +12,9 @@ from ridgeplan.planner.axes.draft_selection import Progressive
 from ridgeplan.planner.plan import DraftCodes, KVCache, KVFormat, Plan, Speculation, Workload
 from ridgeplan.planner.policies.policy import Role, SelectionCost, TokenSelection
 from ridgeplan.planner.policies.selection.quantspec import quantspec
+from ridgeplan.roofline.sparsity.sparse_ops import two_bit_key_bits
 
-TWO_BIT_KEYS = (2 + 2 * 16 / 128) / 16  # 2 bits and a 16-bit scale and minimum per channel and 128 tokens, of 16 bits
+TWO_BIT_KEYS = two_bit_key_bits(128) / 16  # of keys in 16 bits
 
 
 def cost(_: Progressive) -> SelectionCost:
