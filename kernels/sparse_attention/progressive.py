@@ -44,8 +44,8 @@ def progressive_attention(
     only). Its calls on one device must not overlap. It is not chosen by itself yet: its CTAs wait for one another, and
     that has not been run on a device.
 
-    Raises ValueError as `two_bit_scores` and `sparse_decode_attention` do, and for k that is not int32 [B]. Raises
-    NotImplementedError where "cuda" does not support the device or the shapes.
+    Raises ValueError as `two_bit_scores` and `sparse_decode_attention` do, and for k that is not int32 [B],
+    and for "cuda" where it does not support the device or the shapes.
     """
     check_scan(q, codes, planes, groups, lse)
     require_rows(codes.batch, torch.int32, begin=begin, end=end, k=k)
@@ -53,7 +53,7 @@ def progressive_attention(
     if backend == "cuda":
         kernel = find_kernel(q, keys, values, codes)
         if kernel is None:
-            raise NotImplementedError("the fused kernel needs Hopper, bf16 or fp16 and codes of 128 tokens")
+            raise ValueError("backend 'cuda' needs Hopper, bf16 or fp16, and codes of 128 tokens")
         return kernel.run(q, keys, values, begin, end, codes, planes, groups, k, lse, sinks, scale)
     scores = two_bit_scores(q, codes, planes, groups, lse, scale=scale, backend=backend)
     scores[:, :, :sinks] = torch.inf
