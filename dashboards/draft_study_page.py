@@ -1,4 +1,4 @@
-"""The study of sparse drafts as one HTML file that loads nothing: tables, and acceptance by position and by ratio."""
+"""The study of sparse drafts as a page: tables, and acceptance by position and by ratio."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from html import escape
 from typing import Any
 
 import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
 
-from ridgeplan.dashboards.validation_page import POLICY, STYLE, figure_html, table
+from ridgeplan.dashboards.html_page import figure_html, html_page, table
 
 SHOWN_RATIO = 0.07  # of the plot by position, or the nearest measured one
 SYMBOLS = {"bf16": "circle", "kv4": "square", "w4kv4": "diamond"}
@@ -18,14 +17,9 @@ SYMBOLS = {"bf16": "circle", "kv4": "square", "w4kv4": "diamond"}
 def page(document: Mapping[str, Any]) -> str:
     """The HTML of the study's JSON."""
     contexts = dict.fromkeys(row["context"] for row in document["rows"])
-    title = f"Sparse drafts of {escape(document['model'])} on {escape(document['text'])}"
-    parts = "\n".join(part for context in contexts for part in _context(document["rows"], context))
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>{title}</title><style>{STYLE}</style><script>{get_plotlyjs()}</script></head>"
-        f"<body><h1>{title}</h1>\n{parts}\n</body></html>\n"
-    )
+    title = f"Sparse drafts of {document['model']} on {document['text']}"
+    parts = (part for context in contexts for part in _context(document["rows"], context))
+    return html_page(title, (f"<h1>{escape(title)}</h1>", *parts))
 
 
 def _context(rows: Iterable[Mapping[str, Any]], context: int) -> list[str]:

@@ -29,7 +29,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "roofline.symbolic": ({"roofline", "roofline.catalog"}, MODEL),
     "roofline.papers": ({"roofline", "roofline.catalog", "roofline.symbolic"}, MODEL),
     "planner.axes": ({"roofline.catalog", "roofline.execution"}, MODEL),
-    "planner.policies.selection": ({"planner.axes", "planner.plan", "planner.policies"}, MODEL),
+    "planner.policies.selection": ({"planner.axes", "planner.plan", "planner.policies", "roofline.sparsity"}, MODEL),
     "planner.policies.eviction": (
         {"planner.plan", "planner.policies", "planner.policies.selection", "roofline.catalog", "roofline.strategy"},
         MODEL,
@@ -59,7 +59,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {
             "planner.acceptance", "planner.axes", "planner.policies", "planner.policies.eviction",
             "planner.policies.selection", "planner.search", "roofline", "roofline.catalog",
-            "roofline.catalog.weight_formats", "roofline.symbolic",
+            "roofline.catalog.weight_formats", "roofline.sparsity", "roofline.symbolic",
         },
         MODEL,
     ),
@@ -210,7 +210,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "dashboards.cli.study": (
         {
-            "dashboards.cli", "dashboards.cli.acceptance", "dashboards.draft_study_page", "dashboards.study_charts",
+            "dashboards.cli", "dashboards.cli.acceptance", "dashboards.draft_study_page", "dashboards.html_page",
+            "dashboards.study_charts",
             "roofline.catalog", "validate", "validate.studies",
         },
         None,

@@ -76,12 +76,11 @@ def _write_plots(document: Mapping[str, Any], path: Path) -> None:
         click.echo("note: plotly is not installed, so no HTML is written", err=True)
         return
     from ridgeplan.dashboards import study_charts
+    from ridgeplan.dashboards.html_page import figure_html, html_page
 
     rows = document["figures"]
-    charts = [draw(rows) for draw in (study_charts.similarities, study_charts.offsets, study_charts.recalls,
-                                      study_charts.attentions)]  # fmt: skip
-    parts = [chart.to_html(full_html=False, include_plotlyjs=index == 0) for index, chart in enumerate(charts)]
-    write_atomically(path, f'<!doctype html><meta charset="utf-8"><title>DapQ</title>{"".join(parts)}\n')
+    charts = (study_charts.similarities, study_charts.offsets, study_charts.recalls, study_charts.attentions)
+    write_atomically(path, html_page("DapQ", (figure_html(draw(rows)) for draw in charts)))
 
 
 def _print(document: Mapping[str, Any]) -> None:
