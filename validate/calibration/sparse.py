@@ -22,7 +22,6 @@ from ridgeplan.validate.calibration.attention import KV_GROUP, DecodeSize, rando
 from ridgeplan.validate.timing import Bench, Trial
 
 RATIO = 0.07  # of the tokens that drafts read
-UPPER_BITS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +126,7 @@ class SparseDraft:
         size, heads = self.size, self.size.heads
         shape, splits = (size.batch, 1, heads.q_heads, heads.kv_heads, heads.head_dim), self._splits
         attending = sparse_ops.sparse_attention(
-            *shape, self.chosen, size.full_tokens, UPPER_BITS, self.bench.element_bytes, KV_GROUP, splits,
+            *shape, self.chosen, size.full_tokens, sparse_ops.UPPER_BITS, self.bench.element_bytes, KV_GROUP, splits,
             self.index.numel(),
         )  # fmt: skip
         return attending + merge(size.batch, 1, heads.q_heads, heads.head_dim, splits, self.bench.element_bytes)
