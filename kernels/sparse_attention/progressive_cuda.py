@@ -1,8 +1,4 @@
-"""CUDA C++ kernel of progressive attention (csrc/), compiled at first use: scan, choice and attention in one launch.
-
-Scores are compared in steps of 1/32 of a power of two, and all tokens whose step is at least the k-th's are read, so a
-few more than k may be.
-"""
+"""CUDA C++ kernel of progressive attention (csrc/), compiled at first use: scan, choice and attention in one launch."""
 
 from __future__ import annotations
 
@@ -23,13 +19,11 @@ from ridgeplan.kernels.kv_cache.quantized_planes import GROUP, HEAD_DIMS, Quanti
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes
 
 SOURCE, ENTRY = "sparse_attention/csrc/progressive.cu", "progressive"
-THREADS, WARPS, BINS = 512, 16, 2048
+THREADS, WARPS, STAGES, BINS = 512, 16, 2, 1024
 MAX_HEADS = 8  # query heads of a KV head
 MAX_ROWS = 4096  # (batch row, KV head) pairs: their counters and histograms
-STATIC_BYTES = 14 << 10  # at most the kernel's static shared memory
-RESERVED_BYTES = 1024  # shared memory per CTA that the driver keeps
 ALIGNMENT = 8  # elements of 16 bytes
-INPUTS = ("q", "keys", "values", "begin", "end", "groups", "k", "lse", "histogram", "arrivals")
+INPUTS = ("q", "keys", "values", "begin", "end", "groups", "k", "lse", "threshold", "histogram", "arrivals")
 OUTPUTS = ("partial", "part_max", "part_sum", "scan_sum", "out")
 PLANES = ("two_bit", "value_rows")
 SIZES = ("batch", "kv_heads", "capacity", "group_capacity", "parts", "sinks")
@@ -42,7 +36,7 @@ STRIDES = (
 class ProgressiveParams(KernelParams):
     """See csrc/params.cuh."""
 
-    constants = MappingProxyType({"THREADS": THREADS, "BINS": BINS, "GROUP": GROUP})
+    constants = MappingProxyType({"THREADS": THREADS, "STAGES": STAGES, "BINS": BINS, "GROUP": GROUP})
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (*INPUTS, *OUTPUTS, *PLANES)),
@@ -66,13 +60,15 @@ class ProgressiveVariant:
         """Compile-time configuration (csrc/config.cuh)."""
         return [f"-DHEAD_DIM={self.head_dim}", f"-DHEADS={self.heads}", f"-DBF16={int(self.bf16)}"]
 
-    def shared_bytes(self, groups: int) -> int:
-        """Dynamic shared memory of a CTA with `groups` groups: their tokens' scores, later the warps' results."""
-        return max(2 * GROUP * groups, 4 * WARPS * self.heads * self.head_dim)
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a CTA: the warps' stages, later their results."""
+        stage = GROUP * self.head_dim // 4 + 2 * 2 * self.head_dim
+        return WARPS * max(STAGES * stage, 4 * self.heads * self.head_dim)
 
 
 def parts_of(rows: int, num_sms: int) -> int:
-    """CTAs of a row: all CTAs are resident at once, where a row's wait for each other."""
+    """CTAs of a row: as many as run at once."""
     return max(1, num_sms // rows)
 
 
@@ -86,14 +82,8 @@ class ProgressiveKernel:
     compiled: Any
     variant: ProgressiveVariant
     num_sms: int
-    max_shared_bytes: int
     histogram: Tensor
     arrivals: Tensor
-
-    def fits(self, rows: int, groups: int) -> bool:
-        """Whether `rows` rows of `groups` groups fit the counters and a CTA's shared memory."""
-        own = -(-groups // parts_of(rows, self.num_sms))
-        return rows <= MAX_ROWS and self.variant.shared_bytes(own) <= self.max_shared_bytes
 
     def run(
         self,
@@ -107,6 +97,7 @@ class ProgressiveKernel:
         groups: Tensor,
         k: Tensor,
         lse: Tensor,
+        threshold: Tensor,
         sinks: int,
         scale: float,
     ) -> Tensor:
@@ -124,6 +115,7 @@ class ProgressiveKernel:
             values=values,
             **{name: tensor.contiguous() for name, tensor in lengths.items()},
             lse=lse,
+            threshold=threshold,
             histogram=self.histogram,
             arrivals=self.arrivals,
             partial=partial,
@@ -139,9 +131,8 @@ class ProgressiveKernel:
             **dict(zip(STRIDES, _strides(q, keys, values), strict=True)),
             scale=scale,
         )
-        shared_bytes = self.variant.shared_bytes(-(-codes.groups // parts))
         with torch.cuda.device(q.device):
-            launch_with_pdl(self.compiled, (rows * parts, 1, 1), (THREADS, 1, 1), params, shared_bytes)
+            launch_with_pdl(self.compiled, (rows * parts, 1, 1), (THREADS, 1, 1), params, self.variant.shared_bytes)
         return out
 
 
@@ -149,7 +140,7 @@ def find_kernel(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV) -> 
     """The kernel that computes this call, or None: then the separate kernels do.
 
     It needs Hopper or newer, codes in groups of 128, head_dim 64 or 128, at most 8 query heads per KV head, one 16-bit
-    dtype, rows of the buffers that 16-byte loads can read, and scores that fit the shared memory.
+    dtype, and rows of the buffers that 16-byte loads can read.
     """
     if not q.is_cuda or torch.version.cuda is None or codes.group != GROUP or q.shape[3] not in HEAD_DIMS:
         return None
@@ -158,25 +149,23 @@ def find_kernel(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV) -> 
     heads = q.shape[2] // codes.kv_heads
     if heads > MAX_HEADS or torch.cuda.get_device_capability(q.device) < (9, 0):
         return None
-    if not all(map(_aligned, (q, keys, values))):
+    if codes.batch * codes.kv_heads > MAX_ROWS or not all(map(_aligned, (q, keys, values))):
         return None
-    kernel = _compiled(ProgressiveVariant(q.shape[3], heads, q.dtype == torch.bfloat16), q.device)
-    return kernel if kernel is not None and kernel.fits(codes.batch * codes.kv_heads, codes.groups) else None
+    return _compiled(ProgressiveVariant(q.shape[3], heads, q.dtype == torch.bfloat16), q.device)
 
 
 @cache
 def _compiled(variant: ProgressiveVariant, device: torch.device) -> ProgressiveKernel | None:
     """None, with one warning, if the kernel does not compile."""
     found = torch.cuda.get_device_properties(device)
-    max_shared_bytes = found.shared_memory_per_multiprocessor - RESERVED_BYTES - STATIC_BYTES
     fallback = "the CUDA kernel of progressive attention does not compile, Triton's run instead"
     text = program(SOURCE, ProgressiveParams)
-    kernel = compile_kernel(text, ENTRY, variant.options, device, shared_bytes=max_shared_bytes, fallback=fallback)
+    kernel = compile_kernel(text, ENTRY, variant.options, device, shared_bytes=variant.shared_bytes, fallback=fallback)
     if kernel is None:
         return None
     histogram = torch.zeros(MAX_ROWS, BINS, dtype=torch.int32, device=device)
-    arrivals = torch.zeros(MAX_ROWS, 2, dtype=torch.int32, device=device)
-    return ProgressiveKernel(kernel, variant, found.multi_processor_count, max_shared_bytes, histogram, arrivals)
+    arrivals = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
+    return ProgressiveKernel(kernel, variant, found.multi_processor_count, histogram, arrivals)
 
 
 def _aligned(tensor: Tensor) -> bool:

@@ -182,8 +182,9 @@ def test_progressive_attention(head_dim: int, heads: int, bf16: bool, compile_cu
     made = compile_cuda(text, progressive.ENTRY, tuple(variant.options))
     assert made.warnings == []
     assert made.registers * progressive.THREADS <= REGISTERS
-    assert made.spilled <= (192 if head_dim == 128 else 0)
-    assert made.shared <= progressive.STATIC_BYTES
+    print("REGS", made.registers, made.spilled, made.shared)
+    assert made.spilled == 0
+    assert made.shared + variant.shared_bytes <= H200.sm_bytes - 1024  # the driver keeps 1 KiB
 
 
 def test_another_layout_of_the_arguments_does_not_compile(compile_cuda: Compile) -> None:

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "queries.cuh"
+#include "stages.cuh"
 
 constexpr int OUT_TILES = HEAD_DIM / 16;  // of 16 channels: eight of the lower half, eight of the upper
 
@@ -44,22 +45,23 @@ struct Partial {
 struct ChosenTokens {
     static constexpr int PLANES = 2, COUNT = Runs<PLANES>::COUNT, WORDS = Runs<PLANES>::WORDS;
     static constexpr int VALUE_WORDS = HALF_DIM / 32;  // of a token's values that a lane reads
-    u32 own[COUNT][2];
+    const LaneQueries& queries;  // in pairs
     float logit_scale;
 
-    __device__ __forceinline__ ChosenTokens(const ProgressiveParams& p, const Query& query)
-        : logit_scale(p.scale * LOG2_E * power_of_two(query.exponent)) {
-        query.scaled<PLANES>(own);
-    }
+    __device__ __forceinline__ ChosenTokens(
+        const ProgressiveParams& p, const Query& query, const LaneQueries& queries
+    ) : queries(queries), logit_scale(p.scale * LOG2_E * power_of_two(query.exponent)) {}
     // Scaled queries of a group, and what its products start from; a code arrives as 1024 + U or 1024 + 16 U.
-    __device__ __forceinline__ float scale_queries(u32 (&scaled)[COUNT][2], const u16* scales, const u16* minima) const {
+    __device__ __forceinline__ float scale_queries(u32 (&scaled)[COUNT][2], const Stage& stage) const {
+        u32 own[COUNT][2];
+        queries.load(own);
         float start[4] = {};
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             const int channel = Runs<PLANES>::channel(i, threadIdx.x % 4);
             u32 s[2], z[2];
-            load_words(s, scales + channel);
-            load_words(z, minima + channel);
+            load_shared(s, stage.scale + channel);
+            load_shared(z, stage.minimum + channel);
             scaled[i][0] = mul_half2(own[i][0], first_pair(s[0], s[1]));
             scaled[i][1] = mul_half2(own[i][1], second_pair(s[0], s[1]));
             if (i >= WORDS) scaled[i][0] = mul_half2(scaled[i][0], 0x2C002C00u);  // / 16
@@ -71,12 +73,11 @@ struct ChosenTokens {
     }
     // Attends to `count` tokens of group `group` (of all rows), whose places in it `places` lists.
     __device__ __forceinline__ void attend(
-        Partial& partial, const ProgressiveParams& p, i64 group, const u8* places, int count
+        Partial& partial, const ProgressiveParams& p, i64 group, const Stage& stage, const u8* places, int count
     ) const {
         const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
         u32 scaled[COUNT][2];
-        const float start = scale_queries(scaled, p.key_codes.scale + group * HEAD_DIM,
-                                          p.key_codes.minimum + group * HEAD_DIM);
+        const float start = scale_queries(scaled, stage);
         const u8* keys = p.key_codes.upper + group * GROUP * HALF_DIM + 4 * WORDS * c;
         const u8* values = p.value_rows + group * GROUP * HALF_DIM + 4 * VALUE_WORDS * g;
         for (int first = 0; first < count; first += TILE) {

@@ -7,9 +7,11 @@ struct ProgressiveParams {
     const u16 *q, *keys, *values;
     // Per batch row: visible full-precision slots, visible quantized groups, tokens to choose of these.
     const int *begin, *end, *groups, *k;
-    float* lse;      // [batch, q_heads], natural logarithms, of the scan before; this scan's at the end
-    u32* histogram;  // [row, BINS], zero before and after the call; a row is a (batch row, KV head)
-    u32* arrivals;   // [row, 2], likewise
+    // Of the call before, and this one's at the end, natural logarithms: log-sum-exps of the scan [batch, q_heads], and
+    // the least score that is chosen [row]; a row is a (batch row, KV head).
+    float *lse, *threshold;
+    u32* histogram;  // [row, BINS], zero before and after the call
+    u32* arrivals;   // [row], likewise
     float* partial;  // [row, part, HEADS, HEAD_DIM], relative to part_max
     float *part_max, *part_sum, *scan_sum;  // [row, part, HEADS]
     u16* out;                               // [batch, q_heads, HEAD_DIM]

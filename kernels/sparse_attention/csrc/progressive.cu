@@ -1,120 +1,108 @@
 // Progressive attention of one query per sequence, for Hopper and newer: the query scores all tokens of the quantized
-// groups by their 2-bit keys, chooses the best, and attends to their 4-bit codes and to the recent tokens.
+// groups by their 2-bit keys, and attends to the 4-bit codes of the best and to the recent tokens.
 //
 // A row is a (batch row, KV head). Its `parts` CTAs take its groups in turn, so that tokens that are chosen together are
-// spread; they keep their tokens' quantized scores in shared memory, add up one histogram of these in global memory, wait
-// for each other, and attend to those of their own tokens whose score is at least the k-th's. The last CTA of a row
-// joins the partial results.
+// spread. A warp scores a group and at once attends to those tokens whose score reaches the row's threshold, which the
+// call before has left: no CTA waits for another. The last CTA of a row joins the partial results and finds the next
+// threshold in a histogram of all scores.
 
 #include "row_parts.cuh"
-#include "scan.cuh"
 
-// Attends to the chosen tokens of the warp's groups and to its share of the recent ones.
-__device__ __forceinline__ void attend_chosen(
-    Partial& partial, Shared& shared, const ProgressiveParams& p, const Query& query, const u16* bins, int row, int part,
-    int own_groups
+// Attends to the tokens of a scored group that reach the threshold, and counts all scores.
+__device__ __forceinline__ void attend_best(
+    Partial& partial, Shared& shared, const ProgressiveParams& p, const ChosenTokens& chosen, const Stage& stage,
+    i64 group, int first_token, float threshold
 ) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const ChosenTokens chosen(p, query);
     u8* const places = shared.places[warp];
-    for (int i = warp; i < own_groups; i += WARPS) {
-        int count = 0;
+    int count = 0;
 #pragma unroll
-        for (int r = 0; r < GROUP / 32; r++) {
-            const bool is_chosen = bins[i * GROUP + 32 * r + lane] >= shared.threshold;
-            const u32 mask = __ballot_sync(FULL_MASK, is_chosen);
-            if (is_chosen) places[count + __popc(mask & ((1u << lane) - 1))] = 32 * r + lane;
-            count += __popc(mask);
-        }
+    for (int r = 0; r < GROUP / 32; r++) {
+        const float score = shared.scores[warp][32 * r + lane];
+        const bool is_sink = first_token + 32 * r + lane < p.sinks, is_chosen = is_sink || score >= threshold;
+        if (!is_sink) atomicAdd(shared.histogram + bin_of(score), 1u);
+        const u32 mask = __ballot_sync(FULL_MASK, is_chosen);
+        if (is_chosen) places[count + __popc(mask & ((1u << lane) - 1))] = 32 * r + lane;
+        count += __popc(mask);
+    }
+    __syncwarp();
+    if (count) chosen.attend(partial, p, group, stage, places, count);
+}
+
+// Scores the CTA's groups and attends to the best of their tokens.
+__device__ __forceinline__ void scan_and_attend(
+    Partial& partial, Shared& shared, const ProgressiveParams& p, const Query& query, Stage* stages, int row, int part,
+    int own_groups
+) {
+    const int b = row / p.kv_heads, warp = threadIdx.x / 32;
+    const auto number = [&](int i) { return part + (warp + i * WARPS) * p.parts; };  // of the row's groups
+    const i64 base = i64(row) * p.group_capacity;
+    const int count = own_groups > warp ? (own_groups - warp + WARPS - 1) / WARPS : 0;
+    stages += warp * STAGES;
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) {
+        if (i < count) start_copy(stages[i], p, base + number(i));
+        cp_async_commit();
+    }
+    const float threshold = exp2_approx(__ldcg(p.threshold + row) * LOG2_E);
+    Scan scan(p, query, shared.scanning, b, row % p.kv_heads);
+    const ChosenTokens chosen(p, query, shared.attending);
+    for (int i = 0; i < count; i++) {
+        const int ahead = i + STAGES - 1;
+        if (ahead < count) start_copy(stages[ahead % STAGES], p, base + number(ahead));
+        cp_async_commit();
+        cp_async_wait<STAGES - 1>();
         __syncwarp();
-        if (count) chosen.attend(partial, p, i64(row) * p.group_capacity + part + i64(i) * p.parts, places, count);
+        const Stage& stage = stages[i % STAGES];
+        scan.group(stage, shared.scores[warp]);
+        __syncwarp();
+        attend_best(partial, shared, p, chosen, stage, base + number(i), number(i) * GROUP, threshold);
         __syncwarp();
     }
-    const int b = row / p.kv_heads, kv_head = row % p.kv_heads;
+    scan.store_sums(shared.scan_sums[warp]);
+}
+
+// Attends to the warp's share of the recent tokens.
+__device__ __forceinline__ void attend_recent(
+    Partial& partial, const ProgressiveParams& p, const Query& query, int row, int part
+) {
+    const int b = row / p.kv_heads, kv_head = row % p.kv_heads, warp = threadIdx.x / 32;
     const int begin = __ldcg(p.begin + b), end = min(__ldcg(p.end + b), p.capacity);
     const u16* keys = p.keys + (i64(b) * p.key_batch_stride + i64(kv_head) * p.key_head_stride) * 8;
     const u16* values = p.values + (i64(b) * p.value_batch_stride + i64(kv_head) * p.value_head_stride) * 8;
-    for (int slot = begin + (warp * p.parts + part) * TILE; slot < end; slot += WARPS * p.parts * TILE)
+    // From the last warp on: the first ones have a group more, if any.
+    for (int slot = begin + ((WARPS - 1 - warp) * p.parts + part) * TILE; slot < end; slot += WARPS * p.parts * TILE)
         attend_slots(partial, p, query, keys, values, slot, end);
-}
-
-// Joins the partial results of the row's CTAs, and leaves the counters as they were. By the last CTA to arrive.
-__device__ __forceinline__ void join_parts(const ProgressiveParams& p, int row) {
-    const i64 first = i64(row) * p.parts;
-    for (int i = threadIdx.x; i < HEADS * HEAD_DIM; i += THREADS) {
-        const int head = i / HEAD_DIM;
-        float row_max = negative_infinity(), row_sum = 0, value = 0;
-        for (int part = 0; part < p.parts; part++)
-            row_max = fmaxf(row_max, __ldcg(p.part_max + (first + part) * HEADS + head));
-        for (int part = 0; part < p.parts && row_max > negative_infinity(); part++) {
-            const float weight = exp2_approx(__ldcg(p.part_max + (first + part) * HEADS + head) - row_max);
-            row_sum += weight * __ldcg(p.part_sum + (first + part) * HEADS + head);
-            value += weight * __ldcg(p.partial + (first + part) * HEADS * HEAD_DIM + i);
-        }
-        p.out[i64(row) * HEADS * HEAD_DIM + i] = Elem::from_float(row_sum > 0 ? value / row_sum : 0);
-    }
-    for (int i = threadIdx.x; i < BINS; i += THREADS) p.histogram[i64(row) * BINS + i] = 0;
-    if (threadIdx.x == 0) p.arrivals[2 * row] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) progressive(const __grid_constant__ ProgressiveParams p) {
     extern __shared__ __align__(16) u8 dynamic[];
     __shared__ Shared shared;
-    u16* const bins = reinterpret_cast<u16*>(dynamic);      // of this CTA's tokens
-    float* const out = reinterpret_cast<float*>(dynamic);   // later: the warps' sums over values
-    const int row = blockIdx.x / p.parts, part = blockIdx.x % p.parts;
-    const int b = row / p.kv_heads, kv_head = row % p.kv_heads;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int row = blockIdx.x / p.parts, part = blockIdx.x % p.parts, b = row / p.kv_heads;
     pdl_launch_dependents();
     for (int i = threadIdx.x; i < BINS; i += THREADS) shared.histogram[i] = 0;
-    __syncthreads();
     pdl_wait();
 
     const int num_groups = min(__ldcg(p.groups + b), p.group_capacity);
     const int own_groups = num_groups > part ? (num_groups - part + p.parts - 1) / p.parts : 0;
-    const Query query(p, b, kv_head);
-    {
-        Scan scan(p, query, b, kv_head);
-        for (int i = warp; i < own_groups; i += WARPS) {
-            const int number = part + i * p.parts;
-            const i64 group = i64(row) * p.group_capacity + number;
-            scan.group(p.two_bit + (group * GROUP + lane / 4) * QUARTER + 4 * Scan::WORDS * (lane % 4),
-                       p.key_codes.scale + group * HEAD_DIM, p.key_codes.minimum + group * HEAD_DIM, number * GROUP,
-                       p.sinks, bins + i * GROUP, shared.histogram);
-        }
-        scan.store_sums(shared.scan_sums[warp]);
-    }
+    const Query query(p, b, row % p.kv_heads);
+    if (threadIdx.x / 32 == 0) shared.scanning.store<Scan::PLANES, false>(query);
+    if (threadIdx.x / 32 == 1) shared.attending.store<ChosenTokens::PLANES, true>(query);
     __syncthreads();
-    const i64 part_heads = (i64(row) * p.parts + part) * HEADS;
-    u32* const histogram = p.histogram + i64(row) * BINS;
-    for (int i = threadIdx.x; i < BINS; i += THREADS)
-        if (shared.histogram[i]) atomicAdd(histogram + i, shared.histogram[i]);
-    if (threadIdx.x < HEADS) {
-        float sum = 0;
-        for (int w = 0; w < WARPS; w++) sum += shared.scan_sums[w][threadIdx.x];
-        p.scan_sum[part_heads + threadIdx.x] = sum;
-    }
-    wait_for_row(p.arrivals + 2 * row, p.parts);
-    if (part == 0 && threadIdx.x < HEADS && num_groups > 0)
-        update_lse(p.lse + i64(row) * HEADS + threadIdx.x, p.scan_sum + part_heads + threadIdx.x, p.parts);
-    find_threshold(shared, histogram, min(__ldcg(p.k + b), num_groups * GROUP));
-
     Partial partial;
-    attend_chosen(partial, shared, p, query, bins, row, part, own_groups);
-    __syncthreads();  // all have read their bins, which `out` overwrites
+    attend_recent(partial, p, query, row, part);
+    scan_and_attend(partial, shared, p, query, reinterpret_cast<Stage*>(dynamic), row, part, own_groups);
+
+    __syncthreads();  // all have read their stages, which `out` overwrites
+    float* const out = reinterpret_cast<float*>(dynamic);  // the warps' sums over values
     store_partial(partial, shared, out);
     __syncthreads();
-    for (int i = threadIdx.x; i < HEADS * HEAD_DIM; i += THREADS) {
-        const JoinedWarps joined(shared, out, i);
-        p.partial[part_heads * HEAD_DIM + i] = joined.value;
-        if (i % HEAD_DIM == 0) {
-            p.part_max[part_heads + i / HEAD_DIM] = joined.row_max;
-            p.part_sum[part_heads + i / HEAD_DIM] = joined.row_sum;
-        }
-    }
+    store_part(p, shared, out, blockIdx.x);
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) shared.last = atomic_inc_acq_rel(p.arrivals + 2 * row + 1, p.parts - 1) == u32(p.parts - 1);
+    if (threadIdx.x == 0) shared.last = atomic_inc_acq_rel(p.arrivals + row, p.parts - 1) == u32(p.parts - 1);
     __syncthreads();
-    if (shared.last) join_parts(p, row);
+    if (!shared.last) return;
+    join_parts(p, row);
+    update_choice(p, shared, row, num_groups * GROUP);
 }

@@ -1,5 +1,5 @@
-// A lane's part of the queries, as halves. Lane 4 g + c holds some channels of query head g: four adjacent ones of each
-// of COUNT runs, as the pairs (0,2) and (1,3), in which masks leave unpacked codes.
+// A lane's part of the queries: lane 4 g + c takes some channels of query head g, four adjacent ones of each of several
+// runs.
 #pragma once
 
 #include "config.cuh"
@@ -34,16 +34,34 @@ struct Query {
         largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, 2));
         exponent = max((__float_as_int(largest) >> 23) - 126, -60);
     }
-    template <int PLANES> __device__ __forceinline__ void scaled(u32 (&own)[Runs<PLANES>::COUNT][2]) const {
-        const float shrink = exists ? power_of_two(-exponent) : 0;
+};
+
+// The lanes' channels as halves, relative to 2 ** exponent, in shared memory: all warps need the same.
+struct LaneQueries {
+    static constexpr int COUNT = HEAD_DIM / 16;  // runs of four channels
+    u32 words[COUNT / 2][32][4];
+
+    // Stores this lane's runs: in their order, or as the pairs (0,2) and (1,3), in which masks leave unpacked codes.
+    template <int PLANES, bool PAIRS> __device__ __forceinline__ void store(const Query& query) {
+        static_assert(Runs<PLANES>::COUNT == COUNT, "the runs are all channels of a lane");
+        const float shrink = query.exists ? power_of_two(-query.exponent) : 0;
 #pragma unroll
-        for (int i = 0; i < Runs<PLANES>::COUNT; i++) {
+        for (int i = 0; i < COUNT; i++) {
             u32 x[2], y[2];
-            load_words<true>(x, q + Runs<PLANES>::channel(i, threadIdx.x % 4));
+            load_words<true>(x, query.q + Runs<PLANES>::channel(i, threadIdx.x % 4));
 #pragma unroll
             for (int h = 0; h < 2; h++)
                 y[h] = floats_to_half2(Elem::low_to_float(x[h]) * shrink, Elem::high_to_float(x[h]) * shrink);
-            own[i][0] = first_pair(y[0], y[1]), own[i][1] = second_pair(y[0], y[1]);
+            u32* const to = words[i / 2][threadIdx.x % 32] + i % 2 * 2;
+            to[0] = PAIRS ? first_pair(y[0], y[1]) : y[0], to[1] = PAIRS ? second_pair(y[0], y[1]) : y[1];
+        }
+    }
+    __device__ __forceinline__ void load(u32 (&own)[COUNT][2]) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 2) {
+            u32 x[4];
+            ld_shared(x, words[i / 2][threadIdx.x % 32]);
+            own[i][0] = x[0], own[i][1] = x[1], own[i + 1][0] = x[2], own[i + 1][1] = x[3];
         }
     }
 };
