@@ -12,7 +12,7 @@ from ridgeplan.kernels.selection.draft_planes import DraftPlanes
 from ridgeplan.kernels.selection.top_k import top_k
 from ridgeplan.kernels.selection.two_bit import check_scan, two_bit_scores
 from ridgeplan.kernels.sparse_attention import sparse_decode_attention
-from ridgeplan.kernels.sparse_attention.progressive_cuda import find_kernel
+from ridgeplan.kernels.sparse_attention.progressive_cuda import find_kernel, progressive_attention_cuda
 
 
 def progressive_attention(
@@ -58,7 +58,9 @@ def progressive_attention(
     if kernel is None and backend == "cuda":
         raise ValueError("backend 'cuda' needs Hopper, bf16 or fp16, and codes of 128 tokens")
     if kernel is not None:
-        return kernel.run(q, keys, values, begin, end, codes, planes, groups, k, lse, threshold, sinks, scale)
+        return progressive_attention_cuda(
+            kernel, q, keys, values, (begin, end, groups), codes, planes, k, lse, threshold, sinks, scale
+        )
     scores = two_bit_scores(q, codes, planes, groups, lse, scale=scale, backend=backend)
     scores[:, :, :sinks] = torch.inf
     tokens, wanted = ((x[:, None].expand(-1, codes.kv_heads).flatten()) for x in (groups * codes.group, k))

@@ -1,16 +1,19 @@
-// Compile-time configuration of progressive attention, and what follows from it.
+// Compile-time configuration of attention to chosen tokens, and what follows from it.
 #pragma once
 
 #include "../../device/csrc/ptx.cuh"
 
-// Set with -D by ProgressiveVariant.options in progressive_cuda.py:
+// Set with -D by SparseVariant.options in cuda_launch.py:
 //   HEAD_DIM  64 or 128
 //   BF16      dtype of q, keys, values and out: 1 bfloat16, 0 float16
 //   HEADS     query heads of a KV head, 1 to 8
+//   TILE_BYTES, STAGE_BYTES  sizes of a TokenTile and a ScanStage (stages.cuh)
 #ifndef __CUDACC_RTC__  // editors show one variant
 #define HEAD_DIM 128
 #define BF16 1
 #define HEADS 4
+#define TILE_BYTES 3104
+#define STAGE_BYTES 4608
 #endif
 
 constexpr int GROUP = 128;  // tokens of a quantized group
@@ -18,7 +21,6 @@ constexpr int WARPS = 16;
 constexpr int THREADS = 32 * WARPS;
 constexpr int HALF_DIM = HEAD_DIM / 2, QUARTER = HEAD_DIM / 4;
 constexpr int TILE = 16;           // tokens that a warp attends to at a time
-constexpr int STAGES = 2;          // groups of a warp in flight
 constexpr int BINS = 1024;         // of a score's quantized value, see scan.cuh
 constexpr int STEPS_LOG2 = 4;      // bins per power of two: 16
 constexpr int LOWEST_LOG2 = -56;   // of the scores that are told apart

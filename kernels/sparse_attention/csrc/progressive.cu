@@ -2,107 +2,135 @@
 // groups by their 2-bit keys, and attends to the 4-bit codes of the best and to the recent tokens.
 //
 // A row is a (batch row, KV head). Its `parts` CTAs take its groups in turn, so that tokens that are chosen together are
-// spread. A warp scores a group and at once attends to those tokens whose score reaches the row's threshold, which the
-// call before has left: no CTA waits for another. The last CTA of a row joins the partial results and finds the next
-// threshold in a histogram of all scores.
+// spread. A warp scores a group and starts copying those tokens whose score reaches the row's threshold, which the call
+// before has left: no CTA waits for another. It attends to them after the next group's scan. The last CTA of a row joins
+// the partial results and finds the next threshold in a histogram of the scores.
 
-#include "row_parts.cuh"
+#include "choice.cuh"
 
-// Attends to the tokens of a scored group that reach the threshold, and counts all scores.
-__device__ __forceinline__ void attend_best(
-    Partial& partial, Shared& shared, const ProgressiveParams& p, const ChosenTokens& chosen, const Stage& stage,
-    i64 group, int first_token, float threshold
-) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    u8* const places = shared.places[warp];
-    int count = 0;
+struct Buffers {
+    ScanStage stages[2];
+    TokenTile tile;
+};
+
+// A warp's pass over groups: scan, choose, copy, attend.
+struct Pass {
+    const SparseParams& p;
+    Choice& choice;
+    Buffers& buffers;
+    const ChosenTokens chosen;
+    const float threshold;
+    u32 masks[GROUP / 32];  // tokens of the scanned group that are still to be copied
+
+    // Counts the scores of a group and marks its chosen tokens.
+    __device__ __forceinline__ void choose(int first_token) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const float counted = threshold / (1 << COUNTED_LOG2);
 #pragma unroll
-    for (int r = 0; r < GROUP / 32; r++) {
-        const float score = shared.scores[warp][32 * r + lane];
-        const bool is_sink = first_token + 32 * r + lane < p.sinks, is_chosen = is_sink || score >= threshold;
-        if (!is_sink) atomicAdd(shared.histogram + bin_of(score), 1u);
-        const u32 mask = __ballot_sync(FULL_MASK, is_chosen);
-        if (is_chosen) places[count + __popc(mask & ((1u << lane) - 1))] = 32 * r + lane;
-        count += __popc(mask);
+        for (int r = 0; r < GROUP / 32; r++) {
+            const float score = choice.scores[warp][32 * r + lane];
+            const bool is_sink = first_token + 32 * r + lane < p.sinks;
+            if (!is_sink && score >= counted) atomicAdd(choice.histogram + bin_of(score), 1u);
+            masks[r] = __ballot_sync(FULL_MASK, is_sink || score >= threshold);
+        }
     }
-    __syncwarp();
-    if (count) chosen.attend(partial, p, group, stage, places, count);
-}
+    // Starts copying the first tokens that are marked, and unmarks them.
+    __device__ __forceinline__ void copy_chosen(i64 group) {
+        const int lane = threadIdx.x % 32;
+        int count = 0;
+#pragma unroll
+        for (int r = 0; r < GROUP / 32; r++) {
+            const int place = count + __popc(masks[r] & ((1u << lane) - 1));
+            const bool taken = (masks[r] >> lane & 1) && place < TILE;
+            if (taken) buffers.tile.places[place] = 32 * r + lane;
+            count += __popc(masks[r]);
+            masks[r] &= ~__ballot_sync(FULL_MASK, taken);
+        }
+        if (lane == 0) buffers.tile.count = min(count, TILE);
+        __syncwarp();
+        start_copy(buffers.tile, p, group);
+    }
+    __device__ __forceinline__ bool has_marked() const {
+        u32 any = 0;
+#pragma unroll
+        for (int r = 0; r < GROUP / 32; r++) any |= masks[r];
+        return any;
+    }
+    // Attends to the tokens whose copy was started before the last `PENDING` ones, then to the rest of their group.
+    template <int PENDING> __device__ __forceinline__ void attend(Partial& partial, i64 group) {
+        cp_async_wait<PENDING>();
+        __syncwarp();
+        chosen.attend(partial, buffers.tile);
+        __syncwarp();
+        while (has_marked()) {
+            copy_chosen(group);
+            cp_async_commit();
+            cp_async_wait<0>();
+            __syncwarp();
+            chosen.attend(partial, buffers.tile);
+            __syncwarp();
+        }
+    }
+};
 
 // Scores the CTA's groups and attends to the best of their tokens.
 __device__ __forceinline__ void scan_and_attend(
-    Partial& partial, Shared& shared, const ProgressiveParams& p, const Query& query, Stage* stages, int row, int part,
-    int own_groups
+    Partial& partial, Shared& shared, Choice& choice, const SparseParams& p, const Query& query, Buffers& buffers,
+    int row, int part, int own_groups
 ) {
-    const int b = row / p.kv_heads, warp = threadIdx.x / 32;
-    const auto number = [&](int i) { return part + (warp + i * WARPS) * p.parts; };  // of the row's groups
-    const i64 base = i64(row) * p.group_capacity;
+    const int warp = threadIdx.x / 32;
+    const auto group_of = [&](int i) { return i64(row) * p.group_capacity + part + (warp + i * WARPS) * p.parts; };
     const int count = own_groups > warp ? (own_groups - warp + WARPS - 1) / WARPS : 0;
-    stages += warp * STAGES;
-#pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) {
-        if (i < count) start_copy(stages[i], p, base + number(i));
-        cp_async_commit();
-    }
+    if (count) start_copy(buffers.stages[0], p, group_of(0));
+    cp_async_commit();
+    cp_async_commit();  // of no chosen tokens, so that all groups have the same copies before them
     const float threshold = exp2_approx(__ldcg(p.threshold + row) * LOG2_E);
-    Scan scan(p, query, shared.scanning, b, row % p.kv_heads);
-    const ChosenTokens chosen(p, query, shared.attending);
+    Scan scan(p, query, choice.scanning, row / p.kv_heads, row % p.kv_heads);
+    Pass pass{p, choice, buffers, ChosenTokens(p, query, shared.attending), threshold, {}};
+    bool waiting = false;  // whether chosen tokens of the group before are being copied
     for (int i = 0; i < count; i++) {
-        const int ahead = i + STAGES - 1;
-        if (ahead < count) start_copy(stages[ahead % STAGES], p, base + number(ahead));
+        if (i + 1 < count) start_copy(buffers.stages[(i + 1) % 2], p, group_of(i + 1));
         cp_async_commit();
-        cp_async_wait<STAGES - 1>();
+        cp_async_wait<2>();
         __syncwarp();
-        const Stage& stage = stages[i % STAGES];
-        scan.group(stage, shared.scores[warp]);
+        scan.group(buffers.stages[i % 2], choice.scores[warp]);
+        if (waiting) pass.attend<1>(partial, group_of(i - 1));
         __syncwarp();
-        attend_best(partial, shared, p, chosen, stage, base + number(i), number(i) * GROUP, threshold);
-        __syncwarp();
+        pass.choose((part + (warp + i * WARPS) * p.parts) * GROUP);
+        waiting = pass.has_marked();
+        if (waiting) pass.copy_chosen(group_of(i));
+        cp_async_commit();
     }
-    scan.store_sums(shared.scan_sums[warp]);
+    if (waiting) pass.attend<0>(partial, group_of(count - 1));
+    scan.store_sums(choice.scan_sums[warp]);
 }
 
-// Attends to the warp's share of the recent tokens.
-__device__ __forceinline__ void attend_recent(
-    Partial& partial, const ProgressiveParams& p, const Query& query, int row, int part
-) {
-    const int b = row / p.kv_heads, kv_head = row % p.kv_heads, warp = threadIdx.x / 32;
-    const int begin = __ldcg(p.begin + b), end = min(__ldcg(p.end + b), p.capacity);
-    const u16* keys = p.keys + (i64(b) * p.key_batch_stride + i64(kv_head) * p.key_head_stride) * 8;
-    const u16* values = p.values + (i64(b) * p.value_batch_stride + i64(kv_head) * p.value_head_stride) * 8;
-    // From the last warp on: the first ones have a group more, if any.
-    for (int slot = begin + ((WARPS - 1 - warp) * p.parts + part) * TILE; slot < end; slot += WARPS * p.parts * TILE)
-        attend_slots(partial, p, query, keys, values, slot, end);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1) progressive(const __grid_constant__ ProgressiveParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) progressive(const __grid_constant__ SparseParams p) {
     extern __shared__ __align__(16) u8 dynamic[];
     __shared__ Shared shared;
-    const int row = blockIdx.x / p.parts, part = blockIdx.x % p.parts, b = row / p.kv_heads;
+    __shared__ Choice choice;
+    const int row = blockIdx.x / p.parts, part = blockIdx.x % p.parts, warp = threadIdx.x / 32;
     pdl_launch_dependents();
-    for (int i = threadIdx.x; i < BINS; i += THREADS) shared.histogram[i] = 0;
+    for (int i = threadIdx.x; i < BINS; i += THREADS) choice.histogram[i] = 0;
     pdl_wait();
 
-    const int num_groups = min(__ldcg(p.groups + b), p.group_capacity);
+    const int num_groups = min(__ldcg(p.groups + row / p.kv_heads), p.group_capacity);
     const int own_groups = num_groups > part ? (num_groups - part + p.parts - 1) / p.parts : 0;
-    const Query query(p, b, row % p.kv_heads);
-    if (threadIdx.x / 32 == 0) shared.scanning.store<Scan::PLANES, false>(query);
-    if (threadIdx.x / 32 == 1) shared.attending.store<ChosenTokens::PLANES, true>(query);
+    const Query query(p, row / p.kv_heads, row % p.kv_heads);
+    if (warp == 0) choice.scanning.store<Scan::PLANES, false>(query);
+    if (warp == 1) shared.attending.store<ChosenTokens::PLANES, true>(query);
     __syncthreads();
     Partial partial;
     attend_recent(partial, p, query, row, part);
-    scan_and_attend(partial, shared, p, query, reinterpret_cast<Stage*>(dynamic), row, part, own_groups);
+    scan_and_attend(partial, shared, choice, p, query, reinterpret_cast<Buffers*>(dynamic)[warp], row, part, own_groups);
 
-    __syncthreads();  // all have read their stages, which `out` overwrites
+    __syncthreads();  // all have read their buffers, which `out` overwrites
     float* const out = reinterpret_cast<float*>(dynamic);  // the warps' sums over values
     store_partial(partial, shared, out);
+    store_counts(p, choice, row);
     __syncthreads();
-    store_part(p, shared, out, blockIdx.x);
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) shared.last = atomic_inc_acq_rel(p.arrivals + row, p.parts - 1) == u32(p.parts - 1);
-    __syncthreads();
-    if (!shared.last) return;
-    join_parts(p, row);
-    update_choice(p, shared, row, num_groups * GROUP);
+    store_part(p, shared, out);
+    if (!is_last_part(p, shared, row)) return;
+    join_parts(p, out, row);
+    update_choice(p, choice, row, num_groups * GROUP);
 }

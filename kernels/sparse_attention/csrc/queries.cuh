@@ -3,7 +3,7 @@
 #pragma once
 
 #include "config.cuh"
-#include "params.cuh"
+#include "sparse_params.cuh"
 
 // Places of the runs: PLANES equal parts of the channels (those that share a byte), WORDS adjacent words in each.
 template <int PLANES> struct Runs {
@@ -20,7 +20,7 @@ struct Query {
     bool exists;
     int exponent;
 
-    __device__ __forceinline__ Query(const ProgressiveParams& p, int b, int kv_head) {
+    __device__ __forceinline__ Query(const SparseParams& p, int b, int kv_head) {
         const int g = threadIdx.x % 32 / 4;
         exists = g < HEADS;
         const i64 head = i64(kv_head) * HEADS + (exists ? g : 0);
@@ -37,7 +37,7 @@ struct Query {
 };
 
 // The lanes' channels as halves, relative to 2 ** exponent, in shared memory: all warps need the same.
-struct LaneQueries {
+struct __align__(16) LaneQueries {
     static constexpr int COUNT = HEAD_DIM / 16;  // runs of four channels
     u32 words[COUNT / 2][32][4];
 

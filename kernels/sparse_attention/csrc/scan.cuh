@@ -23,7 +23,7 @@ struct Scan {
     float sums[2];                  // of exp(logit - lse)
 
     __device__ __forceinline__ Scan(
-        const ProgressiveParams& p, const Query& query, const LaneQueries& queries, int b, int kv_head
+        const SparseParams& p, const Query& query, const LaneQueries& queries, int b, int kv_head
     ) : queries(queries) {
         const int c = threadIdx.x % 4;
 #pragma unroll
@@ -40,7 +40,7 @@ struct Scan {
     // slope * x + start, x as the float whose bits are ZERO_BITS + sum. A code c stands for scale * (4 c + 3/2) +
     // minimum; those of odd parts of the channels arrive as 4 c.
     __device__ __forceinline__ void scale_queries(
-        u32 (&bytes)[COUNT], float (&slope)[2], float (&start)[2], const Stage& stage
+        u32 (&bytes)[COUNT], float (&slope)[2], float (&start)[2], const ScanStage& stage
     ) const {
         const int c = threadIdx.x % 4;
         u32 own[COUNT][2], scaled[COUNT][2], largest = 0;
@@ -81,7 +81,7 @@ struct Scan {
         }
     }
     // Scores the 128 tokens of a group into `scores`: sums of probabilities by the log-sum-exps of the call before.
-    __device__ __forceinline__ void group(const Stage& stage, float* scores) {
+    __device__ __forceinline__ void group(const ScanStage& stage, float* scores) {
         const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
         u32 bytes[COUNT];
         float slope[2], start[2];

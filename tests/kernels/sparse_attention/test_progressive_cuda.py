@@ -17,7 +17,7 @@ from ridgeplan.kernels.sparse_attention.progressive_cuda import find_kernel
 
 pytestmark = pytest.mark.gpu
 SHARPNESS = 6
-LSE_NOISE = 0.1  # of queries that are rounded to 8 bits
+LSE_NOISE = 1.0  # queries rounded to 8 bits change logits, whose deviation is SHARPNESS, by 4% of it: 4 sigma
 
 
 @dataclass
@@ -106,7 +106,7 @@ def test_against_the_reference(
     for state, own in zip((problem.lse, problem.threshold), before, strict=True):
         state.copy_(own)
     assert torch.equal(problem.run(k, sinks, "cuda"), found)
-    assert not kernel.histogram.any() and not kernel.arrivals.any()
+    assert not any(counter.any() for counter in kernel.counters.values())
 
 
 @pytest.mark.parametrize(("heads", "groups", "end", "k", "sinks", "dtype"), CASES[:4])
@@ -128,7 +128,6 @@ def test_the_threshold_is_the_score_of_rank_k(
             assert problem.threshold[b].isinf().all()
             continue
         reached = (scores[b, :, sinks : 128 * count] >= problem.threshold[b, :, None]).sum(1)
-        print("REACHED", k - sinks, reached.tolist())
         assert ((reached - (k - sinks)).abs() <= 0.1 * k).all()
 
 
