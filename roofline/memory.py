@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
-from ridgeplan.roofline.execution import INT4_COPY_BYTES, PREFILL_ATTENDED_TOKENS, PREFILL_CHUNK_TOKENS
+from ridgeplan.roofline.execution import DENSE_COPY_BYTES, PREFILL_ATTENDED_TOKENS, PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.passes import stored_bytes
 from ridgeplan.roofline.term_math import indicator, maximum, minimum
 
@@ -122,7 +122,7 @@ def arena_bytes(capacity_bytes: Term, buffers: Sequence[Term]) -> Term:
 
 def int4_copy(shape: ModelShape, element_bytes: Term) -> Term:
     """The dense copy of a 4-bit weight that prefill multiplies by on a GPU: of the widest layer, or as large as any."""
-    return minimum(INT4_COPY_BYTES, 2 * shape.intermediate * shape.hidden * element_bytes)
+    return minimum(DENSE_COPY_BYTES, 2 * shape.intermediate * shape.hidden * element_bytes)
 
 
 def prefill_workspace(

@@ -73,8 +73,11 @@ class PassTerms:
 
 
 def weight_bytes(bits: int, group: int, full_bytes: float) -> float:
-    """Bytes per parameter: `full_bytes` at 16 bits, else a code and its share of an fp16 scale and minimum."""
-    return full_bytes if bits == 16 else bits / 8 + 2 * ops.METADATA_BYTES / group
+    """Bytes per parameter: `full_bytes` at 16 bits, else a code and its share of a scale and a zero of 16 bits.
+
+    8-bit weights are two planes of 4 bits, each with scales and zeros of its own.
+    """
+    return full_bytes if bits == 16 else bits / 8 + bits // 4 * 2 * ops.METADATA_BYTES / group
 
 
 def stored_bytes(bits: float, weight_bytes: Term) -> Term:

@@ -58,8 +58,8 @@ class Engine:
         draft_weights: DecoderWeights | None = None,
         text: CalibrationText | None = None,
     ) -> None:
-        """weights: the target's, in the plan's format. draft_weights: those of the plan's drafts, by default quantized
-        from `weights` and `text`, by default one of the model's own.
+        """weights: the target's, in the plan's format. draft_weights: those of the plan's drafts if they have a copy of
+        their own, by default quantized from `weights` and `text`, by default one of the model's own.
 
         If prompts use their memory, swappable weights of another engine are shared, and others copied.
         """
@@ -67,7 +67,9 @@ class Engine:
         self.weights = weights
         self.decoder = Decoder(config, device)
         self.draft_weights = weights
-        if plan.weights.draft_differs:
+        if plan.weights.hierarchical:
+            self.draft_weights = weights.upper
+        elif plan.weights.draft_copy:
             self.draft_weights = self._drafts(draft_weights, text)
         self.cache: Cache | None = Cache(config.shape, KVCacheConfig.of(plan), device, weights.embedding.dtype)
         self._meter = meter

@@ -140,24 +140,23 @@ def merging() -> dict[str, Any]:
     return job("attention.merge_triton", "_merge_kernel", types, constants, {"num_warps": 2})
 
 
-def int4_product() -> dict[str, Any]:
-    types = dict.fromkeys(("x", "bias", "out"), "*bf16") | {"packed": "*i32"}
+def quantized_product(bits: int) -> dict[str, Any]:
+    types = dict.fromkeys(("x", "bias", "out"), "*bf16") | {"packed": "*i32", "lower": "*i32"}
     types |= dict.fromkeys(("rows", "inputs", "outputs", "output_tiles"), "i32")
-    constants = {"GROUP": 128, "CHUNK": 64, "TILES": 2, "ROWS": 64}
-    return job("linear.int4_triton", "_product_kernel", types, constants, {"num_warps": 4, "num_stages": 3})
+    constants = {"GROUP": 128, "CHUNK": 64, "TILES": 2, "ROWS": 64} | ({} if bits == 8 else {"lower": None})
+    return job("linear.quantized.triton", "_product_kernel", types, constants, {"num_warps": 4, "num_stages": 3})
 
 
-def int4_copy() -> dict[str, Any]:
-    types = {"packed": "*i32", "out": "*bf16"} | dict.fromkeys(
-        ("first_tile", "inputs", "outputs", "output_tiles"), "i32"
-    )
-    constants = {"GROUP": 128, "CHUNK": 64, "TILES": 4}
-    return job("linear.int4_triton", "_copy_kernel", types, constants, {"num_warps": 4})
+def dense_copy(bits: int) -> dict[str, Any]:
+    types = {"packed": "*i32", "lower": "*i32", "out": "*bf16"}
+    types |= dict.fromkeys(("first_tile", "inputs", "outputs", "output_tiles"), "i32")
+    constants = {"GROUP": 128, "CHUNK": 64, "TILES": 4} | ({} if bits == 8 else {"lower": None})
+    return job("linear.quantized.triton", "_copy_kernel", types, constants, {"num_warps": 4})
 
 
-def gptq_round() -> dict[str, Any]:
-    types = dict.fromkeys(("steps", "feedback", "codes", "errors"), "*fp32") | {"outputs": "i32"}
-    constants = {"GROUP": 128, "PADDED": 128, "OUTPUTS": 16}
+def gptq_round(bounded: bool) -> dict[str, Any]:
+    types = dict.fromkeys(("steps", "feedback", "near", "codes", "errors"), "*fp32") | {"outputs": "i32"}
+    constants = {"TOP": 15, "GROUP": 128, "PADDED": 128, "OUTPUTS": 16} | ({} if bounded else {"near": None})
     return job("linear.gptq_round_triton", "_round_kernel", types, constants, {"num_warps": 4})
 
 
@@ -185,8 +184,9 @@ def test_every_kernel_compiles_for_hopper() -> None:
     jobs |= {"dequantize": dequantization(8), "merge": merging(), "shift": shift(), "swiglu": swiglu()}
     jobs |= {"norm": norm(False), "add norm": norm(True), "tables": tables()}
     jobs |= {"rope": rope(128, False), "rope with norms": rope(96, True)}
-    jobs |= {"int4 linear": int4_product(), "int4 weight copy": int4_copy()}
-    jobs |= {"gptq round": gptq_round()}
+    jobs |= {f"int{bits} linear": quantized_product(bits) for bits in (4, 8)}
+    jobs |= {f"int{bits} weight copy": dense_copy(bits) for bits in (4, 8)}
+    jobs |= {"gptq round": gptq_round(False), "bounded gptq round": gptq_round(True)}
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE]
     done = subprocess.run(command, input=json.dumps(jobs), env=environment, capture_output=True, text=True)

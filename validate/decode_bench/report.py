@@ -172,7 +172,7 @@ def bench_decode(
 
 def run_order(case: DecodeCase, plan: Plan) -> tuple[bool, bool, int]:
     """Sort key for the order that `bench_decode` describes."""
-    drafting = plan.weights.draft_differs
+    drafting = plan.weights.draft_copy
     return drafting, case.preset != PLAIN, -case.context if drafting else 0
 
 

@@ -39,7 +39,7 @@ def test_codes_and_grid_are_what_the_kernels_take(outputs, inputs, group, knowle
     weight, x = random(outputs, inputs).bfloat16(), correlated(300, inputs)
     hessian = {"none": None, "diagonal": x.square().sum(0), "full": x.T @ x}[knowledge]
     codes, scale, zero = quantize_weight(weight, group, hessian)
-    assert codes.dtype == torch.int8
+    assert codes.dtype == torch.int16
     assert (codes.min(), codes.max()) == (0, 15)
     assert codes.shape == weight.shape
     for pair in (scale, zero):

@@ -70,7 +70,7 @@ def test_cases_run_and_agree_with_their_references(bench: Bench, name: str) -> N
         assert usable(one.peers) or not one.peers
 
 
-LINEAR = {"linear_int4", "linear_dense", "gated_int4", "gated_dense"}
+LINEAR = {f"{kind}_{weights}" for kind in ("linear", "gated") for weights in ("int4", "int8", "dense")}
 ROTATED = LINEAR | {"attention", "verification", "quantize", "flush", "rejection_sample", "draw"}
 
 
@@ -122,9 +122,11 @@ def scaled(kernel: Callable[..., Any]) -> Callable[..., Any]:
     [
         ("attention", kernel_attention, "decode_attention"),
         ("verification", kernel_attention, "decode_attention"),
-        ("linear_int4", kernel_linear, "linear_int4"),
+        ("linear_int4", kernel_linear, "linear_quantized"),
+        ("linear_int8", kernel_linear, "linear_quantized"),
         ("linear_dense", kernel_linear, "linear_dense"),
-        ("gated_int4", kernel_linear, "linear_int4"),
+        ("gated_int4", kernel_linear, "linear_quantized"),
+        ("gated_int8", kernel_linear, "linear_quantized"),
         ("gated_dense", kernel_linear, "linear_dense"),
         ("quantize", kernel_quantize, "dequantize"),
         ("norm", kernel_fused, "add_rms_norm"),

@@ -1,4 +1,4 @@
-"""Triton kernels of products with 4-bit weights: fused for few rows; for many rows, a dense copy for cuBLAS.
+"""Triton kernels of products with 4-bit and 8-bit weights: fused for few rows; for many, a dense copy for cuBLAS.
 
 They run where the CUDA kernel does not: on GPUs before Hopper, in float32, and for more rows than it supports.
 """
@@ -9,10 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeplan.kernels.device.nibbles_triton import INTERPRETED
-from ridgeplan.kernels.linear.int4_schedule import MAX_ROWS
-from ridgeplan.kernels.linear.int4_weight import CHUNK, Int4Weight
+from ridgeplan.kernels.linear.quantized.schedule import MAX_ROWS
+from ridgeplan.kernels.linear.quantized.int4_weight import CHUNK, Int4Weight
+from ridgeplan.kernels.linear.quantized.int8_weight import Int8Weight
 from ridgeplan.kernels.linear.schedule import TILE_OUTPUTS
-from ridgeplan.roofline.execution import INT4_COPY_BYTES
+from ridgeplan.roofline.execution import DENSE_COPY_BYTES
 
 PRODUCT_TILES = 2  # output tiles per program
 COPY_TILES = 4
@@ -39,10 +40,33 @@ def _pairs(packed, tiles, k_tile, tile_words, GROUP: tl.constexpr, TILES: tl.con
     return (rows << 16).to(tl.float32, bitcast=True), (rows & -65536).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _plane_product(
+    own, sums, packed, tiles, step, tile_words, GROUP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr
+):
+    """x [ROWS, CHUNK] times a chunk of one plane's tiles. x times codes is exact; scales and zeros multiply sums."""
+    k_tile = step * CHUNK // GROUP
+    codes = _codes(packed, tiles, k_tile, tile_words, step % (GROUP // CHUNK), GROUP, CHUNK, TILES) - 8
+    codes = codes.to(tl.float32).to(own.dtype)
+    scale, zero = _pairs(packed, tiles, k_tile, tile_words, GROUP, TILES)
+    product = tl.dot(own, tl.trans(codes), input_precision="ieee")
+    return product * scale[None, :] + sums[:, None] * zero[None, :]
+
+
+@triton.jit
+def _dense_tiles(packed, tiles, step, tile_words, GROUP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr):
+    """A chunk of one plane's tiles, float32 [16 * TILES, CHUNK]."""
+    k_tile = step * CHUNK // GROUP
+    codes = _codes(packed, tiles, k_tile, tile_words, step % (GROUP // CHUNK), GROUP, CHUNK, TILES) - 8
+    scale, zero = _pairs(packed, tiles, k_tile, tile_words, GROUP, TILES)
+    return codes.to(tl.float32) * scale[:, None] + zero[:, None]
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _product_kernel(
     x,
     packed,
+    lower,
     bias,
     out,
     rows,
@@ -54,23 +78,21 @@ def _product_kernel(
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """ROWS rows of x times TILES output tiles. x times codes is exact; scales and zeros multiply the group's sums."""
+    """ROWS rows of x times TILES output tiles; lower: the second plane of 8-bit weights."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
     safe = tl.minimum(tiles, output_tiles - 1).to(tl.int64)
     tile_words = inputs // GROUP * (2 * GROUP + 16)
     acc = tl.zeros((ROWS, 16 * TILES), tl.float32)
     for step in range(inputs // CHUNK):
-        k_tile = step * CHUNK // GROUP
         columns = step * CHUNK + tl.arange(0, CHUNK)
         own = tl.load(x + row[:, None].to(tl.int64) * inputs + columns[None, :], mask=row[:, None] < rows, other=0.0)
-        codes = _codes(packed, safe, k_tile, tile_words, step % (GROUP // CHUNK), GROUP, CHUNK, TILES) - 8
-        codes = codes.to(tl.float32).to(own.dtype)
         if INTERPRETED:  # the interpreter multiplies the bit patterns of bf16 (triton-lang/triton#11584)
-            own, codes = own.to(tl.float32), codes.to(tl.float32)
-        scale, zero = _pairs(packed, safe, k_tile, tile_words, GROUP, TILES)
-        product = tl.dot(own, tl.trans(codes), input_precision="ieee")
-        acc += product * scale[None, :] + tl.sum(own.to(tl.float32), 1)[:, None] * zero[None, :]
+            own = own.to(tl.float32)
+        sums = tl.sum(own.to(tl.float32), 1)
+        acc += _plane_product(own, sums, packed, safe, step, tile_words, GROUP, CHUNK, TILES)
+        if lower is not None:
+            acc += _plane_product(own, sums, lower, safe, step, tile_words, GROUP, CHUNK, TILES)
     output = tl.program_id(0) * TILES * 16 + tl.arange(0, 16 * TILES)
     if bias is not None:
         acc += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
@@ -81,6 +103,7 @@ def _product_kernel(
 @triton.jit
 def _copy_kernel(
     packed,
+    lower,
     out,
     first_tile,
     inputs,
@@ -95,31 +118,32 @@ def _copy_kernel(
     tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
     safe = tl.minimum(first_tile + tiles, output_tiles - 1).to(tl.int64)
     tile_words = inputs // GROUP * (2 * GROUP + 16)
-    k_tile = step * CHUNK // GROUP
-    codes = _codes(packed, safe, k_tile, tile_words, step % (GROUP // CHUNK), GROUP, CHUNK, TILES) - 8
-    scale, zero = _pairs(packed, safe, k_tile, tile_words, GROUP, TILES)
-    weight = codes.to(tl.float32) * scale[:, None] + zero[:, None]
+    weight = _dense_tiles(packed, safe, step, tile_words, GROUP, CHUNK, TILES)
+    if lower is not None:
+        weight += _dense_tiles(lower, safe, step, tile_words, GROUP, CHUNK, TILES)
     output = tl.program_id(0) * TILES * 16 + tl.arange(0, 16 * TILES)
     at = out + output[:, None].to(tl.int64) * inputs + step * CHUNK + tl.arange(0, CHUNK)[None, :]
     tl.store(at, weight.to(out.dtype.element_ty), mask=first_tile * 16 + output[:, None] < outputs)
 
 
-def linear_int4_triton(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
-    """See `ridgeplan.kernels.linear.int4.linear_int4`; x [rows, inputs]."""
+def linear_quantized_triton(x: Tensor, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> Tensor:
+    """See `ridgeplan.kernels.linear.quantized.linear_quantized`; x [rows, inputs]."""
     out = torch.empty(len(x), weight.outputs, dtype=x.dtype, device=x.device)
     if len(x) > MAX_ROWS:
         return _through_copies(x, weight, bias, out)
     block = 16 if len(x) <= 16 else 64
-    grid = (triton.cdiv(len(weight.packed), PRODUCT_TILES), triton.cdiv(len(x), block))
+    packed, lower = _words(weight)
+    grid = (triton.cdiv(len(packed), PRODUCT_TILES), triton.cdiv(len(x), block))
     _product_kernel[grid](
         x.contiguous(),
-        weight.packed.view(torch.int32),
+        packed,
+        lower,
         bias,
         out,
         len(x),
         weight.inputs,
         weight.outputs,
-        len(weight.packed),
+        len(packed),
         GROUP=weight.group,
         CHUNK=min(weight.group, CHUNK),
         TILES=PRODUCT_TILES,
@@ -130,17 +154,18 @@ def linear_int4_triton(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Te
     return out
 
 
-def dequantize_tiles(weight: Int4Weight, first_tile: int, out: Tensor) -> None:
+def dequantize_tiles(weight: Int4Weight | Int8Weight, first_tile: int, out: Tensor) -> None:
     """Writes the weight's rows from tile `first_tile` on into `out` [rows, inputs], as many as it has."""
-    chunk = min(weight.group, CHUNK)
+    chunk, (packed, lower) = min(weight.group, CHUNK), _words(weight)
     grid = (triton.cdiv(len(out), TILE_OUTPUTS * COPY_TILES), weight.inputs // chunk)
     _copy_kernel[grid](
-        weight.packed.view(torch.int32),
+        packed,
+        lower,
         out,
         first_tile,
         weight.inputs,
         first_tile * TILE_OUTPUTS + len(out),
-        len(weight.packed),
+        len(packed),
         GROUP=weight.group,
         CHUNK=chunk,
         TILES=COPY_TILES,
@@ -148,9 +173,15 @@ def dequantize_tiles(weight: Int4Weight, first_tile: int, out: Tensor) -> None:
     )
 
 
-def _through_copies(x: Tensor, weight: Int4Weight, bias: Tensor | None, out: Tensor) -> Tensor:
+def _words(weight: Int4Weight | Int8Weight) -> tuple[Tensor, Tensor | None]:
+    """The planes as 32-bit words; 4-bit weights have no second one."""
+    words = [plane.packed.view(torch.int32) for plane in weight.planes]
+    return words[0], words[1] if len(words) > 1 else None
+
+
+def _through_copies(x: Tensor, weight: Int4Weight | Int8Weight, bias: Tensor | None, out: Tensor) -> Tensor:
     """Dequantizes a slab of outputs at a time to x's dtype and multiplies by it with the library's product."""
-    slab_rows = max(1, INT4_COPY_BYTES // (weight.inputs * x.element_size() * TILE_OUTPUTS)) * TILE_OUTPUTS
+    slab_rows = max(1, DENSE_COPY_BYTES // (weight.inputs * x.element_size() * TILE_OUTPUTS)) * TILE_OUTPUTS
     slab = torch.empty(min(slab_rows, weight.outputs), weight.inputs, dtype=x.dtype, device=x.device)
     for first in range(0, weight.outputs, slab_rows):
         dense = slab[: weight.outputs - first]
