@@ -11,8 +11,6 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.catalog.weight_formats.weight_bits import CONVERTED_FORMATS
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 
-EXECUTABLE_WEIGHT_BITS = (16, 4)  # of the target
-
 
 def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
     """The plan's values that the runtime cannot execute yet, one phrase each; empty if it can execute the plan.
@@ -27,7 +25,6 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         "offloaded KV": plan.placement.offload,
         f"target selection {plan.attention.selection.value!r}": target and Role.TARGET not in target.executable,
         f"draft selection {drafts.name!r}": Role.DRAFT not in drafts.executable,
-        f"{plan.weights.target_bits}-bit target weights": plan.weights.target_bits not in EXECUTABLE_WEIGHT_BITS,
         f"tensor parallelism {plan.tensor_parallel}": plan.tensor_parallel != 1,
         f"{held} weights as they are stored": held,
         f"codes or drafts beyond a sliding window of {window} tokens": shape and exceeds_window(plan, shape),

@@ -101,7 +101,7 @@ def test_what_is_missing_is_named():
     assert missing_execution(preset("specontext", WORKLOAD)) == ["offloaded KV", "target selection 'retrieval-head'"]
     assert missing_execution(preset("dapq", WORKLOAD)) == ["eviction 'dapq'"]
     assert missing_execution(preset("specattn", WORKLOAD)) == ["draft selection 'specattn'"]
-    assert missing_execution(Plan(WORKLOAD, Weights(8, 8))) == ["8-bit target weights"]
+    assert missing_execution(Plan(WORKLOAD, Weights(8, 8))) == missing_execution(Plan(WORKLOAD, Weights(4, 4))) == []
     assert not missing_execution(preset("int4-weights", WORKLOAD))
     assert not missing_execution(preset("quantspec", WORKLOAD))
 

@@ -17,7 +17,6 @@ from ridgeplan.runtime.model.linear import Dense, Int4
 from ridgeplan.runtime.model.prefill import prefill, prefill_layer
 from ridgeplan.runtime.model.weights import WeightFormat
 from ridgeplan.runtime.quantization import pack
-from ridgeplan.runtime.model.weights import WeightFormat
 from ridgeplan.runtime.quantization.calibration_text import CalibrationText
 
 FORMATS = ["bf16", "bf16+int4", "int8", "int4x2"]

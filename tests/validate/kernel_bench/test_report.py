@@ -77,7 +77,7 @@ ROTATED = LINEAR | {"attention", "verification", "quantize", "flush", "rejection
 @pytest.mark.parametrize("name", KERNELS)
 def test_weights_caches_and_logits_rotate_and_a_few_rows_of_activations_do_not(cold: Bench, name: str) -> None:
     for one in cases_of(cold, TINY, [name]):
-        fills_caches = name in LINEAR and one.cost.read_bytes > cold.pool.nbytes
+        fills_caches = name in LINEAR and one.cost.read_bytes > cold.rotate_bytes
         assert (one.variants > 1) == (name in ROTATED and not fills_caches), one.shape
         for call in (one.call, *usable(one.peers).values()):
             call(one.variants - 1)
