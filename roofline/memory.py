@@ -126,7 +126,7 @@ def arena_bytes(capacity_bytes: Term, buffers: Sequence[Term]) -> Term:
 
 
 def dense_copy(shape: ModelShape, element_bytes: Term) -> Term:
-    """The dense copy of a quantized weight that prefill multiplies by on a GPU: of the widest layer, or as large as any."""
+    """The dense copy of a quantized weight that prefill multiplies by on a GPU: of the widest layer, or the largest."""
     return minimum(DENSE_COPY_BYTES, 2 * shape.intermediate * shape.hidden * element_bytes)
 
 

@@ -45,7 +45,7 @@ def load(
     device: by default "cuda" where there is one (of several, CUDA_VISIBLE_DEVICES chooses), else "cpu". dtype: by
     default bfloat16 on CUDA, else float32. weights: another engine's `weights` of the same model, to share instead of
     reading them again if they are in the plan's format. calibration: token ids, 1000 or more, of a text like what will
-    be decoded; 4-bit and 8-bit weights are quantized for it, by default for one of the model's own (see `CalibrationText`).
+    be decoded; quantized weights are fitted to it, by default to one of the model's own (see `CalibrationText`).
     memory_utilization: share of a GPU's memory that may be used.
     Raises UnsupportedPlan; ModelError; or WorkloadError for a calibration with tokens outside the vocabulary, and for a
     device that does not exist, is not that of `weights` or has too little memory. The last names the largest context

@@ -53,9 +53,7 @@ def _round_kernel(
     tl.store(errors + at, missed, mask=inside)
 
 
-def gptq_round_triton(
-    steps: Tensor, feedback: Tensor, near: Tensor | None, top_code: int
-) -> tuple[Tensor, Tensor]:
+def gptq_round_triton(steps: Tensor, feedback: Tensor, near: Tensor | None, top_code: int) -> tuple[Tensor, Tensor]:
     """See `ridgeplan.kernels.linear.gptq_round.gptq_round`."""
     steps = steps.contiguous()
     outputs, group = steps.shape

@@ -148,9 +148,7 @@ def test_dense_products(rows: int, inputs: int, gated: bool, compile_cuda: Compi
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantized_products(
-    bits: int, group: int, rows: int, inputs: int, gated: bool, compile_cuda: Compile
-) -> None:
+def test_quantized_products(bits: int, group: int, rows: int, inputs: int, gated: bool, compile_cuda: Compile) -> None:
     schedule = quantized_schedule.make_schedule(rows, 4096, inputs, group, rows > 1, gated, H200, bits)
     assert linear_kernel(compile_cuda, schedule).spilled == 0
 

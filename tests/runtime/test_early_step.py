@@ -11,8 +11,7 @@ from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense, Linear
-from ridgeplan.runtime.model.weights import DecoderWeights
-from ridgeplan.runtime.model.weights import WeightFormat
+from ridgeplan.runtime.model.weights import DecoderWeights, WeightFormat
 from ridgeplan.runtime.quantization.pack import quantized_linear
 from ridgeplan.validate.random_decoder import RandomDecoder, llama_like_shape
 from ridgeplan.validate.timing import Bench

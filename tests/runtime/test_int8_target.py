@@ -73,9 +73,7 @@ def test_drafts_and_target_share_one_copy(exact, tiny_model, make_plan):
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_stays_in_memory_is_what_the_plan_says(draft_bits, group, tied, exact, tiny_model, make_plan):
     folder = tiny_model(intermediate_size=128, tie_word_embeddings=tied).folder
-    engine = runtime.load(
-        eight_bits(make_plan, draft_bits=draft_bits, weight_group=group), folder, device="cpu"
-    )
+    engine = runtime.load(eight_bits(make_plan, draft_bits=draft_bits, weight_group=group), folder, device="cpu")
     per_parameter = weight_bytes(8, group, 4)
     assert engine.weights.bytes == weight_memory(engine.config.shape, per_parameter, 4, per_parameter, 1)
 

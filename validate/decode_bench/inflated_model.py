@@ -39,7 +39,7 @@ class InflatedModel:
     tokenizer: Any
     shape: ModelShape
     device: torch.device
-    targets: dict[tuple[int, int | None], DecoderWeights] = field(default_factory=dict)
+    targets: dict[tuple[int, int | None, bool], DecoderWeights] = field(default_factory=dict)
 
     @classmethod
     def load(cls, model: str, shape: ModelShape, device: str = "cuda") -> InflatedModel:
@@ -104,7 +104,9 @@ class InflatedModel:
         ends, layers = inflater.ends(small), inflater.layers(small)
         if text is None or plan.weights.target_bits == 16:
             return replace(ends, layers=tuple(layers))
-        return quantized_target(Decoder(self.config(1.0), self.device), ends, layers, WeightFormat.of_target(plan.weights), text)
+        return quantized_target(
+            Decoder(self.config(1.0), self.device), ends, layers, WeightFormat.of_target(plan.weights), text
+        )
 
     def _small(self) -> tuple[DecoderConfig, DecoderWeights]:
         """The small model, which is not kept, as its memory is not the plan's."""

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.linear.cuda_launch import LinearKernel, accepts, compiled_for, device_limits
-from ridgeplan.kernels.linear.quantized.schedule import MAX_ROWS, make_schedule
 from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
 from ridgeplan.kernels.linear.quantized.int8_weight import Int8Weight
+from ridgeplan.kernels.linear.quantized.schedule import MAX_ROWS, make_schedule
 
 FALLBACK = "the CUDA quantized linear kernel does not compile, Triton's runs instead"
 

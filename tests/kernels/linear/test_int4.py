@@ -10,8 +10,8 @@ from torch import Tensor
 from ridgeplan.kernels.linear.cuda_launch import LinearKernel
 from ridgeplan.kernels.linear.quantized import linear_quantized, linear_quantized_cost
 from ridgeplan.kernels.linear.quantized.cuda import find_kernel
-from ridgeplan.kernels.linear.quantized.schedule import MAX_ROWS, make_schedule
 from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
+from ridgeplan.kernels.linear.quantized.schedule import MAX_ROWS, make_schedule
 from ridgeplan.kernels.linear.schedule import BESIDE_BYTES, CLUSTER_SIZES, MAX_GATED_ROWS, RESERVED_BYTES, DeviceLimits
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.passes import weight_bytes
@@ -88,7 +88,9 @@ def test_a_bias_may_be_strided(backend: str, device: str) -> None:
     codes, scale, zero = parts(48, 128, 64, device)
     x, bias = torch.ones(3, 128, device=device), torch.linspace(-9, 9, 96, device=device)[::2]
     expected = x.double() @ definition(codes, scale, zero).T + bias
-    assert relative_error(linear_quantized(x, Int4Weight.pack(codes, scale, zero), bias, backend=backend), expected) < 1e-5
+    assert (
+        relative_error(linear_quantized(x, Int4Weight.pack(codes, scale, zero), bias, backend=backend), expected) < 1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -121,7 +123,9 @@ def test_declared_cost_is_the_models(rows: int, inputs: int, group: int) -> None
     weight = Int4Weight.pack(*parts(48, inputs, group))
     x = torch.zeros(rows, inputs, dtype=torch.bfloat16)
     assert linear_quantized_cost(x, weight) == ops.linear(rows, inputs, 48, weight_bytes(4, group, 2), 2)
-    assert linear_quantized_cost(x, weight, gated=True) == ops.gated_linear(rows, inputs, 24, weight_bytes(4, group, 2), 2)
+    assert linear_quantized_cost(x, weight, gated=True) == ops.gated_linear(
+        rows, inputs, 24, weight_bytes(4, group, 2), 2
+    )
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])

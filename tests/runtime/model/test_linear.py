@@ -5,8 +5,8 @@ import torch
 
 from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
 from ridgeplan.runtime.model.linear import Dense, Int4, LibraryInt4Weight
-from ridgeplan.runtime.quantization.gptq import quantize_weight
 from ridgeplan.runtime.model.weights import WeightFormat
+from ridgeplan.runtime.quantization.gptq import quantize_weight
 from ridgeplan.runtime.quantization.pack import quantized_linear
 
 
