@@ -69,7 +69,8 @@ def load(
     if weights is None:
         fetch_weights(model)
         # Weights that will be quantized stay on the host until then.
-        require_weight_memory(source, place if plan.weights.target_bits == 16 else HOST, dtype)
+        whole = plan.weights.target_bits == 16
+        require_weight_memory(source, config.shape, place if whole else HOST, dtype, whole)
     require_memory(plan, config.shape, place, dtype, weights.bytes if weights else 0, memory_utilization)
     with readable_out_of_memory(place):
         target = weights or _target(plan, load_state_dict(source, config.shape, dtype), config, place, text)

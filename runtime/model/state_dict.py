@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,16 @@ Part = TypeVar("Part")
 Take = Callable[..., Any]  # the tensor of a name, or a default
 
 
+class Tensors(Protocol):
+    """Tensors by name: a dictionary, or those of a packed checkpoint."""
+
+    def get(self, name: str, default: Any = None, /) -> Any:
+        """The tensor, or a default."""
+
+    def pop(self, name: str, default: Any = None, /) -> Any:
+        """The same, and drops it."""
+
+
 @dataclass(frozen=True, eq=False)
 class StateDict:
     """A transformers state dict of a model of `shape`. source: where it was read from.
@@ -29,7 +39,7 @@ class StateDict:
 
     source: str
     shape: ModelShape
-    tensors: dict[str, Tensor]
+    tensors: Tensors
 
     def decoder_weights(self, device: torch.device) -> DecoderWeights:
         """All weights on `device`; they are dropped here layer by layer, so that they are not held twice."""
