@@ -26,6 +26,7 @@ from ridgeplan.runtime.model_config import DecoderConfig, decoder_config
 from ridgeplan.runtime.quantization.calibrate import quantized_target, rounded_target
 from ridgeplan.runtime.quantization.calibration_text import CalibrationText
 from ridgeplan.runtime.quantization.pack import fitting_group
+from ridgeplan.runtime.quantization.saved import saved_weights, weights_path
 
 HOST = torch.device("cpu")
 
@@ -73,17 +74,34 @@ def load(
         require_weight_memory(source, config.shape, place if whole else HOST, dtype, whole)
     require_memory(plan, config.shape, place, dtype, weights.bytes if weights else 0, memory_utilization)
     with readable_out_of_memory(place):
-        target = weights or _target(plan, load_state_dict(source, config.shape, dtype), config, place, text)
+        target = weights or _target(plan, source, config, place, dtype, text)
         return Engine(plan, source, config, target, place, meter, text=text)
 
 
 def _target(
-    plan: Plan, dense: StateDict, config: DecoderConfig, device: torch.device, text: CalibrationText | None
+    plan: Plan,
+    source: str,
+    config: DecoderConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    text: CalibrationText | None,
 ) -> DecoderWeights:
-    """The target's weights on `device`. Those that become codes are there only one layer at a time."""
+    """The target's weights on `device`. Those that become codes are fitted once, and then read as they were saved."""
     if plan.weights.target_bits == 16:
-        return dense.decoder_weights(device)
-    decoder, ends, wanted = Decoder(config, device), dense.ends(device), WeightFormat.of_target(plan.weights)
+        return load_state_dict(source, config.shape, dtype).decoder_weights(device)
+    wanted = WeightFormat.of_target(plan.weights)
+
+    def fitted() -> DecoderWeights:
+        return _quantized(load_state_dict(source, config.shape, dtype), wanted, config, device, text)
+
+    return saved_weights(weights_path(source, dtype, device, wanted, text), device, fitted)
+
+
+def _quantized(
+    dense: StateDict, wanted: WeightFormat, config: DecoderConfig, device: torch.device, text: CalibrationText | None
+) -> DecoderWeights:
+    """Weights in the format `wanted`; dense ones are on `device` only one layer at a time."""
+    decoder, ends = Decoder(config, device), dense.ends(device)
     if text is None:
         # The dense model may not fit the device, so a copy rounded to nearest writes the text.
         text = CalibrationText.of_model(decoder, rounded_target(ends, dense.layers(device, keep=True), wanted))

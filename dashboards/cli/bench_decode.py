@@ -22,8 +22,17 @@ from ridgeplan.planner.support import missing_execution
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import load_profile
 from ridgeplan.roofline.speculation import MAX_GAMMA
-from ridgeplan.validate.decode_bench.report import ABLATION, PLAIN, DecodeCase, has_gamma, suite_cases, with_plain
+from ridgeplan.validate.decode_bench.report import (
+    ABLATION,
+    PLAIN,
+    QUANTIZED_TARGETS,
+    DecodeCase,
+    has_gamma,
+    suite_cases,
+    with_plain,
+)
 
+SUITE_PRESETS = (*ABLATION, *QUANTIZED_TARGETS)
 SUITE_WORKLOADS = ("4096x1", "32768x1", "32768x8", "98304x1", "98304x4")  # Python's own text is long enough
 SUITE_GAMMAS = (2, 4, 6)
 TOKENS = click.IntRange(1, MAX_TOKENS)
@@ -61,8 +70,8 @@ class CaseParam(click.ParamType):
         name, _, rest = str(value).partition(":")
         workload, _, gamma = rest.partition(":")
         fits = gamma == "" or (has_gamma(name) and gamma in map(str, range(1, MAX_GAMMA + 1)))
-        if name not in ABLATION or not fits:
-            allowed = f"one of {', '.join(ABLATION)}, a workload and, if it drafts, a gamma from 1 to {MAX_GAMMA}"
+        if name not in SUITE_PRESETS or not fits:
+            allowed = f"one of {', '.join(SUITE_PRESETS)}, a workload and, if it drafts, a gamma from 1 to {MAX_GAMMA}"
             self.fail(f"{value!r} is not a case; allowed: {allowed}, such as quantspec:32768x8:3", param, ctx)
         return DecodeCase(name, *WorkloadParam().convert(workload, param, ctx), int(gamma) if gamma else None)
 
@@ -117,7 +126,7 @@ def decode(context: int, batch: int, chosen: str, gamma: int | None, **rest: Any
         help="Drafted tokens a round; repeat for several.",
     ),
     click.option(
-        "--preset", "presets", type=click.Choice(ABLATION), multiple=True, default=ABLATION, show_default=True,
+        "--preset", "presets", type=click.Choice(SUITE_PRESETS), multiple=True, default=ABLATION, show_default=True,
         help="What is run beside plain decoding; repeat for several.",
     ),
     click.option(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,20 +14,11 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model.linear import Dense
 from ridgeplan.runtime.model.mlp import GatedMLP
+from ridgeplan.runtime.model.packed_checkpoint import PackedTensors
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, tensors_of
 
 Part = TypeVar("Part")
 Take = Callable[..., Any]  # the tensor of a name, or a default
-
-
-class Tensors(Protocol):
-    """Tensors by name: a dictionary, or those of a packed checkpoint."""
-
-    def get(self, name: str, default: Any = None, /) -> Any:
-        """The tensor, or a default."""
-
-    def pop(self, name: str, default: Any = None, /) -> Any:
-        """The same, and drops it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +30,7 @@ class StateDict:
 
     source: str
     shape: ModelShape
-    tensors: Tensors
+    tensors: dict[str, Tensor] | PackedTensors
 
     def decoder_weights(self, device: torch.device) -> DecoderWeights:
         """All weights on `device`; they are dropped here layer by layer, so that they are not held twice."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 PLAIN = "autoregressive"
 # Plain decoding, a quantized target, and QuantSpec with only one of its parts (QuantSpec, Fig 4).
 ABLATION = ("int8", "quantspec-kv", "quantspec-weights", "quantspec")
+QUANTIZED_TARGETS = ("int8-weights", "int8-weights-int8", "quantspec-int8", "int4-weights", "quantspec-int4")
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def with_plain(cases: Sequence[DecodeCase]) -> list[DecodeCase]:
 
 
 def has_gamma(name: str) -> bool:
-    """Whether a preset of the ablation speculates."""
+    """Whether one of these presets speculates."""
     return name.startswith("quantspec")
 
 
@@ -170,10 +171,10 @@ def bench_decode(
     )
 
 
-def run_order(case: DecodeCase, plan: Plan) -> tuple[bool, bool, int]:
+def run_order(case: DecodeCase, plan: Plan) -> tuple[bool, int, bool, bool, int]:
     """Sort key for the order that `bench_decode` describes."""
-    drafting = plan.weights.draft_copy
-    return drafting, case.preset != PLAIN, -case.context if drafting else 0
+    drafting, weights = plan.weights.draft_copy, plan.weights
+    return drafting, -weights.target_bits, weights.hierarchical, case.preset != PLAIN, -case.context if drafting else 0
 
 
 @dataclass(frozen=True, eq=False)

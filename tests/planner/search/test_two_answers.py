@@ -81,8 +81,8 @@ def test_a_converted_checkpoint_runs_in_the_plans_format_and_is_estimated_as_it_
 
 
 def test_a_checkpoint_that_the_runtime_does_not_load_is_planned_as_it_is_with_a_note(h200_profile):
-    found = converted(h200_profile, format="awq")
-    assert any("the runtime does not load weights in 'awq' yet" in note for note in found.notes)
+    found = converted(h200_profile, format="bitsandbytes")
+    assert any("the runtime does not load weights in 'bitsandbytes' yet" in note for note in found.notes)
     assert found.baseline.memory_bytes["weights"] < 5.2e9
 
 

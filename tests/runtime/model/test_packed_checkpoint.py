@@ -192,7 +192,9 @@ def test_recommend_prices_the_weights_that_would_run(packed: Any, h200_profile: 
     assert found.predicted.memory_bytes["weights"] == 2 * shape.parameters
 
 
-def test_no_more_than_a_layer_is_decoded_where_the_plan_has_codes(packed: Any, make_plan: Any, monkeypatch: Any) -> None:
+def test_no_more_than_a_layer_is_decoded_where_the_plan_has_codes(
+    packed: Any, make_plan: Any, monkeypatch: Any
+) -> None:
     """Where 4-bit weights fit but their full precision would not, plans in full precision are refused unread."""
     folder, _ = packed("gptq")
     parameters = load_shape(str(folder / "config.json")).parameters
