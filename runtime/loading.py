@@ -89,7 +89,7 @@ def _target(
     """The target's weights on `device`. Those that become codes are fitted once, and then read as they were saved."""
     if plan.weights.target_bits == 16:
         return load_state_dict(source, config.shape, dtype).decoder_weights(device)
-    wanted = WeightFormat.of_target(plan.weights)
+    wanted = WeightFormat(*plan.weights.target_format)
 
     def fitted() -> DecoderWeights:
         return _quantized(load_state_dict(source, config.shape, dtype), wanted, config, device, text)
@@ -117,7 +117,7 @@ def require_executable(plan: Plan) -> None:
 
 def _format(plan: Plan, shape: ModelShape) -> WeightFormat:
     """`DecoderWeights.format` of the plan's target."""
-    wanted = WeightFormat.of_target(plan.weights)
+    wanted = WeightFormat(*plan.weights.target_format)
     return wanted if wanted.group is None else replace(wanted, group=fitting_group(shape.hidden, wanted.group))
 
 

@@ -62,13 +62,22 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {"torch", "triton"},
     ),
     "kernels.layer": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
-    "kernels.linear": ({"kernels.device", "kernels.layer", "roofline.cost", "roofline.execution"}, {"torch", "triton"}),
+    "kernels.linear": ({"kernels.device", "roofline.cost", "roofline.execution"}, {"torch", "triton"}),
+    "kernels.linear.dense": (
+        {"kernels.device", "kernels.layer", "kernels.linear", "roofline.cost", "roofline.execution"},
+        {"torch", "triton"},
+    ),
+    "kernels.linear.quantized": (
+        {"kernels.device", "kernels.layer", "kernels.linear", "roofline.cost", "roofline.execution"},
+        {"torch", "triton"},
+    ),
     "kernels.sampling": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
     "runtime.kv": ({"kernels.kv_cache", "planner.plan", "roofline.catalog", "roofline.execution"}, RUNTIME),
     "runtime.model": (
         {
-            "kernels.attention", "kernels.layer", "kernels.linear", "roofline.catalog", "roofline.execution",
-            "runtime.arena", "runtime.errors", "runtime.host_memory", "runtime.kv", "runtime.model_config",
+            "kernels.attention", "kernels.layer", "kernels.linear.dense", "kernels.linear.quantized",
+            "roofline.catalog", "roofline.catalog.weight_formats", "roofline.execution", "runtime.arena",
+            "runtime.errors", "runtime.host_memory", "runtime.kv", "runtime.model_config",
         },
         RUNTIME,
     ),
@@ -82,8 +91,9 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "runtime.quantization": (
         {
-            "kernels.linear", "roofline.catalog.mistakes", "roofline.execution", "runtime.drafting",
-            "runtime.drafting.policies", "runtime.errors", "runtime.kv", "runtime.model", "runtime.sampling",
+            "kernels.linear", "kernels.linear.quantized", "roofline.catalog", "roofline.execution", "runtime.drafting",
+            "runtime.drafting.policies", "runtime.errors", "runtime.host_memory", "runtime.kv", "runtime.model",
+            "runtime.sampling",
         },
         RUNTIME,
     ),
@@ -98,8 +108,9 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate.calibration": (
         {
-            "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.layer", "kernels.linear",
-            "kernels.sampling", "planner", "roofline", "roofline.catalog", "runtime.model", "runtime.quantization",
+            "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.layer", "kernels.linear.dense",
+            "kernels.linear.quantized", "kernels.sampling", "planner", "roofline", "roofline.catalog", "runtime.model",
+            "runtime.quantization",
             "validate.machine", "validate.progress", "validate.random_decoder", "validate.random_rounds",
             "validate.timing",
         },
@@ -107,8 +118,9 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate.kernel_bench": (
         {
-            "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.layer", "kernels.linear",
-            "kernels.sampling", "planner.plan", "roofline", "runtime.kv", "validate.machine", "validate.progress",
+            "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.layer", "kernels.linear.dense",
+            "kernels.linear.quantized", "kernels.sampling", "planner.plan",
+            "roofline", "runtime.kv", "validate.machine", "validate.progress",
             "validate.random_decoder", "validate.timing",
         },
         VALIDATE,

@@ -107,7 +107,7 @@ class RandomModel:
         """The weights that the plan's verification reads; 4-bit ones have a dense head."""
         if plan.weights.target_bits == 16:
             return self.weights
-        found = self._quantized(WeightFormat.of_target(plan.weights))
+        found = self._quantized(WeightFormat(*plan.weights.target_format))
         return found if plan.weights.target_bits == 8 else dataclasses.replace(found, head=self.weights.head)
 
     def drafter(self, plan: Plan) -> DecoderWeights:

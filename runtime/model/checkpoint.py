@@ -18,7 +18,6 @@ from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.shapes import MAX_LAYERS, ModelShape
 from ridgeplan.roofline.catalog.weight_formats.weight_bits import PACKED_FORMATS
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
-from ridgeplan.roofline.memory import layer_parameters
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model.packed_checkpoint import PackedTensors
 from ridgeplan.runtime.model.readers import failures_as, quiet_rust
@@ -101,7 +100,8 @@ def decoded_elements(source: str, shape: ModelShape, whole: bool) -> int:
     """
     if shape.weight_bits.format not in PACKED_FORMATS:
         return checkpoint_elements(source)
-    return shape.parameters if whole else layer_parameters(shape) // shape.layers + 2 * shape.embedding_params
+    tables = shape.embedding_params * (1 if shape.tied_embeddings else 2)
+    return shape.parameters if whole else tables + (shape.parameters - tables) // shape.layers
 
 
 def _require_layers(source: str, layers: int) -> None:

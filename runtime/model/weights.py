@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ridgeplan.planner.plan import Weights
 from ridgeplan.runtime.model.linear import Int4, Int8, Linear
 from ridgeplan.runtime.model.mlp import GatedMLP
 
@@ -40,16 +39,14 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Bits of projections, inputs per scale where they are codes, and whether upper planes were fitted for drafts."""
+    """Bits of projections, inputs per scale where they are codes, and whether upper planes were fitted for drafts.
+
+    The fields are in the order of a plan's `Weights.target_format`.
+    """
 
     bits: int = 16
     group: int | None = None
     hierarchical: bool = False
-
-    @classmethod
-    def of_target(cls, weights: Weights) -> WeightFormat:
-        """The format of a plan's target, with the group that the plan asks for."""
-        return cls(*weights.target_format)
 
 
 @dataclass(frozen=True, eq=False)

@@ -172,7 +172,7 @@ def test_weights_are_shared_by_plans_of_their_format_and_read_again_by_others(ti
         for plan in (dense, int4, wide):
             found = runtime.load(plan, folder, device="cpu", weights=weights).weights
             assert (found is weights) == (plan is held)
-            assert found.format == WeightFormat.of_target(plan.weights)
+            assert found.format == WeightFormat(*plan.weights.target_format)
 
 
 @pytest.mark.model

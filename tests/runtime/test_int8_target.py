@@ -86,7 +86,7 @@ def test_plans_share_weights_of_their_own_kind(tiny_model, make_plan):
         for plan in kinds:
             found = runtime.load(plan, folder, device="cpu", weights=weights).weights
             assert (found is weights) == (plan is held)
-            assert found.format == WeightFormat.of_target(plan.weights)
+            assert found.format == WeightFormat(*plan.weights.target_format)
 
 
 def test_the_embedding_stays_in_full_precision(tiny_model, make_plan):

@@ -105,7 +105,7 @@ class InflatedModel:
         if text is None or plan.weights.target_bits == 16:
             return replace(ends, layers=tuple(layers))
         return quantized_target(
-            Decoder(self.config(1.0), self.device), ends, layers, WeightFormat.of_target(plan.weights), text
+            Decoder(self.config(1.0), self.device), ends, layers, WeightFormat(*plan.weights.target_format), text
         )
 
     def _small(self) -> tuple[DecoderConfig, DecoderWeights]:

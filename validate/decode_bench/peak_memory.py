@@ -169,7 +169,9 @@ def _engine(plan: Plan, shape: ModelShape, device: torch.device, meter: MemoryMe
     text = CalibrationText(torch.zeros(1, 64, dtype=torch.int64), natural=False)
     if plan.weights.target_bits != 16:
         ends, layers = replace(weights, layers=()), weights.layers
-        weights = quantized_target(Decoder(config, device), ends, layers, WeightFormat.of_target(plan.weights), text)
+        weights = quantized_target(
+            Decoder(config, device), ends, layers, WeightFormat(*plan.weights.target_format), text
+        )
         del layers
     return Engine(plan, "", config, weights, device, meter, text=text)
 

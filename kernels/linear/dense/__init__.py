@@ -1,4 +1,7 @@
-"""Dense linear layers: y = x W^T + bias, with a CUDA kernel for few rows, which are bound by reading the weight."""
+"""Dense linear layers: y = x W^T + bias, with a CUDA kernel for few rows, which are bound by reading the weight.
+
+Not here: what both kinds of products share, the CUDA sources and their launch (kernels/linear).
+"""
 
 from torch import Tensor
 from torch.nn import functional

@@ -1,4 +1,7 @@
-"""Linear layers with 4-bit and 8-bit weights: y = x W^T + bias, reading the weight once, as codes."""
+"""Linear layers with 4-bit and 8-bit weights: y = x W^T + bias, reading the weight once, as codes.
+
+Not here: how codes are chosen (runtime/quantization), the CUDA sources and their launch (kernels/linear).
+"""
 
 from torch import Tensor
 from torch.nn import functional
