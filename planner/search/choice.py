@@ -52,7 +52,7 @@ def preference(plan: Plan) -> tuple[int, ...]:
 
     Formats are those beside bf16: of the target's weights, of the drafts' own, and of the KV cache.
     """
-    formats = (plan.weights.target_bits != 16) + plan.weights.draft_differs + plan.kv.format.quantized
+    formats = (plan.weights.target_bits != 16) + plan.weights.draft_copy + plan.kv.format.quantized
     exactness = list(Quality).index(quality_of(plan)), len(losses(plan))
     return *exactness, int(plan.speculation.active), formats
 
