@@ -29,7 +29,7 @@ MEMORY_COLORS = {
 }  # fmt: skip
 PASS_COLORS = {"prefill": GREEN, "draft": ORANGE, "target": BLUE}
 VERDICT_COLORS = {"recommended": BLUE, "within the noise": GREEN, "slower": GREY, "larger": GREY, "quality": GOLD,
-                  "does not fit": RED, "estimated only": PURPLE}  # fmt: skip
+                  "does not fit": RED, "estimated only": PURPLE, "not calibrated": PURPLE}  # fmt: skip
 PLAIN = "plain decoding"
 
 

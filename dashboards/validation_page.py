@@ -1,38 +1,22 @@
-"""A suite's results as one HTML file that loads nothing: scripts, figures and tables are all in it."""
+"""A suite's results as a page: errors and their targets, largest errors, regret."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
-
+from ridgeplan.dashboards.html_page import figure_html, html_page, table
 from ridgeplan.dashboards.suite_charts import errors, hover, regrets, scatter
 
 WORST = 40  # rows in the table of the largest errors
-# The browser is told to load nothing either, whatever the texts of a report hold.
-POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:; "
-    "worker-src blob:"
-)
-STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}"
-    "table{border-collapse:collapse;font-size:13px}td,th{padding:3px 10px;border-bottom:1px solid #ddd;text-align:left}"
-    "td.figure{text-align:right;font-variant-numeric:tabular-nums}.missed{color:#d1495b}.met{color:#2f9e6e}"
-)
 
 
 def page(report: Mapping[str, Any], summary: Sequence[Mapping[str, Any]]) -> str:
     """The HTML of a report's JSON and of the summaries' JSON."""
-    parts = "\n".join((*_head(report), *_summary(summary), *_rows(report["rows"]), *_regret(report["regret"]),
-                       *_notes(report)))  # fmt: skip
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>ridgeplan: predicted and measured</title><style>{STYLE}</style>"
-        f"<script>{get_plotlyjs()}</script></head><body>\n{parts}\n</body></html>\n"
+    return html_page(
+        "ridgeplan: predicted and measured",
+        (*_head(report), *_summary(summary), *_rows(report["rows"]), *_regret(report["regret"]), *_notes(report)),
     )
 
 
@@ -92,22 +76,3 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
     skipped = [f"<li>{escape(text)}</li>" for text in report["skipped"]]
     listed = ["<h2>Not run</h2>", f"<ul>{''.join(skipped)}</ul>"] if skipped else []
     return ["<h2>How it was measured</h2>", *how, *listed]
-
-
-def figure_html(figure: go.Figure) -> str:
-    """A figure's element and script, without plotly's own code, which the page holds once."""
-    text: str = figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False})
-    return text
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """An HTML table; all cells are text."""
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _cell(value: object) -> str:
-    shown = escape(str(value))
-    kind = shown if shown in ("met", "missed") else "figure" if shown[:1] in "+-0123456789" and shown else ""
-    return f'<td class="{kind}">{shown}</td>' if kind else f"<td>{shown}</td>"

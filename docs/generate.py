@@ -12,6 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from ridgeplan.planner import recommend
 from ridgeplan.planner.published import compare_all, list_engines, targets_of
 from ridgeplan.roofline.catalog.profile import load_profile
 from ridgeplan.roofline.latency import RateTerms
+from ridgeplan.validate.suite.results import read_report
+from ridgeplan.validate.suite.summary import summaries
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "validate" / "results"
@@ -77,6 +80,32 @@ def decode_errors(name: str) -> str:
         told = ("" if error is None else f"{error:+.1%}" for error in (tpot, *others))
         rows.append((f"{row['preset']} {row['context']}x{row['batch']}", *told))
     return table(("plan", "TPOT", "draft step", "verification", "plain step", "peak memory"), rows)
+
+
+def validation(name: str) -> str:
+    """Errors of predictions in a report of `ridgeplan validate --suite`, and what was aimed at."""
+    report = read_report(RESULTS / f"{name}.json")
+    rows = [
+        (
+            one.name,
+            str(one.count),
+            f"{one.signed_median:+.1%}",
+            *(f"{value:.1%}" for value in (one.median, one.p90, one.worst)),
+            ", ".join(f"{limit} {value:.1%}" for limit, value in asdict(one.limits).items() if value is not None),
+            {None: "", True: "met", False: "missed"}[one.met],
+        )
+        for one in summaries(report)
+    ]
+    return table(("", "rows", "signed median", "median", "p90", "worst", "target", ""), rows)
+
+
+def worst(name: str, count: str) -> str:
+    """The rows of a report with the largest errors."""
+    rows = [
+        (row.kind, row.model.split("/")[-1], row.case, f"{row.relative_error:+.1%}")
+        for row in read_report(RESULTS / f"{name}.json").worst_rows(int(count))
+    ]
+    return table(("", "model", "case", "error"), rows)
 
 
 def breakdown(name: str, preset: str) -> str:
@@ -213,6 +242,8 @@ BLOCKS: dict[str, Callable[..., str]] = {
         classes,
         decode,
         decode_errors,
+        validation,
+        worst,
         breakdown,
         kernels,
         kernel_targets,

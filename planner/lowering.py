@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan, require
-from ridgeplan.planner.policies import draft_selection, target_selection
+from ridgeplan.planner.policies import draft_selection, evicted_to, eviction_settings, target_selection
+from ridgeplan.planner.policies.eviction.budgets import kept_tokens
+from ridgeplan.planner.policies.policy import SelectionCost
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.latency import (
@@ -21,8 +23,10 @@ from ridgeplan.roofline.latency import (
     prefill_attention_kind,
 )
 from ridgeplan.roofline.passes import weight_bytes
+from ridgeplan.roofline.sparsity.sparse_ops import TWO_BITS, UPPER_BITS
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
 
+DRAFT_PLANE_BITS = TWO_BITS + UPPER_BITS  # of keys, and of values by token, per element of the keys
 CODE_PLANES = {KVFormat.FULL: 0, KVFormat.SHADOW: 1, KVFormat.INT8: 2, KVFormat.HIERARCHICAL: 2}
 
 
@@ -34,7 +38,9 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
     # fewer bits than the widest cost what they hold (`stored_bytes`).
     full_bytes = shape.weight_bits.widest_bytes(device.element_bytes)
     head_bytes = shape.weight_bits.full_bytes("head", device.element_bytes)
-    drafts_read, target_reads = draft_selection(plan), target_selection(plan)
+    choosing, target_reads = draft_selection(plan).cost(speculation.selection), target_selection(plan)
+    target_choosing, evicting = target_reads.target_cost if target_reads else SelectionCost(), eviction_settings(plan)
+    per_query, moved_bytes = speculation.selection.per_query, choosing.moved_score_bytes(shape.kv_heads) * shape.layers
     return Strategy(
         batch=workload.batch,
         context=workload.context,
@@ -52,23 +58,49 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         kv_group=kv.group,
         target_bits=target_code_bits(plan),
         draft_bits=draft_code_bits(plan),
-        eviction_budget=plan.eviction.budget or UNLIMITED_TOKENS,
+        eviction_budget=_mean_kept(plan, shape.layers),
+        scored_queries=evicting.scored_queries if evicting else 0,
+        appended_tokens=evicting.appended_tokens if evicting else 0,
         offload=int(plan.placement.offload),
         offload_budget=plan.placement.budget or UNLIMITED_TOKENS,
         target_budget=plan.attention.budget or UNLIMITED_TOKENS,
         draft_ratio=speculation.ratio,
-        target_run_tokens=target_reads.run_of(shape.kv_heads) if target_reads else UNLIMITED_TOKENS,
-        draft_run_tokens=drafts_read.run_of(shape.kv_heads),
-        target_scored_keys=target_reads.scored_keys_of(shape.layers) if target_reads else 0,
-        draft_scored_keys=drafts_read.scored_keys_of(shape.layers),
-        round_score_bytes=drafts_read.round_score_bytes * shape.layers,
+        draft_floor_tokens=speculation.selection.least_tokens,
+        target_run_tokens=target_choosing.run_of(shape.kv_heads),
+        draft_run_tokens=choosing.run_of(shape.kv_heads),
+        target_scored_keys=target_choosing.scored_keys_of(shape.layers),
+        draft_scored_keys=choosing.scored_keys_of(shape.layers),
+        step_score_bytes=moved_bytes * per_query,
+        round_score_bytes=moved_bytes * (not per_query),
+        round_scored_keys=shape.layers * draft_selection(plan).from_verification,
+        held_plane_bits=DRAFT_PLANE_BITS * shape.layers * plan.gathers_codes,
+        held_keys=choosing.held_keys * shape.layers,
+        held_score_bytes=choosing.held_score_bytes(shape.kv_heads) * (1 if per_query else shape.layers),
         gamma=speculation.gamma,
         acceptance=acceptance,
+        reserved_gamma=speculation.gamma if speculation.adaptive else 0,
     )
 
 
+def _mean_kept(plan: Plan, layers: int) -> float:
+    """Tokens of the workload's prompt that stay in a layer, the mean over the layers."""
+    budgets = evicted_to(plan, layers)
+    if not budgets:
+        return UNLIMITED_TOKENS
+    return sum(kept_tokens(plan.workload.context, budgets, plan.kv.step)) / layers
+
+
 def rates_of(plan: Plan, shape: ModelShape, machine: Machine) -> StrategyRates:
-    """Rates of the kernel classes that the plan's formats use."""
+    """Rates of the kernel classes that the plan's formats and its drafts' selection use."""
+    found = dense_rates_of(plan, shape, machine)
+    kind = plan.speculation.selection.attention_class
+    if kind is None:
+        return found
+    return replace(found, draft=replace(found.draft, attention=machine.rates[kind]))
+
+
+def dense_rates_of(plan: Plan, shape: ModelShape, machine: Machine) -> StrategyRates:
+    """The same where chosen tokens are read by kernels that read all of them as fast."""
 
     def of(part: str) -> PassRates:
         kinds = ("linear", "head", "attention")

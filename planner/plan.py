@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from ridgeplan.roofline.catalog.checks import Checked, build, flag, number, one_of, part, text, whole
+from ridgeplan.planner.axes.draft_selection import DRAFT_SELECTIONS, AllTokens, DraftSelection
+from ridgeplan.planner.axes.part import PlanError, PlanPart
+from ridgeplan.roofline.catalog.checks import build, flag, number, one_of, part, text, values_by_name, variant, whole
 from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json
-from ridgeplan.roofline.execution import MAX_TOKENS, QUANTIZATION_GROUPS
+from ridgeplan.roofline.execution import MAX_TOKENS, QUANTIZATION_GROUPS, adaptive_gammas
 from ridgeplan.roofline.speculation import MAX_GAMMA
 
 SCHEMA = 1
 MAX_BATCH = 4096
 MAX_DEVICES = 64
 MAX_YARN_FACTOR = 64
-MIN_RATIO = 1e-6  # one token in a million
-
-
-class PlanError(ValueError):
-    """A malformed or contradictory plan; the message names the value and what is allowed."""
 
 
 class KVFormat(StrEnum):
@@ -51,7 +50,9 @@ class EvictionPolicy(StrEnum):
     SNAPKV = "snapkv"
     PYRAMIDKV = "pyramidkv"
     LACACHE = "lacache"
+    EXPECTED_ATTENTION = "expected-attention"
     DAPQ = "dapq"
+    RANDOM = "random"
 
 
 class TargetSelection(StrEnum):
@@ -71,28 +72,10 @@ class DraftCodes(StrEnum):
     UPPER = "upper"
 
 
-class DraftSelection(StrEnum):
-    """Which tokens a draft reads."""
-
-    ALL = "all"
-    STREAMING = "streamingllm"
-    SNAPKV = "snapkv"
-    QUEST = "quest"
-    LAST_ACCEPTED = "specextend"
-    VERIFIED = "specattn"
-    RETRIEVAL_HEAD = "retrieval-head"
-
-
 def require(condition: bool, message: str) -> None:
     """Raise PlanError(message) unless `condition` holds."""
     if not condition:
         raise PlanError(message)
-
-
-class _PlanPart(Checked):
-    """Raises PlanError for values that are not allowed."""
-
-    error = PlanError
 
 
 def _group() -> Any:
@@ -104,7 +87,7 @@ def _budget() -> Any:
 
 
 @dataclass(frozen=True)
-class Workload(_PlanPart):
+class Workload(PlanPart):
     """What a plan is for: a model on a machine, at a context and batch."""
 
     model: str = text()
@@ -121,7 +104,7 @@ class Workload(_PlanPart):
 
 
 @dataclass(frozen=True)
-class Weights(_PlanPart):
+class Weights(PlanPart):
     """Bits of the target's weights and of the draft's; 16 means the machine's full precision.
 
     Drafts in 4 bits of an 8-bit target read the upper plane of the target's own weights: there is one copy.
@@ -163,7 +146,7 @@ class Weights(_PlanPart):
 
 
 @dataclass(frozen=True)
-class KVCache(_PlanPart):
+class KVCache(PlanPart):
     """Storage of keys and values; quantized formats keep `group` to 2 x `group` recent tokens unquantized."""
 
     format: KVFormat = one_of(KVFormat, default=KVFormat.FULL)
@@ -174,20 +157,46 @@ class KVCache(_PlanPart):
         """Bits per element of old tokens as the target reads them; 16 is full precision."""
         return 8 if self.format.buffered else 16
 
+    @property
+    def step(self) -> int:
+        """Tokens by whose multiples layers may differ in length: flushes then come in all of them at once."""
+        return self.group if self.format.quantized else 1
+
 
 @dataclass(frozen=True)
-class Eviction(_PlanPart):
-    """One-time eviction after prefill."""
+class Eviction(PlanPart):
+    """One-time eviction after prefill.
+
+    The budget is of prompt tokens that stay in a layer, on average over the layers: a number, or a share of the
+    workload's context. settings: the policy's hyperparameters that differ from their defaults
+    (ridgeplan.planner.policies.eviction checks them).
+    """
 
     policy: EvictionPolicy = one_of(EvictionPolicy, default=EvictionPolicy.NONE)
-    budget: int = _budget()  # tokens that stay in each layer; 0 with policy none
+    budget: int = _budget()
+    share: float = number(0, 1, default=0.0)
+    settings: Mapping[str, Any] = values_by_name(default_factory=dict)
 
     def _contradiction(self) -> str | None:
-        return _budget_problem("eviction", self.policy is not EvictionPolicy.NONE, self.budget)
+        if self.policy is EvictionPolicy.NONE:
+            given = self.share or self.settings
+            return "share or settings without a policy" if given else _budget_problem("eviction", False, self.budget)
+        if self.share and self.budget:
+            return f"budget is {self.budget} and share {self.share}; allowed: one of them"
+        return None if self.share else _budget_problem("eviction", True, self.budget)
+
+    @property
+    def active(self) -> bool:
+        """Whether any token is evicted."""
+        return self.policy is not EvictionPolicy.NONE
+
+    def tokens(self, context: int) -> int:
+        """The budget in tokens, for prompts of up to `context`."""
+        return self.budget or math.ceil(self.share * context)
 
 
 @dataclass(frozen=True)
-class Placement(_PlanPart):
+class Placement(PlanPart):
     """Where KV is kept: all on the GPU, or layers are offloaded at Algorithm 1's thresholds (SpeContext)."""
 
     offload: bool = flag(False)
@@ -198,7 +207,7 @@ class Placement(_PlanPart):
 
 
 @dataclass(frozen=True)
-class TargetAttention(_PlanPart):
+class TargetAttention(PlanPart):
     """What the target reads at a step: everything, or `budget` selected tokens."""
 
     selection: TargetSelection = one_of(TargetSelection, default=TargetSelection.FULL)
@@ -209,23 +218,45 @@ class TargetAttention(_PlanPart):
 
 
 @dataclass(frozen=True)
-class Speculation(_PlanPart):
-    """Self-speculation: gamma drafts per round, which read these codes of a share `ratio` of the tokens."""
+class Speculation(PlanPart):
+    """Self-speculation: gamma drafts per round, which read these codes of the tokens that a policy selects.
+
+    adaptive: gamma is the most drafts of a round; the engine chooses how many from the acceptance that it measures.
+    """
 
     gamma: int = whole(0, MAX_GAMMA, default=0)
     codes: DraftCodes = one_of(DraftCodes, default=DraftCodes.FULL)
-    selection: DraftSelection = one_of(DraftSelection, default=DraftSelection.ALL)
-    ratio: float = number(MIN_RATIO, 1, default=1.0)
+    selection: DraftSelection = variant(DRAFT_SELECTIONS, default=AllTokens())  # noqa: RUF009
+    adaptive: bool = flag(False)
 
     def _contradiction(self) -> str | None:
-        if self.selection is not DraftSelection.ALL or self.ratio == 1:
-            return None
-        return f"ratio is {self.ratio}; allowed: 1.0 when drafts read all tokens"
+        if self.adaptive and not self.active:
+            return "adaptive is true with gamma 0; allowed: gamma of 1 or more, the most drafts of a round"
+        return None
 
     @property
     def active(self) -> bool:
         """Whether any token is drafted."""
         return self.gamma > 0
+
+    @property
+    def gammas(self) -> tuple[int, ...]:
+        """The drafts that a round of this plan may have, ascending."""
+        return adaptive_gammas(self.gamma) if self.adaptive else (self.gamma,)
+
+    @property
+    def ratio(self) -> float:
+        """The share of the cached tokens that drafts may read."""
+        return self.selection.ratio
+
+    @property
+    def sparse(self) -> bool:
+        """Whether drafts read only some of the tokens."""
+        return not isinstance(self.selection, AllTokens)
+
+    def with_ratio(self, ratio: float) -> Speculation:
+        """The same speculation at another ratio."""
+        return replace(self, selection=replace(self.selection, ratio=ratio))
 
 
 def _budget_problem(axis: str, active: bool, budget: int) -> str | None:
@@ -235,7 +266,7 @@ def _budget_problem(axis: str, active: bool, budget: int) -> str | None:
 
 
 @dataclass(frozen=True)
-class Plan(_PlanPart):
+class Plan(PlanPart):
     """A workload with a value on every axis. Raises PlanError for values that are not allowed."""
 
     workload: Workload = part(Workload, required=True)
@@ -247,11 +278,20 @@ class Plan(_PlanPart):
     speculation: Speculation = part(Speculation)
     tensor_parallel: int = whole(1, MAX_DEVICES, default=1)
 
+    @property
+    def gathers_codes(self) -> bool:
+        """Whether drafts choose by codes or gather upper ones, for which planes by token are kept beside the codes."""
+        upper = self.speculation.codes is DraftCodes.UPPER
+        return self.speculation.sparse and (upper or self.speculation.selection.needs_codes)
+
     def _contradiction(self) -> str | None:
         upper = self.speculation.codes is DraftCodes.UPPER
         if upper and self.kv.format not in (KVFormat.SHADOW, KVFormat.HIERARCHICAL):
             stored = f"kv format {self.kv.format.value!r}"
             return f"codes is 'upper' with {stored}; allowed: 'bf16+int4' or 'int4x2', which store upper codes"
+        selection = self.speculation.selection
+        if selection.needs_codes and not self.kv.format.quantized:
+            return f"selection is {selection.name!r} with kv format 'bf16'; allowed: formats with codes"
         if not self.speculation.active and (upper or self.weights.draft_differs):
             return "gamma is 0 with draft codes or draft weights set; allowed: gamma of 1 or more"
         return None
@@ -267,7 +307,8 @@ class Plan(_PlanPart):
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
         """Parse and validate untrusted data. Raises PlanError, one line that lists the values that are wrong."""
-        return build(cls, fields_of_schema(data, SCHEMA, "make it again with `ridgeplan recommend`", PlanError))
+        values = fields_of_schema(data, SCHEMA, "make it again with `ridgeplan recommend`", PlanError)
+        return build(cls, values | _selection_with_ratio(values))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
@@ -277,3 +318,15 @@ class Plan(_PlanPart):
         except ValueError as error:
             raise PlanError(f"not a JSON plan: {error}") from None
         return cls.from_dict(data)
+
+
+def _selection_with_ratio(values: dict[str, Any]) -> dict[str, Any]:
+    """The speculation of a plan's file, where it is one of the first: there a ratio stood beside a selection's name."""
+    speculation = values.get("speculation")
+    if not isinstance(speculation, dict) or not isinstance(speculation.get("selection", ""), str):
+        return {}
+    kept = {name: value for name, value in speculation.items() if name not in ("selection", "ratio")}
+    found = {"name": speculation.get("selection", "all")}
+    if "ratio" in speculation:
+        found["ratio"] = speculation["ratio"]
+    return {"speculation": kept | {"selection": found}}

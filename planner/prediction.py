@@ -11,7 +11,8 @@ import numpy as np
 
 from ridgeplan.planner.acceptance import Acceptance, AcceptanceModel
 from ridgeplan.planner.lowering import kernel_class, rates_of, stack, strategy_of
-from ridgeplan.planner.plan import DraftSelection, Plan, TargetSelection
+from ridgeplan.planner.plan import Plan, TargetSelection
+from ridgeplan.planner.round_costs import settled_gamma
 from ridgeplan.roofline.catalog.profile import SOURCES, Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
@@ -91,7 +92,8 @@ class BreakdownSource:
 class Prediction:
     """Predicted figures of a plan: the best estimate, a band around it, and the weakest source used.
 
-    `round_s` holds the seconds of a round by part, `memory_bytes` the bytes by purpose.
+    gamma: drafts of a round; of an adaptive one, those where it settles. `round_s` holds the seconds of a round by
+    part, `memory_bytes` the bytes by purpose.
     """
 
     best: Figures
@@ -150,24 +152,34 @@ def predict_all(
     """Predictions of several plans of one context, in one evaluation.
 
     `machine` defaults to the profile's; with less memory, layers are offloaded earlier.
-    Bands come from the spread of the calibration's fit, weighted by the time of each kernel class, and from the band
-    of the acceptance.
+    An adaptive gamma is predicted at the gamma where it settles if drafts are accepted as predicted, with the memory of
+    the largest. Bands come from the spread of the calibration's fit, weighted by the time of each kernel class, and
+    from the band of the acceptance.
     """
     machine = machine or Machine.of(profile)
     acceptance = AcceptanceModel.of_profile(shape, plans[0].workload.context, profile)
-    known = [acceptance.of(plan) for plan in plans]
+    gammas = [settled_gamma(plan, shape, profile, machine) for plan in plans]
+    known = [acceptance.of(_with_gamma(plan, gamma)) for plan, gamma in zip(plans, gammas, strict=True)]
     # A single plan stays in numbers; several become arrays with one entry each.
     ones = [1] * len(plans)
-    strategy = stack([strategy_of(plan, shape, machine, 1.0) for plan in plans], ones)
+    strategies = [strategy_of(plan, shape, machine, 1.0) for plan in plans]
+    strategy = stack([replace(one, gamma=gamma) for one, gamma in zip(strategies, gammas, strict=True)], ones)
     rates = stack([rates_of(plan, shape, machine) for plan in plans], ones)
     ends = {end: replace(strategy, acceptance=np.array([getattr(item, end) for item in known])) for end in ENDS}
     best = evaluate(shape, machine, ends["best"], rates)
     slow, fast = (at_acceptance(best, ends[end]) for end in ("low", "high"))
     parts = _parts(shape, machine, strategy, rates, len(plans))
     return [
-        _prediction(index, plan, shape.head_dim, known[index], (slow, best, fast), parts, profile)
+        _prediction(index, plan, gammas[index], shape.head_dim, known[index], (slow, best, fast), parts, profile)
         for index, plan in enumerate(plans)
     ]
+
+
+def _with_gamma(plan: Plan, gamma: int) -> Plan:
+    """The plan with rounds of `gamma` drafts where any are drafted, for their acceptance."""
+    if not plan.speculation.adaptive:
+        return plan
+    return replace(plan, speculation=replace(plan.speculation, gamma=max(1, gamma)))
 
 
 def _parts(
@@ -201,6 +213,7 @@ def _part(name: str, timed: Sequence[tuple[Op, Term, Term]], count: int) -> Part
 def _prediction(
     index: int,
     plan: Plan,
+    gamma: int,
     head_dim: int,
     acceptance: Acceptance,
     estimates: tuple[Estimate, Estimate, Estimate],
@@ -219,7 +232,7 @@ def _prediction(
         high=_ordered(slow, fast, index, plan.workload.batch, spread, prefill_spread, 1.5),
         source=_source(plan, head_dim, profile, acceptance),
         acceptance=acceptance,
-        gamma=plan.speculation.gamma,
+        gamma=gamma,
         tokens_per_round=_at(best.tokens_per_round, index),
         draft_step_ms=1e3 * _at(best.round.draft_s, index),
         verify_ms=1e3 * _at(best.round.verify_s, index),
@@ -283,9 +296,7 @@ def _source(plan: Plan, head_dim: int, profile: Profile, acceptance: Acceptance)
     ]
     if plan.speculation.active:
         used.append(acceptance.source)
-    selecting = (
-        plan.speculation.selection is not DraftSelection.ALL or plan.attention.selection is not TargetSelection.FULL
-    )
+    selecting = plan.speculation.sparse or plan.attention.selection is not TargetSelection.FULL
     if selecting or plan.placement.offload:
         used.append("prior")  # selection costs and elastic overlap follow the papers' descriptions
     return max(used, key=SOURCES.index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
-from ridgeplan.planner.plan import DraftCodes, DraftSelection, Plan, PlanError, Workload
+from ridgeplan.planner.plan import DraftCodes, Plan, PlanError, Workload
 from ridgeplan.planner.policies import POLICIES
 from ridgeplan.planner.policies.policy import Preset
 from ridgeplan.roofline.catalog.mistakes import brief
@@ -33,20 +33,20 @@ def describe(plan: Plan) -> str:
     words = [
         f"w{plan.weights.target_bits}" if plan.weights.target_bits != 16 else "",
         f"{plan.kv.format.value} KV" if plan.kv.format.quantized else "",
-        plan.eviction.policy.value if plan.eviction.budget else "",
+        plan.eviction.policy.value if plan.eviction.active else "",
         "offload" if plan.placement.offload else "",
         plan.attention.selection.value if plan.attention.budget else "",
     ]
     if speculation.active:
         codes = "upper codes" if speculation.codes is DraftCodes.UPPER else "full codes"
-        selected = "" if speculation.selection is DraftSelection.ALL else f" of {speculation.selection.value}"
+        selected = f" of {speculation.selection.name}" if speculation.sparse else ""
         weights = f", w{plan.weights.draft_bits} drafts" if plan.weights.draft_differs else ""
         words.append(f"drafts on {codes}{selected}{weights}")
     return " + ".join(word for word in words if word) or "autoregressive"
 
 
 def family_key(plan: Plan) -> tuple[object, ...]:
-    """What distinguishes one system from another: everything but gamma, ratio, budgets and group sizes."""
+    """What distinguishes one system from another: everything but hyperparameters, budgets and group sizes."""
     speculation = plan.speculation
     return (
         plan.weights.target_bits,
@@ -57,6 +57,6 @@ def family_key(plan: Plan) -> tuple[object, ...]:
         plan.attention.selection,
         speculation.active,
         speculation.codes,
-        speculation.selection,
+        speculation.selection.name,
         plan.tensor_parallel,
     )

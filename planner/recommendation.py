@@ -8,6 +8,7 @@ from typing import Any
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.prediction import Prediction
 from ridgeplan.roofline.device import GIB
+from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS
 from ridgeplan.roofline.passes import category
 
 BALANCED_WITHIN = 0.1  # neither side of a step is called the bottleneck if attention takes 40% to 60% of it
@@ -37,7 +38,9 @@ class Recommendation:
     """The best plan that runs here with its prediction, plain decoding for comparison, and the ranked alternatives.
 
     best_estimated: the best plan of all, which is only estimated; None where that is the plan itself, or one that runs
-    as fast. model_runs: whether the runtime executes the model at all; if not, every plan is only estimated.
+    as fast. adaptive: the plan with a gamma that adapts to what drafts are accepted; None where it drafts nothing or
+    more memory does not fit. model_runs: whether the runtime executes the model at all; if not, every plan is only
+    estimated.
     """
 
     plan: Plan
@@ -50,6 +53,7 @@ class Recommendation:
     notes: tuple[str, ...]
     memory_limit_bytes: float
     model_runs: bool
+    adaptive: Plan | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: plan, prediction, baseline, alternatives, losses and notes."""
@@ -64,6 +68,7 @@ class Recommendation:
             "notes": list(self.notes),
             "memory_limit_bytes": self.memory_limit_bytes,
             "model_runs": self.model_runs,
+            "adaptive": self.adaptive.to_dict() if self.adaptive else None,
         }
 
     def explain(self) -> str:
@@ -124,7 +129,15 @@ class Recommendation:
             f"{_ms(predicted.verify_ms)} and yields {predicted.tokens_per_round:.2f} tokens",
             f"  acceptance {acceptance.best:.3f} ({acceptance.low:.3f} to {acceptance.high:.3f}), "
             f"{acceptance.source}: {acceptance.where}",
+            *self._adaptive(),
         ]
+
+    def _adaptive(self) -> list[str]:
+        if self.adaptive is None:
+            return []
+        gammas = ", ".join(map(str, self.adaptive.speculation.gammas))
+        most = 100 * (RUNNING_LOSS + STARTING_LOSS)
+        return [f"  adaptive: gamma {gammas} by what is accepted, at most {most:.3g}% slower than plain on any text"]
 
     def _rest(self) -> list[str]:
         peak = self.predicted.best.peak_memory_bytes

@@ -8,10 +8,11 @@ from itertools import product
 
 import numpy as np
 
+from ridgeplan.planner.axes.draft_selection import draft_selection
 from ridgeplan.planner.plan import (
     MAX_GAMMA,
     DraftCodes,
-    DraftSelection,
+    Eviction,
     KVCache,
     KVFormat,
     Placement,
@@ -20,7 +21,9 @@ from ridgeplan.planner.plan import (
     Weights,
     Workload,
 )
-from ridgeplan.planner.policies.policy import KV_BUDGET
+from ridgeplan.planner.policies import selections
+from ridgeplan.planner.policies.eviction.dapq import dapq
+from ridgeplan.planner.policies.policy import KV_BUDGET, Role
 from ridgeplan.planner.presets import PRESETS, describe, family_key
 from ridgeplan.planner.quality import Quality, quality_of
 
@@ -52,8 +55,8 @@ class Family:
 
     def plan(self, gamma: int, ratio: float) -> Plan:
         """The plan at one point of the grid."""
-        speculation = replace(self.template.speculation, gamma=int(gamma), ratio=float(ratio))
-        return replace(self.template, speculation=speculation)
+        speculation = replace(self.template.speculation, gamma=int(gamma))
+        return replace(self.template, speculation=speculation.with_ratio(float(ratio)))
 
 
 def families(workload: Workload, *, offload: bool, quality: Quality = Quality.NEAR_LOSSLESS) -> tuple[Family, ...]:
@@ -81,10 +84,12 @@ WEIGHT_BITS = ((16, 16), (16, 4), (8, 8), (8, 4), (4, 4))
 
 
 def _joint(workload: Workload, placements: tuple[bool, ...], quality: Quality) -> Iterator[Plan]:
-    for offload in placements:
+    evicted = dapq(workload).eviction  # the policy that loses least, by published figures
+    for offload, eviction in (*product(placements, (Eviction(),)), (False, evicted)):
         placement = Placement(offload, min(KV_BUDGET, workload.context) if offload else 0)
         for (kv, codes), (target_bits, draft_bits) in product(DRAFT_READS, WEIGHT_BITS):
-            target = Plan(workload, Weights(target_bits, target_bits), KVCache(kv), placement=placement)
+            weights = Weights(target_bits, target_bits)
+            target = Plan(workload, weights, KVCache(kv), eviction=eviction, placement=placement)
             if not quality.allows(quality_of(target)):
                 continue
             if codes is DraftCodes.FULL and draft_bits == target_bits:
@@ -93,11 +98,14 @@ def _joint(workload: Workload, placements: tuple[bool, ...], quality: Quality) -
 
 
 def _drafting(plain: Plan, weights: Weights, codes: DraftCodes) -> Iterator[Plan]:
-    for selection in DraftSelection:
-        everything = selection is DraftSelection.ALL
-        if everything and codes is DraftCodes.FULL and not weights.draft_differs:
+    """Drafts that read all tokens or, if none were evicted, what a policy selects."""
+    for policy in selections(Role.DRAFT):
+        speculation = Speculation(1, codes, draft_selection(policy.name))
+        missing_codes = speculation.selection.needs_codes and not plain.kv.format.quantized
+        if missing_codes or not policy.searched or (speculation.sparse and plain.eviction.active):
+            continue
+        if not speculation.sparse and codes is DraftCodes.FULL and not weights.draft_differs:
             continue  # the draft would be the target itself
-        speculation = Speculation(1, codes, selection, 1.0 if everything else RATIOS[2])
         yield replace(plain, weights=weights, speculation=speculation)
 
 
@@ -107,5 +115,5 @@ def _family(name: str, template: Plan) -> Family:
         name,
         template,
         gammas=GAMMAS if speculation.active else (0,),
-        ratios=RATIOS if speculation.selection is not DraftSelection.ALL else (1.0,),
+        ratios=RATIOS if speculation.sparse else (1.0,),
     )

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ridgeplan.planner.plan import Plan
-from ridgeplan.planner.policies import draft_selection, eviction, target_selection
+from ridgeplan.planner.policies import draft_selection, evicted_to, eviction, target_selection
 from ridgeplan.planner.policies.policy import Role
+from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.catalog.weight_formats.weight_bits import CONVERTED_FORMATS
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
+
+SPARSE_CLASS = "sparse_attention"  # calibrated with all others that sparse drafts need
 
 
 def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
@@ -25,9 +28,11 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         "offloaded KV": plan.placement.offload,
         f"target selection {plan.attention.selection.value!r}": target and Role.TARGET not in target.executable,
         f"draft selection {drafts.name!r}": Role.DRAFT not in drafts.executable,
+        f"draft selection {drafts.name!r} after an eviction that leaves layers of different lengths": _ragged(plan)
+        and plan.speculation.sparse,
         f"tensor parallelism {plan.tensor_parallel}": plan.tensor_parallel != 1,
         f"{held} weights as they are stored": held,
-        f"codes or drafts beyond a sliding window of {window} tokens": shape and exceeds_window(plan, shape),
+        f"codes, drafts or evictions beyond a sliding window of {window} tokens": shape and exceeds_window(plan, shape),
     }
     return [name for name, missing in checks.items() if missing]
 
@@ -38,11 +43,25 @@ def only_estimated(plan: Plan, shape: ModelShape | None = None) -> str | None:
     return f"estimated only, the runtime cannot execute {', '.join(missing)} yet" if missing else None
 
 
+def uncalibrated(plan: Plan, profile: Profile) -> str | None:
+    """That the plan's drafts attend by kernels that the profile has no rates of; None if it has those it needs."""
+    if not plan.speculation.sparse or SPARSE_CLASS in profile.classes:
+        return None
+    return f"not calibrated on {profile.device}: kernels of {draft_selection(plan).name!r}; run `ridgeplan calibrate`"
+
+
 def exceeds_window(plan: Plan, shape: ModelShape) -> bool:
-    """Whether codes or drafts would reach beyond the model's sliding window, which plain bf16 decoding alone may."""
-    plain = not (plan.kv.format.quantized or plan.speculation.active)
+    """Whether codes, drafts or an eviction would reach beyond the model's sliding window, which plain bf16 decoding
+    alone may.
+    """
+    plain = not (plan.kv.format.quantized or plan.speculation.active or plan.eviction.active)
     window = shape.window_tokens or plan.workload.final_context
     return plan.workload.final_context > window and not plain
+
+
+def _ragged(plan: Plan) -> bool:
+    """Whether layers hold different numbers of tokens: with two of them, a policy's first and last budgets differ."""
+    return len(set(evicted_to(plan, 2))) > 1
 
 
 def missing_architecture(shape: ModelShape) -> str | None:

@@ -11,6 +11,7 @@ from ridgeplan.roofline.latency import Machine, StrategyRates
 from ridgeplan.roofline.memory import MemoryBreakdown, layer_parameters
 from ridgeplan.roofline.passes import Op, decode_pass, prefill_pass
 from ridgeplan.roofline.placement import offload_layers, swapped_bytes
+from ridgeplan.roofline.sparsity.eviction import appended_tokens, eviction_ops
 from ridgeplan.roofline.speculative_round import (
     Round,
     draft_terms,
@@ -80,15 +81,15 @@ def prefill_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> 
     """
     ops = prefill_ops(shape, machine, strategy)
     one_s = machine.prefill_seconds(ops, prefill_rates(shape, machine), shape.layers * prefill_chunks(strategy))
-    cost = quantize_cost(shape, machine, strategy, 1, strategy.context)
+    cost = quantize_cost(shape, machine, strategy, 1, strategy.kept_tokens)
     quantize_s = minimum(strategy.code_planes, 1) * shape.layers * machine.seconds(cost, machine.rates["quantize"])
     swap_in_s = swapped_bytes(shape, machine, strategy) / machine.host_link_bytes_per_s
     return strategy.batch * (one_s + quantize_s + sampling_seconds(shape, machine, 1)) + swap_in_s
 
 
 def prefill_chunks(strategy: Strategy) -> Term:
-    """Chunks of a prompt, in each of which every layer is launched."""
-    return maximum(strategy.context / PREFILL_CHUNK_TOKENS, 1)
+    """Chunks of a prompt, in each of which every layer is launched; what an eviction appends is one more."""
+    return maximum(strategy.context / PREFILL_CHUNK_TOKENS, 1) + minimum(appended_tokens(strategy), 1)
 
 
 def prefill_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> tuple[Op, ...]:
@@ -99,6 +100,7 @@ def prefill_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> tupl
     return (
         *prefill_pass(shape, 1, strategy.context, machine.element_bytes, *weights),
         Op("dense copies", "elementwise", copy, copied),
+        *eviction_ops(shape, strategy, machine.element_bytes),
     )
 
 

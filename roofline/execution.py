@@ -19,8 +19,12 @@ EXECUTABLE_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 PREFILL_CHUNK_TOKENS = 4096  # enough rows for full speed, few enough for a small workspace
 PREFILL_ATTENDED_TOKENS = 1 << 16  # enough to fill a GPU
 
+# Scores that an eviction policy computes at once, in fp32: enough to fill a GPU, and a workspace of 64 MiB.
+EVICTION_SCORE_ELEMENTS = 1 << 24
+
 # Largest number of rows of activations that this package's matrix-product kernels take; beyond, the library is faster.
 CUDA_SKINNY_GEMM_ROWS = 16
+CUDA_LARGE_GEMM_ROWS = 8  # the same of weights with more than 8192 inputs or outputs, such as output heads
 CPU_SKINNY_GEMM_ROWS = 64
 CUDA_LIBRARY_GEMM_ROWS = 128  # from here on a library's products are bound by arithmetic, as in prefill
 CUDA_FUSED_SWIGLU_ROWS = 8  # most rows for which the gate and up product also applies SwiGLU, dense or 4-bit
@@ -35,11 +39,31 @@ DRAFT_SWAP_PROMPT_TOKENS = 1 << 16
 # Largest dense copy of a quantized weight that products of many rows hold beside the codes.
 DENSE_COPY_BYTES = 128 << 20
 
-# What torch gives cuBLAS for each stream on Hopper, at its first call and for good (older GPUs: 8.1 MiB).
+# What torch gives cuBLAS for each stream on Hopper, at its first call and for good (older GPUs: 8.1 MiB). Prompts are
+# one stream; captured rounds are another, which calls cuBLAS if its products have more rows than this package's take.
 CUBLAS_WORKSPACE_BYTES = 32 << 20
+
+# Drafts of a round among which adaptive gamma chooses, and its plan's largest. A CUDA graph is captured for each. Times
+# per token between two of them are within 2% of the better one.
+GAMMA_LADDER = (0, 1, 2, 4, 6, 8, 11)
+
+# Most that an adaptive gamma loses against plain decoding, as shares of its time: for the tokens that rounds yield, and
+# once for the whole generation, before rounds have gained anything.
+RUNNING_LOSS = 0.015
+STARTING_LOSS = 0.01
 
 GATHER_ROW_BYTES = 256  # of the rows that calibration gathers: one token's key of 128 channels in 16 bits
 SPLIT_TOKENS = 256  # fewest tokens per split of split-KV attention
+
+
+def adaptive_gammas(largest: int) -> tuple[int, ...]:
+    """The gammas of a plan whose gamma adapts up to `largest`, ascending; 0 is plain decoding."""
+    return (*(gamma for gamma in GAMMA_LADDER if gamma < largest), largest)
+
+
+def next_gamma(gamma: int) -> int:
+    """The largest gamma of a plan that adapts around `gamma`, which is one of `adaptive_gammas` of it."""
+    return min((rung for rung in GAMMA_LADDER if rung > gamma), default=gamma) if gamma in GAMMA_LADDER else gamma
 
 
 def uses_draft_swap(context: Term) -> Term:

@@ -201,6 +201,7 @@ KERNEL_CLASSES = (
     "linear", "linear_int8", "linear_int4", "head", "grouped_linear", "attention", "attention_int4", "attention_int8",
     "attention_d64", "attention_int4_d64", "attention_int8_d64", "attention_mla", "gap", "elementwise", "rope",
     "quantize", "sampling", "gather", "prefill_attention", "prefill_attention_d64", "prefill_linear",
+    "two_bit_scan", "top_k", "sparse_attention", "progressive_attention",
 )  # fmt: skip
 
 

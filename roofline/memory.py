@@ -131,13 +131,18 @@ def dense_copy(shape: ModelShape, element_bytes: Term) -> Term:
 
 
 def prefill_workspace(
-    shape: ModelShape, tokens: Term, element_bytes: Term, arena_capacity_bytes: Term = 0, copy_bytes: Term = 0
+    shape: ModelShape,
+    tokens: Term,
+    element_bytes: Term,
+    arena_capacity_bytes: Term = 0,
+    copy_bytes: Term = 0,
+    scored_bytes: Term = 0,
 ) -> Term:
     """Workspace of layer-major prefill, one sequence at a time.
 
     It holds the prompt's hidden states, one layer's queries and KV, and either the attention output of a few heads or
     one chunk's activations. Buffers that fit the draft weights' memory, `arena_capacity_bytes`, are not counted.
-    copy_bytes: `dense_copy` if the weights are quantized.
+    copy_bytes: `dense_copy` if the weights are quantized. scored_bytes: an eviction's, while it scores the tokens.
     """
     chunk = minimum(tokens, PREFILL_CHUNK_TOKENS)
     kv_width = shape.kv_elements_per_token_per_layer
@@ -151,7 +156,7 @@ def prefill_workspace(
     attended = heads_tokens * shape.q_width / shape.kv_heads * element_bytes
     buffers = prompt_buffers(shape, tokens, element_bytes)
     allocated = sum(buffers) - arena_bytes(arena_capacity_bytes, buffers)
-    return allocated + maximum(maximum(projected, activated), attended)
+    return allocated + maximum(maximum(projected, activated), maximum(attended, scored_bytes))
 
 
 def decode_workspace(shape: ModelShape, batch: Term, queries: Term, splits: Term, element_bytes: Term) -> Term:

@@ -12,6 +12,7 @@ from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.execution import (
     CUBLAS_WORKSPACE_BYTES,
+    CUDA_LARGE_GEMM_ROWS,
     DRAFT_SWAP_PROMPT_TOKENS,
     MAX_TOKENS,
     choose_splits,
@@ -19,8 +20,9 @@ from ridgeplan.roofline.execution import (
 )
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import MemoryBreakdown
+from ridgeplan.roofline.sparsity.eviction import appended_tokens, eviction_workspace
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
-from ridgeplan.roofline.term_math import is_symbolic, maximum, minimum, where
+from ridgeplan.roofline.term_math import indicator, is_symbolic, maximum, minimum, where
 
 # Share of an offloaded layer's budget that the previous step already loaded (SpeContext, section 5.4 and Fig 6b).
 ELASTIC_OVERLAP = 0.9
@@ -85,29 +87,49 @@ def offload_thresholds(
 def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> MemoryBreakdown:
     """Memory with everything on the device, at the sequences' full length."""
     element_bytes, batch = device.element_bytes, strategy.batch
-    tokens = minimum(strategy.context, strategy.eviction_budget) + strategy.new_tokens
-    slots = strategy.stores_full_kv * (tokens + strategy.queries)
-    buffered = (1 - strategy.stores_full_kv) * (2 * strategy.kv_group + strategy.queries)
+    tokens = strategy.kept_tokens + strategy.new_tokens
+    slots = strategy.stores_full_kv * (tokens + strategy.most_queries)
+    buffered = (1 - strategy.stores_full_kv) * (2 * strategy.kv_group + strategy.most_queries)
     codes = memory.code_memory(shape, batch, tokens, strategy.code_planes, strategy.kv_group)
     arena_capacity_bytes = _arena_capacity_bytes(shape, device, strategy)
     copy_bytes = device.asynchronous * (1 - strategy.target_dense) * memory.dense_copy(shape, element_bytes)
-    splits = choose_splits(batch, shape.kv_heads, strategy.context, device.num_sms)
+    splits = choose_splits(batch, shape.kv_heads, strategy.kept_tokens, device.num_sms)
+    prompt = strategy.context + appended_tokens(strategy)
     return MemoryBreakdown(
         weights=_target_weights(shape, device, strategy),
         draft_weights=_draft_weights(shape, strategy),
         kv=memory.full_kv(shape, batch, slots, element_bytes) + codes,
-        buffers=memory.full_kv(shape, batch, buffered, element_bytes),
+        buffers=memory.full_kv(shape, batch, buffered, element_bytes)
+        + _selection_state(shape, device, strategy, tokens),
         prefill_workspace=memory.prefill_workspace(
-            shape, strategy.context, element_bytes, arena_capacity_bytes, copy_bytes
+            shape,
+            prompt,
+            element_bytes,
+            arena_capacity_bytes,
+            copy_bytes,
+            eviction_workspace(shape, strategy, element_bytes),
         ),
-        decode_workspace=memory.decode_workspace(shape, batch, strategy.queries, splits, element_bytes),
-        libraries=device.asynchronous * CUBLAS_WORKSPACE_BYTES,
+        decode_workspace=memory.decode_workspace(shape, batch, strategy.most_queries, splits, element_bytes),
+        libraries=device.asynchronous * _library_streams(strategy) * CUBLAS_WORKSPACE_BYTES,
     )
+
+
+def _library_streams(strategy: Strategy) -> Term:
+    """Streams that call a library's products: of prompts, and of rounds with too many rows for this package's head."""
+    return 1 + indicator(CUDA_LARGE_GEMM_ROWS + 1, strategy.batch * strategy.most_queries)
+
+
+def _selection_state(shape: ModelShape, device: Device, strategy: Strategy, tokens: Term) -> Term:
+    """What drafts choose tokens by: bounds or keys of few bits, scores, and values that are gathered by token."""
+    elements = shape.kv_elements_per_token_per_layer / 2
+    key_bytes = elements * (strategy.held_keys * device.element_bytes + strategy.held_plane_bits / 8)
+    return strategy.batch * tokens * (key_bytes + strategy.held_score_bytes)
 
 
 def swapped_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
     """Bytes of the draft's weights that prompts overwrite and the host restores before the first round."""
-    buffers = memory.prompt_buffers(shape, strategy.context, device.element_bytes)
+    tokens = strategy.context + appended_tokens(strategy)
+    buffers = memory.prompt_buffers(shape, tokens, device.element_bytes)
     return memory.arena_bytes(_arena_capacity_bytes(shape, device, strategy), buffers)
 
 

@@ -7,6 +7,9 @@ instead, which `accepted_share` computes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,14 @@ def tokens_per_round(acceptance: Term, gamma: Term) -> Term:
     """
     below_one = acceptance if is_symbolic(acceptance) else minimum(acceptance, 1 - 1e-9)
     return (1 - below_one ** (gamma + 1)) / (1 - below_one)
+
+
+def tokens_at(acceptance_at: Sequence[float], gamma: int) -> float:
+    """Expected tokens per round from the conditional acceptance of each position: 1 + a1 + a1 a2 + ... a_gamma.
+
+    `tokens_per_round` is the case of equal ones (Leviathan et al., Eq 1).
+    """
+    return 1 + sum(accumulate(acceptance_at[:gamma], mul))
 
 
 def accepted_share(acceptance: Term, gamma: Term) -> Term:

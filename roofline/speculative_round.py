@@ -75,6 +75,7 @@ def round_at(
     target_s += _gather_seconds(machine, target, verifying_rates, shape, strategy.target_run_tokens)
     key_bytes = strategy.batch * tokens * shape.kv_elements_per_token_per_layer / 2 * machine.element_bytes
     draft_scoring_s = _scoring_seconds(machine, key_bytes * strategy.draft_scored_keys)
+    draft_scoring_s += _choice_seconds(shape, machine, strategy, tokens, strategy.step_score_bytes)
     target_scoring_s = _scoring_seconds(machine, key_bytes * strategy.target_scored_keys)
     drafting = minimum(strategy.gamma, 1)
     return Round(
@@ -82,7 +83,8 @@ def round_at(
         draft_s=drafting * (draft_s + draft_scoring_s + sampling_seconds(shape, machine, strategy.batch)),
         verify_s=maximum(target_s + target_scoring_s, transfer_s),
         accept_s=rejection_sampling_seconds(shape, machine, strategy),
-        select_s=_scoring_seconds(machine, strategy.batch * tokens * strategy.round_score_bytes),
+        select_s=_scoring_seconds(machine, _stored_share(machine, strategy) * key_bytes * strategy.round_scored_keys)
+        + _choice_seconds(shape, machine, strategy, tokens, strategy.round_score_bytes),
         flush_s=flush_seconds(shape, machine, strategy) * round_tokens(strategy) / strategy.kv_group,
         overhead_s=machine.round_s,
     )
@@ -90,7 +92,7 @@ def round_at(
 
 def cached_tokens(strategy: Strategy, context: Term) -> Term:
     """Tokens in the cache: what eviction left of the prompt, and everything generated since."""
-    return minimum(strategy.context, strategy.eviction_budget) + context - strategy.context
+    return strategy.kept_tokens + context - strategy.context
 
 
 def target_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
@@ -102,7 +104,8 @@ def target_terms(shape: ModelShape, machine: Machine, strategy: Strategy, contex
 
 def draft_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
     """What one draft step reads."""
-    tokens = strategy.draft_ratio * cached_tokens(strategy, context)
+    cached = cached_tokens(strategy, context)
+    tokens = minimum(maximum(strategy.draft_ratio * cached, strategy.draft_floor_tokens), cached)
     weights = (strategy.draft_weight_bytes, strategy.draft_head_bytes)
     return _pass_terms(shape, machine, strategy, 1, tokens, strategy.draft_bits, weights)
 
@@ -193,7 +196,7 @@ def _pass_terms(
         full_tokens=tokens - codes + queries,
         bits=bits,
         group=strategy.kv_group,
-        splits=mean_splits(strategy.batch, shape.kv_heads, strategy.context, machine.num_sms),
+        splits=mean_splits(strategy.batch, shape.kv_heads, strategy.kept_tokens, machine.num_sms),
         weight_bytes=weights[0],
         head_bytes=weights[1],
         element_bytes=machine.element_bytes,
@@ -221,3 +224,16 @@ def _gather_seconds(
 def _scoring_seconds(machine: Machine, read_bytes: Term) -> Term:
     """Traffic of a selection, which scans what it scores as attention streams; 0 where nothing is scored."""
     return read_bytes / (machine.bandwidth_bytes_per_s * machine.rates["attention"].bandwidth_utilization)
+
+
+def _stored_share(machine: Machine, strategy: Strategy) -> Term:
+    """Bytes of a key that the target reads, over those of one in full precision."""
+    quantized = minimum(strategy.target_bits, 1)
+    return quantized * strategy.target_bits / (8 * machine.element_bytes) + (1 - quantized)
+
+
+def _choice_seconds(shape: ModelShape, machine: Machine, strategy: Strategy, tokens: Term, score_bytes: Term) -> Term:
+    """Top-k in every layer, of scores of which `score_bytes` move per cached token in all layers; 0 without any."""
+    rates = machine.rates["top_k"]
+    moved_s = strategy.batch * tokens * score_bytes / (machine.bandwidth_bytes_per_s * rates.bandwidth_utilization)
+    return shape.layers * minimum(score_bytes, 1) * rates.launch_s + moved_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeplan.roofline.cost import Term
+from ridgeplan.roofline.term_math import maximum, minimum
 
 UNLIMITED_TOKENS = float(1 << 40)  # a budget that never binds
 
@@ -35,23 +36,42 @@ class Strategy:
     kv_group: Term  # tokens
     target_bits: Term  # bits of the codes that a pass reads
     draft_bits: Term
-    eviction_budget: Term
+    eviction_budget: Term  # of a prompt's tokens, the mean over the layers
+    scored_queries: Term  # queries whose attention scores a prompt's tokens
+    appended_tokens: Term  # run after a prompt to score it, and dropped
     # Offload
     offload: Term
     offload_budget: Term
     # Sparse attention: tokens read at a step, and the traffic of choosing them
     target_budget: Term
     draft_ratio: Term  # share of the cached tokens
+    draft_floor_tokens: Term  # which drafts read at least
     target_run_tokens: Term  # selected tokens that lie together, of one KV head
     draft_run_tokens: Term
     target_scored_keys: Term  # keys of one layer scored per cached token and step, summed over layers
     draft_scored_keys: Term
+    step_score_bytes: Term  # of scores, per cached token and draft step, summed over layers
     round_score_bytes: Term  # per cached token, once a round, summed over layers
+    round_scored_keys: Term  # keys of one layer that verification reads once more to score them, summed over layers
+    held_keys: Term  # kept to choose by, in multiples of one layer's keys, summed over layers
+    held_plane_bits: Term  # of codes kept by token, per element of the keys, summed over layers
+    held_score_bytes: Term  # kept scores, per cached token
     # Speculation
     gamma: Term
     acceptance: Term  # conditional acceptance
+    reserved_gamma: Term = 0  # drafts that memory is kept for, where rounds of an adaptive gamma may have more
+
+    @property
+    def kept_tokens(self) -> Term:
+        """Tokens of a prompt that stay in the cache."""
+        return minimum(self.context, self.eviction_budget)
 
     @property
     def queries(self) -> Term:
         """Tokens per sequence in the target's pass: gamma drafts and the token before them."""
         return self.gamma + 1
+
+    @property
+    def most_queries(self) -> Term:
+        """Tokens per sequence in the target's largest pass, for which memory is kept."""
+        return maximum(self.gamma, self.reserved_gamma) + 1

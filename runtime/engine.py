@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,14 +12,19 @@ import torch
 from torch import Tensor
 
 from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.resolution import this_machine
+from ridgeplan.planner.round_costs import round_costs
+from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.runtime.draft_swap import SwappableWeights, draft_weights_for, prompt_arena
-from ridgeplan.runtime.drafting.policies import POLICIES
+from ridgeplan.runtime.drafting.gamma_controller import AdaptiveGamma, FixedGamma, GammaSchedule
+from ridgeplan.runtime.drafting.policies import DraftPolicy, draft_policy
 from ridgeplan.runtime.drafting.round_result import NOTHING, RowResult
 from ridgeplan.runtime.drafting.round_runner import EagerRounds, GraphRounds, Rounds
 from ridgeplan.runtime.drafting.speculator import Speculator, all_finite
 from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.eviction import eviction_policy
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.decoder import Decoder
@@ -33,7 +39,8 @@ from ridgeplan.runtime.statistics import Statistics, Tally
 from ridgeplan.runtime.stopwatch import Stopwatch
 
 GraphKey = tuple[int, tuple[float, int | None, float | None]]  # rows, and the sampling parameters
-KEPT_GRAPHS = 8  # each holds a round's workspace; a plan's predicted memory counts one
+# Kinds of rounds whose graphs are kept. Each holds a round's workspace; a plan's predicted memory counts one.
+KEPT_GRAPHS = 8
 
 
 @dataclass(frozen=True)
@@ -57,9 +64,11 @@ class Engine:
         meter: MemoryMeter,
         draft_weights: DecoderWeights | None = None,
         text: CalibrationText | None = None,
+        profile: Profile | None = None,
     ) -> None:
         """weights: the target's, in the plan's format. draft_weights: those of the plan's drafts if they have a copy of
-        their own, by default quantized from `weights` and `text`, by default one of the model's own.
+        their own, by default quantized from `weights` and `text`, by default one of the model's own. profile: the
+        device's rates, by default this machine's, from which an adaptive gamma knows what rounds take.
 
         If prompts use their memory, swappable weights of another engine are shared, and others copied.
         """
@@ -71,11 +80,15 @@ class Engine:
             self.draft_weights = weights.upper
         elif plan.weights.draft_copy:
             self.draft_weights = self._drafts(draft_weights, text)
-        self.cache: Cache | None = Cache(config.shape, KVCacheConfig.of(plan), device, weights.embedding.dtype)
+        self.eviction = eviction_policy(plan)
+        cache_config = KVCacheConfig.of(plan, config.shape.layers)
+        self.cache: Cache | None = Cache(config.shape, cache_config, device, weights.embedding.dtype)
+        self._policy: DraftPolicy | None = draft_policy(plan.speculation.selection, self.cache)
         self._meter = meter
         self._statistics: Statistics | None = None
         self._running = False
         self._generator = torch.Generator(device)
+        self._profile = profile
         self._graphs: dict[GraphKey, GraphRounds] = {}
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what loading took is no generation's memory
@@ -84,6 +97,11 @@ class Engine:
     def tokenizer(self) -> Any:
         """The model's tokenizer, loaded on first use. Raises ModelError."""
         return load_tokenizer(self.source)
+
+    @cached_property
+    def profile(self) -> Profile:
+        """The rates of the device. Raises ProfileError where none are known."""
+        return self._profile or this_machine()
 
     @property
     def statistics(self) -> Statistics:
@@ -128,6 +146,22 @@ class Engine:
         """Like `stream` for several prompts: the new tokens of each, first from prefill, then from every round."""
         return self._run(Request.build(prompts, max_new_tokens, sampling))
 
+    @torch.inference_mode()
+    def forced_logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """The target's logits [len(tokens) + 1, vocab] after the prompt and after each of `tokens`.
+
+        The prompt's cache is the one that `generate` decodes with. One pass of the target per token, without drafts.
+        Raises WorkloadError as `generate` does, for a generation of len(tokens) + 1 tokens.
+        """
+        request = Request.build(prompt, len(tokens) + 1, None)
+        with self._exclusive(request) as cache:
+            speculator = self._begun(request, cache)
+            logits = [self._prompt_logits(request, speculator)[0]]
+            for token in torch.tensor(list(tokens), dtype=torch.int64, device=self.device):
+                logits.append(speculator.target_logits(token.view(1, 1))[0, 0])
+                cache.advance(cache.active().int())
+        return torch.stack(logits)
+
     @property
     def peak_memory_bytes(self) -> int | None:
         """Peak since the last generation began, also while it runs; see `MemoryMeter`."""
@@ -135,7 +169,7 @@ class Engine:
 
     def close(self) -> None:
         """Releases the caches and captured graphs. The weights are freed with their last reference."""
-        self.cache = None
+        self.cache = self._policy = None
         self._graphs.clear()
 
     def _drafts(self, given: DecoderWeights | None, text: CalibrationText | None) -> DecoderWeights:
@@ -152,6 +186,12 @@ class Engine:
 
     def _run(self, request: Request) -> Iterator[list[list[int]]]:
         """New tokens of every sequence, first from prefill, then from each round."""
+        with self._exclusive(request) as cache:
+            yield from self._rounds(request, cache)
+
+    @contextmanager
+    def _exclusive(self, request: Request) -> Iterator[Cache]:
+        """The cache, for one checked request at a time."""
         request.check(self.plan.workload, self.config.shape.vocab)
         if self.cache is None:
             raise WorkloadError("the engine is closed; load it again")
@@ -160,7 +200,7 @@ class Engine:
         self._running = True
         try:
             with readable_out_of_memory(self.device):
-                yield from self._rounds(request, self.cache)
+                yield self.cache
         except WorkloadError:
             self._release()
             raise
@@ -177,12 +217,14 @@ class Engine:
         stops = frozenset(request.sampling.stop_token_ids)
         rows = [SequenceState(len(prompt), request.max_new_tokens, stops) for prompt in request.prompts]
         tally, stopwatch = Tally(cache.config.gamma, tuple(map(len, request.prompts))), Stopwatch(self.device)
+        schedule = self._schedule(request)
         try:
             pending, rounds = self._start(request, cache, stopwatch)
             yield _extend(rows, [[token] for token in pending], cache)
             while not all(row.done for row in rows):
-                results = self._round(rounds, rows, stopwatch)
-                tally.add(results)
+                gamma, results = self._round(rounds, rows, schedule, stopwatch)
+                schedule.add(gamma, results)
+                tally.add(gamma, results)
                 for row, result in zip(rows, results, strict=True):
                     row.cached += len(result.tokens)
                 yield _extend(rows, [result.tokens for result in results], cache)
@@ -194,8 +236,7 @@ class Engine:
     @torch.inference_mode()
     def _start(self, request: Request, cache: Cache, stopwatch: Stopwatch) -> tuple[list[int], Rounds]:
         """Prefills; returns the first token of each sequence, and the rounds that continue them."""
-        cache.reset(len(request.prompts))
-        speculator = self._speculator(cache, request.sampling)
+        speculator = self._begun(request, cache)
         self._generator.manual_seed(request.sampling.seed)
         pending = self._prefill(request, speculator, stopwatch)
         # Prefill already draws the first token, and the last one never enters the cache.
@@ -204,20 +245,41 @@ class Engine:
         rounds.start(pending)
         return pending.tolist(), rounds
 
+    def _schedule(self, request: Request) -> GammaSchedule:
+        """The gammas of a generation. An adaptive one is fit for the request's own lengths and batch."""
+        if not self.plan.speculation.adaptive:
+            return FixedGamma(self.plan.speculation.gamma)
+        planned, rows = self.plan.workload, len(request.prompts)
+        context = max(1, sum(map(len, request.prompts)) // rows)
+        actual = replace(planned, context=context, new_tokens=request.max_new_tokens, batch=rows)
+        shape = replace(self.config.shape, name=planned.model)  # rows of acceptance are found by it
+        evicting = self.plan.eviction  # to the tokens that the cache was allocated for
+        eviction = replace(evicting, budget=evicting.tokens(planned.context), share=0.0)
+        costs = round_costs(replace(self.plan, workload=actual, eviction=eviction), shape, self.profile)
+        return AdaptiveGamma(costs, request.max_new_tokens)
+
+    def _begun(self, request: Request, cache: Cache) -> Speculator:
+        """Empties the cache for a request, and forgets what drafts chose by."""
+        cache.reset(len(request.prompts))
+        speculator = self._speculator(cache, request.sampling)
+        speculator.policy.start()
+        return speculator
+
     def _speculator(self, cache: Cache, sampling: SamplingParams) -> Speculator:
-        speculation = self.plan.speculation
-        policy = POLICIES[speculation.selection](speculation.ratio)
-        return Speculator(self.decoder, self.weights, self.draft_weights, cache, policy, sampling, self._generator)
+        assert self._policy is not None, "an engine with a cache has a policy"
+        return Speculator(
+            self.decoder, self.weights, self.draft_weights, cache, self._policy, sampling, self._generator
+        )
 
     def _prepared(self, speculator: Speculator, stopwatch: Stopwatch) -> Rounds:
-        """Rounds for this number of rows and these sampling parameters; on CUDA their graph is captured once."""
+        """Rounds for this number of rows and these sampling parameters; on CUDA their graphs are captured once."""
         if self.device.type != "cuda":
             return EagerRounds(speculator)
         kind = speculator.cache.rows, speculator.sampling.graph_key
         rounds = self._graphs.pop(kind, None)
         if rounds is None:
             with stopwatch.measure_wall("capture"):
-                rounds = GraphRounds(speculator)
+                rounds = GraphRounds(speculator, self.plan.speculation.gammas)
         self._graphs[kind] = rounds
         if len(self._graphs) > KEPT_GRAPHS:
             del self._graphs[next(iter(self._graphs))]  # least recently used; the capture waited for its last replay
@@ -227,30 +289,39 @@ class Engine:
 
     def _prefill(self, request: Request, speculator: Speculator, stopwatch: Stopwatch) -> Tensor:
         """Fills the cache; returns the first token of each sequence, int64 [rows]."""
-        scratch = prompt_arena(self.plan, self.draft_weights, self.device)
-        with stopwatch.measure("prefill"), scratch as arena:
-            prompts = (torch.tensor(prompt, device=self.device) for prompt in request.prompts)
-            logits = torch.stack(
-                [
-                    prefill(self.decoder, self.weights, speculator.cache, row, prompt, arena=arena)
-                    for row, prompt in enumerate(prompts)
-                ]
-            )
+        with stopwatch.measure("prefill"):
+            logits = self._prompt_logits(request, speculator)
             _require_finite(all_finite(logits).tolist())
             return speculator.first(logits)
 
+    def _prompt_logits(self, request: Request, speculator: Speculator) -> Tensor:
+        """Fills the cache; returns the logits [rows, vocab] that follow each prompt."""
+        with prompt_arena(self.plan, self.draft_weights, self.device) as arena:
+            prompts = (torch.tensor(prompt, device=self.device) for prompt in request.prompts)
+            target, observer = (self.decoder, self.weights, speculator.cache), speculator.policy
+            logits = [
+                prefill(*target, row, prompt, arena=arena, policy=self.eviction, observer=observer)
+                for row, prompt in enumerate(prompts)
+            ]
+            return torch.stack(logits)
+
     @torch.inference_mode()
-    def _round(self, rounds: Rounds, rows: list[SequenceState], stopwatch: Stopwatch) -> list[RowResult]:
-        """Launches as many rounds as may be in flight and waits for the oldest. Finished rows return nothing."""
+    def _round(
+        self, rounds: Rounds, rows: list[SequenceState], schedule: GammaSchedule, stopwatch: Stopwatch
+    ) -> tuple[int, list[RowResult]]:
+        """Launches as many rounds as may be in flight and waits for the oldest: its gamma, and its result by row.
+
+        Finished rows return nothing.
+        """
         with stopwatch.measure_wall("round"):
             # A round adds at least one token per row, so a row needs at most `left` more rounds.
             while rounds.in_flight < rounds.depth and any(row.left > rounds.in_flight for row in rows):
-                rounds.launch()
+                rounds.launch(schedule.next())
             result = rounds.collect()
         stopwatch.add(result.seconds)
         found = [NOTHING if row.done else one for row, one in zip(rows, result.rows, strict=True)]
         _require_finite([one.finite for one in found])
-        return found
+        return result.gamma, found
 
 
 def _require_finite(finite: Sequence[bool]) -> None:
@@ -274,5 +345,6 @@ def _extend(rows: list[SequenceState], tokens: list[list[int]], cache: Cache) ->
 
 
 def _flushes(row: SequenceState, cache: KVCacheConfig) -> int:
-    """Groups of a sequence that were quantized during decoding."""
-    return cache.quantized_groups(row.prompt_tokens + row.cached) - cache.quantized_groups(row.prompt_tokens)
+    """Groups of a sequence that were quantized during decoding, in the layers that hold the most tokens."""
+    stored = max(cache.kept(row.prompt_tokens), default=row.prompt_tokens)
+    return cache.quantized_groups(stored + row.cached) - cache.quantized_groups(stored)

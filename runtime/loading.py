@@ -11,8 +11,10 @@ import torch
 
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION
 from ridgeplan.planner.plan import KVFormat, Plan
+from ridgeplan.planner.resolution import this_machine
 from ridgeplan.planner.support import exceeds_window, missing_execution
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
@@ -38,21 +40,28 @@ def load(
     device: str | None = None,
     dtype: torch.dtype | None = None,
     weights: DecoderWeights | None = None,
+    draft_weights: DecoderWeights | None = None,
     calibration: Sequence[int] | None = None,
     memory_utilization: float = MEMORY_UTILIZATION,
+    profile: Profile | None = None,
 ) -> Engine:
     """An engine that executes `plan` with `model`: a safetensors folder, a GGUF file or a hub id.
 
     device: by default "cuda" where there is one (of several, CUDA_VISIBLE_DEVICES chooses), else "cpu". dtype: by
     default bfloat16 on CUDA, else float32. weights: another engine's `weights` of the same model, to share instead of
-    reading them again if they are in the plan's format. calibration: token ids, 1000 or more, of a text like what will
-    be decoded; quantized weights are fitted to it, by default to one of the model's own (see `CalibrationText`).
-    memory_utilization: share of a GPU's memory that may be used.
+    reading them again if they are in the plan's format. draft_weights: its `draft_weights`, if plans differ in no bits
+    or groups of weights. calibration: token ids, 1000 or more, of a text like what will be decoded; quantized weights
+    are fitted to it, by default to one of the model's own (see `CalibrationText`). memory_utilization: share of a GPU's
+    memory that may be used. profile: the device's rates, by default those of this machine, from which an adaptive gamma
+    knows what rounds take.
     Raises UnsupportedPlan; ModelError; or WorkloadError for a calibration with tokens outside the vocabulary, and for a
     device that does not exist, is not that of `weights` or has too little memory. The last names the largest context
-    and batch that would fit, and is raised before anything is allocated.
+    and batch that would fit, and is raised before anything is allocated. ProfileError for a plan with an adaptive gamma
+    on a machine whose rates are not known.
     """
     require_executable(plan)
+    if plan.speculation.adaptive:
+        profile = profile or this_machine()
     if calibration is not None and not plan.weights.quantized:
         warnings.warn("calibration changes nothing: the plan has no quantized weights", stacklevel=2)
     place = _device(device)
@@ -75,7 +84,7 @@ def load(
     require_memory(plan, config.shape, place, dtype, weights.bytes if weights else 0, memory_utilization)
     with readable_out_of_memory(place):
         target = weights or _target(plan, source, config, place, dtype, text)
-        return Engine(plan, source, config, target, place, meter, text=text)
+        return Engine(plan, source, config, target, place, meter, draft_weights, text, profile)
 
 
 def _target(
@@ -153,7 +162,7 @@ def _check_context(plan: Plan, shape: ModelShape) -> None:
     if exceeds_window(plan, shape):
         raise UnsupportedPlan(
             f"the model's sliding window is {shape.window_tokens} tokens and the plan's sequences reach {final}; "
-            f"allowed there: kv format {KVFormat.FULL.value!r} with gamma 0"
+            f"allowed there: kv format {KVFormat.FULL.value!r} with gamma 0 and no eviction"
         )
     if final > shape.max_context:
         warnings.warn(

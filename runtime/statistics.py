@@ -14,6 +14,7 @@ from ridgeplan.runtime.stopwatch import Stopwatch
 class Statistics:
     """Figures of one generation; a figure without data is 0.0, an unknown memory peak is None.
 
+    gamma: the most drafts of a round. rounds_at[g]: rounds of g drafts. drafted: drafts for unfinished sequences.
     prompt_tokens: per sequence. rounds: forward passes of the target after prefill; sequence_rounds: their sum over
     unfinished sequences. generated: tokens delivered; decoded: tokens that rounds kept, some of them past a stop token.
     judged_at[j], accepted_at[j]: how often draft j was compared with the target, and accepted.
@@ -42,11 +43,8 @@ class Statistics:
     peak_memory_bytes: int | None
     peak_device_bytes: int | None = None
     outside_bytes: int | None = None
-
-    @property
-    def drafted(self) -> int:
-        """Drafts for unfinished sequences."""
-        return self.gamma * self.sequence_rounds
+    rounds_at: tuple[int, ...] = ()
+    drafted: int = 0
 
     @property
     def judged(self) -> int:
@@ -98,7 +96,9 @@ class Tally:
     rounds: int = 0
     sequence_rounds: int = 0
     decoded: int = 0
+    drafted: int = 0
     flushes: int = 0
+    gammas: list[int] = field(default_factory=list)  # of the rounds, in order
     judged_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
@@ -106,10 +106,13 @@ class Tally:
         self.judged_at = [0] * self.gamma
         self.accepted_at = [0] * self.gamma
 
-    def add(self, rows: list[RowResult]) -> None:
-        """Adds a round; rows that kept nothing were inactive."""
+    def add(self, gamma: int, rows: list[RowResult]) -> None:
+        """Adds a round of gamma drafts; rows that kept nothing were inactive."""
+        active = sum(bool(row.tokens) for row in rows)
         self.rounds += 1
-        self.sequence_rounds += sum(bool(row.tokens) for row in rows)
+        self.gammas.append(gamma)
+        self.sequence_rounds += active
+        self.drafted += gamma * active
         self.decoded += sum(len(row.tokens) for row in rows)
         for position in range(self.gamma):
             self.accepted_at[position] += sum(row.accepted > position for row in rows)
@@ -117,6 +120,7 @@ class Tally:
 
     def statistics(self, generated: int, stopwatch: Stopwatch, peak: PeakMemory) -> Statistics:
         """The finished figures."""
+        drafts_s = zip(stopwatch.seconds("draft"), self.gammas, strict=False)  # a round that failed was not added
         return Statistics(
             gamma=self.gamma,
             prompt_tokens=self.prompt_tokens,
@@ -128,7 +132,7 @@ class Tally:
             accepted_at=tuple(self.accepted_at),
             flushes=self.flushes,
             prefill_s=sum(stopwatch.seconds("prefill")),
-            draft_s=_ratio(_median(stopwatch.seconds("draft")), self.gamma),
+            draft_s=_median([seconds / gamma for seconds, gamma in drafts_s if gamma]),
             verify_s=_median(stopwatch.seconds("verify")),
             flush_s=sum(stopwatch.seconds("flush")),
             decode_s=sum(stopwatch.seconds("round")),
@@ -137,6 +141,8 @@ class Tally:
             peak_memory_bytes=peak.allocated,
             peak_device_bytes=peak.device,
             outside_bytes=peak.outside,
+            rounds_at=tuple(map(self.gammas.count, range(self.gamma + 1))),
+            drafted=self.drafted,
         )
 
 

@@ -39,11 +39,12 @@ def device() -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_saved_acceptance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keeps rows that `ridgeplan acceptance` saved on this machine out of predictions."""
-    nowhere = tmp_path_factory.mktemp("rows") / "acceptance.json"
+def no_saved_rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keeps rows that `ridgeplan acceptance` and `quality` saved on this machine out of predictions."""
+    nowhere = tmp_path_factory.mktemp("rows")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ridgeplan.planner.resolution.user_acceptance_path", lambda: nowhere)
+        patch.setattr("ridgeplan.planner.resolution.user_acceptance_path", lambda: nowhere / "acceptance.json")
+        patch.setattr("ridgeplan.planner.measured_quality.user_quality_path", lambda: nowhere / "quality.json")
         yield
 
 

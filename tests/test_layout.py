@@ -24,17 +24,28 @@ VALIDATE = {"torch", "triton", "transformers", "numpy", "scipy", "flashinfer"}  
 ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "roofline.catalog.weight_formats": ({"roofline.catalog"}, MODEL),
     "roofline.catalog": ({"roofline.catalog.weight_formats"}, MODEL),
-    "roofline": ({"roofline.catalog", "roofline.catalog.weight_formats"}, MODEL),
+    "roofline": ({"roofline.catalog", "roofline.catalog.weight_formats", "roofline.sparsity"}, MODEL),
+    "roofline.sparsity": ({"roofline", "roofline.catalog"}, MODEL),
     "roofline.symbolic": ({"roofline", "roofline.catalog"}, MODEL),
     "roofline.papers": ({"roofline", "roofline.catalog", "roofline.symbolic"}, MODEL),
-    "planner.policies.selection": ({"planner.plan", "planner.policies"}, MODEL),
-    "planner.policies.eviction": ({"planner.plan", "planner.policies", "planner.policies.selection"}, MODEL),
+    "planner.axes": ({"roofline.catalog", "roofline.execution"}, MODEL),
+    "planner.policies.selection": ({"planner.axes", "planner.plan", "planner.policies", "roofline.sparsity"}, MODEL),
+    "planner.policies.eviction": (
+        {"planner.plan", "planner.policies", "planner.policies.selection", "roofline.catalog", "roofline.strategy"},
+        MODEL,
+    ),
     "planner.policies": (
-        {"planner.plan", "planner.policies.eviction", "planner.policies.selection", "roofline.strategy"},
+        {
+            "planner.axes", "planner.plan", "planner.policies.eviction", "planner.policies.selection",
+            "roofline.catalog", "roofline.sparsity", "roofline.strategy",
+        },
         MODEL,
     ),
     "planner.acceptance": (
-        {"planner.plan", "planner.policies", "planner.policies.selection", "roofline", "roofline.catalog"},
+        {
+            "planner.axes", "planner.plan", "planner.policies", "planner.policies.selection", "roofline",
+            "roofline.catalog",
+        },
         MODEL,
     ),
     "planner.search": (
@@ -46,19 +57,31 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "planner": (
         {
-            "planner.acceptance", "planner.policies", "planner.policies.eviction", "planner.policies.selection",
-            "planner.search", "roofline", "roofline.catalog", "roofline.catalog.weight_formats", "roofline.symbolic",
+            "planner.acceptance", "planner.axes", "planner.policies", "planner.policies.eviction",
+            "planner.policies.selection", "planner.search", "roofline", "roofline.catalog",
+            "roofline.catalog.weight_formats", "roofline.sparsity", "roofline.symbolic",
         },
         MODEL,
     ),
     "planner.published": (
-        {"planner", "planner.acceptance", "roofline", "roofline.catalog", "roofline.papers"},
+        {"planner", "planner.acceptance", "roofline", "roofline.catalog", "roofline.papers", "roofline.sparsity"},
         MODEL,
     ),
     "kernels.device": ({"roofline.cost"}, {"torch", "triton"}),
     "kernels.kv_cache": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
     "kernels.attention": (
         {"kernels.device", "kernels.kv_cache", "roofline.cost", "roofline.execution"},
+        {"torch", "triton"},
+    ),
+    "kernels.selection": (
+        {"kernels.attention", "kernels.device", "kernels.kv_cache", "roofline.cost"},
+        {"torch", "triton"},
+    ),
+    "kernels.sparse_attention": (
+        {
+            "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.selection", "roofline.cost",
+            "roofline.execution",
+        },
         {"torch", "triton"},
     ),
     "kernels.layer": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
@@ -72,45 +95,60 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {"torch", "triton"},
     ),
     "kernels.sampling": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
-    "runtime.kv": ({"kernels.kv_cache", "planner.plan", "roofline.catalog", "roofline.execution"}, RUNTIME),
+    "runtime.kv": (
+        {
+            "kernels.attention", "kernels.kv_cache", "kernels.selection", "planner.plan", "planner.policies",
+            "planner.policies.eviction", "roofline.catalog", "roofline.execution",
+        },
+        RUNTIME,
+    ),
+    "runtime.kv.eviction": (
+        {
+            "kernels.layer", "planner.plan", "planner.policies", "planner.policies.eviction", "roofline.execution",
+        },
+        RUNTIME,
+    ),
     "runtime.model": (
         {
             "kernels.attention", "kernels.layer", "kernels.linear.dense", "kernels.linear.quantized",
             "roofline.catalog", "roofline.catalog.weight_formats", "roofline.execution", "runtime.arena",
-            "runtime.errors", "runtime.host_memory", "runtime.kv", "runtime.model_config",
+            "runtime.errors", "runtime.host_memory", "runtime.kv", "runtime.kv.eviction", "runtime.model_config",
         },
         RUNTIME,
     ),
-    "runtime.drafting.policies": ({"runtime.kv"}, RUNTIME),
+    "runtime.drafting.policies": (
+        {"kernels.attention", "kernels.selection", "kernels.sparse_attention", "planner.axes", "runtime.kv"},
+        RUNTIME,
+    ),
     "runtime.drafting": (
         {
             "kernels.device", "kernels.sampling", "runtime.drafting.policies", "runtime.kv", "runtime.model",
-            "runtime.sampling",
+            "planner.round_costs", "roofline.execution", "roofline.speculation", "runtime.sampling",
         },
         RUNTIME,
     ),
     "runtime.quantization": (
         {
-            "kernels.linear", "kernels.linear.quantized", "roofline.catalog", "roofline.execution", "runtime.drafting",
-            "runtime.drafting.policies", "runtime.errors", "runtime.host_memory", "runtime.kv", "runtime.model",
-            "runtime.sampling",
+            "kernels.linear", "kernels.linear.quantized", "planner.axes", "roofline.catalog", "roofline.execution",
+            "runtime.drafting", "runtime.drafting.policies", "runtime.errors", "runtime.host_memory", "runtime.kv",
+            "runtime.model", "runtime.sampling",
         },
         RUNTIME,
     ),
     "runtime": (
         {
-            "kernels.sampling", "planner.capacity", "planner.plan", "planner.support", "roofline.catalog",
-            "roofline.catalog.weight_formats", "roofline.device", "roofline.execution", "runtime.drafting",
-            "runtime.drafting.policies", "runtime.kv",
-            "runtime.model", "runtime.quantization",
+            "kernels.sampling", "planner.capacity", "planner.plan", "planner.resolution", "planner.round_costs",
+            "planner.support", "roofline.catalog", "roofline.catalog.weight_formats", "roofline.device",
+            "roofline.execution", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
+            "runtime.kv.eviction", "runtime.model", "runtime.quantization",
         },
         RUNTIME,
     ),
     "validate.calibration": (
         {
             "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.layer", "kernels.linear.dense",
-            "kernels.linear.quantized", "kernels.sampling", "planner", "roofline", "roofline.catalog", "runtime.model",
-            "runtime.quantization",
+            "kernels.linear.quantized", "kernels.sampling", "kernels.selection", "kernels.sparse_attention", "planner",
+            "roofline", "roofline.catalog", "roofline.sparsity", "runtime.model", "runtime.quantization",
             "validate.machine", "validate.progress", "validate.random_decoder", "validate.random_rounds",
             "validate.timing",
         },
@@ -119,8 +157,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "validate.kernel_bench": (
         {
             "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.layer", "kernels.linear.dense",
-            "kernels.linear.quantized", "kernels.sampling", "planner.plan",
-            "roofline", "runtime.kv", "validate.machine", "validate.progress",
+            "kernels.linear.quantized", "kernels.sampling", "kernels.selection", "kernels.sparse_attention",
+            "planner.plan", "roofline", "runtime.kv", "validate.machine", "validate.progress",
             "validate.random_decoder", "validate.timing",
         },
         VALIDATE,
@@ -128,7 +166,31 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "validate.decode_bench": (
         {
             "planner", "roofline", "roofline.catalog", "runtime", "runtime.drafting", "runtime.model",
-            "runtime.quantization", "validate.comparison", "validate.measure", "validate.progress", "validate.prompts",
+            "runtime.quantization", "validate.comparison", "validate.machine", "validate.measure", "validate.progress",
+            "validate.prompts",
+        },
+        VALIDATE,
+    ),
+    "validate.studies": (
+        {
+            "kernels.layer", "planner.axes", "planner.plan", "planner.policies.selection", "roofline.catalog",
+            "runtime", "runtime.drafting.policies", "runtime.kv", "runtime.model", "validate.acceptance",
+            "validate.progress", "validate.prompts",
+        },
+        VALIDATE,
+    ),
+    "validate.tuning": (
+        {
+            "planner", "planner.acceptance", "roofline.catalog", "roofline.speculation", "runtime", "runtime.drafting",
+            "validate.acceptance", "validate.progress", "validate.prompts",
+        },
+        VALIDATE,
+    ),
+    "validate.ruler": ({"roofline.catalog"}, VALIDATE),
+    "validate.quality": (
+        {
+            "planner", "planner.policies.selection", "roofline.catalog", "runtime", "runtime.model", "validate.machine",
+            "validate.progress", "validate.prompts", "validate.ruler",
         },
         VALIDATE,
     ),
@@ -143,23 +205,35 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate": (
         {
-            "planner", "planner.acceptance", "planner.policies.selection", "roofline", "roofline.catalog", "runtime",
-            "runtime.drafting", "runtime.drafting.policies", "runtime.kv", "runtime.model", "runtime.quantization",
-            "validate.calibration",
+            "planner", "planner.acceptance", "planner.axes", "planner.policies.selection", "roofline",
+            "roofline.catalog", "runtime", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
+            "runtime.model", "runtime.quantization", "validate.calibration",
         },
         VALIDATE,
     ),
     "dashboards.cli.acceptance": (
-        {"dashboards.cli", "planner.acceptance", "roofline.catalog", "validate"},
+        {
+            "dashboards.cli", "planner", "planner.acceptance", "roofline.catalog", "roofline.speculation", "validate",
+            "validate.tuning",
+        },
+        None,
+    ),
+    "dashboards.cli.study": (
+        {
+            "dashboards.cli", "dashboards.cli.acceptance", "dashboards.draft_study_page", "dashboards.html_page",
+            "dashboards.study_charts",
+            "roofline.catalog", "validate", "validate.studies",
+        },
         None,
     ),
     "dashboards.cli.planning": ({"dashboards.cli", "planner", "planner.search", "roofline", "roofline.catalog"}, None),
     "dashboards.cli": (
         {
-            "dashboards.cli.acceptance", "dashboards.cli.catalog", "dashboards.cli.planning",
+            "dashboards.cli.acceptance", "dashboards.cli.catalog", "dashboards.cli.planning", "dashboards.cli.study",
             "dashboards.cli.validation", "dashboards.user_errors",
             "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.model", "validate",
-            "validate.calibration", "validate.decode_bench", "validate.kernel_bench",
+            "validate.calibration", "validate.decode_bench", "validate.kernel_bench", "validate.quality",
+            "validate.ruler",
         },
         None,
     ),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -77,7 +78,7 @@ def measure_acceptance(
     The model is loaded once, and its 4-bit weights are made once. device: as for `ridgeplan.runtime.load`.
     Raises what `load` raises, PlanError for lengths, and PromptError for a text that is too short.
     """
-    shape = _shape(model)
+    shape = named_shape(model)
     plans = list(passage.plans(shape))
     rounds = passage.tokens // ROUND
     weights = draft_weights = None
@@ -86,12 +87,20 @@ def measure_acceptance(
         engine = load(plan, model, device=device, weights=weights)
         weights = engine.weights
         ids = prompt_tokens(engine.tokenizer, plan.workload.final_context, passage.text)
-        draft_weights = draft_weights or _draft_weights(engine, drafts, passage.calibration)
+        draft_weights = draft_weights or draft_weights_of(engine, drafts, passage.calibration)
         measured = TeacherForced(engine, draft_weights, drafts).run(ids, plan.workload.context, counted.one_more)
         engine.close()
         checkpoint = "GGUF, decoded" if model.lower().endswith(".gguf") else ""
         for one in measured:
             yield MeasuredAcceptance(_row(one, engine, shape, passage, checkpoint), one.by_position)
+
+
+class HasWeights(Protocol):
+    """A draft that may have 4-bit weights of its own."""
+
+    @property
+    def quantized_weights(self) -> bool:
+        """Whether it has."""
 
 
 class _Counted:
@@ -107,15 +116,28 @@ class _Counted:
         self._report(self._done)
 
 
-def _shape(model: str) -> ModelShape:
-    """The shape by the name that `recommend` knows the model by."""
+def named_shape(model: str) -> ModelShape:
+    """The shape by the name that `recommend` knows the model by. Raises what `load_shape` and `model_source` raise."""
     try:
         return load_shape(model)
     except ValueError:
         return load_shape(model_source(model))
 
 
-def _draft_weights(engine: Engine, drafts: Sequence[Draft], calibration: Sequence[int] | None) -> DecoderWeights | None:
+def device_name(engine: Engine) -> str:
+    """What the engine runs on, as rows say it."""
+    return torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else cpu_model()
+
+
+def quantizer_of(engine: Engine, calibrated: bool) -> str:
+    """How 4-bit weights are made on the engine's device. calibrated: for a given text."""
+    return "gptq" if engine.device.type == "cuda" or calibrated else "diagonal"
+
+
+def draft_weights_of(
+    engine: Engine, drafts: Iterable[HasWeights], calibration: Sequence[int] | None
+) -> DecoderWeights | None:
+    """4-bit weights made of an engine's, fitted to a text or to the model's own; None if no draft has any."""
     if not any(draft.quantized_weights for draft in drafts):
         return None
     decoder, weights = engine.decoder, engine.weights
@@ -131,8 +153,6 @@ def _row(
     measured: TextAcceptance, engine: Engine, shape: ModelShape, passage: Passage, checkpoint: str
 ) -> AcceptanceRow:
     dtype = str(engine.weights.embedding.dtype).removeprefix("torch.")
-    on_cuda = engine.device.type == "cuda"
-    where = torch.cuda.get_device_name(engine.device) if on_cuda else cpu_model()
     factor = engine.plan.workload.yarn_factor
     return AcceptanceRow(
         draft=measured.draft.kind,
@@ -141,11 +161,11 @@ def _row(
         context=engine.plan.workload.context,
         acceptance=min(1.0, max(1e-6, measured.mean)),  # sums of float32 probabilities may pass 1
         source="measured",
-        where=f"teacher-forced over {passage.tokens} tokens of {passage.name}, {where}"
+        where=f"teacher-forced over {passage.tokens} tokens of {passage.name}, {device_name(engine)}"
         + (f", YaRN x{factor:g}" if factor > 1 else ""),
         ratio=measured.draft.ratio,
         gamma=ROUND,
-        quantizer="gptq" if on_cuda or passage.calibration else "diagonal",
+        quantizer=quantizer_of(engine, bool(passage.calibration)),
         dtype=dtype,
         checkpoint=checkpoint,
         tokens=passage.tokens,

@@ -10,12 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ridgeplan.planner.plan import Plan
-from ridgeplan.runtime import WorkloadError, load
+from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
-from ridgeplan.runtime.model.prefill import prefill
 
 NOISE_DEVIATIONS = 5  # largest change of a logit that rounding explains, in standard deviations
 
@@ -61,27 +59,9 @@ def agreement(engine: Engine, reference: Engine, prompt: Sequence[int], new_toke
     reference: an engine of the same plan and model in float32. Raises what `Engine.generate` raises.
     """
     tokens = engine.generate(prompt, new_tokens).tokens[0]
-    ours, exact = (forced_logits(each, prompt, tokens[:-1]).float().cpu() for each in (engine, reference))
+    ours, exact = (each.forced_logits(prompt, tokens[:-1]).float().cpu() for each in (engine, reference))
     chosen, wanted = ours.argmax(-1), exact.argmax(-1)
     differing = (chosen != wanted).nonzero()[:, 0]
     gaps = exact[differing, wanted[differing]] - exact[differing, chosen[differing]]
     moves = (ours - ours.mean(-1, keepdim=True)) - (exact - exact.mean(-1, keepdim=True))
     return Agreement(len(tokens), tuple(gaps.tolist()), float(moves.std()))
-
-
-@torch.inference_mode()
-def forced_logits(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
-    """The target's logits [len(tokens) + 1, vocab] after the prompt and after each of `tokens`.
-
-    One step per token, with the engine's own cache, formats and kernels. Raises WorkloadError for a closed engine.
-    """
-    cache, decoder, weights = engine.cache, engine.decoder, engine.weights
-    if cache is None:
-        raise WorkloadError("the engine is closed; load it again")
-    cache.reset(1)
-    ids = torch.tensor([*prompt, *tokens], device=engine.device)
-    logits = [prefill(decoder, weights, cache, 0, ids[: len(prompt)])]
-    for token in ids[len(prompt) :]:
-        logits.append(decoder.step(weights, cache, token.view(1, 1), cache.target_metadata(1))[0, 0])
-        cache.advance(cache.active().int())
-    return torch.stack(logits)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.policies.selection.all import autoregressive
@@ -119,8 +121,8 @@ def compare_measured(
     at_measured_ms = tpot_ms_at(plan, shape, profile, measured.statistics.acceptance)
     spread = widest((measured.spread, plain.spread if plain else None))
     rows = (
-        *_time_rows(predicted, measured.statistics),
-        *_token_rows(predicted, measured, at_measured_ms),
+        *_time_rows(plan, predicted, measured.statistics),
+        *_token_rows(plan, predicted, measured, at_measured_ms),
         _memory_row(predicted, measured.statistics),
         _speedup_row(predicted, measured, plain, spread),
     )
@@ -129,10 +131,11 @@ def compare_measured(
 
 
 def tpot_ms_at(plan: Plan, shape: ModelShape, profile: Profile, acceptance: float) -> float:
-    """Predicted time per output token at this conditional acceptance."""
+    """Predicted time per output token at this conditional acceptance; of an adaptive gamma, at the best one."""
     machine = Machine.of(profile)
     strategy, rates = strategy_of(plan, shape, machine, acceptance), rates_of(plan, shape, machine)
-    return 1e3 * float(evaluate(shape, machine, strategy, rates).tpot_s)
+    strategy = replace(strategy, gamma=np.array(plan.speculation.gammas))
+    return 1e3 * float(np.min(evaluate(shape, machine, strategy, rates).tpot_s))
 
 
 def shape_of(plan: Plan, engine: Engine) -> ModelShape:
@@ -140,10 +143,10 @@ def shape_of(plan: Plan, engine: Engine) -> ModelShape:
     return replace(engine.config.shape, name=plan.workload.model)
 
 
-def _time_rows(predicted: Prediction, statistics: Statistics) -> list[ComparisonRow]:
+def _time_rows(plan: Plan, predicted: Prediction, statistics: Statistics) -> list[ComparisonRow]:
     prefill = ComparisonRow("prefill", "ms", predicted.best.ttft_ms, statistics.ttft_ms)
     target_ms = predicted.target_step_ms
-    if not predicted.gamma:
+    if not plan.speculation.active:
         return [prefill, ComparisonRow("decode step", "ms", target_ms, 1e3 * statistics.verify_s)]
     return [
         prefill,
@@ -152,10 +155,10 @@ def _time_rows(predicted: Prediction, statistics: Statistics) -> list[Comparison
     ]
 
 
-def _token_rows(predicted: Prediction, measured: Measured, at_measured_ms: float) -> list[ComparisonRow]:
+def _token_rows(plan: Plan, predicted: Prediction, measured: Measured, at_measured_ms: float) -> list[ComparisonRow]:
     statistics, tpot_ms = measured.statistics, measured.tpot_ms
     tpot = ComparisonRow("tpot", "ms", predicted.best.tpot_ms, tpot_ms)
-    if not predicted.gamma:
+    if not plan.speculation.active:
         return [tpot]
     return [
         ComparisonRow("acceptance", "", predicted.acceptance.best, statistics.acceptance),

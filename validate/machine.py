@@ -46,6 +46,12 @@ def host_link_bytes_per_s(bench: Bench) -> float:
     return host.nbytes / bench.seconds(Trial("host link", "pinned", cost, lambda _: device.copy_(host, True)))
 
 
+def free_library_workspaces(device: torch.device) -> None:
+    """Frees what torch has given cuBLAS, so that the next peak counts its own. No captured graph may be run again."""
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 def cpu_hardware(bandwidth_bytes_per_s: float, compute_flops: float) -> Hardware:
     """This machine's CPU with its measured speeds."""
     kept = "compute_flops: this package runs no integer products on a CPU"

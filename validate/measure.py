@@ -39,14 +39,23 @@ class Measured:
 
     @property
     def tpot_ms(self) -> float:
-        """Time per output token of a sequence: the segments' median round over its tokens, else the mean round."""
-        per_round = self.statistics.tokens_per_round
-        return 1e3 * median_round_s(self.segments) / per_round if self.segments else self.statistics.tpot_ms
+        """Time per output token of a sequence: the segments' median round over its tokens, else the mean round.
+
+        Where gamma adapts, rounds and their tokens differ together, so it is the mean round as well.
+        """
+        if not self.segments or self._adaptive:
+            return self.statistics.tpot_ms
+        return 1e3 * median_round_s(self.segments) / self.statistics.tokens_per_round
 
     @property
     def spread(self) -> float | None:
-        """Interquartile range of the segments' rounds over their median; None if there are too few."""
-        return spread_of([segment.round_s for segment in self.segments])
+        """Interquartile range of the segments' rounds over their median; None if there are too few, or gamma adapts."""
+        return None if self._adaptive else spread_of([segment.round_s for segment in self.segments])
+
+    @property
+    def _adaptive(self) -> bool:
+        """Whether rounds had different gammas."""
+        return sum(map(bool, self.statistics.rounds_at)) > 1
 
     def workload(self, planned: Workload) -> Workload:
         """The planned workload with the actual lengths."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import subprocess
 import sys
@@ -18,12 +19,13 @@ from ridgeplan.validate.progress import Progress, silent
 
 MODEL, GPU, CONTEXT = "meta-llama/Llama-3.1-8B", "h200", 120_000
 COMMAND = ("-P", "-c", "from ridgeplan.dashboards.cli import main; main()")
-SWEPT_PLANS = 1 << 21
+# Of a sweep: contexts, gammas and acceptances.
+GRID = (np.linspace(4096, 1 << 20, 2048), np.arange(1, 16), np.linspace(0.5, 0.99, 64))
 
 
 @dataclass(frozen=True)
 class PlannerSpeed:
-    """Medians. searched_plans: plans that one search predicts in full; swept_plans_per_s: points of a compiled sweep.
+    """Medians. searched_plans: plans that one search predicts in full; swept_plans_per_s: points of a compiled grid.
 
     cold_s includes the interpreter's start and all imports; first_s is a process's first question after its imports.
     """
@@ -82,12 +84,10 @@ def _swept_plans_per_s(runs: int) -> float:
     shape, profile = resolve(MODEL, GPU)
     plan = preset("quantspec", workload_for(shape, profile, CONTEXT, 1024, 1, yarn=False))
     compiled = sweep(plan, shape, profile, "tpot_s", ("context", "gamma", "acceptance"))
-    points = np.random.default_rng(0)
-    context, gamma = points.integers(4096, 1 << 17, SWEPT_PLANS), points.integers(1, 16, SWEPT_PLANS)
-    acceptance = points.uniform(0.5, 0.99, SWEPT_PLANS)
+    context, gamma, acceptance = np.ix_(*GRID)
 
     def once() -> object:
         return compiled(context=context, gamma=gamma, acceptance=acceptance)
 
     once()
-    return SWEPT_PLANS / statistics.median(seconds(once) for _ in range(runs))
+    return math.prod(map(len, GRID)) / statistics.median(seconds(once) for _ in range(runs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,12 @@ def prompt_batch(tokenizer: Any, tokens: int, batch: int, text: str | None = Non
         raise PromptError(f"the text has {len(ids)} tokens; needed: {tokens + batch - 1}, for {batch} of {tokens}")
     starts = [last * index // max(batch - 1, 1) for index in range(batch)]
     return [ids[start : start + tokens] for start in starts]
+
+
+def random_batch(vocab: int, tokens: int, batch: int) -> list[list[int]]:
+    """`batch` prompts of `tokens` random token ids below `vocab`, always the same: a text that nothing predicts."""
+    generator = random.Random(0)
+    return [generator.choices(range(vocab), k=tokens) for _ in range(batch)]
 
 
 def read_prompt(path: str | Path) -> str:

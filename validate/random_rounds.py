@@ -18,12 +18,13 @@ from ridgeplan.planner.capacity import peak_bytes
 from ridgeplan.planner.plan import Plan
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
-from ridgeplan.runtime.drafting.policies import POLICIES
+from ridgeplan.runtime.drafting.policies import draft_policy
 from ridgeplan.runtime.drafting.round_result import RoundResult
 from ridgeplan.runtime.drafting.round_runner import EagerRounds, GraphRounds, Rounds
 from ridgeplan.runtime.drafting.speculator import Speculator
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.store import KVStore
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense, Linear
 from ridgeplan.runtime.model.weights import DecoderWeights, WeightFormat
@@ -154,34 +155,42 @@ def _round_times(model: RandomModel, plan: Plan) -> RoundTimes:
         torch.cuda.empty_cache()  # of the last plan's cache and graph
     rounds = _prepared(model, plan)
     count = TIMED_ROUNDS[model.device.type]
-    results = [_next_round(rounds) for _ in range(WARM_ROUNDS + count)]
+    results = [_next_round(rounds, plan.speculation.gamma) for _ in range(WARM_ROUNDS + count)]
     return RoundTimes.of(plan.speculation.gamma, results[WARM_ROUNDS:])
 
 
 def _prepared(model: RandomModel, plan: Plan) -> Rounds:
     """The plan's rounds, as an engine has them after prefill."""
     workload = plan.workload
-    cache = Cache(model.shape, KVCacheConfig.of(plan), model.device, model.weights.embedding.dtype)
+    cache = Cache(model.shape, KVCacheConfig.of(plan, model.shape.layers), model.device, model.weights.embedding.dtype)
     fill(cache, workload.context)
     generator = torch.Generator(model.device).manual_seed(0)
-    policy = POLICIES[plan.speculation.selection](plan.speculation.ratio)
+    policy = draft_policy(plan.speculation.selection, cache)
+    policy.start()
     target, drafter = model.target(plan), model.drafter(plan)
     speculator = Speculator(model.decoder, target, drafter, cache, policy, SAMPLING, generator)
-    rounds = GraphRounds(speculator) if model.device.type == "cuda" else EagerRounds(speculator)
+    graphs = model.device.type == "cuda"
+    rounds = GraphRounds(speculator, plan.speculation.gammas) if graphs else EagerRounds(speculator)
     rounds.start(torch.zeros(workload.batch, dtype=torch.int64, device=model.device))
     return rounds
 
 
 def fill(cache: Cache, tokens: int) -> None:
-    """Fills a cache with random keys, values and codes of `tokens` tokens, all of about -1 to 1.
+    """Fills a cache as prompts of `tokens` tokens do, with random keys, values and codes, all of about -1 to 1.
 
     Larger ones would make attention weights so small that CPUs slow down on denormal numbers.
     """
     cache.reset(cache.config.batch)
-    cache.lengths.fill_(tokens)
-    for store in (cache.keys, cache.values):
-        store.normal_()
-    codes = cache.all_codes
+    for row in range(cache.config.batch):
+        cache.finish_prompt(row, tokens)
+    for store in cache.stores:
+        _fill(store)
+
+
+def _fill(store: KVStore) -> None:
+    store.keys.normal_()
+    store.values.normal_()
+    codes = store.all_codes
     for item in dataclasses.fields(codes) if codes is not None else ():
         plane = getattr(codes, item.name)
         if plane is None:
@@ -192,7 +201,7 @@ def fill(cache: Cache, tokens: int) -> None:
             plane.fill_(-1.0 if item.name.endswith("min") else 2 / 15)
 
 
-def _next_round(rounds: Rounds) -> RoundResult:
+def _next_round(rounds: Rounds, gamma: int) -> RoundResult:
     while rounds.in_flight < rounds.depth:
-        rounds.launch()
+        rounds.launch(gamma)
     return rounds.collect()

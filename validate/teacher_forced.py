@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ridgeplan.planner.plan import MIN_RATIO, DraftCodes, KVFormat
+from ridgeplan.planner.axes.draft_selection import MIN_RATIO
+from ridgeplan.planner.plan import DraftCodes, KVFormat
 from ridgeplan.runtime import WorkloadError
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.cache import Cache

@@ -164,7 +164,9 @@ class _Lanes:
         shared = self.weights.get(plan.weights.target_format)
         others_bytes = self._others_bytes(shared)
         fitted = self.calibration if plan.weights.quantized else None
-        engine = runtime.load(plan, self.model, device=self.device, weights=shared, calibration=fitted)
+        engine = runtime.load(
+            plan, self.model, device=self.device, weights=shared, calibration=fitted, profile=self.profile
+        )
         self.weights[plan.weights.target_format] = engine.weights
         progress = partial(request.progress, index)
         try:

@@ -10,11 +10,13 @@ import os
 
 import click
 
-from ridgeplan.dashboards.cli import bench, bench_decode, machine, run
+from ridgeplan.dashboards.cli import bench, bench_decode, machine, quality, run
 from ridgeplan.dashboards.cli.acceptance.command import acceptance
+from ridgeplan.dashboards.cli.acceptance.tune import tune
 from ridgeplan.dashboards.cli.catalog import models_and_gpus, papers
 from ridgeplan.dashboards.cli.errors import OneLineGroup
 from ridgeplan.dashboards.cli.planning import estimate, fit, gamma, recommend
+from ridgeplan.dashboards.cli.study import dapq, drafts, study
 from ridgeplan.dashboards.cli.validation import demo, validate
 
 
@@ -39,6 +41,9 @@ for command in (
     validate.validate,
     machine.calibrate,
     acceptance,
+    study,
+    tune,
+    quality.quality,
     bench.bench,
     models_and_gpus.models,
     models_and_gpus.gpus,
@@ -48,5 +53,7 @@ for command in (
 ):
     main.add_command(command)
 
+for one_study in (drafts.drafts, dapq.dapq):
+    study.add_command(one_study)
 for benchmark in (bench_decode.decode, bench_decode.suite):
     bench.bench.add_command(benchmark)

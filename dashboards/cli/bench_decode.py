@@ -22,17 +22,8 @@ from ridgeplan.planner.support import missing_execution
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import load_profile
 from ridgeplan.roofline.speculation import MAX_GAMMA
-from ridgeplan.validate.decode_bench.report import (
-    ABLATION,
-    PLAIN,
-    QUANTIZED_TARGETS,
-    DecodeCase,
-    has_gamma,
-    suite_cases,
-    with_plain,
-)
+from ridgeplan.validate.decode_bench.report import ABLATION, PLAIN, DecodeCase, has_gamma, suite_cases, with_plain
 
-SUITE_PRESETS = (*ABLATION, *QUANTIZED_TARGETS)
 SUITE_WORKLOADS = ("4096x1", "32768x1", "32768x8", "98304x1", "98304x4")  # Python's own text is long enough
 SUITE_GAMMAS = (2, 4, 6)
 TOKENS = click.IntRange(1, MAX_TOKENS)
@@ -61,19 +52,39 @@ class WorkloadParam(click.ParamType):
 class CaseParam(click.ParamType):
     """One plan at one workload."""
 
-    name = "PRESET:CONTEXTxBATCH[:GAMMA]"
+    name = "PRESET[@SHARE]:CONTEXTxBATCH[:GAMMA|:0-GAMMA]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> DecodeCase:
-        """`quantspec:32768x8:3`; without a gamma it is the preset's own."""
+        """`quantspec:32768x8:3`, `quantspec:32768x8:0-6` for a gamma that adapts, or `dapq@0.25:32768x8`, which keeps a
+        quarter of the prompt.
+
+        Without a gamma or a share it is the preset's own.
+        """
         if isinstance(value, DecodeCase):
             return value
-        name, _, rest = str(value).partition(":")
-        workload, _, gamma = rest.partition(":")
-        fits = gamma == "" or (has_gamma(name) and gamma in map(str, range(1, MAX_GAMMA + 1)))
-        if name not in SUITE_PRESETS or not fits:
-            allowed = f"one of {', '.join(SUITE_PRESETS)}, a workload and, if it drafts, a gamma from 1 to {MAX_GAMMA}"
-            self.fail(f"{value!r} is not a case; allowed: {allowed}, such as quantspec:32768x8:3", param, ctx)
-        return DecodeCase(name, *WorkloadParam().convert(workload, param, ctx), int(gamma) if gamma else None)
+        runnable = [preset for preset in executable_presets() if preset != PLAIN]
+        first, _, rest = str(value).partition(":")
+        (name, _, share), (workload, _, given) = first.partition("@"), rest.partition(":")
+        gamma = given.removeprefix("0-")
+        if not (name in runnable and _is_gamma(name, given, gamma) and _is_share(name, share)):
+            allowed = (
+                f"one of {', '.join(runnable)}; if it evicts, a share below 1; a workload; and if it "
+                f"drafts, a gamma from 1 to {MAX_GAMMA}, or 0-GAMMA"
+            )
+            example = "such as quantspec:32768x8:3 or dapq@0.25:32768x8"
+            self.fail(f"{value!r} is not a case; allowed: {allowed}, {example}", param, ctx)
+        sizes = WorkloadParam().convert(workload, param, ctx)
+        drafts = int(gamma) if gamma else None
+        return DecodeCase(name, *sizes, drafts, adaptive=gamma != given, share=float(share or 0))
+
+
+def _is_gamma(name: str, given: str, gamma: str) -> bool:
+    return given == "" or (gamma in map(str, range(1, MAX_GAMMA + 1)) and has_gamma(name))
+
+
+def _is_share(name: str, share: str) -> bool:
+    evicts = preset(name, Workload("any", "any", 1)).eviction.active
+    return share == "" or (evicts and re.fullmatch(r"0\.\d{1,6}", share, re.ASCII) is not None and float(share) > 0)
 
 
 def executable_presets() -> list[str]:
@@ -88,6 +99,7 @@ shared = options(
     ),
     click.option("--model", help="Small model whose function is run.  [default: the embedded SmolLM2-135M-Instruct]"),
     prompt_file,
+    click.option("--random-tokens", is_flag=True, help="Continue random tokens instead, on which drafts do badly."),
     click.option("--new-tokens", type=TOKENS, default=256, show_default=True, help="Tokens to generate."),
     click.option("--temperature", type=click.FloatRange(0), default=1.0, show_default=True),
     calibration_file,
@@ -104,14 +116,16 @@ shared = options(
     click.option("--batch", type=click.IntRange(1, MAX_BATCH), default=1, show_default=True),
     click.option("--preset", "chosen", type=click.Choice(executable_presets()), default="quantspec", show_default=True),
     click.option("--gamma", type=click.IntRange(1, MAX_GAMMA), help="Drafted tokens a round.  [default: the preset's]"),
+    click.option("--adaptive", is_flag=True, help="Let gamma adapt to what is accepted, up to that many."),
     shared,
 )
-def decode(context: int, batch: int, chosen: str, gamma: int | None, **rest: Any) -> None:
+def decode(context: int, batch: int, chosen: str, gamma: int | None, adaptive: bool, **rest: Any) -> None:
     """Run plain decoding and one preset, with a small real model inflated to a large shape.
 
     They run one after another, each with the memory to itself.
     """
-    cases = [DecodeCase(name, context, batch, gamma) for name in dict.fromkeys((PLAIN, chosen))]
+    case = DecodeCase(chosen, context, batch, gamma, adaptive and chosen != PLAIN)
+    cases = list(dict.fromkeys((DecodeCase(PLAIN, context, batch, gamma), case)))
     report(cases, **rest)
 
 
@@ -126,7 +140,7 @@ def decode(context: int, batch: int, chosen: str, gamma: int | None, **rest: Any
         help="Drafted tokens a round; repeat for several.",
     ),
     click.option(
-        "--preset", "presets", type=click.Choice(SUITE_PRESETS), multiple=True, default=ABLATION, show_default=True,
+        "--preset", "presets", type=click.Choice(ABLATION), multiple=True, default=ABLATION, show_default=True,
         help="What is run beside plain decoding; repeat for several.",
     ),
     click.option(
@@ -155,6 +169,7 @@ def report(
     model_shape: str,
     model: str | None,
     prompt_file: str | None,
+    random_tokens: bool,
     new_tokens: int,
     temperature: float,
     calibration: str | None,
@@ -163,7 +178,14 @@ def report(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Runs the cases, saves the report and prints it. Raises NoBreakdown for a breakdown on a CPU."""
+    """Runs the cases, saves the report and prints it.
+
+    Raises NoBreakdown for a breakdown on a CPU, and UsageError for options that exclude each other.
+    """
+    if breakdown and any(case.adaptive for case in cases):
+        raise click.UsageError("--breakdown is given with an adaptive gamma; allowed: with a gamma that stays")
+    if random_tokens and prompt_file is not None:
+        raise click.UsageError("--random-tokens and --prompt-file were given; allowed: one of them")
     shape = load_shape(model_shape)
     calibrated = this_machine() if profile is None else load_profile(profile)
     # Importing torch takes seconds, so the options are checked first.
@@ -181,7 +203,8 @@ def report(
         bar = bars.add_task("inflating the model", total=len(cases))
         inflated = InflatedModel.load(small, shape, device())
         found = bench_decode(
-            inflated, cases, calibrated, new_tokens, text=text, temperature=temperature, calibration=fitted,
+            inflated, cases, calibrated, new_tokens, text=text, random_tokens=random_tokens, temperature=temperature,
+            calibration=fitted,
             on_progress=lambda what, done, total: bars.update(bar, description=what, completed=done, total=total),
         )  # fmt: skip
     data = found.to_dict()
@@ -234,5 +257,12 @@ def row_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{figures['acceptance']:.3f} ({predicted['acceptance']:.3f})" if drafting else "",
         f"{figures['ttft_ms'] / 1e3:.2f} ({predicted['prefill'] / 1e3:.2f})",
         "" if peak is None else f"{peak / 1e9:.1f} ({predicted['peak memory'] / 1e9:.1f})",
-        f"{row['preset']}, gamma {row['gamma']}" if drafting else row["preset"],
+        plan_text(row),
     )
+
+
+def plan_text(row: Mapping[str, Any]) -> str:
+    """The preset of a case, with the share of the prompt that it keeps and its gamma where they are given."""
+    kept = f" {row['share']:.0%}" if row.get("share") else ""
+    gamma = f", gamma {'adaptive up to ' if row.get('adaptive') else ''}{row['gamma']}" if row["gamma"] else ""
+    return f"{row['preset']}{kept}{gamma}"

@@ -30,7 +30,7 @@ DEFAULT_NEW_TOKENS = 128
 STATISTICS = (
     "gamma", "rounds", "generated", "drafted", "judged", "accepted", "tokens_per_round", "acceptance", "accepted_share",
     "prefill_s", "decode_s", "draft_s", "verify_s", "flush_s", "idle_s", "capture_s", "flushes",
-    "ttft_ms", "tpot_ms", "peak_memory_bytes",
+    "rounds_at", "ttft_ms", "tpot_ms", "peak_memory_bytes",
 )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def summary(statistics: Statistics) -> str:
     ]
     if one.gamma:
         lines += [
-            f"{one.rounds} rounds of {one.gamma} drafts ({1e3 * one.draft_s:.3g} ms each) and a verification "
+            f"{one.rounds} rounds of {_drafts_text(one)} ({1e3 * one.draft_s:.3g} ms each) and a verification "
             f"({1e3 * one.verify_s:.3g} ms), {one.tokens_per_round:.2f} tokens a round, {one.flushes} flushes",
             f"acceptance {one.acceptance:.3f} (conditional), {one.accepted_share:.3f} of all drafts",
         ]
@@ -127,6 +127,14 @@ def summary(statistics: Statistics) -> str:
     if one.idle_s:
         lines.append(f"between rounds the device waits {1e6 * one.idle_s / one.rounds:.3g} us for the host")
     return "\n".join(lines)
+
+
+def _drafts_text(one: Statistics) -> str:
+    """`4 drafts`, or how many rounds had how many where gamma adapted: `0 to 6 drafts (0 in 12, 6 in 34 rounds)`."""
+    used = [(gamma, rounds) for gamma, rounds in enumerate(one.rounds_at) if rounds]
+    if len(used) < 2:
+        return f"{one.gamma} drafts"
+    return f"{used[0][0]} to {used[-1][0]} drafts ({', '.join(f'{g} in {n}' for g, n in used)} rounds)"
 
 
 def _kept(tokens: Iterable[int], into: list[int]) -> Iterator[int]:

@@ -8,9 +8,12 @@ from torch import Tensor
 
 from ridgeplan.kernels.attention.cuda import find_kernel
 from ridgeplan.kernels.attention.reference import decode_attention_reference
+from ridgeplan.kernels.attention.scores import ScoreRequest, collect_scores_reference
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.kv_cache import require_lower, require_rows
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+
+MOST_QUERIES = 16  # of a row in one call
 
 
 def decode_attention(
@@ -25,6 +28,7 @@ def decode_attention(
     lower: bool = False,
     scale: float | None = None,
     splits: int | None = None,
+    scores: ScoreRequest | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Attention of a few queries per row -> [B, T, Hq, D] in q's dtype; rows without visible tokens give zeros.
@@ -33,7 +37,7 @@ def decode_attention(
     int32 [B] on the device; query t of row b sees the slots begin[b] <= j < end[b] + t, so end[b] is one past the first
     query's own token. codes with groups (int32 [B]): every query also sees the row's first groups[b] quantized groups,
     as INT8 when `lower`, else as INT4. scale: softmax scale, by default D ** -0.5. splits: number of splits of a row's
-    tokens on CUDA, by default enough to fill the GPU.
+    tokens on CUDA, by default enough to fill the GPU. scores: where to leave the earlier tokens' scores, if anywhere.
 
     Query heads of one KV head and all T queries share a tile, so KV is read once. On CUDA the kernel may start before
     earlier kernels of the stream have ended, if those allow it (see `ridgeplan.kernels.device.launch`). It waits for
@@ -41,21 +45,31 @@ def decode_attention(
     latter must not let the next kernel start early, and at least one other kernel should run in between.
 
     Raises ValueError when heads do not divide, shapes disagree, lengths are not int32 [B], or `lower` is set for codes
-    that hold the upper plane only.
+    that hold the upper plane only, or the scores' tensor is too small.
     """
     _check(q, keys, values, codes, groups)
     require_rows(len(q), torch.int32, begin=begin, end=end, groups=groups)
     if codes is not None:
         require_lower(codes, lower)
+    if scores is not None:
+        scores.require(len(q), keys.shape[1], keys.shape[2] if codes is None else codes.groups * codes.group)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not uses_gpu_kernel(backend, q):
+        if scores is not None:
+            collect_scores_reference(scores, q, keys, begin, end, codes, groups, lower, scale)
         return decode_attention_reference(q, keys, values, begin, end, codes, groups, lower, scale)
-    kernel = find_kernel(q, keys, values, codes, lower, scale) if backend == "auto" else None
-    if kernel is not None:
-        return kernel.run(q, keys, values, begin, end, codes, groups, scale, splits)
-    from ridgeplan.kernels.attention.triton import decode_attention_triton
+    # Probabilities need the queries' log-sum-exps, which the CUDA kernel does not keep.
+    finds = backend == "auto" and (scores is None or scores.what == "logits")
+    kernel = find_kernel(q, keys, values, codes, lower, scale) if finds else None
+    if kernel is None:
+        from ridgeplan.kernels.attention.triton import decode_attention_triton
 
-    return decode_attention_triton(q, keys, values, begin, end, codes, groups, lower, scale, splits)
+        return decode_attention_triton(q, keys, values, begin, end, codes, groups, lower, scale, splits, scores)
+    if scores is not None:
+        from ridgeplan.kernels.attention.scores_triton import collect_scores_triton
+
+        collect_scores_triton(scores, q, keys, begin, end, codes, groups, lower, scale, None)
+    return kernel.run(q, keys, values, begin, end, codes, groups, scale, splits)
 
 
 def _check(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV | None, groups: Tensor | None) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ridgeplan.kernels.attention.cost import attention_metadata
 from ridgeplan.kernels.attention.merge import merge
+from ridgeplan.kernels.attention.scores import ScoreRequest
+from ridgeplan.kernels.attention.scores_triton import collect_scores_triton
 from ridgeplan.kernels.attention.triton_blocks import full_block, quantized_block
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.roofline.execution import choose_splits
@@ -129,6 +131,7 @@ def decode_attention_triton(
     lower: bool,
     scale: float,
     splits: int | None,
+    scores: ScoreRequest | None = None,
 ) -> Tensor:
     """See `ridgeplan.kernels.attention.decode_attention`.
 
@@ -145,9 +148,8 @@ def decode_attention_triton(
     splits = splits or int(choose_splits(batch, kv_heads, group_capacity * group + capacity, _num_sms(q.device)))
     rows = min(MAX_ROWS, max(16, triton.next_power_of_2(queries * (q_heads // kv_heads))))
     partial = torch.empty(batch, queries, q_heads, splits, head_dim, dtype=torch.float32, device=q.device)
-    lse = torch.empty(batch, queries, q_heads, splits, dtype=torch.float32, device=q.device)
+    lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
     planes = vars(codes) if codes is not None else {field.name: None for field in fields(QuantizedKV)}
-    groups = groups.contiguous() if groups is not None else None
     grid = (batch * kv_heads, splits, triton.cdiv(queries * (q_heads // kv_heads), rows))
     _attention_kernel[grid](
         q,
@@ -155,16 +157,14 @@ def decode_attention_triton(
         values,
         begin.contiguous(),
         end.contiguous(),
-        groups,
+        groups.contiguous() if groups is not None else None,
         partial,
         lse,
         scale * LOG2_E,
         capacity,
         group_capacity,
         splits,
-        *q.stride()[:3],
-        *keys.stride()[:3],
-        *values.stride()[:3],
+        *(stride for tensor in (q, keys, values) for stride in tensor.stride()[:3]),
         **planes,
         QUERIES=queries,
         RATIO=q_heads // kv_heads,
@@ -177,6 +177,8 @@ def decode_attention_triton(
         num_warps=config.warps * (2 if rows >= 64 else 1),
         num_stages=config.stages,
     )
+    if scores is not None:
+        collect_scores_triton(scores, q, keys, begin, end, codes, groups, lower, scale, lse)
     return merge(partial, lse, q.dtype, backend="triton")
 
 

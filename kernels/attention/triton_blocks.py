@@ -6,23 +6,15 @@ A tile of query rows carries `row_max` (largest score, base 2), `row_sum` (of pr
 import triton
 import triton.language as tl
 
-from ridgeplan.kernels.device.nibbles_triton import INTERPRETED, centred_affine, centred_codes
+from ridgeplan.kernels.device.dot_triton import dot
+from ridgeplan.kernels.device.nibbles_triton import centred_affine, centred_codes
 
 
 @triton.jit
-def _dot(a, b, acc):
-    # The interpreter multiplies the bit patterns of bf16 (triton-lang/triton#11584). Float32 products of 16-bit
-    # operands are exact, so widening them there changes nothing else.
-    if INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit
-def _key_scores(first, second, q_first, q_second, bias):
+def key_scores(first, second, q_first, q_second, bias):
     scores = tl.zeros([q_first.shape[0], first.shape[0]], tl.float32)
-    scores = _dot(q_first, tl.trans(first), scores)
-    return _dot(q_second, tl.trans(second), scores) + bias[:, None]
+    scores = dot(q_first, tl.trans(first), scores)
+    return dot(q_second, tl.trans(second), scores) + bias[:, None]
 
 
 @triton.jit
@@ -62,10 +54,10 @@ def quantized_block(
     scaled1 = (q_second * (step1 * scale)[None, :]).to(dtype)
     byte = at * GROUP * HALF_DIM + tokens[:, None] * HALF_DIM + channels[None, :]
     first, second = centred_codes(key_upper, key_lower, byte, BITS, dtype)
-    scores0 = _key_scores(first, second, scaled0, scaled1, bias)
+    scores0 = key_scores(first, second, scaled0, scaled1, bias)
     byte += HALF_GROUP * HALF_DIM
     first, second = centred_codes(key_upper, key_lower, byte, BITS, dtype)
-    scores1 = _key_scores(first, second, scaled0, scaled1, bias)
+    scores1 = key_scores(first, second, scaled0, scaled1, bias)
 
     new_max = tl.maximum(row_max, tl.max(tl.maximum(scores0, scores1), 1))
     rescale = tl.exp2(row_max - new_max)
@@ -81,9 +73,20 @@ def quantized_block(
     byte = at * HEAD_DIM * HALF_GROUP + tl.arange(0, HEAD_DIM)[:, None] * HALF_GROUP + tokens[None, :]
     first, second = centred_codes(value_upper, value_lower, byte, BITS, dtype)
     acc = acc * rescale[:, None] + bias[:, None]
-    acc = _dot((p0 * step0[None, :]).to(dtype), tl.trans(first), acc)
-    acc = _dot((p1 * step1[None, :]).to(dtype), tl.trans(second), acc)
+    acc = dot((p0 * step0[None, :]).to(dtype), tl.trans(first), acc)
+    acc = dot((p1 * step1[None, :]).to(dtype), tl.trans(second), acc)
     return new_max, row_sum, acc
+
+
+@triton.jit
+def softmax_step(row_max, row_sum, scores):
+    """(new row_max, new row_sum, factor of what was summed before, probabilities) of a block's base-2 scores."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    # A row without any token so far has row_max = -inf; using 0 instead makes p 0, not NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = tl.exp2(row_max - shift)
+    p = tl.exp2(scores - shift[:, None])
+    return new_max, row_sum * rescale + tl.sum(p, 1), rescale, p
 
 
 @triton.jit
@@ -108,14 +111,9 @@ def full_block(
     far = slots.to(tl.int64)[:, None]
     tile = tl.load(keys + far * key_stride + channels[None, :], mask=inside[:, None], other=0.0)
     scores = tl.zeros([q.shape[0], slots.shape[0]], tl.float32)
-    scores = _dot(q, tl.trans(tile.to(q.dtype)), scores) * scale
+    scores = dot(q, tl.trans(tile.to(q.dtype)), scores) * scale
     scores = tl.where((slots[None, :] < limit[:, None]) & inside[None, :], scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    # A row without any token so far has row_max = -inf; using 0 instead makes p 0, not NaN.
-    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale = tl.exp2(row_max - shift)
-    p = tl.exp2(scores - shift[:, None])
-    row_sum = row_sum * rescale + tl.sum(p, 1)
+    row_max, row_sum, rescale, p = softmax_step(row_max, row_sum, scores)
     tile = tl.load(values + far * value_stride + channels[None, :], mask=inside[:, None], other=0.0)
-    acc = _dot(p.to(q.dtype), tile.to(q.dtype), acc * rescale[:, None])
-    return new_max, row_sum, acc
+    acc = dot(p.to(q.dtype), tile.to(q.dtype), acc * rescale[:, None])
+    return row_max, row_sum, acc

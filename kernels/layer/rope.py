@@ -70,14 +70,14 @@ def rope_append_reference(
     rotated, new_values = heads.split_with_sizes((q_heads + kv_heads, kv_heads), dim=-2)
     if qk_norm is not None:
         rotated = functional.rms_norm(rotated, (head_dim,), eps=eps) * qk_norm
-    queries, new_keys = _rotate(rotated, *tables).split_with_sizes((q_heads, kv_heads), dim=-2)
+    queries, new_keys = rotate(rotated, *tables).split_with_sizes((q_heads, kv_heads), dim=-2)
     for store, new in ((keys, new_keys), (values, new_values)):
         for row, at in enumerate(slots.unbind()):
             store[row].index_copy_(1, at, new[row].transpose(0, 1))
     return queries
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from ridgeplan.planner.plan import DraftCodes, DraftSelection, KVFormat, Plan
+from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan
 from ridgeplan.planner.policies import selections
 from ridgeplan.planner.policies.policy import Role
 from ridgeplan.planner.policies.selection.all import ALL
 
 BITS = ("kv8", "kv4", "w4")
 SELECTIONS = tuple(policy.name for policy in selections(Role.DRAFT) if policy is not ALL)
-# Names of rows: one difference, or both kinds of fewer bits.
-DRAFTS = (*BITS, "w4kv4", *SELECTIONS)
+FEWER_BITS = ("w4kv4", "w4", "kv4")  # that drafts may have besides reading fewer tokens
+# Names of rows: one difference, both kinds of fewer bits, or fewer bits of fewer tokens.
+DRAFTS = (*BITS, "w4kv4", *SELECTIONS, *(f"{bits}+{tokens}" for tokens in SELECTIONS for bits in FEWER_BITS))
 
 
 def differences(draft: str) -> tuple[str, ...]:
     """The single differences that a row's draft has together."""
-    return ("w4", "kv4") if draft == "w4kv4" else (draft,)
+    return tuple(one for name in draft.split("+") for one in (("w4", "kv4") if name == "w4kv4" else (name,)))
+
+
+def row_name(plan: Plan) -> str:
+    """The draft of a row that is measured with the plan; "" for drafts that are certain to be accepted."""
+    return "+".join(draft_names(plan))
 
 
 def draft_names(plan: Plan) -> tuple[str, ...]:
@@ -31,7 +37,7 @@ def plan_differences(plan: Plan) -> tuple[str, ...]:
         return ()
     weights = ("w4",) if plan.weights.draft_bits == 4 and plan.weights.draft_differs else ()
     codes = ("kv4",) if speculation.codes is DraftCodes.UPPER else ()
-    tokens = (speculation.selection.value,) if speculation.selection is not DraftSelection.ALL else ()
+    tokens = (speculation.selection.name,) if speculation.sparse else ()
     found = (*weights, *codes, *tokens)
     # Drafts of a cache with an INT4 shadow that read its full precision: priced like INT8 storage.
     return found or (("kv8",) if plan.kv.format is KVFormat.SHADOW else ())

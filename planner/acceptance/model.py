@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ridgeplan.planner.acceptance.drafts import differences, draft_names, plan_differences
+from ridgeplan.planner.acceptance.drafts import SELECTIONS, differences, draft_names, plan_differences, row_name
 from ridgeplan.planner.acceptance.effects import Subject, place_of
 from ridgeplan.planner.acceptance.regression import Fit, Observation, fit
 from ridgeplan.planner.acceptance.rows import AcceptanceRow, core_name, merged, shipped_rows, variant_name
@@ -83,8 +83,7 @@ class AcceptanceModel:
             return CERTAIN
         best, deviation = float(self.fitted.disagreement(parts)), self.fitted.deviation(parts)
         low, high = (1 - min(1.0, best * math.exp(sign * BAND * deviation)) for sign in (1, -1))
-        ratios = {plan.speculation.selection.value: plan.speculation.ratio}
-        found = [self._provenance(name, ratios.get(name, 1.0)) for name in draft_names(plan)]
+        found = [self._provenance(name, ratio) for name, ratio in self._known_as(plan)]
         source = max((one for one, _ in found), key=SOURCES.index)
         return Acceptance(low, 1 - best, high, source, "; ".join(dict.fromkeys(where for _, where in found)))
 
@@ -94,6 +93,16 @@ class AcceptanceModel:
             return np.ones(len(gamma))
         disagreement = self.fitted.disagreement(self._subject(plan, gamma, ratio).parts)
         return np.broadcast_to(1 - disagreement, (len(gamma),))
+
+    def _known_as(self, plan: Plan) -> list[tuple[str, float]]:
+        """The drafts, with the ratio that each reads, whose rows a plan's prediction rests on.
+
+        That is the plan's own draft where the model has a row of it, else the drafts that it is made of.
+        """
+        whole, ratio = row_name(plan), plan.speculation.ratio
+        if any(row.draft == whole and self._owns(row) and self._near(row, ratio) for row in self.rows):
+            return [(whole, ratio)]
+        return [(name, ratio if name in SELECTIONS else 1.0) for name in draft_names(plan)]
 
     def _subject(self, plan: Plan, gamma: Any, ratio: Any) -> Subject:
         return Subject(

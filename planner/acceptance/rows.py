@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ridgeplan.planner.acceptance.drafts import DRAFTS
-from ridgeplan.planner.plan import MAX_TOKENS, MIN_RATIO, PlanError
+from ridgeplan.planner.axes.draft_selection import MIN_RATIO
+from ridgeplan.planner.plan import MAX_TOKENS, PlanError
 from ridgeplan.roofline.catalog.checks import Checked, build, number, one_of, text, whole
 from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json, read_document
 from ridgeplan.roofline.catalog.mistakes import brief

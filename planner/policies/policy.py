@@ -5,24 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
+from ridgeplan.planner.axes.draft_selection import DRAFT_SELECTIONS, AllTokens, DraftSelection
 from ridgeplan.planner.plan import (
-    DraftSelection,
     Eviction,
     EvictionPolicy,
     Plan,
+    PlanError,
     Speculation,
     TargetAttention,
     TargetSelection,
     Workload,
 )
+from ridgeplan.roofline.catalog.checks import Checked, build
+from ridgeplan.roofline.sparsity.sparse_ops import SCORE_BYTES, TOP_K_PASSES
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS
 
 Preset = Callable[[Workload], Plan]
-SPARSE_RATIO = 0.07  # SpecAttn, appendix: near-optimal for all its designs
 MAGICDEC_RATIO = 0.25  # QuantSpec, section 5.1: the baselines' budget is a quarter of the context
 KV_BUDGET = 2048  # tokens; SpeContext, section 7.3
 EVICTION_BUDGET = 1024  # tokens
+FULL_RULER = 96.65  # average with every token; see `TokenEviction.ruler`
 
 
 class Role(StrEnum):
@@ -45,23 +49,20 @@ class Policy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenSelection(Policy):
-    """A policy that chooses the tokens a step reads.
+class SelectionCost:
+    """What choosing tokens moves and holds.
 
-    roles: who may use it in a plan. executable: the roles that the runtime supports; the others are only estimated.
-    scored_keys: keys read at every step to score the cached tokens, as a share of one layer's keys. scores_one_layer:
-    scoring runs once for all layers, not in each. round_score_bytes: bytes of scores written and read once a round, per
-    cached token and layer. run_tokens: tokens that are read together because they lie together: 1 where single ones are
-    chosen, a page, or without a limit where the chosen ones are a run or are kept in a copy. shared_by_heads: one set
-    for all KV heads of a layer, whose keys of a token then lie together.
-    What is known of its drafts' acceptance is in planner/acceptance; of a new policy nothing needs to be.
+    scored_keys: what is scanned to score the cached tokens at every step, as a share of one layer's keys.
+    scores_one_layer: scoring runs once for all layers, not in each. held_keys: what is kept beside the cache for it, as
+    a share of one layer's keys. score_rows: scores in fp32 per cached token and KV head. run_tokens: tokens that are
+    read together because they lie together: 1 where single ones are chosen, a page, or without a limit where the chosen
+    ones are a run. shared_by_heads: one set for all KV heads of a layer, whose keys of a token then lie together.
     """
 
-    roles: frozenset[Role]
-    executable: frozenset[Role] = frozenset()
     scored_keys: float = 0.0
     scores_one_layer: bool = False
-    round_score_bytes: float = 0.0
+    held_keys: float = 0.0
+    score_rows: float = 0.0
     run_tokens: float = UNLIMITED_TOKENS
     shared_by_heads: bool = False
 
@@ -73,27 +74,105 @@ class TokenSelection(Policy):
         """Keys scored at a step of a model with `layers` layers, in multiples of one layer's keys."""
         return self.scored_keys * (1 if self.scores_one_layer else layers)
 
+    def held_score_bytes(self, kv_heads: int) -> float:
+        """Bytes of one layer's scores per cached token."""
+        return SCORE_BYTES * self.score_rows * kv_heads
+
+    def moved_score_bytes(self, kv_heads: int) -> float:
+        """Bytes that choosing moves for one layer per cached token: scores are written, and read by top-k.
+
+        For one set of all heads they are read once to be added up, and only their sums are ranked.
+        """
+        ranked = 1 + TOP_K_PASSES
+        passes = 2 + ranked / kv_heads if self.shared_by_heads else ranked
+        return passes * self.held_score_bytes(kv_heads)
+
+
+def _nothing(_: DraftSelection) -> SelectionCost:
+    return SelectionCost()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSelection(Policy):
+    """A policy that chooses the tokens a step reads.
+
+    roles: who may use it in a plan. executable: the roles that the runtime supports; the others are only estimated.
+    cost: of choosing, for a policy's hyperparameters. from_verification: chosen once a round by the scores of the last
+    verification, which age from draft to draft. searched: whether `recommend` considers it beyond its presets.
+    What is known of its drafts' acceptance is in planner/acceptance; of a new policy nothing needs to be.
+    """
+
+    roles: frozenset[Role]
+    executable: frozenset[Role] = frozenset()
+    cost: Callable[[Any], SelectionCost] = _nothing
+    from_verification: bool = False
+    searched: bool = True
+
+    @property
+    def target_cost(self) -> SelectionCost:
+        """Of choosing what the target reads, with the policy's own hyperparameters."""
+        return self.cost(DRAFT_SELECTIONS.get(self.name, AllTokens)())  # type: ignore[call-arg]
+
     def loss(self, plan: Plan) -> str:
         """What the plan's target gives up by it."""
         return f"{self.name} reads {plan.attention.budget} tokens a step"
 
 
+@dataclass(frozen=True)
+class EvictionSettings(Checked):
+    """Hyperparameters of an eviction policy beside its budget, and what they cost. Raises PlanError.
+
+    Subclasses add fields.
+    """
+
+    error = PlanError
+
+    @property
+    def scored_queries(self) -> float:
+        """Queries whose attention scores a prompt's tokens, or UNLIMITED_TOKENS where all the prompt's own do."""
+        return 0
+
+    @property
+    def appended_tokens(self) -> int:
+        """Most tokens that prefill runs after a prompt, to score it, and then drops."""
+        return 0
+
+    def budgets(self, budget: int, layers: int) -> tuple[int, ...]:
+        """Tokens that each layer keeps; `budget` on average."""
+        return (budget,) * layers
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenEviction(Policy):
-    """A policy that evicts tokens from the cache once, after prefill. If not `executable`, it is only estimated."""
+    """A policy that evicts tokens from the cache once, after prefill.
 
+    settings: the type of its hyperparameters. executable: if not, it is only estimated. ruler: the average of RULER's
+    tasks with 1024 tokens kept (Llama-3-8B; DapQ, Table 11), which ranks policies that are equally fast; None where it
+    is not published.
+    """
+
+    settings: type[EvictionSettings] = EvictionSettings
     executable: bool = False
+    ruler: float | None = None
+
+    def settings_of(self, plan: Plan) -> EvictionSettings:
+        """The plan's hyperparameters. Raises PlanError for one that the policy does not have or allow."""
+        return build(self.settings, dict(plan.eviction.settings), f"{self.name} settings: ")
 
     def loss(self, plan: Plan) -> str:
         """What the plan's target gives up by it."""
-        return f"{self.name} keeps {plan.eviction.budget} of {plan.workload.context} prompt tokens"
+        budget = plan.eviction.tokens(plan.workload.context)
+        kept = f"{self.name} keeps {budget} of {plan.workload.context} prompt tokens"
+        if self.ruler is None:
+            return kept
+        return f"{kept}: RULER {self.ruler:g} of {FULL_RULER:g} with {EVICTION_BUDGET} tokens (DapQ, Table 11)"
 
 
-def drafting(selection: DraftSelection, gamma: int, ratio: float) -> Preset:
-    """Full-precision drafts that read `ratio` of the tokens."""
+def drafting(selection: DraftSelection, gamma: int) -> Preset:
+    """Full-precision drafts that read the selected tokens."""
 
     def preset(workload: Workload) -> Plan:
-        return Plan(workload, speculation=Speculation(gamma, selection=selection, ratio=ratio))
+        return Plan(workload, speculation=Speculation(gamma, selection=selection))
 
     return preset
 

@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from ridgeplan.planner.acceptance import AcceptanceModel
-from ridgeplan.planner.lowering import rates_of, strategy_of
+from ridgeplan.planner.lowering import dense_rates_of, strategy_of
 from ridgeplan.planner.plan import Placement, Plan, Weights, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.planner.published.engine import Engine, load_engine
@@ -19,11 +19,16 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.memory import full_kv
+from ridgeplan.roofline.sparsity.sparse_ops import SCORE_BYTES
 from ridgeplan.roofline.speculation import conditional_acceptance
 from ridgeplan.roofline.strategy import Strategy
-from ridgeplan.roofline.term_math import maximum
+from ridgeplan.roofline.term_math import maximum, minimum
 
 MEMORY_UTILIZATION = 0.9  # vLLM's default: the rest is for the driver, the allocator's gaps and other processes
+
+# Queries that score the prompt, of all methods (DapQ, section 5.1): H2O's would else be the whole prompt's, which the
+# times to the first token of Table 4 rule out.
+OBSERVATION_WINDOW = 32
 
 # What a machine takes beyond bytes and FLOPs, besides its classes' own times.
 HOST_AND_GAPS = (
@@ -48,7 +53,12 @@ class Case:
         engine, shape = load_engine(row.engine), sharded(load_shape(row.model), row.gpus)
         machine, plan = _machine(engine, row.gpu, shape), plan_of(row, shape)
         strategy = strategy_of(plan, shape, machine, _acceptance(row, plan, shape))
-        return cls(row, engine, shape, machine, strategy, rates_of(plan, shape, machine))
+        own = {
+            "scored_queries": minimum(strategy.scored_queries, OBSERVATION_WINDOW),
+            "round_score_bytes": _ranked_bytes(plan, shape),
+            "round_scored_keys": 0,
+        }
+        return cls(row, engine, shape, machine, replace(strategy, **own), dense_rates_of(plan, shape, machine))
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -87,12 +97,15 @@ class Case:
             **dict.fromkeys(HOST_AND_GAPS, 0.0),
         )
         plan = plan_of(self.row, self.shape)
-        return replace(self, machine=machine, rates=rates_of(plan, self.shape, machine))
+        return replace(self, machine=machine, rates=dense_rates_of(plan, self.shape, machine))
 
 
 @cache
 def _machine(engine: Engine, gpu: str, shape: ModelShape) -> Machine:
-    return Machine.of(engine.profile(load_hardware(gpu), shape))
+    """The engine on its GPU; what it ranks tokens by is priced as a stream, its papers' own kernels are not known."""
+    machine = Machine.of(engine.profile(load_hardware(gpu), shape))
+    streamed = RateTerms(machine.rates["attention"].bandwidth_utilization, 1.0, 0.0)
+    return replace(machine, rates={**machine.rates, "top_k": streamed})
 
 
 def sharded(shape: ModelShape, gpus: int) -> ModelShape:
@@ -130,11 +143,22 @@ def _plain_case(row: Row) -> Case:
 def plan_of(row: Row, shape: ModelShape) -> Plan:
     """The row's preset with its hyperparameters."""
     plan = preset(row.preset, Workload(shape.name, row.gpu, row.context, row.new_tokens, row.batch))
-    speculation = replace(plan.speculation, **_given(gamma=row.gamma, ratio=row.ratio))
-    eviction = replace(plan.eviction, **_given(budget=row.budget)) if plan.eviction.budget else plan.eviction
+    speculation = replace(plan.speculation, **_given(gamma=row.gamma))
+    if row.ratio:
+        speculation = speculation.with_ratio(row.ratio)
+    eviction = replace(plan.eviction, **_given(budget=row.budget)) if plan.eviction.active else plan.eviction
     placement = Placement(True, plan.attention.budget) if row.offload else plan.placement
     weights = plan.weights if row.weight_bits == 16 else Weights(row.weight_bits, row.weight_bits)
     return replace(plan, weights=weights, speculation=speculation, eviction=eviction, placement=placement)
+
+
+def _ranked_bytes(plan: Plan, shape: ModelShape) -> float:
+    """Bytes that choosing once a round moves per cached token in the papers' systems.
+
+    A layer's fp32 scores, a row for each query that is collected, are written once and read twice by their top-k.
+    """
+    rows = {"specattn": 2, "specextend": 1}.get(plan.speculation.selection.name, 0)
+    return 3 * SCORE_BYTES * rows * shape.layers
 
 
 def _given(**values: Any) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ridgeplan.planner.published.case import MEMORY_UTILIZATION, Case
 from ridgeplan.roofline import memory
 from ridgeplan.roofline.cost import Term
-from ridgeplan.roofline.term_math import maximum, minimum
+from ridgeplan.roofline.term_math import maximum
 
 SCORE_BYTES = 2 + 4 + 2  # a score of eager attention in bf16, its softmax in fp32, and that in bf16
 
@@ -47,7 +47,7 @@ def _prefill_workspace(case: Case) -> Term:
     shape, strategy, element_bytes = case.shape, case.strategy, case.machine.element_bytes
     rows = strategy.batch * strategy.context
     activations = rows * 3 * (shape.hidden + shape.intermediate) * element_bytes
-    evicting = 1 - minimum(strategy.eviction_budget / strategy.context, 1)
+    evicting = 1 - strategy.kept_tokens / strategy.context
     layer_kv = evicting * rows * shape.kv_elements_per_token_per_layer * element_bytes
     scores = case.engine.materializes_scores * rows * strategy.context * shape.q_heads * SCORE_BYTES
     return activations + layer_kv + scores

@@ -113,7 +113,7 @@ def draft_share(case: Case) -> float:
 
 def selection_overhead(case: Case) -> float:
     """What choosing tokens adds to a round, relative to the round without it (SpecAttn, Fig 10b)."""
-    unselected = replace(case.strategy, draft_scored_keys=0, round_score_bytes=0)
+    unselected = replace(case.strategy, draft_scored_keys=0, step_score_bytes=0, round_score_bytes=0)
     without_s = replace(case, strategy=unselected).estimate.round.total_s
     return float((case.estimate.round.total_s + _collection_s(case)) / without_s - 1)
 

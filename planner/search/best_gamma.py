@@ -7,18 +7,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION
-from ridgeplan.planner.lowering import rates_of, strategy_of
-from ridgeplan.planner.plan import Plan, require
+from ridgeplan.planner.plan import require
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.presets import preset as preset_of
 from ridgeplan.planner.resolution import workload_for
+from ridgeplan.planner.round_costs import estimate_gammas
 from ridgeplan.planner.search.question import Question, ask
 from ridgeplan.planner.search_space import GAMMAS
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.evaluate import Estimate, evaluate
 
 CONTEXTS = (4096, 16384, 32768, 65536, 131072)
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -72,8 +70,9 @@ def best_gamma(
 
 def _cell(question: Question, preset: str) -> GammaCell:
     workload = question.workload
-    found = _estimate(question, preset_of(preset, workload), np.array(GAMMAS))
-    plain = _estimate(question, autoregressive(workload), np.zeros(1))
+    priced = question.shape, question.profile, question.machine
+    found = estimate_gammas(preset_of(preset, workload), *priced, GAMMAS)
+    plain = estimate_gammas(autoregressive(workload), *priced, (0,))
     best = int(np.argmin(found.tpot_s))
     peak = np.broadcast_to(found.memory.peak, (len(GAMMAS),))[best]
     tpot_s = float(found.tpot_s[best])
@@ -85,12 +84,3 @@ def _cell(question: Question, preset: str) -> GammaCell:
         speedup=float(plain.tpot_s[0]) / tpot_s,
         fits=bool(peak <= question.memory_limit_bytes),
     )
-
-
-def _estimate(question: Question, plan: Plan, gamma: np.ndarray) -> Estimate:
-    """The plan at every gamma."""
-    machine, shape = question.machine, question.shape
-    model = AcceptanceModel.of_profile(shape, question.workload.context, question.profile)
-    acceptance = model.best(plan, gamma, np.full(len(gamma), plan.speculation.ratio))
-    strategy = replace(strategy_of(plan, shape, machine, 1.0), gamma=gamma, acceptance=acceptance)
-    return evaluate(shape, machine, strategy, rates_of(plan, shape, machine))

@@ -12,7 +12,7 @@ import numpy as np
 
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.prediction import Prediction
-from ridgeplan.planner.quality import Quality, losses, quality_of
+from ridgeplan.planner.quality import Quality, losses, published_loss, quality_of
 from ridgeplan.planner.search.candidates import Candidate
 from ridgeplan.planner.search.question import Objective, Question
 from ridgeplan.planner.uncertainty import sampled_tpot_ms, sampled_ttft_ms
@@ -47,17 +47,18 @@ def sampled_scores(predictions: Sequence[Prediction], question: Question) -> np.
     return sampled_ttft_ms(predictions, question.profile) + question.workload.new_tokens * tpot_ms
 
 
-def preference(plan: Plan) -> tuple[int, ...]:
-    """Plans in order of preference: exact before lossy, then no speculation before speculation, then few formats.
+def preference(plan: Plan) -> tuple[float, ...]:
+    """Plans in order of preference: exact before lossy, evictions that lose less by published figures before others,
+    then no speculation before speculation, then few formats.
 
     Formats are those beside bf16: of the target's weights, of the drafts' own, and of the KV cache.
     """
     formats = (plan.weights.target_bits != 16) + plan.weights.draft_copy + plan.kv.format.quantized
-    exactness = list(Quality).index(quality_of(plan)), len(losses(plan))
+    exactness = list(Quality).index(quality_of(plan)), len(losses(plan)), published_loss(plan)
     return *exactness, int(plan.speculation.active), formats
 
 
 def why_preferred(one: Plan, other: Plan) -> str:
     """How `one`, which is preferred, differs from `other`: in exactness or in simplicity."""
-    exactness = slice(0, 2)
+    exactness = slice(0, 3)
     return "more exact" if preference(one)[exactness] < preference(other)[exactness] else "simpler"

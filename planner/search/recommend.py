@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ridgeplan.planner.capacity import MEMORY_UTILIZATION
+from ridgeplan.planner.capacity import MEMORY_UTILIZATION, peak_bytes
+from ridgeplan.planner.measured_quality import saved_rows
+from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.prediction import Prediction, predict_all
 from ridgeplan.planner.presets import PRESETS
-from ridgeplan.planner.quality import losses
+from ridgeplan.planner.quality import stated_losses
 from ridgeplan.planner.recommendation import Alternative, Recommendation
 from ridgeplan.planner.search.candidates import Candidate, search
 from ridgeplan.planner.search.choice import chosen, contenders, preference, sampled_scores, why_preferred
@@ -19,6 +21,7 @@ from ridgeplan.planner.support import missing_architecture
 from ridgeplan.planner.uncertainty import sampled_tpot_ms
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.execution import next_gamma
 
 MAX_UNNAMED = 8
 
@@ -70,11 +73,24 @@ def recommend(
         baseline=baseline,
         best_estimated=best_of_all and _estimated(*best_of_all, predictions, baseline),
         alternatives=tuple(_alternatives(listed, winner, predictions, baseline, question)),
-        losses=tuple(losses(winner.plan)),
+        losses=tuple(stated_losses(winner.plan, saved_rows())),
         notes=tuple(notes(asked.shape, asked.profile, asked.workload, memory_limit, asked.memory_limit_bytes)),
         memory_limit_bytes=question.memory_limit_bytes,
         model_runs=missing_architecture(asked.shape) is None,
+        adaptive=_adaptive(winner.plan, question),
     )
+
+
+def _adaptive(plan: Plan, question: Question) -> Plan | None:
+    """The plan with an adaptive gamma: up to the next larger one if that fits into memory, else up to its own."""
+    if not plan.speculation.active or question.objective is Objective.MEMORY:
+        return None
+    forms = (
+        replace(plan, speculation=replace(plan.speculation, gamma=gamma, adaptive=True))
+        for gamma in (next_gamma(plan.speculation.gamma), plan.speculation.gamma)
+    )
+    machine, limit_bytes = question.machine, question.memory_limit_bytes
+    return next((one for one in forms if peak_bytes(one, question.shape, machine) <= limit_bytes), None)
 
 
 def _ranked(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -1,4 +1,4 @@
-"""The plans of the search space that the runtime executes and that a question allows."""
+"""The plans of the search space that the runtime executes, the profile prices and a question allows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ridgeplan.planner.quality import quality_of
 from ridgeplan.planner.resolution import longest_context
 from ridgeplan.planner.search.question import Question
 from ridgeplan.planner.search_space import Family, families
-from ridgeplan.planner.support import exceeds_window, missing_execution
+from ridgeplan.planner.support import exceeds_window, missing_execution, uncalibrated
 from ridgeplan.roofline.execution import QUANTIZATION_GROUPS
 
 
@@ -46,7 +46,8 @@ def context_limits(plans: Sequence[Plan], question: Question) -> np.ndarray:
 
 
 def _runs(plan: Plan, question: Question) -> bool:
-    return question.quality.allows(quality_of(plan)) and not missing_execution(plan, question.shape)
+    runs = not missing_execution(plan, question.shape) and not uncalibrated(plan, question.profile)
+    return runs and question.quality.allows(quality_of(plan))
 
 
 def _regrouped(family: Family) -> Iterator[Family]:

@@ -8,7 +8,7 @@
 pydantic's core is used: importing pydantic itself, to derive checks from annotations, would take 0.1 s.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields
 from enum import Enum
 from functools import cache
@@ -100,6 +100,17 @@ def part(kind: type["Checked"], required: bool = False) -> Any:
     return field(default_factory=MISSING if required else kind, metadata={"check": _object_schema(kind)})
 
 
+def variant(kinds: Mapping[str, type["Checked"]], default: Any = MISSING) -> Any:
+    """A field that holds one of several checked dataclasses, which their field `name` tells apart."""
+    schema = core_schema.tagged_union_schema(
+        {name: _object_schema(kind) for name, kind in kinds.items()},
+        discriminator="name",
+        custom_error_type="allowed",
+        custom_error_message=f"an object whose name is one of {', '.join(kinds)}",
+    )
+    return field(default=default, metadata={"check": schema})
+
+
 def parts_by_name(kind: type["Checked"], default_factory: Any = MISSING) -> Any:
     """A field that maps names to checked dataclasses."""
     check = core_schema.dict_schema(_text(), _object_schema(kind))
@@ -122,9 +133,9 @@ def parts(kind: type["Checked"], default: Any = MISSING) -> Any:
     return field(default=default, metadata={"check": core_schema.tuple_variable_schema(_object_schema(kind))})
 
 
-def values_by_name() -> Any:
+def values_by_name(default_factory: Any = MISSING) -> Any:
     """A field that maps names to texts and finite numbers; excluded from the hash."""
-    return field(hash=False, metadata={"check": _values_by_name()})
+    return field(default_factory=default_factory, hash=False, metadata={"check": _values_by_name()})
 
 
 def tables() -> Any:

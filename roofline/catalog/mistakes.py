@@ -13,6 +13,7 @@ BRIEF_CHARACTERS = 80
 _CONTAINERS = {
     "dataclass_type": "an object with named fields",
     "dict_type": "an object",
+    "model_attributes_type": "an object with named fields",
     "tuple_type": "a list",
     "invalid_key": "a text as name",
 }
@@ -77,6 +78,8 @@ def _field_names(schema: Any, path: Iterable[str | int]) -> list[str]:
             schema = schema["values_schema"]
         elif schema["type"] == "tuple":
             schema = schema["items_schema"][0]
+        elif schema["type"] == "tagged-union":
+            schema = schema["choices"][step]
         else:
             schema = next(item["schema"] for item in schema["fields"] if item["name"] == step)
         while schema["type"] in ("default", "dataclass"):

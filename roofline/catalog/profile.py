@@ -52,6 +52,11 @@ RELATIVES = {
     "quantize": "elementwise",
     "sampling": "elementwise",
     "gather": "attention",
+    # Priors below those of contiguous kernels: a selection that was not measured must not look better than it is.
+    "two_bit_scan": "gather",
+    "sparse_attention": "gather",
+    "progressive_attention": "gather",
+    "top_k": "sampling",
     "prefill_attention_d64": "prefill_attention",
     "prefill_attention": "prefill_linear",
     "prefill_linear": "linear",

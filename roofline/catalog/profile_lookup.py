@@ -29,6 +29,11 @@ def user_acceptance_path() -> Path:
     return cache_folder() / "acceptance.json"
 
 
+def user_quality_path() -> Path:
+    """The file in which `ridgeplan quality` saves its rows, which `recommend` and `estimate` show."""
+    return cache_folder() / "quality.json"
+
+
 def profile_for(hardware: Hardware, calibrated: tuple[Profile, ...]) -> Profile:
     """The profile of `hardware` among `calibrated`, or that of the nearest machine, marked as transferred.
 

@@ -37,16 +37,22 @@ class Sweep:
     function: Callable[..., np.ndarray]
 
     def __call__(self, **values: Term) -> np.ndarray:
-        """The figure at arrays of every varying field (numbers and arrays broadcast). Raises ValueError for others."""
+        """The figure at arrays of every varying field, which broadcast. Raises ValueError for others.
+
+        Over a grid, parts of the expression that depend on one field are computed once for each of its values.
+        """
         if set(values) != set(self.varying):
             raise ValueError(f"sweep terms are {', '.join(values) or 'none'}; needed: {', '.join(self.varying)}")
-        arrays = np.broadcast_arrays(*(np.asarray(values[name], dtype=float) for name in self.varying))
-        flat = [array.ravel() for array in arrays]
-        out = np.empty(flat[0].shape)
-        for start in range(0, out.size, CHUNK):
-            part = slice(start, start + CHUNK)
-            out[part] = self.function(*(array[part] for array in flat))
-        return out.reshape(arrays[0].shape)
+        arrays = [np.asarray(values[name], dtype=float) for name in self.varying]
+        out = np.empty(np.broadcast_shapes(*(array.shape for array in arrays)))
+        if not out.ndim:
+            return np.asarray(self.function(*arrays))
+        arrays = [array.reshape((1,) * (out.ndim - array.ndim) + array.shape) for array in arrays]
+        rows = max(1, CHUNK * len(out) // max(out.size, 1))
+        for start in range(0, len(out), rows):
+            part = slice(start, start + rows)
+            out[part] = self.function(*(array[part] if len(array) > 1 else array for array in arrays))
+        return out
 
 
 def compile_sweep(

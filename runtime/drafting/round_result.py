@@ -79,9 +79,10 @@ NOTHING = RowResult([], 0, 0)  # the result of a finished row
 class RoundResult:
     """One round on the host.
 
-    seconds: device time of drafting, of verification with rejection sampling, and of keeping; "idle" is the device's
-    wait since the previous round.
+    gamma: drafts of each row. seconds: device time of drafting, of verification with rejection sampling, and of
+    keeping; "idle" is the device's wait since the previous round.
     """
 
     rows: list[RowResult]
     seconds: dict[str, float]
+    gamma: int = 0

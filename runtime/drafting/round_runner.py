@@ -1,10 +1,11 @@
-"""Execution of rounds: operation by operation, or on CUDA as replays of one captured graph."""
+"""Execution of rounds: operation by operation, or on CUDA as replays of captured graphs, one for each gamma."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,8 +27,8 @@ class Rounds(Protocol):
     def start(self, pending: Tensor) -> None:
         """Begins a generation after prefill; `pending` [rows] are the first tokens."""
 
-    def launch(self) -> None:
-        """Launches a round for the rows that have not reached their ends in the cache."""
+    def launch(self, gamma: int) -> None:
+        """Launches a round of gamma drafts for the rows that have not reached their ends in the cache."""
 
     def collect(self) -> RoundResult:
         """Waits for the oldest round in flight and returns its result."""
@@ -51,15 +52,15 @@ class EagerRounds:
         self._pending = pending
         self._results.clear()
 
-    def launch(self) -> None:
+    def launch(self, gamma: int) -> None:
         speculator, times_ns = self._speculator, [time.perf_counter_ns()]
-        drafts = speculator.draft(self._pending)
+        drafts = speculator.draft(self._pending, gamma)
         times_ns.append(time.perf_counter_ns())
         verification = speculator.verify(self._pending, drafts)
         times_ns.append(time.perf_counter_ns())
         self._pending, figures = speculator.keep(self._pending, verification, speculator.cache.active())
         times_ns.append(time.perf_counter_ns())
-        self._results.append(RoundResult(figures.rows(), _phases(times_ns)))
+        self._results.append(RoundResult(figures.rows(), _phases(times_ns), gamma))
 
     def collect(self) -> RoundResult:
         return self._results.popleft()
@@ -70,85 +71,94 @@ class EagerRounds:
 
 
 class GraphRounds:
-    """`Rounds` as replays of one CUDA graph. The host reads results one round late, so the device never waits for it.
+    """`Rounds` as replays of CUDA graphs. The host reads results one round late, so the device never waits for it.
 
-    The graph reads and writes fixed tensors. The number of rows and the sampling parameters are constants in it;
+    A graph reads and writes fixed tensors. The number of rows, gamma and the sampling parameters are constants in it;
     lengths are not, as they are on the device. The first generation of each kind captures it, and the engine keeps
-    those used last.
+    those used last. The graphs of several gammas share one pool of memory, as rounds run one at a time and all that
+    outlives them is in tensors outside it.
     """
 
     depth = 2
 
-    def __init__(self, speculator: Speculator) -> None:
+    def __init__(self, speculator: Speculator, gammas: Sequence[int]) -> None:
+        """gammas: the drafts that rounds may have."""
         rows, device = speculator.cache.rows, speculator.cache.lengths.device
         self._pending = torch.zeros(rows, dtype=torch.int64, device=device)
-        size = rows * RoundFigures.width(speculator.cache.config.gamma) + STAMPS
+        size = rows * RoundFigures.width(max(gammas)) + STAMPS
         self._out = torch.zeros(size, dtype=torch.int64, device=device)
-        self._figures, self._stamps = _split(self._out, rows)
         self._landing = [(torch.empty_like(self._out, device="cpu", pin_memory=True), torch.cuda.Event()) for _ in "ab"]
+        self._gammas: deque[int] = deque()  # of the rounds in flight
         self._launched = self._collected = 0
         self._ended_ns: int | None = None
-        self._graph = self._capture(speculator)
+        # The largest first: the others then fit into its memory.
+        pool = torch.cuda.graph_pool_handle()
+        self._graphs = {gamma: self._capture(speculator, gamma, pool) for gamma in sorted(gammas, reverse=True)}
 
     def start(self, pending: Tensor) -> None:
         # Results of an abandoned generation are dropped; the device finishes its rounds first.
         self._pending.copy_(pending)
         self._collected = self._launched
+        self._gammas.clear()
         self._ended_ns = None
 
-    def launch(self) -> None:
-        self._graph.replay()
+    def launch(self, gamma: int) -> None:
+        self._graphs[gamma].replay()
         landing, arrived = self._landing[self._launched % self.depth]
         landing.copy_(self._out, non_blocking=True)
         arrived.record()
+        self._gammas.append(gamma)
         self._launched += 1
 
     def collect(self) -> RoundResult:
         landing, arrived = self._landing[self._collected % self.depth]
         arrived.synchronize()
         self._collected += 1
-        figures, stamps = _split(landing, len(self._pending))
+        gamma = self._gammas.popleft()
+        figures, stamps = _split(landing, len(self._pending), gamma)
         times_ns = stamps.tolist()
         idle = {} if self._ended_ns is None else {"idle": (times_ns[0] - self._ended_ns) * 1e-9}
         self._ended_ns = times_ns[-1]
-        return RoundResult(figures.rows(), _phases(times_ns) | idle)
+        return RoundResult(figures.rows(), _phases(times_ns) | idle, gamma)
 
     @property
     def in_flight(self) -> int:
         return self._launched - self._collected
 
-    def _round(self, speculator: Speculator) -> None:
-        stamp(self._stamps, 0)
-        drafts = speculator.draft(self._pending)
-        stamp(self._stamps, 1)
+    def _round(self, speculator: Speculator, gamma: int) -> None:
+        out, stamps = _split(self._out, len(self._pending), gamma)
+        stamp(stamps, 0)
+        drafts = speculator.draft(self._pending, gamma)
+        stamp(stamps, 1)
         verification = speculator.verify(self._pending, drafts)
-        stamp(self._stamps, 2)
+        stamp(stamps, 2)
         pending, figures = speculator.keep(self._pending, verification, speculator.cache.active())
         self._pending.copy_(pending)
-        self._figures.values.copy_(figures.values)
-        stamp(self._stamps, 3)
+        out.values.copy_(figures.values)
+        stamp(stamps, 3)
 
-    def _capture(self, speculator: Speculator) -> torch.cuda.CUDAGraph:
-        self._warm(speculator)
+    def _capture(self, speculator: Speculator, gamma: int, pool: Any) -> torch.cuda.CUDAGraph:
+        self._warm(speculator, gamma)
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(speculator.generator)
-        with torch.cuda.graph(graph):
-            self._round(speculator)
+        with torch.cuda.graph(graph, pool=pool):
+            self._round(speculator, gamma)
         return graph
 
-    def _warm(self, speculator: Speculator) -> None:
+    def _warm(self, speculator: Speculator, gamma: int) -> None:
         """Warm-up rounds without active rows, which change nothing.
 
         On the current stream, as cuBLAS keeps a workspace of 32 MiB for every stream that it was ever called on.
         """
         with speculator.cache.all_stopped():
             for _ in range(WARM_ROUNDS):
-                self._round(speculator)
+                self._round(speculator, gamma)
 
 
-def _split(out: Tensor, rows: int) -> tuple[RoundFigures, Tensor]:
-    """Views of one buffer: the figures of all rows, then the timestamps before the first phase and after each."""
-    return RoundFigures(out[:-STAMPS].view(rows, -1)), out[-STAMPS:]
+def _split(out: Tensor, rows: int, gamma: int) -> tuple[RoundFigures, Tensor]:
+    """Views of one buffer: all rows' figures of a round of gamma drafts, and the timestamps around its phases."""
+    width = RoundFigures.width(gamma)
+    return RoundFigures(out[STAMPS : STAMPS + rows * width].view(rows, width)), out[:STAMPS]
 
 
 def _phases(times_ns: list[int]) -> dict[str, float]:

@@ -62,13 +62,13 @@ class Speculator:
         """The tokens [rows] that follow the prompts, from logits [rows, vocab]."""
         return draw(self.sampling.choice(logits), self._uniform(len(logits)))
 
-    def draft(self, pending: Tensor) -> Drafts:
-        """Drafts gamma tokens, with one forward pass each."""
-        gamma = self.cache.config.gamma
+    def draft(self, pending: Tensor, gamma: int) -> Drafts:
+        """Drafts gamma tokens, with one forward pass each; the cache has slots for up to `config.gamma`."""
         token, tokens, choices = pending, [], []
         uniform = self._uniform(gamma, len(pending))
+        self.policy.before_round()
         for ahead in range(gamma):
-            metadata = self.policy.select(self.cache, ahead)
+            metadata = self.policy.draft_metadata(ahead)
             logits = self.decoder.step(self.drafter, self.cache, token[:, None], metadata)
             choices.append(self.sampling.choice(logits[:, 0]))
             token = draw(choices[-1], uniform[ahead])
@@ -76,11 +76,14 @@ class Speculator:
         drafted = torch.stack(tokens, dim=1) if tokens else pending.new_zeros(len(pending), 0)
         return Drafts(drafted, choices)
 
+    def target_logits(self, tokens: Tensor) -> Tensor:
+        """Logits [rows, queries, vocab] of the target for tokens [rows, queries] that follow the cached ones."""
+        return self.decoder.step(self.target, self.cache, tokens, self.policy.target_metadata(tokens.shape[1]))
+
     def verify(self, pending: Tensor, drafts: Drafts) -> Verification:
         """Verifies the drafts in one pass of the target, whose KV replaces theirs."""
         tokens = torch.cat([pending[:, None], drafts.tokens], dim=1)
-        metadata = self.cache.target_metadata(tokens.shape[1])
-        logits = self.decoder.step(self.target, self.cache, tokens, metadata)
+        logits = self.target_logits(tokens)
         uniform = self._uniform(*tokens.shape)
         result = rejection_sample(
             self.sampling.choice(logits), drafts.choices, drafts.tokens, self.cache.max_tokens(), uniform

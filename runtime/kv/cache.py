@@ -3,54 +3,81 @@
 A row of n tokens keeps quantized(n) = max(0, n // G - 1) * G of them as codes, so that G to 2G - 1 recent tokens stay
 in full precision (QuantSpec, section 4.3.2). The split depends on the length alone, not on where rounds ended
 (docs/papers.md, QuantSpec-4), so the quantized target is one well-defined model.
+
+After an eviction n counts the tokens that are stored, fewer than the position in the text, and it may differ by layer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.kv_cache.shift import shift_slots
+from ridgeplan.kernels.selection.draft_planes import DraftPlanes
+from ridgeplan.planner.plan import DraftCodes
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.metadata import AttentionMetadata
+from ridgeplan.runtime.kv.store import KVStore
 
 
 class Cache:
     """Preallocated storage: keys and values [layers, batch, kv_heads, slots, head_dim], and their codes.
 
-    With a buffer (formats int8 and int4x2), slot = position - quantized(n). The other formats keep every token in
-    full precision, slot = position; bf16+int4 adds upper codes for drafts.
-    lengths, ends: int32 [batch], cached tokens of each row and the length at which its generation stops.
+    With a buffer (formats int8 and int4x2), slot = stored tokens before it - quantized(n). The other formats keep every
+    stored token in full precision; bf16+int4 adds upper codes for drafts.
+    lengths, ends: int32 [batch], stored tokens of each row in the layers that hold most, and the length at which its
+    generation stops. evicted: int32 [batch], tokens of the text that even these layers no longer hold. fewer: int32
+    [stores, batch], stored tokens that the layers of each store hold less than `lengths`.
     """
 
     def __init__(self, model: ModelShape, config: KVCacheConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config
         self.rows = config.batch
-        self.layers = model.layers
-        sizes = (model.layers, config.batch, model.kv_heads, config.slots, model.head_dim)
-        self.keys = torch.zeros(sizes, dtype=dtype, device=device)
-        self.values = torch.zeros(sizes, dtype=dtype, device=device)
-        self.all_codes = _allocate_codes(model, config, device) if config.format.quantized else None
+        self.layers, self.q_heads, self.kv_heads = model.layers, model.q_heads, model.kv_heads
+        sizes = [(tokens, len(list(same))) for tokens, same in groupby(map(config.capacity, range(model.layers)))]
+        self.stores = [KVStore.allocate(model, config, layers, tokens, device, dtype) for tokens, layers in sizes]
+        self._places = [(store, layer) for store in range(len(sizes)) for layer in range(sizes[store][1])]
         self.lengths = torch.zeros(config.batch, dtype=torch.int32, device=device)
-        self.ends = torch.full_like(self.lengths, config.context)
+        self.ends = torch.full_like(self.lengths, config.longest)
+        self.evicted = torch.zeros_like(self.lengths)
+        self.fewer = self.lengths.new_zeros(len(sizes), config.batch)
 
     @property
     def bytes(self) -> int:
-        """Storage of keys, values and codes."""
-        return self.keys.nbytes + self.values.nbytes + (self.all_codes.bytes if self.all_codes else 0)
+        """Storage of keys, values, codes and planes."""
+        return sum(store.bytes for store in self.stores)
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys of all layers, of a cache whose layers hold equally many tokens."""
+        (store,) = self.stores
+        return store.keys
+
+    @property
+    def values(self) -> Tensor:
+        """Values of all layers, of a cache whose layers hold equally many tokens."""
+        (store,) = self.stores
+        return store.values
+
+    @property
+    def all_codes(self) -> QuantizedKV | None:
+        """Codes of all layers, of a cache whose layers hold equally many tokens."""
+        (store,) = self.stores
+        return store.all_codes
 
     def reset(self, rows: int) -> None:
         """Empties the cache and activates its first `rows` rows, each up to the full context."""
         self.rows = rows
-        self.lengths.zero_()
-        self.ends.zero_()
-        self.ends[:rows] = self.config.context
+        for tensor in (self.lengths, self.evicted, self.fewer, self.ends):
+            tensor.zero_()
+        self.ends[:rows] = self.config.longest
 
     def limit(self, new_tokens: int) -> None:
         """Ends every row `new_tokens` tokens after its current length."""
@@ -86,13 +113,42 @@ class Cache:
         max_tokens = (self.ends[: self.rows] - lengths).clamp_min(1)
         return torch.minimum(max_tokens, group - lengths % group) if self.config.buffered else max_tokens
 
+    def reading(self, codes: DraftCodes) -> Cache:
+        """The same storage for drafts that read other codes."""
+        other = copy.copy(self)
+        other.config = replace(self.config, draft_codes=codes)
+        return other
+
+    def stored(self, layer: int) -> Tensor:
+        """int32 [rows], tokens that a layer holds of each row."""
+        return (self.lengths - self.fewer[self._places[layer][0]])[: self.rows]
+
     def full(self, layer: int) -> tuple[Tensor, Tensor]:
         """Full-precision keys and values [rows, kv_heads, slots, head_dim] of a layer."""
-        return self.keys[layer, : self.rows], self.values[layer, : self.rows]
+        store, index = self._place(layer)
+        return store.keys[index, : self.rows], store.values[index, : self.rows]
 
     def codes(self, layer: int) -> QuantizedKV:
         """Quantized groups of a layer."""
-        return self._codes(layer * self.config.batch, self.rows)
+        store, index = self._place(layer)
+        return store.codes(index, 0, self.rows)
+
+    def planes(self, layer: int) -> DraftPlanes | None:
+        """Quantized groups of a layer by token, if they are kept."""
+        store, index = self._place(layer)
+        return store.planes(index, 0, self.rows)
+
+    def oldest_group(self) -> tuple[Tensor, Tensor]:
+        """Keys [layers, batch, kv_heads, group, head_dim] of the group that grows old next, and its first token.
+
+        Of a cache whose layers hold equally many tokens. The latter is int32 [batch]. Keys of rows that do not hold the
+        whole group are undefined.
+        """
+        keys, group, first = self.keys, self.config.group, self.quantized(self.lengths)
+        slots = torch.arange(group, device=first.device) + (0 if self.config.buffered else first[:, None])
+        slots = slots.expand(len(first), group).clamp_max(keys.shape[3] - 1).long()
+        sizes = (*keys.shape[:3], group, keys.shape[4])
+        return keys.gather(3, slots[None, :, None, :, None].expand(sizes)), first
 
     def target_metadata(self, queries: int) -> AttentionMetadata:
         """For a pass of the target over `queries` tokens that follow the cached ones."""
@@ -104,63 +160,56 @@ class Cache:
         return self._metadata(queries, ahead, coded=self.config.buffered or upper, lower=not upper)
 
     def _metadata(self, queries: int, ahead: int, coded: bool, lower: bool) -> AttentionMetadata:
-        lengths, buffered = self.lengths[: self.rows], self.config.buffered
-        quantized = self.quantized(lengths)
-        first = lengths + ahead
+        """Of all layers; where they hold different numbers of tokens, `by_layer` has each store's."""
+        if len(self.stores) == 1:
+            return self._reads(self.lengths[: self.rows], queries, ahead, coded, lower)
+        all_stores = self._reads((self.lengths - self.fewer)[:, : self.rows], queries, ahead, coded, lower)
+        each = [all_stores.of_store(index) for index in range(len(self.stores))]
+        return replace(each[0], by_layer=tuple(each[store] for store, _ in self._places))
+
+    def _reads(self, stored: Tensor, queries: int, ahead: int, coded: bool, lower: bool) -> AttentionMetadata:
+        """For rows that hold `stored` tokens, int32 [rows] or [stores, rows]."""
+        quantized, buffered = self.quantized(stored), self.config.buffered
+        first = stored + ahead
         slot = first - quantized if buffered else first
-        offsets = torch.arange(queries, device=lengths.device)
+        offsets = torch.arange(queries, device=stored.device)
+        position = self.lengths[: self.rows] + self.evicted[: self.rows] + ahead
         return AttentionMetadata(
-            positions=first[:, None] + offsets,
-            slots=slot[:, None] + offsets,
-            begin=quantized if coded and not buffered else torch.zeros_like(lengths),
+            positions=position[:, None] + offsets,
+            slots=slot[..., None] + offsets,
+            begin=quantized if coded and not buffered else torch.zeros_like(stored),
             end=slot + 1,
             groups=quantized // self.config.group if coded else None,
             lower=lower,
         )
 
     def store_prompt(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
-        """Stores a whole prompt's KV of one layer and row, [kv_heads, tokens, head_dim]."""
-        tokens = keys.shape[1]
-        whole = self.config.quantized_groups(tokens) * self.config.group
-        if whole:
-            codes = self._codes(layer * self.config.batch + row, 1)
-            first = torch.zeros(1, dtype=torch.int32, device=keys.device)
-            quantize(keys[None, :, :whole], values[None, :, :whole], codes, first)
-        start = whole if self.config.buffered else 0
-        self.keys[layer, row, :, : tokens - start] = keys[:, start:]
-        self.values[layer, row, :, : tokens - start] = values[:, start:]
+        """Stores what a layer keeps of a row's prompt, [kv_heads, tokens, head_dim], in the order of the text."""
+        store, index = self._place(layer)
+        store.store_prompt(index, row, keys, values)
 
     def finish_prompt(self, row: int, tokens: int) -> None:
-        """Sets a row's length to that of its prompt, once every layer has stored it."""
-        self.lengths[row] = tokens
+        """Sets a row's lengths for a prompt of `tokens`, once every layer has stored what it keeps."""
+        kept = self.config.kept(tokens) or (tokens,) * self.layers
+        longest = max(kept)
+        self.lengths[row] = longest
+        self.evicted[row] = tokens - longest
+        if len(self.stores) > 1:
+            fewer = [longest - kept[self._places.index((store, 0))] for store in range(len(self.stores))]
+            self.fewer[:, row] = torch.tensor(fewer, dtype=torch.int32)
 
     def advance(self, tokens: Tensor) -> None:
         """Extends each row by `tokens`, int32 [rows], and quantizes groups that are no longer recent."""
-        before = self.quantized(self.lengths)
+        before = self.quantized(self.lengths - self.fewer)
         self.lengths[: self.rows] += tokens
-        if self.all_codes is not None:
-            self._flush(self.all_codes, before, self.quantized(self.lengths) > before)
-
-    def _flush(self, codes: QuantizedKV, before: Tensor, crossed: Tensor) -> None:
-        """Quantizes the oldest full-precision group of the rows in `crossed`, bool [batch], of all layers at once."""
+        if not self.config.format.quantized:
+            return
+        crossed = self.quantized(self.lengths - self.fewer) > before
         if not crossed.is_cuda and not bool(crossed.any()):
             return  # on a GPU, masked kernels are cheaper than a synchronization
-        mask = crossed.repeat(self.layers)
-        keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
-        first_slot = torch.zeros_like(before) if self.config.buffered else before
-        index = (before // self.config.group).repeat(self.layers)
-        quantize(keys, values, codes, index, mask, first_slot=first_slot.repeat(self.layers))
-        if self.config.buffered:
-            shift_slots(keys, values, self.config.group, mask)
+        for store, was, crosses in zip(self.stores, before, crossed, strict=True):
+            store.flush(was, crosses)
 
-    def _codes(self, first: int, count: int) -> QuantizedKV:
-        assert self.all_codes is not None, "this KV format holds no codes"
-        return self.all_codes.rows(slice(first, first + count))
-
-
-def _allocate_codes(model: ModelShape, config: KVCacheConfig, device: torch.device) -> QuantizedKV:
-    """Codes of all layers, concatenated along the batch dimension."""
-    rows = model.layers * config.batch
-    return QuantizedKV.allocate(
-        rows, model.kv_heads, config.groups, config.group, model.head_dim, device, lower=config.buffered
-    )
+    def _place(self, layer: int) -> tuple[KVStore, int]:
+        store, index = self._places[layer]
+        return self.stores[store], index

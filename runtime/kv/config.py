@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan
+from ridgeplan.planner.plan import DraftCodes, KVCache, KVFormat, Plan
+from ridgeplan.planner.policies import evicted_to
+from ridgeplan.planner.policies.eviction.budgets import kept_tokens
 from ridgeplan.roofline.execution import quantized_groups
 
 
@@ -12,7 +14,9 @@ from ridgeplan.roofline.execution import quantized_groups
 class KVCacheConfig:
     """A cache for `batch` rows of up to `context` tokens each, including generated ones.
 
-    group: tokens that are quantized together. gamma: drafts per round, which need slots too.
+    group: tokens that are quantized together. gamma: drafts per round, which need slots too. draft_planes: whether
+    codes are also kept by token, for drafts that choose by them or gather them. budgets: the most tokens of a prompt
+    that each layer keeps, of which there are `new_tokens` fewer than `context`; empty if layers keep all.
     """
 
     batch: int
@@ -21,10 +25,13 @@ class KVCacheConfig:
     group: int = 128
     gamma: int = 0
     draft_codes: DraftCodes = DraftCodes.FULL
+    draft_planes: bool = False
+    budgets: tuple[int, ...] = ()
+    new_tokens: int = 0
 
     @classmethod
-    def of(cls, plan: Plan) -> KVCacheConfig:
-        """The cache that executes a plan."""
+    def of(cls, plan: Plan, layers: int) -> KVCacheConfig:
+        """The cache that executes a plan with a model of `layers` layers."""
         workload, speculation = plan.workload, plan.speculation
         return cls(
             batch=workload.batch,
@@ -33,6 +40,9 @@ class KVCacheConfig:
             group=plan.kv.group,
             gamma=speculation.gamma,
             draft_codes=speculation.codes,
+            draft_planes=plan.gathers_codes,
+            budgets=evicted_to(plan, layers),
+            new_tokens=workload.new_tokens,
         )
 
     @property
@@ -46,16 +56,37 @@ class KVCacheConfig:
         return self.draft_codes is DraftCodes.UPPER
 
     @property
-    def slots(self) -> int:
-        """Full-precision slots per row: two groups for a buffer, else the context, plus one round's tokens."""
-        kept = 2 * self.group if self.buffered else self.context
-        return kept + self.gamma + 1
+    def drafts_read_codes(self) -> bool:
+        """Whether drafts read old tokens as codes, upper ones alone or both."""
+        return self.buffered or self.drafts_read_upper
+
+    def kept(self, tokens: int) -> tuple[int, ...]:
+        """Tokens of a prompt of `tokens` that each layer keeps; empty if layers keep all."""
+        return kept_tokens(tokens, self.budgets, self._step) if self.budgets else ()
+
+    def capacity(self, layer: int) -> int:
+        """Tokens that a row may hold in a layer, generated ones included."""
+        if not self.budgets:
+            return self.context
+        return min(self.context, max(self.budgets[layer], self._step) + self.new_tokens)
 
     @property
-    def groups(self) -> int:
-        """Groups of codes allocated per row."""
-        return max(1, self.quantized_groups(self.context + self.gamma + 1))
+    def longest(self) -> int:
+        """The largest `capacity` of all layers."""
+        return self.capacity(self.budgets.index(max(self.budgets))) if self.budgets else self.context
+
+    def slots(self, tokens: int) -> int:
+        """Full-precision slots for `tokens` tokens and a round's: for all of them, or two groups for a buffer."""
+        return (2 * self.group if self.buffered else tokens) + self.gamma + 1
+
+    def groups(self, tokens: int) -> int:
+        """Groups of codes allocated for `tokens` tokens and a round's."""
+        return max(1, self.quantized_groups(tokens + self.gamma + 1))
 
     def quantized_groups(self, tokens: int) -> int:
         """Groups held as codes for a row of `tokens` tokens; `Cache.quantized` is the device version, in tokens."""
         return quantized_groups(tokens, self.group) if self.format.quantized else 0
+
+    @property
+    def _step(self) -> int:
+        return KVCache(self.format, self.group).step

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from torch import Tensor
+
+from ridgeplan.kernels.attention.scores import ScoreRequest
 
 
 @dataclass(frozen=True, eq=False)
@@ -14,7 +17,9 @@ class AttentionMetadata:
     positions, slots: int64 [rows, queries], positions of the new tokens in the text and in the full-precision store.
     begin, end: int32 [rows], the range of full-precision slots visible to the first query; each later query sees one
     more. groups: int32 [rows], leading groups that are read as codes, or None for no codes. lower: whether lower codes
-    are read with the upper ones.
+    are read with the upper ones. attend: attention of a layer, by its number, queries and this metadata, for passes
+    that read only some of the tokens in the groups or before `begin`. scores: where attention leaves a layer's scores
+    of what it read, if asked. by_layer: each layer's own metadata where layers hold different numbers of tokens.
     """
 
     positions: Tensor
@@ -23,3 +28,15 @@ class AttentionMetadata:
     end: Tensor
     groups: Tensor | None
     lower: bool
+    attend: Callable[[int, Tensor, AttentionMetadata], Tensor] | None = None
+    scores: Callable[[int], ScoreRequest] | None = None
+    by_layer: tuple[AttentionMetadata, ...] = ()
+
+    def at(self, layer: int) -> AttentionMetadata:
+        """The metadata of one layer."""
+        return self.by_layer[layer] if self.by_layer else self
+
+    def of_store(self, index: int) -> AttentionMetadata:
+        """One of several whose slots and ranges are stacked along a first dimension."""
+        groups = None if self.groups is None else self.groups[index]
+        return replace(self, slots=self.slots[index], begin=self.begin[index], end=self.end[index], groups=groups)

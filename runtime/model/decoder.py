@@ -28,8 +28,9 @@ class Decoder:
         tables = self.rotary(metadata.positions)
         for index, layer in enumerate(weights.layers):
             hidden, normed = self.norm(hidden, update, layer.attention_norm)
-            q = self.project(layer, normed, tables, *cache.full(index), metadata.slots)
-            attended = self._attend(index, cache, metadata, q)
+            reads = metadata.at(index)
+            q = self.project(layer, normed, tables, *cache.full(index), reads.slots)
+            attended = self._attend(index, cache, reads, q)
             hidden, normed = self.norm(hidden, layer.output(attended.flatten(2)), layer.mlp_norm)
             update = layer.mlp(normed)
         return weights.head(self.norm(hidden, update, weights.norm)[1])
@@ -50,8 +51,12 @@ class Decoder:
         return add_rms_norm(hidden, update, weight, self.config.norm_eps)
 
     def _attend(self, index: int, cache: Cache, metadata: AttentionMetadata, q: Tensor) -> Tensor:
+        if metadata.attend is not None:  # drafts, which no sliding window limits
+            return metadata.attend(index, q, metadata)
         keys, values = cache.full(index)
         window = self.config.windows[index]
         begin = metadata.begin if window is None else torch.maximum(metadata.begin, metadata.end - window)
         codes = None if metadata.groups is None else cache.codes(index)
-        return decode_attention(q, keys, values, begin, metadata.end, codes, metadata.groups, lower=metadata.lower)
+        scores = metadata.scores(index) if metadata.scores is not None else None
+        read = (q, keys, values, begin, metadata.end, codes, metadata.groups)
+        return decode_attention(*read, lower=metadata.lower, scores=scores)

@@ -3,23 +3,27 @@
 A layer runs over the whole prompt with exact attention, hands its KV to the cache, and its buffers serve the next
 layer. So the workspace is the prompt's hidden states and one layer's queries and KV, all of which may lie in a scratch
 arena, and either one chunk of the MLP or the attention of a few heads. A full-precision copy of all layers' KV never
-exists.
+exists, so an eviction that works layer by layer never needs more than one layer's KV beside what stays.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ridgeplan.kernels.attention import MOST_QUERIES, decode_attention
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.execution import PREFILL_ATTENDED_TOKENS, PREFILL_CHUNK_TOKENS
 from ridgeplan.runtime.arena import Arena
 from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.eviction import EvictionPolicy
 from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model.prompt_eviction import PromptEviction
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
 
 # cuDNN first: on long prompts it is about twice as fast as FlashAttention-2 (H200, 8k to 128k tokens).
@@ -31,6 +35,20 @@ BACKENDS = [
 ]
 
 
+class PromptObserver(Protocol):
+    """What learns from a prompt while it is processed. window: of the prompt's last queries."""
+
+    window: int
+
+    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
+        """A layer of a row's prompt is in the cache.
+
+        queries: [window or fewer, q_heads, head_dim], of the last tokens. keys: [kv_heads, tokens, head_dim], of the
+        tokens that the layer keeps. positions: int64 [kv_heads or 1, tokens], of the keys, from the prompt's end: its
+        last token is at -1.
+        """
+
+
 def prefill(
     decoder: Decoder,
     weights: DecoderWeights,
@@ -39,21 +57,57 @@ def prefill(
     prompt: Tensor,
     chunk_tokens: int = PREFILL_CHUNK_TOKENS,
     arena: Arena | None = None,
+    policy: EvictionPolicy | None = None,
+    observer: PromptObserver | None = None,
 ) -> Tensor:
     """Fills `row` of the cache from prompt [tokens]; returns the logits [vocab] that follow its last token.
 
-    arena: what the long buffers are taken from, cleared first; without one they are allocated.
+    arena: what the long buffers are taken from, cleared first; without one they are allocated. policy: chooses what
+    stays where the cache has room for only a part of the prompt.
     """
     arena = arena or Arena.without_memory(prompt.device)
     arena.clear()
-    hidden = arena.empty((len(prompt), decoder.config.shape.hidden), weights.embedding.dtype)
+    eviction = PromptEviction.of(decoder, policy, prompt, cache)
+    text, tokens = eviction.text(), len(prompt)
+    hidden = arena.empty((len(text), decoder.config.shape.hidden), weights.embedding.dtype)
     buffers = LayerBuffers.take(arena, decoder.config.shape, hidden)
-    torch.index_select(weights.embedding, 0, prompt, out=hidden)
+    torch.index_select(weights.embedding, 0, text, out=hidden)
+    parts = Parts(tokens, len(text), chunk_tokens)
+    last = slice(max(0, tokens - observer.window) if observer else tokens, tokens)
     for index, layer in enumerate(weights.layers):
-        keys, values = prefill_layer(decoder, layer, hidden, decoder.config.windows[index], chunk_tokens, buffers)
+        project_layer(decoder, layer, hidden, buffers, parts)
+        queries, keys, values = buffers.queries, buffers.keys[0], buffers.values[0]
+        kept, last_queries = eviction.choose(index, queries, keys, values), queries[last].clone()
+        attend_layer(buffers, parts, decoder.config.windows[index])
+        finish_layer(decoder, layer, hidden, buffers, parts)
+        keys, values = eviction.remaining(kept, keys, values)
         cache.store_prompt(index, row, keys, values)
-    cache.finish_prompt(row, len(prompt))
-    return weights.head(decoder.norm(hidden[-1:], None, weights.norm)[1])[0]
+        if observer is not None:
+            observer.after_prefill(index, row, last_queries, keys, eviction.positions(kept))
+    cache.finish_prompt(row, tokens)
+    return weights.head(decoder.norm(hidden[tokens - 1 : tokens], None, weights.norm)[1])[0]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A prompt of `tokens` tokens, and the rest of `total` tokens that follow it but that it does not see.
+
+    The two are projected, and attend, apart: what follows a prompt changes not a bit of it.
+    """
+
+    tokens: int
+    total: int
+    chunk_tokens: int = PREFILL_CHUNK_TOKENS
+
+    @property
+    def chunks(self) -> list[slice]:
+        """Tokens that are projected together."""
+        prompt, rest = (0, self.tokens), (self.tokens, self.total)
+        return [
+            slice(start, min(start + self.chunk_tokens, last))
+            for first, last in (prompt, rest)
+            for start in range(first, last, self.chunk_tokens)
+        ]
 
 
 class LayerBuffers(NamedTuple):
@@ -86,19 +140,43 @@ def prefill_layer(
 
     These are views of `buffers`, which are allocated unless given.
     """
-    tokens = len(hidden)
-    shape = decoder.config.shape
-    queries, keys, values = buffers or LayerBuffers.take(Arena.without_memory(hidden.device), shape, hidden)
-    chunks = [slice(start, min(start + chunk_tokens, tokens)) for start in range(0, tokens, chunk_tokens)]
-    for chunk in chunks:
+    buffers = buffers or LayerBuffers.take(Arena.without_memory(hidden.device), decoder.config.shape, hidden)
+    parts = Parts(len(hidden), len(hidden), chunk_tokens)
+    project_layer(decoder, layer, hidden, buffers, parts)
+    attend_layer(buffers, parts, window)
+    finish_layer(decoder, layer, hidden, buffers, parts)
+    return buffers.keys[0], buffers.values[0]
+
+
+def project_layer(decoder: Decoder, layer: LayerWeights, hidden: Tensor, buffers: LayerBuffers, parts: Parts) -> None:
+    """Fills the buffers with the layer's rotated queries and keys, and its values."""
+    queries, keys, values = buffers
+    for chunk in parts.chunks:
         positions = torch.arange(chunk.start, chunk.stop, device=hidden.device)[None]
         normed = decoder.norm(hidden[chunk], None, layer.attention_norm)[1][None]
         queries[chunk] = decoder.project(layer, normed, decoder.rotary(positions), keys, values, positions)[0]
-    attend_in_place(queries, keys[0], values[0], window)
-    for chunk in chunks:
-        residual, normed = decoder.norm(hidden[chunk], layer.output(queries[chunk].flatten(1)), layer.mlp_norm)
+
+
+def attend_layer(buffers: LayerBuffers, parts: Parts, window: int | None) -> None:
+    """Attention of every token to itself and to those before it; the output overwrites the queries."""
+    queries, keys, values = buffers
+    tokens = parts.tokens
+    starts = range(tokens, parts.total, MOST_QUERIES)
+    # Made before the prompt's attention: the decode kernel may read them before the kernel ahead of it has ended.
+    first = torch.zeros(1, dtype=torch.int32, device=queries.device)
+    ends = torch.tensor([start + 1 for start in starts], dtype=torch.int32, device=queries.device)
+    attend_in_place(queries[:tokens], keys[0, :, :tokens], values[0, :, :tokens], window)
+    for index, start in enumerate(starts):
+        part = queries[None, start : min(start + MOST_QUERIES, parts.total)]
+        part.copy_(decode_attention(part, keys, values, first, ends[index : index + 1]))
+
+
+def finish_layer(decoder: Decoder, layer: LayerWeights, hidden: Tensor, buffers: LayerBuffers, parts: Parts) -> None:
+    """Output projection and MLP, in place of hidden [tokens, hidden]."""
+    for chunk in parts.chunks:
+        attended = layer.output(buffers.queries[chunk].flatten(1))
+        residual, normed = decoder.norm(hidden[chunk], attended, layer.mlp_norm)
         torch.add(residual, layer.mlp(normed), out=hidden[chunk])
-    return keys[0], values[0]
 
 
 def attend_in_place(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> None:

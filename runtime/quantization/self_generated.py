@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ridgeplan.runtime.drafting.policies import AllTokens
+from ridgeplan.planner.axes.draft_selection import AllTokens
+from ridgeplan.runtime.drafting.policies import draft_policy
 from ridgeplan.runtime.drafting.speculator import Speculator
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
@@ -27,9 +28,10 @@ def self_generated_text(decoder: Decoder, weights: DecoderWeights) -> Tensor:
     cache = Cache(shape, KVCacheConfig(batch=SEQUENCES, context=TOKENS), device, weights.embedding.dtype)
     cache.reset(SEQUENCES)
     generator = torch.Generator(device).manual_seed(0)
-    writer = Speculator(decoder, weights, weights, cache, AllTokens(), SamplingParams(temperature=1.0), generator)
+    policy, sampling = draft_policy(AllTokens(), cache), SamplingParams(temperature=1.0)
+    writer = Speculator(decoder, weights, weights, cache, policy, sampling, generator)
     tokens = [torch.randint(shape.vocab, (SEQUENCES,), generator=generator, device=device)]
     while len(tokens) < TOKENS:
-        verification = writer.verify(tokens[-1], writer.draft(tokens[-1]))
+        verification = writer.verify(tokens[-1], writer.draft(tokens[-1], 0))
         tokens.append(writer.keep(tokens[-1], verification, cache.active())[0])
     return torch.stack(tokens, dim=1)

@@ -2,6 +2,10 @@
 
 import contextlib
 import ctypes
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +17,45 @@ from torch import Tensor
 CHAIN = [4096, 6144, 4096, 4096, 14336, 4096, 1024] * 6  # widths of x, y, ... of products that feed each other
 
 Product = Callable[[Tensor, Any], Tensor]
+
+# Compiles jobs for Hopper (sm_90) without a GPU, and prints the shared memory that each takes.
+COMPILE = """
+import json, re, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from importlib import import_module
+
+def ordered(ptx, early, reads_first):
+    # A kernel that starts early waits before all that it reads and writes; any other lets none start.
+    if not early:
+        return "griddepcontrol" not in ptx
+    accesses = re.finditer(r"\\b(ld|st)(\\.volatile)?\\.global", ptx)
+    places = [found.start() for found in accesses if found[1] == "st" or not reads_first]
+    return "griddepcontrol.launch_dependents" in ptx and 0 < ptx.find("griddepcontrol.wait") < min(places)
+
+
+ALIGNED = [["tt.divisibility", 16]]
+shared = {}
+for name, job in json.loads(sys.stdin.read()).items():
+    kernel = getattr(import_module("ridgeplan.kernels." + job["module"]), job["kernel"])
+    signature, constants, hints = {}, {}, {}
+    for i, argument in enumerate(kernel.arg_names):
+        kind = job["types"].get(argument, "constexpr")
+        signature[argument] = kind
+        if kind == "constexpr":
+            constants[(i,)] = job["constants"].get(argument)
+        elif kind.startswith("*") or argument.endswith("stride"):
+            hints[(i,)] = ALIGNED
+    source = ASTSource(kernel, signature, constants, hints)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=job["options"])
+    assert compiled.asm["cubin"], name
+    # A norm's weight is constant, so it may be read while other kernels still run.
+    reads_first = job["kernel"] == "_add_rms_norm_kernel"
+    assert ordered(compiled.asm["ptx"], job["constants"].get("PDL", False), reads_first), name
+    shared[name] = compiled.metadata.shared
+print(json.dumps(shared))
+"""
 
 
 @dataclass
@@ -39,7 +82,10 @@ class Launches:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Notes what a CUDA kernel would be launched with, without a GPU: tensors of the test lie on the CPU."""
     noted = Launches()
-    for module in ("attention.cuda", "kv_cache.quantize_cuda", "linear.cuda_launch", "sampling.top_k_top_p_cuda"):
+    for module in (
+        "attention.cuda", "kv_cache.quantize_cuda", "linear.cuda_launch", "sampling.top_k_top_p_cuda",
+        "sparse_attention.progressive_cuda",
+    ):  # fmt: skip
         monkeypatch.setattr(f"ridgeplan.kernels.{module}.launch_with_pdl", noted.launch)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     return noted
@@ -73,3 +119,22 @@ def _results(product: Product, weights: Sequence[Any], first: Tensor, synchroniz
         if synchronize:
             torch.cuda.synchronize()
     return found
+
+
+@pytest.fixture(scope="session")
+def compiled_for_hopper() -> Callable[[dict[str, Any]], dict[str, int]]:
+    """Compiles kernels on a machine without a GPU: jobs by name -> bytes of shared memory by name.
+
+    A job has a module, a kernel, types and constants of its arguments (others are None), and options.
+    """
+
+    def compile_all(jobs: dict[str, Any]) -> dict[str, int]:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        command = [sys.executable, "-c", COMPILE]
+        done = subprocess.run(command, input=json.dumps(jobs), env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        shared: dict[str, int] = json.loads(done.stdout)
+        assert shared.keys() == jobs.keys()
+        return shared
+
+    return compile_all

@@ -23,6 +23,7 @@ from ridgeplan.kernels.linear.dense import schedule as dense_schedule
 from ridgeplan.kernels.linear.quantized import schedule as quantized_schedule
 from ridgeplan.kernels.linear.schedule import DeviceLimits, LinearSchedule
 from ridgeplan.kernels.sampling import top_k_top_p_cuda as top_k_top_p
+from ridgeplan.kernels.sparse_attention import progressive_cuda as progressive
 
 WHEEL = "nvidia-cuda-nvrtc"
 REGISTERS = 65536  # of an SM
@@ -174,6 +175,17 @@ def test_top_k_and_top_p(dtype: torch.dtype, aligned: bool, cluster: int, compil
     assert made.spilled == 0
     assert made.registers * top_k_top_p.THREADS * (2 if cluster == 4 else 3) <= REGISTERS
     assert made.shared <= 17 * 1024  # what test_top_k_top_p_cuda.py leaves to it
+
+
+@pytest.mark.parametrize(("head_dim", "heads", "bf16"), [(128, 4, True), (64, 7, True), (64, 1, False)])
+def test_progressive_attention(head_dim: int, heads: int, bf16: bool, compile_cuda: Compile) -> None:
+    text = program(progressive.SOURCE, progressive.ProgressiveParams)
+    variant = progressive.ProgressiveVariant(head_dim, heads, bf16)
+    made = compile_cuda(text, progressive.ENTRY, tuple(variant.options))
+    assert made.warnings == []
+    assert made.registers * progressive.THREADS <= REGISTERS
+    assert made.spilled <= (192 if head_dim == 128 else 0)
+    assert made.shared <= progressive.STATIC_BYTES
 
 
 def test_another_layout_of_the_arguments_does_not_compile(compile_cuda: Compile) -> None:

@@ -106,14 +106,36 @@ def test_budgets_bind_only_where_there_are_any():
         ("quest", 32 / 8, 0, 0),  # 2 keys of every 16 tokens, in 32 layers
         ("magicdec-quest", 0, 32 / 8, 0),
         ("specontext", 1, 0, 0),  # one head for all layers
-        ("specextend", 0, 0, 32 * 12),  # fp32 scores, written once and read twice
-        ("specattn", 0, 0, 32 * 24),
+        ("magicdec-snapkv", 0, 0, 0),  # chosen in prefill
+        # fp32 scores of 8 KV heads are written, then read and added up; their sums are written and read six times
+        ("specextend", 0, 0, 32 * 4 * (8 + 8 + 7)),
+        ("specattn", 0, 0, 32 * 4 * (8 + 8 + 7)),
+        ("progressive", 0, 32 * (2 + 32 / 128) / 16, 0),  # 2-bit keys with a scale and a minimum of 16 bits
     ],
 )
 def test_selections_are_priced_for_all_layers(name, target_keys, draft_keys, score_bytes):
     found = lowered(name)
     assert (found.target_scored_keys, found.draft_scored_keys) == (target_keys, draft_keys)
     assert found.round_score_bytes == score_bytes
+
+
+def test_scores_of_every_draft_query_are_priced_at_every_step():
+    """8 KV heads' fp32 scores of every page of 16 in 32 layers, written once and read six times; others keep theirs."""
+    found = {name: lowered(name) for name in ("progressive", "magicdec-quest", "specattn")}
+    assert {name: one.step_score_bytes for name, one in found.items()} == {
+        "progressive": 0,
+        "magicdec-quest": 32 * 8 * 4 * 7 / 16,
+        "specattn": 0,
+    }
+
+
+def test_what_selections_keep_counts_as_memory():
+    """Scores of 32 layers for SpecAttn, bounds for Quest; 2-bit keys and values by token where codes are gathered."""
+    names = ("specattn", "specattn-int4", "magicdec-quest", "progressive", "quantspec")
+    found = {name: lowered(name) for name in names}
+    assert [found[name].held_score_bytes for name in names[:3]] == [32 * 8 * 4, 32 * 8 * 4, 8 * 4 / 16]
+    assert [found[name].held_keys for name in names] == [0, 0, 32 * 2 / 16, 0, 0]
+    assert [found[name].held_plane_bits for name in names] == [0, 32 * 6, 0, 32 * 6, 0]
 
 
 @pytest.mark.parametrize(

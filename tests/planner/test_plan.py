@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ridgeplan.planner.axes.draft_selection import DRAFT_SELECTIONS, AllTokens, Quest, SpecAttn, draft_selection
 from ridgeplan.planner.plan import (
     DraftCodes,
-    DraftSelection,
     Eviction,
     EvictionPolicy,
     KVCache,
@@ -32,8 +32,9 @@ def plans(draw):
     gamma = draw(st.integers(0, 15))
     kv = draw(st.sampled_from(KVFormat))
     upper = gamma > 0 and kv in (KVFormat.SHADOW, KVFormat.HIERARCHICAL) and draw(st.booleans())
-    selection = draw(st.sampled_from(DraftSelection))
-    ratio = 1.0 if selection is DraftSelection.ALL else draw(st.floats(1e-6, 1))
+    kinds = [kind for kind in DRAFT_SELECTIONS.values() if kv.quantized or not kind.needs_codes]
+    kind = draw(st.sampled_from(kinds))
+    sparse = {} if kind is AllTokens else {"ratio": draw(st.floats(1e-6, 1)), "sinks": draw(st.integers(0, 4096))}
     policy, target = draw(st.sampled_from(EvictionPolicy)), draw(st.sampled_from(TargetSelection))
     offload, budget = draw(st.booleans()), draw(st.integers(1, 4096))
     bits = draw(st.sampled_from((4, 8, 16)))
@@ -44,7 +45,7 @@ def plans(draw):
         Eviction(policy, budget if policy is not EvictionPolicy.NONE else 0),
         Placement(offload, budget if offload else 0),
         TargetAttention(target, budget if target is not TargetSelection.FULL else 0),
-        Speculation(gamma, DraftCodes.UPPER if upper else DraftCodes.FULL, selection, ratio),
+        Speculation(gamma, DraftCodes.UPPER if upper else DraftCodes.FULL, kind(**sparse)),
         draw(st.integers(1, 64)),
     )
 
@@ -90,8 +91,24 @@ def edited(path, value):
         ("kv.format", "int3", "kv.format is 'int3'; allowed: bf16, bf16+int4, int8, int4x2"),
         ("kv.group", 100, "kv.group is 100; allowed: 32, 64, 128, 256"),
         ("speculation.gamma", 16, "gamma is 16; allowed: a whole number from 0 to 15"),
-        ("speculation.ratio", 0.5, "ratio is 0.5; allowed: 1.0 when drafts read all tokens"),
-        ("speculation.ratio", 0, "speculation.ratio is 0; allowed: a number from 1e-06 to 1"),
+        ("speculation.selection.ratio", 0.5, "speculation.selection.all.ratio is 0.5; allowed: a number from 1 to 1"),
+        (
+            "speculation.selection",
+            {"name": "specattn", "ratio": 0},
+            "specattn.ratio is 0; allowed: a number from 1e-06",
+        ),
+        (
+            "speculation.selection",
+            {"name": "specattn", "page": 16},
+            "specattn.page is not a field; allowed: name, ratio",
+        ),
+        (
+            "speculation.selection",
+            {"name": "best"},
+            "allowed: an object whose name is one of all, streamingllm, snapkv",
+        ),
+        ("speculation.selection", "best", "speculation.selection is {'name': 'best'}; allowed: an object whose name"),
+        ("speculation.selection", None, "speculation.selection is None; allowed: an object with named fields"),
         ("eviction.budget", 64, "eviction: budget is 64; allowed: 0 when eviction is off"),
         ("placement.offload", 1, "placement.offload is 1; allowed: true or false"),
         ("placement.offload", True, "placement: budget is 0; allowed: 1 to 16777216"),
@@ -125,14 +142,14 @@ def test_all_mistakes_of_a_file_are_listed():
     data = json.loads(preset("quantspec", WORKLOAD).to_json())
     data["workload"] |= {"context": 0, "batch": True}
     data["kv"]["format"] = "int3"
-    data["speculation"]["ratio"] = 0.5
+    data["speculation"]["selection"]["ratio"] = 0.5
     with pytest.raises(PlanError) as caught:
         Plan.from_json(json.dumps(data))
     assert str(caught.value) == (
         "4 mistakes: (1) workload.context is 0; allowed: a whole number from 1 to 16777216; "
         "(2) workload.batch is True; allowed: a whole number from 1 to 4096; "
         "(3) kv.format is 'int3'; allowed: bf16, bf16+int4, int8, int4x2; "
-        "(4) speculation: ratio is 0.5; allowed: 1.0 when drafts read all tokens"
+        "(4) speculation.selection.all.ratio is 0.5; allowed: a number from 1 to 1"
     )
 
 
@@ -162,10 +179,10 @@ def test_other_numbers_are_checked_at_both_ends_of_their_range():
         with pytest.raises(PlanError, match=r"^yarn_factor is .*; allowed: a number from 1 to 64$"):
             Workload("m", "h", 1, yarn_factor=factor)
     for ratio in (1e-6, 1):
-        assert Speculation(1, selection=DraftSelection.QUEST, ratio=ratio).ratio == ratio
+        assert Speculation(1, selection=Quest(ratio=ratio)).ratio == ratio
     for ratio in (9e-7, 1.001):
         with pytest.raises(PlanError, match=r"^ratio is .*; allowed: a number from 1e-06 to 1$"):
-            Speculation(1, selection=DraftSelection.QUEST, ratio=ratio)
+            Quest(ratio=ratio)
 
 
 @pytest.mark.parametrize(
@@ -211,6 +228,35 @@ def test_axes_that_exclude_each_other():
             Plan(WORKLOAD, kv=KVCache(stored), speculation=Speculation(4, DraftCodes.UPPER))
     with pytest.raises(PlanError, match="gamma is 0 with draft"):
         Plan(WORKLOAD, weights=Weights(draft_bits=4))
+
+
+@pytest.mark.parametrize(
+    "old, selection",
+    [
+        ({"selection": "specattn", "ratio": 0.1}, SpecAttn(ratio=0.1)),
+        ({"selection": "quest"}, Quest()),
+        ({"selection": "all", "ratio": 1.0}, AllTokens()),
+        ({"ratio": 1.0}, AllTokens()),
+    ],
+)
+def test_the_first_plans_named_a_ratio_beside_the_selection(old, selection):
+    data = preset("specattn", WORKLOAD).to_dict()
+    data["speculation"] = {"gamma": 3, "codes": "full"} | old
+    assert Plan.from_dict(data).speculation == Speculation(3, selection=selection)
+
+
+def test_a_policy_keeps_its_hyperparameters_at_another_ratio():
+    speculation = Speculation(3, selection=SpecAttn(rows="all", sinks=7))
+    assert speculation.with_ratio(0.2) == Speculation(3, selection=SpecAttn(rows="all", sinks=7, ratio=0.2))
+    with pytest.raises(PlanError, match=r"^draft selection is 'best'; allowed: all, streamingllm, "):
+        draft_selection("best")
+
+
+def test_two_bit_keys_need_codes():
+    for stored in (KVFormat.SHADOW, KVFormat.HIERARCHICAL, KVFormat.INT8):
+        Plan(WORKLOAD, kv=KVCache(stored), speculation=Speculation(4, selection=draft_selection("progressive")))
+    with pytest.raises(PlanError, match=r"^selection is 'progressive' with kv format 'bf16'; allowed: formats with"):
+        Plan(WORKLOAD, speculation=Speculation(4, selection=draft_selection("progressive")))
 
 
 def test_derived_values():

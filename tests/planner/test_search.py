@@ -12,6 +12,7 @@ from ridgeplan.planner.plan import KVFormat, PlanError, Workload
 from ridgeplan.planner.presets import PRESETS, preset
 from ridgeplan.planner.quality import Quality, quality_of
 from ridgeplan.planner.search import Objective, Question, search
+from ridgeplan.planner.search.choice import TOLERANCE, preference
 from ridgeplan.planner.support import missing_execution
 from ridgeplan.roofline.catalog.models import load_shape
 
@@ -31,7 +32,10 @@ def test_long_context_recommends_quantized_kv_speculation(h200_profile):
 
 
 def test_the_recommendation_is_the_best_of_everything_that_is_allowed(h200_profile):
-    """Brute force: every executable preset at every gamma, one prediction at a time, is no faster."""
+    """Brute force: every executable preset at every gamma, one prediction at a time, is no faster.
+
+    But one that is faster within the noise loses to one that loses less.
+    """
     shape, answer = load_shape(LLAMA), ask(h200_profile, context=32768)
     for name in PRESETS:
         plan = preset(name, answer.plan.workload)
@@ -41,7 +45,8 @@ def test_the_recommendation_is_the_best_of_everything_that_is_allowed(h200_profi
         for gamma in gammas:
             other = replace(plan, speculation=replace(plan.speculation, gamma=gamma))
             predicted = planner.predict(other, shape, h200_profile)
-            assert predicted.best.tpot_ms >= answer.predicted.best.tpot_ms * (1 - 1e-9)
+            noise = TOLERANCE if preference(answer.plan) < preference(other) else 1e-9
+            assert predicted.best.tpot_ms >= answer.predicted.best.tpot_ms * (1 - noise)
 
 
 def test_vectorized_search_and_single_prediction_agree(h200_profile):

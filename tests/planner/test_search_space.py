@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ridgeplan.planner.axes.draft_selection import SpecAttn
 from ridgeplan.planner.plan import (
     DraftCodes,
-    DraftSelection,
     Eviction,
     KVFormat,
     Placement,
@@ -17,13 +17,15 @@ from ridgeplan.planner.plan import (
     Weights,
     Workload,
 )
+from ridgeplan.planner.policies import selections
+from ridgeplan.planner.policies.policy import Role
 from ridgeplan.planner.presets import PRESETS, describe, family_key, preset, preset_name
 from ridgeplan.planner.search_space import RATIOS, families
 
 WORKLOAD = Workload("m", "h200", 32768)
-# 4 caches x 2 target weights x 2 draft weights x selections; the target itself is no draft (4), plain caches are no
-# drafts (4).
-JOINT = 4 * 2 * 2 * len(DraftSelection) - 4 + 4
+# 4 caches x 2 target weights x 2 draft weights x selections, of which one needs codes (4); the target itself is no
+# draft (4), plain caches are no drafts (4).
+JOINT = 4 * 2 * 2 * sum(policy.searched for policy in selections(Role.DRAFT)) - 4 - 4 + 4
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def test_only_what_a_plan_has_varies(found, name, size):
 def test_a_point_of_the_grid_is_the_template_with_its_gamma_and_ratio(found):
     plan = found["specattn"].plan(np.int64(3), np.float64(0.25))
     template = found["specattn"].template
-    assert plan == replace(template, speculation=replace(template.speculation, gamma=3, ratio=0.25))
+    assert plan == replace(template, speculation=replace(template.speculation, gamma=3).with_ratio(0.25))
     assert found["autoregressive"].plan(0, 1.0) == preset("autoregressive", WORKLOAD)
 
 
@@ -69,7 +71,9 @@ def test_the_joint_space_is_complete_and_holds_no_system_twice(found):
     quest_on_shadow = [
         plan
         for plan in drafting
-        if plan.kv.format is KVFormat.SHADOW and plan.weights.draft_bits == 4 and plan.speculation.selection == "quest"
+        if plan.kv.format is KVFormat.SHADOW
+        and plan.weights.draft_bits == 4
+        and plan.speculation.selection.name == "quest"
     ]
     assert [plan.weights.target_bits for plan in quest_on_shadow] == [16, 8]
     assert {plan.speculation.codes for plan in quest_on_shadow} == {DraftCodes.UPPER}
@@ -78,7 +82,7 @@ def test_the_joint_space_is_complete_and_holds_no_system_twice(found):
 def test_drafts_differ_from_the_target(found):
     for family in found.values():
         plan = family.template
-        same_reads = plan.speculation.codes is DraftCodes.FULL and plan.speculation.selection == "all"
+        same_reads = plan.speculation.codes is DraftCodes.FULL and not plan.speculation.sparse
         assert not (plan.speculation.active and same_reads and not plan.weights.draft_differs), family.name
 
 
@@ -120,6 +124,6 @@ def test_an_unknown_preset_is_named_with_its_neighbours():
 
 def test_the_papers_hyperparameters():
     """QuantSpec compares MagicDec at a quarter of the tokens; SpecAttn drafts 7 tokens from 7% of them."""
-    specattn = Speculation(7, selection=preset("specattn", WORKLOAD).speculation.selection, ratio=0.07)
+    specattn = Speculation(7, selection=SpecAttn(ratio=0.07))
     assert preset("specattn", WORKLOAD).speculation == specattn
     assert [preset(f"magicdec-{name}", WORKLOAD).speculation.ratio for name in ("streaming", "snapkv")] == [0.25] * 2

@@ -66,8 +66,9 @@ UPPER, BOTH = 32 * 8 * (2 * 64 + 8), 32 * 8 * (2 * 128 + 8)
 def test_what_a_batch_of_two_keeps_for_the_whole_generation(shape, machine, name, draft_weights, kv, buffers):
     parts = resident_memory(shape, machine, strategy(name, machine, shape, 4096, batch=2))
     assert (parts.weights, parts.draft_weights, parts.kv, parts.buffers) == (WEIGHTS, draft_weights, kv, buffers)
-    assert parts.libraries == 2**25  # cuBLAS on Hopper
-    assert parts.resident == WEIGHTS + draft_weights + kv + buffers + 2**25
+    # cuBLAS's workspaces on Hopper: of prompts, and of verifications of 2 x 5 rows, too many for this package's head.
+    assert parts.libraries == (2 if "quantspec" in name else 1) * 2**25
+    assert parts.resident == WEIGHTS + draft_weights + kv + buffers + parts.libraries
 
 
 def test_prompts_multiply_by_a_dense_copy_of_4_bit_weights_on_a_gpu(shape, machine):

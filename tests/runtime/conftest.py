@@ -1,6 +1,6 @@
 """Tiny random models saved as transformers would, plans for them, and the embedded real model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +8,11 @@ import pytest
 import torch
 import transformers
 
+from ridgeplan.planner.axes.draft_selection import draft_selection
 from ridgeplan.planner.plan import (
     DraftCodes,
-    DraftSelection,
+    Eviction,
+    EvictionPolicy,
     KVCache,
     KVFormat,
     Plan,
@@ -96,15 +98,23 @@ def make_plan() -> Callable[..., Plan]:
         codes: str | None = None,
         yarn_factor: float = 1.0,
         selection: str = "all",
-        ratio: float = 1.0,
+        adaptive: bool = False,
+        evict: str = "none",
+        budget: int = 0,
+        settings: Mapping[str, Any] | None = None,
+        **hyperparameters: Any,
     ) -> Plan:
         stored = gamma > 0 and kv in ("int4x2", "bf16+int4")
         return Plan(
             Workload("tiny", "cpu", context, new_tokens, batch, yarn_factor),
             weights=Weights(target_bits, min(target_bits, draft_bits), weight_group),
             kv=KVCache(KVFormat(kv), group),
+            eviction=Eviction(EvictionPolicy(evict), budget, settings=settings or {}),
             speculation=Speculation(
-                gamma, DraftCodes(codes or ("upper" if stored else "full")), DraftSelection(selection), ratio
+                gamma,
+                DraftCodes(codes or ("upper" if stored else "full")),
+                draft_selection(selection, **hyperparameters),
+                adaptive,
             ),
         )
 

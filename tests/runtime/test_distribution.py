@@ -1,5 +1,8 @@
 """Sampled speculative output follows the target's own distribution, across a flush of the quantized cache."""
 
+from itertools import cycle
+from types import SimpleNamespace
+
 import pytest
 import torch
 from scipy import stats
@@ -11,6 +14,7 @@ from ridgeplan.runtime.sampling import SamplingParams
 VOCAB = 16
 ROWS = 1500
 PROMPT = 94  # the cache flushes at 96, so the tokens compared come from before and after it
+SPARSE = {"ratio": 0.1, "floor": 0, "sinks": 2, "recent": 8}
 SMALL = {"vocab_size": VOCAB, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
@@ -45,21 +49,32 @@ def pooled_chi_square(counts, probabilities):
 
 
 @pytest.mark.parametrize(
-    "kv, gamma, draft_bits, options",
+    "kv, gamma, drafts, options, gammas",
     [
-        ("int4x2", 3, 4, {"temperature": 1.0}),
-        ("int4x2", 2, 16, {"temperature": 1.3, "top_k": 9}),
-        ("bf16+int4", 3, 4, {"temperature": 0.7, "top_p": 0.9}),
+        ("int4x2", 3, {"draft_bits": 4}, {"temperature": 1.0}, None),
+        ("int4x2", 2, {}, {"temperature": 1.3, "top_k": 9}, None),
+        ("bf16+int4", 3, {"draft_bits": 4}, {"temperature": 0.7, "top_p": 0.9}, None),
+        *(("int4x2", 2, {"selection": name} | SPARSE, {"temperature": 1.0, "seed": 6}, None)
+          for name in ("streamingllm", "snapkv", "quest", "specextend", "specattn", "progressive", "oracle")),
+        ("bf16", 2, {"selection": "specattn", "draft_bits": 4} | SPARSE, {"temperature": 0.7, "top_p": 0.9}, None),
+        ("int4x2", 3, {"draft_bits": 4}, {"temperature": 1.0}, (1, 2, 0)),  # gamma changes from round to round
+        ("int4x2", 3, {"selection": "specattn"} | SPARSE, {"temperature": 1.0}, (1, 3, 0)),
     ],
-)
-def test_sampled_triples_follow_the_target(kv, gamma, draft_bits, options, tiny_model, make_plan, prompts):
+)  # fmt: skip
+def test_sampled_triples_follow_the_target(
+    kv, gamma, drafts, options, gammas, tiny_model, make_plan, prompts, monkeypatch
+):
     folder = tiny_model(**SMALL).folder
     [prompt] = prompts(PROMPT, vocab=VOCAB)
     plain = runtime.load(make_plan(kv, batch=VOCAB * VOCAB), folder)
     joint = exact_joint(plain, torch.tensor(prompt), SamplingParams(**options))
     assert joint.sum() == pytest.approx(1)
-    engine = runtime.load(make_plan(kv, gamma, batch=ROWS, draft_bits=draft_bits), folder)
-    result = engine.generate([prompt] * ROWS, 3, SamplingParams(**options, seed=5))
+    engine = runtime.load(make_plan(kv, gamma, batch=ROWS, **drafts), folder)
+    if gammas:
+        order = cycle(gammas)
+        schedule = SimpleNamespace(next=lambda: next(order), add=lambda gamma, rows: None)
+        monkeypatch.setattr(engine, "_schedule", lambda request: schedule)
+    result = engine.generate([prompt] * ROWS, 3, SamplingParams(**{"seed": 5} | options))
     assert 0.2 < result.statistics.acceptance < 1  # drafts differ, so acceptance is really at work
     tokens = torch.tensor(result.tokens)
     counts = torch.zeros(VOCAB, VOCAB, VOCAB).index_put(tuple(tokens.T), torch.ones(ROWS), accumulate=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ridgeplan import runtime
+from ridgeplan.planner.plan import Speculation
 from ridgeplan.runtime import engine as engine_module
 from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.memory import PeakMemory
@@ -70,9 +71,9 @@ def test_no_more_rounds_are_launched_than_may_be_needed(engine, prompts, monkeyp
     class Counted(engine_module.EagerRounds):
         depth = 2
 
-        def launch(self):
+        def launch(self, gamma):
             launched.append(self.in_flight)
-            super().launch()
+            super().launch(gamma)
 
     monkeypatch.setattr(engine_module, "EagerRounds", Counted)
     engine.generate(prompts(50, 70), 2)  # of which prefill gives the first, and a round at least one more
@@ -91,14 +92,15 @@ def test_exactly_the_asked_tokens_are_delivered(engine, prompts, new_tokens):
 def test_the_graphs_of_the_latest_kinds_are_kept(monkeypatch):
     captured = []
 
-    def capture(speculator):
+    def capture(speculator, gammas):
         captured.append((speculator.cache.rows, speculator.sampling.temperature))
         return object()
 
     monkeypatch.setattr(engine_module, "GraphRounds", capture)
     monkeypatch.setattr(engine_module, "KEPT_GRAPHS", 3)
     device, generator = SimpleNamespace(type="cuda"), torch.Generator()
-    engine = SimpleNamespace(device=device, _graphs={}, _generator=generator)
+    plan = SimpleNamespace(speculation=Speculation(4))
+    engine = SimpleNamespace(device=device, plan=plan, _graphs={}, _generator=generator)
     stopwatch = Stopwatch(torch.device("cpu"))
 
     def prepared(temperature, seed=0, rows=1):
@@ -322,3 +324,28 @@ def test_a_plan_for_the_model_that_runs_says_nothing(tiny_model, make_plan, recw
         named = dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, model=name))
         runtime.load(named, folder, device="cpu")
     assert not recwarn
+
+
+def test_forced_logits_are_those_of_generation(tiny_model, make_plan, prompts):
+    plan = make_plan("int8", context=100, new_tokens=40)
+    engine = runtime.load(plan, tiny_model().folder, device="cpu")
+    (prompt,) = prompts(90)
+    tokens = engine.generate(prompt, 40).tokens[0]
+    assert engine.statistics.flushes > 0
+    logits = engine.forced_logits(prompt, tokens[:-1])
+    assert logits.argmax(-1).tolist() == tokens
+    # An engine whose last generation ended early in the cache is reset to the plan's whole context.
+    engine.generate(prompt[:5], 2)
+    assert torch.equal(engine.forced_logits(prompt, tokens[:-1]), logits)
+    # Plans that draft are forced as well: their target is the same, and drafts do not matter.
+    drafting = runtime.load(make_plan("int8", 3, context=100, new_tokens=40), tiny_model().folder, device="cpu")
+    assert torch.equal(drafting.forced_logits(prompt, tokens[:-1]), logits)
+
+
+def test_forced_requests_are_checked_like_generations(tiny_model, make_plan):
+    engine = runtime.load(make_plan(context=8, new_tokens=4), tiny_model().folder, device="cpu")
+    with pytest.raises(runtime.WorkloadError, match="max_new_tokens is 5; allowed by the plan: up to 4"):
+        engine.forced_logits([1, 2, 3], [4] * 4)
+    engine.close()
+    with pytest.raises(runtime.WorkloadError, match="the engine is closed"):
+        engine.forced_logits([1, 2, 3], [4])

@@ -20,7 +20,7 @@ ROUNDS = [
 def statistics() -> Statistics:
     tally, stopwatch = Tally(2, (50, 70)), Stopwatch(torch.device("cpu"))
     for rows in ROUNDS:
-        tally.add(rows)
+        tally.add(2, rows)
     stopwatch.add({"draft": 0.004, "verify": 0.010, "flush": 0.001, "round": 0.020})
     stopwatch.add({"draft": 0.008, "verify": 0.030, "flush": 0.002, "round": 0.028, "idle": 0.0005})
     stopwatch.add({"prefill": 0.3, "capture": 0.7})

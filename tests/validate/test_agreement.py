@@ -7,9 +7,9 @@ import torch
 
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
-from ridgeplan.runtime import WorkloadError, load
+from ridgeplan.runtime import load
 from ridgeplan.validate import agreement as module
-from ridgeplan.validate.agreement import Agreement, agreement, forced_logits, plan_agreement
+from ridgeplan.validate.agreement import Agreement, agreement, plan_agreement
 
 PLAN = preset("int8", Workload("tiny", "cpu", 250, 20))
 
@@ -25,7 +25,7 @@ def test_two_logits_move_so_the_noise_of_a_gap_is_larger_by_the_root_of_two():
     assert Agreement(tokens=10, gaps=(0.71,), noise=0.1).beyond_noise == 1
 
 
-def test_gaps_are_the_references_and_noise_is_what_is_left_of_a_common_shift(monkeypatch):
+def test_gaps_are_the_references_and_noise_is_what_is_left_of_a_common_shift():
     exact = torch.tensor([[4.0, 1.0, 0.0], [2.0, 5.0, 1.0], [0.0, 1.5, 3.0]])
     # Shifted as a whole, which changes no token; then one logit moves, and with it the likeliest token of row 2.
     ours = exact + torch.tensor([[7.0], [-2.0], [5.0]])
@@ -33,14 +33,15 @@ def test_gaps_are_the_references_and_noise_is_what_is_left_of_a_common_shift(mon
     logits = {"engine": ours, "reference": exact}
     asked = []
 
-    def forced(engine, prompt, tokens):
-        asked.append((engine.name, prompt, tokens))
-        return logits[engine.name]
+    def fake(name):
+        def forced(prompt, tokens):
+            asked.append((name, prompt, tokens))
+            return logits[name]
 
-    monkeypatch.setattr(module, "forced_logits", forced)
-    generate = SimpleNamespace(tokens=[[0, 1, 1]])
-    engine = SimpleNamespace(name="engine", generate=lambda prompt, new_tokens: generate)
-    found = agreement(engine, SimpleNamespace(name="reference"), [8, 9], 3)
+        generated = SimpleNamespace(tokens=[[0, 1, 1]])
+        return SimpleNamespace(forced_logits=forced, generate=lambda prompt, new_tokens: generated)
+
+    found = agreement(fake("engine"), fake("reference"), [8, 9], 3)
     assert asked == [("engine", [8, 9], [0, 1]), ("reference", [8, 9], [0, 1])]
     assert found.tokens == 3
     assert found.gaps == (1.5,)  # of the reference's 3.0 and 1.5; the engine's own gap is 4.5
@@ -71,22 +72,3 @@ def test_a_bfloat16_engine_differs_only_in_close_calls(smollm2, long_text):
     assert found.tokens == 16
     assert 0 < found.noise < 1
     assert found.beyond_noise == 0
-
-
-def test_a_closed_engine_says_so(tiny_folder):
-    engine = load(PLAN, str(tiny_folder), device="cpu")
-    engine.close()
-    with pytest.raises(WorkloadError, match="the engine is closed"):
-        forced_logits(engine, [1, 2, 3], [4])
-
-
-def test_forced_logits_are_those_of_generation(tiny_folder):
-    engine = load(PLAN, str(tiny_folder), device="cpu")
-    prompt = list(range(250))
-    tokens = engine.generate(prompt, 20).tokens[0]  # past the flush at 256 tokens
-    assert engine.statistics.flushes == 1
-    logits = forced_logits(engine, prompt, tokens[:-1])
-    assert logits.argmax(-1).tolist() == tokens
-    # An engine whose last generation ended early in the cache is reset to the plan's whole context.
-    engine.generate(prompt[:5], 2)
-    assert torch.equal(forced_logits(engine, prompt, tokens[:-1]), logits)

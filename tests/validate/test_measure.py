@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -74,6 +74,17 @@ def test_a_round_is_the_median_of_the_segments_and_not_the_mean(clock: Clock) ->
 def test_a_lone_runs_statistics_are_the_engines(clock: Clock) -> None:
     engine = FakeEngine("a", clock, [], [1.0] * 40)
     assert measure(engine, [[1]], 41).statistics == engine.statistics  # type: ignore[arg-type]
+
+
+def test_rounds_of_several_gammas_are_measured_by_their_mean(clock: Clock) -> None:
+    """Some segments have long rounds of many tokens, others short ones of few: neither is a disturbance."""
+    engine = FakeEngine("a", clock, [], [1.0] * 21 + [10.0] * 19)
+    measured = measure(engine, [[1]], 41)  # type: ignore[arg-type]
+    mixed = replace(measured, statistics=replace(engine.statistics, gamma=4, rounds_at=(21, 0, 0, 0, 19)))
+    one = replace(measured, statistics=replace(engine.statistics, gamma=4, rounds_at=(0, 0, 0, 0, 40)))
+    assert mixed.spread is None
+    assert mixed.tpot_ms == pytest.approx(1e3 * (99.0 / 40) / (80 / 40))  # decode_s over rounds, over tokens a round
+    assert (one.spread, one.tpot_ms) == (measured.spread, measured.tpot_ms)
 
 
 def test_half_of_the_segments_slowed_shows(clock: Clock) -> None:

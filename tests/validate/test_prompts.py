@@ -10,6 +10,7 @@ from ridgeplan.validate.prompts import (
     PromptError,
     first_tokens,
     prompt_tokens,
+    random_batch,
     read_prompt,
     sample_text,
 )
@@ -96,3 +97,11 @@ def test_a_tokenizer_that_fails_on_a_text_is_one_line() -> None:
 
     with pytest.raises(ModelError, match=r"tokenizer cannot encode the text: WordLevel error: Missing \[UNK\] token"):
         first_tokens(Failing(), 4, "a")
+
+
+def test_random_prompts_are_of_the_vocabulary_and_the_same_every_time():
+    found = random_batch(50, 2000, 3)
+    assert [len(prompt) for prompt in found] == [2000] * 3
+    assert set(found[0]) == set(range(50))
+    assert found[0] != found[1]
+    assert random_batch(50, 2000, 3) == found

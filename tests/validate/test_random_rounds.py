@@ -95,7 +95,7 @@ def test_norms_of_heads_and_biases_run_where_a_shape_has_them(
 @pytest.mark.parametrize("name", ["autoregressive", "quantspec", "quantspec-exact"])
 def test_a_filled_cache_holds_what_a_prompt_would_leave(name: str) -> None:
     plan = preset(name, Workload("random", "h200", 700, 256, batch=2))
-    cache = Cache(SHAPE, KVCacheConfig.of(plan), CPU, torch.float32)
+    cache = Cache(SHAPE, KVCacheConfig.of(plan, SHAPE.layers), CPU, torch.float32)
     fill(cache, 700)
     assert cache.lengths.tolist() == [700, 700]
     assert bool(cache.active().all())

@@ -106,7 +106,7 @@ def decode_trial(bench: Bench, size: DecodeSize, splits: int, backend: Backend =
     )
     variants = bench.variants(cost.read_bytes)
     store = bench.random(variants, 2, batch, heads.kv_heads, size.full_tokens, heads.head_dim)
-    planes = _random_codes(bench, size, variants) if size.bits else None
+    planes = random_codes(bench, size, variants) if size.bits else None
     q = bench.random(batch, size.queries, heads.q_heads, heads.head_dim)
     begin, end, groups = (
         torch.full((batch,), value, dtype=torch.int32, device=bench.device)
@@ -177,7 +177,7 @@ def _splits(size: DecodeSize, num_sms: int) -> int:
     return int(choose_splits(size.batch, size.heads.kv_heads, size.tokens, num_sms))
 
 
-def _random_codes(bench: Bench, size: DecodeSize, variants: int) -> QuantizedKV:
+def random_codes(bench: Bench, size: DecodeSize, variants: int) -> QuantizedKV:
     """Random codes for all variants that decode to about -1..1.
 
     Larger keys would make attention weights so small that CPUs slow down on their denormal numbers.

@@ -18,20 +18,21 @@ def fit_steps(samples: Sequence[Sample], ceilings: Ceilings, above_rows: Sequenc
     """Least squares in relative time, where each step of `above_rows` adds to all parts of the one below it.
 
     No part shrinks as rows grow, so that no time does; and none is read faster than memory is. Samples beyond an error
-    of OUTLIER count linearly, not squared. Steps without samples add nothing. The class's arithmetic is as fast as the
-    fastest sample's, since the steps hold what more rows cost.
+    of OUTLIER count linearly, not squared. Steps without samples add nothing. The steps hold what more rows cost, so
+    the class's arithmetic is just so fast that it limits no sample.
     Raises ValueError without samples of the fewest rows.
     """
     index = np.searchsorted(above_rows, [sample.rows for sample in samples])
     if not len(samples) or index.min() > 0:
         raise ValueError("a fit needs at least one sample of the fewest rows")
     found = _coefficients(samples, index, ceilings, len(above_rows) + 1)
-    predicted = [parts @ found[: i + 1].sum(0) for parts, i in zip(_parts(samples, ceilings), index, strict=True)]
-    errors = np.log(np.array(predicted) / [sample.seconds for sample in samples])
+    reached = np.cumsum(found, axis=0)[index]
+    terms = _parts(samples, ceilings) * reached
+    errors = np.log(terms.sum(1) / [sample.seconds for sample in samples])
     first, *steps = found
     return Rates(
         bandwidth_utilization=min(MAX_UTILIZATION, 1 / first[1]),
-        compute_utilization=_arithmetic(samples, ceilings),
+        compute_utilization=_arithmetic(samples, terms[:, 1], ceilings),
         launch_s=first[0],
         spread=min(float(errors.std()), MAX_SPREAD),
         width_s=first[2],
@@ -68,6 +69,7 @@ def _coefficients(samples: Sequence[Sample], index: np.ndarray, ceilings: Ceilin
     return np.where(present, np.where(found > 1e-9, found, 0.0) / scale, 0.0).reshape(count, 4)
 
 
-def _arithmetic(samples: Sequence[Sample], ceilings: Ceilings) -> float:
-    shares = [one.cost.flops / (ceilings.compute_flops * one.seconds) for one in samples]
-    return float(np.clip(max(shares), 1e-9, MAX_UTILIZATION))
+def _arithmetic(samples: Sequence[Sample], reading_s: np.ndarray, ceilings: Ceilings) -> float:
+    """The lowest share of the compute peak at which no sample's FLOPs take longer than its bytes."""
+    computing_s = np.array([one.cost.flops for one in samples], float) / ceilings.compute_flops
+    return float(np.clip(max(computing_s / reading_s), 1e-9, MAX_UTILIZATION))

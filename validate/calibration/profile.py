@@ -24,9 +24,11 @@ from ridgeplan.validate.calibration.gaps import with_gaps
 from ridgeplan.validate.calibration.host_overhead import with_dispatch
 from ridgeplan.validate.calibration.noise import NoiseCheck
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
+from ridgeplan.validate.calibration.sparse import sparse_trials, top_k_trials
 from ridgeplan.validate.progress import Progress
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, Trial
 
+SPARSE_CLASSES = ("two_bit_scan", "sparse_attention", "progressive_attention")
 LARGE_READ_BYTES = 200e6
 MOST_VARIANTS = 600  # so that even products of a megabyte find their weights cold, as in a step
 
@@ -157,6 +159,8 @@ def class_trials(bench: Bench, suite: Suite, num_sms: int) -> Mapping[str, Itera
         "sampling": step.sampling_trials(bench, suite.vocabs[:2], suite.batches, suite.queries),
         "quantize": attention.quantize_trials(bench, suite.heads, suite.quantize_tokens),
         "gather": attention.gather_trials(bench, GATHER_ROW_BYTES // bench.element_bytes, suite.gather_rows),
+        **{kind: sparse_trials(bench, kind, suite.draft_sizes, num_sms) for kind in SPARSE_CLASSES},
+        "top_k": top_k_trials(bench, suite.draft_sizes),
         "prefill_linear": linear.dense_trials(bench, "prefill_linear", suite.prefill_shapes, suite.prefill_rows),
         **{
             kind: attention.prefill_trials(bench, heads, suite.prefill_tokens)

@@ -11,6 +11,7 @@ from ridgeplan.validate.calibration.attention import DecodeSize, Heads
 from ridgeplan.validate.random_decoder import llama_like_shape
 
 Shapes = tuple[tuple[int, int], ...]
+DRAFT_STEP = 5  # of the sizes of decode attention, those at which sparse drafts are measured, too
 MOST_ELEMENT_BYTES = 4  # largest full-precision element of any device
 
 
@@ -44,6 +45,11 @@ class Suite:
     linear_steps: tuple[int, ...] | None = None  # rows at which time may step up; None fits one rate for all rows
     attention_steps: tuple[int, ...] | None = None
     row_steps: tuple[int, ...] | None = None  # of norms, RoPE and activations
+
+    @property
+    def draft_sizes(self) -> list[DecodeSize]:
+        """Some of the sizes of 4-bit decode attention, at which sparse drafts are measured."""
+        return [size for sizes in self.decode_sizes().values() for size in sizes if size.bits == 4][::DRAFT_STEP]
 
     @property
     def vocabs(self) -> tuple[int, ...]:

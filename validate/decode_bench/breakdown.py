@@ -31,18 +31,19 @@ from ridgeplan.validate.measure import Measured
 from ridgeplan.validate.prompts import prompt_batch
 
 DRAFT, VERIFY, KEEP = PHASES
-LINEAR, HEAD, SAMPLING, OTHER = "linear", "head", "sampling", "other"
+LINEAR, HEAD, SAMPLING, SELECTION, OTHER = "linear", "head", "sampling", "selection", "other"
 GAP = "between kernels"  # predicted only: no kernel runs meanwhile
 STAMP = "_stamp_kernel"
 # Regular expressions for the names of kernels by class: this package's, and cuBLAS's.
 KERNELS = {
-    "attention": r"attend|_attention_kernel|merge|_merge_kernel",
+    "attention": r"attend|progressive|_(sparse_)?attention_kernel|merge|_merge_kernel",
+    SELECTION: r"_(scores|two_bit|lse|page_scores|histogram|count|write)_kernel",
     LINEAR: r"linear|_product_kernel|_copy_kernel|.*(nvjet|gemm|gemv|cutlass|xmma|splitKreduce).*",
     "norm": r"_add_rms_norm_kernel",
     "rope + append": r"_rope_append_kernel|_tables_kernel",
     "swiglu": r"_swiglu_kernel",
     SAMPLING: r"filter|_(best|join_best|agree|softmax|join|accept|weigh|pick)_kernel",
-    "flush and shift": r"quantize|_quantize_kernel|_shift_kernel",
+    "flush and shift": r"quantize|_(quantize|pack|shift)_kernel",
 }
 CLASSES = (*KERNELS, HEAD, OTHER, GAP)
 Key = tuple[str, str]  # part of a round, class
@@ -200,7 +201,7 @@ def class_of(kernel: str) -> str:
 def predicted_us(plan: Plan, measured: Measured, shape: ModelShape, profile: Profile) -> dict[Key, float]:
     """Microseconds of a predicted round by part and class; they add up to the round.
 
-    Time of a part that is not in its operations (selection, waits for the host or the link) is OTHER.
+    Time of a part that is not in its operations (selection by every query, waits for the host or the link) is OTHER.
     """
     workload = measured.workload(plan.workload)
     predicted = predict(replace(plan, workload=workload), shape, profile)
@@ -216,7 +217,7 @@ def predicted_us(plan: Plan, measured: Measured, shape: ModelShape, profile: Pro
         seconds[part, OTHER] += rest_s
     seconds[VERIFY, SAMPLING] += predicted.round_s["acceptance"]
     seconds[KEEP, "flush and shift"] += predicted.round_s["flush"]
-    seconds[KEEP, OTHER] += predicted.round_s["selection"]
+    seconds[DRAFT, SELECTION] += predicted.round_s["selection"]
     seconds[KEEP, GAP] += predicted.round_s["overhead"]
     return {key: 1e6 * value for key, value in seconds.items()}
 

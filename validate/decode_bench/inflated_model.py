@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ridgeplan.planner.plan import Plan
+from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.memory import weight_memory
 from ridgeplan.runtime.engine import Engine
@@ -73,10 +74,14 @@ class InflatedModel:
         return inflated_config(decoder_config(self.hub, self.source, yarn_factor), self.shape)
 
     def engine(
-        self, plan: Plan, draft_weights: DecoderWeights | None = None, calibration: Sequence[int] | None = None
+        self,
+        plan: Plan,
+        draft_weights: DecoderWeights | None = None,
+        calibration: Sequence[int] | None = None,
+        profile: Profile | None = None,
     ) -> Engine:
         """An engine of `plan`. draft_weights: those of another engine with the same draft format, by default quantized
-        here. calibration: tokens to quantize for, by default `text`.
+        here. calibration: tokens to quantize for, by default `text`. profile: as for `ridgeplan.runtime.load`.
 
         Raises WorkloadError if the plan does not fit into memory.
         """
@@ -91,7 +96,7 @@ class InflatedModel:
                 self.targets[kind] = self._target(plan, text)
             weights = self.targets[kind]
             meter, config = MemoryMeter(self.device, weights.bytes), self.config(plan.workload.yarn_factor)
-            return Engine(plan, self.source, config, weights, self.device, meter, draft_weights, text)
+            return Engine(plan, self.source, config, weights, self.device, meter, draft_weights, text, profile)
 
     def _text(self, plan: Plan, calibration: Sequence[int] | None) -> CalibrationText | None:
         if not plan.weights.quantized:
@@ -115,11 +120,15 @@ class InflatedModel:
 
     @contextlib.contextmanager
     def shared_engine(
-        self, plan: Plan, drafts: dict[int, DecoderWeights], calibration: Sequence[int] | None = None
+        self,
+        plan: Plan,
+        drafts: dict[int, DecoderWeights],
+        calibration: Sequence[int] | None = None,
+        profile: Profile | None = None,
     ) -> Iterator[Engine]:
         """Like `engine`, closed after the body. drafts: a cache of 4-bit weights by group."""
         group, drafting = plan.weights.group, plan.weights.draft_copy
-        engine = self.engine(plan, drafts.get(group) if drafting else None, calibration)
+        engine = self.engine(plan, drafts.get(group) if drafting else None, calibration, profile)
         if drafting:
             drafts[group] = engine.draft_weights
         try:

@@ -33,6 +33,7 @@ from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, Weight
 from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.runtime.quantization.calibrate import quantized_target
 from ridgeplan.runtime.quantization.calibration_text import CalibrationText
+from ridgeplan.validate.machine import free_library_workspaces
 
 NEW_TOKENS = 64
 WARM_TOKENS = 512
@@ -40,16 +41,24 @@ WARM_TOKENS = 512
 
 @dataclass(frozen=True)
 class MemoryCase:
-    """A preset of a model of the catalog, at one context and batch."""
+    """A preset of a model of the catalog, at one context and batch.
+
+    adaptive: with graphs of several gammas. share: of the prompt that an eviction leaves; 0 means the preset's own
+    budget.
+    """
 
     model: str
     preset: str
     context: int
     batch: int
+    adaptive: bool = False
+    share: float = 0.0
 
     def plan(self) -> Plan:
         """The plan. Raises PlanError."""
-        return preset(self.preset, Workload(self.model, "here", self.context, NEW_TOKENS, self.batch))
+        plan = preset(self.preset, Workload(self.model, "here", self.context, NEW_TOKENS, self.batch))
+        eviction = replace(plan.eviction, budget=0, share=self.share) if self.share else plan.eviction
+        return replace(plan, eviction=eviction, speculation=replace(plan.speculation, adaptive=self.adaptive))
 
 
 LLAMA, SMALL = "meta-llama/Llama-3.1-8B", "Qwen2.5-0.5B"
@@ -62,9 +71,17 @@ CASES = (
     MemoryCase(LLAMA, "quantspec", 4096, 1),
     MemoryCase(LLAMA, "quantspec", 32768, 8),
     MemoryCase(LLAMA, "quantspec", 131072, 1),
+    MemoryCase(LLAMA, "quantspec", 4096, 1, adaptive=True),
+    MemoryCase(LLAMA, "quantspec", 32768, 8, adaptive=True),
     MemoryCase(LLAMA, "quantspec-exact", 32768, 1),
     MemoryCase(LLAMA, "int4-weights", 4096, 1),
     MemoryCase(LLAMA, "int4-weights", 131072, 1),
+    MemoryCase(LLAMA, "dapq", 32768, 8),
+    MemoryCase(LLAMA, "snapkv", 131072, 1),
+    MemoryCase(LLAMA, "pyramidkv", 32768, 8),
+    MemoryCase(LLAMA, "dapq", 131072, 1, share=0.25),
+    MemoryCase(LLAMA, "dapq-quantspec", 32768, 8, share=0.25),
+    MemoryCase(LLAMA, "dapq-quantspec", 131072, 1, share=0.25),
     MemoryCase(SMALL, "autoregressive", 4096, 1),
     MemoryCase(SMALL, "quantspec", 32768, 4),
     MemoryCase(SMALL, "int4-weights", 32768, 1),
@@ -73,12 +90,16 @@ CASES = (
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """A case's predicted and measured bytes. outside_after: `PeakMemory.outside`, after the generation."""
+    """A case's predicted and measured bytes.
+
+    outside_after: `PeakMemory.outside`, after the generation. cache: bytes allocated for keys and values.
+    """
 
     case: MemoryCase
     predicted: MemoryBreakdown
     measured: PeakMemory
     outside_after: int | None
+    cache: int
 
     @property
     def predicted_device(self) -> float:
@@ -89,13 +110,15 @@ class MemoryRow:
         """Plain JSON values; errors are relative to what was measured."""
         parts = {name: float(value) for name, value in vars(self.predicted).items()}
         peaks = {"allocated": float(self.predicted.peak), "device": self.predicted_device}
+        cache = float(self.predicted.kv + self.predicted.buffers)
         return {
             **asdict(self.case),
             "predicted": {**parts, **peaks},
-            "measured": {**asdict(self.measured), "outside_after": self.outside_after},
+            "measured": {**asdict(self.measured), "outside_after": self.outside_after, "cache": self.cache},
             "errors": {
                 name: peak / found - 1 for name, peak in peaks.items() if (found := getattr(self.measured, name))
-            },
+            }
+            | {"cache": cache / self.cache - 1},
         }
 
 
@@ -115,15 +138,16 @@ def measure_peak(case: MemoryCase, shape: ModelShape, device: torch.device) -> M
     if cuda:
         torch.cuda.empty_cache()
     engine.generate([prompt] * case.batch, NEW_TOKENS)
-    statistics = engine.statistics
+    statistics, cache_bytes = engine.statistics, engine.cache.bytes if engine.cache else 0
     engine.close()
     del engine
     gc.collect()
+    free_library_workspaces(device)
     if cuda:
         torch.cuda.empty_cache()
     peaks = PeakMemory(statistics.peak_memory_bytes, statistics.peak_device_bytes, statistics.outside_bytes)
     predicted = predicted_memory(plan, shape, device_like(device))
-    return MemoryRow(case, predicted, peaks, MemoryMeter(device).peak().outside)
+    return MemoryRow(case, predicted, peaks, MemoryMeter(device).peak().outside, cache_bytes)
 
 
 def device_like(device: torch.device) -> Device:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.plan import Plan, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.planner.resolution import workload_for
 from ridgeplan.roofline.catalog.profile import Profile
@@ -16,7 +17,7 @@ from ridgeplan.validate.comparison import Comparison, compare_measured
 from ridgeplan.validate.decode_bench.vllm_baseline import vllm_tpot_ms
 from ridgeplan.validate.measure import Measured, measure
 from ridgeplan.validate.progress import Progress
-from ridgeplan.validate.prompts import prompt_batch
+from ridgeplan.validate.prompts import prompt_batch, random_batch
 
 if TYPE_CHECKING:
     from ridgeplan.runtime.model.weights import DecoderWeights
@@ -25,25 +26,34 @@ if TYPE_CHECKING:
 PLAIN = "autoregressive"
 # Plain decoding, a quantized target, and QuantSpec with only one of its parts (QuantSpec, Fig 4).
 ABLATION = ("int8", "quantspec-kv", "quantspec-weights", "quantspec")
-QUANTIZED_TARGETS = ("int8-weights", "int8-weights-int8", "quantspec-int8", "int4-weights", "quantspec-int4")
 
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One plan at one workload; gamma None means the preset's own."""
+    """One plan at one workload; gamma None means the preset's own.
+
+    adaptive: gamma is the most drafts of a round. share: of the prompt that an eviction leaves; 0 means the preset's
+    own budget.
+    """
 
     preset: str
     context: int
     batch: int
     gamma: int | None = None
+    adaptive: bool = False
+    share: float = 0.0
 
     def plan(self, model: InflatedModel, profile: Profile, new_tokens: int) -> Plan:
         """The plan, with RoPE scaled if the small model needs it. Raises PlanError."""
         workload = workload_for(model.shape, profile, self.context, new_tokens, self.batch, yarn=True)
         plan = preset(self.preset, workload)
-        if self.gamma is None or not plan.speculation.active:
+        if self.share:
+            plan = replace(plan, eviction=replace(plan.eviction, budget=0, share=self.share))
+        speculation = plan.speculation
+        if not speculation.active:
             return plan
-        return replace(plan, speculation=replace(plan.speculation, gamma=self.gamma))
+        gamma = speculation.gamma if self.gamma is None else self.gamma
+        return replace(plan, speculation=replace(speculation, gamma=gamma, adaptive=self.adaptive))
 
 
 @dataclass(frozen=True)
@@ -121,8 +131,8 @@ def with_plain(cases: Sequence[DecodeCase]) -> list[DecodeCase]:
 
 
 def has_gamma(name: str) -> bool:
-    """Whether one of these presets speculates."""
-    return name.startswith("quantspec")
+    """Whether a preset speculates."""
+    return preset(name, Workload("any", "any", 1)).speculation.active
 
 
 def bench_decode(
@@ -132,11 +142,12 @@ def bench_decode(
     new_tokens: int,
     *,
     text: str | None = None,
+    random_tokens: bool = False,
     temperature: float = 0.0,
     calibration: Sequence[int] = (),
     on_progress: Progress | None = None,
 ) -> DecodeReport:
-    """Runs `cases`; those of one context and batch use the same prompts.
+    """Runs `cases`; those of one context and batch use the same prompts: of `text`, or `random_tokens`.
 
     Plain decoding runs first, as the baseline of its context and batch. Cases with 4-bit drafts run last, so that the
     draft weights take no memory of other cases and are quantized once, which takes up to a minute. Of these the longest
@@ -151,7 +162,12 @@ def bench_decode(
     for plan in plans:
         require_executable(plan)
     sizes = dict.fromkeys((case.context, case.batch) for case in cases)
-    prompts = {size: prompt_batch(model.tokenizer, *size, text) for size in sizes}
+    made = (
+        partial(random_batch, len(model.tokenizer))
+        if random_tokens
+        else partial(prompt_batch, model.tokenizer, text=text)
+    )
+    prompts = {size: made(*size) for size in sizes}
     bench = _Run(model, profile, temperature, calibration)
     rows: dict[int, DecodeRow] = {}
     for index in sorted(range(len(cases)), key=lambda index: run_order(cases[index], plans[index])):
@@ -202,7 +218,7 @@ class _Run:
         """One measurement; only the draft weights of the plan's engine are kept."""
         from ridgeplan.runtime import SamplingParams
 
-        with self.model.shared_engine(plan, self.drafts, self.calibration or None) as engine:
+        with self.model.shared_engine(plan, self.drafts, self.calibration or None, self.profile) as engine:
             return measure(engine, prompts, plan.workload.new_tokens, SamplingParams(self.temperature))
 
 

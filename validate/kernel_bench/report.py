@@ -14,7 +14,7 @@ import torch
 
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate import machine
-from ridgeplan.validate.kernel_bench import attention, kv_cache, layer, linear, sampling
+from ridgeplan.validate.kernel_bench import attention, kv_cache, layer, linear, sampling, sparse
 from ridgeplan.validate.kernel_bench.case import KernelCase, Peers, usable
 from ridgeplan.validate.kernel_bench.sizes import FULL, KERNELS, TINY, Sizes
 from ridgeplan.validate.progress import Progress
@@ -42,6 +42,12 @@ FAMILIES: Mapping[str, Callable[[Bench, Any], Iterator[KernelCase]]] = {
     "swiglu": layer.swiglu_cases,
     "rejection_sample": sampling.rejection_sample_cases,
     "draw": sampling.draw_cases,
+    "two_bit": sparse.two_bit_cases,
+    "page_scores": sparse.page_scores_cases,
+    "top_k": sparse.top_k_cases,
+    "sparse_attention": sparse.sparse_attention_cases,
+    "progressive": sparse.progressive_cases,
+    "scores": sparse.scores_cases,
 }
 
 

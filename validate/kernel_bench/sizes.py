@@ -95,6 +95,18 @@ class SamplingSize:
 
 
 @dataclass(frozen=True)
+class SparseSize:
+    """A sparse draft's step: each KV head reads `ratio` of `tokens` quantized tokens per sequence."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int
+    tokens: int
+    ratio: float
+
+
+@dataclass(frozen=True)
 class Sizes:
     """All sizes; a field's name is the kernel's name in `ridgeplan bench kernels --only`."""
 
@@ -113,6 +125,12 @@ class Sizes:
     swiglu: tuple[LayerSize, ...]
     rejection_sample: tuple[SamplingSize, ...]
     draw: tuple[SamplingSize, ...]
+    two_bit: tuple[SparseSize, ...]
+    page_scores: tuple[SparseSize, ...]
+    top_k: tuple[SparseSize, ...]
+    sparse_attention: tuple[SparseSize, ...]
+    progressive: tuple[SparseSize, ...]
+    scores: tuple[SparseSize, ...]
 
 
 KERNELS = tuple(field.name for field in fields(Sizes))
@@ -135,6 +153,13 @@ _GATED = LinearSize(28672, 4096, ((1, 1.0), (4, 1.0), (8, 1.0)))
 # An 8-billion-parameter model (Llama-3.1-8B, whose layers have these sizes) and Qwen2.5-0.5B.
 _LAYERS = _layers((1, 9, 64, 2048), (4096, 14336, 32, 8, 128), (896, 4864, 14, 2, 64))
 _SAMPLINGS = _samplings(128256, 8, (1, 32), 50)
+_SPARSE = (
+    SparseSize(32, 8, 128, 1, 131072, 0.07),
+    SparseSize(32, 8, 128, 4, 131072, 0.07),
+    SparseSize(32, 8, 128, 8, 32768, 0.07),
+    SparseSize(32, 8, 128, 1, 131072, 0.03),
+    SparseSize(32, 8, 128, 4, 131072, 0.03),
+)
 
 FULL = Sizes(
     attention=(
@@ -162,6 +187,12 @@ FULL = Sizes(
     swiglu=_LAYERS,
     rejection_sample=_SAMPLINGS,
     draw=_SAMPLINGS,
+    two_bit=_SPARSE[:2],
+    page_scores=_SPARSE[:2],
+    top_k=(*_SPARSE[:2], SparseSize(1, 1, 128, 1, 1 << 20, 0.03), SparseSize(32, 256, 128, 1, 131072, 0.07)),
+    sparse_attention=_SPARSE,
+    progressive=_SPARSE,
+    scores=_SPARSE[:2],
 )
 # Every kernel in every variant, small enough for checkers that slow it down a hundred times. Some products give a CTA
 # more output tiles than it has buffers for sums, some give a cluster outputs for several of its CTAs and more stages
@@ -177,6 +208,7 @@ _TINY_QUANTIZED = (
     LinearSize(1000, 14336, ((8, 1.0), (16, 1.0))),
 )
 _TINY_GATED = (LinearSize(96, 256, ((1, 1.0), (5, 1.0), (9, 1.0))),)
+_TINY_SPARSE = (SparseSize(8, 2, 128, 2, 512, 0.1), SparseSize(14, 2, 64, 1, 1024, 0.05))
 TINY = Sizes(
     # Splits of few rows are reduced by a separate kernel, splits of many rows by each row's last CTA.
     attention=(
@@ -208,4 +240,10 @@ TINY = Sizes(
     swiglu=_TINY_LAYERS,
     rejection_sample=_TINY_SAMPLINGS,
     draw=_TINY_SAMPLINGS,
+    two_bit=_TINY_SPARSE,
+    page_scores=_TINY_SPARSE,
+    top_k=_TINY_SPARSE,
+    sparse_attention=_TINY_SPARSE,
+    progressive=_TINY_SPARSE,
+    scores=_TINY_SPARSE,
 )

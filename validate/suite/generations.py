@@ -27,6 +27,7 @@ from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.validate.comparison import Comparison, compare_measured, tpot_ms_at
 from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
+from ridgeplan.validate.machine import free_library_workspaces
 from ridgeplan.validate.measure import Measured, measure
 from ridgeplan.validate.prompts import first_tokens, prompt_batch, sample_text
 from ridgeplan.validate.suite.results import SuiteRow
@@ -126,6 +127,7 @@ def generation_rows(
         measured = measure(engine, prompts[0], new_tokens, SAMPLING)
         drafting = plan.speculation.active
         elsewhere = measure(engine, prompts[1], new_tokens, SAMPLING).statistics.acceptance if drafting else None
+    free_library_workspaces(engine.device)
     compared = compare_measured(plan, model.shape, profile, measured)
     if compared.busy:
         return [], f"{model.shape.name}, {case_text(plan)}: machine busy, spread {compared.spread:.0%}"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,18 +10,11 @@ from typing import TYPE_CHECKING
 import click
 
 from ridgeplan.dashboards.cli.acceptance.lists import ListCommand
+from ridgeplan.dashboards.cli.acceptance.saved_rows import save_rows, saved_in
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or
 from ridgeplan.dashboards.cli.options import OutputFile, as_json, calibration_file, options, yarn
-from ridgeplan.dashboards.cli.output import (
-    print_json,
-    print_table,
-    progress,
-    require_writable,
-    warnings_as_notes,
-    write_atomically,
-)
-from ridgeplan.planner.acceptance import AcceptanceRow, commands_of, load_rows, merged, rows_json
-from ridgeplan.roofline.catalog.profile_lookup import user_acceptance_path
+from ridgeplan.dashboards.cli.output import print_json, print_table, progress, warnings_as_notes
+from ridgeplan.planner.acceptance import AcceptanceRow
 
 if TYPE_CHECKING:
     from ridgeplan.validate.acceptance import MeasuredAcceptance
@@ -56,9 +46,7 @@ def acceptance(
     MODEL is a safetensors folder, a GGUF file or a hub id, by default the embedded SmolLM2-135M-Instruct. Rows of the
     same model, text, context and draft are replaced.
     """
-    path = output or user_acceptance_path()
-    require_writable(path)
-    known, commands = (load_rows(path), commands_of(path)) if path.exists() else ((), ())
+    known = saved_in(output)
     # Importing torch takes seconds, so the files are checked first.
     from ridgeplan.validate.acceptance import Passage, measure_acceptance
     from ridgeplan.validate.prompts import read_prompt
@@ -74,13 +62,8 @@ def acceptance(
             bars.update(bar, description=what, completed=done, total=total)
 
         measured = list(measure_acceptance(source, passage, wanted, on_progress=show))
-    write_atomically(path, rows_json(merged(known, [one.row for one in measured]), (*commands, _command())))
-    _report(measured, path, as_json)
-
-
-def _command() -> str:
-    """What was typed, for the file's reader: files without their folders."""
-    return shlex.join(["ridgeplan", *(Path(one).name if os.sep in one else one for one in sys.argv[1:])])
+    save_rows(known, [one.row for one in measured])
+    _report(measured, known.path, as_json)
 
 
 def _report(measured: Sequence[MeasuredAcceptance], path: Path, as_json: bool) -> None:

@@ -15,7 +15,7 @@ from ridgeplan.dashboards.cli.planning.options import memory_limit, new_tokens
 from ridgeplan.planner.capacity import usable_bytes
 from ridgeplan.planner.search import notes
 from ridgeplan.planner.search.best_gamma import BATCHES, GammaCell
-from ridgeplan.planner.support import as_loaded, only_estimated
+from ridgeplan.planner.support import as_loaded, only_estimated, uncalibrated
 
 
 @click.command()
@@ -58,12 +58,13 @@ def _notes(
     model: str, gpu: str, preset: str, context: int, *, new_tokens: int, memory_utilization: float,
     memory_limit: float | None, profile: str | None, yarn: bool,
 ) -> Iterator[str]:  # fmt: skip
-    """Caveats of the table's longest context, and of a preset that is only estimated."""
+    """Caveats of the table's longest context, and of a preset that is only estimated or not calibrated."""
     shape, used = planner.resolve(model, gpu, profile)
     workload = planner.workload_for(shape, used, context, new_tokens, 1, yarn=yarn)
     usable = usable_bytes(used.hardware.memory_bytes, memory_utilization, memory_limit)
     yield from notes(shape, used, workload, memory_limit, usable)
-    unsupported = only_estimated(planner.preset(preset, workload), as_loaded(shape))
+    plan = planner.preset(preset, workload)
+    unsupported = only_estimated(plan, as_loaded(shape)) or uncalibrated(plan, used)
     if unsupported:
         yield unsupported
 

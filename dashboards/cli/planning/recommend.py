@@ -46,9 +46,12 @@ from ridgeplan.planner.search import Objective
     acceptance_file,
     yarn,
     click.option("--output", type=OutputFile(), help="Write the plan to this file."),
+    click.option("--adaptive", is_flag=True, help="Write it with a gamma that adapts, where it drafts."),
     as_json,
 )  # fmt: skip
-def recommend(model: str, gpu: str, ctx: int, output: Path | None, as_json: bool, **question: Any) -> None:
+def recommend(
+    model: str, gpu: str, ctx: int, output: Path | None, adaptive: bool, as_json: bool, **question: Any
+) -> None:
     """The fastest plan for MODEL on a GPU that fits and that can be executed, and the fastest that is only estimated.
 
     A plan that is more exact or simpler is preferred where a faster one is not faster beyond the noise. MODEL is a name
@@ -56,7 +59,8 @@ def recommend(model: str, gpu: str, ctx: int, output: Path | None, as_json: bool
     """
     recommendation = planner.recommend(model, gpu, ctx, **question)
     if output:
-        write_atomically(output, recommendation.plan.to_json() + "\n")
+        plan = recommendation.adaptive if adaptive and recommendation.adaptive else recommendation.plan
+        write_atomically(output, plan.to_json() + "\n")
     if as_json:
         print_json(recommendation.to_dict())
     else:

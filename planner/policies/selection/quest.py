@@ -1,15 +1,23 @@
-"""Quest (Tang et al. 2024): pages of 16 tokens, scored at every step by the minimum and maximum of their keys."""
+"""Quest (Tang et al. 2024): pages of tokens, scored at every step by the minimum and maximum of their keys."""
 
-from ridgeplan.planner.plan import DraftSelection, TargetSelection
-from ridgeplan.planner.policies.policy import SPARSE_RATIO, Role, TokenSelection, drafting, selecting
+from ridgeplan.planner.axes.draft_selection import Quest
+from ridgeplan.planner.plan import TargetSelection
+from ridgeplan.planner.policies.policy import Role, SelectionCost, TokenSelection, drafting, selecting
+
+
+def cost(selection: Quest) -> SelectionCost:
+    """Two bounds and a score a page."""
+    bounds = 2 / selection.page
+    return SelectionCost(scored_keys=bounds, held_keys=bounds, score_rows=1 / selection.page, run_tokens=selection.page)
+
 
 QUEST = TokenSelection(
     name="quest",
     roles=frozenset({Role.DRAFT, Role.TARGET}),
-    run_tokens=16,
-    scored_keys=2 / 16,
+    executable=frozenset({Role.DRAFT}),
+    cost=cost,
     presets={
-        "magicdec-quest": drafting(DraftSelection.QUEST, 4, SPARSE_RATIO),
+        "magicdec-quest": drafting(Quest(), 4),
         "quest": selecting(TargetSelection.QUEST),
     },
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ridgeplan.planner.plan import Placement, Plan, TargetAttention, TargetSelection, Workload
-from ridgeplan.planner.policies.policy import KV_BUDGET, Role, TokenSelection
+from ridgeplan.planner.policies.policy import KV_BUDGET, Role, SelectionCost, TokenSelection
 
 
 def specontext(workload: Workload) -> Plan:
@@ -16,8 +16,6 @@ def specontext(workload: Workload) -> Plan:
 RETRIEVAL_HEAD = TokenSelection(
     name="retrieval-head",
     roles=frozenset({Role.DRAFT, Role.TARGET}),
-    run_tokens=1,
-    scored_keys=1.0,
-    scores_one_layer=True,
+    cost=lambda _: SelectionCost(scored_keys=1, scores_one_layer=True, run_tokens=1),
     presets={"specontext": specontext},
 )

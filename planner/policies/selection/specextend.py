@@ -1,13 +1,19 @@
-"""SpecExtend (Cha et al. 2025): the tokens that the last accepted token attended to most, chosen once a round."""
+"""SpecExtend (Cha et al. 2025): the pages that the last verified token attended to most, chosen once a round."""
 
-from ridgeplan.planner.plan import DraftSelection
-from ridgeplan.planner.policies.policy import SPARSE_RATIO, Role, TokenSelection, drafting
+from ridgeplan.planner.axes.draft_selection import SpecExtend
+from ridgeplan.planner.policies.policy import Role, SelectionCost, TokenSelection, drafting
+
+
+def cost(selection: SpecExtend) -> SelectionCost:
+    """As for SpecAttn; the means of pages are ranked."""
+    return SelectionCost(score_rows=1, run_tokens=selection.page, shared_by_heads=True)
+
 
 SPECEXTEND = TokenSelection(
     name="specextend",
     roles=frozenset({Role.DRAFT}),
-    run_tokens=64,
-    shared_by_heads=True,
-    round_score_bytes=3 * 4,  # one fp32 row of scores: written once, read twice by top-k
-    presets={"specextend": drafting(DraftSelection.LAST_ACCEPTED, 4, SPARSE_RATIO)},
+    executable=frozenset({Role.DRAFT}),
+    cost=cost,
+    from_verification=True,
+    presets={"specextend": drafting(SpecExtend(), 4)},
 )

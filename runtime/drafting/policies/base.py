@@ -1,21 +1,45 @@
-"""What a draft policy has to do."""
+"""What a draft policy has to do, and what those that read all tokens do."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from torch import Tensor
 
+from ridgeplan.planner.axes.draft_selection import DraftSelection
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.metadata import AttentionMetadata
 
 
-class DraftPolicy(Protocol):
-    """Chooses what each draft of a round reads.
+class DraftPolicy:
+    """Chooses what each draft of a round reads, with the hyperparameters of the plan's selection.
 
-    The speculator calls `select` before every draft's forward pass, inside the round that a CUDA graph captures: it
-    works on fixed device tensors and never asks the device for a value. What can be chosen is what `AttentionMetadata`
-    expresses, one run of full-precision slots and the leading groups of codes, the same for all layers and heads; the
-    draft's query is not known yet.
+    An engine makes one, beside its cache. Between `start` and the end of a generation its methods run inside the round
+    that a CUDA graph captures: they work on tensors of fixed size and never ask the device for a value. Only
+    `after_prefill` runs outside.
     """
 
-    def select(self, cache: Cache, ahead: int) -> AttentionMetadata:
-        """For a draft that forwards one token per row, `ahead` positions after the cached ones."""
+    window = 0  # of a prompt's last queries, which `after_prefill` is given
+
+    def __init__(self, selection: DraftSelection, cache: Cache) -> None:
+        self.selection, self.cache = selection, cache
+
+    def start(self) -> None:
+        """Forgets the last generation; the cache has been emptied."""
+
+    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
+        """A layer of a prompt is in the cache.
+
+        queries: [window or fewer, q_heads, head_dim], of the prompt's last tokens. keys: [kv_heads, tokens, head_dim],
+        as far as an eviction keeps them. positions: int64 [kv_heads or 1, tokens], of the keys, from the prompt's end:
+        its last token is at -1.
+        """
+
+    def before_round(self) -> None:
+        """A round begins: what its drafts share is chosen here."""
+
+    def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
+        """For a draft that forwards `queries` tokens per row, from `ahead` positions after the cached ones on."""
+        return self.cache.draft_metadata(ahead, queries)
+
+    def target_metadata(self, queries: int) -> AttentionMetadata:
+        """For the verification of `queries` tokens; a policy that chooses by it asks for its scores here."""
+        return self.cache.target_metadata(queries)

@@ -1,14 +1,18 @@
 """`bench decode` and `bench suite`: a small model's function at another shape's size, as tables and JSON."""
 
 import json
+from dataclasses import astuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ridgeplan.dashboards.cli.bench_decode import SUITE_WORKLOADS, row_texts
+from ridgeplan.dashboards.cli.bench_decode import SUITE_WORKLOADS, plan_text, row_texts
+from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.validate.decode_bench.report import DecodeCase
 from ridgeplan.validate.random_decoder import llama_like_shape
 
 CASES = (("autoregressive", 0), ("quantspec-kv", 2))
@@ -75,7 +79,8 @@ def test_a_breakdown_shows_each_class_beside_its_prediction(
     "case",
     [
         "quantspec", "quantspec:4096", "quantspec:4096x1:0", "quantspec:4096x1:99", "autoregressive:4096x1", "int8:x1",
-        "int8:4096x1:3",
+        "int8:4096x1:3", "quantspec@0.25:4096x1", "dapq@1.5:4096x1", "dapq@0:4096x1", "dapq@0.25:4096x1:2",
+        "quantspec:4096x1:0-", "quantspec:4096x1:0-99", "int8:4096x1:0-3",
     ],
 )  # fmt: skip
 def test_a_strange_case_is_refused(refuses: Any, profile_path: Path, case: str) -> None:
@@ -87,10 +92,22 @@ def test_cases_replace_the_grid(invoke: Any, profile_path: Path, monkeypatch: py
     seen: list[Any] = []
     monkeypatch.setattr("ridgeplan.dashboards.cli.bench_decode.report", lambda cases, **rest: seen.extend(cases))
     arguments = ("bench", "suite", "--model-shape", "any", "--case", "quantspec:32768x8:3", "--case", "int8:4096x1")
+    arguments += ("--case", "dapq-quantspec@0.25:32768x8:2", "--case", "quantspec:32768x8:0-6")
     assert invoke(*arguments).exit_code == 0
-    expected = [("autoregressive", 4096, 1, None), ("int8", 4096, 1, None)]
-    expected += [("autoregressive", 32768, 8, None), ("quantspec", 32768, 8, 3)]
-    assert [(case.preset, case.context, case.batch, case.gamma) for case in seen] == expected
+    expected = [("autoregressive", 4096, 1, None, False, 0), ("int8", 4096, 1, None, False, 0)]
+    expected += [("autoregressive", 32768, 8, None, False, 0), ("quantspec", 32768, 8, 3, False, 0)]
+    expected += [("dapq-quantspec", 32768, 8, 2, False, 0.25), ("quantspec", 32768, 8, 6, True, 0)]
+    assert [astuple(case) for case in seen] == expected
+
+
+def test_a_case_may_keep_a_share_of_the_prompt(h200_profile: Any) -> None:
+    model: Any = SimpleNamespace(shape=load_shape("Llama-3.1-8B"))
+    plan = DecodeCase("dapq-quantspec", 32768, 8, 2, share=0.25).plan(model, h200_profile, 64)
+    assert (plan.eviction.budget, plan.eviction.share, plan.eviction.tokens(32768)) == (0, 0.25, 8192)
+    assert DecodeCase("dapq", 32768, 8).plan(model, h200_profile, 64).eviction.budget == 1024
+    row = {"preset": "dapq-quantspec", "share": 0.25, "gamma": 2}
+    assert plan_text(row) == "dapq-quantspec 25%, gamma 2"
+    assert plan_text(row | {"adaptive": True}) == "dapq-quantspec 25%, gamma adaptive up to 2"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -138,9 +155,9 @@ def test_a_case_shows_each_figure_beside_its_prediction() -> None:
 
 
 def test_only_presets_that_can_be_executed_are_allowed(refuses: Any) -> None:
-    line = refuses("bench", "decode", "--model-shape", "llama-3.1-8b", "--ctx", 64, "--preset", "dapq")
+    line = refuses("bench", "decode", "--model-shape", "llama-3.1-8b", "--ctx", 64, "--preset", "shadowkv")
     assert "'quantspec-exact'" in line
-    assert "'specattn'" not in line
+    assert "'clusterkv'" not in line
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,8 @@ def test_bad_requests_are_refused(refuses: Any, plan_path: Path, arguments: tupl
 
 def test_a_plan_that_cannot_be_executed_says_why(refuses: Any, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    path.write_text(preset("specattn", Workload("m", "h", 64, 8)).to_json())
-    assert "can be estimated but not executed: draft selection 'specattn'" in refuses("run", path, "--prompt", "a")
+    path.write_text(preset("specontext", Workload("m", "h", 64, 8)).to_json())
+    assert "can be estimated but not executed: offloaded KV; target" in refuses("run", path, "--prompt", "a")
 
 
 @pytest.mark.parametrize(

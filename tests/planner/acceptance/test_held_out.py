@@ -74,7 +74,7 @@ def test_drafts_of_fewer_bits_are_predicted_better_than_by_the_nearest_row(held_
     bits = [one for one in held_out if one.row.draft in BITS]
     error = np.mean([one.error for one in bits])
     by_nearest = np.mean([abs(nearest(one.row).acceptance - one.row.acceptance) for one in bits])
-    assert error <= 0.03
+    assert error <= 0.025
     assert error < 0.8 * by_nearest
 
 

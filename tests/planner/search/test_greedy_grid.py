@@ -5,6 +5,7 @@ Acceptance is held at that of one context: it is a fact of models and texts, and
 """
 
 import math
+import os
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
@@ -34,6 +35,8 @@ CONTEXTS = tuple(512 << power for power in range(12))  # 512 to 1M
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SHARES = (0.9, 0.6, 0.3)  # of the memory
 MACHINES = tuple(product(MODELS, GPUS))
+WHOLE = "RIDGEPLAN_WHOLE_GRID" in os.environ  # four minutes on two cores; else every other model on a GPU
+CHECKED = [one for index, one in enumerate(MACHINES) if WHOLE or (index + index // len(GPUS)) % 2 == 0]
 SAMPLED = MACHINES[5::27]  # one of every 27, which meets 3 models and 3 GPUs
 REFERENCE_CONTEXT = 16384
 
@@ -89,7 +92,7 @@ def test_a_sample_of_the_grid_has_no_inversion(model, gpu):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_acceptance")
-@pytest.mark.parametrize(("model", "gpu"), MACHINES)
+@pytest.mark.parametrize(("model", "gpu"), CHECKED)
 def test_the_grid_has_no_inversion(model, gpu):
     assert list(inversions(model, gpu, CONTEXTS, BATCHES, SHARES, Quality.NEAR_LOSSLESS)) == []
 

@@ -72,7 +72,7 @@ def test_no_gpu_is_named_where_none_is_enough():
 
 def test_a_lower_quality_is_offered_where_it_fits():
     text = refusal("rtx4060-laptop", 4096)
-    assert re.search(r"quality lossy, such as int4-weights", text)
+    assert re.search(r"quality lossy, such as w4 \+ int8 KV \+ dapq", text)
     lossy = planner.recommend(LLAMA, "rtx4060-laptop", 4096, quality="lossy")
     assert lossy.plan.weights.target_bits == 4
     assert "quality near-lossless, such as int8" in refusal("rtx4090", 60_000, quality="exact")

@@ -20,7 +20,7 @@ def ask(profile, context=131072, **changes):
     return planner.recommend(changes.pop("model", LLAMA), "h200", context, profile=profile, **changes)
 
 
-@pytest.mark.parametrize("quality", Quality)
+@pytest.mark.parametrize("quality", [Quality.EXACT, Quality.NEAR_LOSSLESS])
 def test_the_best_of_all_is_the_fastest_that_fits_and_is_allowed(h200_profile, quality):
     answer = ask(h200_profile, quality=quality)
     question = Question(load_shape(LLAMA), h200_profile, answer.plan.workload, quality, Objective.LATENCY,
@@ -42,6 +42,14 @@ def test_without_a_faster_one_there_is_no_second_answer(h200_profile):
     assert answer.best_estimated is None
     assert answer.to_dict()["best_estimated"] is None
     assert "best of all: no plan that is only estimated is faster" in answer.explain()
+
+
+def test_nothing_that_is_lossy_and_only_estimated_is_faster_than_what_runs(h200_profile):
+    """Evicted prompts leave little but the weights to read, and 4-bit weights run."""
+    answer = ask(h200_profile, quality="lossy")
+    assert (answer.plan.eviction.policy, answer.plan.weights.target_bits) == ("dapq", 4)
+    assert not missing_execution(answer.plan)
+    assert answer.best_estimated is None
 
 
 def test_lossy_runs_4_bit_weights_with_every_cache(h200_profile):

@@ -34,5 +34,7 @@ def test_any_field_of_a_strategy_may_be_a_symbol_and_nothing_else():
     opened = symbolic_strategy(strategy, ["gamma", "context"])
     assert (opened.gamma, opened.context, opened.batch) == (symbol("gamma"), symbol("context"), 1.0)
     assert opened.queries == symbol("gamma") + 1
-    with pytest.raises(ValueError, match="'speed' is not a term of a strategy; allowed: acceptance, batch"):
+    with pytest.raises(
+        ValueError, match="'speed' is not a term of a strategy; allowed: acceptance, appended_tokens, batch"
+    ):
         symbolic_strategy(strategy, ["speed"])

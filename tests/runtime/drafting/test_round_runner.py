@@ -24,14 +24,14 @@ def test_phases_last_from_one_reading_of_the_clock_to_the_next(rounds, monkeypat
     readings = iter([1_000_000_000, 1_000_000_003, 1_000_000_020, 1_000_000_100])
     monkeypatch.setattr(round_runner.time, "perf_counter_ns", lambda: next(readings))
     rounds.start(torch.tensor([1, 2]))
-    rounds.launch()
+    rounds.launch(2)
     seconds = rounds.collect().seconds
     assert seconds == pytest.approx({"draft": 3e-9, "verify": 17e-9, "flush": 80e-9})
 
 
 def test_rounds_that_nobody_collected_are_forgotten(rounds):
     rounds.start(torch.tensor([1, 2]))
-    rounds.launch()
+    rounds.launch(2)
     assert rounds.in_flight == 1
     rounds.start(torch.tensor([1, 2]))
     assert rounds.in_flight == 0
@@ -40,9 +40,9 @@ def test_rounds_that_nobody_collected_are_forgotten(rounds):
 def test_one_buffer_holds_figures_and_clock():
     """As a CUDA graph writes it and the host reads its copy."""
     out = torch.arange(2 * RoundFigures.width(gamma=1) + STAMPS)
-    out[:12] = torch.tensor([5, 6, 2, 1, 1, 1, 7, 8, 1, 0, 1, 0])
-    figures, stamps = round_runner._split(out, rows=2)
+    out[STAMPS:] = torch.tensor([5, 6, 2, 1, 1, 1, 7, 8, 1, 0, 1, 0])
+    figures, stamps = round_runner._split(out, rows=2, gamma=1)
     assert figures.rows() == [RowResult([5, 6], 1, 1), RowResult([7], 0, 1, finite=False)]
-    assert stamps.tolist() == [12, 13, 14, 15]
+    assert stamps.tolist() == [0, 1, 2, 3]
     stamps[0] = 99
-    assert out[12] == 99  # views: the graph writes through them
+    assert out[0] == 99  # views: the graph writes through them

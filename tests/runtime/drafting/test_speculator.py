@@ -46,7 +46,7 @@ def test_a_row_is_finite_where_each_of_its_tokens_logits_are(speculator):
 
     drafts = dataclasses.replace(
         speculator, drafter=dataclasses.replace(speculator.target, head=lambda x: torch.zeros(*x.shape[:-1], 128))
-    ).draft(torch.tensor([1, 2, 3]))
+    ).draft(torch.tensor([1, 2, 3]), 2)
     for value in (torch.nan, torch.inf, 0.0):
         target = dataclasses.replace(speculator.target, head=head(value))
         verification = dataclasses.replace(speculator, target=target).verify(torch.tensor([1, 2, 3]), drafts)
@@ -61,7 +61,7 @@ def test_a_row_is_finite_where_each_of_its_tokens_logits_are(speculator):
 def test_drafts_come_from_the_drafter(speculator):
     pending = torch.tensor([1, 2, 3])
     silent = dataclasses.replace(speculator.target, head=lambda x: torch.zeros(*x.shape[:-1], 128))
-    drafts = dataclasses.replace(speculator, drafter=silent).draft(pending)
+    drafts = dataclasses.replace(speculator, drafter=silent).draft(pending, 2)
     assert drafts.tokens.shape == (3, 2)
     for choice in drafts.choices:
         torch.testing.assert_close(choice.probabilities(), torch.full((3, 128), 1 / 128))
@@ -76,7 +76,7 @@ def test_every_token_is_drawn_with_a_number_of_its_own(speculator, monkeypatch):
 
     monkeypatch.setattr(type(speculator), "_uniform", uniform)
     flat = dataclasses.replace(speculator.target, head=lambda x: torch.zeros(*x.shape[:-1], 6))
-    drafts = dataclasses.replace(speculator, drafter=flat).draft(torch.tensor([1, 2, 3]))
+    drafts = dataclasses.replace(speculator, drafter=flat).draft(torch.tensor([1, 2, 3]), 2)
     assert drafts.tokens.t().tolist() == [[0, 1, 2], [3, 4, 5]]
     assert speculator.first(torch.zeros(3, 3)).tolist() == [0, 0, 1]  # 0.01, 0.18 and 0.34 of three equal parts
 
@@ -90,7 +90,7 @@ def test_rounds_end_with_their_rows_and_where_the_target_changes(tiny_model, mak
     engine.cache.ends[3] = 101
     speculator = engine._speculator(engine.cache, SamplingParams())
     pending = torch.tensor([1, 2, 3, 4])
-    verified = speculator.verify(pending, speculator.draft(pending)).result
+    verified = speculator.verify(pending, speculator.draft(pending, 2)).result
     assert verified.advance.tolist() == [3, 2, 1, 1]  # groups of 32 tokens: codes change at 64
 
 

@@ -1,5 +1,7 @@
 """The runtime on a CUDA device: the Triton path generates what the references generate."""
 
+from itertools import cycle
+
 import pytest
 import torch
 
@@ -24,6 +26,25 @@ def test_tiny_models_generate_the_same_tokens(kv, gamma, tiny_model, make_plan, 
     assert results[1].statistics.decode_s > 0
 
 
+@pytest.mark.parametrize(
+    "kv, codes, selection",
+    [
+        (*cache, name)
+        for cache in (("int4x2", None), ("bf16+int4", None), ("int8", "full"), ("bf16", "full"))
+        for name in ("streamingllm", "snapkv", "quest", "specextend", "specattn", "progressive", "oracle")
+        if (cache[0], name) != ("bf16", "progressive")  # 2-bit keys are those of codes
+    ],
+)
+def test_sparse_drafts_in_a_graph_change_nothing(kv, codes, selection, tiny_model, make_plan, prompts):
+    """In two generations of different lengths, which share one graph."""
+    folder, options = tiny_model(agreeable=True).folder, {"ratio": 0.2, "floor": 8, "sinks": 2, "recent": 6}
+    plans = make_plan(kv, batch=3), make_plan(kv, 3, batch=3, codes=codes, selection=selection, **options)
+    plain, sparse = (runtime.load(plan, folder, device="cuda", dtype=torch.float32) for plan in plans)
+    for ids in (prompts(100, 37, 65), prompts(30, 99, 64)):
+        assert sparse.generate(ids, 75).tokens == plain.generate(ids, 75).tokens
+        assert 0 < sparse.statistics.accepted < sparse.statistics.judged
+
+
 @pytest.mark.parametrize("gamma", [0, 4])
 def test_rounds_read_late_end_where_they_should(gamma, tiny_model, make_plan, prompts):
     """Stop tokens, limits and abandoned streams, while the device is a round ahead of the host."""
@@ -43,6 +64,59 @@ def test_rounds_read_late_end_where_they_should(gamma, tiny_model, make_plan, pr
     assert statistics.decoded == 99
     assert 0 < statistics.verify_s < statistics.decode_s
     assert 0 < statistics.idle_s < statistics.decode_s
+
+
+class Forced:
+    """Gammas in a given order, over and over."""
+
+    def __init__(self, gammas):
+        self._gammas = cycle(gammas)
+
+    def next(self):
+        return next(self._gammas)
+
+    def add(self, gamma, rows):
+        pass
+
+
+@pytest.mark.parametrize("draft_bits", [16, 4])
+def test_graphs_of_several_gammas_generate_what_plain_decoding_does(
+    draft_bits, tiny_model, make_plan, prompts, h200_profile, monkeypatch
+):
+    """They share one pool of memory, so that each overwrites what the others left there."""
+    folder, ids = tiny_model(agreeable=True).folder, prompts(100, 37, 65)
+    options = {"device": "cuda", "dtype": torch.float32}
+    plain = runtime.load(make_plan("int4x2", batch=3), folder, **options).generate(ids, 100)
+    plan = make_plan("int4x2", 6, batch=3, draft_bits=draft_bits, adaptive=True)
+    engine = runtime.load(plan, folder, profile=h200_profile, **options)
+    for gammas in ([0, 6, 1, 4, 2], [6, 6, 0, 0, 0, 1]):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_schedule", lambda request, gammas=gammas: Forced(gammas))
+            found = engine.generate(ids, 100)
+        assert found.tokens == plain.tokens
+        assert {gamma for gamma, rounds in enumerate(found.statistics.rounds_at) if rounds} == set(gammas)
+    assert engine.generate(ids, 100).tokens == plain.tokens
+    sampling = runtime.SamplingParams(temperature=1.0, seed=3)
+    first, second = (engine.generate(ids, 100, sampling) for _ in range(2))
+    assert first.tokens == second.tokens
+    assert first.statistics.rounds_at == second.statistics.rounds_at
+
+
+def test_graphs_of_several_gammas_take_the_memory_of_the_largest(tiny_model, make_plan, prompts, h200_profile):
+    """Mostly logits: in pools of their own, rounds of 1, 2, 3, 5 and 7 queries would take 2.6 times as much."""
+    folder, ids = tiny_model(vocab_size=262144).folder, prompts(100, 37, 65)
+    reserved = []
+    for adaptive in (False, True):
+        plan = make_plan("int4x2", 6, batch=3, adaptive=adaptive)
+        engine = runtime.load(plan, folder, device="cuda", profile=h200_profile)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        engine.generate(ids, 20)
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved() - before)
+        engine.close()
+        del engine
+    assert reserved[1] < 1.3 * reserved[0]
 
 
 def test_plans_that_do_not_fit_are_refused_before_anything_is_allocated(tiny_model, make_plan):

@@ -12,8 +12,11 @@ ROUNDS = 20_000
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 
-def test_twenty_thousand_rounds_neither_grow_nor_drift(tiny_model, make_plan, prompts):
-    plan = make_plan("int4x2", 3, context=512, new_tokens=1024, batch=4)
+@pytest.mark.parametrize(
+    "drafts", [{}, {"selection": "specattn", "floor": 64}, {"selection": "progressive", "floor": 64}]
+)
+def test_twenty_thousand_rounds_neither_grow_nor_drift(drafts, tiny_model, make_plan, prompts):
+    plan = make_plan("int4x2", 3, context=512, new_tokens=1024, batch=4, **drafts)
     engine = runtime.load(plan, tiny_model(agreeable=True).folder, device="cuda", dtype=torch.bfloat16)
     mixes = [prompts(*lengths, seed=seed) for seed, lengths in enumerate([(500, 20, 130, 64), (7, 300, 41, 512)])]
     for mix in mixes:

@@ -5,7 +5,6 @@ import torch
 import transformers
 
 from ridgeplan import runtime
-from ridgeplan.validate.agreement import forced_logits
 
 pytestmark = pytest.mark.model
 
@@ -35,7 +34,7 @@ def test_logits_are_those_of_transformers(real):
     reference = transformers.AutoModelForCausalLM.from_pretrained(engine.source, dtype=torch.float32)
     with torch.inference_mode():
         expected = reference(torch.tensor([tokens[:132]])).logits[0, 123:]
-    assert (forced_logits(engine, tokens[:124], tokens[124:132]) - expected).abs().max() < 1e-3
+    assert (engine.forced_logits(tokens[:124], tokens[124:132]) - expected).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import torch
 
 from ridgeplan.kernels.kv_cache import dequantize, quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.reference import unpack
+from ridgeplan.kernels.selection.draft_planes import unpack_two_bit
 from ridgeplan.planner.plan import DraftCodes, KVFormat
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
@@ -108,6 +110,23 @@ def test_a_shadow_holds_the_upper_codes_of_old_tokens(kv):
     assert torch.equal(cache.codes(1).key_upper[1, :, :2], expected.key_upper[0])
     assert torch.equal(cache.codes(1).value_upper[1, :, :2], expected.value_upper[0])
     assert cache.target_metadata(1).groups is None
+
+
+def test_planes_by_token_are_those_of_the_codes_whether_a_prompt_or_a_flush_wrote_them(kv):
+    config = KVCacheConfig(2, 300, KVFormat.HIERARCHICAL, GROUP, 3, DraftCodes.UPPER, draft_planes=True)
+    cache = Cache(SHAPE, config, torch.device("cpu"), torch.float32)
+    prefill(cache, kv, [100, 62])
+    for _ in range(5):
+        decode(cache, kv, [4, 3])
+    assert cache.quantized(cache.lengths).tolist() == [64, 32]
+    assert cache.bytes > build("int4x2", gamma=3).bytes
+    for layer, row, groups in ((0, 0, 2), (1, 0, 2), (0, 1, 1), (1, 1, 1)):
+        codes, planes = cache.codes(layer), cache.planes(layer)
+        upper = unpack(codes.key_upper[row, :, :groups], None)
+        keys = torch.cat(upper, dim=-1)
+        assert torch.equal(unpack_two_bit(planes.key_two_bit[row, :, :groups]), keys // 4)
+        values = torch.cat(unpack(codes.value_upper[row, :, :groups], None), dim=-1).mT
+        assert torch.equal(torch.cat(unpack(planes.value_rows[row, :, :groups], None), dim=-1), values)
 
 
 def test_a_round_ends_with_its_row_and_at_the_next_boundary_of_a_quantized_target():

@@ -9,8 +9,8 @@ from ridgeplan.runtime.kv.config import KVCacheConfig
 
 def test_a_plan_gives_everything():
     plan = preset("quantspec", Workload("m", "h", context=4096, new_tokens=100, batch=3))
-    expected = KVCacheConfig(3, 4196, KVFormat.HIERARCHICAL, 128, gamma=4, draft_codes=DraftCodes.UPPER)
-    assert KVCacheConfig.of(plan) == expected
+    expected = KVCacheConfig(3, 4196, KVFormat.HIERARCHICAL, 128, gamma=4, draft_codes=DraftCodes.UPPER, new_tokens=100)
+    assert KVCacheConfig.of(plan, 2) == expected
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_a_plan_gives_everything():
 )
 def test_slots_hold_the_recent_tokens_and_a_round(kv_format, quantized, buffered, slots):
     config = KVCacheConfig(2, 1000, kv_format, 64, gamma=4)
-    assert (config.format.quantized, config.buffered, config.slots) == (quantized, buffered, slots)
+    assert (config.format.quantized, config.buffered, config.slots(1000)) == (quantized, buffered, slots)
     # 15 groups of 64 are full at 1000 tokens, of which the last stays recent.
     assert config.quantized_groups(1000) == (14 if quantized else 0)
-    assert config.groups == (14 if quantized else 1)
+    assert config.groups(1000) == (14 if quantized else 1)

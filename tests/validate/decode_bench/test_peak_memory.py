@@ -23,13 +23,17 @@ CPU = torch.device("cpu")
 SHAPE = llama_like_shape(2, 64, 96, 4, 2, 32)
 
 
-@pytest.mark.parametrize("preset", ["autoregressive", "int8", "quantspec", "int4-weights"])
+@pytest.mark.parametrize("preset", ["autoregressive", "int8", "quantspec", "int4-weights", "dapq", "pyramidkv"])
 def test_every_kind_of_plan_runs(preset):
-    case = MemoryCase("m", preset, 40, 2)
+    case = MemoryCase("m", preset, 40, 2, share=0.25 if preset in ("dapq", "pyramidkv") else 0)
     row = measure_peak(case, SHAPE, CPU)
     saved = json.loads(json.dumps(row.to_dict()))
     assert (saved["preset"], saved["context"], saved["batch"]) == (preset, 40, 2)
     assert saved["predicted"]["allocated"] == predicted_memory(case.plan(), SHAPE, device_like(CPU)).peak
+    if preset in ("autoregressive", "dapq"):
+        # Keys and values of 2 layers x 2 heads x 32 floats: of the prompt or a quarter, 64 new tokens, and a slot.
+        assert saved["measured"]["cache"] == 2 * 2 * 2 * 2 * 32 * 4 * ((10 if preset == "dapq" else 40) + 64 + 1)
+        assert saved["errors"]["cache"] == 0
 
 
 def test_zero_weights_take_what_the_shape_has():
@@ -40,10 +44,11 @@ def test_zero_weights_take_what_the_shape_has():
 def test_the_drivers_figure_is_what_torch_reserves_beside_what_was_there():
     case = MemoryCase("m", "autoregressive", 4096, 1)
     predicted = predicted_memory(case.plan(), SHAPE, device_like(CPU))
-    row = MemoryRow(case, predicted, PeakMemory(allocated=2 * int(predicted.peak), device=10**9, outside=10**8), None)
+    measured = PeakMemory(allocated=2 * int(predicted.peak), device=10**9, outside=10**8)
+    row = MemoryRow(case, predicted, measured, None, int(predicted.kv))
     device = predicted.weights + predicted.kv + predicted.prefill_workspace + predicted.decode_workspace + 10**8
     assert row.predicted_device == device
-    assert row.to_dict()["errors"] == pytest.approx({"allocated": -0.5, "device": device / 10**9 - 1})
+    assert row.to_dict()["errors"] == pytest.approx({"allocated": -0.5, "device": device / 10**9 - 1, "cache": 0})
 
 
 def test_cases_are_of_the_catalog_and_run():

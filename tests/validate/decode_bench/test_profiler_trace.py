@@ -54,7 +54,7 @@ def test_the_profiler_runs_from_the_end_of_prefill_to_that_of_decoding(
     monkeypatch.setattr(trace.profiler, "profile", lambda activities: FakeProfiler(log))
     engine = model.engine(DecodeCase("quantspec-kv", 64, 1, 2).plan(model, h200_profile, 6))
     launch = EagerRounds.launch
-    monkeypatch.setattr(EagerRounds, "launch", lambda rounds: (log.append("round"), launch(rounds)))
+    monkeypatch.setattr(EagerRounds, "launch", lambda rounds, gamma: (log.append("round"), launch(rounds, gamma)))
     launches = trace.traced(engine, [list(range(100, 164))], 0.0)
     warm, decoding = log[: log.index("start") - 1], log[log.index("start") - 1 :]
     assert set(warm) == {"round"}

@@ -68,7 +68,7 @@ def test_mistakes_in_a_later_case_are_found_before_the_first_runs(smollm2, h200_
     for case, error in (
         (DecodeCase("quantspec", 64, 1, 10**6), PlanError),
         (DecodeCase(PLAIN, 10**6, 1), PlanError),
-        (DecodeCase("specattn", 64, 1), UnsupportedPlan),  # its engine would read everything, unlike its prediction
+        (DecodeCase("specontext", 64, 1), UnsupportedPlan),  # its engine would read everything, unlike its prediction
     ):
         with pytest.raises(error):
             bench_decode(model, [DecodeCase(PLAIN, 64, 1), case], h200_profile, 2, on_progress=seen.append)
@@ -109,9 +109,9 @@ def test_draft_weights_are_made_once_and_not_before_other_plans_ran(smollm2, h20
     cases = [DecodeCase("quantspec", 64, 1, 1), DecodeCase("quantspec", 64, 2, 2), DecodeCase(PLAIN, 64, 1)]
     own = model.engine
 
-    def engine(plan, drafts, calibration):
+    def engine(plan, drafts, *fitted):
         events.append(("engine", plan.workload.batch, drafts is not None))
-        return own(plan, drafts, calibration)
+        return own(plan, drafts, *fitted)
 
     object.__setattr__(model, "engine", engine)
     report = bench_decode(model, cases, h200_profile, 2)
@@ -166,6 +166,22 @@ def test_plain_and_speculative_decoding_are_measured_beside_their_predictions(sm
     assert saved["rows"][1]["measured"]["tokens_per_round"] == drafted.measured.statistics.tokens_per_round
     assert saved["temperature"] == 1.0
     assert saved["model"] == "llama, 30 layers of 576"
+
+
+@pytest.mark.model
+def test_an_adaptive_gamma_on_random_tokens_runs_beside_plain_decoding(smollm2, h200_profile):
+    cases = with_plain([DecodeCase("quantspec-kv", 64, 1, 4, adaptive=True)])
+    report = bench_decode(small_model(smollm2), cases, h200_profile, 24, random_tokens=True, temperature=1.0)
+    plain, adaptive = report.rows
+    statistics = adaptive.measured.statistics
+    assert sum(statistics.rounds_at) == statistics.rounds > 0
+    assert len(statistics.rounds_at) == 5
+    assert plain.measured.statistics.rounds_at == (23,)
+    names = [row.name for row in adaptive.comparison.rows]
+    assert "tpot at the measured acceptance" in names
+    saved = json.loads(json.dumps(report.to_dict()))["rows"]
+    assert [row["adaptive"] for row in saved] == [False, True]
+    assert saved[1]["measured"]["rounds_at"] == list(statistics.rounds_at)
 
 
 @pytest.mark.model

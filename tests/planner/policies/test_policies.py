@@ -3,9 +3,11 @@
 import pytest
 
 from ridgeplan.planner.acceptance import AcceptanceModel
+from ridgeplan.planner.axes.draft_selection import DRAFT_SELECTIONS, Quest, SpecAttn, SpecExtend
+from ridgeplan.planner.axes.draft_selection import draft_selection as named
 from ridgeplan.planner.plan import (
-    DraftSelection,
     EvictionPolicy,
+    KVCache,
     Plan,
     Speculation,
     TargetSelection,
@@ -31,7 +33,7 @@ WORKLOAD = Workload("Llama-3.1-8B", "h200", 32768)
 
 
 def test_plans_can_name_exactly_the_registered_policies():
-    assert {policy.name for policy in selections(Role.DRAFT)} == set(DraftSelection)
+    assert {policy.name for policy in selections(Role.DRAFT)} == set(DRAFT_SELECTIONS)
     assert {policy.name for policy in selections(Role.TARGET)} == set(TargetSelection) - {"full"}
     assert set(EVICTIONS) == set(EvictionPolicy) - {"none"}
 
@@ -57,23 +59,31 @@ def test_plain_decoding_uses_no_policy():
         ("snapkv", 0),
         ("specattn", 0),
         ("quest", 4),  # 2 of 16 keys in each of 32 layers
+        ("progressive", 4.5),  # 2 of 16 bits, and 32 bits of scales every 128 tokens
+        ("oracle", 32),
         ("shadowkv", 4),  # 1 of 8
         ("clusterkv", 0.4),  # 1 of 80
         ("retrieval-head", 1),  # a head of its own scores once for all layers
     ],
 )
 def test_keys_scored_at_a_step_of_32_layers(name, layers_of_keys):
-    assert SELECTIONS[name].scored_keys_of(32) == pytest.approx(layers_of_keys)
+    assert SELECTIONS[name].target_cost.scored_keys_of(32) == pytest.approx(layers_of_keys)
 
 
-def test_score_rows_are_written_once_and_read_twice():
-    assert SELECTIONS["specextend"].round_score_bytes == 12  # one fp32 row
-    assert SELECTIONS["specattn"].round_score_bytes == 24  # two
+def test_hyperparameters_change_the_cost():
+    """Of 8 KV heads: a set each is ranked from its own scores, a set for all from their sums."""
+    shared, own = (SELECTIONS["specattn"].cost(SpecAttn(per_kv_head=each)) for each in (False, True))
+    assert (shared.moved_score_bytes(8), own.moved_score_bytes(8)) == (4 * (8 + 8 + 7), 4 * 7 * 8)
+    assert (shared.run_of(8), own.run_of(8)) == (8, 1)
+    assert SELECTIONS["quest"].cost(Quest(page=32)).scored_keys == 2 / 32
+    assert SELECTIONS["specextend"].cost(SpecExtend(page=32)).run_of(8) == 32 * 8
 
 
 def test_losses_name_the_policy_and_what_it_keeps():
     evicting, selecting = preset("snapkv", WORKLOAD), preset("clusterkv", WORKLOAD)
-    assert eviction(evicting).loss(evicting) == "snapkv keeps 1024 of 32768 prompt tokens"
+    assert (
+        eviction(evicting).loss(evicting).startswith("snapkv keeps 1024 of 32768 prompt tokens: RULER 69.94 of 96.65")
+    )
     assert target_selection(selecting).loss(selecting) == "clusterkv reads 2048 tokens a step"
 
 
@@ -81,7 +91,7 @@ def test_something_is_known_of_every_draft_selections_acceptance():
     known = AcceptanceModel.for_model(load_shape("Llama-3.1-8B"), 32768)
     for policy in selections(Role.DRAFT):
         if policy.name != "all":
-            drafts = Plan(WORKLOAD, speculation=Speculation(4, selection=DraftSelection(policy.name), ratio=0.1))
+            drafts = Plan(WORKLOAD, kv=KVCache("int4x2"), speculation=Speculation(4, selection=named(policy.name)))
             assert 0 < known.of(drafts).best < 1
 
 
@@ -99,8 +109,9 @@ def test_presets_run_unless_they_need_a_policy_that_is_only_estimated(name):
 
 def test_what_is_missing_is_named():
     assert missing_execution(preset("specontext", WORKLOAD)) == ["offloaded KV", "target selection 'retrieval-head'"]
-    assert missing_execution(preset("dapq", WORKLOAD)) == ["eviction 'dapq'"]
-    assert missing_execution(preset("specattn", WORKLOAD)) == ["draft selection 'specattn'"]
+    assert not missing_execution(preset("dapq", WORKLOAD))
+    estimated = Plan(WORKLOAD, speculation=Speculation(4, selection=named("retrieval-head")))
+    assert missing_execution(estimated) == ["draft selection 'retrieval-head'"]
     assert missing_execution(Plan(WORKLOAD, Weights(8, 8))) == missing_execution(Plan(WORKLOAD, Weights(4, 4))) == []
     assert not missing_execution(preset("int4-weights", WORKLOAD))
     assert not missing_execution(preset("quantspec", WORKLOAD))
@@ -118,7 +129,7 @@ def test_what_is_missing_is_named():
 def test_codes_and_drafts_stay_within_a_sliding_window_of_4096(name, context, missing):
     shape = load_shape("mistralai/Mistral-7B-v0.1")
     found = missing_execution(preset(name, Workload("m", "h200", context, new_tokens=1024)), shape)
-    assert found == (["codes or drafts beyond a sliding window of 4096 tokens"] if missing else [])
+    assert found == (["codes, drafts or evictions beyond a sliding window of 4096 tokens"] if missing else [])
 
 
 def test_the_runtime_executes_dense_families():
@@ -131,6 +142,6 @@ def test_the_runtime_executes_dense_families():
 
 def test_runs_of_a_shared_set_hold_every_heads_keys():
     """SpecAttn chooses one set per layer: a token's keys of 8 heads lie together. Quest's pages are a head's own."""
-    runs = {name: SELECTIONS[name].run_of(8) for name in ("specattn", "quest", "retrieval-head")}
+    runs = {name: SELECTIONS[name].target_cost.run_of(8) for name in ("specattn", "quest", "retrieval-head")}
     assert runs == {"specattn": 8, "quest": 16, "retrieval-head": 1}
-    assert SELECTIONS["streamingllm"].run_of(8) > 1e9  # a run, however long
+    assert SELECTIONS["streamingllm"].target_cost.run_of(8) > 1e9  # a run, however long

@@ -1,0 +1,118 @@
+"""`ridgeplan study drafts`: how often sparse drafts are accepted, by policy, ratio and position in a round."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ridgeplan.dashboards.cli.acceptance.lists import ListCommand
+from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or
+from ridgeplan.dashboards.cli.options import OutputFile, as_json, calibration_file, model_to_run, options, yarn
+from ridgeplan.dashboards.cli.output import print_json, print_table, progress, warnings_as_notes, write_atomically
+
+if TYPE_CHECKING:
+    from ridgeplan.validate.studies.drafts import DraftAcceptance
+
+SCHEMA = 1
+POLICIES = (
+    "streamingllm", "snapkv", "specextend", "specattn", "specattn-heads", "specattn-logits", "specattn-all",
+    "hindsight", "quest", "progressive", "oracle",
+)  # fmt: skip
+FORMATS = ("bf16", "kv4", "w4kv4")
+
+
+@click.command(cls=ListCommand)
+@options(
+    model_to_run,
+    click.option("--text", metavar="FILE", required=True, help="UTF-8 text."),
+    click.option("--ctx", type=int, multiple=True, default=(4096,), show_default=True,
+                 help="Tokens of context, a list."),
+    click.option("--ratios", type=float, multiple=True, default=(0.03, 0.07, 0.15, 0.25), show_default=True,
+                 help="Shares of the tokens that drafts read, a list."),
+    click.option("--policies", multiple=True, default=POLICIES, show_default=True, help="What selects them, a list."),
+    click.option("--formats", multiple=True, default=FORMATS, show_default=True,
+                 help="Bits of the drafts' KV and weights, a list."),
+    click.option("--tokens", type=int, default=256, show_default=True, help="Tokens after the context to measure on."),
+    calibration_file,
+    yarn,
+    click.option("--output", type=OutputFile(), help="Write the JSON to this file."),
+    click.option("--html", type=OutputFile(), help="Write tables and plots to this file, which loads nothing."),
+    as_json,
+)  # fmt: skip
+def drafts(
+    model: str | None, text: str, ctx: tuple[int, ...], ratios: tuple[float, ...], policies: tuple[str, ...],
+    formats: tuple[str, ...], tokens: int, calibration: str | None, yarn: bool, output: Path | None, html: Path | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Acceptance of drafts that read a share of the tokens, teacher-forced on a text at temperature 1.
+
+    The policies' own code selects, in rounds of seven drafts. "hindsight" is a bound: a set for each round and KV head
+    by the round's own verification. "specattn" has variants: a set for each KV head, logits, and all rows (Eq 2).
+    """
+    # Importing torch takes seconds.
+    from ridgeplan.validate.acceptance import Passage, named_shape
+    from ridgeplan.validate.prompts import read_prompt
+    from ridgeplan.validate.studies.drafts import drafts_of, study
+
+    asked, content = drafts_of(policies, ratios, formats), read_prompt(text)
+    with warnings_as_notes(), progress() as bars:
+        source, bar = embedded_or(model), bars.add_task("loading")
+        passage = Passage(content, Path(text).stem, ctx, tokens, calibration_tokens(source, calibration), yarn)
+
+        def show(what: str, done: int, total: int) -> None:
+            bars.update(bar, description=what, completed=done, total=total)
+
+        found = list(study(source, passage, asked, on_progress=show))
+        name = named_shape(source).name
+    document = {
+        "schema": SCHEMA,
+        "model": name,
+        "text": passage.name,
+        "tokens": tokens,
+        "rows": [_row(one) for one in found],
+    }
+    _deliver(document, output, html, as_json)
+
+
+def _row(found: DraftAcceptance) -> dict[str, Any]:
+    draft = found.draft
+    return {
+        "context": found.context,
+        "policy": draft.policy,
+        "ratio": draft.ratio,
+        "format": draft.format,
+        "rounds": found.rounds,
+        "mean": found.mean,
+        "tokens_per_round": found.tokens_per_round,
+        "by_position": list(found.by_position),
+    }
+
+
+def _deliver(document: Mapping[str, Any], output: Path | None, html: Path | None, as_json: bool) -> None:
+    if output is not None:
+        write_atomically(output, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    if html is not None:
+        from ridgeplan.dashboards.draft_study_page import page
+
+        write_atomically(html, page(document))
+    if as_json:
+        print_json(document)
+        return
+    for context in dict.fromkeys(row["context"] for row in document["rows"]):
+        rows = [row for row in document["rows"] if row["context"] == context]
+        title = f"Acceptance of {document['model']} on {document['text']}, {context} tokens, mean of 7 positions"
+        print_table(title, *summary(rows))
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], Iterator[Sequence[str]]]:
+    """Columns and lines of a table: a line for each policy and ratio, a column for each format."""
+    formats = list(dict.fromkeys(row["format"] for row in rows))
+    means = {(row["policy"], row["ratio"], row["format"]): f"{row['mean']:.3f}" for row in rows}
+    cases = dict.fromkeys((row["policy"], row["ratio"]) for row in rows)
+    lines = ((policy, f"{ratio:g}", *(means.get((policy, ratio, one), "") for one in formats), "")
+             for policy, ratio in cases)  # fmt: skip
+    return ("policy", "ratio", *formats, ""), lines

@@ -1,0 +1,89 @@
+"""Scores that a verification pass leaves for the next round's selection (SpecAttn, equations 2 and 3)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.reference import dequantize_reference
+
+Rows = Literal["ends", "last", "all"]
+What = Literal["logits", "probabilities"]
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreRequest:
+    """Asks `decode_attention` to write each earlier token's score into `out`, float32 [B, Hkv, N], contiguous.
+
+    A score is the sum over the query heads of the KV head and over the query `rows`: "ends" the first and the last
+    (equation 3; of one query, that one), "last", or "all" (equation 2). `what` is summed: "logits", scale * q . k, or
+    "probabilities", exp(logit - lse) with the log-sum-exp of all that the query sees.
+    Entry n is token n of the row's first groups[b] quantized groups, for calls with codes; without codes it is slot n
+    of the full-precision store, for begin[b] <= n < end[b]. Other entries are not written.
+
+    For a set shared by all heads of a layer, sum `out` over the KV heads. Raises ValueError for another dtype, layout
+    or choice.
+    """
+
+    out: Tensor
+    rows: Rows = "ends"
+    what: What = "logits"
+
+    def __post_init__(self) -> None:
+        if self.out.dtype != torch.float32 or self.out.dim() != 3 or not self.out.is_contiguous():
+            raise ValueError(f"scores go to contiguous float32 [B, Hkv, N], not {self.out.dtype} {self.out.shape}")
+        if self.rows not in ("ends", "last", "all"):
+            raise ValueError(f"rows {self.rows!r} is none of: ends, last, all")
+        if self.what not in ("logits", "probabilities"):
+            raise ValueError(f"what {self.what!r} is none of: logits, probabilities")
+
+    def step(self, queries: int) -> int:
+        """Distance between the summed ones of `queries` queries, which are counted from the last one down."""
+        return {"all": 1, "last": queries, "ends": max(1, queries - 1)}[self.rows]
+
+    def summed(self, queries: int) -> list[int]:
+        """Numbers of the summed queries, of `queries`."""
+        return list(range(queries - 1, -1, -self.step(queries)))
+
+    def require(self, batch: int, kv_heads: int, tokens: int) -> None:
+        """Raises ValueError where `out` has no room for `tokens` tokens of these rows and heads."""
+        if self.out.shape[:2] != (batch, kv_heads) or self.out.shape[2] < tokens:
+            raise ValueError(
+                f"scores {list(self.out.shape)} do not fit; allowed: [{batch}, {kv_heads}, {tokens} or more]"
+            )
+
+
+def collect_scores_reference(
+    request: ScoreRequest,
+    q: Tensor,
+    keys: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    codes: QuantizedKV | None,
+    groups: Tensor | None,
+    lower: bool,
+    scale: float,
+) -> None:
+    """Writes what `ScoreRequest` describes, in plain torch."""
+    for b in range(len(q)):
+        first, last = int(begin[b]), min(int(end[b]) + q.shape[1] - 1, keys.shape[2])
+        seen = keys[b, :, first : max(first, last)].float()
+        count = 0
+        if codes is not None and groups is not None:
+            count = int(groups[b]) * codes.group
+            earlier = dequantize_reference(codes.rows(slice(b, b + 1)), lower, torch.float32)[0][0, :, :count]
+            seen = torch.cat([earlier, seen], dim=1)
+        heads = (q[b].float() * scale).unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)  # [Hkv, heads, T, D]
+        logits = heads @ seen.mT[:, None]
+        if request.what == "probabilities":
+            limit = count + int(end[b]) - first + torch.arange(q.shape[1], device=q.device)
+            hidden = torch.arange(seen.shape[1], device=q.device) >= limit[:, None]
+            logits = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+        total = logits[:, :, request.summed(q.shape[1])].sum((1, 2))
+        if codes is not None:
+            request.out[b, :, :count] = total[:, :count]
+        else:
+            stop = max(first, min(int(end[b]), keys.shape[2]))
+            request.out[b, :, first:stop] = total[:, : stop - first]

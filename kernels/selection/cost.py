@@ -1,0 +1,36 @@
+"""Declared costs of the selection kernels, counted from their tensors.
+
+The cost model uses the formulas of `ridgeplan.roofline.sparsity.sparse_ops`; a test checks that both are equal.
+"""
+
+from torch import Tensor
+
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.selection.draft_planes import DraftPlanes
+from ridgeplan.roofline.cost import Cost
+
+SCORE_BYTES = 4
+TOP_K_PASSES = 6  # four histograms, a count and a compaction
+
+
+def two_bit_cost(q: Tensor, codes: QuantizedKV, planes: DraftPlanes, tokens: int) -> Cost:
+    """`two_bit_scores` of `tokens` tokens of each row; lengths are on the device, so the caller passes them."""
+    share = tokens / (codes.groups * codes.group)
+    read = planes.key_two_bit.nbytes + codes.key_scale.nbytes + codes.key_min.nbytes
+    return Cost(2 * q.numel() * tokens, read * share, codes.batch * codes.kv_heads * tokens * SCORE_BYTES)
+
+
+def page_scores_cost(q: Tensor, bounds: Tensor) -> Cost:
+    """`page_scores` of all pages."""
+    pages = bounds.shape[2]
+    return Cost(4 * q.numel() * pages, bounds.nbytes, bounds.shape[0] * bounds.shape[1] * pages * SCORE_BYTES)
+
+
+def top_k_cost(scores: Tensor, index: Tensor) -> Cost:
+    """`top_k` of whole rows of `scores` into `index`."""
+    return Cost(TOP_K_PASSES * scores.numel(), TOP_K_PASSES * scores.nbytes, index.nbytes)
+
+
+def pack_cost(codes: QuantizedKV, out: DraftPlanes) -> Cost:
+    """`pack_draft_planes` of all groups."""
+    return Cost(read_bytes=codes.key_upper.nbytes + codes.value_upper.nbytes, write_bytes=out.bytes)

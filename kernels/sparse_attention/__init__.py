@@ -1,0 +1,93 @@
+"""Decode attention to chosen tokens or pages: by an index list, or chosen by the query itself (progressive.py).
+
+Not here: how an index list is made (kernels/selection).
+"""
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
+from ridgeplan.kernels.kv_cache import require_lower, require_rows
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.sparse_attention.reference import sparse_decode_attention_reference
+
+
+def sparse_decode_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    index: Tensor,
+    count: Tensor,
+    codes: QuantizedKV | None = None,
+    groups: Tensor | None = None,
+    *,
+    value_rows: Tensor | None = None,
+    page: int = 1,
+    lower: bool = False,
+    scale: float | None = None,
+    splits: int | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Attention of a few queries per row to chosen earlier tokens and all recent ones -> [B, T, Hq, D] in q's dtype.
+
+    q, keys, values, begin, end, codes, groups, lower, scale, splits: as in `decode_attention`; query t of row b also
+    sees the full-precision slots begin[b] <= j < end[b] + t.
+    index: int32 [B, Hs, K], count: int32 [B, Hs], on the device; Hs is Hkv (a set per KV head) or 1 (one for all).
+    index[b, h, :count[b, h]] are distinct page numbers, in any order, of pages of `page` tokens (page 1: tokens). With
+    codes they name tokens of the quantized groups, read as INT8 when `lower`, else as INT4; tokens from
+    groups[b] * group on are skipped. Without codes they name slots of the full-precision store below begin[b]; others
+    are skipped. Sinks are ordinary entries.
+    value_rows: uint8 [B, Hkv, groups, G, D/2] of `DraftPlanes`, or None. With it, upper codes of values are read from
+    there: a few sectors per token, where QuantizedKV's transposed ones take one per channel.
+
+    Raises ValueError when shapes or dtypes disagree, when `page` does not divide the group, and when `lower` is set for
+    codes that hold the upper plane only or together with value_rows.
+    """
+    _check(q, keys, values, index, count, codes, groups, page)
+    require_rows(len(q), torch.int32, begin=begin, end=end, groups=groups)
+    if codes is not None:
+        require_lower(codes, lower)
+    if value_rows is not None and (lower or codes is None or value_rows.shape != codes.key_upper.shape):
+        raise ValueError("value_rows holds the upper codes of the values of `codes`: give both, and lower=False")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if not uses_gpu_kernel(backend, q):
+        return sparse_decode_attention_reference(
+            q, keys, values, begin, end, index, count, codes, groups, page, lower, scale
+        )
+    from ridgeplan.kernels.sparse_attention.triton import sparse_decode_attention_triton
+
+    return sparse_decode_attention_triton(
+        q, keys, values, begin, end, index, count, codes, groups, value_rows, page, lower, scale, splits
+    )
+
+
+def _check(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    index: Tensor,
+    count: Tensor,
+    codes: QuantizedKV | None,
+    groups: Tensor | None,
+    page: int,
+) -> None:
+    batch, _, q_heads, head_dim = q.shape
+    kv_heads = keys.shape[1]
+    if values.shape != keys.shape or (keys.shape[0], keys.shape[3]) != (batch, head_dim) or q_heads % kv_heads:
+        raise ValueError(f"q {list(q.shape)}, keys {list(keys.shape)} and values {list(values.shape)} disagree")
+    sets = index.shape[:2]
+    if index.dim() != 3 or sets[0] != batch or sets[1] not in (1, kv_heads) or count.shape != sets:
+        raise ValueError(
+            f"index {list(index.shape)} and count {list(count.shape)}; allowed: [{batch}, 1 or {kv_heads}, K] and "
+            f"[{batch}, 1 or {kv_heads}]"
+        )
+    if index.dtype != torch.int32 or count.dtype != torch.int32:
+        raise ValueError(f"index and count are {index.dtype} and {count.dtype}; allowed: int32")
+    if (codes is None) != (groups is None):
+        raise ValueError("codes and groups: give both or neither")
+    if page < 1 or (codes is not None and codes.group % page):
+        raise ValueError(f"page {page} must be positive and divide the group")
+    if codes is not None and (codes.batch, codes.kv_heads, codes.head_dim) != (batch, kv_heads, head_dim):
+        raise ValueError(f"codes {list(codes.key_upper.shape)} do not fit q {list(q.shape)} and {kv_heads} KV heads")

@@ -1,0 +1,167 @@
+"""Triton kernel of sparse decode attention: one program per (batch row, KV head), split and tile of query rows.
+
+A program takes an equal range of its row's blocks: of chosen tokens, then of recent full-precision slots. Counts and
+lengths are read on the device and the grid is sized by capacity, so a captured CUDA graph stays valid.
+"""
+
+from dataclasses import fields
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ridgeplan.kernels.attention.merge import merge
+from ridgeplan.kernels.attention.triton import LN_2, LOG2_E, MAX_ROWS, _check_tiles, _num_sms, _split_range
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.sparse_attention.cost import sparse_attention_metadata
+from ridgeplan.kernels.sparse_attention.triton_blocks import gathered_block, slots_block
+from ridgeplan.roofline.execution import choose_splits
+
+BLOCK = 32  # tokens in flight of a program
+WARPS = 4
+STAGES = 2
+SPLITS = 4  # times those of contiguous attention: gathers hide their latency by more programs, not by longer pipelines
+
+
+@triton.jit
+def _load_tokens(index, place, entries, limit, PAGE: tl.constexpr):
+    """The chosen tokens at `place` of a list of pages, and which of them exist; the others become token 0."""
+    inside = place < entries * PAGE
+    token = tl.load(index + place // PAGE, mask=inside, other=0) * PAGE + place % PAGE
+    inside = inside & (token < limit)
+    return tl.where(inside, token, 0), inside
+
+
+@triton.jit
+def _store_result(partial, lse, result, valid, row_max, row_sum, acc0, acc1, HEAD_DIM: tl.constexpr):
+    """A split's normalized partial and its log-sum-exp."""
+    divisor = tl.where(row_sum > 0, row_sum, 1.0)
+    tl.store(lse + result, (row_max + tl.log2(divisor)) * LN_2, mask=valid)
+    at = partial + result[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM // 2)[None, :]
+    tl.store(at, acc0 / divisor[:, None], mask=valid[:, None])
+    tl.store(at + HEAD_DIM // 2, acc1 / divisor[:, None], mask=valid[:, None])
+
+
+@triton.jit(
+    launch_metadata=sparse_attention_metadata,
+    do_not_specialize=["scale", "capacity", "group_capacity", "splits", "index_capacity"],
+)
+def _sparse_attention_kernel(
+    q, keys, values, begin, end, index, count, groups, partial, lse, scale, capacity, group_capacity, splits,
+    index_capacity, sets,
+    q_batch_stride, q_query_stride, q_head_stride, key_batch_stride, key_head_stride, key_stride,
+    value_batch_stride, value_head_stride, value_stride,
+    key_upper, key_lower, key_scale, key_min, value_upper, value_lower, value_scale, value_min,
+    QUERIES: tl.constexpr, RATIO: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BITS: tl.constexpr, VALUE_ROWS: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    flat, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, kv_head = flat // KV_HEADS, flat % KV_HEADS
+    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    query = rows % QUERIES
+    head = kv_head * RATIO + rows // QUERIES
+    valid = rows < RATIO * QUERIES
+    result = ((batch * QUERIES + query) * (KV_HEADS * RATIO) + head) * splits + split
+
+    first, own = tl.load(begin + batch), tl.load(end + batch)
+    last = tl.minimum(own + QUERIES - 1, capacity)
+    chosen_set = batch * sets + kv_head % sets
+    entries = tl.minimum(tl.load(count + chosen_set), index_capacity)
+    chosen = tl.cdiv(entries * PAGE, BLOCK)  # blocks
+    start, stop = _split_range(chosen + tl.cdiv(tl.maximum(last - first, 0), BLOCK), split, splits)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    if start >= stop:
+        tl.store(lse + result, row_max, mask=valid)
+        return
+
+    HALF_DIM: tl.constexpr = HEAD_DIM // 2
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc0 = tl.zeros([ROWS, HALF_DIM], tl.float32)
+    acc1 = tl.zeros([ROWS, HALF_DIM], tl.float32)
+    row = q + batch * q_batch_stride + (query * q_query_stride + head * q_head_stride)[:, None]
+    row += tl.arange(0, HALF_DIM)[None, :]
+    q0 = tl.load(row, mask=valid[:, None], other=0.0)
+    q1 = tl.load(row + HALF_DIM, mask=valid[:, None], other=0.0)
+    keys += batch * key_batch_stride + kv_head * key_head_stride
+    values += batch * value_batch_stride + kv_head * value_head_stride
+    limit = tl.minimum(tl.load(groups + batch), group_capacity) * GROUP if BITS > 0 else first
+    index += chosen_set * index_capacity
+    for block in range(start, tl.minimum(stop, chosen)):
+        token, inside = _load_tokens(index, block * BLOCK + tl.arange(0, BLOCK), entries, limit, PAGE)
+        if BITS > 0:
+            row_max, row_sum, acc0, acc1 = gathered_block(
+                row_max, row_sum, acc0, acc1, q0, q1, token, inside, flat * group_capacity, scale, key_upper, key_lower,
+                key_scale, key_min, value_upper, value_lower, value_scale, value_min, GROUP, HEAD_DIM, BITS, VALUE_ROWS,
+            )  # fmt: skip
+        else:
+            row_max, row_sum, acc0, acc1 = slots_block(
+                row_max, row_sum, acc0, acc1, q0, q1, rows * 0 + first, token, inside, scale, keys, values, key_stride,
+                value_stride, HEAD_DIM,
+            )  # fmt: skip
+    for block in range(tl.maximum(start, chosen), stop):
+        slots = first + (block - chosen) * BLOCK + tl.arange(0, BLOCK)
+        row_max, row_sum, acc0, acc1 = slots_block(
+            row_max, row_sum, acc0, acc1, q0, q1, own + query, slots, slots < last, scale, keys, values, key_stride,
+            value_stride, HEAD_DIM,
+        )  # fmt: skip
+
+    _store_result(partial, lse, result, valid, row_max, row_sum, acc0, acc1, HEAD_DIM)
+
+
+def sparse_decode_attention_triton(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    index: Tensor,
+    count: Tensor,
+    codes: QuantizedKV | None,
+    groups: Tensor | None,
+    value_rows: Tensor | None,
+    page: int,
+    lower: bool,
+    scale: float,
+    splits: int | None,
+) -> Tensor:
+    """See `ridgeplan.kernels.sparse_attention.sparse_decode_attention`.
+
+    Raises ValueError for a head_dim or group that Triton's tiles cannot hold (powers of two from 32 on), or channels
+    that are not contiguous.
+    """
+    batch, queries, q_heads, head_dim = q.shape
+    kv_heads, capacity = keys.shape[1:3]
+    group = codes.group if codes is not None else head_dim
+    _check_tiles(head_dim, group, q, keys, values)
+    entries = index.shape[2]
+    tokens = entries * page + capacity
+    splits = splits or int(choose_splits(batch, kv_heads, SPLITS * tokens, SPLITS * _num_sms(q.device)))
+    ratio = q_heads // kv_heads
+    rows = min(MAX_ROWS, max(16, triton.next_power_of_2(queries * ratio)))
+    partial = torch.empty(batch, queries, q_heads, splits, head_dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(batch, queries, q_heads, splits, dtype=torch.float32, device=q.device)
+    planes = vars(codes) if codes is not None else {field.name: None for field in fields(QuantizedKV)}
+    if value_rows is not None:
+        planes = {**planes, "value_upper": value_rows.contiguous()}
+    lengths = (x if x is None else x.contiguous() for x in (begin, end, index, count, groups))
+    strides = (*q.stride()[:3], *keys.stride()[:3], *values.stride()[:3])
+    group_capacity = codes.groups if codes is not None else 0
+    _sparse_attention_kernel[(batch * kv_heads, splits, triton.cdiv(queries * ratio, rows))](
+        q, keys, values, *lengths, partial, lse, scale * LOG2_E, capacity, group_capacity, splits, entries,
+        index.shape[1], *strides,
+        **planes,
+        QUERIES=queries,
+        RATIO=ratio,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BITS=0 if codes is None else 8 if lower else 4,
+        VALUE_ROWS=value_rows is not None,
+        PAGE=page,
+        ROWS=rows,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )  # fmt: skip
+    return merge(partial, lse, q.dtype, backend="triton")

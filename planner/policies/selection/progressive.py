@@ -1,0 +1,41 @@
+"""Progressive precision: 2-bit keys choose for every draft query, 4-bit codes are read, 8-bit codes verify.
+
+Not published: a set chosen once a round is stale after a token or two at long context, and 2-bit keys choose nearly as
+well as exact ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ridgeplan.planner.axes.draft_selection import Progressive
+from ridgeplan.planner.plan import DraftCodes, KVCache, KVFormat, Plan, Speculation, Workload
+from ridgeplan.planner.policies.policy import Role, SelectionCost, TokenSelection
+from ridgeplan.planner.policies.selection.quantspec import quantspec
+from ridgeplan.roofline.sparsity.sparse_ops import two_bit_key_bits
+
+TWO_BIT_KEYS = two_bit_key_bits(128) / 16  # of keys in 16 bits
+
+
+def cost(_: Progressive) -> SelectionCost:
+    """The 2-bit keys are scanned in every layer; the fused kernel keeps their scores on chip."""
+    return SelectionCost(scored_keys=TWO_BIT_KEYS, run_tokens=1)
+
+
+def progressive(workload: Workload) -> Plan:
+    """2-bit keys choose, INT4 weights and upper codes draft, for QuantSpec's INT8-KV target."""
+    return replace(quantspec(workload), speculation=Speculation(4, DraftCodes.UPPER, Progressive()))
+
+
+def progressive_exact(workload: Workload) -> Plan:
+    """The same for a full-precision target: drafts read an INT4 shadow of its cache."""
+    return replace(progressive(workload), kv=KVCache(KVFormat.SHADOW))
+
+
+PROGRESSIVE = TokenSelection(
+    name="progressive",
+    roles=frozenset({Role.DRAFT}),
+    executable=frozenset({Role.DRAFT}),
+    cost=cost,
+    presets={"progressive": progressive, "progressive-exact": progressive_exact},
+)

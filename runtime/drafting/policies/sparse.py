@@ -1,0 +1,106 @@
+"""What policies that read a share of the tokens have in common: the budget, and the recent tokens, which all read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.selection.top_k import top_k
+from ridgeplan.kernels.sparse_attention import sparse_decode_attention
+from ridgeplan.planner.axes.draft_selection import SparseSelection
+from ridgeplan.runtime.drafting.policies.base import DraftPolicy
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True, eq=False)
+class TokenIndex:
+    """Old tokens of a layer that a draft reads, as `sparse_decode_attention` takes them.
+
+    index: int32 [rows, 1 or kv_heads, K], numbers of tokens, or of pages of `page` tokens. count: int32 [rows, 1 or
+    kv_heads], the entries that hold.
+    """
+
+    index: Tensor
+    count: Tensor
+    page: int = 1
+
+
+class SparsePolicy(DraftPolicy):
+    """A policy that chooses among a row's first `old` tokens; drafts also read all later ones, in full precision.
+
+    candidates: most old tokens that a row can have.
+    """
+
+    selection: SparseSelection
+
+    def __init__(self, selection: SparseSelection, cache: Cache) -> None:
+        super().__init__(selection, cache)
+        config = cache.config
+        self.reads_codes = config.drafts_read_codes
+        coded = config.groups(config.longest) * config.group
+        self.candidates = coded if config.buffered else max(coded, config.slots(config.longest))
+
+    def old_of(self, lengths: Tensor) -> Tensor:
+        """Tokens that may be chosen at these lengths, int32 [n]: those in codes, or all but the recent ones."""
+        return self.cache.quantized(lengths) if self.reads_codes else (lengths - self.selection.recent).clamp_min(0)
+
+    def total_of(self, lengths: Tensor) -> Tensor:
+        """Tokens that drafts read at these lengths, recent ones included, int32 [n]: clamp(ceil(ratio n), floor, n)."""
+        shared = (lengths.double() * self.selection.ratio).ceil().int().clamp_min(self.selection.floor)
+        return torch.minimum(shared, lengths)
+
+    def budget_of(self, lengths: Tensor) -> Tensor:
+        """Old tokens to choose at these lengths, int32 [n]: what recent ones leave of the total, at least the sinks."""
+        old = self.old_of(lengths)
+        left = self.total_of(lengths) - (lengths - old)
+        return torch.minimum(left.clamp_min(self.selection.sinks), old)
+
+    def old(self) -> Tensor:
+        """`old_of` the cached tokens, int32 [batch]."""
+        return self.old_of(self.cache.lengths)
+
+    def budget(self) -> Tensor:
+        """`budget_of` the cached tokens, int32 [batch]."""
+        return self.budget_of(self.cache.lengths)
+
+    @property
+    def max_budget(self) -> int:
+        """The largest budget at any length of a row."""
+        selection = self.selection
+        total = max(math.ceil(selection.ratio * self.cache.config.longest), selection.floor, selection.sinks, 1)
+        return min(total, self.candidates)
+
+    def best(self, scores: Tensor, page: int) -> tuple[Tensor, Tensor]:
+        """The best pages within the budget, sinks always among them: index and count, as `top_k` has them.
+
+        scores: float32 [..., rows, sets, pages], of the cache's first rows; they are written to.
+        """
+        scores[..., : -(-self.selection.sinks // page)] = torch.inf
+        sets = scores.shape[:-1]
+        pages, wanted = self.old()[: sets[-2]] // page, -(-self.budget()[: sets[-2]] // page)
+        lengths, k = (x[:, None].expand(sets).flatten().int() for x in (pages, wanted))
+        index, count = top_k(scores.flatten(0, -2), lengths, k, -(-self.max_budget // page))
+        return index.unflatten(0, sets), count.unflatten(0, sets)
+
+    def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
+        every = super().draft_metadata(ahead, queries)
+        begin = every.begin if self.reads_codes else self.old()[: self.cache.rows]
+        return replace(every, begin=begin, attend=self.attend)
+
+    def select(self, layer: int, query: Tensor) -> TokenIndex:
+        """The old tokens that a draft's queries [rows, queries, q_heads, head_dim] read in a layer."""
+        raise NotImplementedError
+
+    def attend(self, layer: int, query: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Attention of a draft's queries in a layer, to the selected and to the recent tokens; same shape."""
+        chosen, cache = self.select(layer, query), self.cache
+        codes = None if metadata.groups is None else cache.codes(layer)
+        planes = cache.planes(layer) if cache.config.drafts_read_upper else None
+        return sparse_decode_attention(
+            query, *cache.full(layer), metadata.begin, metadata.end, chosen.index, chosen.count, codes, metadata.groups,
+            value_rows=planes.value_rows if planes else None, page=chosen.page, lower=metadata.lower,
+        )  # fmt: skip

@@ -1,0 +1,41 @@
+"""Eviction policies: which tokens of a prompt stay in the cache, one file each, named as in plans.
+
+Not here: budgets and hyperparameters (planner/policies/eviction), and how prefill asks a policy (runtime/model).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.policies import eviction
+from ridgeplan.runtime.kv.eviction.base import EvictionPolicy
+from ridgeplan.runtime.kv.eviction.dapq import DapQ
+from ridgeplan.runtime.kv.eviction.expected_attention import ExpectedAttention
+from ridgeplan.runtime.kv.eviction.h2o import H2O
+from ridgeplan.runtime.kv.eviction.lacache import LaCache
+from ridgeplan.runtime.kv.eviction.oracle import Oracle
+from ridgeplan.runtime.kv.eviction.pyramidkv import PyramidKV
+from ridgeplan.runtime.kv.eviction.random import Random
+from ridgeplan.runtime.kv.eviction.snapkv import SnapKV
+from ridgeplan.runtime.kv.eviction.streamingllm import StreamingLLM
+
+# By the plan's name for a policy. Each is made with the plan's hyperparameters, of the planner's class for it.
+EVICTION_POLICIES: Mapping[str, Callable[[Any], EvictionPolicy]] = {
+    "dapq": DapQ,
+    "snapkv": SnapKV,
+    "h2o": H2O,
+    "pyramidkv": PyramidKV,
+    "streamingllm": StreamingLLM,
+    "lacache": LaCache,
+    "expected-attention": ExpectedAttention,
+    "random": Random,
+}
+
+
+def eviction_policy(plan: Plan) -> EvictionPolicy | None:
+    """The policy that executes the plan's eviction, if it has one. Raises PlanError for unknown hyperparameters."""
+    policy = eviction(plan)
+    return None if policy is None else EVICTION_POLICIES[policy.name](policy.settings_of(plan))
+
+
+__all__ = ["EVICTION_POLICIES", "EvictionPolicy", "Oracle", "eviction_policy"]

@@ -1,0 +1,139 @@
+"""2-bit keys and token-major values of draft planes, and scores from them."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.device.backend import Backend
+from ridgeplan.kernels.kv_cache import dequantize, quantize
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.reference import unpack
+from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes, unpack_two_bit
+from ridgeplan.kernels.selection.two_bit import two_bit_scores
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])
+
+
+@dataclass(frozen=True)
+class Store:
+    """Random codes of `groups` groups, with their planes."""
+
+    codes: QuantizedKV
+    planes: DraftPlanes
+
+    @classmethod
+    def build(cls, batch: int, kv_heads: int, groups: int, group: int, head_dim: int, device: str) -> "Store":
+        generator = torch.Generator().manual_seed(head_dim + groups)
+        codes = QuantizedKV.allocate(batch, kv_heads, groups, group, head_dim, device, lower=True)
+        shape = (batch, kv_heads, groups * group, head_dim)
+        first = torch.zeros(batch, dtype=torch.int32, device=device)
+        keys, values = (torch.randn(shape, generator=generator).to(device) + shift for shift in (2, 0))
+        quantize(keys, values, codes, first, backend="reference")
+        planes = DraftPlanes.allocate(codes)
+        pack_draft_planes(codes, planes, first, groups, backend="reference")
+        return cls(codes, planes)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_planes_hold_the_upper_codes(head_dim: int, device: str) -> None:
+    store = Store.build(2, 3, 2, 32, head_dim, device)
+    upper = torch.cat(unpack(store.codes.key_upper, None), dim=-1)
+    assert torch.equal(unpack_two_bit(store.planes.key_two_bit), (upper / 4).floor())
+    by_channel = torch.cat(unpack(store.codes.value_upper, None), dim=-1)
+    assert torch.equal(torch.cat(unpack(store.planes.value_rows, None), dim=-1), by_channel.mT)
+    assert store.planes.bytes == 2 * 3 * 2 * 32 * head_dim * 3 // 4
+
+
+@pytest.mark.parametrize("group", [32, 128])
+@BACKENDS
+def test_packing_writes_only_what_it_is_told(backend: Backend, group: int, device: str) -> None:
+    """One group of row 0, none of the masked row 1; the rest stays as it was."""
+    store = Store.build(2, 2, 3, group, 64, device)
+    out = DraftPlanes.allocate(store.codes)
+    first = torch.tensor([1, 0], dtype=torch.int32, device=device)
+    mask = torch.tensor([True, False], device=device)
+    pack_draft_planes(store.codes, out, first, 1, mask, backend=backend)
+    for found, expected in ((out.key_two_bit, store.planes.key_two_bit), (out.value_rows, store.planes.value_rows)):
+        assert torch.equal(found[0, :, 1], expected[0, :, 1])
+        found[0, :, 1] = 0
+        assert not found.any()
+    pack_draft_planes(store.codes, out, torch.zeros_like(first), 3, backend=backend)
+    assert torch.equal(out.key_two_bit, store.planes.key_two_bit)
+    assert torch.equal(out.value_rows, store.planes.value_rows)
+
+
+def exact_logits(store: Store, q: Tensor) -> Tensor:
+    """q . k in float64 [B, Hkv, heads, tokens], keys decoded one by one: the middle of four upper codes."""
+    upper = torch.cat(unpack(store.codes.key_upper, None), dim=-1).double()
+    middle = 4 * (upper // 4) + 1.5
+    keys = middle * store.codes.key_scale.double()[..., None, :] + store.codes.key_min.double()[..., None, :]
+    heads = q[:, 0].double().unflatten(1, (store.codes.kv_heads, -1)) * q.shape[-1] ** -0.5
+    return heads @ keys.flatten(2, 3).mT
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "ratio", "head_dim", "group"), [(2, 4, 128, 128), (1, 7, 64, 128), (2, 1, 64, 32)]
+)
+@BACKENDS
+def test_scores_are_the_log_of_summed_probabilities(
+    kv_heads: int, ratio: int, head_dim: int, group: int, backend: Backend, device: str
+) -> None:
+    """After a first call has left the log-sum-exps, exp(score) sums to the number of query heads."""
+    store = Store.build(2, kv_heads, 4, group, head_dim, device)
+    q = torch.randn(2, 1, kv_heads * ratio, head_dim, generator=torch.Generator().manual_seed(1)).to(device)
+    groups = torch.tensor([4, 1], dtype=torch.int32, device=device)
+    lse = torch.zeros(2, kv_heads * ratio, device=device)
+    first = two_bit_scores(q, store.codes, store.planes, groups, lse, backend=backend)
+    scores = two_bit_scores(q, store.codes, store.planes, groups, lse.clone(), backend=backend)
+    logits = exact_logits(store, q)
+    for b, tokens in enumerate([4 * group, group]):
+        row = logits[b, ..., :tokens]
+        assert torch.allclose(lse[b].double(), row.logsumexp(-1).flatten(), atol=1e-4)
+        assert torch.allclose(first[b, :, :tokens].double(), row.logsumexp(1), atol=1e-4)
+        total = scores[b, :, :tokens].double().exp().sum(-1)
+        assert torch.allclose(total, torch.full_like(total, ratio), rtol=1e-3)
+        assert torch.allclose(scores[b, :, :tokens].double(), row.softmax(-1).sum(1).log(), atol=1e-3)
+
+
+def test_bfloat16_queries(device: str) -> None:
+    """The offset of the codes cancels although scaled queries are rounded: errors stay at bfloat16's own."""
+    store = Store.build(1, 2, 4, 128, 128, device)
+    q = torch.randn(1, 1, 8, 128, generator=torch.Generator().manual_seed(1)).to(device).bfloat16()
+    groups, lse = torch.full((1,), 4, dtype=torch.int32, device=device), torch.zeros(1, 8, device=device)
+    scores = two_bit_scores(q, store.codes, store.planes, groups, lse, backend="triton")
+    expected = exact_logits(store, q).logsumexp(2)
+    assert (scores.double() - expected).abs().max() < 0.05
+    assert torch.allclose(lse.double(), exact_logits(store, q).logsumexp(-1).flatten(1), atol=0.03)
+
+
+@BACKENDS
+def test_rows_without_groups_keep_their_log_sum_exps(backend: Backend, device: str) -> None:
+    store = Store.build(1, 1, 1, 32, 64, device)
+    lse = torch.full((1, 2), 3.5, device=device)
+    q = torch.ones(1, 1, 2, 64, device=device)
+    two_bit_scores(q, store.codes, store.planes, torch.zeros(1, dtype=torch.int32, device=device), lse, backend=backend)
+    assert lse.tolist() == [[3.5, 3.5]]
+
+
+def test_two_bit_keys_are_nearer_than_the_spacing_of_four_codes(device: str) -> None:
+    """An upper code is at most 1.5 codes from the middle of its four, and rounding to it costs half a code more."""
+    store = Store.build(1, 1, 2, 32, 64, device)
+    exact = dequantize(store.codes, lower=True, backend="reference")[0].view(1, 1, 2, 32, 64)
+    middle = unpack_two_bit(store.planes.key_two_bit) * 4 + 1.5
+    rough = middle * store.codes.key_scale[..., None, :] + store.codes.key_min[..., None, :]
+    assert ((rough - exact).abs() <= 2.01 * store.codes.key_scale[..., None, :].float()).all()
+
+
+def test_what_is_not_allowed(device: str) -> None:
+    store = Store.build(1, 2, 1, 32, 64, device)
+    groups, lse = torch.ones(1, dtype=torch.int32, device=device), torch.zeros(1, 4, device=device)
+    with pytest.raises(ValueError, match="one query"):
+        two_bit_scores(torch.zeros(1, 2, 4, 64, device=device), store.codes, store.planes, groups, lse)
+    with pytest.raises(ValueError, match="lse"):
+        two_bit_scores(torch.zeros(1, 1, 4, 64, device=device), store.codes, store.planes, groups, lse.double())
+    with pytest.raises(ValueError, match="planes"):
+        other = Store.build(1, 2, 2, 32, 64, device).planes
+        two_bit_scores(torch.zeros(1, 1, 4, 64, device=device), store.codes, other, groups, lse)

@@ -1,0 +1,135 @@
+"""The fused kernel of progressive attention against the reference, with queries so sharp that ties weigh nothing."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.device.backend import Backend
+from ridgeplan.kernels.kv_cache import quantize
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes
+from ridgeplan.kernels.sparse_attention.progressive import progressive_attention
+from ridgeplan.kernels.sparse_attention.progressive_cuda import find_kernel
+
+pytestmark = pytest.mark.gpu
+SHARPNESS = 6
+
+
+@dataclass
+class Problem:
+    """Random codes, recent tokens and a query per row; `groups` and `end` by row."""
+
+    codes: QuantizedKV
+    planes: DraftPlanes
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    begin: Tensor
+    end: Tensor
+    groups: Tensor
+    lse: Tensor
+
+    @classmethod
+    def build(
+        cls, heads: tuple[int, int, int], groups: tuple[int, ...], end: tuple[int, ...], dtype: torch.dtype
+    ) -> "Problem":
+        q_heads, kv_heads, head_dim = heads
+        generator = torch.Generator("cuda").manual_seed(sum(groups))
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+        batch, capacity = len(groups), max(groups) + 1
+        codes = QuantizedKV.allocate(batch, kv_heads, capacity, 128, head_dim, "cuda", lower=False)
+        zero = torch.zeros(batch, dtype=torch.int32, device="cuda")
+        stored = random(2, batch, kv_heads, capacity * 128, head_dim)
+        quantize(stored[0] + 2, stored[1], codes, zero)
+        planes = DraftPlanes.allocate(codes)
+        pack_draft_planes(codes, planes, zero, capacity)
+        q = SHARPNESS * random(batch, 1, q_heads, head_dim)
+        keys, values = random(2, batch, kv_heads, max(end) + 5, head_dim)
+        ends, visible = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (end, groups))
+        lse = torch.zeros(batch, q_heads, device="cuda")
+        return cls(codes, planes, q, keys, values, zero + 1, ends, visible, lse)
+
+    def run(self, k: int, sinks: int, backend: Backend | Literal["cuda"]) -> Tensor:
+        wanted = torch.full_like(self.groups, k)
+        exact = backend == "reference"
+        q, keys, values = (x.float() if exact else x for x in (self.q, self.keys, self.values))
+        return progressive_attention(
+            q, keys, values, self.begin, self.end, self.codes, self.planes, self.groups, wanted, self.lse,
+            max_k=self.codes.groups * 128, sinks=sinks, backend=backend,
+        )  # fmt: skip
+
+
+CASES = [
+    ((32, 8, 128), (40,), (150,), 500, 4, torch.bfloat16),
+    ((32, 8, 128), (33, 7, 0, 16), (130, 200, 90, 1), 300, 0, torch.bfloat16),
+    ((14, 2, 64), (50, 3), (20, 128), 200, 2, torch.bfloat16),
+    ((8, 1, 128), (200,), (140,), 2000, 4, torch.float16),
+    ((9, 9, 64), (5, 1), (3, 3), 64, 0, torch.float16),
+    ((4, 4, 128), tuple(range(1, 41)), (10,) * 40, 100, 1, torch.bfloat16),  # more rows than SMs
+]
+
+
+@pytest.mark.parametrize(("heads", "groups", "end", "k", "sinks", "dtype"), CASES)
+def test_against_the_reference(
+    heads: tuple[int, int, int],
+    groups: tuple[int, ...],
+    end: tuple[int, ...],
+    k: int,
+    sinks: int,
+    dtype: torch.dtype,
+) -> None:
+    """Output and log-sum-exps; the first call settles these. Calls repeat bit by bit and leave the counters at zero."""
+    problem = Problem.build(heads, groups, end, dtype)
+    kernel = find_kernel(problem.q, problem.keys, problem.values, problem.codes)
+    assert kernel is not None
+    problem.run(k, sinks, "reference")
+    settled = problem.lse.clone()
+    expected = problem.run(k, sinks, "reference")
+    problem.lse.copy_(settled)
+    found = problem.run(k, sinks, "cuda")
+    assert torch.isfinite(found).all()
+    assert float((found.float() - expected).norm() / expected.norm()) < 2e-2
+    assert torch.allclose(problem.lse, settled, atol=2e-2)
+    problem.lse.copy_(settled)
+    assert torch.equal(problem.run(k, sinks, "cuda"), found)
+    assert not kernel.histogram.any() and not kernel.arrivals.any()
+
+
+def test_all_tokens_and_none() -> None:
+    """k beyond the tokens reads all of them; 0 reads the recent ones alone."""
+    problem = Problem.build((32, 8, 128), (9, 4), (40, 77), torch.bfloat16)
+    for k in (1 << 20, 0):
+        expected = problem.run(k, 0, "reference")
+        found = problem.run(k, 0, "cuda")
+        assert float((found.float() - expected).norm() / expected.norm()) < 2e-2
+
+
+def test_far_log_sum_exps_recover() -> None:
+    """From zeros, or from values that are far off, a few calls come to the queries' own."""
+    problem = Problem.build((32, 8, 128), (9,), (40,), torch.bfloat16)
+    problem.run(100, 0, "reference")
+    settled = problem.lse.clone()
+    for start in (0.0, 400.0, -400.0):
+        problem.lse.fill_(start)
+        for _ in range(10):
+            assert torch.isfinite(problem.run(100, 0, "auto")).all()
+        assert torch.allclose(problem.lse, settled, atol=2e-2)
+
+
+def test_chained_in_a_graph() -> None:
+    """Calls back to back in a captured graph, where each may start before the last has ended."""
+    problem = Problem.build((32, 8, 128), (60,), (150,), torch.bfloat16)
+    expected = [problem.run(500, 4, "auto").clone() for _ in range(3)][-1]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [problem.run(500, 4, "auto") for _ in range(8)]
+    for _ in range(5):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(float((x - expected).norm() / expected.norm()) < 1e-2 for x in results)

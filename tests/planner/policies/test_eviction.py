@@ -1,0 +1,141 @@
+"""Budgets of evictions: as tokens or shares, per layer, and hyperparameters from untrusted plans."""
+
+from dataclasses import replace
+
+import pytest
+
+from ridgeplan.planner.axes.draft_selection import SpecAttn
+from ridgeplan.planner.plan import Eviction, EvictionPolicy, KVCache, KVFormat, Plan, PlanError, Speculation, Workload
+from ridgeplan.planner.policies import EVICTIONS, evicted_to, eviction_settings
+from ridgeplan.planner.policies.eviction.budgets import aligned_budgets, kept_tokens
+from ridgeplan.planner.policies.eviction.pyramidkv import PyramidKVSettings
+from ridgeplan.planner.presets import PRESETS, preset
+from ridgeplan.planner.quality import published_loss
+from ridgeplan.planner.search.choice import preference
+from ridgeplan.planner.support import missing_execution
+
+WORKLOAD = Workload("m", "h", 4000)
+
+
+def evicting(policy="snapkv", **values):
+    return Plan(WORKLOAD, eviction=Eviction(EvictionPolicy(policy), **values))
+
+
+def test_sparse_drafts_need_layers_of_one_length():
+    drafts = Speculation(3, selection=SpecAttn())
+    for policy in ("snapkv", "dapq", "pyramidkv"):
+        assert not missing_execution(evicting(policy, budget=1000))
+        assert not missing_execution(replace(evicting(policy, budget=1000), speculation=Speculation(3)))
+    for policy in ("snapkv", "dapq"):
+        assert not missing_execution(replace(evicting(policy, budget=1000), speculation=drafts))
+    ragged = replace(evicting("pyramidkv", budget=1000), speculation=drafts)
+    assert missing_execution(ragged) == [
+        "draft selection 'specattn' after an eviction that leaves layers of different lengths"
+    ]
+    assert not missing_execution(replace(ragged, eviction=replace(ragged.eviction, budget=4000)))  # nothing is evicted
+
+
+def test_a_budget_is_in_tokens_or_a_share_of_the_context():
+    assert evicted_to(evicting(budget=100), 2) == (100, 100)
+    assert evicted_to(evicting(share=0.25), 2) == (1000, 1000)
+    assert evicted_to(evicting(budget=5000), 2) == evicted_to(evicting(share=1.0), 2) == (4000, 4000)
+    assert evicted_to(Plan(WORKLOAD), 2) == ()
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"budget": 0}, "budget is 0; allowed: 1 to"),
+        ({"budget": 10, "share": 0.5}, "budget is 10 and share 0.5; allowed: one of them"),
+        ({"share": 1.5}, "share"),
+        ({"budget": 10, "settings": {"window": [1]}}, "settings"),
+    ],
+)
+def test_wrong_budgets_are_named(values, message):
+    with pytest.raises(PlanError, match=message):
+        evicting(**values)
+
+
+def test_without_a_policy_there_is_nothing_to_set():
+    for values in ({"share": 0.5}, {"settings": {"window": 3}}):
+        with pytest.raises(PlanError, match="share or settings without a policy"):
+            Eviction(**values)
+
+
+@pytest.mark.parametrize("policy, settings", [("snapkv", {"window": 8}), ("dapq", {"prefix": 2, "suffix": 30})])
+def test_settings_travel_with_the_plan(policy, settings):
+    plan = Plan.from_json(evicting(policy, budget=100, settings=settings).to_json())
+    assert plan == evicting(policy, budget=100, settings=settings)
+    found = eviction_settings(plan)
+    assert {name: getattr(found, name) for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [({"windows": 8}, "snapkv settings: .*windows"), ({"window": 0}, "window"), ({"window": 1.5}, "window")],
+)
+def test_unknown_and_wrong_settings_are_named(settings, message):
+    with pytest.raises(PlanError, match=message):
+        evicted_to(evicting(budget=100, settings=settings), 2)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 7, 32])
+def test_pyramids_fall_evenly_to_a_twentieth_and_keep_the_mean(layers):
+    budgets = PyramidKVSettings(window=32).budgets(1032, layers)
+    assert sum(budgets) / layers == pytest.approx(1032, abs=0.5)
+    assert list(budgets) == sorted(budgets, reverse=True)
+    if layers > 1:
+        assert (budgets[0], budgets[-1]) == (32 + 2 * 1000 - 50, 32 + 50)
+
+
+def test_a_pyramid_smaller_than_its_window_is_flat():
+    assert PyramidKVSettings(window=32).budgets(20, 4) == (20, 20, 20, 20)
+
+
+def test_aligned_budgets_differ_by_whole_groups():
+    assert aligned_budgets((1966, 1024, 82), 1024, 128) == (1920, 1024, 128)
+    assert aligned_budgets((1998, 1024, 50), 1024, 128) == (2048, 1024, 128)  # 50 is nearer to 0
+    assert aligned_budgets((110, 90, 70), 90, 32) == (122, 90, 58)
+    assert aligned_budgets((94, 64, 34), 64, 128) == (64, 64, 64)
+    assert aligned_budgets((50, 30, 9), 30, 1) == (50, 30, 9)
+
+
+@pytest.mark.parametrize("group", [1, 32])
+@pytest.mark.parametrize("tokens", [1, 5, 31, 33, 64, 100, 257, 300, 1000])
+@pytest.mark.parametrize("wanted", [(250, 130, 40), (72, 40, 8)])
+def test_what_layers_keep(wanted, tokens, group):
+    budgets = aligned_budgets(wanted, sum(wanted) // 3, group)
+    kept = kept_tokens(tokens, budgets, group)
+    longest = min(tokens, max(budgets))
+    assert kept[0] == longest
+    for each, budget in zip(kept, budgets, strict=True):
+        assert 1 <= each <= max(min(budget, longest), group)
+        assert (longest - each) % group == 0
+        assert longest == each or each > budget - group  # not less than it must be
+
+
+def test_uniform_budgets_keep_all_they_can():
+    assert kept_tokens(500, (100, 100), 32) == (100, 100)
+    assert kept_tokens(70, (100, 100), 32) == (70, 70)
+
+
+def test_codes_align_layers_and_full_precision_does_not():
+    plan = evicting("pyramidkv", budget=300)
+    coded = replace(plan, kv=KVCache(KVFormat.INT8, 64))
+    assert len({each % 64 for each in evicted_to(coded, 8)}) == 1
+    assert len({each % 64 for each in evicted_to(plan, 8)}) > 1
+
+
+def test_what_loses_less_is_preferred_among_evictions():
+    def rank(name):
+        return preference(preset(name, WORKLOAD))
+
+    order = ["autoregressive", "dapq", "snapkv", "pyramidkv", "h2o", "streamingllm", "lacache", "expected-attention"]
+    assert sorted(order, key=rank) == order
+    assert published_loss(preset("autoregressive", WORKLOAD)) == 0
+    assert published_loss(preset("dapq", WORKLOAD)) == pytest.approx(1 - 77.56 / 96.65)
+
+
+def test_random_is_only_run_where_asked_for():
+    assert EVICTIONS["random"].executable
+    assert not any(make(WORKLOAD).eviction.policy == "random" for make in PRESETS.values())

@@ -1,0 +1,199 @@
+"""What sparse policies select, on values counted by hand: budgets, sinks, recent tokens, scores, and what grows old."""
+
+import pytest
+import torch
+
+from ridgeplan.planner.axes.draft_selection import draft_selection
+from ridgeplan.planner.plan import DraftCodes, KVFormat
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.runtime.drafting.policies import draft_policy
+from ridgeplan.runtime.drafting.policies.ranked import prompt_scores
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.config import KVCacheConfig
+
+SHAPE = ModelShape(
+    name="m", architecture="llama", layers=2, hidden=32, q_heads=4, kv_heads=2, head_dim=8, intermediate=32, vocab=16,
+    max_context=512,
+)  # fmt: skip
+
+
+def made(name, lengths, kv="bf16", codes="full", **options):
+    """A policy and its cache of 200 tokens, in groups of 32, with random keys and rows of these lengths."""
+    config = KVCacheConfig(len(lengths), 200, KVFormat(kv), 32, 3, DraftCodes(codes), draft_planes=codes == "upper")
+    cache = Cache(SHAPE, config, torch.device("cpu"), torch.float32)
+    cache.reset(len(lengths))
+    cache.lengths.copy_(torch.tensor(lengths))
+    cache.keys.copy_(torch.randn(cache.keys.shape, generator=torch.Generator().manual_seed(0)))
+    policy = draft_policy(draft_selection(name, **({"floor": 0, "sinks": 2, "recent": 10} | options)), cache)
+    policy.start()
+    return policy, cache
+
+
+def chosen(index, row=0, head=0):
+    return index.index[row, head, : index.count[row, head]].tolist()
+
+
+@pytest.mark.parametrize(
+    "length, options, old, budget",
+    [
+        (100, {"ratio": 0.25}, 90, 15),  # 25 of 100 tokens, of which 10 are recent
+        (100, {"ratio": 0.251}, 90, 16),  # rounded up
+        (100, {"ratio": 0.05}, 90, 2),  # less than the recent ones: the sinks remain
+        (100, {"ratio": 0.05, "floor": 40}, 90, 30),
+        (100, {"ratio": 0.05, "floor": 400}, 90, 90),  # more than there are
+        (8, {"ratio": 0.5}, 0, 0),  # all are recent
+    ],
+)
+def test_budgets_hold_the_recent_tokens_and_the_sinks(length, options, old, budget):
+    policy, _ = made("specattn", [length], **options)
+    assert (policy.old().tolist(), policy.budget().tolist()) == ([old], [budget])
+
+
+def test_tokens_in_codes_are_old_and_the_rest_is_recent():
+    """100 tokens hold 2 groups of 32 as codes and 36 in full precision, which leave 4 of 40."""
+    for kv, codes in (("int4x2", "upper"), ("bf16+int4", "upper"), ("int8", "full")):
+        policy, _ = made("specattn", [100], kv, codes, ratio=0.4)
+        assert (policy.old().tolist(), policy.budget().tolist()) == ([64], [4])
+        metadata = policy.draft_metadata(1)
+        assert (metadata.end - metadata.begin).tolist() == [36 + 2]  # with the first draft's token and its own
+        assert metadata.groups.tolist() == [2]
+    policy, _ = made("specattn", [100], ratio=0.4)
+    metadata = policy.draft_metadata(1)
+    assert (metadata.begin.tolist(), metadata.end.tolist(), metadata.groups) == ([90], [102], None)
+
+
+def test_sets_of_a_round_are_the_best_by_the_sum_over_heads_with_the_sinks():
+    policy, _ = made("specattn", [60, 30], ratio=0.25)  # 5 of 50, and 2 of 20
+    policy.scores.fill_(0.0)
+    policy.scores[1, 0, 0, [20, 31]] = torch.tensor([3.0, 9.0])
+    policy.scores[1, 0, 1, [20, 40, 55]] = torch.tensor([3.0, 4.0, 99.0])  # 55 is recent
+    policy.before_round()
+    query = torch.zeros(2, 1, 4, 8)
+    assert chosen(policy.select(1, query)) == [0, 1, 20, 31, 40]
+    assert chosen(policy.select(1, query), row=1) == [0, 1]
+    assert policy.select(1, query).index.shape[1] == 1
+
+
+def test_a_set_for_each_head_follows_its_own_scores():
+    policy, _ = made("specattn", [60], ratio=0.22, per_kv_head=True)  # 4 of 50
+    policy.scores.fill_(0.0)
+    policy.scores[0, 0, 0, [20, 31]] = 1.0
+    policy.scores[0, 0, 1, [7, 8]] = 1.0
+    policy.before_round()
+    index = policy.select(0, torch.zeros(1, 1, 4, 8))
+    assert (chosen(index), chosen(index, head=1)) == ([0, 1, 20, 31], [0, 1, 7, 8])
+
+
+def test_tokens_that_were_recent_when_others_were_scored_come_first_the_latest_before_others():
+    policy, _ = made("specattn", [60], ratio=0.25, per_kv_head=True)
+    policy.scores[:, :, :, :40] = 1e5  # more than any logits
+    policy.before_round()
+    assert chosen(policy.select(0, torch.zeros(1, 1, 4, 8))) == [0, 1, 47, 48, 49]
+
+
+def test_pages_are_ranked_by_their_mean():
+    policy, _ = made("specextend", [84], ratio=0.5, page=16)  # 64 old tokens in 4 pages, of which 22 tokens: 2 pages
+    policy.scores.fill_(0.0)
+    policy.scores[0, 0, 0, 16:32] = 1.0
+    policy.scores[0, 0, 0, 33] = 15.0
+    policy.before_round()
+    index = policy.select(0, torch.zeros(1, 1, 4, 8))
+    assert (chosen(index), index.page) == ([0, 1], 16)
+    assert policy.old().tolist() == [64]
+    assert policy.draft_metadata(0).begin.tolist() == [64]
+
+
+def test_verification_is_asked_for_the_rows_and_scores_of_the_plan():
+    for options, rows, what in (
+        ({}, "ends", "probabilities"),
+        ({"rows": "all", "score": "logits"}, "all", "logits"),
+    ):
+        policy, _ = made("specattn", [60], **options)
+        request = policy.target_metadata(4).scores(1)
+        assert (request.rows, request.what) == (rows, what)
+        assert request.out.data_ptr() == policy.scores[1].data_ptr()
+    assert made("specextend", [60])[0].target_metadata(4).scores(0).rows == "last"
+    for name in ("streamingllm", "quest", "snapkv", "oracle"):
+        assert made(name, [60])[0].target_metadata(4).scores is None
+
+
+def test_a_window_is_one_run_in_full_precision_and_an_index_of_codes():
+    policy, _ = made("streamingllm", [100], ratio=0.3)
+    policy.before_round()
+    assert policy.draft_metadata(0).begin.tolist() == [72]  # 28 latest tokens beside 2 sinks
+    assert chosen(policy.select(0, None)) == [0, 1]
+    policy, _ = made("streamingllm", [100], "int4x2", "upper", ratio=0.42)  # 42 tokens, 36 of them in the buffer
+    policy.before_round()
+    assert chosen(policy.select(0, None)) == [0, 1, 60, 61, 62, 63]
+
+
+def test_prompt_scores_are_the_attention_of_its_last_queries():
+    generator = torch.Generator().manual_seed(1)
+    queries, keys = (torch.randn(sizes, generator=generator) for sizes in ((3, 4, 8), (2, 20, 8)))
+    expected = torch.zeros(2, 20)
+    for place, query in enumerate(queries):  # the tokens 17, 18 and 19
+        for head in range(4):
+            seen = keys[head // 2, : 18 + place]
+            expected[head // 2, : 18 + place] += torch.softmax(seen @ query[head] / 8**0.5, 0)
+    positions = torch.arange(-20, 0)[None]
+    torch.testing.assert_close(prompt_scores(queries, keys, positions, "probabilities"), expected)
+    logits = torch.einsum("whd,hnd->hn", queries.unflatten(1, (2, 2)).sum(2), keys) / 8**0.5
+    torch.testing.assert_close(prompt_scores(queries, keys, positions, "logits"), logits)
+
+
+def test_queries_score_what_an_eviction_left_before_them():
+    """Of 20 tokens, one head keeps 3, 17 and 19, the other 18 and 19; the queries are of tokens 17, 18 and 19."""
+    kept = [[3, 17, 19], [18, 19, 19]]
+    generator = torch.Generator().manual_seed(1)
+    queries, keys = (torch.randn(sizes, generator=generator) for sizes in ((3, 2, 8), (2, 3, 8)))
+    scores = prompt_scores(queries, keys, torch.tensor(kept) - 20, "probabilities")
+    expected = torch.zeros(2, 3)
+    for head, places in enumerate(kept):
+        for token, query in zip((17, 18, 19), queries[:, head], strict=True):
+            seen = [index for index, place in enumerate(places) if place <= token]
+            if seen:
+                expected[head, seen] += torch.softmax(keys[head, seen] @ query / 8**0.5, 0)
+    torch.testing.assert_close(scores, expected)
+
+
+def test_a_prompts_set_stays_and_what_grows_old_joins_it():
+    policy, cache = made("snapkv", [60], ratio=0.25, window=1, pool=3)
+    keys = torch.zeros(2, 60, 8)
+    keys[:, 30] = 10.0  # pooled over its neighbours
+    policy.after_prefill(0, 0, torch.ones(1, 4, 8), keys, torch.arange(-60, 0)[None])
+    for length, joined in ((60, []), (63, [50, 51, 52])):
+        cache.lengths.fill_(length)
+        policy.before_round()
+        assert chosen(policy.select(0, None)) == [0, 1, 29, 30, 31, *joined]
+
+
+@pytest.mark.parametrize("kv, codes", [("bf16", "full"), ("bf16+int4", "upper"), ("int4x2", "upper")])
+def test_bounds_of_a_page_are_those_of_its_keys_when_it_grows_old(kv, codes):
+    """At 95 tokens one group is old; the next token makes it two, and the bounds are already there."""
+    policy, cache = made("quest", [95], kv, codes, ratio=0.5, page=16)
+    policy.before_round()
+    first = 0 if kv == "int4x2" else 32
+    keys = cache.keys[:, :, :, first : first + 32].clone()
+    cache.advance(torch.ones(1, dtype=torch.int32))
+    assert policy.old().tolist() == [64]
+    for half in range(2):
+        page = keys[:, :, :, 16 * half : 16 * half + 16]
+        torch.testing.assert_close(policy.bounds[:, :, :, 2 + half, 0], page.amin(3))
+        torch.testing.assert_close(policy.bounds[:, :, :, 2 + half, 1], page.amax(3))
+
+
+def test_every_query_and_head_chooses_for_itself():
+    """A key that one head's query points at is chosen by it alone, and is found by its 2-bit key too."""
+    for name, kv, codes in (("oracle", "bf16", "full"), ("oracle", "int8", "full"), ("progressive", "int4x2", "upper")):
+        policy, cache = made(name, [40], kv, codes, ratio=0.6)  # 42 of 70 tokens, of which 38 are recent
+        prompt = 0.1 * torch.randn(2, 70, 8, generator=torch.Generator().manual_seed(2))
+        prompt[0, 20], prompt[1, 9] = 3.0, 3.0
+        for layer in range(2):
+            cache.store_prompt(layer, 0, prompt, prompt)
+        cache.finish_prompt(0, 70)
+        policy.before_round()
+        index = policy.select(1, torch.ones(1, 1, 4, 8))
+        for head, expected in ((0, 20), (1, 9)):
+            found = chosen(index, head=head)
+            assert len(found) == 4, name
+            assert {0, 1, expected} <= set(found), name

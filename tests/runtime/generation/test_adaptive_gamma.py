@@ -1,0 +1,142 @@
+"""Rounds of different gammas in one generation: the output is the target's own, wherever gamma changes."""
+
+from itertools import cycle
+
+import pytest
+import torch
+
+from ridgeplan import runtime
+from ridgeplan.roofline.catalog.profile_lookup import shipped_profiles
+from ridgeplan.runtime import engine as engine_module
+from ridgeplan.runtime.sampling import SamplingParams
+
+NEW = 110  # with groups of 32: three flushes
+LENGTHS = [100, 37, 65]
+PATTERNS = {
+    "up and down": [0, 1, 4, 6, 4, 2],
+    "plain between": [6, 0, 0, 6, 0],
+    "mostly plain": [0, 0, 0, 0, 0, 0, 0, 1],
+}
+
+
+class Forced:
+    """Gammas in a given order, over and over."""
+
+    def __init__(self, gammas):
+        self._gammas = cycle(gammas)
+        self.seen = []
+
+    def next(self):
+        return next(self._gammas)
+
+    def add(self, gamma, rows):
+        self.seen.append((gamma, len(rows)))
+
+
+@pytest.fixture(scope="module")
+def profile():
+    """Rates by which drafts cost less than the target's steps."""
+    return next(one for one in shipped_profiles() if one.hardware.name == "h200")
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """Makes an engine's generations take gammas in a given order, read a round late as on a GPU."""
+    monkeypatch.setattr(engine_module.EagerRounds, "depth", 2)
+
+    def force(engine, gammas):
+        schedule = Forced(gammas)
+        monkeypatch.setattr(engine, "_schedule", lambda request: schedule)
+        return schedule
+
+    return force
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize(
+    "kv, draft_bits, agreeable",
+    [("int4x2", 16, True), ("int4x2", 4, False), ("bf16+int4", 4, True), ("bf16", 4, False)],
+)
+def test_changes_of_gamma_change_nothing(
+    kv, draft_bits, agreeable, pattern, tiny_model, make_plan, prompts, profile, forced
+):
+    folder, ids = tiny_model(agreeable=agreeable).folder, prompts(*LENGTHS)
+    plain = runtime.load(make_plan(kv, batch=3), folder).generate(ids, NEW)
+    engine = runtime.load(make_plan(kv, 6, batch=3, draft_bits=draft_bits, adaptive=True), folder, profile=profile)
+    schedule = forced(engine, pattern)
+    found = engine.generate(ids, NEW)
+    assert found.tokens == plain.tokens
+    assert found.statistics.flushes == plain.statistics.flushes
+    assert kv == "bf16" or found.statistics.flushes >= 9
+    assert [gamma for gamma, _ in schedule.seen] == [gamma for gamma, _ in zip(cycle(pattern), schedule.seen)]
+    assert {rows for _, rows in schedule.seen} == {3}
+    rounds_at = found.statistics.rounds_at
+    assert sum(rounds_at) == found.statistics.rounds
+    assert {gamma for gamma, count in enumerate(rounds_at) if count} == set(pattern)
+    assert agreeable or found.statistics.accepted < found.statistics.judged
+
+
+def test_tokens_drafted_and_judged_are_those_of_each_rounds_gamma(tiny_model, make_plan, prompts, profile, forced):
+    """Drafts that read what the target reads are all accepted, so every round is known."""
+    engine = runtime.load(make_plan("bf16", 6, adaptive=True), tiny_model().folder, profile=profile)
+    forced(engine, [0, 2, 6])
+    # 60 tokens after the prompt's own: 1, 3 and 7 five times, 1, 3, and the last.
+    statistics = engine.generate(prompts(40), 61).statistics
+    assert statistics.rounds_at == (6, 0, 6, 0, 0, 0, 6)
+    assert statistics.drafted == 2 * 6 + 6 * 6
+    # The last round needs one token alone, its first draft; the others are not compared.
+    assert statistics.judged_at == (12, 11, 5, 5, 5, 5)
+    assert statistics.acceptance == 1.0
+
+
+@pytest.mark.parametrize("agreeable", [True, False], ids=["agreeable", "contrary"])
+def test_its_own_choices_change_nothing_and_come_again(agreeable, tiny_model, make_plan, prompts, profile):
+    folder, ids = tiny_model(agreeable=agreeable).folder, prompts(*LENGTHS)
+    plain = runtime.load(make_plan("int4x2", batch=3), folder).generate(ids, NEW)
+    engine = runtime.load(make_plan("int4x2", 6, batch=3, adaptive=True), folder, profile=profile)
+    assert engine.generate(ids, NEW).tokens == plain.tokens
+    sampling = SamplingParams(temperature=1.0, seed=7)
+    first, second = (engine.generate(ids, NEW, sampling) for _ in range(2))
+    assert first.tokens == second.tokens
+    assert first.statistics.rounds_at == second.statistics.rounds_at
+
+
+def test_a_machine_without_rates_is_refused_before_loading(tiny_model, make_plan, monkeypatch):
+    from ridgeplan.planner import resolution
+    from ridgeplan.roofline.catalog.profile import ProfileError
+
+    monkeypatch.setattr(resolution, "existing_path", lambda path: None)
+    monkeypatch.setattr(resolution, "detect_hardware", lambda: None)
+    with pytest.raises(ProfileError, match="ridgeplan calibrate"):
+        runtime.load(make_plan("bf16", 2, adaptive=True), tiny_model().folder)
+    runtime.load(make_plan("bf16", 2), tiny_model().folder)
+
+
+def test_rates_and_lengths_of_the_request_decide(tiny_model, make_plan, prompts, profile, monkeypatch):
+    """The rates are those given, at the lengths and rows of the prompts instead of the plan's."""
+    asked = {}
+
+    def costs(plan, shape, used):
+        asked.update(workload=plan.workload, shape=shape, used=used)
+        return real(plan, shape, used)
+
+    real = engine_module.round_costs
+    monkeypatch.setattr(engine_module, "round_costs", costs)
+    engine = runtime.load(make_plan("int4x2", 4, batch=3, adaptive=True), tiny_model().folder, profile=profile)
+    engine.generate(prompts(100, 50), 9)
+    workload = asked["workload"]
+    assert (workload.context, workload.new_tokens, workload.batch) == (75, 9, 2)
+    assert asked["used"] is profile
+    assert asked["shape"].layers == 2
+
+
+def test_the_cache_has_room_for_the_largest_gamma(tiny_model, make_plan, prompts, profile, forced):
+    """To the last token of the plan's context, where a round of the largest gamma begins one token before the end."""
+    engine = runtime.load(
+        make_plan("int4x2", 6, context=60, new_tokens=70, adaptive=True), tiny_model().folder, profile=profile
+    )
+    forced(engine, [0, 6])
+    plain = runtime.load(make_plan("int4x2", context=60, new_tokens=70), tiny_model().folder)
+    ids = prompts(60)
+    assert engine.generate(ids, 70).tokens == plain.generate(ids, 70).tokens
+    assert torch.isfinite(engine.cache.keys).all()

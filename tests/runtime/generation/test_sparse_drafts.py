@@ -1,0 +1,108 @@
+"""Sparse drafts change the speed, never the output: every policy on every cache, across flushes, in ragged batches."""
+
+import functools
+from itertools import product
+
+import pytest
+
+from ridgeplan import runtime
+from ridgeplan.runtime.drafting.policies import POLICIES
+from ridgeplan.runtime.drafting.policies.base import DraftPolicy
+
+NEW = 75  # with groups of 32: two flushes or three
+LENGTHS = [100, 37, 65]
+SMALL = {"ratio": 0.2, "floor": 8, "sinks": 2, "recent": 6}
+SELECTIONS = {
+    "streamingllm": {},
+    "snapkv": {"window": 8, "pool": 3},
+    "quest": {},
+    "specextend": {"page": 16},
+    "specattn": {"score": "logits"},
+    "progressive": {},
+    "oracle": {},
+}
+CACHES = [("int4x2", None), ("bf16+int4", None), ("bf16+int4", "full"), ("int8", "full"), ("bf16", "full")]
+# 2-bit keys are those of codes, which a bf16 cache has none of.
+DRAFTED = [(*cache, name) for cache, name in product(CACHES, SELECTIONS) if (cache[0], name) != ("bf16", "progressive")]
+
+
+class Nonsense(DraftPolicy):
+    """Drafts read nothing but their own token."""
+
+    def draft_metadata(self, ahead, queries=1):
+        every = super().draft_metadata(ahead, queries)
+        return type(every)(every.positions, every.slots, every.end - 1, every.end, None, every.lower)
+
+
+def generate(plan, folder, prompts, new_tokens=NEW):
+    return runtime.load(plan, folder, device="cpu").generate(prompts, new_tokens)
+
+
+@pytest.fixture(scope="module")
+def once():
+    """`generate`, which gives the same result again for what it was asked before: plans are compared with one."""
+    return functools.cache(
+        lambda plan, folder, prompts, new_tokens=NEW: generate(plan, folder, list(map(list, prompts)), new_tokens)
+    )
+
+
+def frozen(prompts):
+    return tuple(map(tuple, prompts))
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model, make_plan, prompts):
+    """Tokens of plain decoding by the KV format that the target reads."""
+    folder = tiny_model(agreeable=True).folder
+    formats = {"bf16": "bf16", "bf16+int4": "bf16", "int8": "int8", "int4x2": "int8"}
+    made = {kv: generate(make_plan(kv, batch=3), folder, prompts(*LENGTHS)) for kv in set(formats.values())}
+    return {kv: made[target].tokens for kv, target in formats.items()}
+
+
+@pytest.mark.parametrize("kv, codes, selection", DRAFTED)
+def test_sparse_drafts_change_nothing(kv, codes, selection, plain, tiny_model, make_plan, prompts):
+    options = SMALL | SELECTIONS[selection]
+    plan = make_plan(kv, 3, batch=3, codes=codes, selection=selection, **options)
+    drafted = generate(plan, tiny_model(agreeable=True).folder, prompts(*LENGTHS))
+    assert drafted.tokens == plain[kv]
+    assert drafted.statistics.flushes >= (0 if kv == "bf16" else 6)
+    assert 0 < drafted.statistics.accepted < drafted.statistics.judged
+
+
+@pytest.mark.parametrize("kv, codes, selection", DRAFTED)
+def test_drafts_that_may_read_everything_do(kv, codes, selection, once, tiny_model, make_plan, prompts):
+    """With a ratio of 1 every draft reads what one that selects nothing reads, across flushes."""
+    folder, ids = tiny_model().folder, prompts(*LENGTHS)
+    options = SELECTIONS[selection] | {"ratio": 1.0}
+    every = once(make_plan(kv, 2, batch=3, codes=codes), folder, frozen(ids), 40)
+    chosen = generate(make_plan(kv, 2, batch=3, codes=codes, selection=selection, **options), folder, ids, 40)
+    assert chosen.tokens == every.tokens
+    counted = "judged", "accepted", "rounds", "flushes"
+    assert [getattr(chosen.statistics, name) for name in counted] == [
+        getattr(every.statistics, name) for name in counted
+    ]
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("kv, codes", [("int4x2", "upper"), ("bf16+int4", "full")])
+def test_drafts_choose_among_what_an_eviction_left(kv, codes, selection, once, tiny_model, make_plan, prompts):
+    """Output is that of the evicted target; and with a ratio of 1, drafts read all of its cache."""
+    folder, ids, small = tiny_model(agreeable=True).folder, prompts(*LENGTHS), SMALL | SELECTIONS[selection]
+    evicted = {"batch": 3, "evict": "dapq", "budget": 45}
+    plain = once(make_plan(kv, **evicted), folder, frozen(ids))
+    every = once(make_plan(kv, 3, codes=codes, **evicted), folder, frozen(ids))
+    few, all_of_it = (
+        generate(make_plan(kv, 3, codes=codes, selection=selection, **evicted, **options), folder, ids)
+        for options in (small, small | {"ratio": 1.0})
+    )
+    assert plain.tokens == every.tokens == few.tokens == all_of_it.tokens
+    assert all_of_it.statistics.accepted == every.statistics.accepted
+    assert few.statistics.accepted > 0
+
+
+def test_nonsense_is_corrected(plain, tiny_model, make_plan, prompts, monkeypatch):
+    monkeypatch.setitem(POLICIES, "streamingllm", Nonsense)
+    plan = make_plan("int4x2", 3, batch=3, selection="streamingllm")
+    drafted = generate(plan, tiny_model(agreeable=True).folder, prompts(*LENGTHS))
+    assert drafted.tokens == plain["int4x2"]
+    assert drafted.statistics.acceptance < 0.3

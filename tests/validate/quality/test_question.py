@@ -1,0 +1,77 @@
+"""Questions: plans by name and budget, workloads, and what is refused."""
+
+import pytest
+
+from ridgeplan.planner.plan import Plan, PlanError, Workload
+from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.runtime import UnsupportedPlan
+from ridgeplan.validate.quality.question import Question, label, named_plan, of_file, with_budgets
+from ridgeplan.validate.ruler.tasks import TASKS
+
+WORKLOAD = Workload("m", "this machine", 4000)
+
+
+def question(folder, *plans, **options):
+    return Question(str(folder), load_shape(str(folder)), plans, (512,), "text", "a text", **options)
+
+
+def test_presets_with_a_budget_are_made_once_for_each():
+    made = [label(make(WORKLOAD)) for make in with_budgets(["int8", "dapq", "quest"], [64, 9000])]
+    assert made == ["int8", "dapq 64", "dapq 4000", "quest 64", "quest 4000"]  # no more than the prompt has
+    assert [label(make(WORKLOAD)) for make in with_budgets(["dapq", "quantspec"], [])] == [
+        "dapq 1024", "quantspec gamma 4",
+    ]  # fmt: skip
+    with pytest.raises(PlanError, match="unknown preset"):
+        list(with_budgets(["dapk"], [64]))
+    with pytest.raises(PlanError, match="budget is 64; allowed: none, as int8 keeps and reads all tokens"):
+        named_plan("int8", 64)(WORKLOAD)
+
+
+def test_a_files_plan_is_made_for_other_lengths(tiny_folder):
+    plan = preset("int8", Workload("other", "h200", 100))
+    (plain, made) = question(tiny_folder, of_file(plan)).plans_at(512)
+    assert (plain.kv.target_bits, made.kv.target_bits) == (16, 8)
+    assert plain.workload == made.workload
+    assert made.workload.final_context == 512
+
+
+def test_plain_decoding_is_always_measured_and_once(tiny_folder):
+    assert question(tiny_folder).plans_at(512) == question(tiny_folder, Plan).plans_at(512)
+    assert len(question(tiny_folder, Plan, Plan).plans_at(512)) == 1
+
+
+def test_prompts_leave_room_for_the_longest_answer(tiny_folder):
+    # 16 tokens and one that is only predicted; 32 are generated for times; needles have answers of up to 128.
+    assert question(tiny_folder, tokens=16).workload(512).context == 512 - 32
+    assert question(tiny_folder, tokens=64).workload(512).context == 512 - 65
+    assert question(tiny_folder, tokens=16, tasks=(TASKS["vt"], TASKS["niah_single_1"])).headroom == 128
+
+
+def test_plans_that_are_only_estimated_are_left_out_with_a_line(tiny_folder):
+    asked = question(tiny_folder, named_plan("specontext"), named_plan("int8"))
+    (line,) = asked.refused()
+    assert line.startswith("specontext 383: the runtime cannot execute ")
+    assert [label(plan) for plan in asked.plans_at(4096)] == ["autoregressive", "int8"]
+    with pytest.raises(UnsupportedPlan, match="specontext"):
+        list(question(tiny_folder, named_plan("specontext")).refused())
+
+
+@pytest.mark.parametrize(
+    ("options", "context", "message"),
+    [
+        ({"tokens": 0}, 512, "tokens is 0; allowed: 1 to"),
+        ({"samples": 0}, 512, "samples is 0"),
+        ({"passages": -1}, 512, "passages is -1"),
+        ({"seed": -1}, 512, "seed is -1"),
+        ({"tokens": 600}, 601, "context is 601; allowed: more than 601"),
+        ({}, 16385, "context 16385 is beyond the model's limit of 16384; allowed: less, or YaRN"),
+    ],
+)
+def test_values_out_of_range_are_refused(tiny_folder, options, context, message):
+    with pytest.raises(PlanError, match=message):
+        question(tiny_folder, **options).workload(context)
+
+
+def test_yarn_reaches_beyond_the_limit(tiny_folder):
+    assert question(tiny_folder, yarn=True).workload(20000).yarn_factor == 1.5

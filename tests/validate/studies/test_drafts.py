@@ -1,0 +1,73 @@
+"""The study of sparse drafts: what it measures on a tiny model, by values that follow from what a draft reads."""
+
+import pytest
+
+from ridgeplan.planner.axes.draft_selection import SpecAttn
+from ridgeplan.runtime import WorkloadError
+from ridgeplan.validate.acceptance import Passage
+from ridgeplan.validate.studies.drafts import GAMMA, Draft, DraftAcceptance, drafts_of, study
+
+TEXT = "It was the best of times, it was the worst of times. " * 60
+CONTEXT, TOKENS = 300, 32  # 300 to 332 tokens: codes of 128, and of 256 from 384 on
+
+
+@pytest.fixture(scope="module")
+def found(tiny_folder):
+    asked = [
+        Draft("all", 1.0, "bf16"),
+        Draft("all", 1.0, "kv4"),
+        *(Draft(name, 0.999, "bf16") for name in ("specattn", "hindsight", "streamingllm", "snapkv")),
+        *(Draft(name, 0.999, "kv4") for name in ("quest", "progressive", "oracle")),
+        Draft("specattn", 0.4, "bf16"),
+        Draft("hindsight", 0.4, "bf16"),
+        Draft("streamingllm", 0.4, "bf16"),
+    ]
+    passage = Passage(TEXT, "cities", (CONTEXT,), TOKENS)
+    measured = study(str(tiny_folder), passage, asked, device="cpu")
+    return {(one.draft.policy, one.draft.ratio, one.draft.format): one for one in measured}
+
+
+def test_a_draft_that_reads_what_its_target_reads_is_always_accepted(found):
+    everything = found["all", 1.0, "bf16"]
+    assert everything.by_position == pytest.approx([1.0] * GAMMA, abs=1e-5)
+    assert everything.tokens_per_round == pytest.approx(GAMMA + 1, abs=1e-4)
+    assert everything.rounds == TOKENS // 8 - 1  # the first is not counted
+
+
+def test_policies_that_may_read_everything_agree_with_drafts_that_do(found):
+    for policy in ("specattn", "hindsight", "streamingllm", "snapkv"):
+        assert found[policy, 0.999, "bf16"].mean == pytest.approx(1.0, abs=2e-3), policy
+    for policy in ("quest", "progressive", "oracle"):
+        assert found[policy, 0.999, "kv4"].mean == pytest.approx(found["all", 1.0, "kv4"].mean, abs=2e-3), policy
+
+
+def test_fewer_tokens_agree_less(found):
+    for policy in ("specattn", "hindsight", "streamingllm"):
+        assert found[policy, 0.4, "bf16"].mean < found[policy, 0.999, "bf16"].mean - 1e-3
+    assert found["hindsight", 0.4, "bf16"].mean >= found["streamingllm", 0.4, "bf16"].mean
+
+
+def test_tokens_of_a_round_are_one_and_each_draft_whose_predecessors_are_accepted():
+    measured = DraftAcceptance(Draft("quest", 0.1, "bf16"), 100, 3, (0.5, 0.8))
+    assert measured.mean == pytest.approx(0.65)
+    assert measured.tokens_per_round == pytest.approx(1 + 0.5 + 0.5 * 0.8)
+
+
+def test_every_combination_is_measured_and_formats_without_selection():
+    found = drafts_of(("specattn-heads", "quest"), (0.03, 0.07), ("bf16", "w4kv4"))
+    assert found[0] == Draft("all", 1.0, "w4kv4")
+    assert len(found) == len(set(found)) == 1 + 2 * 2 * 2
+    assert found[1].selection == SpecAttn(ratio=0.03, floor=0, per_kv_head=True)
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        ((("best",), (0.1,), ("bf16",)), "'best' is none of: streamingllm, snapkv"),
+        ((("quest",), (0.1,), ("fp8",)), "'fp8' is none of: bf16, kv4, w4kv4"),
+        ((("quest",), (1.0,), ("bf16",)), "ratio is 1.0; allowed: above 0 and below 1"),
+    ],
+)
+def test_wrong_names_and_ratios_are_named(asked, message):
+    with pytest.raises(WorkloadError, match=message):
+        drafts_of(*asked)

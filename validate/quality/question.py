@@ -1,0 +1,125 @@
+"""What a quality run measures: a model, plans, contexts, a text and tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ridgeplan.planner.plan import MAX_TOKENS, Plan, PlanError, Workload, require
+from ridgeplan.planner.policies.selection.all import autoregressive
+from ridgeplan.planner.presets import preset, preset_name
+from ridgeplan.planner.resolution import yarn_factor
+from ridgeplan.planner.support import missing_execution
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.runtime.errors import UnsupportedPlan
+from ridgeplan.validate.ruler.task import Task
+
+PlanMaker = Callable[[Workload], Plan]
+TIMED_TOKENS = 32  # generated to measure the time per token
+MAX_TOKENS_MEASURED = 1 << 16
+MAX_SAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is measured. Raises PlanError for counts out of range.
+
+    plans: make each plan for a workload. contexts: tokens of whole sequences, with what is measured or generated.
+    passages: of the text, each measured on `tokens` tokens at its end. samples: prompts of each task. only_solved:
+    leave out the tasks that plain decoding does not solve, once it has been measured.
+    """
+
+    model: str
+    shape: ModelShape
+    plans: tuple[PlanMaker, ...]
+    contexts: tuple[int, ...]
+    text: str
+    text_name: str
+    passages: int = 4
+    tokens: int = 128
+    tasks: tuple[Task, ...] = ()
+    samples: int = 5
+    seed: int = 0
+    only_solved: bool = False
+    yarn: bool = False
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        limits = {"tokens": MAX_TOKENS_MEASURED, "passages": MAX_SAMPLES, "samples": MAX_SAMPLES}
+        for name, most in limits.items():
+            value = getattr(self, name)
+            require(1 <= value <= most, f"{name} is {value}; allowed: 1 to {most}")
+        require(0 <= self.seed < 1 << 31, f"seed is {self.seed}; allowed: 0 to {(1 << 31) - 1}")
+
+    @property
+    def headroom(self) -> int:
+        """Tokens after a prompt: of a passage, or of the longest answer."""
+        return max(self.tokens + 1, TIMED_TOKENS, *(task.new_tokens for task in self.tasks))
+
+    def workload(self, context: int) -> Workload:
+        """Sequences of `context` tokens. Raises PlanError for one that is too short, or too long without YaRN."""
+        factor = yarn_factor(self.shape, context)
+        require(
+            context > self.headroom,
+            f"context is {context}; allowed: more than {self.headroom}, which are measured or generated",
+        )
+        require(
+            factor == 1 or self.yarn,
+            f"context {context} is beyond the model's limit of {self.shape.max_context}; allowed: less, or YaRN",
+        )
+        prompt = context - self.headroom
+        return Workload(self.shape.name, "this machine", prompt, self.headroom, yarn_factor=factor)
+
+    def plans_at(self, context: int) -> tuple[Plan, ...]:
+        """Plain decoding, with which the others are compared, then the plans that the runtime executes."""
+        workload = self.workload(context)
+        made = (make(workload) for make in self.plans)
+        return tuple(dict.fromkeys([autoregressive(workload), *(one for one in made if not missing_execution(one))]))
+
+    def refused(self) -> Iterator[str]:
+        """A line for each plan that the runtime cannot execute. Raises UnsupportedPlan if there are no others."""
+        plans = [make(self.workload(self.contexts[0])) for make in self.plans]
+        lines = [f"{label(one)}: the runtime cannot execute {', '.join(missing_execution(one))}"
+                 for one in plans if missing_execution(one)]  # fmt: skip
+        if plans and len(lines) == len(plans):
+            raise UnsupportedPlan("; ".join(lines))
+        yield from lines
+
+
+def label(plan: Plan) -> str:
+    """A plan's name, with its budget and gamma."""
+    budgets = (plan.eviction.tokens(plan.workload.context), plan.attention.budget)
+    gamma = f"gamma {plan.speculation.gamma}" if plan.speculation.active else ""
+    return " ".join([preset_name(plan), *(str(budget) for budget in budgets if budget), *([gamma] if gamma else [])])
+
+
+def named_plan(name: str, budget: int | None = None) -> PlanMaker:
+    """A maker of a preset's plan, with another budget of its eviction or selection. Raises PlanError when it is run."""
+
+    def make(workload: Workload) -> Plan:
+        plan = preset(name, workload)
+        return plan if budget is None else _with_budget(plan, name, budget)
+
+    return make
+
+
+def of_file(plan: Plan) -> PlanMaker:
+    """A maker of a file's plan for other lengths."""
+    return lambda workload: replace(plan, workload=workload)
+
+
+def with_budgets(names: Sequence[str], budgets: Sequence[int]) -> Iterator[PlanMaker]:
+    """Presets, those with a budget once for each of `budgets`."""
+    for name in names:
+        plan = preset(name, Workload("any", "any", MAX_TOKENS // 2))
+        has_budget = plan.eviction.active or plan.attention.budget
+        yield from (named_plan(name, budget) for budget in ((has_budget and budgets) or (None,)))
+
+
+def _with_budget(plan: Plan, name: str, budget: int) -> Plan:
+    kept = min(budget, plan.workload.context)
+    if plan.eviction.active:
+        return replace(plan, eviction=replace(plan.eviction, budget=kept, share=0.0))
+    if plan.attention.budget:
+        return replace(plan, attention=replace(plan.attention, budget=kept))
+    raise PlanError(f"budget is {budget}; allowed: none, as {name} keeps and reads all tokens")

@@ -1,0 +1,265 @@
+"""What DapQ rests on: queries follow positions more than content, so pseudo queries find what will be read.
+
+Measured as in the paper: similarity of queries under the same or another content and position (Table 1), over offsets
+(Figure 2b), recall of the prompt tokens that the true continuation reads most (Equations 1 to 3, Figure 3), and
+similarity of attention (Table 8). The true continuation is the text's own, as greedy text of small models repeats
+itself; scores are means over the query heads of a KV head (docs/papers.md, DapQ-1).
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from ridgeplan.planner.plan import MAX_TOKENS, Workload, require
+from ridgeplan.planner.policies.selection.all import autoregressive
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.runtime import load
+from ridgeplan.runtime.engine import Engine
+from ridgeplan.validate.progress import Progress, silent
+from ridgeplan.validate.prompts import prompt_batch
+from ridgeplan.validate.studies.recorded import RecordedPrompt, Recording
+
+PSEUDO_TOKENS = 32  # queries that are compared, section 3.1
+SINKS = 4
+OFFSETS = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+PREFIX_SHARE = 8  # of a window, one token in eight is the prompt's first: 4 of 32, section 5.1
+RECALL_WINDOWS, BUDGETS = (8, 16, 32, 64), (64, 128, 256)
+ATTENTION_WINDOWS = (1, 2, 4, 8, 16, 32, 64)
+DAPQ, DAPQ_RANDOM, SNAPKV, STREAMING = "dapq", "dapq-random", "snapkv", "streamingllm"
+NONSENSE = "Sorry, I don't know. "  # the paper's other content, A.1
+
+Figures = dict[tuple[Any, ...], float]  # by kind and what it depends on
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens of a prompt and of its continuation, and how many of them. Raises PlanError for values out of range."""
+
+    context: int = 4096
+    response: int = 128
+    passages: int = 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        least, most = 2 * max(BUDGETS), MAX_TOKENS
+        require(least <= self.context <= most, f"context is {self.context}; allowed: {least} to {most}")
+        allowed = PSEUDO_TOKENS, 1 << 12
+        require(
+            allowed[0] <= self.response <= allowed[1],
+            f"response is {self.response}; allowed: {allowed[0]} to {allowed[1]} tokens",
+        )
+        require(1 <= self.passages <= 1 << 12, f"passages is {self.passages}; allowed: 1 to {1 << 12}")
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Token ids of a prompt and of the text's own continuation; other: those of another content."""
+
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+    other: tuple[int, ...]
+    noise: tuple[int, ...]  # drawn from the vocabulary
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the paper finds, and whether it holds here."""
+
+    text: str
+    holds: bool
+    detail: str
+
+
+def study_passage(engine: Engine, passage: Passage) -> Figures:
+    """All figures of one passage, by ("similarity", content, position, when), ("offset", tokens), and so on."""
+    recorded = RecordedPrompt(engine, passage.prompt)
+    truth = recorded.ask(passage.response, recorded.length, attention=True)
+    windows = dict(_windows(recorded, passage))
+    return {
+        **_similarities(recorded, passage, truth),
+        **_offsets(recorded, passage, truth),
+        **_recalls(truth, windows, recorded.length),
+        **_attentions(truth, windows),
+    }
+
+
+def study(
+    model: str, shape: ModelShape, text: str, sizes: Sizes, device: str | None = None, on_progress: Progress = silent
+) -> list[Figures]:
+    """The figures of every passage. Raises what `ridgeplan.runtime.load` raises, and PromptError for a short text."""
+    workload = Workload(shape.name, "this machine", sizes.context, sizes.response + max(RECALL_WINDOWS))
+    engine = load(autoregressive(workload), model, device=device)
+    batches = prompt_batch(engine.tokenizer, sizes.context + sizes.response, sizes.passages, text)
+    other, vocab = engine.tokenizer.encode(NONSENSE, add_special_tokens=False), engine.config.shape.vocab
+    found = []
+    for index, passage in enumerate(passages(batches, sizes.response, other, vocab, sizes.seed)):
+        on_progress(f"passage {index + 1}", index, sizes.passages)
+        found.append(study_passage(engine, passage))
+    engine.close()
+    return found
+
+
+def similarity(queries: Tensor, others: Tensor) -> float:
+    """Mean cosine of queries [layers, tokens, q_heads, head_dim] and others, each with its counterpart."""
+    return float(cosine_similarity(queries.float(), others.float(), dim=-1).mean())
+
+
+def top(attention: Tensor, budget: int) -> Tensor:
+    """Whether a prompt token is among the `budget` with the highest sums over tokens: bool [layers, kv_heads, prompt].
+
+    attention: [layers, tokens, kv_heads, prompt] (Equations 1 and 2).
+    """
+    scores = attention.sum(1)
+    kept = scores.topk(min(budget, scores.shape[-1]), dim=-1).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, kept, value=True)
+
+
+def recall(gold: Tensor, kept: Tensor) -> float:
+    """Share of the gold tokens that are kept, both bool [layers, kv_heads, prompt] (Equation 3)."""
+    return float((gold & kept).sum() / gold.sum())
+
+
+def streaming(gold: Tensor, budget: int) -> Tensor:
+    """The first few and the latest tokens, `budget` in all, in the shape of `gold`."""
+    kept = torch.zeros_like(gold)
+    kept[..., :SINKS] = True
+    kept[..., gold.shape[-1] - (budget - SINKS) :] = True
+    return kept
+
+
+def pseudo_tokens(prompt: Sequence[int], count: int) -> tuple[int, ...]:
+    """The prompt's first and last tokens, `count` in all."""
+    first = count // PREFIX_SHARE
+    return (*prompt[:first], *prompt[len(prompt) - (count - first) :])
+
+
+def passages(
+    batches: Iterable[Sequence[int]], response: int, other: Sequence[int], vocab: int, seed: int
+) -> Iterator[Passage]:
+    """Each batch of token ids, with a response of `response` tokens at its end."""
+    for index, ids in enumerate(batches):
+        noise = random.Random(f"{seed} {index}").choices(range(vocab), k=max(RECALL_WINDOWS))
+        repeated = (tuple(other) * PSEUDO_TOKENS)[:PSEUDO_TOKENS]
+        yield Passage(tuple(ids[:-response]), tuple(ids[-response:]), repeated, tuple(noise))
+
+
+def summary(found: Sequence[Figures]) -> list[dict[str, Any]]:
+    """Mean and standard deviation over passages of every figure, as JSON values."""
+    return [
+        {
+            "figure": list(key),
+            "mean": statistics.fmean(one[key] for one in found),
+            "deviation": statistics.pstdev(one[key] for one in found),
+        }
+        for key in found[0]
+    ]
+
+
+def claims(found: Sequence[Figures]) -> list[Claim]:
+    """The paper's findings, each true or false of the means over passages."""
+    mean = {key: statistics.fmean(one[key] for one in found) for key in found[0]}
+    return [*_similarity_claims(mean), *_recall_claims(mean), *_attention_claims(mean)]
+
+
+def _similarities(recorded: RecordedPrompt, passage: Passage, truth: Recording) -> Figures:
+    contents = {
+        "same": passage.response[:PSEUDO_TOKENS],
+        "other": passage.other,
+        "random": passage.noise[:PSEUDO_TOKENS],
+    }
+    decoder = recorded.engine.decoder
+    wanted = _first(truth, PSEUDO_TOKENS)
+    found = {}
+    for content, tokens in contents.items():
+        for position, start in (("same", recorded.length), ("other", 0)):
+            asked = recorded.ask(tokens, start)
+            pairs = {"after": (wanted.queries, asked.queries),
+                     "before": (wanted.before_rope(decoder), asked.before_rope(decoder))}  # fmt: skip
+            for when, (one, other) in pairs.items():
+                found["similarity", content, position, when] = similarity(one, other)
+    return found
+
+
+def _offsets(recorded: RecordedPrompt, passage: Passage, truth: Recording) -> Figures:
+    """The true tokens, `offset` positions before their own."""
+    wanted, tokens = _first(truth, PSEUDO_TOKENS).queries, passage.response[:PSEUDO_TOKENS]
+    return {
+        ("offset", offset): similarity(wanted, recorded.ask(tokens, recorded.length - offset).queries)
+        for offset in OFFSETS
+        if offset <= recorded.length
+    }
+
+
+def _windows(recorded: RecordedPrompt, passage: Passage) -> Iterator[tuple[tuple[str, int], Tensor]]:
+    """Attention [layers, window, kv_heads, prompt] of each method's observation window."""
+    last = recorded.last(max(ATTENTION_WINDOWS), passage.prompt).attention
+    noise = recorded.ask(passage.noise, recorded.length, attention=True).attention
+    assert last is not None and noise is not None, "both were wanted"
+    for window in ATTENTION_WINDOWS:
+        yield (SNAPKV, window), last[:, -window:]
+        yield (DAPQ_RANDOM, window), noise[:, :window]
+        own = recorded.ask(pseudo_tokens(passage.prompt, window), recorded.length, attention=True).attention
+        assert own is not None, "it was wanted"
+        yield (DAPQ, window), own
+
+
+def _recalls(truth: Recording, windows: dict[tuple[str, int], Tensor], prompt: int) -> Figures:
+    assert truth.attention is not None, "it was wanted"
+    found: Figures = {}
+    for budget in (one for one in BUDGETS if one < prompt):
+        gold = top(truth.attention, budget)
+        for (method, window), attention in windows.items():
+            if window in RECALL_WINDOWS:
+                found["recall", method, window, budget] = recall(gold, top(attention, budget))
+        for window in RECALL_WINDOWS:
+            found["recall", STREAMING, window, budget] = recall(gold, streaming(gold, budget))
+    return found
+
+
+def _attentions(truth: Recording, windows: dict[tuple[str, int], Tensor]) -> Figures:
+    assert truth.attention is not None, "it was wanted"
+    wanted = truth.attention.mean(1)
+    return {
+        ("attention", method, window): similarity(wanted, attention.mean(1))
+        for (method, window), attention in windows.items()
+    }
+
+
+def _first(recording: Recording, count: int) -> Recording:
+    return Recording(recording.queries[:, :count], recording.positions[:count])
+
+
+def _similarity_claims(mean: Figures) -> Iterator[Claim]:
+    position, content = mean["similarity", "other", "same", "after"], mean["similarity", "same", "other", "after"]
+    yield Claim("after RoPE, the position alone makes queries more alike than the content alone (Table 1)",
+                position > content, f"{position:.4f} and {content:.4f}")  # fmt: skip
+    curve = [value for (kind, *_), value in mean.items() if kind == "offset"]
+    falls = all(one >= other for one, other in pairwise(curve))
+    yield Claim("similarity falls with every larger offset (Figure 2b)", falls, " ".join(f"{one:.3f}" for one in curve))
+
+
+def _recall_claims(mean: Figures) -> Iterator[Claim]:
+    for better, worse in ((DAPQ, SNAPKV), (SNAPKV, STREAMING), (DAPQ_RANDOM, SNAPKV)):
+        yield _everywhere("recall", better, worse, "Figure 3", mean)
+
+
+def _attention_claims(mean: Figures) -> Iterator[Claim]:
+    yield _everywhere("attention", DAPQ, SNAPKV, "Table 8", mean)
+
+
+def _everywhere(kind: str, better: str, worse: str, where: str, mean: Figures) -> Claim:
+    """Whether one method's figure is above another's in every case."""
+    cases = [key[2:] for key in mean if key[:2] == (kind, better)]
+    won = [case for case in cases if mean[(kind, better, *case)] > mean[(kind, worse, *case)]]
+    return Claim(
+        f"{kind}: {better} above {worse} ({where})", len(won) == len(cases), f"in {len(won)} of {len(cases)} cases"
+    )

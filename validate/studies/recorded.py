@@ -1,0 +1,121 @@
+"""Queries and attention of a model over a cached prompt, for any tokens at any positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.layer.rope import rotate
+from ridgeplan.runtime import WorkloadError
+from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.metadata import AttentionMetadata
+from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model.prefill import prefill
+
+TOGETHER = 16  # queries of one pass, the most that the attention kernels take
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """What some tokens asked for. queries: [layers, tokens, q_heads, head_dim], after RoPE. positions: [tokens].
+
+    attention: float32 [layers, tokens, kv_heads, prompt], the softmax weights of each token over the prompt and the
+    tokens up to itself, of which the prompt's part is kept; mean over the query heads of a KV head.
+    """
+
+    queries: Tensor
+    positions: Tensor
+    attention: Tensor | None = None
+
+    def before_rope(self, decoder: Decoder) -> Tensor:
+        """The queries before their rotation, up to YaRN's factor: rotated back by the angles of their positions."""
+        cos, sin = decoder.rotary(self.positions)
+        return rotate(self.queries.float(), cos, -sin)
+
+
+class _Recorder(Decoder):
+    """A decoder that keeps the queries of its passes."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.config, self.frequencies = decoder.config, decoder.frequencies
+        self.queries: list[Tensor] = []
+
+    def _attend(self, index: int, cache: Cache, metadata: AttentionMetadata, q: Tensor) -> Tensor:
+        self.queries.append(q[0].clone())
+        return super()._attend(index, cache, metadata, q)
+
+
+class RecordedPrompt:
+    """A prompt in an engine's full-precision cache. Passes over it leave no trace in it."""
+
+    def __init__(self, engine: Engine, prompt: Sequence[int]) -> None:
+        """engine: of plain decoding. Raises WorkloadError for a closed one, and for a model with sliding windows."""
+        if engine.cache is None:
+            raise WorkloadError("the engine is closed; load it again")
+        if any(engine.decoder.config.windows):
+            raise WorkloadError("the model has sliding windows; allowed: models whose layers read every token")
+        self.engine, self.cache, self.length = engine, engine.cache, len(prompt)
+        self.cache.reset(1)
+        ids = torch.tensor(prompt, device=engine.device)
+        with torch.inference_mode():
+            prefill(engine.decoder, engine.weights, self.cache, 0, ids)
+
+    @torch.inference_mode()
+    def ask(self, tokens: Sequence[int], start: int, *, attention: bool = False) -> Recording:
+        """Runs tokens, the first at position `start`, over the whole prompt, with attention if wanted."""
+        return self._over(tokens, start, self.length, attention)
+
+    @torch.inference_mode()
+    def last(self, count: int, prompt: Sequence[int]) -> Recording:
+        """The prompt's own last `count` tokens, each over those up to itself."""
+        own = slice(self.length - count, self.length)
+        # This pass writes the same keys and values once more, and rounds them otherwise than prefill did.
+        stored = [store[:, 0, :, own].clone() for store in (self.cache.keys, self.cache.values)]
+        found = self._over(prompt[-count:], own.start, own.start, attention=True)
+        for store, kept in zip((self.cache.keys, self.cache.values), stored, strict=True):
+            store[:, 0, :, own] = kept
+        assert found.attention is not None, "it was wanted"
+        return found
+
+    def _over(self, tokens: Sequence[int], start: int, cached: int, attention: bool) -> Recording:
+        recorder, engine = _Recorder(self.engine.decoder), self.engine
+        ids = torch.tensor(list(tokens), device=engine.device)
+        positions = torch.arange(start, start + len(ids), device=engine.device)
+        chunks = []
+        for first in range(0, len(ids), TOGETHER):
+            part = slice(first, first + TOGETHER)
+            self.cache.finish_prompt(0, cached + first)
+            metadata = replace(self.cache.target_metadata(len(ids[part])), positions=positions[None, part])
+            recorder.step(engine.weights, self.cache, ids[None, part], metadata)
+            chunks.append(torch.stack(recorder.queries))
+            recorder.queries.clear()
+        queries = torch.cat(chunks, dim=1)
+        weights = self._attention(queries, cached) if attention else None
+        self.cache.finish_prompt(0, self.length)
+        return Recording(queries, positions, weights)
+
+    def _attention(self, queries: Tensor, cached: int) -> Tensor:
+        """Of queries whose own tokens lie in the cache from slot `cached` on."""
+        found = []
+        for layer, asked in enumerate(queries):
+            keys = self.cache.full(layer)[0][0, :, : cached + len(asked)]
+            found.append(attention_weights(asked, keys)[..., : self.length])
+        return torch.stack(found)
+
+
+def attention_weights(queries: Tensor, keys: Tensor) -> Tensor:
+    """Causal softmax weights float32 [tokens, kv_heads, keys]; mean over the query heads of a KV head.
+
+    queries: [tokens, q_heads, head_dim], of the last tokens; keys: [kv_heads, keys, head_dim]. Each token sees the keys
+    up to its own.
+    """
+    tokens, kv_heads, count = len(queries), *keys.shape[:2]
+    grouped = queries.float().unflatten(1, (kv_heads, -1))
+    scores = torch.einsum("tkgd,knd->tkgn", grouped, keys.float()) * queries.shape[-1] ** -0.5
+    own = torch.arange(count - tokens, count, device=keys.device)
+    unseen = torch.arange(count, device=keys.device) > own[:, None]
+    return scores.masked_fill(unseen[:, None, None], float("-inf")).softmax(-1).mean(2)
