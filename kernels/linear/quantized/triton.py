@@ -3,6 +3,8 @@
 They run where the CUDA kernel does not: on GPUs before Hopper, in float32, and for more rows than it supports.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -15,8 +17,35 @@ from ridgeplan.kernels.linear.quantized.schedule import MAX_ROWS
 from ridgeplan.kernels.linear.schedule import TILE_OUTPUTS
 from ridgeplan.roofline.execution import DENSE_COPY_BYTES
 
-PRODUCT_TILES = 2  # output tiles per program
 COPY_TILES = 4
+SUM_OUTPUTS = 512  # outputs per program that adds up splits
+
+
+@dataclass(frozen=True)
+class SplitKConfig:
+    """Launch parameters of a product: output tiles and rows of x per program, and how far the inputs are split.
+
+    The inputs are split, up to `max_splits` ways, until there are `programs`: few rows leave a GPU idle otherwise.
+    Splits do not depend on the GPU, nor do, therefore, the sums.
+    """
+
+    tiles: int
+    rows: int
+    max_splits: int
+    programs: int
+    warps: int
+    stages: int
+
+    def splits(self, tile_programs: int, chunks: int) -> int:
+        """Ways to split chunks of inputs where one way would have `tile_programs` programs; a power of 2."""
+        wanted = triton.next_power_of_2(triton.cdiv(self.programs, tile_programs))
+        return min(self.max_splits, wanted, triton.next_power_of_2(chunks))
+
+
+# The fastest of a sweep on an H100 over 4096 x 4096, 10240 x 8192 and 2048 x 8192 (docs/kernels/linear.md).
+FEW_ROWS = SplitKConfig(tiles=4, rows=16, max_splits=16, programs=2048, warps=1, stages=2)
+MANY_ROWS = SplitKConfig(tiles=4, rows=64, max_splits=8, programs=512, warps=4, stages=4)
+FLOAT32 = SplitKConfig(tiles=2, rows=16, max_splits=16, programs=512, warps=4, stages=3)  # larger ones spill registers
 
 
 @triton.jit
@@ -77,14 +106,19 @@ def _product_kernel(
     CHUNK: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """ROWS rows of x times TILES output tiles; lower: the second plane of 8-bit weights."""
+    """ROWS rows of x times TILES output tiles, of one of SPLITS ranges of inputs, into out [SPLITS, rows, outputs].
+
+    lower: the second plane of 8-bit weights.
+    """
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
     safe = tl.minimum(tiles, output_tiles - 1).to(tl.int64)
     tile_words = inputs // GROUP * (2 * GROUP + 16)
     acc = tl.zeros((ROWS, 16 * TILES), tl.float32)
-    for step in range(inputs // CHUNK):
+    steps, split = inputs // CHUNK, tl.program_id(2)
+    for step in range(split * steps // SPLITS, (split + 1) * steps // SPLITS):
         columns = step * CHUNK + tl.arange(0, CHUNK)
         own = tl.load(x + row[:, None].to(tl.int64) * inputs + columns[None, :], mask=row[:, None] < rows, other=0.0)
         if INTERPRETED:  # the interpreter multiplies the bit patterns of bf16 (triton-lang/triton#11584)
@@ -96,8 +130,19 @@ def _product_kernel(
     output = tl.program_id(0) * TILES * 16 + tl.arange(0, 16 * TILES)
     if bias is not None:
         acc += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
-    at = out + row[:, None].to(tl.int64) * outputs + output[None, :]
+    at = out + (split.to(tl.int64) * rows + row[:, None]) * outputs + output[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(row[:, None] < rows) & (output[None, :] < outputs))
+
+
+@triton.jit(do_not_specialize=["total"])
+def _sum_kernel(partial, bias, out, total, outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds up partial [SPLITS, total], in the same order every time, and the bias of each of its rows of outputs."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    split = tl.arange(0, SPLITS).to(tl.int64)
+    acc = tl.sum(tl.load(partial + split[:, None] * total + at[None, :], mask=at[None, :] < total, other=0.0), 0)
+    if bias is not None:
+        acc += tl.load(bias + at % outputs, mask=at < total, other=0.0).to(tl.float32)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=at < total)
 
 
 @triton.jit
@@ -126,14 +171,43 @@ def _copy_kernel(
     tl.store(at, weight.to(out.dtype.element_ty), mask=first_tile * 16 + output[:, None] < outputs)
 
 
+def config_of(x: Tensor) -> SplitKConfig:
+    """The launch parameters for x [rows, inputs]."""
+    if x.dtype == torch.float32:
+        return FLOAT32
+    return FEW_ROWS if len(x) <= FEW_ROWS.rows else MANY_ROWS
+
+
 def linear_quantized_triton(x: Tensor, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> Tensor:
-    """See `ridgeplan.kernels.linear.quantized.linear_quantized`; x [rows, inputs]."""
+    """See `ridgeplan.kernels.linear.quantized.linear_quantized`; x [rows, inputs].
+
+    The sums of splits, written and read once more, are small and stay in the L2 cache.
+    """
     out = torch.empty(len(x), weight.outputs, dtype=x.dtype, device=x.device)
     if len(x) > MAX_ROWS:
         return _through_copies(x, weight, bias, out)
-    block = 16 if len(x) <= 16 else 64
+    config = config_of(x)
+    splits = config.splits(
+        triton.cdiv(weight.outputs, TILE_OUTPUTS * config.tiles), weight.inputs // min(weight.group, CHUNK)
+    )
+    if splits == 1:
+        _product(x, weight, bias, out[None], config)
+        return out
+    partial = torch.empty(splits, *out.shape, dtype=torch.float32, device=x.device)
+    _product(x, weight, None, partial, config)
+    blocks = triton.cdiv(out.numel(), SUM_OUTPUTS)
+    _sum_kernel[(blocks,)](
+        partial, bias, out, out.numel(), weight.outputs, SPLITS=splits, BLOCK=SUM_OUTPUTS, num_warps=4
+    )
+    return out
+
+
+def _product(
+    x: Tensor, weight: Int4Weight | Int8Weight, bias: Tensor | None, out: Tensor, config: SplitKConfig
+) -> None:
+    """Writes the sums of each split of the inputs into out [splits, rows, outputs]."""
     packed, lower = _words(weight)
-    grid = (triton.cdiv(len(packed), PRODUCT_TILES), triton.cdiv(len(x), block))
+    grid = (triton.cdiv(len(packed), config.tiles), triton.cdiv(len(x), config.rows), len(out))
     _product_kernel[grid](
         x.contiguous(),
         packed,
@@ -146,12 +220,12 @@ def linear_quantized_triton(x: Tensor, weight: Int4Weight | Int8Weight, bias: Te
         len(packed),
         GROUP=weight.group,
         CHUNK=min(weight.group, CHUNK),
-        TILES=PRODUCT_TILES,
-        ROWS=block,
-        num_warps=4,
-        num_stages=3,
+        TILES=config.tiles,
+        ROWS=config.rows,
+        SPLITS=len(out),
+        num_warps=config.warps,
+        num_stages=config.stages,
     )
-    return out
 
 
 def dequantize_tiles(weight: Int4Weight | Int8Weight, first_tile: int, out: Tensor) -> None:
