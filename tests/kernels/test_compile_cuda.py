@@ -19,7 +19,8 @@ from ridgeplan.kernels.device.kernel_params import KernelParams
 from ridgeplan.kernels.device.nvrtc import include_options, program
 from ridgeplan.kernels.kv_cache import quantize_cuda
 from ridgeplan.kernels.linear import cuda_launch as linear
-from ridgeplan.kernels.linear import dense_schedule, int4_schedule
+from ridgeplan.kernels.linear.dense import schedule as dense_schedule
+from ridgeplan.kernels.linear.quantized import schedule as quantized_schedule
 from ridgeplan.kernels.linear.schedule import DeviceLimits, LinearSchedule
 from ridgeplan.kernels.sampling import top_k_top_p_cuda as top_k_top_p
 from ridgeplan.kernels.sparse_attention import cuda_launch
@@ -149,8 +150,9 @@ def test_dense_products(rows: int, inputs: int, gated: bool, compile_cuda: Compi
         (256, 16, 4096, False), (64, 8, 14336, False), (32, 16, 8192, False),
     ],
 )  # fmt: skip
-def test_int4_products(group: int, rows: int, inputs: int, gated: bool, compile_cuda: Compile) -> None:
-    schedule = int4_schedule.make_schedule(rows, 4096, inputs, group, rows > 1, gated, H200)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_products(bits: int, group: int, rows: int, inputs: int, gated: bool, compile_cuda: Compile) -> None:
+    schedule = quantized_schedule.make_schedule(rows, 4096, inputs, group, rows > 1, gated, H200, bits)
     assert linear_kernel(compile_cuda, schedule).spilled == 0
 
 

@@ -13,6 +13,7 @@ import torch
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.profile import Profile, Rates
 from ridgeplan.roofline.execution import GATHER_ROW_BYTES
+from ridgeplan.roofline.latency import linear_kind
 from ridgeplan.validate import machine
 from ridgeplan.validate.calibration import attention as attention_trials
 from ridgeplan.validate.calibration import elementwise as step_trials
@@ -129,7 +130,7 @@ def _portable(bench: Bench, suite: Suite, num_sms: int, ceilings: Ceilings) -> d
 
 def portable_trials(bench: Bench, suite: Suite, num_sms: int) -> Iterator[Trial]:
     """Trials of Triton's and the library's kernels, at some of the suite's sizes."""
-    yield from linear_trials.portable_trials(bench, suite.linear_shapes[::4], suite.int4_rows[::3])
+    yield from linear_trials.portable_trials(bench, suite.linear_shapes[::4], suite.quantized_rows[::3])
     for sizes in suite.decode_sizes().values():
         few = [size for size in sizes if size.batch != suite.batches[-1] and size.queries in suite.queries[::2]]
         yield from attention_trials.decode_trials(bench, few[::7], num_sms, "triton")
@@ -138,10 +139,14 @@ def portable_trials(bench: Bench, suite: Suite, num_sms: int) -> Iterator[Trial]
 def class_trials(bench: Bench, suite: Suite, num_sms: int) -> Mapping[str, Iterable[Trial]]:
     """The trials of every class, created lazily."""
     linear, attention, step = linear_trials, attention_trials, step_trials
+    quantized_shapes = (*suite.linear_shapes, *suite.head_shapes)
     return {
         "linear": linear.dense_trials(bench, "linear", suite.linear_shapes, suite.linear_rows),
         "head": linear.dense_trials(bench, "head", suite.head_shapes, suite.head_rows),
-        "linear_int4": linear.int4_trials(bench, (*suite.linear_shapes, *suite.head_shapes), suite.int4_rows),
+        **{
+            linear_kind(bits): linear.quantized_trials(bench, bits, quantized_shapes, suite.quantized_rows)
+            for bits in (4, 8)
+        },
         **{kind: attention.decode_trials(bench, items, num_sms) for kind, items in suite.decode_sizes().items()},
         "elementwise": (
             trial

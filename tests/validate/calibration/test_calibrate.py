@@ -17,7 +17,7 @@ from ridgeplan.roofline.catalog.profile import Profile, load_profile
 from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
 from ridgeplan.roofline.latency import KERNEL_CLASSES
 from ridgeplan.validate.calibration.attention import DecodeSize, Heads, decode_trial
-from ridgeplan.validate.calibration.linear import int4_trials
+from ridgeplan.validate.calibration.linear import quantized_trials
 from ridgeplan.validate.calibration.profile import class_trials
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
 from ridgeplan.validate.random_decoder import llama_like_shape
@@ -25,7 +25,7 @@ from ridgeplan.validate.timing import Bench, Trial
 
 TINY = Suite(
     pool_bytes=8 << 20, trial_s=0.002, matmul_size=128,
-    linear_shapes=((64, 64), (256, 128)), linear_rows=(1, 5), int4_rows=(1,),
+    linear_shapes=((64, 64), (256, 128)), linear_rows=(1, 5), quantized_rows=(1,),
     head_shapes=((512, 64),), head_rows=(1,),
     heads=(Heads(3, 1, 32), Heads(2, 1, 128)), batches=(1, 2), tokens=(64, 512), queries=(1, 5),
     prefill_shapes=((64, 64),), prefill_rows=(64, 128), prefill_tokens=(64,),
@@ -49,7 +49,7 @@ def profile(calibrated: tuple[Profile, list[tuple[str, int, int]]]) -> Profile:
 
 
 def test_every_class_is_measured(profile: Profile) -> None:
-    not_executed = {"linear_int8", "grouped_linear", "attention_mla"}
+    not_executed = {"grouped_linear", "attention_mla"}
     assert set(KERNEL_CLASSES) - set(profile.classes) == {*not_executed, "gap"}  # a CPU's rounds have no such gaps
     assert profile.source == "calibrated"
     assert not profile.asynchronous
@@ -147,7 +147,7 @@ def test_caches_that_a_trial_rotates_over_amount_to_what_is_asked(bench: Bench, 
 
 
 def test_packed_weights_rotate(bench: Bench) -> None:
-    (trial,) = int4_trials(bench, [(128, 128)], [1])
+    (trial,) = quantized_trials(bench, 4, [(128, 128)], [1])
     assert trial.variants > 100
 
 
