@@ -78,7 +78,12 @@ class SparseVariant:
 
     def shared_bytes(self, buffers: int) -> int:
         """Dynamic shared memory of a CTA whose warps have `buffers` bytes each, and later their results in it."""
-        return WARPS * max(buffers, 4 * self.heads * self.head_dim)
+        return WARPS * max(buffers, 4 * self.entries)
+
+    @property
+    def entries(self) -> int:
+        """Sums over values of a partial result; query heads come in pairs."""
+        return (self.heads + 1) // 2 * 2 * self.head_dim
 
 
 def parts_of(rows: int, num_sms: int) -> int:
@@ -117,7 +122,7 @@ class SparseKernel:
         rows = codes.batch * codes.kv_heads
         parts = parts_of(rows, self.num_sms)
         heads = torch.empty(3, rows, parts, self.variant.heads, dtype=torch.float32, device=q.device)
-        partial = torch.empty(*heads.shape[1:], q.shape[3], dtype=torch.float32, device=q.device)
+        partial = torch.empty(rows, parts, self.variant.entries, dtype=torch.float32, device=q.device)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         fields = {
             **NO_CHOICE,

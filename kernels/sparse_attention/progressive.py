@@ -1,7 +1,5 @@
 """Progressive precision: the query chooses tokens by their 2-bit keys and reads the 4-bit codes of the chosen ones."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -31,7 +29,7 @@ def progressive_attention(
     max_k: int,
     sinks: int = 0,
     scale: float | None = None,
-    backend: Backend | Literal["cuda"] = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Attention of one query per row to the k quantized tokens that its 2-bit scores rank first -> [B, 1, Hq, D].
 
@@ -40,13 +38,13 @@ def progressive_attention(
     tokens each KV head chooses of its row's first `groups` groups, at most max_k. The first `sinks` tokens are always
     among them. The chosen ones are read as INT4.
 
-    On Hopper, where it supports the shapes, "auto" is one fused kernel ("cuda" is no other). It reads the tokens whose
-    score reaches `threshold`, float32 [B, Hkv] on the device, -inf at first: the k-th best score of the call before, of
-    which it leaves the next one's, in steps of 1/16 of a power of two. So about k tokens are read, the first time all.
-    The other kernels choose the k best, and use no threshold. Calls of the fused kernel on one device must not overlap.
+    On Hopper, where it supports the shapes, backend "auto" is one fused kernel. It reads the tokens whose score reaches
+    `threshold`, float32 [B, Hkv] on the device, -inf at first: the k-th best score of the call before, of which it leaves
+    the next one's, in steps of 1/16 of a power of two. So about k tokens are read, the first time all. The other kernels
+    choose the k best, and use no threshold. Calls of the fused kernel on one device must not overlap.
 
-    Raises ValueError as `two_bit_scores` and `sparse_decode_attention` do, for k that is not int32 [B], for another
-    threshold, and for "cuda" where it does not support the device or the shapes.
+    Raises ValueError as `two_bit_scores` and `sparse_decode_attention` do, for k that is not int32 [B], and for another
+    threshold.
     """
     check_scan(q, codes, planes, groups, lse)
     require_rows(codes.batch, torch.int32, begin=begin, end=end, k=k)
@@ -54,9 +52,7 @@ def progressive_attention(
     if threshold.dtype != torch.float32 or threshold.shape != sets or not threshold.is_contiguous():
         raise ValueError(f"threshold is {threshold.dtype} {list(threshold.shape)}; allowed: float32 {list(sets)}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    kernel = find_kernel(q, keys, values, codes) if backend in ("auto", "cuda") else None
-    if kernel is None and backend == "cuda":
-        raise ValueError("backend 'cuda' needs Hopper, bf16 or fp16, and codes of 128 tokens")
+    kernel = find_kernel(q, keys, values, codes) if backend == "auto" else None
     if kernel is not None:
         return progressive_attention_cuda(
             kernel, q, keys, values, (begin, end, groups), codes, planes, k, lse, threshold, sinks, scale

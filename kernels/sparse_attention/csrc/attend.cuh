@@ -145,7 +145,7 @@ __device__ __forceinline__ void attend_slots(
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 32; i++) {
         u32 q[4], k[4];
-        load_words<true>(q, query.q + 32 * i + 8 * c);
+        ld_shared(q, query.q + 32 * i + 8 * c);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             load_words<true>(k, keys + i64(min(slot + 8 * r + g, end - 1)) * p.key_stride * 8 + 32 * i + 8 * c);

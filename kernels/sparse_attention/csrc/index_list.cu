@@ -78,7 +78,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) index_list(const __grid
     pdl_launch_dependents();
     pdl_wait();
 
-    const Query query(p, row / p.kv_heads, row % p.kv_heads);
+    if (warp == 0) shared.queries.copy(p, row / p.kv_heads, row % p.kv_heads);
+    __syncthreads();
+    const Query query(shared.queries);
     if (warp == 0) shared.attending.store<ChosenTokens::PLANES, true>(query);
     __syncthreads();
     Partial partial;

@@ -116,7 +116,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) progressive(const __gri
 
     const int num_groups = min(__ldcg(p.groups + row / p.kv_heads), p.group_capacity);
     const int own_groups = num_groups > part ? (num_groups - part + p.parts - 1) / p.parts : 0;
-    const Query query(p, row / p.kv_heads, row % p.kv_heads);
+    if (warp == 0) shared.queries.copy(p, row / p.kv_heads, row % p.kv_heads);
+    __syncthreads();
+    const Query query(shared.queries);
     if (warp == 0) choice.scanning.store<Scan::PLANES, false>(query);
     if (warp == 1) shared.attending.store<ChosenTokens::PLANES, true>(query);
     __syncthreads();

@@ -14,21 +14,41 @@ template <int PLANES> struct Runs {
     }
 };
 
+// The row's queries in shared memory. Rows are apart by a piece of 16 bytes, so that lanes that read one channel of
+// several heads use different banks.
+struct __align__(16) Queries {
+    u16 of_head[HEADS][HEAD_DIM + 8];
+
+    // By one warp: each CTA reads them once, as all CTAs of a row read the same few sectors of the L2 cache.
+    __device__ __forceinline__ void copy(const SparseParams& p, int b, int kv_head) {
+        constexpr int PIECES = HEAD_DIM / 8;
+        for (int i = threadIdx.x % 32; i < HEADS * PIECES; i += 32) {
+            const i64 head = i64(kv_head) * HEADS + i / PIECES;
+            u32 x[4];
+            load_words<true>(x, p.q + (i64(b) * p.q_batch_stride + head * p.q_head_stride + i % PIECES) * 8);
+            st_shared(&of_head[i / PIECES][i % PIECES * 8], x);
+        }
+    }
+};
+
 // 2 ** exponent is at least the largest |q| of the lane's head, so that q / 2 ** exponent times finite scales is finite.
 struct Query {
-    const u16* q;  // of the lane's head; any other, if the head does not exist
+    const u16* q;  // of the lane's head, in shared memory; any other, if the head does not exist
     bool exists;
     int exponent;
 
-    __device__ __forceinline__ Query(const SparseParams& p, int b, int kv_head) {
+    __device__ __forceinline__ Query(const Queries& queries) {
         const int g = threadIdx.x % 32 / 4;
         exists = g < HEADS;
-        const i64 head = i64(kv_head) * HEADS + (exists ? g : 0);
-        q = p.q + (i64(b) * p.q_batch_stride + head * p.q_head_stride) * 8;
+        q = queries.of_head[exists ? g : 0];
         float largest = 0;
-        for (int i = threadIdx.x % 4 * 2; i < HEAD_DIM; i += 8) {
-            const u32 pair = load<true, u32>(q + i);
-            largest = fmaxf(largest, fmaxf(fabsf(Elem::low_to_float(pair)), fabsf(Elem::high_to_float(pair))));
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM; i += 32) {
+            u32 x[4];
+            ld_shared(x, q + i + threadIdx.x % 4 * 8);
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                largest = fmaxf(largest, fmaxf(fabsf(Elem::low_to_float(x[j])), fabsf(Elem::high_to_float(x[j]))));
         }
         largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, 2));
@@ -48,7 +68,7 @@ struct __align__(16) LaneQueries {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             u32 x[2], y[2];
-            load_words<true>(x, query.q + Runs<PLANES>::channel(i, threadIdx.x % 4));
+            ld_shared(x, query.q + Runs<PLANES>::channel(i, threadIdx.x % 4));
 #pragma unroll
             for (int h = 0; h < 2; h++)
                 y[h] = floats_to_half2(Elem::low_to_float(x[h]) * shrink, Elem::high_to_float(x[h]) * shrink);

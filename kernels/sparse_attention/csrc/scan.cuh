@@ -86,31 +86,43 @@ struct Scan {
         u32 bytes[COUNT];
         float slope[2], start[2];
         scale_queries(bytes, slope, start, stage);
+        // Two tiles at a time, as products of one depend on each other.
 #pragma unroll
-        for (int tile = 0; tile < GROUP / 16; tile++) {
-            u32 top[WORDS], bottom[WORDS];
-            load_shared(top, &stage.codes[16 * tile + g][4 * WORDS * c]);
-            load_shared(bottom, &stage.codes[16 * tile + 8 + g][4 * WORDS * c]);
-            int x[4] = {ZERO_BITS, ZERO_BITS, ZERO_BITS, ZERO_BITS};
+        for (int tile = 0; tile < GROUP / 16; tile += 2) {
+            u32 words[4][WORDS];
+#pragma unroll
+            for (int r = 0; r < 4; r++) load_shared(words[r], &stage.codes[16 * tile + 8 * r + g][4 * WORDS * c]);
+            int x[2][4];
+#pragma unroll
+            for (int i = 0; i < 8; i++) x[i / 4][i % 4] = ZERO_BITS;
 #pragma unroll
             for (int i = 0; i < COUNT; i += 2)
-                mma_bytes(x, part(top, i), part(bottom, i), part(top, i + 1), part(bottom, i + 1), bytes[i],
-                          bytes[i + 1]);
-            float of_token[2];  // tokens g and g + 8
 #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const float even = exp2_approx(fmaf(__int_as_float(x[2 * r]), slope[0], start[0]));
-                const float odd = exp2_approx(fmaf(__int_as_float(x[2 * r + 1]), slope[1], start[1]));
-                sums[0] += even, sums[1] += odd;
-                of_token[r] = even + odd;
+                for (int t = 0; t < 2; t++)
+                    mma_bytes(x[t], part(words[2 * t], i), part(words[2 * t + 1], i), part(words[2 * t], i + 1),
+                              part(words[2 * t + 1], i + 1), bytes[i], bytes[i + 1]);
+#pragma unroll
+            for (int t = 0; t < 2; t++) {
+                const float own_token = probability(x[t], slope, start);
+                if (c < 2) scores[16 * (tile + t) + 8 * c + g] = own_token;
             }
-            // Even lanes take token g, odd ones g + 8.
-            const bool is_odd = c % 2;
-            float own_token = is_odd ? of_token[1] : of_token[0];
-            own_token += __shfl_xor_sync(FULL_MASK, is_odd ? of_token[0] : of_token[1], 1);
-            if (HEADS > 4) own_token += __shfl_xor_sync(FULL_MASK, own_token, 2);
-            if (c < 2) scores[16 * tile + 8 * c + g] = own_token;
         }
+    }
+    // Of tokens g and g + 8, the sum over the heads of one: lanes of even c return token g's, odd ones the other's.
+    __device__ __forceinline__ float probability(const int (&x)[4], const float (&slope)[2], const float (&start)[2]) {
+        float of_token[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float even = exp2_approx(fmaf(__int_as_float(x[2 * r]), slope[0], start[0]));
+            const float odd = exp2_approx(fmaf(__int_as_float(x[2 * r + 1]), slope[1], start[1]));
+            sums[0] += even, sums[1] += odd;
+            of_token[r] = even + odd;
+        }
+        const bool is_odd = threadIdx.x % 2;
+        float own_token = is_odd ? of_token[1] : of_token[0];
+        own_token += __shfl_xor_sync(FULL_MASK, is_odd ? of_token[0] : of_token[1], 1);
+        if (HEADS > 4) own_token += __shfl_xor_sync(FULL_MASK, own_token, 2);
+        return own_token;
     }
     // Codes of run i, in bytes; those of odd parts of the channels times 4.
     __device__ __forceinline__ static u32 part(const u32 (&words)[WORDS], int i) {

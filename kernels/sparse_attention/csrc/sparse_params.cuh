@@ -7,7 +7,7 @@ struct SparseParams {
     const u16 *q, *keys, *values;
     const int *begin, *end, *groups;  // per batch row: visible full-precision slots, visible quantized groups
     u32* arrivals;                    // [row], zero before and after the call; a row is a (batch row, KV head)
-    float* partial;                   // [row, part, HEADS, HEAD_DIM], relative to part_max
+    float* partial;                   // [row, part, entry], see partial_results.cuh; relative to part_max
     float *part_max, *part_sum;       // [row, part, HEADS]
     u16* out;                         // [batch, q_heads, HEAD_DIM]
     const u8* value_rows;

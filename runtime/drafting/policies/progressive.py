@@ -25,7 +25,7 @@ class Progressive(PerQueryPolicy):
         super().__init__(selection, cache)
         sizes = (cache.layers, cache.config.batch, cache.q_heads)
         self.lse = torch.zeros(sizes, dtype=torch.float32, device=cache.lengths.device)
-        self.threshold = torch.empty(*sizes[:2], cache.config.kv_heads, dtype=torch.float32, device=self.lse.device)
+        self.threshold = torch.empty(*sizes[:2], cache.kv_heads, dtype=torch.float32, device=self.lse.device)
 
     def start(self) -> None:
         self.lse.zero_()

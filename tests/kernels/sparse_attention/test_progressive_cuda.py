@@ -1,7 +1,6 @@
 """The fused kernel of progressive attention against the reference, with queries so sharp that ties weigh nothing."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import pytest
 import torch
@@ -47,7 +46,7 @@ class Problem:
 
         batch, capacity = len(groups), max(groups) + 1
         codes = QuantizedKV.allocate(batch, kv_heads, capacity, 128, head_dim, "cuda", lower=False)
-        zero = torch.zeros(batch, dtype=torch.int32, device="cuda")
+        zero = torch.zeros(batch, dtype=torch.int32, device="auto")
         stored = random(2, batch, kv_heads, capacity * 128, head_dim)
         quantize(stored[0] + 2, stored[1], codes, zero)
         planes = DraftPlanes.allocate(codes)
@@ -55,11 +54,11 @@ class Problem:
         q = SHARPNESS * random(batch, 1, q_heads, head_dim)
         keys, values = random(2, batch, kv_heads, max(end) + 5, head_dim)
         ends, visible = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (end, groups))
-        lse = torch.zeros(batch, q_heads, device="cuda")
-        threshold = torch.full((batch, kv_heads), -torch.inf, device="cuda")
+        lse = torch.zeros(batch, q_heads, device="auto")
+        threshold = torch.full((batch, kv_heads), -torch.inf, device="auto")
         return cls(codes, planes, q, keys, values, zero + 1, ends, visible, lse, threshold)
 
-    def run(self, k: int, sinks: int, backend: Backend | Literal["cuda"]) -> Tensor:
+    def run(self, k: int, sinks: int, backend: Backend) -> Tensor:
         wanted = torch.full_like(self.groups, k)
         exact = backend == "reference"
         q, keys, values = (x.float() if exact else x for x in (self.q, self.keys, self.values))
@@ -94,18 +93,18 @@ def test_against_the_reference(
     assert kernel is not None
     everything = problem.run(1 << 20, sinks, "reference")
     settled = problem.lse.clone()
-    assert relative_error(problem.run(k, sinks, "cuda"), everything) < 2e-2
+    assert relative_error(problem.run(k, sinks, "auto"), everything) < 2e-2
     assert torch.allclose(problem.lse, settled, atol=LSE_NOISE)
-    problem.run(k, sinks, "cuda")
+    problem.run(k, sinks, "auto")
     before = problem.lse.clone(), problem.threshold.clone()
     expected = problem.run(k, sinks, "reference")
     problem.lse.copy_(before[0])
-    found = problem.run(k, sinks, "cuda")
+    found = problem.run(k, sinks, "auto")
     assert torch.isfinite(found).all()
     assert relative_error(found, expected) < 2e-2
     for state, own in zip((problem.lse, problem.threshold), before, strict=True):
         state.copy_(own)
-    assert torch.equal(problem.run(k, sinks, "cuda"), found)
+    assert torch.equal(problem.run(k, sinks, "auto"), found)
     assert not any(counter.any() for counter in kernel.counters.values())
 
 
@@ -121,7 +120,7 @@ def test_the_threshold_is_the_score_of_rank_k(
     """Of the tokens after the sinks: about k - sinks exact scores reach it. Rows without groups keep theirs."""
     problem = Problem.build(heads, groups, end, dtype)
     for _ in range(2):
-        problem.run(k, sinks, "cuda")
+        problem.run(k, sinks, "auto")
     scores = two_bit_scores(problem.q, problem.codes, problem.planes, problem.groups, problem.lse, backend="reference")
     for b, count in enumerate(groups):
         if not count:
@@ -141,7 +140,7 @@ def test_all_tokens_and_none() -> None:
     for k in (1 << 20, 0):
         expected = problem.run(k, 0, "reference")
         for _ in range(2):
-            found = problem.run(k, 0, "cuda")
+            found = problem.run(k, 0, "auto")
         assert relative_error(found, expected) < 2e-2
 
 
@@ -153,17 +152,17 @@ def test_far_log_sum_exps_recover() -> None:
     for start in (0.0, 400.0, -400.0):
         problem.lse.fill_(start)
         for _ in range(10):
-            assert torch.isfinite(problem.run(100, 0, "cuda")).all()
+            assert torch.isfinite(problem.run(100, 0, "auto")).all()
         assert torch.allclose(problem.lse, settled, atol=LSE_NOISE)
 
 
 def test_chained_in_a_graph() -> None:
     """Calls back to back in a captured graph, where each may start before the last has ended."""
     problem = Problem.build((32, 8, 128), (60,), (150,), torch.bfloat16)
-    expected = [problem.run(500, 4, "cuda").clone() for _ in range(3)][-1]
+    expected = [problem.run(500, 4, "auto").clone() for _ in range(3)][-1]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = [problem.run(500, 4, "cuda") for _ in range(8)]
+        results = [problem.run(500, 4, "auto") for _ in range(8)]
     for _ in range(5):
         graph.replay()
         torch.cuda.synchronize()
