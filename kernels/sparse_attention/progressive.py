@@ -38,10 +38,10 @@ def progressive_attention(
     tokens each KV head chooses of its row's first `groups` groups, at most max_k. The first `sinks` tokens are always
     among them. The chosen ones are read as INT4.
 
-    On Hopper, where it supports the shapes, backend "auto" is one fused kernel. It reads the tokens whose score reaches
-    `threshold`, float32 [B, Hkv] on the device, -inf at first: the k-th best score of the call before, of which it leaves
-    the next one's, in steps of 1/16 of a power of two. So about k tokens are read, the first time all. The other kernels
-    choose the k best, and use no threshold. Calls of the fused kernel on one device must not overlap.
+    On Hopper, where it supports the shapes, backend "auto" is one fused kernel. It reads the tokens whose score
+    reaches `threshold`, float32 [B, Hkv] on the device, -inf at first: the k-th best score of the call before, of which
+    it leaves the next one's, in steps of 1/16 of a power of two. So about k tokens are read, the first time all. The
+    other kernels choose the k best, and use no threshold. Calls of the fused kernel on one device must not overlap.
 
     Raises ValueError as `two_bit_scores` and `sparse_decode_attention` do, for k that is not int32 [B], and for another
     threshold.

@@ -46,7 +46,7 @@ class Problem:
 
         batch, capacity = len(groups), max(groups) + 1
         codes = QuantizedKV.allocate(batch, kv_heads, capacity, 128, head_dim, "cuda", lower=False)
-        zero = torch.zeros(batch, dtype=torch.int32, device="auto")
+        zero = torch.zeros(batch, dtype=torch.int32, device="cuda")
         stored = random(2, batch, kv_heads, capacity * 128, head_dim)
         quantize(stored[0] + 2, stored[1], codes, zero)
         planes = DraftPlanes.allocate(codes)
@@ -54,8 +54,8 @@ class Problem:
         q = SHARPNESS * random(batch, 1, q_heads, head_dim)
         keys, values = random(2, batch, kv_heads, max(end) + 5, head_dim)
         ends, visible = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (end, groups))
-        lse = torch.zeros(batch, q_heads, device="auto")
-        threshold = torch.full((batch, kv_heads), -torch.inf, device="auto")
+        lse = torch.zeros(batch, q_heads, device="cuda")
+        threshold = torch.full((batch, kv_heads), -torch.inf, device="cuda")
         return cls(codes, planes, q, keys, values, zero + 1, ends, visible, lse, threshold)
 
     def run(self, k: int, sinks: int, backend: Backend) -> Tensor:
