@@ -31,6 +31,11 @@ class Progressive(PerQueryPolicy):
         self.lse.zero_()
         self.threshold.fill_(-torch.inf)
 
+    def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
+        metadata = super().draft_metadata(ahead, queries)
+        self.groups = self.old_tokens // self.cache.config.group
+        return metadata
+
     def query_scores(self, layer: int, query: Tensor) -> Tensor:
         return two_bit_scores(query, self.cache.codes(layer), *self._scanned(layer))
 
@@ -41,7 +46,7 @@ class Progressive(PerQueryPolicy):
         (planes, groups, lse), rows = self._scanned(layer), self.cache.rows
         return progressive_attention(
             query, *self.cache.full(layer), metadata.begin, metadata.end, self.cache.codes(layer), planes, groups,
-            self.budget()[:rows], lse, self.threshold[layer, :rows], max_k=self.max_budget,
+            self.budgets, lse, self.threshold[layer, :rows], max_k=self.max_budget,
             sinks=self.selection.sinks,
         )  # fmt: skip
 
@@ -49,4 +54,4 @@ class Progressive(PerQueryPolicy):
         """The 2-bit keys of a layer, the groups of each row that are scanned, and the weights of the query heads."""
         rows, planes = self.cache.rows, self.cache.planes(layer)
         assert planes is not None, "plans that choose by 2-bit keys hold codes"
-        return planes, self.old()[:rows] // self.cache.config.group, self.lse[layer, :rows]
+        return planes, self.groups, self.lse[layer, :rows]
