@@ -63,6 +63,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         MODEL,
     ),
+    "planner.export": ({"planner", "planner.acceptance", "roofline", "roofline.catalog"}, MODEL),
     "planner.published": (
         {"planner", "planner.acceptance", "roofline", "roofline.catalog", "roofline.papers", "roofline.sparsity"},
         MODEL,
@@ -155,12 +156,13 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate.decode_bench": (
         {
-            "planner", "roofline", "roofline.catalog", "runtime", "runtime.drafting", "runtime.model",
+            "planner", "planner.export", "roofline", "roofline.catalog", "runtime", "runtime.drafting", "runtime.model",
             "runtime.quantization", "validate.comparison", "validate.machine", "validate.measure", "validate.progress",
             "validate.prompts",
         },
         VALIDATE,
     ),
+    "validate.engine_arguments": ({"planner.export"}, VALIDATE),
     "validate.studies": (
         {
             "kernels.layer", "planner.axes", "planner.plan", "planner.policies.selection", "roofline.catalog",
@@ -216,7 +218,10 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         None,
     ),
-    "dashboards.cli.planning": ({"dashboards.cli", "planner", "planner.search", "roofline", "roofline.catalog"}, None),
+    "dashboards.cli.planning": (
+        {"dashboards.cli", "planner", "planner.export", "planner.search", "roofline", "roofline.catalog"},
+        None,
+    ),
     "dashboards.cli": (
         {
             "dashboards.cli.acceptance", "dashboards.cli.catalog", "dashboards.cli.planning", "dashboards.cli.study",
