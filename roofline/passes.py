@@ -124,12 +124,16 @@ def _embedding(shape: ModelShape, rows: Term, element_bytes: Term) -> Op:
 
 
 def _norms(shape: ModelShape, rows: Term, element_bytes: Term) -> tuple[Op, ...]:
-    """RMSNorm before every block and before the head; all but the first are fused with a residual addition."""
+    """RMSNorm before every block and before the head; all but the first are fused with a residual addition.
+
+    Norms after blocks add nothing: they read and write the block's output alone.
+    """
     first = ops.add_rms_norm(rows, shape.hidden, element_bytes, streams=1)
     others = ops.add_rms_norm(rows, shape.hidden, element_bytes)
     return (
         Op("first norm", "elementwise", first, 1),
         Op("residual + norm", "elementwise", others, 2 * shape.layers),
+        *((Op("block norms", "elementwise", first, 2 * shape.layers),) if shape.sandwich_norms else ()),
     )
 
 

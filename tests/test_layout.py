@@ -23,7 +23,11 @@ VALIDATE = {"torch", "triton", "transformers", "numpy", "scipy", "flashinfer"}  
 # then installed packages; None is any. A file belongs to the room with the longest name that fits it.
 ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "roofline.catalog.weight_formats": ({"roofline.catalog"}, MODEL),
-    "roofline.catalog": ({"roofline.catalog.weight_formats"}, MODEL),
+    "roofline.catalog.model_files": (
+        {"roofline.catalog", "roofline.catalog.weight_formats"},
+        MODEL | {"huggingface_hub"},
+    ),
+    "roofline.catalog": ({"roofline.catalog.model_files", "roofline.catalog.weight_formats"}, MODEL),
     "roofline": ({"roofline.catalog", "roofline.catalog.weight_formats", "roofline.sparsity"}, MODEL),
     "roofline.sparsity": ({"roofline", "roofline.catalog"}, MODEL),
     "roofline.symbolic": ({"roofline", "roofline.catalog"}, MODEL),
@@ -103,7 +107,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "runtime.model": (
         {
-            "kernels.attention", "kernels.layer", "kernels.linear", "roofline.catalog", "roofline.execution",
+            "kernels.attention", "kernels.layer", "kernels.linear", "roofline.catalog", "roofline.catalog.model_files",
+            "roofline.execution",
             "runtime.arena", "runtime.errors", "runtime.host_memory", "runtime.kv", "runtime.kv.eviction",
             "runtime.model_config",
         },
@@ -130,7 +135,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "runtime": (
         {
             "kernels.sampling", "planner.capacity", "planner.plan", "planner.resolution", "planner.round_costs",
-            "planner.support", "roofline.catalog", "roofline.catalog.weight_formats", "roofline.device",
+            "planner.support", "roofline.catalog", "roofline.catalog.model_files",
+            "roofline.catalog.weight_formats", "roofline.device",
             "roofline.execution", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
             "runtime.kv.eviction", "runtime.model", "runtime.quantization",
         },

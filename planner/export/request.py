@@ -18,7 +18,7 @@ from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import GIB
-from ridgeplan.roofline.memory import full_kv, weight_memory
+from ridgeplan.roofline.memory import weight_memory, windowed_tokens
 
 CALIBRATED = "vllm"  # the engine whose rows were measured; others are predicted by its profile
 
@@ -119,4 +119,6 @@ class Served:
 
 
 def _kv_bytes(request: Request, shape: ModelShape, kv: str) -> float:
-    return float(full_kv(shape, request.plan.workload.batch, request.max_model_len, DTYPES[kv].bits / 8))
+    """The cache of all sequences at their end; engines free what has left a sliding window."""
+    stored = request.plan.workload.batch * windowed_tokens(shape, request.max_model_len)
+    return float(stored * shape.kv_elements_per_token_per_layer * DTYPES[kv].bits / 8)
