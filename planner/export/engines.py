@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ridgeplan.planner.plan import KVFormat, require
 from ridgeplan.roofline.catalog.mistakes import brief
@@ -15,7 +16,8 @@ class Engine:
 
     weights: what `quantization` is told for 8 or 4 bits, the engine quantizing the checkpoint as it loads it.
     kv_dtypes: for the KV formats whose target reads codes, the dtypes from nearest to farthest.
-    schedules_gamma: whether gamma may depend on the batch.
+    schedules_gamma: whether gamma may depend on the batch. host_cache: arguments that keep prefixes' KV on the host, by
+    its GiB and backend.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Engine:
     weights: Mapping[int, str]
     kv_dtypes: Mapping[KVFormat, str]
     schedules_gamma: bool
+    host_cache: Callable[[int, str], tuple[tuple[str, Any], ...]]
 
 
 ENGINES = {
@@ -54,6 +57,7 @@ ENGINES = {
         # fp8 rather than int8_per_token_head, which takes 2.3 times bf16's time (measured.toml).
         kv_dtypes={KVFormat.INT8: "fp8", KVFormat.HIERARCHICAL: "fp8"},
         schedules_gamma=True,
+        host_cache=lambda gib, backend: (("--kv-offloading-size", gib), ("--kv-offloading-backend", backend)),
     ),
     "sglang": Engine(
         name="sglang",
@@ -71,6 +75,7 @@ ENGINES = {
         weights={8: "fp8", 4: "fp8"},
         kv_dtypes={KVFormat.INT8: "fp8_e4m3", KVFormat.HIERARCHICAL: "fp8_e4m3"},
         schedules_gamma=False,
+        host_cache=lambda gib, _: (("--enable-hierarchical-cache", True), ("--hicache-size", gib)),
     ),
 }
 

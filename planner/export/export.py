@@ -103,6 +103,8 @@ def _arguments(running: Served) -> Iterator[tuple[str, Any]]:
         yield engine.kv_cache_dtype, running.kv
     if running.offload_gib:
         yield engine.cpu_offload, running.offload_gib
+    if request.host_cache_gib:
+        yield from engine.host_cache(request.host_cache_gib, request.host_cache_backend)
     if plan.workload.yarn_factor > 1:
         yield engine.overrides, {"rope_parameters": _yarn(request)}
     if running.drafts is not None:

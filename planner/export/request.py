@@ -28,7 +28,8 @@ class Request:
     """A plan, its model and machine, and what the user decides beside it.
 
     model: what the engine loads. kv_cache_dtype: in place of the plan's nearest. draft_model, draft_shape: a draft of
-    the user's own; the shape is None where it is not known.
+    the user's own; the shape is None where it is not known. host_cache_gib: memory of the host that keeps the KV of
+    prefixes, by vLLM's own means or LMCache's.
     """
 
     plan: Plan
@@ -42,6 +43,8 @@ class Request:
     draft_model: str | None = None
     draft_shape: ModelShape | None = None
     draft_method: str = "draft_model"
+    host_cache_gib: int = 0
+    host_cache_backend: str = "native"
 
     @property
     def hardware(self) -> Hardware:

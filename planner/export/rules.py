@@ -56,6 +56,10 @@ def _drafts_from(served: Served, method: str) -> bool:
     return served.drafts is not None and served.drafts.method == method
 
 
+def _keeps_prefixes(served: Served, backend: str) -> bool:
+    return served.request.host_cache_gib > 0 and served.request.host_cache_backend == backend
+
+
 def _vocabulary_differs(served: Served) -> bool:
     drafts = served.drafts
     return drafts is not None and drafts.shape is not None and drafts.shape.vocab != served.request.shape.vocab
@@ -71,7 +75,7 @@ RULES = (
         forbids=True,
     ),
     Rule(
-        "turboquant-with-latent-attention",
+        "codes-with-latent-attention",
         ("vllm",),
         lambda served: _kind(served) in ("turboquant", "per_token_head") and served.request.shape.is_mla,
         "no backend of multi-head latent attention reads TurboQuant or per-token-head KV; allowed: auto, fp8",
@@ -161,6 +165,29 @@ RULES = (
         lambda served: _drafts_from(served, "draft_model") and served.request.plan.speculation.adaptive,
         "--speculative-adaptive serves EAGLE only, so gamma is fixed",
         (f"{SGLANG}pull/21599",),
+    ),
+    Rule(
+        "host-cache-races",
+        ("vllm",),
+        lambda served: _keeps_prefixes(served, "native"),
+        "KV that came back from the host was corrupted at high concurrency: copies raced with compute, of which the "
+        "stores are mended",
+        (f"{VLLM}pull/46278", f"{VLLM}issues/47282", f"{VLLM}issues/31210"),
+    ),
+    Rule(
+        "lmcache-slows-decoding",
+        ("vllm",),
+        lambda served: _keeps_prefixes(served, "lmcache"),
+        "LMCache on the host slowed decoding down",
+        (f"{VLLM}issues/32604",),
+    ),
+    Rule(
+        "lmcache-with-drafts",
+        ("vllm",),
+        lambda served: _keeps_prefixes(served, "lmcache") and served.drafts is not None,
+        "LMCache returned corrupt KV of long prompts under speculation, without any error",
+        ("https://github.com/LMCache/LMCache/issues/4345",),
+        forbids=True,
     ),
     Rule(
         "weights-on-the-host",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from ridgeplan import planner
 from ridgeplan.dashboards.cli.options import (
     OutputFile,
     PlanFile,
+    Size,
     acceptance_file,
     as_json,
     memory_utilization,
@@ -26,6 +28,7 @@ from ridgeplan.planner.export.rules import Rule
 from ridgeplan.planner.presets import preset_name
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.shapes import ModelShape, UnknownModel
+from ridgeplan.roofline.device import GIB
 
 COLUMNS = 78
 
@@ -35,11 +38,14 @@ COLUMNS = 78
 @options(
     click.option("--to", "target", type=click.Choice([*ENGINES]), required=True, help="The engine."),
     click.option("--engine-version", metavar="VERSION", help="The engine's version.  [default: the latest known]"),
-    click.option("--model", help="Path or hub id for the engine to load.  [default: the plan's model]"),
+    click.option("--model", help="Path or hub id to load, such as a fine-tune.  [default: the plan's model]"),
     click.option("--draft-model", metavar="MODEL", help="A draft of your own, such as a 4-bit copy or a small model."),
     click.option("--draft-method", type=click.Choice(["draft_model", "eagle3"]), default="draft_model",
                  show_default=True, help="What --draft-model is: a whole model or an EAGLE-3 head."),
     click.option("--kv-cache-dtype", metavar="DTYPE", help="The engine's KV format.  [default: the plan's nearest]"),
+    click.option("--host-cache", type=Size(), help="Memory of the host that keeps prefixes' KV, such as 64GiB."),
+    click.option("--host-cache-backend", type=click.Choice(["native", "lmcache"]), default="native",
+                 show_default=True, help="What keeps them in vLLM."),
     click.option("--gpu", help=f"{GPU_HELP}  [default: the plan's]"),
     memory_utilization,
     profile_file,
@@ -49,8 +55,8 @@ COLUMNS = 78
 )  # fmt: skip
 def export_plan(
     plan: Plan, target: str, engine_version: str | None, model: str | None, draft_model: str | None,
-    draft_method: str, kv_cache_dtype: str | None, gpu: str | None, memory_utilization: float, profile: str | None,
-    acceptance: str | None, output: Path | None, as_json: bool,
+    draft_method: str, kv_cache_dtype: str | None, host_cache: float | None, host_cache_backend: str, gpu: str | None,
+    memory_utilization: float, profile: str | None, acceptance: str | None, output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """PLAN as the serve command of vLLM or SGLang: what it carries, what it cannot, and what the engine will reach.
 
@@ -74,6 +80,8 @@ def export_plan(
             draft_model=draft_model,
             draft_shape=_known_shape(draft_model),
             draft_method=draft_method,
+            host_cache_gib=math.ceil((host_cache or 0) / GIB),
+            host_cache_backend=host_cache_backend,
         )
     )
     if output:

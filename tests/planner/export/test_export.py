@@ -41,10 +41,13 @@ def requests(draw: Any) -> Request:
     shape, profile = resolve(plan.workload.model, plan.workload.hardware)
     name = draw(st.sampled_from([*ENGINES]))
     schema = schema_for(name, draw(st.sampled_from(versions(name))))
+    host_cache = {"host_cache_gib": draw(st.sampled_from([0, 64])), "host_cache_backend": "native"}
     draft = draw(st.sampled_from([None, "meta-llama/Llama-3.2-1B", "someone/unknown"]))
     known = load_shape(draft) if draft in MODELS else None
     assume(known is None or known.vocab == shape.vocab)
-    return Request(plan, shape, profile, engine_named(name), schema, shape.name, draft_model=draft, draft_shape=known)
+    return Request(
+        plan, shape, profile, engine_named(name), schema, shape.name, draft_model=draft, draft_shape=known, **host_cache
+    )
 
 
 @settings(
@@ -54,7 +57,7 @@ def requests(draw: Any) -> Request:
 )
 @given(requests())
 def test_no_parser_rejects_an_exported_plan(asked: Request) -> None:
-    """200 plans: as words and as the YAML that vLLM turns into words (str of every value)."""
+    """200 plans: as words and as the YAML that vLLM turns into words (str of every value, none of a flag's)."""
     try:
         command = export(asked).command
     except PlanError as error:
@@ -65,7 +68,8 @@ def test_no_parser_rejects_an_exported_plan(asked: Request) -> None:
     assert found[dest(engine.max_num_seqs)] == workload.batch
     assert found[dest(asked.schema.arguments[engine.tensor_parallel]["names"][0])] == asked.plan.tensor_parallel
     pairs = yaml.safe_load(command.yaml()).items()
-    assert asked.schema.parse([word for name, value in pairs for word in (f"--{name}", str(value))]) == found
+    words = ((f"--{name}",) if value is True else (f"--{name}", str(value)) for name, value in pairs)
+    assert asked.schema.parse([word for both in words for word in both]) == found
 
 
 def dest(name: str) -> str:

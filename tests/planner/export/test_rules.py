@@ -16,11 +16,12 @@ from ridgeplan.roofline.catalog.models import load_shape
 TURBO, PLAIN = {"kv_cache_dtype": "turboquant_k8v4"}, {"name": "autoregressive"}
 SMALL = load_shape("meta-llama/Llama-3.2-1B")  # of the same vocabulary: fast drafts, whatever the KV dtype
 HOST = {"plan": {"placement": Placement(True, 1024)}, "name": "autoregressive", "gpu": "rtx4090", "context": 100_000}
+LMCACHE = {"host_cache_gib": 64, "host_cache_backend": "lmcache"}
 SPARSE_DRAFTS = {"draft_model": "x/draft", "draft_shape": None}
 # By rule: what applies, and what does not.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "turboquant-with-drafts": ({**TURBO, **SPARSE_DRAFTS}, {**TURBO, **PLAIN}),
-    "turboquant-with-latent-attention": (
+    "codes-with-latent-attention": (
         {**PLAIN, "model": "deepseek-ai/DeepSeek-V2-Lite", "kv_cache_dtype": "int8_per_token_head"},
         {**PLAIN, "model": "deepseek-ai/DeepSeek-V2-Lite", "kv_cache_dtype": "fp8"},
     ),
@@ -53,6 +54,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"draft_model": "meta-llama/Llama-3.2-1B", "draft_shape": SMALL},
     ),
     "adaptive-gamma-is-for-eagle": ({"engine": "sglang", "plan": "adaptive"}, {"engine": "sglang"}),
+    "host-cache-races": ({**PLAIN, "host_cache_gib": 64}, {**PLAIN, **LMCACHE}),
+    "lmcache-slows-decoding": ({**PLAIN, **LMCACHE}, {**PLAIN, "host_cache_gib": 64}),
+    "lmcache-with-drafts": ({**LMCACHE, "context": 120_000}, {**PLAIN, **LMCACHE}),
     "weights-on-the-host": (HOST, {**HOST, "context": 4096}),
     "offload-of-latent-attention": (
         {**HOST, "model": "deepseek-ai/DeepSeek-V2-Lite"},
