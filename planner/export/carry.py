@@ -12,7 +12,7 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import GIB
 
 MAX_OFFLOAD_SHARE = 0.9  # of the weights; the rest is embeddings, norms and what engines never offload
-EIGHT_BITS = 8.5  # with their scales
+UNQUANTIZED = ("bf16", "float32")
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,14 @@ def _kv(request: Request) -> str:
 
 
 def _quantization(request: Request) -> str:
-    """What makes the plan's bits of the checkpoint; none where the plan takes it as it is, or it has as few already."""
+    """What makes the plan's bits of the checkpoint; none where it is taken as it is, or has a quantization of its own."""
     bits = request.plan.weights.target_bits
-    return "" if bits == 16 or has_few_bits(request.shape) else request.engine.weights[bits]
+    return "" if bits == 16 or is_quantized(request.shape) else request.engine.weights[bits]
 
 
-def has_few_bits(shape: ModelShape) -> bool:
-    """Whether the checkpoint is in 8 bits or fewer already, which engines do not quantize again."""
-    held = shape.weight_bits
-    return max(held.attention, held.mlp, held.experts) <= EIGHT_BITS
+def is_quantized(shape: ModelShape) -> bool:
+    """Whether the checkpoint has a quantization of its own, beside which engines refuse another."""
+    return shape.weight_bits.format not in UNQUANTIZED
 
 
 def _weights(placed: Served) -> Carried:
@@ -144,7 +143,7 @@ def _drafting(placed: Served) -> Drafts:
     return Drafts(
         model=own or request.model,
         method=request.draft_method,
-        quantization="" if own or has_few_bits(request.shape) else request.engine.weights[8],
+        quantization="" if own or is_quantized(request.shape) else request.engine.weights[8],
         kv=request.engine.kv_dtypes[KVFormat.INT8] if shadow and other_dtype else placed.kv,
         gamma=request.plan.speculation.gamma,
         acceptance=request.acceptance,

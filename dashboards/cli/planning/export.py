@@ -70,7 +70,7 @@ def export_plan(
     exported = export(
         Request(
             plan=plan,
-            shape=shape,
+            shape=_served_shape(shape, model),
             profile=used,
             engine=engine_named(target),
             schema=schema_for(target, engine_version),
@@ -141,8 +141,21 @@ def _served_model(plan: Plan, model: str | None) -> str:
     return name
 
 
+def _served_shape(planned: ModelShape, model: str | None) -> ModelShape:
+    """The shape of what the engine loads, where it is known: a 4-bit copy, say. Raises UsageError for another model."""
+    served = _known_shape(model)
+    if served is None:
+        return planned
+    sizes, wanted = ((one.layers, one.hidden, one.vocab) for one in (served, planned))
+    if sizes != wanted:
+        raise click.UsageError(
+            f"--model has layers, width and vocabulary {sizes}, the plan's model {wanted}; allowed: the same model"
+        )
+    return served
+
+
 def _known_shape(model: str | None) -> ModelShape | None:
-    """The shape of a draft, where it is known."""
+    """The shape of a model, where it is known."""
     try:
         return load_shape(model) if model else None
     except UnknownModel:

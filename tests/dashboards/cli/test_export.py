@@ -55,6 +55,7 @@ def test_a_rule_that_forbids_ends_in_one_line(refuses: Any, saved: Path) -> None
         (("--to", "vllm", "--kv-cache-dtype", "int3"), "allowed in vLLM"),
         (("--to", "vllm", "--model", "--port"), "--model"),
         (("--to", "vllm", "--gpu", "rtx4060-laptop"), "GiB"),
+        (("--to", "vllm", "--model", "Qwen/Qwen3-8B"), "the same model"),
     ],
 )
 def test_what_is_wrong_is_one_line(refuses: Any, saved: Path, given: tuple[str, ...], message: str) -> None:

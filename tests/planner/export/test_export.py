@@ -177,6 +177,14 @@ def test_4_bit_weights_say_that_a_checkpoint_is_needed(request_for: Callable[...
     assert "--model" in axis(exported, "weights").engine
 
 
+def test_a_quantized_checkpoint_is_not_quantized_again(request_for: Callable[..., Request]) -> None:
+    """gpt-oss's experts come in MXFP4: engines refuse another quantization beside it."""
+    asked = request_for("autoregressive", model="openai/gpt-oss-20b", plan={"weights": Weights(8, 8)})
+    exported = export(asked)
+    assert "--quantization" not in dict(exported.command.arguments)
+    assert (axis(exported, "weights").engine, axis(exported, "weights").exact) == ("the mxfp4 checkpoint", False)
+
+
 def test_yarn_is_told_as_transformers_names_it(request_for: Callable[..., Request]) -> None:
     exported = export(request_for("autoregressive", model="Qwen/Qwen3-8B", context=80_000, yarn=True))
     rope = dict(exported.command.arguments)["--hf-overrides"]["rope_parameters"]
