@@ -46,7 +46,7 @@ def _kv(request: Request) -> str:
 
 
 def _quantization(request: Request) -> str:
-    """What makes the plan's bits of the checkpoint; none where it is taken as it is, or has a quantization of its own."""
+    """What makes the plan's bits of the checkpoint; none where it is taken as it is, or quantized already."""
     bits = request.plan.weights.target_bits
     return "" if bits == 16 or is_quantized(request.shape) else request.engine.weights[bits]
 
