@@ -12,6 +12,7 @@ from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan, require
 from ridgeplan.planner.policies import draft_selection, evicted_to, eviction_settings, target_selection
 from ridgeplan.planner.policies.eviction.budgets import kept_tokens
 from ridgeplan.planner.policies.policy import SelectionCost
+from ridgeplan.planner.policies.pricing import unpriced
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.latency import (
@@ -31,8 +32,10 @@ CODE_PLANES = {KVFormat.FULL: 0, KVFormat.SHADOW: 1, KVFormat.INT8: 2, KVFormat.
 
 
 def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float) -> Strategy:
-    """The plan's axes as plain numbers. Raises PlanError for tensor parallelism, which is not modelled yet."""
+    """The plan's axes as plain numbers. Raises PlanError for what is not modelled: several GPUs, some policies."""
     require(plan.tensor_parallel == 1, f"tensor_parallel is {plan.tensor_parallel}; allowed: 1 for a prediction")
+    problem = unpriced(plan, shape)
+    require(problem is None, problem or "")
     workload, kv, weights, speculation = plan.workload, plan.kv, plan.weights, plan.speculation
     # "16 bits" means the checkpoint's own format: some are published in 8 or 4 bits and stay so. The parts that hold
     # fewer bits than the widest cost what they hold (`stored_bytes`).

@@ -23,7 +23,11 @@ VALIDATE = {"torch", "triton", "transformers", "numpy", "scipy", "flashinfer"}  
 # then installed packages; None is any. A file belongs to the room with the longest name that fits it.
 ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "roofline.catalog.weight_formats": ({"roofline.catalog"}, MODEL),
-    "roofline.catalog": ({"roofline.catalog.weight_formats"}, MODEL),
+    "roofline.catalog.model_files": (
+        {"roofline.catalog", "roofline.catalog.weight_formats"},
+        MODEL | {"huggingface_hub"},
+    ),
+    "roofline.catalog": ({"roofline.catalog.model_files", "roofline.catalog.weight_formats"}, MODEL),
     "roofline": ({"roofline.catalog", "roofline.catalog.weight_formats", "roofline.sparsity"}, MODEL),
     "roofline.sparsity": ({"roofline", "roofline.catalog"}, MODEL),
     "roofline.symbolic": ({"roofline", "roofline.catalog"}, MODEL),
@@ -63,6 +67,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         MODEL,
     ),
+    "planner.export": ({"planner", "planner.acceptance", "roofline", "roofline.catalog"}, MODEL),
     "planner.published": (
         {"planner", "planner.acceptance", "roofline", "roofline.catalog", "roofline.papers", "roofline.sparsity"},
         MODEL,
@@ -111,7 +116,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "runtime.model": (
         {
             "kernels.attention", "kernels.layer", "kernels.linear.dense", "kernels.linear.quantized",
-            "roofline.catalog", "roofline.catalog.weight_formats", "roofline.execution", "runtime.arena",
+            "roofline.catalog", "roofline.catalog.model_files", "roofline.catalog.weight_formats",
+            "roofline.execution", "runtime.arena",
             "runtime.errors", "runtime.host_memory", "runtime.kv", "runtime.kv.eviction", "runtime.model_config",
         },
         RUNTIME,
@@ -138,7 +144,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "runtime": (
         {
             "kernels.sampling", "planner.capacity", "planner.plan", "planner.resolution", "planner.round_costs",
-            "planner.support", "roofline.catalog", "roofline.catalog.weight_formats", "roofline.device",
+            "planner.support", "roofline.catalog", "roofline.catalog.model_files",
+            "roofline.catalog.weight_formats", "roofline.device",
             "roofline.execution", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
             "runtime.kv.eviction", "runtime.model", "runtime.quantization",
         },
@@ -165,12 +172,13 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate.decode_bench": (
         {
-            "planner", "roofline", "roofline.catalog", "runtime", "runtime.drafting", "runtime.model",
+            "planner", "planner.export", "roofline", "roofline.catalog", "runtime", "runtime.drafting", "runtime.model",
             "runtime.quantization", "validate.comparison", "validate.machine", "validate.measure", "validate.progress",
             "validate.prompts",
         },
         VALIDATE,
     ),
+    "validate.engine_arguments": ({"planner.export"}, VALIDATE),
     "validate.studies": (
         {
             "kernels.layer", "planner.axes", "planner.plan", "planner.policies.selection", "roofline.catalog",
@@ -226,7 +234,10 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         None,
     ),
-    "dashboards.cli.planning": ({"dashboards.cli", "planner", "planner.search", "roofline", "roofline.catalog"}, None),
+    "dashboards.cli.planning": (
+        {"dashboards.cli", "planner", "planner.export", "planner.search", "roofline", "roofline.catalog"},
+        None,
+    ),
     "dashboards.cli": (
         {
             "dashboards.cli.acceptance", "dashboards.cli.catalog", "dashboards.cli.planning", "dashboards.cli.study",

@@ -15,7 +15,7 @@ from ridgeplan.dashboards.cli.acceptance.command import acceptance
 from ridgeplan.dashboards.cli.acceptance.tune import tune
 from ridgeplan.dashboards.cli.catalog import models_and_gpus, papers
 from ridgeplan.dashboards.cli.errors import OneLineGroup
-from ridgeplan.dashboards.cli.planning import estimate, fit, gamma, recommend
+from ridgeplan.dashboards.cli.planning import estimate, export, fit, gamma, recommend
 from ridgeplan.dashboards.cli.study import dapq, drafts, study
 from ridgeplan.dashboards.cli.validation import demo, validate
 
@@ -37,6 +37,7 @@ for command in (
     estimate.estimate,
     fit.fit,
     gamma.gamma,
+    export.export_plan,
     run.run,
     validate.validate,
     machine.calibrate,

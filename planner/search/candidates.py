@@ -11,6 +11,7 @@ import numpy as np
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.lowering import rates_of, stack, strategy_of
 from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.policies.pricing import unpriced
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.presets import PRESETS
 from ridgeplan.planner.quality import losses, quality_of
@@ -53,7 +54,8 @@ class Candidate:
 def search(question: Question, searched: tuple[Family, ...] | None = None) -> list[Candidate]:
     """The best plan of every family of the search space, or of those given."""
     if searched is None:
-        searched = families(question.workload, offload=not fits_whole(question), quality=question.quality)
+        known = families(question.workload, offload=not fits_whole(question), quality=question.quality)
+        searched = tuple(family for family in known if unpriced(family.template, question.shape) is None)
     model = AcceptanceModel.of_profile(question.shape, question.workload.context, question.profile)
     machine = question.machine
     templates = [strategy_of(family.template, question.shape, machine, 1.0) for family in searched]

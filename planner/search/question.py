@@ -98,6 +98,8 @@ def notes(
             f"{workload.final_context} tokens are beyond the model's limit of {shape.max_context}; "
             "ask for YaRN to stretch its rotary embedding"
         )
+    if profile.hardware.is_amd:
+        yield f"{profile.hardware.name} is an AMD GPU, on which this package's kernels have not run"
     if profile.transferred_from:
         yield f"{profile.hardware.name} is not calibrated: utilizations are those of {profile.transferred_from}"
     if memory_limit is not None and memory_limit > usable:

@@ -76,7 +76,7 @@ def recommend(
         losses=tuple(stated_losses(winner.plan, saved_rows())),
         notes=tuple(notes(asked.shape, asked.profile, asked.workload, memory_limit, asked.memory_limit_bytes)),
         memory_limit_bytes=question.memory_limit_bytes,
-        model_runs=missing_architecture(asked.shape) is None,
+        model_runs=missing_architecture(asked.shape) is None and not asked.profile.hardware.is_amd,
         adaptive=_adaptive(winner.plan, question),
     )
 

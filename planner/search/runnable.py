@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.policies.pricing import unpriced
 from ridgeplan.planner.quality import quality_of
 from ridgeplan.planner.resolution import longest_context
 from ridgeplan.planner.search.question import Question
@@ -46,8 +47,9 @@ def context_limits(plans: Sequence[Plan], question: Question) -> np.ndarray:
 
 
 def _runs(plan: Plan, question: Question) -> bool:
-    runs = not missing_execution(plan, question.shape) and not uncalibrated(plan, question.profile)
-    return runs and question.quality.allows(quality_of(plan))
+    lacking = missing_execution(plan, question.shape) or uncalibrated(plan, question.profile)
+    priced = unpriced(plan, question.shape) is None
+    return not lacking and priced and question.quality.allows(quality_of(plan))
 
 
 def _regrouped(family: Family) -> Iterator[Family]:

@@ -293,3 +293,9 @@ def test_the_planner_imports_without_torch_or_sympy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_on_an_amd_gpu_plans_are_estimated_only() -> None:
+    """No kernel of this package has run there."""
+    assert not planner.recommend("meta-llama/Llama-3.1-8B", "mi300x", 8192).model_runs
+    assert planner.recommend("meta-llama/Llama-3.1-8B", "a100", 8192).model_runs
