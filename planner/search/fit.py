@@ -14,7 +14,7 @@ from ridgeplan.planner.presets import preset as preset_of
 from ridgeplan.planner.presets import preset_name
 from ridgeplan.planner.resolution import longest_context, workload_for
 from ridgeplan.planner.search.choice import preference
-from ridgeplan.planner.search.question import Question, ask, notes
+from ridgeplan.planner.search.question import Question, ask
 from ridgeplan.planner.search.runnable import context_limits, runnable_families, smallest_plans
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
@@ -63,7 +63,7 @@ def fit(
     new_tokens: int = 1024,
     preset: str | None = None,
     quality: str = "near-lossless",
-    memory_limit: float | None = None,
+    memory_limit: float | str | None = None,
     memory_utilization: float = MEMORY_UTILIZATION,
     profile: Profile | str | None = None,
     yarn: bool = False,
@@ -90,7 +90,7 @@ def fit(
         hardware=asked.profile.hardware.name,
         contexts=tuple(_largest_context(resized(longest, batch), preset) for batch in batches),
         batches=tuple(_largest_batch(resized(context, 1), preset) for context in sizes),
-        notes=tuple(notes(asked.shape, asked.profile, asked.workload, memory_limit, asked.memory_limit_bytes)),
+        notes=tuple(asked.notes(memory_limit)),
         memory_limit_bytes=asked.memory_limit_bytes,
     )
 
