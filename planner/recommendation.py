@@ -100,7 +100,8 @@ class Recommendation:
         return (
             f"{name}: {time_text(predicted.best.tpot_ms)} per token "
             f"({time_text(predicted.low.tpot_ms)} to {time_text(predicted.high.tpot_ms)}), "
-            f"{predicted.speedup:.2f}x plain decoding ({time_text(self.baseline.best.tpot_ms)}){chance} [{predicted.source}]"
+            f"{predicted.speedup:.2f}x plain decoding ({time_text(self.baseline.best.tpot_ms)}){chance} "
+            f"[{predicted.source}]"
         )
 
     def _best_of_all(self) -> str:

@@ -18,7 +18,7 @@ SPARSE_CLASS = "sparse_attention"  # calibrated with all others that sparse draf
 
 
 class Backend(StrEnum):
-    """What is to execute a plan: this package, another engine, or anything, which allows plans that nothing runs yet."""
+    """What is to execute a plan: this package, another engine, or anything, even plans that nothing runs yet."""
 
     ANY = "any"
     RIDGEPLAN = "ridgeplan"

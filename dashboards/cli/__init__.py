@@ -38,8 +38,8 @@ SECTIONS = {
         "calibrate": ("machine:calibrate", "This machine's speed, for --gpu auto and --profile."),
         "acceptance": ("acceptance.command:acceptance", "How often drafts are accepted on a text."),
         "quality": ("quality:quality", "Fidelity, perplexity and RULER scores of plans."),
-        "study": ("study:study", "What the papers' methods rest on, with your model and text."),
-        "bench": ("bench:bench", "Speed of kernels, of decoding and of planning."),
+        "study": ("groups:study", "What the papers' methods rest on, with your model and text."),
+        "bench": ("groups:bench", "Speed of kernels, of decoding and of planning."),
     },
     "Look up": {
         "list": ("catalog.lists:lists", "Models, GPUs and presets that are known by name."),

@@ -15,9 +15,12 @@ from ridgeplan.planner import Plan, PlanError
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION
 from ridgeplan.planner.interface import quantities
 from ridgeplan.planner.interface.plan_file import SavedPlan, read_plan
+from ridgeplan.planner.plan import MAX_TOKENS, require
 from ridgeplan.roofline.catalog.documents import read_document
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
 class Quantity(click.ParamType):
     """A number with a unit, as `ridgeplan.planner.quantities` parses it."""
 
@@ -32,7 +35,14 @@ class Quantity(click.ParamType):
             return self.fail(str(error), param, ctx)
 
 
+def _positive_tokens(value: str) -> int:
+    found = quantities.tokens(value)
+    require(1 <= found <= MAX_TOKENS, f"{value!r} is out of range; allowed: 1 to {MAX_TOKENS}")
+    return found
+
+
 TOKENS = Quantity("tokens", quantities.tokens)
+POSITIVE_TOKENS = Quantity("tokens", _positive_tokens)
 TOKEN_LIST = Quantity("tokens", quantities.values)
 COUNT_LIST = Quantity("numbers", partial(quantities.values, parse=quantities.count))
 SIZE = Quantity("size", quantities.size_bytes)
@@ -118,8 +128,8 @@ acceptance_file = click.option(
 )
 yarn = click.option("--yarn", is_flag=True, help="Stretch rotary embeddings beyond the model's context limit.")
 memory_utilization = click.option(
-    "--memory-utilization", "--gpu-memory-utilization", "memory_utilization", type=float, default=MEMORY_UTILIZATION, show_default=True,
-    help="Share of the machine's memory that may be used.",
+    "--memory-utilization", "--gpu-memory-utilization", "memory_utilization", type=float, default=MEMORY_UTILIZATION,
+    show_default=True, help="Share of the machine's memory that may be used.",
 )  # fmt: skip
 model_to_run = click.option(
     "--model", help="Folder, GGUF file or hub id to run.  [default: the embedded SmolLM2-135M-Instruct]"

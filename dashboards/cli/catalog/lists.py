@@ -31,7 +31,9 @@ def lists() -> None:
     """What is known by name: models, GPUs and presets."""
 
 
-@click.command(epilog=examples(EXAMPLES[0], "ridgeplan list models --json", "ridgeplan plan Qwen3-8B --gpu h200 --ctx 8k"))
+@click.command(
+    epilog=examples(EXAMPLES[0], "ridgeplan list models --json", "ridgeplan plan Qwen3-8B --gpu h200 --ctx 8k")
+)
 @as_json
 def models(as_json: bool) -> None:
     """Model shapes that are known by name; any other comes from its config.json or GGUF file."""
@@ -49,7 +51,9 @@ def models(as_json: bool) -> None:
 
 @click.command(
     epilog=examples(
-        "ridgeplan gpus", "ridgeplan gpus --template > mine.toml", "ridgeplan plan Llama-3.1-8B --gpu mine.toml --ctx 8k"
+        "ridgeplan gpus",
+        "ridgeplan gpus --template > mine.toml",
+        "ridgeplan plan Llama-3.1-8B --gpu mine.toml --ctx 8k",
     )
 )
 @options(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 import click
@@ -14,7 +15,7 @@ from ridgeplan.roofline.device import GIB
 
 WIDTH = 80
 ROWS = 5
-COLUMNS = (("plan", 27), ("gamma", 5), ("ms/token", 8), ("tokens/s", 8), ("GB", 6), ("x plain", 7), ("", 13))
+COLUMNS = (("plan", 26), ("gamma", 5), ("ms/token", 8), ("tokens/s", 8), ("GB", 6), ("x plain", 7), ("", 14))
 
 
 def print_answer(found: Recommendation) -> None:
@@ -88,7 +89,7 @@ def _rows(found: Recommendation) -> list[tuple[str, ...]]:
     best = found.best_estimated
     rows = [_row(found.name, found.predicted, "recommended")]
     if best:
-        rows.append(_row(best.preset, best.predicted, "not run yet"))
+        rows.append(_row(best.preset, best.predicted, _verdict(best)))
     others = [one for one in found.alternatives if not best or one.plan != best.plan]
     return rows + [_row(one.preset, one.predicted, _verdict(one)) for one in others[: ROWS - len(rows)]]
 
@@ -103,4 +104,5 @@ def _row(name: str, predicted: Prediction, verdict: str) -> tuple[str, ...]:
 
 def _verdict(other: Alternative) -> str:
     """The reason in a word or two: what stands before the first colon or comma."""
-    return other.rejected.partition(":")[0].partition(",")[0]
+    words = re.split(r"[:,]| on ", other.rejected)[0]
+    return words.replace("within the noise", "within noise")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import click
 
@@ -33,9 +33,7 @@ def _one_device(ctx: click.Context, param: click.Parameter, value: int) -> None:
 
 
 ctx = click.option(*CTX, type=TOKENS, help="Tokens of a prompt, such as 128k.")
-max_model_len = click.option(
-    "--max-model-len", type=TOKENS, help="Prompt and new tokens together, instead of --ctx."
-)
+max_model_len = click.option("--max-model-len", type=TOKENS, help="Prompt and new tokens together, instead of --ctx.")
 batch = click.option(*BATCH, type=int, default=1, show_default=True, help="Sequences at a time.")
 new_tokens = click.option(
     *NEW_TOKENS, type=TOKENS, default=DEFAULT_NEW_TOKENS, show_default=True, help="Tokens to generate for each."
@@ -84,6 +82,13 @@ def figures(predicted: Prediction) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def given(values: dict[str, Any]) -> dict[str, Any]:
-    """The options that have a value."""
-    return {name: value for name, value in values.items() if value is not None}
+def one_gpu(word: str | None, option: str | None) -> str | None:
+    """The GPU that was given as a word or by --gpu, None for neither. Raises UsageError for both."""
+    if word is not None and option is not None:
+        raise click.UsageError("GPU was given twice; allowed: as the second word or by --gpu")
+    return option if word is None else word
+
+
+def flat(several: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The values of an option that takes several and may be repeated."""
+    return tuple(dict.fromkeys(one for values in several for one in values))
