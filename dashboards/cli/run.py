@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ridgeplan.dashboards.cli.lazy_group import examples
-from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, prompt_text, prompt_tokens
+from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, prompt_text, prompt_tokens, require_planned_model
 from ridgeplan.dashboards.cli.options import (
     TOKENS,
-    PlanFile,
+    SavedPlanFile,
     as_json,
     calibration_file,
     memory_utilization,
@@ -22,7 +22,7 @@ from ridgeplan.dashboards.cli.options import (
     prompt_file,
 )
 from ridgeplan.dashboards.cli.output import print_json, warnings_as_notes
-from ridgeplan.planner import Plan
+from ridgeplan.planner.interface.plan_file import SavedPlan
 from ridgeplan.roofline.device import GIB
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ STATISTICS = (
         "ridgeplan run plan.json --model Qwen/Qwen2.5-0.5B --temperature 0.8 --top-p 0.95 --json",
     )
 )
-@click.argument("plan", type=PlanFile())
+@click.argument("saved", metavar="PLAN", type=SavedPlanFile())
 @options(
     model_to_run,
     click.option("--prompt", metavar="TEXT", help="Text to continue."),
@@ -61,14 +61,18 @@ STATISTICS = (
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draws."),
     calibration_file,
     memory_utilization,
+    click.option("--any-model", is_flag=True, help="Run a model of other sizes than the plan is for."),
     as_json,
 )
 def run(
-    plan: Plan, model: str | None, prompt: str | None, prompt_file: str | None, max_new_tokens: int | None,
-    calibration: str | None, memory_utilization: float, as_json: bool, **sampling: Any,
+    saved: SavedPlan, model: str | None, prompt: str | None, prompt_file: str | None, max_new_tokens: int | None,
+    calibration: str | None, memory_utilization: float, any_model: bool, as_json: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Execute the plan in file PLAN, stream the text, and print what it took."""
     text = prompt_text(prompt, prompt_file)
+    if not any_model:
+        require_planned_model(saved, model)
+    plan = saved.plan
     limit = min(DEFAULT_NEW_TOKENS, plan.workload.new_tokens) if max_new_tokens is None else max_new_tokens
     # Importing torch takes seconds, so the plan's file is checked first.
     from ridgeplan import runtime
