@@ -104,5 +104,6 @@ def _row(name: str, predicted: Prediction, verdict: str) -> tuple[str, ...]:
 
 def _verdict(other: Alternative) -> str:
     """The reason in a word or two: what stands before the first colon or comma."""
-    words = re.split(r"[:,]| on ", other.rejected)[0]
-    return words.replace("within the noise", "within noise")
+    words = re.split(r"[:,]| on | has no ", other.rejected)
+    lacking = " has no " in other.rejected
+    return f"not in {words[0]}" if lacking else words[0].replace("within the noise", "within noise")
