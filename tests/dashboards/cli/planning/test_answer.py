@@ -8,7 +8,7 @@ import pytest
 LLAMA = "meta-llama/Llama-3.1-8B"
 QUESTIONS: dict[str, tuple[object, ...]] = {
     "a long context": (LLAMA, "--gpu", "h200", "--ctx", "128k"),
-    "a batch": (LLAMA, "--gpu", "h200", "--ctx", "32k", "--batch", 64),
+    "a batch": (LLAMA, "--gpu", "h200", "--ctx", "32k", "--batch", 8),
     "not calibrated": (LLAMA, "--gpu", "rtx4090", "--ctx", "8k"),
     "lossy": (LLAMA, "--gpu", "h200", "--ctx", "100k", "--quality", "lossy"),
     "exact": (LLAMA, "--gpu", "h200", "--ctx", "4k", "--quality", "exact"),
