@@ -202,8 +202,9 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate": (
         {
-            "planner", "planner.acceptance", "planner.axes", "planner.policies.selection", "roofline",
-            "roofline.catalog", "runtime", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
+            "planner", "planner.acceptance", "planner.axes", "planner.interface", "planner.policies.selection",
+            "planner.questions", "planner.search", "roofline", "roofline.catalog",
+            "runtime", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
             "runtime.model", "runtime.quantization", "validate.calibration",
         },
         VALIDATE,
