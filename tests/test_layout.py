@@ -65,7 +65,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "planner": (
         {
             "planner.acceptance", "planner.axes", "planner.interface.quantities", "planner.policies",
-            "planner.policies.eviction", "planner.policies.selection", "planner.search", "roofline", "roofline.catalog",
+            "planner.policies.eviction", "planner.policies.selection", "planner.questions", "planner.search", "roofline",
+            "roofline.catalog",
             "roofline.catalog.weight_formats", "roofline.sparsity", "roofline.symbolic",
         },
         MODEL,
@@ -211,8 +212,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "dashboards.cli.acceptance": (
         {
-            "dashboards.cli", "planner", "planner.acceptance", "roofline.catalog", "roofline.speculation", "validate",
-            "validate.tuning",
+            "dashboards.cli", "planner", "planner.acceptance", "planner.interface", "roofline.catalog",
+            "roofline.speculation", "validate", "validate.tuning",
         },
         None,
     ),

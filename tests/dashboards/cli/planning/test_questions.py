@@ -27,7 +27,7 @@ def test_compare_prints_what_its_json_holds(invoke: Any) -> None:
         (gpu, name) for gpu in ("h100-sxm", "h200") for name in ("autoregressive", "quantspec")
     ]
     text = invoke(*line).stdout
-    assert text.startswith(f"{LLAMA}, 32k tokens, batch 1\n")
+    assert text.startswith("Llama-3.1-8B, 32k tokens, batch 1\n")
     for one in plans:
         assert f"{one['gpu']} {one['plan']}" in text
         assert f"{one['speedup']:.2f}x" in text
