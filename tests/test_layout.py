@@ -65,9 +65,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "planner": (
         {
             "planner.acceptance", "planner.axes", "planner.interface.quantities", "planner.policies",
-            "planner.policies.eviction", "planner.policies.selection", "planner.questions", "planner.search", "roofline",
-            "roofline.catalog",
-            "roofline.catalog.weight_formats", "roofline.sparsity", "roofline.symbolic",
+            "planner.policies.eviction", "planner.policies.selection", "planner.questions", "planner.search",
+            "roofline", "roofline.catalog", "roofline.catalog.weight_formats", "roofline.sparsity", "roofline.symbolic",
         },
         MODEL,
     ),
