@@ -21,13 +21,17 @@ ModelReference = str | ModelShape
 
 @dataclass(frozen=True)
 class ComparedPlan:
-    """One column: the plan with its prediction, and what it is short of. note: "" where it runs and fits."""
+    """One column: the plan with its prediction, and what it is short of. note: "" where it runs and fits.
+
+    caveats: of any prediction for its model and machine.
+    """
 
     plan: Plan
     name: str
     predicted: Prediction
     memory_limit_bytes: float
     note: str
+    caveats: tuple[str, ...] = ()
 
     def figures(self) -> dict[str, Any]:
         """Flat values, for tables and CSV. TTFT and tokens/s are the whole batch's."""
@@ -48,6 +52,11 @@ class PlanComparison:
     plans: tuple[ComparedPlan, ...]
     missing: tuple[tuple[str, str], ...]
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The plans' caveats, each once."""
+        return tuple(dict.fromkeys(caveat for one in self.plans for caveat in one.caveats))
+
     def table(self) -> list[dict[str, Any]]:
         """A flat row per plan."""
         return [one.figures() for one in self.plans]
@@ -55,7 +64,7 @@ class PlanComparison:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         missing = [{"what": what, "why": why} for what, why in self.missing]
-        return {"plans": self.table(), "missing": missing}
+        return {"plans": self.table(), "missing": missing, "notes": list(self.notes)}
 
 
 def compare(
@@ -117,4 +126,7 @@ def _compared(plan: Plan, asked: Question) -> ComparedPlan:
     fits = predicted.best.peak_memory_bytes <= question.memory_limit_bytes
     short = "" if fits else "does not fit"
     note = short or question.unwanted(plan) or question.unsupported(plan) or ""
-    return ComparedPlan(plan, preset_name(plan), predicted.against(baseline), question.memory_limit_bytes, note)
+    caveats = tuple(question.notes())
+    return ComparedPlan(
+        plan, preset_name(plan), predicted.against(baseline), question.memory_limit_bytes, note, caveats
+    )

@@ -19,7 +19,7 @@ from ridgeplan.dashboards.cli.options import (
     profile_file,
     yarn,
 )
-from ridgeplan.dashboards.cli.output import number, print_json, print_table
+from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table
 from ridgeplan.dashboards.cli.planning.answer import shortened
 from ridgeplan.dashboards.cli.planning.options import (
     DEFAULT_NEW_TOKENS,
@@ -101,6 +101,7 @@ def _print(found: PlanComparison) -> None:
         click.echo(", ".join(part[0] for part in common))
     kept = [[part for part in zip(*subjects, strict=True) if len(set(part)) > 1]]
     differing = list(zip(*kept[0], strict=True)) if kept[0] else [()] * len(subjects)
+    print_notes(found.notes)
     rows = [
         (" ".join((*own, shortened(one.name, LONGEST_NAME))), *_figures(one))
         for own, one in zip(differing, found.plans, strict=True)

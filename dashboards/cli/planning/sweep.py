@@ -23,7 +23,7 @@ from ridgeplan.dashboards.cli.options import (
     profile_file,
     yarn,
 )
-from ridgeplan.dashboards.cli.output import number, print_json, print_table, write_atomically
+from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table, write_atomically
 from ridgeplan.dashboards.cli.planning.options import BATCH, CTX, GPU_HELP, limits, memory_limit, new_tokens
 from ridgeplan.planner.interface.quantities import GB, tokens_text
 from ridgeplan.planner.questions.grid_sweep import AXES, GridSweep, grid_sweep, parse_axes
@@ -96,6 +96,7 @@ def csv_text(rows: Sequence[dict[str, Any]]) -> str:
 def _print(found: GridSweep, output: Path | None) -> None:
     """Rows spread evenly over the sweep, where there are too many for a terminal."""
     rows = found.table()
+    print_notes(found.notes)
     step = math.ceil(len(rows) / SHOWN_ROWS)
     print_table("Fastest plans (tokens/s of the whole batch)", COLUMNS, map(_cells, rows[::step]))
     shown = len(rows[::step])

@@ -87,6 +87,8 @@ def test_a_grid_without_or_with_too_many_sizes_is_refused() -> None:
     with pytest.raises(PlanError, match="0 contexts x 1 batches; allowed: 1 to 65536"):
         plan_map(question, (), (1,))
     with pytest.raises(PlanError, match="context is 0; allowed"):
-        plan_map(question, (0,), (1,))
+        plan_map(question, (8192, 0), (1,))
+    with pytest.raises(PlanError, match="batch is 0; allowed"):
+        plan_map(question, (8192,), (4, 0))
     with pytest.raises(PlanError, match="beyond the limit"):
         plan_map(question, (1 << 20,), (1,))

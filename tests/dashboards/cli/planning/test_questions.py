@@ -192,3 +192,20 @@ def test_a_plan_of_a_gguf_loads_after_the_file_is_gone(invoke: Any, smollm2: Pat
     loaded = as_json(invoke("estimate", "--plan", path, "--json"))
     assert loaded["predicted"]["tpot_ms"] == pytest.approx(made["predicted"]["tpot_ms"])
     assert loaded["plan"] == made["plan"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("compare", LLAMA, "--gpu", "h200,rtx4090", "--ctx", "4k", "--preset", "int8"),
+        ("cost", LLAMA, "--gpu", "h200,rtx4090", "--ctx", "4k", "--price", 1, "--batch", 1),
+        ("sweep", LLAMA, "--over", "gpu=h200,rtx4090,ctx=4k"),
+        ("fit", LLAMA, "rtx4090", "--ctx", "4k", "--batch", 1),
+        ("gamma", LLAMA, "rtx4090", "--ctx", "4k", "--batch", 1),
+    ],
+    ids=lambda line: line[0],
+)
+def test_what_is_not_calibrated_says_so_once(invoke: Any, line: tuple[object, ...]) -> None:
+    note = "rtx4090 is not calibrated: utilizations are those of a test's H200"
+    assert invoke(*line).stdout.count(note) == 1
+    assert [one for one in as_json(invoke(*line, "--json"))["notes"] if one.startswith("rtx4090")] == [note]
