@@ -78,7 +78,8 @@ def compare(
 ) -> PlanComparison:
     """Every model on every GPU, by each preset at its fastest gamma; without presets by the recommended plan.
 
-    `options` are those of `recommend`. What does not fit anywhere is listed as missing. Raises as `recommend` does.
+    `options` are those of `recommend`. What has no answer is listed as missing. Raises as `recommend` does, and
+    NothingFits where nothing has an answer.
     """
     plans: list[ComparedPlan] = []
     missing: list[tuple[str, str]] = []
@@ -88,6 +89,8 @@ def compare(
                 plans += _answers(model, gpu, context, presets, {"batch": batch, **options})
             except NothingFits as error:
                 missing.append((f"{model if isinstance(model, str) else model.name} on {gpu}", str(error)))
+    if not plans:
+        raise NothingFits("; ".join(why for _, why in missing))
     return PlanComparison(tuple(plans), tuple(missing))
 
 
