@@ -41,6 +41,13 @@ def test_limits_rule_out_rows_and_the_cheapest_of_the_rest_is_named() -> None:
     assert impossible.to_dict()["cheapest"] is None
 
 
+def test_what_does_not_fit_is_no_bargain() -> None:
+    small, large = (found := serving_cost(LLAMA, {"h200": 2.5}, 8192, batches=(1, 64), memory_limit="30GB")).rows
+    assert (small.fits, large.fits) == (True, False)
+    assert large.dollars_per_million < small.dollars_per_million
+    assert found.cheapest == small
+
+
 def test_several_gpus_have_prices_of_their_own() -> None:
     found = serving_cost(LLAMA, {"h200": 3.5, "rtx4090": 0.35}, 4096, batches=(1,))
     assert [row.gpu for row in found.rows] == ["h200", "rtx4090"]
