@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from ridgeplan.dashboards.cli.output import number
 from ridgeplan.planner import Prediction, Recommendation
 from ridgeplan.planner.interface.glossary import SOURCE_WORDS
 from ridgeplan.planner.interface.quantities import GB, size_text, time_text, tokens_text
@@ -13,14 +14,20 @@ from ridgeplan.roofline.device import GIB
 
 WIDTH = 80
 ROWS = 5
-COLUMNS = (("plan", 26), ("gamma", 5), ("ms/token", 8), ("tokens/s", 8), ("GB", 6), ("x plain", 7), ("", 14))
+LONGEST_NAME = 30  # characters of a plan's, where more follows
+COLUMNS = (("plan", 35), ("gamma", 5), ("ms/token", 8), ("GB", 6), ("x plain", 7), ("", 14))
+# What descriptions of plans say in fewer letters where columns are narrow.
+BRIEFLY = (
+    ("drafts on upper codes", "upper"), ("drafts on full codes", "full"), (" of ", ":"), (", w4 drafts", "/w4"),
+    (" KV", ""), (" + ", "+"),
+)  # fmt: skip
 
 
 def answer_text(found: Recommendation) -> str:
     """The answer, the first rows of the ranking, and what the word of its source means."""
     source, hidden = found.predicted.source, max(len(found.alternatives) + 1 - ROWS, 0)
     legend = f"[{source}]: {SOURCE_WORDS[source]}"
-    more = f"tokens/s of the whole batch; {hidden} more plans and all reasons: --all"
+    more = f"{hidden} more plans, full names and all reasons: --all"
     answer = "\n".join(shortened(line) for line in answer_lines(found))
     return "\n\n".join((answer, "\n".join(table_lines(_rows(found))), f"{shortened(legend)}\n{more}"))
 
@@ -31,11 +38,11 @@ def answer_lines(found: Recommendation) -> list[str]:
     low, high = time_text(predicted.low.tpot_ms).removesuffix(" ms"), time_text(predicted.high.tpot_ms)
     first = time_text(best.ttft_ms)
     many = workload.batch > 1
-    each = f", {best.tokens_per_s / workload.batch:.0f} per request" if many else ""
+    each = f" of the batch, {best.tokens_per_s / workload.batch:.0f} per request" if many else ""
     size = f"{tokens_text(workload.context)} tokens, batch {workload.batch}"
     return [
         f"{workload.model} on {workload.hardware}, {size}, {tokens_text(workload.new_tokens)} new",
-        f"{_verb(found)} {found.name}{_gamma(predicted)}: {time_text(best.tpot_ms)} per token ({low} to {high}), "
+        f"{_verb(found)} {shortened(briefly(found.name), LONGEST_NAME)}{_gamma(predicted)}: {time_text(best.tpot_ms)} per token ({low} to {high}), "
         f"{predicted.speedup:.2f}x plain",
         f"First token{'s of the batch' if many else ''} after {first}; {best.tokens_per_s:,.0f} tokens/s{each}",
         f"Memory {size_text(best.peak_memory_bytes)} of {size_text(found.memory_limit_bytes)} "
@@ -60,9 +67,16 @@ def shortened(line: str, width: int = WIDTH) -> str:
     return line if len(line) <= width else f"{line[: width - 3].rstrip()}..."
 
 
+def briefly(name: str) -> str:
+    """A plan's description for a narrow column: `w8+int4x2+upper:quest/w4`. Presets keep their names."""
+    for words, letters in BRIEFLY:
+        name = name.replace(words, letters)
+    return name
+
+
 def _verb(found: Recommendation) -> str:
     if found.backend == "ridgeplan":
-        return "Run" if found.model_runs else "Estimated, not run here:"
+        return "Run" if found.model_runs else "Not run here:"
     return f"For {found.backend}:"
 
 
@@ -93,10 +107,8 @@ def _rows(found: Recommendation) -> list[tuple[str, ...]]:
 
 def _row(name: str, predicted: Prediction, verdict: str) -> tuple[str, ...]:
     best = predicted.best
-    return (
-        name, str(predicted.gamma), f"{best.tpot_ms:,.3g}" if best.tpot_ms < 1000 else f"{best.tpot_ms:,.0f}",
-        f"{best.tokens_per_s:,.0f}", f"{best.peak_memory_bytes / GB:,.1f}", f"{predicted.speedup:.2f}x", verdict,
-    )  # fmt: skip
+    memory, gain = f"{best.peak_memory_bytes / GB:,.1f}", f"{predicted.speedup:.2f}x"
+    return briefly(name), str(predicted.gamma), number(best.tpot_ms), memory, gain, verdict
 
 
 def _verdict(other: Alternative) -> str:

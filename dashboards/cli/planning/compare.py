@@ -20,7 +20,7 @@ from ridgeplan.dashboards.cli.options import (
     yarn,
 )
 from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table
-from ridgeplan.dashboards.cli.planning.answer import shortened
+from ridgeplan.dashboards.cli.planning.answer import LONGEST_NAME, briefly, shortened
 from ridgeplan.dashboards.cli.planning.options import (
     DEFAULT_NEW_TOKENS,
     batch,
@@ -35,7 +35,6 @@ from ridgeplan.planner.interface.quantities import GB, tokens_text
 from ridgeplan.planner.questions.comparison import ComparedPlan, PlanComparison, compare_saved
 from ridgeplan.planner.questions.comparison import compare as compared
 
-LONGEST_NAME = 30  # characters of a plan's
 COLUMNS = ("plan", "gamma", "ms/token", "TTFT ms", "tokens/s", "GB", "x plain", "")
 
 
@@ -103,7 +102,7 @@ def _print(found: PlanComparison) -> None:
     differing = list(zip(*kept[0], strict=True)) if kept[0] else [()] * len(subjects)
     print_notes(found.notes)
     rows = [
-        (" ".join((*own, shortened(one.name, LONGEST_NAME))), *_figures(one))
+        (" ".join((*own, shortened(briefly(one.name), LONGEST_NAME))), *_figures(one))
         for own, one in zip(differing, found.plans, strict=True)
     ]
     print_table("TTFT and tokens/s of the whole batch", COLUMNS, rows)

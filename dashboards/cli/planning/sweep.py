@@ -24,14 +24,13 @@ from ridgeplan.dashboards.cli.options import (
     yarn,
 )
 from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table, write_atomically
-from ridgeplan.dashboards.cli.planning.answer import shortened
+from ridgeplan.dashboards.cli.planning.answer import LONGEST_NAME, briefly, shortened
 from ridgeplan.dashboards.cli.planning.options import BATCH, CTX, GPU_HELP, limits, memory_limit, new_tokens
 from ridgeplan.planner.interface.quantities import GB, tokens_text
 from ridgeplan.planner.questions.grid_sweep import AXES, TURNS, GridSweep, grid_sweep, parse_axes
 
 FORMATS = (".csv", ".json", ".html")
 SHOWN_ROWS = 20
-LONGEST_NAME = 30  # characters of a plan's
 COLUMNS = ("plan", "context", "batch", "gamma", "ms/token", "tokens/s", "GB", "x plain", "")
 
 
@@ -112,8 +111,8 @@ def _cells(row: dict[str, Any], varying: Sequence[str]) -> tuple[str, ...]:
     """The cells of `COLUMNS`; before the plan stands what varies besides sizes, a model without its owner."""
     turn = [str(row[name]).rpartition("/")[2] for name in varying]
     return (
-        " ".join((*turn, shortened(row["plan"], LONGEST_NAME))), tokens_text(row["context"]), str(row["batch"]),
-        str(row["gamma"]), number(row["tpot_ms"]),
+        " ".join((*turn, shortened(briefly(row["plan"]), LONGEST_NAME))), tokens_text(row["context"]),
+        str(row["batch"]), str(row["gamma"]), number(row["tpot_ms"]),
         number(row["tokens_per_s"]), number(row["peak_memory_bytes"] / GB), f"{row['speedup']:.2f}x",
         "" if row["fits"] else "does not fit",
     )  # fmt: skip

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from ridgeplan.dashboards.cli.planning.answer import briefly
+
 LLAMA = "meta-llama/Llama-3.1-8B"
 QUESTIONS: dict[str, tuple[object, ...]] = {
     "a long context": (LLAMA, "--gpu", "h200", "--ctx", "128k"),
@@ -33,9 +35,10 @@ def test_its_figures_are_those_of_its_json(invoke: Any, question: tuple[object, 
     told = json.loads(invoke("plan", *question, "--json").stdout)
     predicted, batch = told["predicted"], told["plan"]["workload"]["batch"]
     lines = text.splitlines()
-    assert told["preset"][:20] in lines[1]
+    assert briefly(told["preset"])[:27] in lines[1]
     assert f"{predicted['tpot_ms']:.3g} ms per token" in lines[1] or predicted["tpot_ms"] >= 999.5
     assert f"{predicted['tokens_per_s']:,.0f} tokens/s" in lines[2]
+    assert (" tokens/s of the batch" in lines[2]) is (batch > 1)
     assert f"{predicted['peak_memory_bytes'] / 1e9:.3g} GB" in lines[3]
     assert (f"{predicted['tokens_per_s'] / batch:.0f} per request" in lines[2]) is (batch > 1)
     assert f"[{predicted['source']}]: " in text
@@ -49,6 +52,11 @@ def test_times_are_milliseconds_below_ten_seconds(invoke: Any, batch: int) -> No
     number, unit = first.split()
     assert unit == ("ms" if ttft_ms < 10_000 else "s")
     assert float(number.replace(",", "")) == pytest.approx(ttft_ms / (1 if unit == "ms" else 1e3), rel=5e-3)
+
+
+def test_rows_of_the_ranking_can_be_told_apart(invoke: Any) -> None:
+    ranking = invoke("plan", *QUESTIONS["a long context"]).stdout.split("\n\n")[1].splitlines()[1:]
+    assert len({line[:35] for line in ranking}) == 5
 
 
 def test_names_of_other_engines_mean_the_same(invoke: Any) -> None:

@@ -38,7 +38,7 @@ def test_of_a_model_that_the_runtime_lacks_no_plan_is_said_to_run(invoke: Any, m
     line = ("recommend", model, "--gpu", "h200", "--ctx", 8192)
     assert as_json(invoke(*line, "--json"))["model_runs"] is runs
     assert ("runs here:" in invoke(*line, "--all").stdout) is runs
-    assert ("not run here" in invoke(*line).stdout) is not runs
+    assert ("Not run here" in invoke(*line).stdout) is not runs
 
 
 def test_where_nothing_estimated_is_faster_there_is_no_second_answer(invoke: Any) -> None:
@@ -75,7 +75,7 @@ def test_a_gguf_is_estimated_as_it_runs(invoke: Any, smollm2: Path) -> None:
     assert stored["not_executable"] == []
     for figure in ("tpot_ms", "ttft_ms", "peak_memory_bytes"):
         assert stored["predicted"][figure] == pytest.approx(catalog["predicted"][figure])
-    assert any("converts this checkpoint's gguf weights" in note for note in stored["notes"])
+    assert any("decodes this checkpoint's gguf weights" in note for note in stored["notes"])
 
 
 def test_a_plan_that_is_only_estimated_says_so(invoke: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ridgeplan.dashboards.cli.planning.answer import briefly
 from ridgeplan.planner import Plan
 from ridgeplan.planner.interface.glossary import terms
 from ridgeplan.roofline.catalog.hardware import FIGURES, list_hardware, load_hardware
@@ -96,7 +97,7 @@ def test_questions_in_turn_show_what_varies(invoke: Any) -> None:
     rows = as_json(invoke(*line, "--json"))["rows"]
     shown = invoke(*line).stdout
     for row in rows:
-        assert f"{row['new_tokens']} {row['gpu']} {row['quality']} {row['plan'][:27]}" in shown
+        assert f"{row['new_tokens']} {row['gpu']} {row['quality']} {briefly(row['plan'])[:27]}" in shown
     assert len({(row["gpu"], row["quality"], row["new_tokens"], row["context"]) for row in rows}) == 16
 
 
