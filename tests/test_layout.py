@@ -54,16 +54,23 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "planner.search": (
         {
-            "planner", "planner.acceptance", "planner.policies", "planner.policies.selection", "roofline",
-            "roofline.catalog",
+            "planner", "planner.acceptance", "planner.interface.quantities", "planner.policies",
+            "planner.policies.selection", "roofline", "roofline.catalog",
+        },
+        MODEL,
+    ),
+    "planner.interface": ({"planner", "roofline.catalog"}, MODEL),
+    "planner.questions": (
+        {
+            "planner", "planner.interface", "planner.policies.selection", "planner.search", "roofline.catalog",
         },
         MODEL,
     ),
     "planner": (
         {
-            "planner.acceptance", "planner.axes", "planner.policies", "planner.policies.eviction",
-            "planner.policies.selection", "planner.search", "roofline", "roofline.catalog",
-            "roofline.catalog.weight_formats", "roofline.sparsity", "roofline.symbolic",
+            "planner.acceptance", "planner.axes", "planner.interface.quantities", "planner.policies",
+            "planner.policies.eviction", "planner.policies.selection", "planner.questions", "planner.search",
+            "roofline", "roofline.catalog", "roofline.catalog.weight_formats", "roofline.sparsity", "roofline.symbolic",
         },
         MODEL,
     ),
@@ -213,16 +220,17 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate": (
         {
-            "planner", "planner.acceptance", "planner.axes", "planner.policies.selection", "roofline",
-            "roofline.catalog", "runtime", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
+            "planner", "planner.acceptance", "planner.axes", "planner.interface", "planner.policies.selection",
+            "planner.questions", "planner.search", "roofline", "roofline.catalog",
+            "runtime", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
             "runtime.model", "runtime.quantization", "validate.calibration",
         },
         VALIDATE,
     ),
     "dashboards.cli.acceptance": (
         {
-            "dashboards.cli", "planner", "planner.acceptance", "roofline.catalog", "roofline.speculation", "validate",
-            "validate.tuning",
+            "dashboards.cli", "planner", "planner.acceptance", "planner.interface", "roofline.catalog",
+            "roofline.speculation", "validate", "validate.tuning",
         },
         None,
     ),
@@ -235,14 +243,18 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         None,
     ),
     "dashboards.cli.planning": (
-        {"dashboards.cli", "planner", "planner.export", "planner.search", "roofline", "roofline.catalog"},
+        {
+            "dashboards.cli", "dashboards.sweep_page", "planner", "planner.export", "planner.interface",
+            "planner.questions", "planner.search", "roofline", "roofline.catalog",
+        },
         None,
     ),
     "dashboards.cli": (
         {
             "dashboards.cli.acceptance", "dashboards.cli.catalog", "dashboards.cli.planning", "dashboards.cli.study",
             "dashboards.cli.validation", "dashboards.user_errors",
-            "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.model", "validate",
+            "planner", "planner.interface", "planner.search", "roofline", "roofline.catalog", "runtime",
+            "runtime.model", "validate",
             "validate.calibration", "validate.decode_bench", "validate.kernel_bench", "validate.quality",
             "validate.ruler",
         },
@@ -256,10 +268,13 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         None,
     ),
     "dashboards.cli.catalog": (
-        {"dashboards.cli", "planner", "planner.published", "roofline", "roofline.catalog"},
+        {"dashboards.cli", "planner", "planner.interface", "planner.published", "roofline", "roofline.catalog"},
         None,
     ),
-    "dashboards": ({"planner", "planner.search", "roofline", "roofline.catalog"}, None),
+    "dashboards": (
+        {"planner", "planner.interface", "planner.questions", "planner.search", "roofline", "roofline.catalog"},
+        None,
+    ),
 }  # fmt: skip
 PACKAGES = tuple(dict.fromkeys(room.partition(".")[0] for room in ROOMS))
 FILES = {path.relative_to(ROOT).as_posix(): path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))}

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import click
 
-from ridgeplan import planner
 from ridgeplan.dashboards.cli.options import (
+    SIZE,
     OutputFile,
-    PlanFile,
-    Size,
+    SavedPlanFile,
     acceptance_file,
     as_json,
     memory_utilization,
@@ -25,6 +24,7 @@ from ridgeplan.planner import Plan
 from ridgeplan.planner.export import ENGINES, Exported, Request, engine_named, export, schema_for
 from ridgeplan.planner.export.carry import Carried
 from ridgeplan.planner.export.rules import Rule
+from ridgeplan.planner.interface.plan_file import SavedPlan
 from ridgeplan.planner.presets import preset_name
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.shapes import ModelShape, UnknownModel
@@ -34,7 +34,7 @@ COLUMNS = 78
 
 
 @click.command("export")
-@click.argument("plan", type=PlanFile())
+@click.argument("plan", type=SavedPlanFile())
 @options(
     click.option("--to", "target", type=click.Choice([*ENGINES]), required=True, help="The engine."),
     click.option("--engine-version", metavar="VERSION", help="The engine's version.  [default: the latest known]"),
@@ -43,7 +43,7 @@ COLUMNS = 78
     click.option("--draft-method", type=click.Choice(["draft_model", "eagle3"]), default="draft_model",
                  show_default=True, help="What --draft-model is: a whole model or an EAGLE-3 head."),
     click.option("--kv-cache-dtype", metavar="DTYPE", help="The engine's KV format.  [default: the plan's nearest]"),
-    click.option("--host-cache", type=Size(), help="Memory of the host that keeps prefixes' KV, such as 64GiB."),
+    click.option("--host-cache", type=SIZE, help="Memory of the host that keeps prefixes' KV, such as 64GiB."),
     click.option("--host-cache-backend", type=click.Choice(["native", "lmcache"]), default="native",
                  show_default=True, help="What keeps them in vLLM."),
     click.option("--gpu", help=f"{GPU_HELP}  [default: the plan's]"),
@@ -54,7 +54,7 @@ COLUMNS = 78
     as_json,
 )  # fmt: skip
 def export_plan(
-    plan: Plan, target: str, engine_version: str | None, model: str | None, draft_model: str | None,
+    plan: SavedPlan, target: str, engine_version: str | None, model: str | None, draft_model: str | None,
     draft_method: str, kv_cache_dtype: str | None, host_cache: float | None, host_cache_backend: str, gpu: str | None,
     memory_utilization: float, profile: str | None, acceptance: str | None, output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
@@ -65,16 +65,15 @@ def export_plan(
     ridgeplan export plan.json --to vllm --draft-model my/Llama-3.1-8B-AWQ -o serve.yaml
     ridgeplan export plan.json --to sglang --kv-cache-dtype bf16 --json
     """
-    workload = plan.workload
-    shape, used = planner.resolve(workload.model, gpu or workload.hardware, profile, acceptance)
+    shape, used = plan.resolve(gpu=gpu, profile=profile, acceptance=acceptance)
     exported = export(
         Request(
-            plan=plan,
+            plan=plan.plan,
             shape=_served_shape(shape, model),
             profile=used,
             engine=engine_named(target),
             schema=schema_for(target, engine_version),
-            model=_served_model(plan, model),
+            model=_served_model(plan.plan, model),
             memory_utilization=memory_utilization,
             kv_cache_dtype=kv_cache_dtype,
             draft_model=draft_model,
@@ -89,7 +88,7 @@ def export_plan(
     if as_json:
         print_json(exported.to_dict())
     else:
-        click.echo("\n".join(report(plan, exported)))
+        click.echo("\n".join(report(plan.plan, exported)))
 
 
 def report(plan: Plan, exported: Exported) -> list[str]:
