@@ -13,7 +13,7 @@ import click
 from ridgeplan.dashboards.cli import bench, bench_decode, machine, quality, run
 from ridgeplan.dashboards.cli.acceptance.command import acceptance
 from ridgeplan.dashboards.cli.acceptance.tune import tune
-from ridgeplan.dashboards.cli.catalog import models_and_gpus, papers
+from ridgeplan.dashboards.cli.catalog import figures, models_and_gpus, papers
 from ridgeplan.dashboards.cli.errors import OneLineGroup
 from ridgeplan.dashboards.cli.planning import estimate, fit, gamma, recommend
 from ridgeplan.dashboards.cli.study import dapq, drafts, study
@@ -48,6 +48,7 @@ for command in (
     models_and_gpus.models,
     models_and_gpus.gpus,
     papers.papers,
+    figures.figures,
     machine.dashboard,
     demo.demo,
 ):
