@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.options import as_json, options
 from ridgeplan.dashboards.cli.output import print_json, print_table, require_writable, write_atomically
 
@@ -33,7 +34,13 @@ class Setting(click.ParamType):
         return name.strip(), chosen.strip()
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "ridgeplan figures",
+        "ridgeplan figures -o figures",
+        "ridgeplan figures quantspec-fig4 --set gpu=h200 --set gamma=6 -o figures --format csv",
+    )
+)
 @click.argument("names", nargs=-1)
 @options(
     click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
@@ -51,12 +58,6 @@ def figures(
     """Figures of QuantSpec, SpeContext, SpecAttn and DapQ, made from the model.
 
     NAMES are figures or papers; none is all. Without --output they are listed, with the settings that each takes.
-
-    \b
-    Examples:
-      ridgeplan figures
-      ridgeplan figures -o figures
-      ridgeplan figures quantspec-fig4 --set gpu=h200 --set gamma=6 -o figures --format csv
     """
     from ridgeplan.dashboards.figures.registry import figures_named
 
