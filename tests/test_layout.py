@@ -48,16 +48,17 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         MODEL,
     ),
+    "planner.display": ({"planner", "planner.interface"}, {"pandas", "plotly"}),
     "planner.search": (
         {
-            "planner", "planner.acceptance", "planner.policies", "planner.policies.selection", "roofline",
+            "planner", "planner.acceptance", "planner.display", "planner.policies", "planner.policies.selection", "roofline",
             "roofline.catalog",
         },
         MODEL,
     ),
     "planner": (
         {
-            "planner.acceptance", "planner.axes", "planner.policies", "planner.policies.eviction",
+            "planner.acceptance", "planner.axes", "planner.display", "planner.policies", "planner.policies.eviction",
             "planner.policies.selection", "planner.search", "roofline", "roofline.catalog",
             "roofline.catalog.weight_formats", "roofline.sparsity", "roofline.symbolic",
         },

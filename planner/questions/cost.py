@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ridgeplan.planner.display.table import Lines, Table
 from ridgeplan.planner.plan import Plan, require
 from ridgeplan.planner.search.plan_map import PlanMap, plan_map
 from ridgeplan.planner.search.question import ask
@@ -52,8 +53,8 @@ class CostRow:
         return {name: value for name, value in asdict(self).items() if name != "plan"} | {"serves": self.serves}
 
 
-@dataclass(frozen=True)
-class ServingCost:
+@dataclass(frozen=True, repr=False)
+class ServingCost(Table):
     """Rows by GPU and batch, and the limits that they were held to."""
 
     model: str
@@ -61,6 +62,14 @@ class ServingCost:
     new_tokens: int
     limits: Limits
     rows: tuple[CostRow, ...]
+
+    chart = Lines(("batch",), "dollars_per_million", "dollars per million tokens", ("gpu",))
+
+    def summary(self) -> str:
+        """The cheapest row in one line."""
+        best = self.cheapest
+        found = f"${best.dollars_per_million:.3g} per million on {best.gpu}, batch {best.batch}" if best else "none"
+        return f"{self.model}, {self.context} tokens; the cheapest within the limits: {found}"
 
     @property
     def cheapest(self) -> CostRow | None:
