@@ -51,8 +51,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "planner.display": ({"planner", "planner.interface"}, {"pandas", "plotly"}),
     "planner.search": (
         {
-            "planner", "planner.acceptance", "planner.display", "planner.policies", "planner.policies.selection", "roofline",
-            "roofline.catalog",
+            "planner", "planner.acceptance", "planner.display", "planner.policies", "planner.policies.selection",
+            "roofline", "roofline.catalog",
         },
         MODEL,
     ),
