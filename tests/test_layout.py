@@ -49,6 +49,17 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         MODEL,
     ),
     "planner.display": ({"planner", "planner.interface"}, {"pandas", "plotly"}),
+    "planner.interface": (
+        {"planner", "roofline", "roofline.catalog"},
+        MODEL,
+    ),
+    "planner.questions": (
+        {
+            "planner", "planner.display", "planner.interface", "planner.policies.selection", "planner.search",
+            "roofline.catalog",
+        },
+        MODEL,
+    ),
     "planner.search": (
         {
             "planner", "planner.acceptance", "planner.display", "planner.policies", "planner.policies.selection",

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ridgeplan.dashboards.cli.lazy_group import examples
-from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, prompt_text, prompt_tokens, require_planned_model
+from ridgeplan.dashboards.cli.model_inputs import (
+    calibration_tokens,
+    embedded_or,
+    prompt_text,
+    prompt_tokens,
+    require_planned_model,
+)
 from ridgeplan.dashboards.cli.options import (
     TOKENS,
     SavedPlanFile,
