@@ -62,15 +62,16 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "planner.search": (
         {
-            "planner", "planner.acceptance", "planner.display", "planner.policies", "planner.policies.selection",
-            "roofline", "roofline.catalog",
+            "planner", "planner.acceptance", "planner.display", "planner.interface", "planner.policies",
+            "planner.policies.selection", "roofline", "roofline.catalog",
         },
         MODEL,
     ),
     "planner": (
         {
-            "planner.acceptance", "planner.axes", "planner.display", "planner.policies", "planner.policies.eviction",
-            "planner.policies.selection", "planner.search", "roofline", "roofline.catalog",
+            "planner.acceptance", "planner.axes", "planner.display", "planner.interface", "planner.policies",
+            "planner.policies.eviction", "planner.policies.selection", "planner.questions", "planner.search",
+            "roofline", "roofline.catalog",
             "roofline.catalog.weight_formats", "roofline.sparsity", "roofline.symbolic",
         },
         MODEL,
