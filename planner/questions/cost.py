@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ridgeplan.planner.display.table import Lines, Table
+from ridgeplan.planner.interface.quantities import tokens
 from ridgeplan.planner.plan import Plan, require
 from ridgeplan.planner.search.plan_map import PlanMap, plan_map
 from ridgeplan.planner.search.question import ask
@@ -92,7 +93,7 @@ class ServingCost(Table):
 def serving_cost(
     model: str,
     prices: Mapping[str, float],
-    context: int,
+    context: int | str,
     *,
     batches: Sequence[int] = BATCHES,
     limits: Limits = Limits(),
@@ -106,12 +107,13 @@ def serving_cost(
     for gpu, price in prices.items():
         require(0 < price < 1e6, f"the price of {gpu} is {price}; allowed: dollars per hour above 0")
     rows: list[CostRow] = []
+    size = tokens(context)
     for gpu, price in prices.items():
-        question = ask(model, gpu, context, **options)
-        found = plan_map(question, (context,), batches, preset)
+        question = ask(model, gpu, size, **options)
+        found = plan_map(question, (size,), batches, preset)
         new_tokens, name = question.workload.new_tokens, question.profile.hardware.name
         rows += [_row(found, place, name, price, new_tokens, limits) for place in range(len(batches))]
-    return ServingCost(question.shape.name, context, new_tokens, limits, tuple(rows))
+    return ServingCost(question.shape.name, size, new_tokens, limits, tuple(rows))
 
 
 def _row(found: PlanMap, place: int, gpu: str, price: float, new_tokens: int, limits: Limits) -> CostRow:
