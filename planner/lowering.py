@@ -168,4 +168,4 @@ def _stacked(items: Sequence[Any], index: np.ndarray) -> Any:
     if isinstance(first, tuple):
         return tuple(_stacked(part, index) for part in zip(*items, strict=True))
     values = {f.name: _stacked([getattr(item, f.name) for item in items], index) for f in fields(first)}
-    return type(first)(**values)
+    return type(first)(**values)  # type: ignore[misc]

@@ -48,11 +48,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         MODEL,
     ),
-    "planner.display": ({"planner", "planner.interface"}, {"pandas", "plotly"}),
-    "planner.interface": (
-        {"planner", "roofline", "roofline.catalog"},
-        MODEL,
-    ),
+    "planner.display": ({"planner", "planner.interface.quantities"}, {"pandas", "plotly"}),
+    "planner.interface": ({"planner", "roofline.catalog"}, MODEL),
     "planner.questions": (
         {
             "planner", "planner.display", "planner.interface", "planner.policies.selection", "planner.search",
@@ -62,14 +59,14 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "planner.search": (
         {
-            "planner", "planner.acceptance", "planner.display", "planner.interface", "planner.policies",
+            "planner", "planner.acceptance", "planner.display", "planner.interface.quantities", "planner.policies",
             "planner.policies.selection", "roofline", "roofline.catalog",
         },
         MODEL,
     ),
     "planner": (
         {
-            "planner.acceptance", "planner.axes", "planner.display", "planner.interface", "planner.policies",
+            "planner.acceptance", "planner.axes", "planner.display", "planner.interface.quantities", "planner.policies",
             "planner.policies.eviction", "planner.policies.selection", "planner.questions", "planner.search",
             "roofline", "roofline.catalog",
             "roofline.catalog.weight_formats", "roofline.sparsity", "roofline.symbolic",
@@ -229,12 +226,19 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         None,
     ),
-    "dashboards.cli.planning": ({"dashboards.cli", "planner", "planner.search", "roofline", "roofline.catalog"}, None),
+    "dashboards.cli.planning": (
+        {
+            "dashboards.cli", "dashboards.sweep_page", "planner", "planner.interface", "planner.questions",
+            "planner.search", "roofline", "roofline.catalog",
+        },
+        None,
+    ),
     "dashboards.cli": (
         {
             "dashboards.cli.acceptance", "dashboards.cli.catalog", "dashboards.cli.planning", "dashboards.cli.study",
             "dashboards.cli.validation", "dashboards.user_errors",
-            "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.model", "validate",
+            "planner", "planner.interface", "planner.search", "roofline", "roofline.catalog", "runtime",
+            "runtime.model", "validate",
             "validate.calibration", "validate.decode_bench", "validate.kernel_bench", "validate.quality",
             "validate.ruler",
         },
@@ -249,8 +253,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "dashboards.cli.catalog": (
         {
-            "dashboards.cli", "dashboards.figures", "dashboards.html_page", "planner", "planner.published", "roofline",
-            "roofline.catalog",
+            "dashboards.cli", "dashboards.figures", "dashboards.html_page", "planner", "planner.interface",
+            "planner.published", "roofline", "roofline.catalog",
         },
         None,
     ),
@@ -258,7 +262,10 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {"planner", "planner.published", "roofline", "roofline.catalog", "roofline.papers"},
         {"numpy", "plotly", "kaleido"},
     ),
-    "dashboards": ({"planner", "planner.search", "roofline", "roofline.catalog"}, None),
+    "dashboards": (
+        {"planner", "planner.interface", "planner.questions", "planner.search", "roofline", "roofline.catalog"},
+        None,
+    ),
 }  # fmt: skip
 PACKAGES = tuple(dict.fromkeys(room.partition(".")[0] for room in ROOMS))
 FILES = {path.relative_to(ROOT).as_posix(): path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))}

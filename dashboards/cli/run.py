@@ -29,7 +29,7 @@ from ridgeplan.dashboards.cli.options import (
 )
 from ridgeplan.dashboards.cli.output import print_json, warnings_as_notes
 from ridgeplan.planner.interface.plan_file import SavedPlan
-from ridgeplan.roofline.device import GIB
+from ridgeplan.planner.interface.quantities import size_text, time_text
 
 if TYPE_CHECKING:
     from ridgeplan.runtime import Engine, Statistics
@@ -135,9 +135,9 @@ def statistics_dict(statistics: Statistics) -> dict[str, Any]:
 def summary(statistics: Statistics) -> str:
     """The figures of a generation in a few lines."""
     one = statistics
-    peak = "not measured" if one.peak_memory_bytes is None else f"{one.peak_memory_bytes / GIB:.2f} GiB"
+    peak = "not measured" if one.peak_memory_bytes is None else size_text(one.peak_memory_bytes)
     lines = [
-        f"{one.generated} tokens, {one.tpot_ms:.3g} ms each after {one.ttft_ms / 1e3:.3g} s of prefill, "
+        f"{one.generated} tokens, {time_text(one.tpot_ms)} each after {time_text(one.ttft_ms)} of prefill, "
         f"peak memory {peak}"
     ]
     if one.gamma:

@@ -18,7 +18,7 @@ from ridgeplan.planner.acceptance.drafts import SELECTIONS, differences, draft_n
 from ridgeplan.planner.acceptance.effects import Subject, place_of
 from ridgeplan.planner.acceptance.regression import Fit, Observation, fit
 from ridgeplan.planner.acceptance.rows import AcceptanceRow, core_name, merged, shipped_rows, variant_name
-from ridgeplan.planner.acceptance.start import shipped_start
+from ridgeplan.planner.acceptance.start import start_of
 from ridgeplan.planner.plan import Plan
 from ridgeplan.roofline.catalog.profile import SOURCES, Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
@@ -186,7 +186,8 @@ def subject(row: AcceptanceRow) -> Subject:
 @cache
 def shipped_fit() -> Fit:
     """The regression over the shipped rows, which starts where it once ended."""
-    return fit([observation(row) for row in shipped_rows()], start=shipped_start())
+    rows = shipped_rows()
+    return fit([observation(row) for row in rows], start=start_of(rows))
 
 
 @lru_cache(maxsize=8)
@@ -195,7 +196,7 @@ def _fitted(own: tuple[AcceptanceRow, ...]) -> tuple[tuple[AcceptanceRow, ...], 
     rows = merged(shipped_rows(), own)
     if not own:
         return rows, shipped_fit()
-    return rows, fit([observation(row) for row in rows], shipped_fit().variances, shipped_start())
+    return rows, fit([observation(row) for row in rows], shipped_fit().variances)
 
 
 def _factor(one: float, other: float) -> float:

@@ -97,8 +97,7 @@ def fit(
 ) -> Fit:
     """The posterior given observations. variances: those of an earlier fit; by default they are estimated as well.
 
-    A slope that contradicts its certain sign is held at 0. Where the fit starts changes how soon it is there, not where
-    it ends, within `CONVERGED`.
+    A slope that contradicts its certain sign is held at 0. start: of an earlier fit to the same observations.
     """
     return _Problem(observations).solve(variances, start or Start())
 

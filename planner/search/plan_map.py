@@ -192,7 +192,7 @@ def _places(length: int) -> list[int]:
 def _fastest(grid: _Grid, points: _Points) -> PlanMap:
     """Of each size the fastest plan that fits, else the one that needs least memory."""
     found, plain = _figures(grid, points), _figures(grid, _points([_plain(grid)]))
-    fits = found.fits.any(axis=1)
+    fits = np.asarray(found.fits.any(axis=1))
     score = np.where(fits[:, None], np.where(found.fits, found.tpot_s, np.inf), found.peak_bytes)
     best = score.argmin(axis=1)
 
@@ -250,7 +250,7 @@ def _figures(grid: _Grid, points: _Points) -> _Figures:
         for one in (estimate.tpot_s, estimate.ttft_s, estimate.memory.peak)
     )
     allowed = np.array([[not exceeds_window(plan, shape) for plan in row] for row in templates])[:, points.family, None]
-    return _Figures(tpot_s, ttft_s, peak, allowed & (peak <= question.memory_limit_bytes))
+    return _Figures(tpot_s, ttft_s, peak, np.asarray(allowed & (peak <= question.memory_limit_bytes)))
 
 
 def _acceptance(question: Question, templates: Sequence[Sequence[Plan]], points: _Points) -> np.ndarray:
