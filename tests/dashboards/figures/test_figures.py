@@ -102,6 +102,15 @@ def test_a_round_is_the_same_but_for_what_is_chosen_and_how() -> None:
     assert verified == pytest.approx([verified[0]] * len(specattn.METHODS))
 
 
+def test_the_overhead_of_choosing_is_over_the_rest_of_the_round() -> None:
+    """Quest on LongBench-v2 stands in both: Fig 3's bars, and the 23% of section 2.3."""
+    rows = specattn.round_rows("Qwen/Qwen3-8B", "h100-nvl", 110592, 4, 5, 0.07)
+    parts = {row["part"]: row["milliseconds"] for row in rows if row["method"] == "MagicDec-Quest"}
+    overhead = one(specattn.overhead_rows("h100-nvl"), case="LongBench-v2, gamma 5", method="MagicDec-Quest")
+    assert overhead["predicted"] == pytest.approx(parts["selection"] / (parts["drafting"] + parts["verification"]))
+    assert overhead["published"] == 0.23
+
+
 def test_the_map_of_gamma_and_ratio_agrees_with_the_round() -> None:
     asked = {"model": "Qwen/Qwen3-8B", "gpu": "h100-nvl", "context": 110592, "batch": 4}
     rows = specattn.tuning_rows(**asked)
