@@ -68,8 +68,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {
             "planner.acceptance", "planner.axes", "planner.display", "planner.interface.quantities", "planner.policies",
             "planner.policies.eviction", "planner.policies.selection", "planner.questions", "planner.search",
-            "roofline", "roofline.catalog",
-            "roofline.catalog.weight_formats", "roofline.sparsity", "roofline.symbolic",
+            "roofline", "roofline.catalog", "roofline.catalog.weight_formats", "roofline.sparsity", "roofline.symbolic",
         },
         MODEL,
     ),
@@ -205,16 +204,17 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate": (
         {
-            "planner", "planner.acceptance", "planner.axes", "planner.policies.selection", "roofline",
-            "roofline.catalog", "runtime", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
+            "planner", "planner.acceptance", "planner.axes", "planner.interface", "planner.policies.selection",
+            "planner.questions", "planner.search", "roofline", "roofline.catalog",
+            "runtime", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
             "runtime.model", "runtime.quantization", "validate.calibration",
         },
         VALIDATE,
     ),
     "dashboards.cli.acceptance": (
         {
-            "dashboards.cli", "planner", "planner.acceptance", "roofline.catalog", "roofline.speculation", "validate",
-            "validate.tuning",
+            "dashboards.cli", "planner", "planner.acceptance", "planner.interface", "roofline.catalog",
+            "roofline.speculation", "validate", "validate.tuning",
         },
         None,
     ),

@@ -56,13 +56,14 @@ class CostRow:
 
 @dataclass(frozen=True, repr=False)
 class ServingCost(Table):
-    """Rows by GPU and batch, and the limits that they were held to."""
+    """Rows by GPU and batch, the limits that they were held to, and caveats."""
 
     model: str
     context: int
     new_tokens: int
     limits: Limits
     rows: tuple[CostRow, ...]
+    notes: tuple[str, ...] = ()
 
     chart = Lines(("batch",), "dollars_per_million", "dollars per million tokens", ("gpu",))
 
@@ -86,7 +87,7 @@ class ServingCost(Table):
         best = self.cheapest
         return {
             "model": self.model, "context": self.context, "new_tokens": self.new_tokens, "limits": asdict(self.limits),
-            "rows": self.table(), "cheapest": best.to_dict() if best else None,
+            "rows": self.table(), "cheapest": best.to_dict() if best else None, "notes": list(self.notes),
         }  # fmt: skip
 
 
@@ -108,12 +109,15 @@ def serving_cost(
         require(0 < price < 1e6, f"the price of {gpu} is {price}; allowed: dollars per hour above 0")
     rows: list[CostRow] = []
     size = tokens(context)
+    notes: list[str] = []
     for gpu, price in prices.items():
         question = ask(model, gpu, size, **options)
         found = plan_map(question, (size,), batches, preset)
         new_tokens, name = question.workload.new_tokens, question.profile.hardware.name
+        notes += question.notes()
         rows += [_row(found, place, name, price, new_tokens, limits) for place in range(len(batches))]
-    return ServingCost(question.shape.name, size, new_tokens, limits, tuple(rows))
+    told = tuple(dict.fromkeys(notes))
+    return ServingCost(question.shape.name, size, new_tokens, limits, tuple(rows), told)
 
 
 def _row(found: PlanMap, place: int, gpu: str, price: float, new_tokens: int, limits: Limits) -> CostRow:

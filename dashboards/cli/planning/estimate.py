@@ -35,6 +35,7 @@ from ridgeplan.dashboards.cli.planning.options import (
 )
 from ridgeplan.planner import Plan
 from ridgeplan.planner.capacity import usable_bytes
+from ridgeplan.planner.interface.glossary import SOURCE_WORDS
 from ridgeplan.planner.interface.plan_file import SavedPlan, plan_json
 from ridgeplan.planner.interface.quantities import size_text
 from ridgeplan.planner.quality import Quality
@@ -124,6 +125,7 @@ def _print(found: PlanEstimate) -> None:
     size = f"{workload.context} tokens of context, batch {workload.batch}"
     misfit = "" if found.fits else f"; does not fit {size_text(found.question.memory_limit_bytes)}"
     click.echo(f"{workload.model} on {workload.hardware}, {size} [{predicted.source}]{misfit}")
+    click.echo(f"  [{predicted.source}]: {SOURCE_WORDS[predicted.source]}")
     for loss in found.losses:
         click.echo(f"  gives up: {loss}")
     unsupported = only_estimated(found.plan, found.shape)
