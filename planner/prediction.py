@@ -114,6 +114,10 @@ class Prediction:
     speedup: float = 1.0
     beats_plain: float | None = None  # probability; None where it was not sampled
 
+    def __repr__(self) -> str:
+        best, low, high = (f"{one.tpot_ms:.3g}" for one in (self.best, self.low, self.high))
+        return f"Prediction({best} ms per token ({low} to {high}), {self.speedup:.2f}x, {self.source})"
+
     @cached_property
     def breakdown(self) -> tuple[OpTime, ...]:
         """Every operation of a prefill, a draft step and a target step."""

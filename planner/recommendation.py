@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ridgeplan.planner.display.rows import plan_row, plan_text
+from ridgeplan.planner.display.table import Bars, Table
 from ridgeplan.planner.interface.quantities import size_text, time_text
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.prediction import Prediction
@@ -24,6 +26,13 @@ class Alternative:
     predicted: Prediction
     rejected: str
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({plan_text(self.plan, self.preset, self.predicted)}; {self.rejected})"
+
+    def row(self) -> dict[str, Any]:
+        """Flat values for tables."""
+        return {**plan_row(self.plan, self.preset, self.predicted), "verdict": self.rejected}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
@@ -34,8 +43,8 @@ class Alternative:
         }
 
 
-@dataclass(frozen=True)
-class Recommendation:
+@dataclass(frozen=True, repr=False)
+class Recommendation(Table):
     """The best plan that runs here with its prediction, plain decoding for comparison, and the ranked alternatives.
 
     best_estimated: the best plan of all, which is only estimated; None where that is the plan itself, or one that runs
@@ -56,6 +65,22 @@ class Recommendation:
     model_runs: bool
     backend: Backend = Backend.RIDGEPLAN
     adaptive: Plan | None = None
+
+    chart = Bars("tpot_ms", "ms per token", "tpot_low_ms", "tpot_high_ms")
+    names = ("plan", "gamma")
+
+    def table(self) -> list[dict[str, Any]]:
+        """A flat row per plan: the recommended one, the best of all, and all others with why they lost."""
+        best = self.best_estimated
+        others = [one for one in self.alternatives if best is None or one.plan != best.plan]
+        return [
+            {**plan_row(self.plan, self.name, self.predicted), "verdict": "recommended"},
+            *(one.row() for one in ([best] if best else []) + others),
+        ]
+
+    def summary(self) -> str:
+        """The recommended plan in one line."""
+        return f"{plan_text(self.plan, self.name, self.predicted)}; {len(self.alternatives)} alternatives"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: plan, prediction, baseline, alternatives, losses and notes."""

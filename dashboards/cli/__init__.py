@@ -48,6 +48,7 @@ SECTIONS = {
         "gpus": ("catalog.lists:gpus", "The known GPUs; --template prints a file for your own."),
         "presets": ("catalog.lists:presets", ""),
         "papers": ("catalog.papers:papers", "Published tables beside the model's predictions."),
+        "figures": ("catalog.figures:figures", "Each paper's figures from the model, as HTML, CSV and PNG."),
         "completion": ("catalog.completion:completion", "Completion of commands in bash, zsh or fish."),
     },
 }

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+from ridgeplan.planner.display.rows import plan_row, plan_text
+from ridgeplan.planner.display.table import Bars, Table
 from ridgeplan.planner.interface.plan_file import SavedPlan
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.prediction import Prediction, predict_all
 from ridgeplan.planner.presets import preset_name
-from ridgeplan.planner.quality import quality_of
 from ridgeplan.planner.search import NothingFits, Question, best_of_preset, recommend
 from ridgeplan.planner.search.question import ask
 from ridgeplan.roofline.catalog.shapes import ModelShape
@@ -34,23 +35,26 @@ class ComparedPlan:
     caveats: tuple[str, ...] = ()
 
     def figures(self) -> dict[str, Any]:
-        """Flat values, for tables and CSV. TTFT and tokens/s are the whole batch's."""
-        workload, best = self.plan.workload, self.predicted.best
-        return {
-            "model": workload.model, "gpu": workload.hardware, "context": workload.context, "batch": workload.batch,
-            "plan": self.name, "gamma": self.predicted.gamma, **asdict(best),
-            "tpot_low_ms": self.predicted.low.tpot_ms, "tpot_high_ms": self.predicted.high.tpot_ms,
-            "speedup": self.predicted.speedup, "quality": str(quality_of(self.plan)),
-            "source": self.predicted.source, "note": self.note,
-        }  # fmt: skip
+        """Flat values, for tables and CSV."""
+        return {**plan_row(self.plan, self.name, self.predicted), "note": self.note}
 
 
-@dataclass(frozen=True)
-class PlanComparison:
+@dataclass(frozen=True, repr=False)
+class PlanComparison(Table):
     """Plans in the order asked for, with what did not have an answer: (what, why)."""
 
     plans: tuple[ComparedPlan, ...]
     missing: tuple[tuple[str, str], ...]
+
+    chart = Bars("tpot_ms", "ms per token", "tpot_low_ms", "tpot_high_ms")
+    names = ("model", "gpu", "context", "batch", "plan")
+
+    def summary(self) -> str:
+        """How many there are, and which is the fastest."""
+        if not self.plans:
+            return f"no plan; {len(self.missing)} without an answer"
+        best = min(self.plans, key=lambda one: one.predicted.best.tpot_ms)
+        return f"{len(self.plans)} plans; the fastest: {plan_text(best.plan, best.name, best.predicted)}"
 
     @property
     def notes(self) -> tuple[str, ...]:

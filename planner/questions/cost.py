@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ridgeplan.planner.display.table import Lines, Table
+from ridgeplan.planner.interface.quantities import tokens
 from ridgeplan.planner.plan import Plan, require
 from ridgeplan.planner.search.plan_map import PlanMap, plan_map
 from ridgeplan.planner.search.question import ask
@@ -52,8 +54,8 @@ class CostRow:
         return {name: value for name, value in asdict(self).items() if name != "plan"} | {"serves": self.serves}
 
 
-@dataclass(frozen=True)
-class ServingCost:
+@dataclass(frozen=True, repr=False)
+class ServingCost(Table):
     """Rows by GPU and batch, the limits that they were held to, and caveats."""
 
     model: str
@@ -62,6 +64,14 @@ class ServingCost:
     limits: Limits
     rows: tuple[CostRow, ...]
     notes: tuple[str, ...] = ()
+
+    chart = Lines(("batch",), "dollars_per_million", "dollars per million tokens", ("gpu",))
+
+    def summary(self) -> str:
+        """The cheapest row in one line."""
+        best = self.cheapest
+        found = f"${best.dollars_per_million:.3g} per million on {best.gpu}, batch {best.batch}" if best else "none"
+        return f"{self.model}, {self.context} tokens; the cheapest within the limits: {found}"
 
     @property
     def cheapest(self) -> CostRow | None:
@@ -84,7 +94,7 @@ class ServingCost:
 def serving_cost(
     model: str,
     prices: Mapping[str, float],
-    context: int,
+    context: int | str,
     *,
     batches: Sequence[int] = BATCHES,
     limits: Limits = Limits(),
@@ -98,15 +108,16 @@ def serving_cost(
     for gpu, price in prices.items():
         require(0 < price < 1e6, f"the price of {gpu} is {price}; allowed: dollars per hour above 0")
     rows: list[CostRow] = []
+    size = tokens(context)
     notes: list[str] = []
     for gpu, price in prices.items():
-        question = ask(model, gpu, context, **options)
-        found = plan_map(question, (context,), batches, preset)
+        question = ask(model, gpu, size, **options)
+        found = plan_map(question, (size,), batches, preset)
         new_tokens, name = question.workload.new_tokens, question.profile.hardware.name
         notes += question.notes()
         rows += [_row(found, place, name, price, new_tokens, limits) for place in range(len(batches))]
     told = tuple(dict.fromkeys(notes))
-    return ServingCost(question.shape.name, context, new_tokens, limits, tuple(rows), told)
+    return ServingCost(question.shape.name, size, new_tokens, limits, tuple(rows), told)
 
 
 def _row(found: PlanMap, place: int, gpu: str, price: float, new_tokens: int, limits: Limits) -> CostRow:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from ridgeplan.planner.interface.quantities import count, tokens, values
+from ridgeplan.planner.display.table import Lines, Table
+from ridgeplan.planner.interface.quantities import count, time_text, tokens, values
 from ridgeplan.planner.plan import require
 from ridgeplan.planner.search.plan_map import PlanMap, plan_map
 from ridgeplan.planner.search.question import Question, ask
@@ -15,6 +16,7 @@ from ridgeplan.planner.search.question import Question, ask
 # What may vary, and how its values are read: the two that one evaluation covers, then those that are asked in turn.
 SIZES = {"ctx": tokens, "batch": count}
 TURNS = ("new_tokens", "memory_limit", "gpu", "model", "preset", "quality", "backend", "kv_format")
+SHOWN_TURNS = tuple(name for name in TURNS if name not in ("model", "gpu"))  # as columns of their own
 AXES = (*SIZES, *TURNS)
 MOST_POINTS = 100_000
 
@@ -44,11 +46,20 @@ class SweepPoint:
                 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class GridSweep:
+@dataclass(frozen=True, repr=False)
+class GridSweep(Table):
     """All points of a sweep. TTFT and tokens/s are the whole batch's."""
 
     points: tuple[SweepPoint, ...]
+
+    chart = Lines(("context", "batch"), "tpot_ms", "ms per token", ("model", "gpu", *SHOWN_TURNS))
+
+    def summary(self) -> str:
+        """How many questions were answered, and the span of what fits, in one line."""
+        rows = self.table()
+        times = [row["tpot_ms"] for row in rows if row["fits"]]
+        span = f", {time_text(min(times))} to {time_text(max(times))} per token" if times else ""
+        return f"{len(rows)} questions, {len(times)} fit{span}"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -123,5 +134,5 @@ def _point(
     asked = {"model": model, "gpu": gpu, **options, **turn}
     preset = asked.pop("preset", None)
     question = ask(asked.pop("model"), asked.pop("gpu"), 1, **asked)
-    shown = {name: value for name, value in turn.items() if name not in ("model", "gpu")}
+    shown = {name: value for name, value in turn.items() if name in SHOWN_TURNS}
     return SweepPoint(shown, question, plan_map(question, sizes["ctx"], sizes["batch"], preset))

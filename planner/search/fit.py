@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION, Capacity
+from ridgeplan.planner.display.table import Lines, Table
+from ridgeplan.planner.interface.quantities import size_text
 from ridgeplan.planner.plan import MAX_BATCH, Plan
 from ridgeplan.planner.presets import preset as preset_of
 from ridgeplan.planner.presets import preset_name
@@ -39,8 +41,8 @@ class FitRow:
     limited_by: str
 
 
-@dataclass(frozen=True)
-class Fit:
+@dataclass(frozen=True, repr=False)
+class Fit(Table):
     """What fits a machine: the largest context for each batch, and the largest batch for each context."""
 
     model: str
@@ -49,6 +51,18 @@ class Fit:
     batches: tuple[FitRow, ...]
     notes: tuple[str, ...]
     memory_limit_bytes: float
+
+    chart = Lines(("batch",), "context", "tokens of context")
+
+    def table(self) -> list[dict[str, Any]]:
+        """A flat row per size: the largest context of each batch, then the largest batch of each context."""
+        return [asdict(row) for row in (*self.contexts, *self.batches)]
+
+    def summary(self) -> str:
+        """The largest context at the smallest batch, in one line."""
+        first = self.contexts[0] if self.contexts else self.batches[0]
+        limit = size_text(self.memory_limit_bytes)
+        return f"{self.model} on {self.hardware}, {limit}: {first.context} tokens at batch {first.batch}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

@@ -61,6 +61,7 @@ class Copy:
         site.mkdir(parents=True)
         for package in PACKAGES:
             (site / package).symlink_to(self.root / package)
+        (site / "__init__.py").symlink_to(self.root / "package" / "__init__.py")
         self.environment = {
             **os.environ,
             "PYTHONPATH": str(site.parent),

@@ -90,10 +90,10 @@ def test_a_cpus_own_kernel_rounds_to_bfloat16_and_no_more(tiny_model, make_plan,
 @pytest.mark.parametrize("kv", FORMATS)
 def test_drafts_change_nothing(kv, gamma, agreeable, exact, tiny_model, make_plan, prompts):
     folder, ids = tiny_model(agreeable=agreeable).folder, prompts(100, 37, 65)
-    plain, drafted = (
-        runtime.load(make_plan(kv, each, batch=3, target_bits=4), folder, device="cpu").generate(ids, 110)
-        for each in (0, gamma)
-    )
+    whole, drafting = (make_plan(kv, each, batch=3, target_bits=4) for each in (0, gamma))
+    engine = runtime.load(whole, folder, device="cpu")
+    plain = engine.generate(ids, 110)
+    drafted = runtime.load(drafting, folder, device="cpu", weights=engine.weights).generate(ids, 110)
     assert drafted.tokens == plain.tokens
     if kv in ("bf16", "int8"):
         assert drafted.statistics.acceptance == 1  # drafts read what the target reads

@@ -43,7 +43,7 @@ def test_estimate_shows_where_an_adaptive_gamma_settles(invoke: Any) -> None:
 @pytest.mark.parametrize("preset", ["autoregressive", "int8"])
 def test_a_plan_without_drafts_cannot_adapt(refuses: Any, preset: str) -> None:
     line = refuses("estimate", *QUESTION, "--preset", preset, "--adaptive")
-    assert line == f"error: --adaptive is given; allowed: none, as {preset} drafts nothing\n"
+    assert line == f"error: adaptive is given; allowed: none, as {preset} drafts nothing\n"
 
 
 def test_bench_cases_may_adapt(invoke: Any, refuses: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Decoding benchmarks run real plans on inflated models and compare like with like."""
 
+import copy
 import dataclasses
 import json
 
@@ -56,15 +57,17 @@ def test_peers_are_looked_up_by_device_model_and_workload():
     assert vllm_tpot_ms("cpu", "meta-llama/Llama-3.1-8B", 4096, 1) is None
 
 
-def small_model(smollm2):
+@pytest.fixture(scope="module")
+def model(smollm2):
+    """SmolLM2 in a larger shape. It keeps its large weights and its text, which take seconds to make."""
     from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
 
     return InflatedModel.load(str(smollm2), llama_like_shape(30, 640, 1600, 9, 3, 64, vocab=49_200), "cpu")
 
 
 @pytest.mark.model
-def test_mistakes_in_a_later_case_are_found_before_the_first_runs(smollm2, h200_profile):
-    model, seen = small_model(smollm2), []
+def test_mistakes_in_a_later_case_are_found_before_the_first_runs(model, h200_profile):
+    seen = []
     for case, error in (
         (DecodeCase("quantspec", 64, 1, 10**6), PlanError),
         (DecodeCase(PLAIN, 10**6, 1), PlanError),
@@ -79,26 +82,26 @@ def test_mistakes_in_a_later_case_are_found_before_the_first_runs(smollm2, h200_
 
 
 @pytest.mark.model
-def test_one_new_token_has_no_speed(smollm2, h200_profile, monkeypatch):
+def test_one_new_token_has_no_speed(model, h200_profile, monkeypatch):
     monkeypatch.setattr("ridgeplan.validate.decode_bench.report.vllm_tpot_ms", lambda *_: 5.0)
     cases = [DecodeCase(PLAIN, 64, 1), DecodeCase("quantspec-kv", 64, 1, 2)]
-    report = bench_decode(small_model(smollm2), cases, h200_profile, 1)
+    report = bench_decode(model, cases, h200_profile, 1)
     assert [row.over_vllm for row in report.rows] == [None, None]
     assert json.dumps(report.to_dict(), allow_nan=False)
 
 
 @pytest.mark.model
-def test_cases_are_compared_with_plain_decoding_of_their_workload_or_with_nothing(smollm2, h200_profile):
+def test_cases_are_compared_with_plain_decoding_of_their_workload_or_with_nothing(model, h200_profile):
     cases = [DecodeCase("quantspec-kv", 64, 1, 2), DecodeCase(PLAIN, 64, 1), DecodeCase("quantspec-kv", 32, 1, 2)]
-    drafted, plain, alone = bench_decode(small_model(smollm2), cases, h200_profile, 4).rows
+    drafted, plain, alone = bench_decode(model, cases, h200_profile, 4).rows
     tpots_ms = [row.measured.tpot_ms for row in (drafted, plain)]
     faster = [row.comparison.row("speed-up over plain decoding").measured for row in (drafted, plain, alone)]
     assert faster == [pytest.approx(tpots_ms[1] / tpots_ms[0]), 1, None]
 
 
 @pytest.mark.model
-def test_draft_weights_are_made_once_and_not_before_other_plans_ran(smollm2, h200_profile, monkeypatch):
-    model, events = small_model(smollm2), []
+def test_draft_weights_are_made_once_and_not_before_other_plans_ran(model, h200_profile, monkeypatch):
+    model, events = copy.copy(model), []  # its method is replaced
 
     def quantizing(decoder, weights, group, text):
         assert text is model.text
@@ -121,7 +124,7 @@ def test_draft_weights_are_made_once_and_not_before_other_plans_ran(smollm2, h20
 
 
 @pytest.mark.model
-def test_a_calibration_text_is_what_draft_weights_are_fitted_to(smollm2, h200_profile, monkeypatch):
+def test_a_calibration_text_is_what_draft_weights_are_fitted_to(model, h200_profile, monkeypatch):
     seen = []
 
     def quantizing(decoder, weights, group, text):
@@ -130,7 +133,7 @@ def test_a_calibration_text_is_what_draft_weights_are_fitted_to(smollm2, h200_pr
 
     monkeypatch.setattr("ridgeplan.runtime.engine.quantized_draft", quantizing)
     cases = [DecodeCase("quantspec-kv", 64, 1, 1), DecodeCase("quantspec", 64, 1, 1), DecodeCase("quantspec", 64, 1, 2)]
-    report = bench_decode(small_model(smollm2), cases, h200_profile, 2, calibration=[5, 6, 7])
+    report = bench_decode(model, cases, h200_profile, 2, calibration=[5, 6, 7])
     assert seen == [(128, [[5, 6, 7]], True)]
     assert report.to_dict()["calibration_tokens"] == 3
 
@@ -146,8 +149,7 @@ def test_shapes_that_cannot_be_held_are_refused_before_anything_is_loaded(smollm
 
 
 @pytest.mark.model
-def test_plain_and_speculative_decoding_are_measured_beside_their_predictions(smollm2, h200_profile):
-    model = small_model(smollm2)
+def test_plain_and_speculative_decoding_are_measured_beside_their_predictions(model, h200_profile):
     cases = [DecodeCase("autoregressive", 64, 2), DecodeCase("quantspec-kv", 64, 2, 2)]
     seen = []
     report = bench_decode(
@@ -169,9 +171,9 @@ def test_plain_and_speculative_decoding_are_measured_beside_their_predictions(sm
 
 
 @pytest.mark.model
-def test_an_adaptive_gamma_on_random_tokens_runs_beside_plain_decoding(smollm2, h200_profile):
+def test_an_adaptive_gamma_on_random_tokens_runs_beside_plain_decoding(model, h200_profile):
     cases = with_plain([DecodeCase("quantspec-kv", 64, 1, 4, adaptive=True)])
-    report = bench_decode(small_model(smollm2), cases, h200_profile, 24, random_tokens=True, temperature=1.0)
+    report = bench_decode(model, cases, h200_profile, 24, random_tokens=True, temperature=1.0)
     plain, adaptive = report.rows
     statistics = adaptive.measured.statistics
     assert sum(statistics.rounds_at) == statistics.rounds > 0
@@ -185,7 +187,7 @@ def test_an_adaptive_gamma_on_random_tokens_runs_beside_plain_decoding(smollm2, 
 
 
 @pytest.mark.model
-def test_the_small_model_itself_writes_what_4_bit_weights_are_fitted_to(smollm2, monkeypatch):
+def test_the_small_model_itself_writes_what_4_bit_weights_are_fitted_to(model, monkeypatch):
     """The large one has tokens that the small one never saw."""
     writers = []
 
@@ -194,15 +196,15 @@ def test_the_small_model_itself_writes_what_4_bit_weights_are_fitted_to(smollm2,
         return CalibrationText(torch.zeros(1, 3, dtype=torch.int64), natural=True)
 
     monkeypatch.setattr(CalibrationText, "of_model", of_model)
-    model = small_model(smollm2)
+    model = dataclasses.replace(model)  # without the text that it may have by now
     assert model.text is model.text
     assert writers == [(49_152, 49_152, 30)]
     assert model.shape.vocab == 49_200
 
 
 @pytest.mark.model
-def test_only_the_target_in_use_is_kept(smollm2, monkeypatch):
-    model = small_model(smollm2)
+def test_only_the_target_in_use_is_kept(model, monkeypatch):
+    model = dataclasses.replace(model, targets={})
     monkeypatch.setitem(vars(model), "text", CalibrationText(torch.arange(20)[None], natural=False))
     plain, quantized = (preset(name, Workload("m", "cpu", 64, 8)) for name in ("autoregressive", "int4-weights"))
     dense = model.engine(plain).weights

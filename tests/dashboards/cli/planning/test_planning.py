@@ -181,4 +181,4 @@ def test_a_preset_that_drafts_nothing_takes_no_gamma(invoke: Any) -> None:
     question = ("estimate", "Llama-3.1-8B", "--preset", "autoregressive", "--gpu", "h200", "--ctx", "4096")
     result = invoke(*question, "--gamma", "3")
     assert result.exit_code == 2
-    assert "--gamma is 3; allowed: none, as autoregressive drafts nothing" in result.stderr
+    assert "gamma is 3; allowed: none, as autoregressive drafts nothing" in result.stderr
