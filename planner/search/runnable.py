@@ -23,8 +23,8 @@ def runnable_families(question: Question, *, regroup: bool = False) -> list[Fami
     usual ones do not fit.
     """
     known = families(question.workload, offload=False, quality=question.quality)
-    running = [family for family in known if _runs(family.template, question)]
-    return [one for family in running for one in _regrouped(family)] if regroup else running
+    running = [family for family in known if runs(family.template, question)]
+    return [one for family in running for one in regrouped(family)] if regroup else running
 
 
 def smallest_plans(searched: Sequence[Family]) -> list[Plan]:
@@ -45,12 +45,14 @@ def context_limits(plans: Sequence[Plan], question: Question) -> np.ndarray:
     return np.where(bounded, min(within_window, longest), longest)
 
 
-def _runs(plan: Plan, question: Question) -> bool:
-    runs = not missing_execution(plan, question.shape) and not uncalibrated(plan, question.profile)
-    return runs and question.quality.allows(quality_of(plan))
+def runs(plan: Plan, question: Question) -> bool:
+    """Whether the runtime executes the plan, the profile prices it and the question allows what it gives up."""
+    executed = not missing_execution(plan, question.shape) and not uncalibrated(plan, question.profile)
+    return executed and question.quality.allows(quality_of(plan))
 
 
-def _regrouped(family: Family) -> Iterator[Family]:
+def regrouped(family: Family) -> Iterator[Family]:
+    """The family with every size of quantization groups."""
     template = family.template
     quantized = template.weights.target_bits != 16 or template.weights.draft_differs
     weights = replace(template.weights, group=max(QUANTIZATION_GROUPS)) if quantized else template.weights
