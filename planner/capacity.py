@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ridgeplan.planner.interface.quantities import GB
 from ridgeplan.planner.lowering import stack, strategy_of
 from ridgeplan.planner.plan import MAX_BATCH, Plan, Workload, require
 from ridgeplan.roofline.catalog.mistakes import brief
@@ -17,7 +18,6 @@ from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, MAX_TOKENS, u
 from ridgeplan.roofline.memory import MemoryBreakdown
 from ridgeplan.roofline.placement import peak_memory, resident_memory
 
-GB = 1e9
 MEMORY_UTILIZATION = 0.9  # vLLM's default; the rest is for the driver, fragments and other processes
 MAX_MEMORY_BYTES = 10**18
 CERTAIN = 1.0  # memory does not depend on acceptance

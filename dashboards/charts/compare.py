@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from ridgeplan.dashboards.charts.style import DASHES, GREY, SERIES, below, faded, styled, token_axis
 from ridgeplan.planner import Prediction
 from ridgeplan.planner.curves.crossings import Crossing, crossings
-from ridgeplan.planner.quantities import time_text, tokens_text
+from ridgeplan.planner.interface.quantities import time_text, tokens_text
 
 
 def times_over_context(

@@ -12,7 +12,7 @@ from ridgeplan.dashboards.charts.style import (
 )  # fmt: skip
 from ridgeplan.planner import Prediction
 from ridgeplan.planner.curves.contexts import OffloadStep
-from ridgeplan.planner.quantities import GB, size_text, tokens_text
+from ridgeplan.planner.interface.quantities import GB, size_text, tokens_text
 from ridgeplan.roofline.device import GIB
 from ridgeplan.roofline.memory import MemoryBreakdown
 

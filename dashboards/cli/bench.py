@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.options import OutputFile, as_json, options
 from ridgeplan.dashboards.cli.output import (
     number,
@@ -22,12 +23,13 @@ from ridgeplan.dashboards.cli.output import (
 from ridgeplan.validate.kernel_bench.sizes import KERNELS
 
 
-@click.group()
-def bench() -> None:
-    """Measure this machine's speed against other software's."""
-
-
-@bench.command()
+@click.command(
+    epilog=examples(
+        "ridgeplan bench kernels",
+        "ridgeplan bench kernels --only attention --output kernels.json",
+        "ridgeplan bench kernels --once",
+    )
+)
 @options(
     click.option(
         "--only", type=click.Choice(KERNELS), multiple=True, help="A kernel; repeat for several.  [default: all]"
@@ -53,7 +55,13 @@ def kernels(only: tuple[str, ...], once: bool, output: Path | None, as_json: boo
         print_report(report)
 
 
-@bench.command()
+@click.command(
+    epilog=examples(
+        "ridgeplan bench planner",
+        "ridgeplan bench planner --runs 9 --json",
+        "ridgeplan bench planner --output planner.json",
+    )
+)
 @options(
     click.option("--runs", type=click.IntRange(min=1), default=5, show_default=True, help="Processes that are timed."),
     click.option("--output", type=OutputFile(), help="Where to save the results as JSON."),

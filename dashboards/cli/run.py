@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, prompt_text, prompt_tokens
 from ridgeplan.dashboards.cli.options import (
+    TOKENS,
     PlanFile,
     as_json,
     calibration_file,
@@ -34,13 +36,25 @@ STATISTICS = (
 )  # fmt: skip
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "ridgeplan run plan.json --prompt-file book.txt",
+        "ridgeplan run plan.json --model model.gguf --prompt-file book.txt --max-new-tokens 256",
+        "ridgeplan run plan.json --model Qwen/Qwen2.5-0.5B --temperature 0.8 --top-p 0.95 --json",
+    )
+)
 @click.argument("plan", type=PlanFile())
 @options(
     model_to_run,
     click.option("--prompt", metavar="TEXT", help="Text to continue."),
     prompt_file,
-    click.option("--max-new-tokens", type=int, help=f"Tokens to generate.  [default: {DEFAULT_NEW_TOKENS}]"),
+    click.option(
+        "--max-new-tokens",
+        "--osl",
+        "max_new_tokens",
+        type=TOKENS,
+        help=f"Tokens to generate.  [default: {DEFAULT_NEW_TOKENS}]",
+    ),
     click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token."),
     click.option("--top-k", type=int, help="Draw among the k likeliest tokens."),
     click.option("--top-p", type=float, help="Draw among the likeliest tokens that make up this probability."),

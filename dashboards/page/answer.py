@@ -12,7 +12,7 @@ from ridgeplan.dashboards.page.inputs import PageQuestion
 from ridgeplan.dashboards.page.text import escaped
 from ridgeplan.planner import Prediction, Recommendation
 from ridgeplan.planner.curves.contexts import contexts_of, memory_over_contexts, offload_staircase
-from ridgeplan.planner.quantities import size_text, time_text, tokens_text
+from ridgeplan.planner.interface.quantities import size_text, time_text, tokens_text
 from ridgeplan.planner.search.question import Question
 
 SOURCES_HELP = (

@@ -9,7 +9,7 @@ import streamlit as st
 from ridgeplan.dashboards import charts
 from ridgeplan.dashboards.page.inputs import BATCH_STEPS, IN_URL, PageQuestion
 from ridgeplan.planner.curves.contexts import contexts_of
-from ridgeplan.planner.quantities import duration_s
+from ridgeplan.planner.interface.quantities import duration_s
 from ridgeplan.planner.search.plan_map import PlanMap, plan_map
 
 COLUMNS = 29  # contexts of the map

@@ -11,7 +11,7 @@ from ridgeplan.dashboards.page.inputs import PageQuestion, change
 from ridgeplan.dashboards.page.text import escaped
 from ridgeplan.dashboards.user_errors import about_input
 from ridgeplan.planner import NothingFits
-from ridgeplan.planner.quantities import tokens_text
+from ridgeplan.planner.interface.quantities import tokens_text
 from ridgeplan.planner.resolution import longest_context
 from ridgeplan.planner.search.nothing_fits import Fix
 from ridgeplan.roofline.catalog.models import load_shape

@@ -14,7 +14,7 @@ from ridgeplan.planner import PlanError, Recommendation
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION
 from ridgeplan.planner.plan import MAX_BATCH
 from ridgeplan.planner.quality import Quality
-from ridgeplan.planner.quantities import count, size_bytes, tokens, tokens_text
+from ridgeplan.planner.interface.quantities import count, size_bytes, tokens, tokens_text
 from ridgeplan.planner.search import Objective
 from ridgeplan.planner.search.question import Question, ask
 from ridgeplan.roofline.catalog.hardware import list_hardware

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ridgeplan.planner.capacity import Capacity, described_contexts, usable_bytes
+from ridgeplan.planner.interface.quantities import size_text
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.presets import preset_name
 from ridgeplan.planner.quality import Quality
@@ -15,7 +16,6 @@ from ridgeplan.planner.search.candidates import Candidate, search
 from ridgeplan.planner.search.question import Question
 from ridgeplan.planner.search.runnable import context_limits, runnable_families, smallest_plans
 from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
-from ridgeplan.roofline.device import GIB
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def why_nothing_fits(question: Question, memory_utilization: float) -> NothingFi
     least, limit = int(np.argmin(peaks)), question.memory_limit_bytes
     needs = (
         f"nothing fits: {workload.model} at context {workload.context}, batch {workload.batch} needs at least "
-        f"{peaks[least] / GIB:.1f} GiB ({preset_name(plans[least])}) of {limit / GIB:.1f} GiB on {workload.hardware}"
+        f"{size_text(peaks[least])} ({preset_name(plans[least])}) of {size_text(limit)} on {workload.hardware}"
     )
     fixes = list(_fixes(question, plans, memory_utilization))
     options = [one.text for one in fixes]
@@ -87,7 +87,8 @@ def _fixes(question: Question, plans: Sequence[Plan], memory_utilization: float)
     yield from _lower_quality(question)
     gpu = smallest_gpu(question, plans, memory_utilization)
     if gpu:
-        yield Fix({"gpu": gpu.name, "memory_limit": None}, f"a GPU such as {gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB)")
+        changes = {"gpu": gpu.name, "memory_limit": None}
+        yield Fix(changes, f"a GPU such as {gpu.name} ({size_text(gpu.memory_bytes)})")
 
 
 def _without_limit(question: Question, plans: Sequence[Plan], memory_utilization: float) -> Iterator[Fix]:
@@ -95,7 +96,7 @@ def _without_limit(question: Question, plans: Sequence[Plan], memory_utilization
     usable = usable_bytes(question.profile.hardware.memory_bytes, memory_utilization)
     device = replace(question.machine, memory_bytes=usable)
     if question.memory_limit_bytes < usable and Capacity(plans, question.shape, device).peaks().min() <= usable:
-        yield Fix({"memory_limit": None}, f"no memory limit, as {usable / GIB:.1f} GiB may be used")
+        yield Fix({"memory_limit": None}, f"no memory limit, as {size_text(usable)} may be used")
 
 
 def _lower_quality(question: Question) -> Iterator[Fix]:

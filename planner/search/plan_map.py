@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -256,7 +257,7 @@ def _acceptance(question: Question, templates: Sequence[Sequence[Plan]], points:
     """Conditional acceptance of every plan's drafts: [contexts, plans]."""
     model = AcceptanceModel.of_profile(question.shape, 1, question.profile)
     starts = np.flatnonzero(np.diff(points.family, prepend=-1, append=-1))
-    own = [slice(first, last) for first, last in zip(starts, starts[1:], strict=False)]
+    own = [slice(first, last) for first, last in pairwise(starts)]
     return np.array([
         np.concatenate([
             replace(model, context=plan.workload.context).best(plan, points.gamma[part], points.ratio[part])

@@ -8,11 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from ridgeplan.planner.plan import Plan
-from ridgeplan.planner.quality import quality_of
 from ridgeplan.planner.resolution import longest_context
 from ridgeplan.planner.search.question import Question
 from ridgeplan.planner.search_space import Family, families
-from ridgeplan.planner.support import exceeds_window, missing_execution, uncalibrated
+from ridgeplan.planner.support import exceeds_window
 from ridgeplan.roofline.execution import QUANTIZATION_GROUPS
 
 
@@ -46,9 +45,8 @@ def context_limits(plans: Sequence[Plan], question: Question) -> np.ndarray:
 
 
 def runs(plan: Plan, question: Question) -> bool:
-    """Whether the runtime executes the plan, the profile prices it and the question allows what it gives up."""
-    executed = not missing_execution(plan, question.shape) and not uncalibrated(plan, question.profile)
-    return executed and question.quality.allows(quality_of(plan))
+    """Whether the question's backend executes the plan, its profile prices it and it is wanted at all."""
+    return not question.unwanted(plan) and not question.unsupported(plan)
 
 
 def regrouped(family: Family) -> Iterator[Family]:

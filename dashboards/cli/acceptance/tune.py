@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ridgeplan.dashboards.cli.acceptance.saved_rows import save_rows, saved_in
+from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or
 from ridgeplan.dashboards.cli.options import (
     OutputFile,
@@ -37,7 +38,13 @@ if TYPE_CHECKING:
     from ridgeplan.validate.tuning.tune import Tuning
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "ridgeplan tune plan.json --text book.txt --output tuned.json",
+        "ridgeplan tune plan.json --text book.txt --model model.gguf --gamma 6",
+        "ridgeplan tune plan.json --text book.txt --tokens 512 --json",
+    )
+)
 @click.argument("plan", type=PlanFile())
 @options(
     model_to_run,

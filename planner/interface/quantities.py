@@ -28,7 +28,7 @@ GB = 1e9
 
 
 def tokens(value: int | str) -> int:
-    """A number of tokens: 131072, "131072", "128k" (the same, as models name it) or "1M" (1048576). Raises PlanError."""
+    """A number of tokens: 131072, "131072", "128k" (the same, as models name it) or "1M" (2^20). Raises PlanError."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     number, unit = _split(value)
@@ -85,7 +85,9 @@ def _range(text: str, parse: Callable[[str], int]) -> Iterable[int]:
         return (parse(text),)
     high, colon, number = rest.partition(":")
     first, last = parse(low), parse(high)
-    require(1 <= first <= last <= MAX_TOKENS, f"{brief(text)} is not a range; allowed: from a smaller number, 1 or more")
+    require(
+        1 <= first <= last <= MAX_TOKENS, f"{brief(text)} is not a range; allowed: from a smaller number, 1 or more"
+    )
     if not colon:
         return (*takewhile(lambda one: one < last, (first << power for power in range(64))), last)
     points = count(number)
