@@ -21,14 +21,14 @@ ANSWERED: dict[str, Callable[[Answer], None]] = {
 }
 # Less space above the page, and figures that fit tiles of which a phone shows two side by side.
 STYLE = """<style>
-.stMainBlockContainer { padding-top: 2.5rem; padding-bottom: 2rem; }
+.stMainBlockContainer { padding-top: 3.5rem; padding-bottom: 2rem; }
 .st-key-tiles [data-testid="stMetricValue"] { font-size: 1.6rem; }
 </style>"""
 
 
 def main() -> None:
     """One run of the page; Streamlit reruns it whenever an input changes."""
-    st.set_page_config(page_title="ridgeplan", page_icon=":material/speed:", layout="wide")
+    st.set_page_config(page_title="ridgeplan", layout="wide")
     st.html(STYLE)
     shown = dict(_tabs())
     for tab, show in zip(st.tabs(list(shown), key="tab", bind=IN_URL), shown.values(), strict=True):

@@ -12,13 +12,12 @@ from ridgeplan.dashboards.page.inputs import PageQuestion
 from ridgeplan.dashboards.page.text import escaped
 from ridgeplan.planner import Prediction, Recommendation
 from ridgeplan.planner.curves.contexts import contexts_of, memory_over_contexts, offload_staircase
+from ridgeplan.planner.interface.glossary import SOURCE_WORDS
+from ridgeplan.planner.interface.plan_file import plan_json
 from ridgeplan.planner.interface.quantities import size_text, time_text, tokens_text
 from ridgeplan.planner.search.question import Question
 
-SOURCES_HELP = (
-    "Where figures come from, strongest first: measured on the model, calibrated on the machine, transferred from "
-    "another model or machine, published in a paper, extrapolated beyond all data, or a prior, which is an assumption."
-)
+SOURCES_HELP = "Where figures come from: " + "; ".join(f"{word}, {told}" for word, told in SOURCE_WORDS.items()) + "."
 SURE = 0.99  # above this a sampled probability is not told more exactly
 MEMORY_POINTS = 64
 
@@ -121,10 +120,11 @@ def _show_memory(answer: Answer) -> None:
 
 
 def _show_actions(answer: Answer) -> None:
-    found = answer.recommendation
+    found, question = answer.recommendation, answer.question
+    plan_file = plan_json(found.plan, question.shape, question.profile)
     st.markdown("**The same in a terminal**")
     st.code(answer.page.command(), language="bash", wrap_lines=True)
-    st.download_button("Download the plan", found.plan.to_json(), "plan.json", "application/json", type="primary",
+    st.download_button("Download the plan", plan_file, "plan.json", "application/json", type="primary",
                        icon=":material/download:", on_click="ignore")  # fmt: skip
     with st.expander("Why this plan", expanded=False):
         st.code(found.explain(), language=None, wrap_lines=True)

@@ -11,10 +11,11 @@ from ridgeplan.dashboards.charts.compare import crossing_text, fitting_times
 from ridgeplan.dashboards.page.answer import Answer, show_alternatives
 from ridgeplan.dashboards.page.inputs import IN_URL
 from ridgeplan.dashboards.page.text import escaped
-from ridgeplan.planner import PRESETS, Plan, Prediction, preset
+from ridgeplan.planner import PRESETS, Plan, Prediction
 from ridgeplan.planner.curves.contexts import contexts_of, over_contexts
 from ridgeplan.planner.curves.crossings import crossings
 from ridgeplan.planner.prediction import predict_all
+from ridgeplan.planner.search.candidates import best_of_preset
 from ridgeplan.planner.search.question import Question
 from ridgeplan.roofline.catalog.hardware import list_hardware
 
@@ -49,15 +50,14 @@ def _gpus(answer: Answer) -> Mapping[str, Curve]:
 
 
 def _plans(answer: Answer) -> Mapping[str, Curve]:
-    """The recommended plan and each chosen one, at the gamma that the answer lists."""
+    """The recommended plan and each chosen preset, at its fastest gamma and ratio."""
     found, question = answer.recommendation, answer.question
-    known = {name: preset(name, question.workload) for name in PRESETS}
-    known |= {one.preset: one.plan for one in found.alternatives if one.preset in PRESETS}
-    others = [name for name in known if name != found.name]
+    others = [name for name in PRESETS if name != found.name]
     wanted = [name for name in ("autoregressive", "magicdec-streaming") if name in others]
     chosen = st.multiselect("Plans beside the recommended one", others, wanted, key="plans", bind=IN_URL,
                             max_selections=MOST - 1)  # fmt: skip
-    return {found.name: (found.plan, question)} | {name: (known[name], question) for name in chosen}
+    plans = {found.name: found.plan} | {name: best_of_preset(name, question).plan for name in chosen}
+    return {name: (plan, question) for name, plan in plans.items()}
 
 
 def _show_curves(question: Question, curves: Mapping[str, Curve]) -> None:

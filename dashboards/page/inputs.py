@@ -61,7 +61,7 @@ class PageQuestion:
         """The same on another GPU."""
         return replace(self, gpu=gpu)
 
-    def command(self, verb: str = "recommend") -> str:
+    def command(self, verb: str = "plan") -> str:
         """The command that asks the same in a terminal."""
         standard = PageQuestion(self.model, self.gpu, self.context, 1, 1024, str(Quality.NEAR_LOSSLESS),
                                 str(Objective.LATENCY), MEMORY_UTILIZATION, None, False)  # fmt: skip

@@ -10,7 +10,6 @@ from ridgeplan.planner import Plan, Recommendation
 from ridgeplan.planner.curves.batches import over_batches
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.quality import Quality, quality_of
-from ridgeplan.planner.support import only_estimated, uncalibrated
 
 BATCHES = tuple(1 << power for power in range(10))
 MOST = 12  # plans
@@ -23,11 +22,7 @@ def show(answer: Answer) -> None:
     plans = compared(answer.recommendation, question.quality)
     curves = {name: over_batches(plan, question, BATCHES) for name, plan in plans.items()}
     curves = {name: curve for name, curve in curves.items() if len(curve.batches)}
-    running = [
-        name
-        for name, curve in curves.items()
-        if not only_estimated(curve.plan, question.shape) and not uncalibrated(curve.plan, question.profile)
-    ]
+    running = [name for name, curve in curves.items() if not question.unsupported(curve.plan)]
     allowed = [name for name, plan in plans.items() if question.quality.allows(quality_of(plan))]
     figure = charts.trade_offs(curves, running, allowed)
     st.plotly_chart(figure, key="trade_offs", alt="Tokens per second of the GPU over those of one request")
