@@ -7,7 +7,7 @@ from functools import partial
 
 import streamlit as st
 
-from ridgeplan.dashboards.page import breakdown, capacity, compare, speculation, trade_offs, validation
+from ridgeplan.dashboards.page import breakdown, capacity, compare, papers, speculation, trade_offs, validation
 from ridgeplan.dashboards.page.answer import Answer, show_head
 from ridgeplan.dashboards.page.fixes import problems_shown
 from ridgeplan.dashboards.page.inputs import IN_URL, PageQuestion, ask_question
@@ -51,6 +51,7 @@ def _tabs() -> Iterator[tuple[str, Callable[[], None]]]:
     if answer:
         for name, show in ANSWERED.items():
             yield name, partial(show, answer)
+    yield "Papers", papers.show
     yield "Validation", validation.show
 
 

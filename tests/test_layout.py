@@ -235,8 +235,15 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         None,
     ),
     "dashboards.cli.catalog": (
-        {"dashboards.cli", "planner", "planner.published", "roofline", "roofline.catalog"},
+        {
+            "dashboards.cli", "dashboards.figures", "dashboards.html_page", "planner", "planner.published", "roofline",
+            "roofline.catalog",
+        },
         None,
+    ),
+    "dashboards.figures": (
+        {"planner", "planner.published", "roofline", "roofline.catalog", "roofline.papers"},
+        {"numpy", "plotly", "kaleido"},
     ),
     "dashboards": ({"planner", "planner.search", "roofline", "roofline.catalog"}, None),
 }  # fmt: skip

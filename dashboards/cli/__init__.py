@@ -1,7 +1,7 @@
 """The `ridgeplan` command: one file per verb, and the options, tables and errors that they share.
 
 A verb's file is imported when it runs, so that the command starts fast. Not here: computations (planner, validate), the
-page and its figures (dashboards/app.py, dashboards/charts.py).
+page and its figures (dashboards/app.py, dashboards/charts).
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ SECTIONS = {
         "gpus": ("catalog.lists:gpus", "The known GPUs; --template prints a file for your own."),
         "presets": ("catalog.lists:presets", ""),
         "papers": ("catalog.papers:papers", "Published tables beside the model's predictions."),
+        "figures": ("catalog.figures:figures", "The papers' figures from the model, as a page, CSV and PNG."),
         "completion": ("catalog.completion:completion", "Completion of commands in bash, zsh or fish."),
     },
 }

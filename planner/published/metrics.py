@@ -111,11 +111,20 @@ def draft_share(case: Case) -> float:
     return float(case.estimate.round.draft_s / case.plain.tpot_s)
 
 
+def unselected(case: Case) -> Case:
+    """The same where choosing tokens costs nothing."""
+    free = replace(case.strategy, draft_scored_keys=0, step_score_bytes=0, round_score_bytes=0)
+    return replace(case, strategy=free)
+
+
+def selection_s(case: Case) -> float:
+    """Seconds that choosing tokens adds to a round."""
+    return float(case.estimate.round.total_s + _collection_s(case) - unselected(case).estimate.round.total_s)
+
+
 def selection_overhead(case: Case) -> float:
     """What choosing tokens adds to a round, relative to the round without it (SpecAttn, Fig 10b)."""
-    unselected = replace(case.strategy, draft_scored_keys=0, step_score_bytes=0, round_score_bytes=0)
-    without_s = replace(case, strategy=unselected).estimate.round.total_s
-    return float((case.estimate.round.total_s + _collection_s(case)) / without_s - 1)
+    return selection_s(case) / float(unselected(case).estimate.round.total_s)
 
 
 def _collection_s(case: Case) -> float:
@@ -134,11 +143,15 @@ def logits_overhead(case: Case) -> float:
     return case.row.queries * case.shape.q_heads * LOGIT_BYTES / kv_bytes
 
 
+def tpot_s_of_gammas(case: Case, gammas: np.ndarray) -> np.ndarray:
+    """Seconds per token with other gammas, at the same acceptance."""
+    return evaluate(case.shape, case.machine, replace(case.strategy, gamma=gammas), case.rates).tpot_s
+
+
 def best_gamma(case: Case) -> float:
     """The gamma of 1 to 15 with the least time per token."""
     gammas = np.arange(1, MAX_GAMMA + 1)
-    found = evaluate(case.shape, case.machine, replace(case.strategy, gamma=gammas), case.rates)
-    return float(gammas[np.argmin(found.tpot_s)])
+    return float(gammas[np.argmin(tpot_s_of_gammas(case, gammas))])
 
 
 def kv_gib(case: Case) -> float:
@@ -158,16 +171,21 @@ def max_requests(case: Case) -> float:
 
 
 def cliff_loss(case: Case) -> float:
-    """Loss of throughput where KV of one more token makes an engine read the whole cache from the host.
+    """Loss of throughput where KV of one more token makes an engine read the whole cache from the host."""
+    at_longest = replace(case, strategy=replace(case.strategy, context=longest_on_gpu(case)))
+    return float(1 - at_longest.tpot_s / offloaded_tpot_s(at_longest))
 
-    At S_0 of Algorithm 1 (SpeContext, Eq 6), with the model's weights only and this package's reading of Eq 6.
-    """
+
+def longest_on_gpu(case: Case) -> int:
+    """S_0 of Algorithm 1 (SpeContext, Eq 6), with the model's weights only and this package's reading of Eq 6."""
     weights = memory.weight_memory(case.shape, case.strategy.target_weight_bytes, case.machine.element_bytes)
     model = SpeContextMemory(weights, 0, case.shape.layers, case.shape.kv_heads, case.shape.head_dim, case.row.batch, 0)
-    longest = model.thresholds(case.machine.memory_bytes)[0]
-    at_longest = replace(case, strategy=replace(case.strategy, context=longest))
-    host_s = _kv_bytes(at_longest) / case.machine.host_link_bytes_per_s
-    return float(1 - at_longest.tpot_s / (at_longest.tpot_s + host_s))
+    return model.thresholds(float(case.machine.memory_bytes))[0]
+
+
+def offloaded_tpot_s(case: Case) -> float:
+    """Seconds per token where the whole KV cache is on the host, and each step reads it from there."""
+    return float(case.tpot_s + _kv_bytes(case) / case.machine.host_link_bytes_per_s)
 
 
 def _kv_bytes(case: Case) -> float:

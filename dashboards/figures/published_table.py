@@ -1,0 +1,106 @@
+"""A published table as a figure: every printed value beside the model's prediction for the same row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import plotly.graph_objects as go
+
+from ridgeplan.dashboards.figures.paper_figure import Row
+from ridgeplan.dashboards.figures.style import colors_of, styled
+from ridgeplan.planner.published import rows as published
+from ridgeplan.planner.published.case import Case
+from ridgeplan.planner.published.memory import fits
+from ridgeplan.planner.published.metrics import METRICS
+
+ROW_HEIGHT = 26  # pixels of a line of `dumbbells`
+
+
+def table_rows(paper: str, table: str, metric: str, *, case: str = "", **changes: Any) -> list[Row]:
+    """The rows of a table that have a metric, printed and predicted, both with "OOM" where memory does not suffice.
+
+    `case` is how the rows' cases start. `changes` replaces fields of the rows that have them, such as the GPU; what is
+    printed then says nothing of the changed row, and is left out.
+    """
+    rows = (row for row in table_of(paper, table).rows if row.model and row.case.startswith(case))
+    return [_row(row, metric, changes) for row in rows if metric in row.cells]
+
+
+def table_of(paper: str, name: str) -> published.PublishedTable:
+    """A paper's table by its name."""
+    (found,) = (table for table in published.load_tables(paper) if table.name == name)
+    return found
+
+
+def own_row(method: str, **fields: Any) -> published.Row:
+    """A row of no table, for what a paper's figure shows and its tables do not."""
+    return published.Row(case="no table", method=method, cells={"tokens_per_s": published.NOT_PRINTED}, **fields)
+
+
+def _row(row: published.Row, metric: str, changes: dict[str, Any]) -> Row:
+    own = {name: value for name, value in changes.items() if getattr(row, name)}
+    asked = replace(row, **own)
+    printed = row.cells[metric] if asked == row else published.NOT_PRINTED
+    workload = {name: getattr(asked, name) for name in ("model", "gpu", "gpus", "context", "batch", "gamma", "budget")}
+    return {
+        "case": row.case,
+        "method": row.method,
+        **workload,
+        "metric": metric,
+        "published": None if printed == published.NOT_PRINTED else printed,
+        "predicted": _predicted(asked, metric, printed),
+    }
+
+
+def _predicted(row: published.Row, metric: str, printed: float | str) -> float | str | None:
+    """The prediction; a size that the paper ran is predicted even if by our count it needs too much memory."""
+    if row.unpredictable:
+        return None
+    case = Case.of(row)
+    if isinstance(printed, str) and METRICS[metric].whole_model and not fits(case):
+        return published.OUT_OF_MEMORY
+    return METRICS[metric].of(case)
+
+
+def number(value: float | str | None) -> float | None:
+    """A cell as a figure shows it: a number, or nothing."""
+    return None if isinstance(value, str) else value
+
+
+def dumbbells(rows: Sequence[Row], title: str, x: str) -> go.Figure:
+    """A line for each row: a ring where the paper has it, a dot where the model does, and what lies between them."""
+    names = [f"{row['case']}, {row['method']}" for row in rows]
+    figure = go.Figure()
+    for name, row in zip(names, rows, strict=True):
+        ends = [number(row[side]) for side in ("published", "predicted")]
+        if None not in ends:
+            figure.add_scatter(x=ends, y=[name, name], mode="lines", line={"color": "#bbb"}, hoverinfo="skip",
+                               showlegend=False)  # fmt: skip
+    colors = colors_of(row["method"] for row in rows)
+    for side, symbol in (("published", "circle-open"), ("predicted", "circle")):
+        figure.add_scatter(
+            name=side, x=[number(row[side]) for row in rows], y=names, mode="markers",
+            marker={"symbol": symbol, "size": 10, "color": [colors[row["method"]] for row in rows]},
+            hovertemplate=f"%{{y}}<br>{side} %{{x:.3g}}<extra></extra>",
+        )  # fmt: skip
+    figure.update_yaxes(autorange="reversed", automargin=True)
+    return styled(figure, title, x, height=160 + ROW_HEIGHT * len(rows))
+
+
+def lines(rows: Sequence[Row], over: str, title: str, x: str, y: str) -> go.Figure:
+    """A line of predictions for each method over a field of the rows, and rings where the paper has values."""
+    figure = go.Figure()
+    for method, color in colors_of(row["method"] for row in rows).items():
+        own = [row for row in rows if row["method"] == method]
+        places = [row[over] for row in own]
+        figure.add_scatter(name=method, x=places, y=[number(row["predicted"]) for row in own], mode="lines+markers",
+                           marker={"size": 4}, line_color=color, legendgroup=method)  # fmt: skip
+        printed = [number(row["published"]) for row in own]
+        if any(value is not None for value in printed):
+            figure.add_scatter(
+                name=f"{method}, published", x=places, y=printed, mode="markers", legendgroup=method, showlegend=False,
+                marker={"symbol": "circle-open", "size": 10, "color": color},
+            )  # fmt: skip
+    return styled(figure, f"{title}<br><sup>lines: predicted; rings: published</sup>", x, y)

@@ -1,0 +1,163 @@
+"""SpecAttn's figures: logits (Fig 6), a round by its parts (Fig 3), selection (Fig 10b), tuning (Fig 12, Table 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import plotly.graph_objects as go
+
+from ridgeplan.dashboards.figures.paper_figure import PaperFigure, Row, Slider, gpu_slider
+from ridgeplan.dashboards.figures.published_table import dumbbells, lines, own_row, table_of, table_rows
+from ridgeplan.dashboards.figures.style import COLORS, styled
+from ridgeplan.planner.published.case import Case
+from ridgeplan.planner.published.metrics import logits_overhead, selection_s, tokens_per_s, tpot_s_of_gammas, unselected
+from ridgeplan.roofline.speculation import MAX_GAMMA
+
+GPU = gpu_slider("h100-nvl")
+MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-4B", "openai/gpt-oss-20b", "meta-llama/Llama-3.1-8B")
+MODEL = Slider("model", "Model", MODELS, MODELS[0])
+CONTEXT = Slider("context", "Context", (8192, 16384, 32768, 65536, 110592, 131072), 110592)
+BATCH = Slider("batch", "Batch", (1, 2, 4, 8, 16, 32), 4)
+GAMMA = Slider("gamma", "Gamma", (1, 2, 3, 4, 5, 6, 7, 9, 11), 5)
+RATIO = Slider("ratio", "Sparse ratio", (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.2), 0.07)
+METHODS = {
+    "MagicDec-Stream": "magicdec-streaming", "MagicDec-Quest": "magicdec-quest", "SpecExtend": "specextend",
+    "SpecAttn": "specattn",
+}  # fmt: skip
+PARTS = ("drafting", "verification", "selection")
+OVERHEAD_TABLE = "Headline"
+
+
+def logits_rows() -> list[Row]:
+    """Fig 6: what collecting logits adds to attention, over the number of queries whose logits are kept."""
+    table = table_of("specattn", "Fig 6")
+    printed = {(row.model, row.queries): row.cells["logits_overhead"] for row in table.rows}
+    own = own_row("logits", gpu="h100-nvl", engine="vllm", context=110592)
+    return [
+        {
+            "method": model, "queries": queries, "published": printed.get((model, queries)),
+            "predicted": logits_overhead(Case.of(replace(own, model=model, queries=queries))),
+        }
+        for model in dict.fromkeys(model for model, _ in printed)
+        for queries in range(1, 17)
+    ]  # fmt: skip
+
+
+def draw_logits(rows: Sequence[Row]) -> go.Figure:
+    """A line for each model, with the rings of all queries and of Collect-2-Query."""
+    title = "Writing attention logits, over reading the KV cache"
+    figure = lines(rows, "queries", title, "queries whose logits are kept", "overhead of attention")
+    return figure.update_yaxes(tickformat=".0%")
+
+
+def round_rows(model: str, gpu: str, context: int, batch: int, gamma: int, ratio: float) -> list[Row]:
+    """Fig 3: milliseconds of a round by part, for each way of choosing tokens, with the tokens that it yields."""
+    found: list[Row] = []
+    for method, preset in METHODS.items():
+        case = _drafting(method, preset, model=model, gpu=gpu, context=context, batch=batch, gamma=gamma, ratio=ratio)
+        bare = unselected(case).estimate.round
+        drafting_s = float(bare.gamma * bare.draft_s)
+        seconds = (drafting_s, float(bare.total_s) - drafting_s, selection_s(case))
+        found += [
+            {
+                "method": method, "part": part, "milliseconds": 1e3 * value,
+                "tokens_per_round": float(case.estimate.tokens_per_round), "tokens_per_s": tokens_per_s(case),
+                "model": model, "gpu": gpu, "context": context, "batch": batch, "gamma": gamma, "ratio": ratio,
+            }
+            for part, value in zip(PARTS, seconds, strict=True)
+        ]  # fmt: skip
+    return found
+
+
+def _drafting(method: str, preset: str, *, gamma: int, **workload: object) -> Case:
+    """A method's round on vLLM. Rows of logits: 2 of SpecAttn, all of SpecExtend (section 5.2)."""
+    queries = {"specattn": 2, "specextend": gamma + 1}.get(preset, 1)
+    fields = {"preset": preset, "engine": "vllm", "gamma": gamma, "queries": queries, "new_tokens": 1024}
+    return Case.of(own_row(method, **fields, **workload))
+
+
+def draw_round(rows: Sequence[Row]) -> go.Figure:
+    """A stack for each method, with what it yields beside it."""
+    figure = go.Figure()
+    for part, color in zip(PARTS, COLORS, strict=False):
+        own = [row for row in rows if row["part"] == part]
+        figure.add_bar(
+            name=part, y=[row["method"] for row in own], x=[row["milliseconds"] for row in own], orientation="h",
+            marker_color=color, hovertemplate="%{y}, " + part + ": %{x:.3g} ms<extra></extra>",
+        )  # fmt: skip
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = [row for row in rows if row["method"] == method]
+        told = f" {own[0]['tokens_per_round']:.2f} tokens, {own[0]['tokens_per_s']:.0f} tokens/s"
+        figure.add_annotation(x=sum(row["milliseconds"] for row in own), y=method, text=told, showarrow=False,
+                              xanchor="left")  # fmt: skip
+    longest = sum(row["milliseconds"] for row in rows) / len(METHODS)
+    figure.update_xaxes(range=[0, 1.8 * longest])
+    figure.update_yaxes(autorange="reversed", automargin=True)
+    title = "One round: {model}, {gpu}, {context} tokens, batch {batch}, gamma {gamma}".format(**rows[0])
+    return styled(figure.update_layout(barmode="stack"), title, "ms")
+
+
+def overhead_rows(gpu: str) -> list[Row]:
+    """Fig 10b and section 2.3: what choosing tokens adds to a round."""
+    return table_rows("specattn", OVERHEAD_TABLE, "selection_overhead", gpu=gpu)
+
+
+def draw_overhead(rows: Sequence[Row]) -> go.Figure:
+    """Rings and dots of the overheads."""
+    figure = dumbbells(rows, f"Choosing tokens, over a round without it, {rows[0]['gpu']}", "overhead")
+    return figure.update_xaxes(tickformat=".0%")
+
+
+def tuning_rows(model: str, gpu: str, context: int, batch: int) -> list[Row]:
+    """Fig 12: tokens per second of SpecAttn over gamma and sparse ratio, at the planner's acceptance."""
+    gammas = np.arange(1, MAX_GAMMA + 1)
+    asked = {"model": model, "gpu": gpu, "context": context, "batch": batch}
+    found: list[Row] = []
+    for ratio in RATIO.values:
+        case = _drafting("SpecAttn", "specattn", gamma=int(GAMMA.default), ratio=ratio, **asked)
+        speeds = batch / np.broadcast_to(tpot_s_of_gammas(case, gammas), gammas.shape)
+        found += [
+            {**asked, "ratio": ratio, "gamma": int(gamma), "tokens_per_s": float(speed)}
+            for gamma, speed in zip(gammas, speeds, strict=True)
+        ]
+    return found
+
+
+def draw_tuning(rows: Sequence[Row]) -> go.Figure:
+    """A heat map, with a cross at the best of all."""
+    ratios, gammas = (list(dict.fromkeys(row[name] for row in rows)) for name in ("ratio", "gamma"))
+    speeds = np.reshape([row["tokens_per_s"] for row in rows], (len(ratios), len(gammas)))
+    best = max(rows, key=lambda row: row["tokens_per_s"])
+    labels = [f"{ratio:.0%}" for ratio in ratios]
+    figure = go.Figure(go.Heatmap(x=gammas, y=labels, z=speeds, colorscale="Viridis", colorbar_title="tokens/s",
+                                  hovertemplate="gamma %{x}, %{y}<br>%{z:.4g} tokens/s<extra></extra>"))  # fmt: skip
+    figure.add_scatter(name=f"best: {best['tokens_per_s']:.0f} tokens/s", x=[best["gamma"]], y=[f"{best['ratio']:.0%}"],
+                       mode="markers", marker={"symbol": "x", "size": 14, "color": "white"})  # fmt: skip
+    figure.update_yaxes(type="category")
+    title = "SpecAttn's throughput: {model}, {gpu}, {context} tokens, batch {batch}".format(**rows[0])
+    return styled(figure, title, "gamma", "sparse ratio")
+
+
+def gamma_rows(gpu: str) -> list[Row]:
+    """Table 2: the best gamma."""
+    return table_rows("specattn", "Table 2", "best_gamma", gpu=gpu)
+
+
+def draw_gamma(rows: Sequence[Row]) -> go.Figure:
+    """Rings and dots of Table 2."""
+    return dumbbells(rows, f"The best gamma, {rows[0]['gpu']}", "gamma")
+
+
+FIGURES = (
+    PaperFigure("specattn-fig6", "specattn", "Fig 6", "overhead of collecting attention logits",
+                logits_rows, draw_logits),
+    PaperFigure("specattn-fig3", "specattn", "Fig 3", "a round by its parts",
+                round_rows, draw_round, (MODEL, GPU, CONTEXT, BATCH, GAMMA, RATIO)),
+    PaperFigure("specattn-fig10b", "specattn", "Fig 10b", "overhead of choosing tokens",
+                overhead_rows, draw_overhead, (GPU,)),
+    PaperFigure("specattn-fig12", "specattn", "Fig 12", "throughput over gamma and sparse ratio",
+                tuning_rows, draw_tuning, (MODEL, GPU, CONTEXT, BATCH)),
+    PaperFigure("specattn-table2", "specattn", "Table 2", "the best gamma", gamma_rows, draw_gamma, (GPU,)),
+)  # fmt: skip

@@ -1,0 +1,79 @@
+"""`ridgeplan figures`: the list, files, settings and refusals."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeplan.dashboards.figures import png
+
+
+@pytest.fixture
+def no_kaleido(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(png, "can_draw", lambda: False)
+
+
+def test_figures_are_listed_with_the_papers_settings(invoke: Any) -> None:
+    shown = invoke("figures", "specattn").stdout
+    assert "Fig 10b: overhead of choosing tokens (gpu=h100-nvl)" in shown
+    assert "quantspec" not in shown
+
+
+def test_a_page_and_a_csv_for_each_figure(invoke: Any, tmp_path: Path, no_kaleido: None) -> None:
+    result = invoke("figures", "quantspec-fig2", "quantspec-fig4", "--output", tmp_path / "new", "--set", "gpu=h200")
+    assert result.stdout.startswith("2 figures as html, csv in ")
+    assert "kaleido" in result.stderr
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        "figures.html", "quantspec-fig2.csv", "quantspec-fig4.csv",
+    ]  # fmt: skip
+    with (tmp_path / "new" / "quantspec-fig4.csv").open(encoding="utf-8") as file:
+        assert {row["gpu"] for row in csv.DictReader(file)} == {"h200"}
+    assert "Fig 4: speed-up of 4-bit weights" in (tmp_path / "new" / "figures.html").read_text(encoding="utf-8")
+
+
+def test_json_has_rows_and_settings(invoke: Any) -> None:
+    (figure,) = json.loads(invoke("figures", "quantspec-fig4", "--json", "--set", "gamma=6").stdout)["figures"]
+    assert figure["settings"] == {"gpu": "a6000", "gamma": 6}
+    assert {row["gamma"] for row in figure["rows"]} == {6}
+
+
+def test_png_files_are_moved_into_the_folder(invoke: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_images(figures: Any, files: Any, **_: Any) -> None:
+        for figure, file in zip(figures, files, strict=True):
+            Path(file).write_text(figure.layout.title.text, encoding="utf-8")
+
+    monkeypatch.setattr(png, "can_draw", lambda: True)
+    monkeypatch.setattr(png.pio, "write_images", write_images)
+    result = invoke("figures", "specattn-fig6", "quantspec-fig4", "--output", tmp_path, "--format", "png")
+    assert result.stdout.startswith("2 figures as png")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["quantspec-fig4.png", "specattn-fig6.png"]
+
+
+def test_without_kaleido_or_chrome_nothing_is_written(
+    refuses: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_chrome(*_: Any, **__: Any) -> None:
+        raise RuntimeError("\n\nKaleido requires Google Chrome to be installed.\n")
+
+    monkeypatch.setattr(png, "can_draw", lambda: False)
+    asked = ("figures", "specattn-fig6", "--output", tmp_path, "--format", "png", "--format", "html")
+    assert "PNG files need kaleido; allowed: html, csv" in refuses(*asked)
+    monkeypatch.setattr(png, "can_draw", lambda: True)
+    monkeypatch.setattr(png.pio, "write_images", no_chrome)
+    assert "allowed: html, csv. Kaleido requires Google Chrome" in refuses(*asked)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("nope",), "unknown figure 'nope'; allowed: quantspec"),
+        (("dapq", "--set", "gamma=3"), "no chosen figure has the setting 'gamma'; allowed: budget, gpu, model"),
+        (("dapq", "--set", "gpu"), "'gpu' is no setting; allowed: a slider and its value"),
+        (("dapq", "--set", "gpu=x"), "gpu is 'x'; allowed: h20, a6000"),
+    ],
+)
+def test_wrong_names_and_settings_are_refused(refuses: Any, arguments: tuple[str, ...], told: str) -> None:
+    assert told in refuses("figures", *arguments)
