@@ -33,8 +33,15 @@ def main() -> None:
     shown = dict(_tabs())
     for tab, show in zip(st.tabs(list(shown), key="tab", bind=IN_URL), shown.values(), strict=True):
         if tab.open:
-            with tab, problems_shown():
-                show()
+            with tab:
+                _show_tab(show)
+
+
+@st.fragment
+def _show_tab(show: Callable[[], None]) -> None:
+    """A tab's content; its own inputs run it again alone, without asking the planner anew."""
+    with problems_shown():
+        show()
 
 
 def _tabs() -> Iterator[tuple[str, Callable[[], None]]]:

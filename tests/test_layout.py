@@ -63,6 +63,13 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         MODEL,
     ),
+    "planner.curves": (
+        {
+            "planner", "planner.acceptance", "planner.policies", "planner.policies.selection", "planner.search",
+            "roofline",
+        },
+        MODEL,
+    ),
     "planner.published": (
         {"planner", "planner.acceptance", "roofline", "roofline.catalog", "roofline.papers", "roofline.sparsity"},
         MODEL,
@@ -211,8 +218,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "dashboards.cli.study": (
         {
             "dashboards.cli", "dashboards.cli.acceptance", "dashboards.draft_study_page", "dashboards.html_page",
-            "dashboards.study_charts",
-            "roofline.catalog", "validate", "validate.studies",
+            "dashboards.charts", "roofline.catalog", "validate", "validate.studies",
         },
         None,
     ),
@@ -245,7 +251,23 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {"planner", "planner.published", "roofline", "roofline.catalog", "roofline.papers"},
         {"numpy", "plotly", "kaleido"},
     ),
-    "dashboards": ({"planner", "planner.search", "roofline", "roofline.catalog"}, None),
+    "dashboards.charts": (
+        {"planner", "planner.curves", "planner.interface", "planner.search", "roofline", "roofline.catalog",
+         "roofline.papers"},
+        {"numpy", "plotly"},
+    ),
+    "dashboards.page": (
+        {
+            "dashboards", "dashboards.charts", "dashboards.figures", "planner", "planner.curves", "planner.interface",
+            "planner.policies.selection", "planner.search", "roofline", "roofline.catalog", "roofline.papers",
+            "roofline.symbolic", "validate.suite",
+        },
+        {"numpy", "streamlit", "sympy"},
+    ),
+    "dashboards": (
+        {"dashboards.charts", "dashboards.page", "planner", "planner.search", "roofline", "roofline.catalog"},
+        None,
+    ),
 }  # fmt: skip
 PACKAGES = tuple(dict.fromkeys(room.partition(".")[0] for room in ROOMS))
 FILES = {path.relative_to(ROOT).as_posix(): path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))}

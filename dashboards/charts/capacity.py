@@ -147,7 +147,7 @@ def _axes(figure: go.Figure, found: PlanMap, x: np.ndarray, y: np.ndarray) -> No
     ticks: Sequence[int]
     ticks, texts = token_ticks(found.contexts)
     wide, high = _spacing(x) / 2, _spacing(y) / 2
-    figure.update_xaxes(title_text="context (tokens)", tickvals=np.log2(ticks), ticktext=texts, showgrid=False,
-                        range=[x[0] - wide, x[-1] + wide])  # fmt: skip
-    figure.update_yaxes(title_text="batch", tickvals=y, ticktext=list(map(str, found.batches)), showgrid=False,
-                        range=[y[0] - high, y[-1] + high])  # fmt: skip
+    figure.update_xaxes(title={"text": "context (tokens)", "standoff": 20}, range=[x[0] - wide, x[-1] + wide])
+    figure.update_xaxes(tickvals=np.log2(ticks), ticktext=texts, showgrid=False)
+    figure.update_yaxes(title_text="batch", range=[y[0] - high, y[-1] + high])
+    figure.update_yaxes(tickvals=y, ticktext=list(map(str, found.batches)), showgrid=False)

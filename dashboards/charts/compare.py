@@ -14,7 +14,7 @@ from ridgeplan.planner.interface.quantities import time_text, tokens_text
 
 
 def times_over_context(
-    contexts: np.ndarray, curves: Mapping[str, Sequence[Prediction]], limits: Mapping[str, float], asked: int
+    contexts: Sequence[int], curves: Mapping[str, Sequence[Prediction]], limits: Mapping[str, float], asked: int
 ) -> go.Figure:
     """Milliseconds per token over the context, a line with its band for each name.
 
@@ -47,11 +47,11 @@ def fitting_times(predicted: Sequence[Prediction], limit_bytes: float) -> tuple[
 
 
 def _add_band(
-    figure: go.Figure, contexts: np.ndarray, low: np.ndarray, high: np.ndarray, color: str, name: str
+    figure: go.Figure, contexts: Sequence[int], low: np.ndarray, high: np.ndarray, color: str, name: str
 ) -> None:
     """The area between two curves, where they have values."""
     known = ~np.isnan(low)
-    x, below_y, above_y = contexts[known], low[known], high[known]
+    x, below_y, above_y = np.asarray(contexts)[known], low[known], high[known]
     figure.add_scatter(
         x=[*x, *x[::-1]], y=[*above_y, *below_y[::-1]], fill="toself", mode="lines", line={"width": 0},
         fillcolor=faded(color, 0.18), hoverinfo="skip", showlegend=False, legendgroup=name,

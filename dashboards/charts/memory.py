@@ -8,7 +8,17 @@ import numpy as np
 import plotly.graph_objects as go
 
 from ridgeplan.dashboards.charts.style import (
-    BLUE, GOLD, GREEN, GREY, ORANGE, PURPLE, RED, below, faded, styled, token_axis,
+    BLUE,
+    GOLD,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
+    below,
+    faded,
+    styled,
+    token_axis,
 )  # fmt: skip
 from ridgeplan.planner import Prediction
 from ridgeplan.planner.curves.contexts import OffloadStep
@@ -73,7 +83,7 @@ def memory_over_context(
     figure.add_hline(capacity, line_dash="dash", line_color=RED, annotation_position="top left",
                      annotation_text=f"{size_text(capacity_bytes)} may be used")  # fmt: skip
     figure.add_vline(asked, line_color=GREY, line_dash="dot")
-    total = sum(parts.values()).max() / GB
+    total = max(map(sum, zip(*parts.values(), strict=True))) / GB
     figure.update_yaxes(title_text="GB", range=[0, 1.12 * max(capacity, min(total, 2 * capacity))])
     _add_staircase(figure, staircase, contexts)
     token_axis(figure, contexts)

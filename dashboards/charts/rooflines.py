@@ -7,7 +7,19 @@ from collections.abc import Sequence
 import numpy as np
 import plotly.graph_objects as go
 
-from ridgeplan.dashboards.charts.style import BLUE, GREEN, GREY, HEAT, ORANGE, RED, bar_above, below, styled, token_ticks
+from ridgeplan.dashboards.charts.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    HEAT,
+    ORANGE,
+    RED,
+    bar_above,
+    below,
+    styled,
+    token_ticks,
+    without_walls,
+)
 from ridgeplan.planner import Prediction
 from ridgeplan.planner.prediction import OpTime
 from ridgeplan.roofline.catalog.hardware import Hardware
@@ -101,10 +113,9 @@ def ridge_plane(plane: Plane, asked: tuple[int, int]) -> go.Figure:
         zaxis=_axis("FLOP/byte", [2.0**one for one in heights], [f"{10.0**one:g}" for one in heights]),
         camera={"eye": {"x": -1.5, "y": -1.6, "z": 0.9}},
     )  # fmt: skip
-    return styled(figure, height=460, top=70, showlegend=False)
+    return without_walls(styled(figure, height=460, top=70, showlegend=False))
 
 
 def _axis(title: str, values: Sequence[float], texts: Sequence[str]) -> dict[str, object]:
-    """An axis of logs to base 2, without the walls that plotly would paint white."""
-    return {"title": title, "tickvals": np.log2(values), "ticktext": list(texts), "showbackground": False,
-            "gridcolor": GREY}  # fmt: skip
+    """An axis of logs to base 2."""
+    return {"title": title, "tickvals": np.log2(values), "ticktext": list(texts)}

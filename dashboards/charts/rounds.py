@@ -46,8 +46,9 @@ def waterfall(predicted: Prediction, baseline: Prediction, name: str) -> go.Figu
     texts = [f"{values[0]:.3g} ms", *(f"{change:+.2g}" for change in changes), f"{values[-1]:.3g} ms"]
     figure = go.Figure(
         go.Waterfall(
-            x=[label.replace(" ", "<br>") for label in (PLAIN, *kinds, name)], y=values, measure=["absolute", *["relative"] * len(kinds), "total"], text=texts,
-            textposition="outside", decreasing={"marker": {"color": GREEN}}, increasing={"marker": {"color": RED}},
+            x=[label.replace(" ", "<br>") for label in (PLAIN, *kinds, name)], y=values, text=texts,
+            measure=["absolute", *["relative"] * len(kinds), "total"], textposition="outside",
+            decreasing={"marker": {"color": GREEN}}, increasing={"marker": {"color": RED}},
             totals={"marker": {"color": BLUE}}, connector={"line": {"color": GREY, "width": 1}}, cliponaxis=False,
             hovertemplate="%{x}<br>%{text}<extra></extra>",
         )

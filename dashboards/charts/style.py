@@ -17,6 +17,7 @@ SKY = "#56b4e9"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, RED, SKY, GREY)
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")  # lines differ in more than their colour
 HEAT = "Cividis"
+CLEAR = "rgba(0,0,0,0)"
 PLAIN = "plain decoding"
 ROUND = tuple(digit * 10.0**power for power in range(-4, 7) for digit in (1, 2, 5))
 POWERS = tuple(1 << power for power in range(25))
@@ -25,10 +26,16 @@ POWERS = tuple(1 << power for power in range(25))
 def styled(figure: go.Figure, *, height: int = 380, top: int = 12, **layout: object) -> go.Figure:
     """The figure with the page's margins, `top` pixels above it; its background is the page's, light or dark."""
     margin = {"l": 10, "r": 10, "t": top, "b": 40}
-    clear = "rgba(0,0,0,0)"
     return figure.update_layout(
-        template="plotly_white", paper_bgcolor=clear, plot_bgcolor=clear, height=height, margin=margin, **layout
-    )  # fmt: skip
+        template="plotly_white", paper_bgcolor=CLEAR, plot_bgcolor=CLEAR, height=height, margin=margin, **layout
+    )
+
+
+def without_walls(figure: go.Figure) -> go.Figure:
+    """The figure on the page's background, light or dark; its scenes lose the walls that plotly paints white."""
+    axis = {"showbackground": False, "gridcolor": GREY}
+    figure.update_layout(paper_bgcolor=CLEAR, plot_bgcolor=CLEAR)
+    return figure.update_scenes(xaxis=axis, yaxis=axis, zaxis=axis)
 
 
 def below(bottom: float = -0.2) -> dict[str, object]:

@@ -116,7 +116,7 @@ def _show_memory(answer: Answer) -> None:
     )  # fmt: skip
     st.markdown("**Memory over the context**")
     st.plotly_chart(figure, key="memory", alt="Memory by purpose over the context, against the capacity")
-    st.caption(staircase_text(staircase, int(contexts[-1])))
+    st.caption(staircase_text(staircase, contexts[-1]))
 
 
 def _show_actions(answer: Answer) -> None:

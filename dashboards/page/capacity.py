@@ -36,8 +36,7 @@ def show(page: PageQuestion) -> None:
 def best_plans(page: PageQuestion) -> PlanMap:
     """The fastest plans of a question at all sizes."""
     question = page.asked()
-    contexts = [int(one) for one in contexts_of(question, COLUMNS)]
-    return plan_map(question, contexts, BATCH_STEPS)
+    return plan_map(question, contexts_of(question, COLUMNS), BATCH_STEPS)
 
 
 def _milliseconds(text: str) -> float | None:

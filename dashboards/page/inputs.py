@@ -12,9 +12,9 @@ import streamlit as st
 from ridgeplan import planner
 from ridgeplan.planner import PlanError, Recommendation
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION
+from ridgeplan.planner.interface.quantities import count, size_bytes, tokens, tokens_text
 from ridgeplan.planner.plan import MAX_BATCH
 from ridgeplan.planner.quality import Quality
-from ridgeplan.planner.interface.quantities import count, size_bytes, tokens, tokens_text
 from ridgeplan.planner.search import Objective
 from ridgeplan.planner.search.question import Question, ask
 from ridgeplan.roofline.catalog.hardware import list_hardware
@@ -23,6 +23,12 @@ from ridgeplan.roofline.catalog.models import list_models
 IN_URL = "query-params"
 DEFAULT_MODEL, DEFAULT_GPU, DEFAULT_CONTEXT = "meta-llama/Llama-3.1-8B", "h200", "120000"
 THIS_MACHINE = "auto"
+MODEL_HELP = "Choose one, or type a config.json, a GGUF file, or a hub id."
+GPU_HELP = (
+    "Choose one, or type a TOML file with one GPU's figures. `auto` is this machine, once calibrated by "
+    "`ridgeplan calibrate`."
+)
+QUALITY_HELP = "What answers may give up: nothing; INT8 KV; or more, with the expected loss."
 CONTEXT_STEPS = tuple(sorted({step << power for power in range(10, 21) for step in (1, 3)} - {3 << 20}))
 BATCH_STEPS = tuple(1 << power for power in range(9))
 NEW_TOKEN_STEPS = tuple(1 << power for power in range(6, 15))
@@ -46,8 +52,7 @@ class PageQuestion:
     @property
     def options(self) -> dict[str, Any]:
         """All arguments of `planner.recommend` beside model, GPU and context."""
-        others = {name: value for name, value in vars(self).items() if name not in ("model", "gpu", "context")}
-        return others
+        return {name: value for name, value in vars(self).items() if name not in ("model", "gpu", "context")}
 
     def answer(self) -> Recommendation:
         """The recommendation. Raises a ValueError that says what to change."""
@@ -81,16 +86,14 @@ def ask_question() -> PageQuestion:
     """The inputs as widgets. Raises PlanError for a text that is not a quantity."""
     models = [shape.name for shape in list_models()]
     gpus = [*(item.name for item in list_hardware()), THIS_MACHINE]
-    model = st.selectbox("Model", models, models.index(DEFAULT_MODEL), key="model", bind=IN_URL, accept_new_options=True,
-                         help="Choose one, or type a config.json, a GGUF file, or a cached hub id.")  # fmt: skip
-    gpu = st.selectbox("GPU", gpus, gpus.index(DEFAULT_GPU), key="gpu", bind=IN_URL, accept_new_options=True,
-                       help="Choose one, or type a TOML file with one GPU's figures. `auto` is this machine, once "
-                       "`ridgeplan calibrate` has run.")  # fmt: skip
+    model = st.selectbox("Model", models, models.index(DEFAULT_MODEL), key="model", help=MODEL_HELP,
+                         accept_new_options=True, bind=IN_URL)  # fmt: skip
+    gpu = st.selectbox("GPU", gpus, gpus.index(DEFAULT_GPU), key="gpu", help=GPU_HELP,
+                       accept_new_options=True, bind=IN_URL)  # fmt: skip
     context = quantity("Context (tokens)", "context", DEFAULT_CONTEXT, CONTEXT_STEPS, tokens)
     batch = quantity("Batch", "batch", "1", BATCH_STEPS, count)
     new_tokens = quantity("New tokens", "new_tokens", "1k", NEW_TOKEN_STEPS, tokens)
-    quality = st.selectbox("Quality", [*map(str, Quality)], 1, key="quality", bind=IN_URL,
-                           help="What the answers may give up: nothing; INT8 KV; or more, with the expected loss.")  # fmt: skip
+    quality = st.selectbox("Quality", [*map(str, Quality)], 1, key="quality", help=QUALITY_HELP, bind=IN_URL)
     with st.expander("More"):
         objective = st.selectbox("Objective", [*map(str, Objective)], key="objective", bind=IN_URL)
         share = st.slider("Share of the memory that may be used", 0.1, 1.0, MEMORY_UTILIZATION, 0.05,

@@ -6,6 +6,7 @@ from typing import Any
 
 import streamlit as st
 
+from ridgeplan.dashboards.charts.style import without_walls
 from ridgeplan.dashboards.figures.paper_figure import PaperFigure, Slider, Value, csv_text
 from ridgeplan.dashboards.figures.registry import PAPER_FIGURES
 from ridgeplan.dashboards.page.inputs import IN_URL
@@ -20,7 +21,7 @@ def show() -> None:
     chosen = figures[st.selectbox("Figure", list(figures), key="figure", bind=IN_URL)]
     values = _sliders(chosen)
     rows = rows_of(chosen.name, values)
-    st.plotly_chart(chosen.draw(rows), key="paper_figure", alt=title(chosen))
+    st.plotly_chart(without_walls(chosen.draw(rows)), key="paper_figure", alt=title(chosen))
     st.download_button("Download CSV", csv_text(rows), f"{chosen.name}.csv", "text/csv", icon=":material/download:",
                        on_click="ignore")  # fmt: skip
 

@@ -22,15 +22,14 @@ def show(answer: Answer) -> None:
     found = speculation_map(drafting[name], answer.question, ACCEPTANCES)
     st.plotly_chart(charts.speculation(found), key="speculation", alt="Speed-up over gamma and acceptance")
     known = found.predicted
-    st.caption(
-        escaped(f"Predicted acceptance {known.best:.3f} ({known.low:.3f} to {known.high:.3f}), {known.source}: {known.where}.")
-    )
+    band = f"{known.best:.3f} ({known.low:.3f} to {known.high:.3f})"
+    st.caption(escaped(f"Predicted acceptance {band}, {known.source}: {known.where}."))
 
 
 def drafting_plans(answer: Answer) -> dict[str, Plan]:
     """Plans that draft: the recommended one first, if it does, then the presets that do."""
     found = answer.recommendation
-    listed = {found.name: found.plan} | {one.preset: one.plan for one in found.alternatives if one.preset in PRESETS}
     presets = {name: preset(name, answer.question.workload) for name in PRESETS}
-    return {name: plan for name, plan in (listed | {k: v for k, v in presets.items() if k not in listed}).items()
-            if plan.speculation.active}  # fmt: skip
+    listed = {one.preset: one.plan for one in found.alternatives if one.preset in PRESETS}
+    plans = {found.name: found.plan} | presets | listed | {found.name: found.plan}
+    return {name: plan for name, plan in plans.items() if plan.speculation.active}

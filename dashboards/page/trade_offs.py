@@ -10,6 +10,7 @@ from ridgeplan.planner import Plan, Recommendation
 from ridgeplan.planner.curves.batches import over_batches
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.quality import Quality, quality_of
+from ridgeplan.planner.recommendation import Alternative
 
 BATCHES = tuple(1 << power for power in range(10))
 MOST = 12  # plans
@@ -34,8 +35,11 @@ def compared(found: Recommendation, quality: Quality) -> dict[str, Plan]:
     plans = {found.name: found.plan, PLAIN: autoregressive(found.plan.workload)}
     if found.best_estimated:
         plans[found.best_estimated.preset] = found.best_estimated.plan
-    others = sorted(found.alternatives, key=lambda one: (not quality.allows(quality_of(one.plan)), one.predicted.best.tpot_ms))
-    for one in others:
+    for one in sorted(found.alternatives, key=lambda one: _place(one, quality)):
         if len(plans) < MOST:
             plans.setdefault(one.preset, one.plan)
     return plans
+
+
+def _place(one: Alternative, quality: Quality) -> tuple[bool, float]:
+    return not quality.allows(quality_of(one.plan)), one.predicted.best.tpot_ms

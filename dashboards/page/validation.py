@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import streamlit as st
 
 from ridgeplan.dashboards.charts import suite
@@ -41,11 +44,12 @@ def _show_report(report: SuiteReport) -> None:
         st.plotly_chart(suite.regrets([one.to_dict() for one in report.regret]), key="regret", alt="Regret")
 
 
-def _summary_row(one: dict) -> dict[str, object]:
+def _summary_row(one: Mapping[str, Any]) -> dict[str, object]:
     shares = {name: f"{one[name]:.1%}" for name in ("median", "p90", "worst")}
-    return {"": one["name"], "rows": one["count"], **shares, "": {None: "", True: "met", False: "missed"}[one["met"]]}
+    met = {None: "", True: "met", False: "missed"}[one["met"]]
+    return {"figures": one["name"], "rows": one["count"], **shares, "target": met}
 
 
-def _worst_row(row: dict) -> dict[str, object]:
+def _worst_row(row: Mapping[str, Any]) -> dict[str, object]:
     kept = {name: row[name] for name in ("kind", "model", "case", "predicted", "measured", "unit")}
     return {**kept, "error": f"{row['relative_error']:+.1%}"}

@@ -27,13 +27,13 @@ def resized(plan: Plan, context: int, batch: int | None = None) -> Plan:
     return replace(plan, workload=workload)
 
 
-def contexts_of(question: Question, count: int) -> np.ndarray:
-    """`count` contexts, evenly spaced on a log scale, up to the longest that the question's model may have: [count]."""
-    longest = longest_context(
-        question.shape, question.workload.new_tokens, yarn=question.workload.yarn_factor > 1
-    )  # fmt: skip
-    longest = max(longest, question.workload.context)
-    return np.unique(np.round(np.geomspace(min(SHORTEST, longest), longest, count)).astype(int))
+def contexts_of(question: Question, count: int) -> list[int]:
+    """Up to `count` contexts, evenly spaced on a log scale, up to the longest that the question's model may have."""
+    workload = question.workload
+    reached = longest_context(question.shape, workload.new_tokens, yarn=workload.yarn_factor > 1)
+    longest = max(reached, workload.context)
+    found: list[int] = np.unique(np.round(np.geomspace(min(SHORTEST, longest), longest, count)).astype(int)).tolist()
+    return found
 
 
 def over_contexts(plan: Plan, question: Question, contexts: Sequence[int]) -> list[Prediction]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -19,7 +19,7 @@ class Crossing:
     after: str
 
 
-def crossings(x: np.ndarray, curves: Mapping[str, np.ndarray]) -> list[Crossing]:
+def crossings(x: Sequence[float], curves: Mapping[str, np.ndarray]) -> list[Crossing]:
     """All crossings of named curves over common x, both positive and interpolated on log scales; NaN is no value."""
     found = [one for pair in combinations(curves.items(), 2) for one in _of_pair(np.log(x), *pair)]
     return sorted(found, key=lambda one: one.x)

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from ridgeplan.dashboards import charts
+from ridgeplan.dashboards.charts import rooflines, rounds
 from ridgeplan.planner import Recommendation, recommend
-from ridgeplan.planner.recommendation import GIB
 from ridgeplan.roofline.catalog.profile import Profile, Rates
+from ridgeplan.roofline.device import GIB
 
 
 def traces(figure: Any) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def test_roofline_has_a_dot_per_operation_under_its_roof(recommendation: Recomme
     hardware = profile.hardware
     found = traces(charts.roofline(recommendation.predicted, hardware))
     assert set(found) == {"roof", "prefill", "draft", "target", "ridge"}
-    dots = [dot for part in charts.PASS_COLORS for dot in zip(found[part].x, found[part].y, strict=True)]
+    dots = [dot for part in rooflines.PASS_COLORS for dot in zip(found[part].x, found[part].y, strict=True)]
     assert len(dots) == len(recommendation.predicted.breakdown)
     for intensity, reached in dots:
         assert reached <= min(hardware.compute_flops, intensity * hardware.bandwidth_bytes_per_s)
@@ -96,4 +97,4 @@ def test_every_verdict_has_a_colour(profile: Profile, objective: str, memory_lim
 
 def test_operations_never_exceed_the_round(recommendation: Recommendation) -> None:
     shorter = replace(recommendation.predicted, round_s={"draft": 0.0, "verification": 1e-9})
-    assert charts.operation_ms(shorter)["sampling, flush and host"] == 0
+    assert rounds.operation_ms(shorter)["sampling, flush and host"] == 0
