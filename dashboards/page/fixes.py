@@ -53,10 +53,11 @@ def show_fixes(fixes: Sequence[Fix]) -> None:
 
 def label(fix: Fix) -> str:
     """A few words for a fix's changes."""
-    said = [(LABELS[name], value) for name, value in fix.changes.items()]
+    changes = {name: tokens_text(value) if name == "context" else value for name, value in fix.changes.items()}
+    said = [(LABELS[name], value) for name, value in changes.items()]
     if "gpu" in fix.changes:  # a limit of the other machine's memory goes without saying
         said = said[:1]
-    return ", ".join(words.format(tokens_text(value) if isinstance(value, int) else value) for words, value in said)
+    return ", ".join(words.format(value) for words, value in said)
 
 
 def length_fixes(page: PageQuestion | None) -> list[Fix]:

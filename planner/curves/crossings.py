@@ -8,6 +8,8 @@ from itertools import combinations
 
 import numpy as np
 
+TINY = 1e-12
+
 
 @dataclass(frozen=True)
 class Crossing:
@@ -28,6 +30,7 @@ def crossings(x: Sequence[float], curves: Mapping[str, np.ndarray]) -> list[Cros
 def _of_pair(log_x: np.ndarray, one: tuple[str, np.ndarray], other: tuple[str, np.ndarray]) -> list[Crossing]:
     (name, first), (other_name, second) = ((label, np.log(values)) for label, values in (one, other))
     gap = first - second
+    gap = np.where(gap == 0, TINY, gap)  # curves that meet at a point are apart on both sides of it
     found = []
     for index in np.flatnonzero(gap[:-1] * gap[1:] < 0):
         share = gap[index] / (gap[index] - gap[index + 1])
