@@ -19,6 +19,7 @@ from typing import Any
 from ridgeplan.dashboards.cli import bench, bench_decode
 from ridgeplan.dashboards.cli.catalog import papers
 from ridgeplan.dashboards.cli.output import number
+from ridgeplan.dashboards.cli.planning.answer import answer_text
 from ridgeplan.planner import recommend
 from ridgeplan.planner.published import compare_all, list_engines, targets_of
 from ridgeplan.roofline.catalog.profile import load_profile
@@ -166,9 +167,9 @@ def plain(row: Any) -> float:
 
 
 def recommendation(model: str, gpu: str, context: str) -> str:
-    """The explanation that `ridgeplan recommend` prints."""
-    question = f"$ ridgeplan recommend {model} --gpu {gpu} --ctx {context}"
-    return f"```\n{question}\n{recommend(model, gpu, int(context)).explain()}\n```"
+    """What `ridgeplan plan` prints."""
+    question = f"$ ridgeplan plan {model} --gpu {gpu} --ctx {context}"
+    return f"```\n{question}\n{answer_text(recommend(model, gpu, context))}\n```"
 
 
 def modules(package: str) -> str:

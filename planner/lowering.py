@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -143,12 +143,29 @@ def stack(items: Sequence[Any], counts: Sequence[int]) -> Any:
 
     A field that is equal in all items stays a number, which is cheaper to compute with than an array.
     """
+    return _stacked(items, np.repeat(np.arange(len(items)), counts))
+
+
+def mapped(change: Callable[[Any], Any], values: Any) -> Any:
+    """Dataclasses and tuples of numbers and arrays, with every number and array changed."""
+    if isinstance(values, tuple):
+        return tuple(mapped(change, one) for one in values)
+    if is_dataclass(values) and not isinstance(values, type):
+        return type(values)(**{f.name: mapped(change, getattr(values, f.name)) for f in fields(values)})
+    return change(values)
+
+
+def _stacked(items: Sequence[Any], index: np.ndarray) -> Any:
+    """Items stacked by index; what is equal in all of them stays as it is."""
     first = items[0]
-    if all(item == first for item in items):
+    if all(item is first or item == first for item in items):
         return first
+    if not (isinstance(first, tuple) or is_dataclass(first)):
+        return np.asarray(items, dtype=float)[index]
+    places: dict[int, int] = {}  # rates are few objects, which many plans share
+    shared = np.array([places.setdefault(id(item), len(places)) for item in items])
+    items, index = list({id(item): item for item in items}.values()), shared[index]
     if isinstance(first, tuple):
-        return tuple(stack(part, counts) for part in zip(*items, strict=True))
-    if is_dataclass(first):
-        values = {f.name: stack([getattr(item, f.name) for item in items], counts) for f in fields(first)}
-        return type(first)(**values)  # type: ignore[misc]
-    return np.repeat(np.asarray(items, dtype=float), counts)
+        return tuple(_stacked(part, index) for part in zip(*items, strict=True))
+    values = {f.name: _stacked([getattr(item, f.name) for item in items], index) for f in fields(first)}
+    return type(first)(**values)  # type: ignore[misc]

@@ -50,15 +50,22 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "planner.search": (
         {
-            "planner", "planner.acceptance", "planner.policies", "planner.policies.selection", "roofline",
-            "roofline.catalog",
+            "planner", "planner.acceptance", "planner.interface.quantities", "planner.policies",
+            "planner.policies.selection", "roofline", "roofline.catalog",
+        },
+        MODEL,
+    ),
+    "planner.interface": ({"planner", "roofline.catalog"}, MODEL),
+    "planner.questions": (
+        {
+            "planner", "planner.interface", "planner.policies.selection", "planner.search", "roofline.catalog",
         },
         MODEL,
     ),
     "planner": (
         {
-            "planner.acceptance", "planner.axes", "planner.policies", "planner.policies.eviction",
-            "planner.policies.selection", "planner.search", "roofline", "roofline.catalog",
+            "planner.acceptance", "planner.axes", "planner.interface.quantities", "planner.policies",
+            "planner.policies.eviction", "planner.policies.selection", "planner.search", "roofline", "roofline.catalog",
             "roofline.catalog.weight_formats", "roofline.sparsity", "roofline.symbolic",
         },
         MODEL,
@@ -222,12 +229,19 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         None,
     ),
-    "dashboards.cli.planning": ({"dashboards.cli", "planner", "planner.search", "roofline", "roofline.catalog"}, None),
+    "dashboards.cli.planning": (
+        {
+            "dashboards.cli", "dashboards.sweep_page", "planner", "planner.interface", "planner.questions",
+            "planner.search", "roofline", "roofline.catalog",
+        },
+        None,
+    ),
     "dashboards.cli": (
         {
             "dashboards.cli.acceptance", "dashboards.cli.catalog", "dashboards.cli.planning", "dashboards.cli.study",
             "dashboards.cli.validation", "dashboards.user_errors",
-            "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.model", "validate",
+            "planner", "planner.interface", "planner.search", "roofline", "roofline.catalog", "runtime",
+            "runtime.model", "validate",
             "validate.calibration", "validate.decode_bench", "validate.kernel_bench", "validate.quality",
             "validate.ruler",
         },
@@ -242,8 +256,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "dashboards.cli.catalog": (
         {
-            "dashboards.cli", "dashboards.figures", "dashboards.html_page", "planner", "planner.published", "roofline",
-            "roofline.catalog",
+            "dashboards.cli", "dashboards.figures", "dashboards.html_page", "planner", "planner.interface",
+            "planner.published", "roofline", "roofline.catalog",
         },
         None,
     ),
@@ -265,7 +279,10 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {"numpy", "streamlit", "sympy"},
     ),
     "dashboards": (
-        {"dashboards.charts", "dashboards.page", "planner", "planner.search", "roofline", "roofline.catalog"},
+        {
+            "dashboards.charts", "dashboards.page", "planner", "planner.interface", "planner.questions",
+            "planner.search", "roofline", "roofline.catalog",
+        },
         None,
     ),
 }  # fmt: skip

@@ -30,6 +30,9 @@ def exit_code(action: Callable[[], Any]) -> int:
         return INTERRUPTED
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
+    except click.MissingParameter as error:
+        path = error.ctx.command_path if error.ctx else "ridgeplan"
+        return _fail(f"{error.format_message()} `{path} --help` has examples", BAD_INPUT)
     except click.ClickException as error:
         return _fail(error.format_message(), BAD_INPUT)
     except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -28,7 +29,7 @@ class OneLineGroup(click.Group):
 
         def command() -> Any:
             prepare_process()
-            return run(*args, **{**kwargs, "standalone_mode": False})
+            return run(*args, **{"prog_name": "ridgeplan", **kwargs, "standalone_mode": False})
 
         raise SystemExit(exit_code(command))
 
@@ -60,6 +61,16 @@ class LazyGroup(OneLineGroup):
         module, _, attribute = place.partition(":")
         found: click.Command = getattr(import_module(f"{self.package}.{module}"), attribute)
         return found
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Like click's own; for a name that is not known it says which are near."""
+        if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            near = get_close_matches(args[0], self.list_commands(ctx), n=2)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise click.UsageError(f"no command {args[0][:40]!r}.{hint} `{ctx.command_path} --help` lists them")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of commands, for which none is imported."""

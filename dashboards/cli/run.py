@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ridgeplan.dashboards.cli.lazy_group import examples
-from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, prompt_text, prompt_tokens
+from ridgeplan.dashboards.cli.model_inputs import (
+    calibration_tokens,
+    embedded_or,
+    prompt_text,
+    prompt_tokens,
+    require_planned_model,
+)
 from ridgeplan.dashboards.cli.options import (
     TOKENS,
-    PlanFile,
+    SavedPlanFile,
     as_json,
     calibration_file,
     memory_utilization,
@@ -22,8 +28,8 @@ from ridgeplan.dashboards.cli.options import (
     prompt_file,
 )
 from ridgeplan.dashboards.cli.output import print_json, warnings_as_notes
-from ridgeplan.planner import Plan
-from ridgeplan.roofline.device import GIB
+from ridgeplan.planner.interface.plan_file import SavedPlan
+from ridgeplan.planner.interface.quantities import size_text, time_text
 
 if TYPE_CHECKING:
     from ridgeplan.runtime import Engine, Statistics
@@ -43,7 +49,7 @@ STATISTICS = (
         "ridgeplan run plan.json --model Qwen/Qwen2.5-0.5B --temperature 0.8 --top-p 0.95 --json",
     )
 )
-@click.argument("plan", type=PlanFile())
+@click.argument("saved", metavar="PLAN", type=SavedPlanFile())
 @options(
     model_to_run,
     click.option("--prompt", metavar="TEXT", help="Text to continue."),
@@ -61,14 +67,18 @@ STATISTICS = (
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draws."),
     calibration_file,
     memory_utilization,
+    click.option("--any-model", is_flag=True, help="Run a model of other sizes than the plan is for."),
     as_json,
 )
 def run(
-    plan: Plan, model: str | None, prompt: str | None, prompt_file: str | None, max_new_tokens: int | None,
-    calibration: str | None, memory_utilization: float, as_json: bool, **sampling: Any,
+    saved: SavedPlan, model: str | None, prompt: str | None, prompt_file: str | None, max_new_tokens: int | None,
+    calibration: str | None, memory_utilization: float, any_model: bool, as_json: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Execute the plan in file PLAN, stream the text, and print what it took."""
     text = prompt_text(prompt, prompt_file)
+    if not any_model:
+        require_planned_model(saved, model)
+    plan = saved.plan
     limit = min(DEFAULT_NEW_TOKENS, plan.workload.new_tokens) if max_new_tokens is None else max_new_tokens
     # Importing torch takes seconds, so the plan's file is checked first.
     from ridgeplan import runtime
@@ -125,9 +135,9 @@ def statistics_dict(statistics: Statistics) -> dict[str, Any]:
 def summary(statistics: Statistics) -> str:
     """The figures of a generation in a few lines."""
     one = statistics
-    peak = "not measured" if one.peak_memory_bytes is None else f"{one.peak_memory_bytes / GIB:.2f} GiB"
+    peak = "not measured" if one.peak_memory_bytes is None else size_text(one.peak_memory_bytes)
     lines = [
-        f"{one.generated} tokens, {one.tpot_ms:.3g} ms each after {one.ttft_ms / 1e3:.3g} s of prefill, "
+        f"{one.generated} tokens, {time_text(one.tpot_ms)} each after {time_text(one.ttft_ms)} of prefill, "
         f"peak memory {peak}"
     ]
     if one.gamma:

@@ -29,7 +29,7 @@ GPU_HELP = (
     "`ridgeplan calibrate`."
 )
 QUALITY_HELP = "What answers may give up: nothing; INT8 KV; or more, with the expected loss."
-CONTEXT_STEPS = tuple(sorted({step << power for power in range(10, 21) for step in (1, 3)} - {3 << 20}))
+CONTEXT_STEPS = tuple(sorted(step << power for power in range(10, 21) for step in (2, 3) if step << power <= 1 << 20))
 BATCH_STEPS = tuple(1 << power for power in range(9))
 NEW_TOKEN_STEPS = tuple(1 << power for power in range(6, 15))
 

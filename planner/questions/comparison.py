@@ -101,11 +101,11 @@ def _answers(
 def _saved(saved: SavedPlan, gpu: str | None, options: dict[str, Any]) -> ComparedPlan:
     shape, profile = saved.resolve(gpu=gpu)
     plan = saved.on(shape, profile)
-    sized = {"batch": plan.workload.batch, "new_tokens": plan.workload.new_tokens}
-    stretched = plan.workload.yarn_factor > 1
+    size = plan.workload
     question = ask(
-        shape, "auto", plan.workload.context, profile=profile, quality="lossy", yarn=stretched, **sized, **options
-    )
+        shape, "auto", size.context, batch=size.batch, new_tokens=size.new_tokens, yarn=size.yarn_factor > 1,
+        profile=profile, quality="lossy", **options,
+    )  # fmt: skip
     return _compared(plan, question)
 
 

@@ -56,9 +56,7 @@ def search(question: Question, searched: tuple[Family, ...] | None = None) -> li
     rates = [rates_of(family.template, question.shape, machine) for family in searched]
     grids = [family.grid() for family in searched]
     gamma, ratio = (np.concatenate(axis) for axis in zip(*grids, strict=True))
-    acceptance = np.concatenate(
-        [model.best(family.template, *grid) for family, grid in zip(searched, grids, strict=True)]
-    )
+    acceptance = np.concatenate(model.best_of_all([family.template for family in searched], grids))
     sizes = [family.size for family in searched]
     strategy = replace(stack(templates, sizes), gamma=gamma, draft_ratio=ratio, acceptance=acceptance)
     estimate = evaluate(question.shape, machine, strategy, stack(rates, sizes))

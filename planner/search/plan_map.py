@@ -7,14 +7,14 @@ sizes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from ridgeplan.planner.acceptance import AcceptanceModel
-from ridgeplan.planner.lowering import rates_of, stack, strategy_of
+from ridgeplan.planner.lowering import mapped, rates_of, stack, strategy_of
 from ridgeplan.planner.plan import Plan, Workload, require
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.presets import preset as preset_of
@@ -192,7 +192,7 @@ def _places(length: int) -> list[int]:
 def _fastest(grid: _Grid, points: _Points) -> PlanMap:
     """Of each size the fastest plan that fits, else the one that needs least memory."""
     found, plain = _figures(grid, points), _figures(grid, _points([_plain(grid)]))
-    fits = found.fits.any(axis=1)
+    fits = np.asarray(found.fits.any(axis=1))
     score = np.where(fits[:, None], np.where(found.fits, found.tpot_s, np.inf), found.peak_bytes)
     best = score.argmin(axis=1)
 
@@ -250,29 +250,21 @@ def _figures(grid: _Grid, points: _Points) -> _Figures:
         for one in (estimate.tpot_s, estimate.ttft_s, estimate.memory.peak)
     )
     allowed = np.array([[not exceeds_window(plan, shape) for plan in row] for row in templates])[:, points.family, None]
-    return _Figures(tpot_s, ttft_s, peak, allowed & (peak <= question.memory_limit_bytes))
+    return _Figures(tpot_s, ttft_s, peak, np.asarray(allowed & (peak <= question.memory_limit_bytes)))
 
 
 def _acceptance(question: Question, templates: Sequence[Sequence[Plan]], points: _Points) -> np.ndarray:
     """Conditional acceptance of every plan's drafts: [contexts, plans]."""
     model = AcceptanceModel.of_profile(question.shape, 1, question.profile)
     starts = np.flatnonzero(np.diff(points.family, prepend=-1, append=-1))
-    own = [slice(first, last) for first, last in pairwise(starts)]
+    grids = [(points.gamma[first:last], points.ratio[first:last]) for first, last in pairwise(starts)]
+    at_contexts = (replace(model, context=row[0].workload.context) for row in templates)
     return np.array([
-        np.concatenate([
-            replace(model, context=plan.workload.context).best(plan, points.gamma[part], points.ratio[part])
-            for plan, part in zip(row, own, strict=True)
-        ])
-        for row in templates
+        np.concatenate(at_context.best_of_all(row, grids))
+        for at_context, row in zip(at_contexts, templates, strict=True)
     ])  # fmt: skip
 
 
 def _reshaped(values: Any, shape: tuple[int, ...]) -> Any:
     """A dataclass of numbers and arrays, its arrays in another shape; numbers stay."""
-    if isinstance(values, np.ndarray):
-        return values.reshape(shape)
-    if isinstance(values, tuple):
-        return tuple(_reshaped(one, shape) for one in values)
-    if is_dataclass(values) and not isinstance(values, type):
-        return replace(values, **{item.name: _reshaped(getattr(values, item.name), shape) for item in fields(values)})
-    return values
+    return mapped(lambda one: one.reshape(shape) if isinstance(one, np.ndarray) else one, values)

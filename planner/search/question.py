@@ -61,8 +61,7 @@ class Question:
 
     def notes(self, memory_limit: float | str | None = None) -> Iterator[str]:
         """Caveats of any answer; memory_limit: the one that was asked for."""
-        limited = None if memory_limit is None else size_bytes(memory_limit)
-        return notes(self.shape, self.profile, self.workload, limited, self.memory_limit_bytes)
+        return notes(self.shape, self.profile, self.workload, _bytes(memory_limit), self.memory_limit_bytes)
 
     @property
     def as_executed(self) -> Question:
@@ -93,9 +92,12 @@ def ask(
     only = None if kv_format is None else choice(KVFormat, "kv_format", kv_format)
     shape, used = resolve(model, gpu, profile, acceptance)
     workload = workload_for(shape, used, tokens(context), new_tokens, batch, yarn=yarn)
-    limited = None if memory_limit is None else size_bytes(memory_limit)
-    limit = usable_bytes(used.hardware.memory_bytes, memory_utilization, limited)
+    limit = usable_bytes(used.hardware.memory_bytes, memory_utilization, _bytes(memory_limit))
     return Question(shape, used, workload, wanted, aim, limit, runs_on, only)
+
+
+def _bytes(limit: float | str | None) -> float | None:
+    return size_bytes(limit) if isinstance(limit, str) else limit
 
 
 def choice(kind: type[Choice], name: str, value: str) -> Choice:

@@ -26,6 +26,10 @@ MAX_PARAMETERS = 10**15
 MAX_CACHED_ELEMENTS = 2**22
 
 
+# By which models are told apart: what a plan's prediction depends on most.
+SIZES = ("layers", "hidden", "q_heads", "kv_heads", "head_dim", "intermediate")
+
+
 class UnknownModel(ValueError):
     """A name that is neither in the catalog, nor a file, nor in the local Hugging Face cache."""
 
@@ -240,3 +244,8 @@ class ModelShape(Checked):
         """Parameters that one token is multiplied with: no idle experts, and no input table (a look-up)."""
         idle = self.moe_layers * (self.experts - self.experts_per_token) * self.expert_params
         return self.parameters - idle - (0 if self.tied_embeddings else self.embedding_params)
+
+
+def sizes_of(shape: ModelShape) -> tuple[int, ...]:
+    """The sizes by which models are told apart."""
+    return tuple(getattr(shape, name) for name in SIZES)

@@ -54,7 +54,7 @@ def ridgeplan(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_from_a_slider_over_a_card_to_a_plan(server: Any, context: Any, tmp_path: Path) -> None:
     page = opened(context, server.url)
     first = verdict(page)
-    slider = page.locator(".st-key-context_slider [role=slider]")
+    slider = page.locator(".st-key-context_slider input[type=range]")
     slider.focus()
     slider.press("ArrowLeft")  # from 128k, which is next to 120000, to 96k
     page.wait_for_url(re.compile("context=96k"))
@@ -97,7 +97,7 @@ def test_the_page_asks_no_other_machine(server: Any, context: Any) -> None:
     assert not others
 
 
-@pytest.mark.parametrize("width", [390, 768, 1440])
+@pytest.mark.parametrize("width", [390, 1440])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_tab_is_legible(server: Any, chromium: Any, width: int, scheme: str) -> None:
     """Nothing is wider than the screen, no label overprints another, and the background is light or dark as asked."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-import click
-
 from ridgeplan.planner import Prediction, Recommendation
 from ridgeplan.planner.interface.glossary import SOURCE_WORDS
 from ridgeplan.planner.interface.quantities import GB, size_text, time_text, tokens_text
@@ -18,14 +16,13 @@ ROWS = 5
 COLUMNS = (("plan", 26), ("gamma", 5), ("ms/token", 8), ("tokens/s", 8), ("GB", 6), ("x plain", 7), ("", 14))
 
 
-def print_answer(found: Recommendation) -> None:
-    """Prints the answer, the first rows of the ranking, and what the word of its source means."""
-    click.echo("\n".join(shortened(line) for line in answer_lines(found)) + "\n")
-    click.echo("\n".join(table_lines(_rows(found))) + "\n")
-    source = found.predicted.source
-    click.echo(shortened(f"[{source}]: {SOURCE_WORDS[source]}"))
-    hidden = max(len(found.alternatives) + 1 - ROWS, 0)
-    click.echo(f"tokens/s of the whole batch; {hidden} more plans and all reasons: --all")
+def answer_text(found: Recommendation) -> str:
+    """The answer, the first rows of the ranking, and what the word of its source means."""
+    source, hidden = found.predicted.source, max(len(found.alternatives) + 1 - ROWS, 0)
+    legend = f"[{source}]: {SOURCE_WORDS[source]}"
+    more = f"tokens/s of the whole batch; {hidden} more plans and all reasons: --all"
+    answer = "\n".join(shortened(line) for line in answer_lines(found))
+    return "\n\n".join((answer, "\n".join(table_lines(_rows(found))), f"{shortened(legend)}\n{more}"))
 
 
 def answer_lines(found: Recommendation) -> list[str]:
@@ -104,5 +101,6 @@ def _row(name: str, predicted: Prediction, verdict: str) -> tuple[str, ...]:
 
 def _verdict(other: Alternative) -> str:
     """The reason in a word or two: what stands before the first colon or comma."""
-    words = re.split(r"[:,]| on ", other.rejected)[0]
-    return words.replace("within the noise", "within noise")
+    words = re.split(r"[:,]| on | has no ", other.rejected)
+    lacking = " has no " in other.rejected
+    return f"not in {words[0]}" if lacking else words[0].replace("within the noise", "within noise")

@@ -120,7 +120,7 @@ def _of_preset(model: str | None, preset: str | None, gamma: int | None, rest: d
     """A preset at its fastest hyperparameters; with a gamma of the user's, at the others that are published."""
     ctx, limit, new_tokens = rest["ctx"], rest["max_model_len"], rest["new_tokens"]
     new_tokens = DEFAULT_NEW_TOKENS if new_tokens is None else new_tokens
-    if not (model and preset and rest["gpu"] and (ctx or limit) is not None):
+    if not (model and preset and rest["gpu"] and (ctx, limit) != (None, None)):
         raise click.UsageError("estimate needs MODEL, --preset, --gpu and --ctx, or --plan FILE")
     passed = ("memory_utilization", "memory_limit", "profile", "acceptance", "yarn")
     question = ask(

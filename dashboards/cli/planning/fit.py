@@ -114,4 +114,5 @@ def _on_all(model: str, batches: Sequence[int], contexts: Sequence[int], as_json
     largest = (f"context at batch {batches[0]}", f"batch at {tokens_text(contexts[0])}")
     print_table(f"{model}, {asked}", ("GPU", "GB", "fits", *largest, "plan"), rows)
     smallest = next((one for one in found if one.fits), None)
-    click.echo(f"smallest GPU that does: {smallest.gpu}" if smallest else "no GPU of the catalog is enough")
+    stricter = "" if more["quality"] == "lossy" else "; --quality lossy needs less"
+    click.echo(f"smallest GPU that does: {smallest.gpu}" if smallest else f"no GPU of the catalog is enough{stricter}")

@@ -58,7 +58,7 @@ def gamma(
     """The best gamma of a preset for MODEL on GPU, over contexts and batches, with its speed-up over plain decoding."""
     gpu = one_gpu(gpu, gpu_option)
     if gpu is None:
-        raise click.UsageError("Missing argument 'GPU'.")
+        raise click.UsageError("gamma needs a GPU; allowed: as the second word or by --gpu")
     lengths, sizes = flat(contexts), flat(batches) or BATCHES
     cells = planner.best_gamma(model, gpu, preset=preset, contexts=lengths, batches=sizes, **more)
     known = list(_notes(model, gpu, preset, max(cell.context for cell in cells), **more))

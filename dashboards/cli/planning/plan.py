@@ -19,7 +19,7 @@ from ridgeplan.dashboards.cli.options import (
     yarn,
 )
 from ridgeplan.dashboards.cli.output import print_json, print_table, write_atomically
-from ridgeplan.dashboards.cli.planning.answer import print_answer
+from ridgeplan.dashboards.cli.planning.answer import answer_text
 from ridgeplan.dashboards.cli.planning.options import (
     FIGURES,
     GPU_HELP,
@@ -84,7 +84,7 @@ def plan(
     elif show_all:
         print_everything(found)
     else:
-        print_answer(found)
+        click.echo(answer_text(found))
 
 
 def print_everything(found: Recommendation) -> None:
