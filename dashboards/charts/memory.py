@@ -1,4 +1,4 @@
-"""Memory by purpose: of predictions side by side, and of a plan over the context, against what may be used."""
+"""A plan's memory by purpose over the context, against what may be used."""
 
 from __future__ import annotations
 
@@ -20,36 +20,13 @@ from ridgeplan.dashboards.charts.style import (
     styled,
     token_axis,
 )  # fmt: skip
-from ridgeplan.planner import Prediction
 from ridgeplan.planner.curves.contexts import OffloadStep
 from ridgeplan.planner.interface.quantities import GB, size_text, tokens_text
-from ridgeplan.roofline.device import GIB
 from ridgeplan.roofline.memory import MemoryBreakdown
 
 MEMORY_COLORS = {
     "weights": BLUE, "draft weights": PURPLE, "kv": ORANGE, "buffers": GREEN, "libraries": GOLD, "workspace": GREY,
 }  # fmt: skip
-
-
-def memory_bars(predictions: Mapping[str, Prediction], capacity_bytes: float) -> go.Figure:
-    """GiB by purpose, a bar per named prediction, against the available memory."""
-    figure = go.Figure()
-    parts = [memory_gib(one) for one in predictions.values()]
-    for name, color in MEMORY_COLORS.items():
-        figure.add_bar(name=name, y=list(predictions), x=[part[name] for part in parts], orientation="h",
-                       marker_color=color, hovertemplate="%{y}<br>%{x:.2f} GiB")  # fmt: skip
-    capacity = capacity_bytes / GIB
-    figure.add_vline(capacity, line_dash="dash", line_color=RED, annotation_text=f"{capacity:.1f} GiB",
-                     annotation_position="top left")  # fmt: skip
-    longest = max(capacity, *(sum(part.values()) for part in parts))
-    figure.update_xaxes(title_text="GiB", range=[0, 1.05 * longest])
-    figure.update_yaxes(autorange="reversed")
-    return styled(figure, barmode="stack", legend=below())
-
-
-def memory_gib(prediction: Prediction) -> dict[str, float]:
-    """GiB by purpose at the peak, with the larger of the prefill and decode workspaces."""
-    return {name: float(value) / GIB for name, value in by_purpose(prediction.memory_bytes).items()}
 
 
 def by_purpose(memory_bytes: Mapping[str, float]) -> dict[str, np.ndarray]:

@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
+from textwrap import wrap
 
-from ridgeplan.dashboards.charts.style import BLUE, GOLD, GREEN, GREY, ORANGE, PLAIN, PURPLE, RED, styled
+import plotly.graph_objects as go
+
+from ridgeplan.dashboards.charts.style import (
+    BLUE,
+    GOLD,
+    GREEN,
+    GREY,
+    ORANGE,
+    PLAIN,
+    PURPLE,
+    RED,
+    below,
+    styled,
+)  # fmt: skip
 from ridgeplan.planner import Prediction, Recommendation
 from ridgeplan.roofline.passes import category
 
 PART_COLORS = {
     "draft": ORANGE, "verification": BLUE, "acceptance": GREEN, "selection": PURPLE, "flush": GOLD, "overhead": GREY,
 }  # fmt: skip
+WIDEST = 16  # characters of a name on an axis
 OPERATION_COLORS = {
     "linear layers": BLUE, "attention": ORANGE, "element-wise": GREEN, "between kernels": GOLD,
     "sampling, flush and host": GREY,
 }  # fmt: skip
 
 
-def round_breakdown(recommendation: Recommendation) -> go.Figure:
-    """Milliseconds per token of the recommended plan and plain decoding, by part of a round and kind of operation."""
+def round_parts(recommendation: Recommendation) -> go.Figure:
+    """Milliseconds per token of each part of a round, of the recommended plan and of plain decoding."""
     bars = {recommendation.name: recommendation.predicted, PLAIN: recommendation.baseline}
-    figure = make_subplots(1, 2, shared_yaxes=True, subplot_titles=("by part", "by operation"))
-    stacks = (
-        ("part", PART_COLORS, [part_ms(one) for one in bars.values()]),
-        ("operation", OPERATION_COLORS, [operation_ms(one) for one in bars.values()]),
-    )
-    for column, (title, colors, values) in enumerate(stacks, start=1):
-        for name, color in colors.items():
-            heights = [value[name] for value in values]
-            if any(heights):
-                bar = go.Bar(name=name, x=list(bars), y=heights, marker_color=color, legendgroup=title,
-                             legendgrouptitle_text=title, hovertemplate="%{x}<br>%{y:.3g} ms per token")  # fmt: skip
-                figure.add_trace(bar, 1, column)
-    figure.update_yaxes(title_text="ms per token", col=1)
-    return styled(figure, top=40, barmode="stack", legend={"groupclick": "toggleitem", "traceorder": "grouped"})
+    found = [part_ms(one) for one in bars.values()]
+    figure = go.Figure()
+    for part, color in PART_COLORS.items():
+        lengths = [one[part] for one in found]
+        if any(lengths):
+            figure.add_bar(name=part, y=list(map(wrapped, bars)), x=lengths, marker_color=color, orientation="h",
+                           hovertemplate=f"{part}: %{{x:.3g}} ms per token<extra></extra>")  # fmt: skip
+    figure.update_yaxes(autorange="reversed")
+    figure.update_xaxes(title_text="ms per token")
+    return styled(figure, barmode="stack", legend=below(-0.22))
 
 
 def waterfall(predicted: Prediction, baseline: Prediction, name: str) -> go.Figure:
@@ -46,15 +55,21 @@ def waterfall(predicted: Prediction, baseline: Prediction, name: str) -> go.Figu
     texts = [f"{values[0]:.3g} ms", *(f"{change:+.2g}" for change in changes), f"{values[-1]:.3g} ms"]
     figure = go.Figure(
         go.Waterfall(
-            x=[label.replace(" ", "<br>") for label in (PLAIN, *kinds, name)], y=values, text=texts,
+            y=[wrapped(label) for label in (PLAIN, *kinds, name)], x=values, text=texts, orientation="h",
             measure=["absolute", *["relative"] * len(kinds), "total"], textposition="outside",
             decreasing={"marker": {"color": GREEN}}, increasing={"marker": {"color": RED}},
             totals={"marker": {"color": BLUE}}, connector={"line": {"color": GREY, "width": 1}}, cliponaxis=False,
-            hovertemplate="%{x}<br>%{text}<extra></extra>",
+            hovertemplate="%{y}<br>%{text}<extra></extra>",
         )
     )  # fmt: skip
-    figure.update_yaxes(title_text="ms per token", range=[0, 1.15 * max(values[0], values[-1])])
+    figure.update_xaxes(title_text="ms per token", range=[0, 1.18 * max(values[0], values[-1])])
+    figure.update_yaxes(autorange="reversed")
     return styled(figure, showlegend=False)
+
+
+def wrapped(name: str) -> str:
+    """A name over several lines, for an axis that leaves narrow screens their width."""
+    return "<br>".join(wrap(name, WIDEST))
 
 
 def part_ms(prediction: Prediction) -> dict[str, float]:

@@ -24,7 +24,7 @@ def show(answer: Answer) -> None:
         st.plotly_chart(figure, key="waterfall", alt="Milliseconds per token by kind of operation")
     with right:
         st.markdown("**A round, part by part**")
-        st.plotly_chart(charts.round_breakdown(found), key="round", alt="Milliseconds per token by part of a round")
+        st.plotly_chart(charts.round_parts(found), key="round", alt="Milliseconds per token by part of a round")
     left, right = st.columns(2)
     hardware, workload = question.profile.hardware, question.workload
     with left:

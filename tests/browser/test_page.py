@@ -35,7 +35,7 @@ def opened(context: Any, url: str) -> Any:
 def settled(page: Any) -> None:
     page.wait_for_selector('[data-testid="stTabs"]')
     page.wait_for_function(
-        """() => !document.querySelector('[data-testid="stStatusWidget"], [data-testid="stSpinner"], [data-stale="true"]')
+        """() => !document.querySelector('[data-testid=stStatusWidget], [data-testid=stSpinner], [data-stale=true]')
         && document.querySelectorAll('.js-plotly-plot .main-svg').length > 0"""
     )
     page.wait_for_timeout(700)  # charts fade in
@@ -108,7 +108,9 @@ def test_every_tab_is_legible(server: Any, chromium: Any, width: int, scheme: st
         assert main.evaluate("one => one.scrollWidth <= one.clientWidth"), name
         color = page.locator('[data-testid="stApp"]').evaluate("one => getComputedStyle(one).backgroundColor")
         assert (max(map(int, re.findall(r"\d+", color)[:3])) < 100) == (scheme == "dark")
-        overprinted = [pair for chart in page.evaluate(BOXES, LABELS) for pair in combinations(chart, 2) if cross(*pair)]
+        overprinted = [
+            pair for chart in page.evaluate(BOXES, LABELS) for pair in combinations(chart, 2) if cross(*pair)
+        ]
         assert not [(one["text"], other["text"]) for one, other in overprinted], name
         page.close()
     context.close()

@@ -1,5 +1,6 @@
 """A plan over contexts: the same figures as one by one, memory by hand, and the staircase of offloaded layers."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -57,7 +58,7 @@ def test_parts_add_up_to_the_peak_that_must_fit(name: str, question: Question) -
 def test_contexts_end_at_the_model_s_longest(question: Question) -> None:
     found = contexts_of(question, 9)
     assert (found[0], found[-1], len(found)) == (1024, 131_072, 9)
-    ratios = [late / early for early, late in zip(found, found[1:], strict=False)]
+    ratios = [late / early for early, late in itertools.pairwise(found)]
     assert ratios == pytest.approx([2 ** (7 / 8)] * 8, rel=0.001)
 
 
@@ -68,7 +69,7 @@ def test_the_staircase_says_how_many_layers_a_plan_offloads(limit: str) -> None:
     plan = preset("autoregressive", question.workload)
     steps = offload_staircase(plan, question)
     assert steps[0].layers == 0
-    assert all(early.last == late.first for early, late in zip(steps, steps[1:], strict=False))
+    assert all(early.last == late.first for early, late in itertools.pairwise(steps))
     offloading = replace(plan, placement=Placement(True, KV_BUDGET))
     for step in steps[:12]:
         middle = resized(offloading, (step.first + step.last) // 2)
