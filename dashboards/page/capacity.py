@@ -12,7 +12,7 @@ from ridgeplan.planner.curves.contexts import contexts_of
 from ridgeplan.planner.interface.quantities import duration_s
 from ridgeplan.planner.search.plan_map import PlanMap, plan_map
 
-COLUMNS = 29  # contexts of the map
+COLUMNS = 22  # contexts of the map: a third of an octave apart for a model of 128k tokens
 KEPT = 32  # maps that the server remembers
 MINUTE = 60.0
 

@@ -17,6 +17,7 @@ from ridgeplan.planner.plan import MAX_BATCH
 from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.search import Objective
 from ridgeplan.planner.search.question import Question, ask
+from ridgeplan.planner.support import Backend
 from ridgeplan.roofline.catalog.hardware import list_hardware
 from ridgeplan.roofline.catalog.models import list_models
 
@@ -48,6 +49,7 @@ class PageQuestion:
     memory_utilization: float
     memory_limit: float | None  # bytes
     yarn: bool
+    backend: str
 
     @property
     def options(self) -> dict[str, Any]:
@@ -69,7 +71,7 @@ class PageQuestion:
     def command(self, verb: str = "plan") -> str:
         """The command that asks the same in a terminal."""
         standard = PageQuestion(self.model, self.gpu, self.context, 1, 1024, str(Quality.NEAR_LOSSLESS),
-                                str(Objective.LATENCY), MEMORY_UTILIZATION, None, False)  # fmt: skip
+                                str(Objective.LATENCY), MEMORY_UTILIZATION, None, False, str(Backend.RIDGEPLAN))  # fmt: skip
         words = ["ridgeplan", verb, self.model, "--gpu", self.gpu, "--ctx", str(self.context)]
         for name, value in self.options.items():
             if value != getattr(standard, name):
@@ -96,6 +98,8 @@ def ask_question() -> PageQuestion:
     quality = st.selectbox("Quality", [*map(str, Quality)], 1, key="quality", help=QUALITY_HELP, bind=IN_URL)
     with st.expander("More"):
         objective = st.selectbox("Objective", [*map(str, Objective)], key="objective", bind=IN_URL)
+        backend = st.selectbox("Backend", [*map(str, Backend)], [*Backend].index(Backend.RIDGEPLAN), key="backend",
+                               help="What is to execute the plan.", bind=IN_URL)  # fmt: skip
         share = st.slider("Share of the memory that may be used", 0.1, 1.0, MEMORY_UTILIZATION, 0.05,
                           key="memory_utilization", bind=IN_URL)  # fmt: skip
         limit = st.text_input("Memory limit", key="memory_limit", bind=IN_URL, placeholder="none, or such as 24GB")
@@ -103,7 +107,7 @@ def ask_question() -> PageQuestion:
     return PageQuestion(
         model=(model or "").strip(), gpu=(gpu or "").strip(), context=tokens(context), batch=count(batch),
         new_tokens=tokens(new_tokens), quality=quality, objective=objective, memory_utilization=share,
-        memory_limit=size_bytes(limit) if limit.strip() else None, yarn=yarn,
+        memory_limit=size_bytes(limit) if limit.strip() else None, yarn=yarn, backend=backend,
     )  # fmt: skip
 
 

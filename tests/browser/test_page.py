@@ -62,9 +62,9 @@ def test_from_a_slider_over_a_card_to_a_plan(server: Any, context: Any, tmp_path
     assert verdict(page) != first
     page.reload()
     settled(page)
-    assert page.get_by_label("Context (tokens)").first.input_value() == "96k"
+    assert page.get_by_role("textbox", name="Context (tokens)").input_value() == "96k"
 
-    batch = page.get_by_label("Batch").first
+    batch = page.get_by_role("textbox", name="Batch")
     batch.fill("4000")
     batch.press("Enter")
     page.get_by_text("What would work").wait_for()
