@@ -11,7 +11,6 @@ from ridgeplan.dashboards.page.inputs import PageQuestion, change
 from ridgeplan.dashboards.page.text import escaped
 from ridgeplan.dashboards.user_errors import about_input
 from ridgeplan.planner import NothingFits
-from ridgeplan.planner.interface.quantities import tokens_text
 from ridgeplan.planner.resolution import longest_context
 from ridgeplan.planner.search.nothing_fits import Fix
 from ridgeplan.roofline.catalog.models import load_shape
@@ -53,11 +52,9 @@ def show_fixes(fixes: Sequence[Fix]) -> None:
 
 def label(fix: Fix) -> str:
     """A few words for a fix's changes."""
-    changes = {name: tokens_text(value) if name == "context" else value for name, value in fix.changes.items()}
-    said = [(LABELS[name], value) for name, value in changes.items()]
-    if "gpu" in fix.changes:  # a limit of the other machine's memory goes without saying
-        said = said[:1]
-    return ", ".join(words.format(value) for words, value in said)
+    if "gpu" in fix.changes:  # that a limit of the other machine's memory is gone need not be said
+        return LABELS["gpu"].format(fix.changes["gpu"])
+    return ", ".join(LABELS[name].format(value) for name, value in fix.changes.items())
 
 
 def length_fixes(page: PageQuestion | None) -> list[Fix]:

@@ -37,19 +37,19 @@ NEW_TOKEN_STEPS = tuple(1 << power for power in range(6, 15))
 
 @dataclass(frozen=True)
 class PageQuestion:
-    """The sidebar's inputs, parsed; the planner validates them."""
+    """The sidebar's inputs, parsed; the planner validates them. Its defaults are the command line's."""
 
     model: str
     gpu: str
     context: int
-    batch: int
-    new_tokens: int
-    quality: str
-    objective: str
-    memory_utilization: float
-    memory_limit: float | None  # bytes
-    yarn: bool
-    backend: str
+    batch: int = 1
+    new_tokens: int = 1024
+    quality: str = str(Quality.NEAR_LOSSLESS)
+    objective: str = str(Objective.LATENCY)
+    memory_utilization: float = MEMORY_UTILIZATION
+    memory_limit: float | None = None  # bytes
+    yarn: bool = False
+    backend: str = str(Backend.RIDGEPLAN)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -70,8 +70,7 @@ class PageQuestion:
 
     def command(self, verb: str = "plan") -> str:
         """The command that asks the same in a terminal."""
-        standard = PageQuestion(self.model, self.gpu, self.context, 1, 1024, str(Quality.NEAR_LOSSLESS),
-                                str(Objective.LATENCY), MEMORY_UTILIZATION, None, False, str(Backend.RIDGEPLAN))  # fmt: skip
+        standard = PageQuestion(self.model, self.gpu, self.context)
         words = ["ridgeplan", verb, self.model, "--gpu", self.gpu, "--ctx", str(self.context)]
         for name, value in self.options.items():
             if value != getattr(standard, name):
