@@ -62,9 +62,21 @@ def chromium() -> Iterator[Any]:
 
 
 @pytest.fixture
-def context(chromium: Any) -> Iterator[Any]:
-    """A new session of the browser, at a laptop's size."""
-    one = chromium.new_context(viewport={"width": 1440, "height": 900}, accept_downloads=True)
+def width() -> int:
+    """Pixels of the browser's window."""
+    return 1440
+
+
+@pytest.fixture
+def scheme() -> str:
+    """What the system prefers: light or dark."""
+    return "light"
+
+
+@pytest.fixture
+def context(chromium: Any, width: int, scheme: str) -> Iterator[Any]:
+    """A new session of the browser."""
+    one = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, accept_downloads=True)
     one.set_default_timeout(1e3 * LIMIT_S)
     yield one
     one.close()

@@ -99,9 +99,8 @@ def test_the_page_asks_no_other_machine(server: Any, context: Any) -> None:
 
 @pytest.mark.parametrize("width", [390, 1440])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_tab_is_legible(server: Any, chromium: Any, width: int, scheme: str) -> None:
+def test_every_tab_is_legible(server: Any, context: Any, scheme: str) -> None:
     """Nothing is wider than the screen, no label overprints another, and the background is light or dark as asked."""
-    context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     for name in CHARTED:
         page = opened(context, f"{server.url}/?tab={name}")
         main = page.locator('[data-testid="stMain"]')
@@ -113,7 +112,6 @@ def test_every_tab_is_legible(server: Any, chromium: Any, width: int, scheme: st
         ]
         assert not [(one["text"], other["text"]) for one, other in overprinted], name
         page.close()
-    context.close()
 
 
 def cross(one: dict[str, float], other: dict[str, float]) -> bool:
