@@ -65,8 +65,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "planner": (
         {
             "planner.acceptance", "planner.axes", "planner.interface.quantities", "planner.policies",
-            "planner.policies.eviction", "planner.policies.selection", "planner.search", "roofline", "roofline.catalog",
-            "roofline.catalog.weight_formats", "roofline.sparsity", "roofline.symbolic",
+            "planner.policies.eviction", "planner.policies.selection", "planner.questions", "planner.search",
+            "roofline", "roofline.catalog", "roofline.catalog.weight_formats", "roofline.sparsity", "roofline.symbolic",
         },
         MODEL,
     ),
@@ -209,16 +209,17 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate": (
         {
-            "planner", "planner.acceptance", "planner.axes", "planner.policies.selection", "roofline",
-            "roofline.catalog", "runtime", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
+            "planner", "planner.acceptance", "planner.axes", "planner.interface", "planner.policies.selection",
+            "planner.questions", "planner.search", "roofline", "roofline.catalog",
+            "runtime", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
             "runtime.model", "runtime.quantization", "validate.calibration",
         },
         VALIDATE,
     ),
     "dashboards.cli.acceptance": (
         {
-            "dashboards.cli", "planner", "planner.acceptance", "roofline.catalog", "roofline.speculation", "validate",
-            "validate.tuning",
+            "dashboards.cli", "planner", "planner.acceptance", "planner.interface", "roofline.catalog",
+            "roofline.speculation", "validate", "validate.tuning",
         },
         None,
     ),

@@ -81,10 +81,12 @@ def planner(runs: int, output: Path | None, as_json: bool) -> None:
     if as_json:
         print_json(found.to_dict())
         return
-    click.echo(f"recommend {MODEL} --gpu {GPU} --ctx {CONTEXT}, medians:")
-    click.echo(f"  a new process          {1e3 * found.cold_s:.0f} ms")
+    click.echo(f"plan {MODEL} --gpu {GPU} --ctx {CONTEXT}, medians:")
+    click.echo(f"  a new process          {1e3 * found.cold_s:.0f} ms ({1e3 * found.help_s:.0f} ms for --help)")
     click.echo(f"  first call in one      {1e3 * found.first_s:.0f} ms")
     click.echo(f"  each further call      {1e3 * found.warm_s:.1f} ms for {found.searched_plans:,} plans")
+    click.echo(f"  a map of 64 x 16 sizes {1e3 * found.map_s:.0f} ms")
+    click.echo(f"  1,000 questions        {found.grid_s:.2f} s, on 5 GPUs at 2 qualities")
     click.echo(f"  search, all included   {found.searched_plans_per_s / 1e6:.2f} million plans per second")
     click.echo(f"  a compiled sweep       {found.swept_plans_per_s / 1e6:.1f} million plans per second")
 

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 Sections = Mapping[str, Mapping[str, tuple[str, str]]]
 
@@ -71,6 +72,11 @@ class LazyGroup(OneLineGroup):
             hint = f" Did you mean {' or '.join(near)}?" if near else ""
             raise click.UsageError(f"no command {args[0][:40]!r}.{hint} `{ctx.command_path} --help` lists them")
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Names of verbs, for which none is imported, and options."""
+        listed = [CompletionItem(name, help=told) for name, (_, told) in self._known() if name.startswith(incomplete)]
+        return [*listed, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of commands, for which none is imported."""

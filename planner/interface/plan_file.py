@@ -7,12 +7,11 @@ calibrated), its file also holds the model's shape and the machine's profile, as
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.planner.plan import Plan, PlanError, Workload, require
+from ridgeplan.planner.plan import Plan, PlanError, require
 from ridgeplan.planner.resolution import resolve, with_rows, within_context
 from ridgeplan.roofline.catalog.checks import build
 from ridgeplan.roofline.catalog.documents import parse_json
@@ -34,6 +33,16 @@ class SavedPlan:
     plan: Plan
     shape: ModelShape | None = None
     profile: Profile | None = None
+
+    def to_json(self) -> str:
+        """The file's text, which `read_plan` and `Plan.from_json` read."""
+        specs: dict[str, Any] = {}
+        if self.shape is not None:
+            specs["model"] = asdict(self.shape)
+        if self.profile is not None:
+            specs["profile"] = {"schema": PROFILE_SCHEMA, **asdict(self.profile)}
+        document = self.plan.to_dict() | ({"specs": specs} if specs else {})
+        return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
     def resolve(
         self,
@@ -57,10 +66,11 @@ class SavedPlan:
 
 
 def plan_json(plan: Plan, shape: ModelShape, profile: Profile) -> str:
-    """A plan's file: JSON that `read_plan` and `Plan.from_json` read."""
-    specs = dict(_specs(plan.workload, shape, profile))
-    document = plan.to_dict() | ({"specs": specs} if specs else {})
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+    """The file of a plan for this model and machine. Measured acceptance belongs to the user, not to a plan."""
+    bare = replace(profile, acceptance=())
+    own_shape = None if shape in list_models() else shape
+    own_profile = None if _by_name(plan.workload.hardware) == bare else bare
+    return SavedPlan(plan, own_shape, own_profile).to_json()
 
 
 def read_plan(text: str | bytes) -> SavedPlan:
@@ -75,17 +85,6 @@ def read_plan(text: str | bytes) -> SavedPlan:
     except ValueError as error:
         raise PlanError(f"specs: {error}") from None
     return SavedPlan(plan, shape, profile)
-
-
-def _specs(workload: Workload, shape: ModelShape, profile: Profile) -> Mapping[str, Any]:
-    """What the catalogs do not know. Measured acceptance belongs to the user, not to a plan."""
-    found: dict[str, Any] = {}
-    if shape not in list_models():
-        found["model"] = asdict(shape)
-    bare = replace(profile, acceptance=())
-    if _by_name(workload.hardware) != bare:
-        found["profile"] = {"schema": PROFILE_SCHEMA, **asdict(bare)}
-    return found
 
 
 def _by_name(gpu: str) -> Profile | None:

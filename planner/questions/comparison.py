@@ -21,13 +21,17 @@ ModelReference = str | ModelShape
 
 @dataclass(frozen=True)
 class ComparedPlan:
-    """One column: the plan with its prediction, and what it is short of. note: "" where it runs and fits."""
+    """One column: the plan with its prediction, and what it is short of. note: "" where it runs and fits.
+
+    caveats: of any prediction for its model and machine.
+    """
 
     plan: Plan
     name: str
     predicted: Prediction
     memory_limit_bytes: float
     note: str
+    caveats: tuple[str, ...] = ()
 
     def figures(self) -> dict[str, Any]:
         """Flat values, for tables and CSV. TTFT and tokens/s are the whole batch's."""
@@ -48,6 +52,11 @@ class PlanComparison:
     plans: tuple[ComparedPlan, ...]
     missing: tuple[tuple[str, str], ...]
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The plans' caveats, each once."""
+        return tuple(dict.fromkeys(caveat for one in self.plans for caveat in one.caveats))
+
     def table(self) -> list[dict[str, Any]]:
         """A flat row per plan."""
         return [one.figures() for one in self.plans]
@@ -55,7 +64,7 @@ class PlanComparison:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         missing = [{"what": what, "why": why} for what, why in self.missing]
-        return {"plans": self.table(), "missing": missing}
+        return {"plans": self.table(), "missing": missing, "notes": list(self.notes)}
 
 
 def compare(
@@ -69,7 +78,8 @@ def compare(
 ) -> PlanComparison:
     """Every model on every GPU, by each preset at its fastest gamma; without presets by the recommended plan.
 
-    `options` are those of `recommend`. What does not fit anywhere is listed as missing. Raises as `recommend` does.
+    `options` are those of `recommend`. What has no answer is listed as missing. Raises as `recommend` does, and
+    NothingFits where nothing has an answer.
     """
     plans: list[ComparedPlan] = []
     missing: list[tuple[str, str]] = []
@@ -79,6 +89,8 @@ def compare(
                 plans += _answers(model, gpu, context, presets, {"batch": batch, **options})
             except NothingFits as error:
                 missing.append((f"{model if isinstance(model, str) else model.name} on {gpu}", str(error)))
+    if not plans:
+        raise NothingFits("; ".join(why for _, why in missing))
     return PlanComparison(tuple(plans), tuple(missing))
 
 
@@ -117,4 +129,7 @@ def _compared(plan: Plan, asked: Question) -> ComparedPlan:
     fits = predicted.best.peak_memory_bytes <= question.memory_limit_bytes
     short = "" if fits else "does not fit"
     note = short or question.unwanted(plan) or question.unsupported(plan) or ""
-    return ComparedPlan(plan, preset_name(plan), predicted.against(baseline), question.memory_limit_bytes, note)
+    caveats = tuple(question.notes())
+    return ComparedPlan(
+        plan, preset_name(plan), predicted.against(baseline), question.memory_limit_bytes, note, caveats
+    )

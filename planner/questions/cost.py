@@ -54,13 +54,14 @@ class CostRow:
 
 @dataclass(frozen=True)
 class ServingCost:
-    """Rows by GPU and batch, and the limits that they were held to."""
+    """Rows by GPU and batch, the limits that they were held to, and caveats."""
 
     model: str
     context: int
     new_tokens: int
     limits: Limits
     rows: tuple[CostRow, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def cheapest(self) -> CostRow | None:
@@ -76,7 +77,7 @@ class ServingCost:
         best = self.cheapest
         return {
             "model": self.model, "context": self.context, "new_tokens": self.new_tokens, "limits": asdict(self.limits),
-            "rows": self.table(), "cheapest": best.to_dict() if best else None,
+            "rows": self.table(), "cheapest": best.to_dict() if best else None, "notes": list(self.notes),
         }  # fmt: skip
 
 
@@ -97,12 +98,15 @@ def serving_cost(
     for gpu, price in prices.items():
         require(0 < price < 1e6, f"the price of {gpu} is {price}; allowed: dollars per hour above 0")
     rows: list[CostRow] = []
+    notes: list[str] = []
     for gpu, price in prices.items():
         question = ask(model, gpu, context, **options)
         found = plan_map(question, (context,), batches, preset)
         new_tokens, name = question.workload.new_tokens, question.profile.hardware.name
+        notes += question.notes()
         rows += [_row(found, place, name, price, new_tokens, limits) for place in range(len(batches))]
-    return ServingCost(question.shape.name, context, new_tokens, limits, tuple(rows))
+    told = tuple(dict.fromkeys(notes))
+    return ServingCost(question.shape.name, context, new_tokens, limits, tuple(rows), told)
 
 
 def _row(found: PlanMap, place: int, gpu: str, price: float, new_tokens: int, limits: Limits) -> CostRow:

@@ -50,13 +50,18 @@ class GridSweep:
 
     points: tuple[SweepPoint, ...]
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Caveats of the models and machines that were asked for."""
+        return tuple(dict.fromkeys(note for point in self.points for note in point.question.notes()))
+
     def table(self) -> list[dict[str, Any]]:
         """A flat row per question, for CSV and data frames."""
         return [row for point in self.points for row in point.rows()]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"rows": self.table()}
+        return {"rows": self.table(), "notes": list(self.notes)}
 
 
 def grid_sweep(

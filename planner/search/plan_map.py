@@ -86,6 +86,7 @@ def plan_map(question: Question, contexts: Sequence[int], batches: Sequence[int]
     sizes = len(contexts) * len(batches)
     require(0 < sizes <= MOST_SIZES, f"{len(contexts)} contexts x {len(batches)} batches; allowed: 1 to {MOST_SIZES}")
     asked = question.as_executed
+    _workload(asked, min(contexts), min(batches))  # refuses sizes below 1; the largest are refused below
     grid = _Grid(asked, tuple(_workload(asked, one, max(batches)) for one in contexts), tuple(batches))
     searched = _searched(grid, preset)
     found = _fastest(grid, _narrowed(grid, _points(searched)))

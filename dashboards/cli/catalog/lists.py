@@ -62,6 +62,8 @@ def models(as_json: bool) -> None:
 )
 def gpus(template: bool, as_json: bool) -> None:
     """GPUs that are known by name; any other comes from a TOML file of the same figures."""
+    if template and as_json:
+        raise click.UsageError("--template and --json were given; allowed: one of them")
     if template:
         click.echo(TEMPLATE.read_text(encoding="utf-8"), nl=False)
         return

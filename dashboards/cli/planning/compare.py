@@ -19,7 +19,8 @@ from ridgeplan.dashboards.cli.options import (
     profile_file,
     yarn,
 )
-from ridgeplan.dashboards.cli.output import number, print_json, print_table
+from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table
+from ridgeplan.dashboards.cli.planning.answer import shortened
 from ridgeplan.dashboards.cli.planning.options import (
     DEFAULT_NEW_TOKENS,
     batch,
@@ -34,6 +35,7 @@ from ridgeplan.planner.interface.quantities import GB, tokens_text
 from ridgeplan.planner.questions.comparison import ComparedPlan, PlanComparison, compare_saved
 from ridgeplan.planner.questions.comparison import compare as compared
 
+LONGEST_NAME = 30  # characters of a plan's
 COLUMNS = ("plan", "gamma", "ms/token", "TTFT ms", "tokens/s", "GB", "x plain", "")
 
 
@@ -99,7 +101,11 @@ def _print(found: PlanComparison) -> None:
         click.echo(", ".join(part[0] for part in common))
     kept = [[part for part in zip(*subjects, strict=True) if len(set(part)) > 1]]
     differing = list(zip(*kept[0], strict=True)) if kept[0] else [()] * len(subjects)
-    rows = [(" ".join((*own, one.name)), *_figures(one)) for own, one in zip(differing, found.plans, strict=True)]
+    print_notes(found.notes)
+    rows = [
+        (" ".join((*own, shortened(one.name, LONGEST_NAME))), *_figures(one))
+        for own, one in zip(differing, found.plans, strict=True)
+    ]
     print_table("TTFT and tokens/s of the whole batch", COLUMNS, rows)
     for what, why in found.missing:
         click.echo(f"{what}: {why}")
@@ -107,7 +113,8 @@ def _print(found: PlanComparison) -> None:
 
 def _subject(one: ComparedPlan) -> tuple[str, ...]:
     workload = one.plan.workload
-    return workload.model, workload.hardware, f"{tokens_text(workload.context)} tokens", f"batch {workload.batch}"
+    model = workload.model.rpartition("/")[2]
+    return model, workload.hardware, f"{tokens_text(workload.context)} tokens", f"batch {workload.batch}"
 
 
 def _figures(one: ComparedPlan) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from ridgeplan.dashboards.cli.options import (
     profile_file,
     yarn,
 )
-from ridgeplan.dashboards.cli.output import number, print_json, print_table
+from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table
 from ridgeplan.dashboards.cli.planning.options import (
     BATCH,
     context_of,
@@ -93,6 +93,7 @@ def _print(found: ServingCost) -> None:
     click.echo(f"{found.model}, {tokens_text(found.context)} tokens of prompt, {tokens_text(found.new_tokens)} new")
     several = len({row.gpu for row in found.rows}) > 1
     rows = [_cells(row, several) for row in found.rows]
+    print_notes(found.notes)
     print_table("TTFT and TPOT of one request, tokens/s of a GPU", COLUMNS, rows)
     best = found.cheapest
     if best is None:

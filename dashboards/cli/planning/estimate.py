@@ -36,6 +36,7 @@ from ridgeplan.dashboards.cli.planning.options import (
 )
 from ridgeplan.planner import Plan, Prediction
 from ridgeplan.planner.capacity import usable_bytes
+from ridgeplan.planner.interface.glossary import SOURCE_WORDS
 from ridgeplan.planner.interface.plan_file import SavedPlan, plan_json
 from ridgeplan.planner.interface.quantities import size_text
 from ridgeplan.planner.measured_quality import saved_rows
@@ -174,6 +175,7 @@ class _Report:
         size = f"{workload.context} tokens of context, batch {workload.batch}"
         misfit = "" if self.fits else f"; does not fit {size_text(self.usable_bytes)}"
         click.echo(f"{workload.model} on {workload.hardware}, {size} [{predicted.source}]{misfit}")
+        click.echo(f"  [{predicted.source}]: {SOURCE_WORDS[predicted.source]}")
         for loss in self.losses:
             click.echo(f"  gives up: {loss}")
         unsupported = only_estimated(self.plan, self.shape)

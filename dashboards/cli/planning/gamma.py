@@ -19,7 +19,7 @@ from ridgeplan.dashboards.cli.options import (
     profile_file,
     yarn,
 )
-from ridgeplan.dashboards.cli.output import print_json, print_table
+from ridgeplan.dashboards.cli.output import print_json, print_notes, print_table
 from ridgeplan.dashboards.cli.planning.options import BATCH, CTX, GPU_HELP, flat, memory_limit, new_tokens, one_gpu
 from ridgeplan.planner.capacity import usable_bytes
 from ridgeplan.planner.interface.quantities import tokens_text
@@ -65,8 +65,7 @@ def gamma(
     if as_json:
         print_json({"preset": preset, "cells": [asdict(cell) for cell in cells], "notes": known})
         return
-    for note in known:
-        click.echo(f"note: {note}")
+    print_notes(known)
     rows = [
         (tokens_text(context), *(_text(cell) for cell in cells if cell.context == context), "")
         for context in dict.fromkeys(cell.context for cell in cells)

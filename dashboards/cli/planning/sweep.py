@@ -23,13 +23,15 @@ from ridgeplan.dashboards.cli.options import (
     profile_file,
     yarn,
 )
-from ridgeplan.dashboards.cli.output import number, print_json, print_table, write_atomically
+from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table, write_atomically
+from ridgeplan.dashboards.cli.planning.answer import shortened
 from ridgeplan.dashboards.cli.planning.options import BATCH, CTX, GPU_HELP, limits, memory_limit, new_tokens
 from ridgeplan.planner.interface.quantities import GB, tokens_text
-from ridgeplan.planner.questions.grid_sweep import AXES, GridSweep, grid_sweep, parse_axes
+from ridgeplan.planner.questions.grid_sweep import AXES, TURNS, GridSweep, grid_sweep, parse_axes
 
 FORMATS = (".csv", ".json", ".html")
 SHOWN_ROWS = 20
+LONGEST_NAME = 30  # characters of a plan's
 COLUMNS = ("plan", "context", "batch", "gamma", "ms/token", "tokens/s", "GB", "x plain", "")
 
 
@@ -96,16 +98,22 @@ def csv_text(rows: Sequence[dict[str, Any]]) -> str:
 def _print(found: GridSweep, output: Path | None) -> None:
     """Rows spread evenly over the sweep, where there are too many for a terminal."""
     rows = found.table()
+    print_notes(found.notes)
     step = math.ceil(len(rows) / SHOWN_ROWS)
-    print_table("Fastest plans (tokens/s of the whole batch)", COLUMNS, map(_cells, rows[::step]))
+    varying = [name for name in TURNS if len({row.get(name) for row in rows}) > 1]
+    cells = (_cells(row, varying) for row in rows[::step])
+    print_table("Fastest plans (tokens/s of the whole batch)", COLUMNS, cells)
     shown = len(rows[::step])
     rest = f", of which {shown} are shown" if shown < len(rows) else ""
     click.echo(f"{len(rows)} points{rest}" + (f"; all in {output}" if output else ""))
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+def _cells(row: dict[str, Any], varying: Sequence[str]) -> tuple[str, ...]:
+    """The cells of `COLUMNS`; before the plan stands what varies besides sizes, a model without its owner."""
+    turn = [str(row[name]).rpartition("/")[2] for name in varying]
     return (
-        row["plan"], tokens_text(row["context"]), str(row["batch"]), str(row["gamma"]), number(row["tpot_ms"]),
+        " ".join((*turn, shortened(row["plan"], LONGEST_NAME))), tokens_text(row["context"]), str(row["batch"]),
+        str(row["gamma"]), number(row["tpot_ms"]),
         number(row["tokens_per_s"]), number(row["peak_memory_bytes"] / GB), f"{row['speedup']:.2f}x",
         "" if row["fits"] else "does not fit",
     )  # fmt: skip

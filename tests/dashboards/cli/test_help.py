@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.shell_completion import get_completion_class
 from click.testing import CliRunner
 
 from ridgeplan.dashboards.cli import main
@@ -111,3 +112,17 @@ def test_a_mistyped_verb_has_near_ones(typed: str, meant: str) -> None:
     result = CliRunner().invoke(main, [typed])
     assert result.exit_code == 2
     assert f"no command {typed!r}. Did you mean {meant}" in result.stderr
+
+
+def test_verbs_and_their_options_are_completed() -> None:
+    complete = get_completion_class("bash")
+    assert complete is not None
+    shell = complete(main, {}, "ridgeplan", "_RIDGEPLAN_COMPLETE")
+
+    def completions(*words: str) -> set[str]:
+        return {item.value for item in shell.get_completions(list(words[:-1]), words[-1])}
+
+    assert completions("co") == {"compare", "cost", "completion"}
+    assert {"--memory-limit", "--memory-utilization"} <= completions("plan", "--mem")
+    assert completions("plan", "--quality", "") == {"exact", "near-lossless", "lossy"}
+    assert completions("bench", "p") == {"planner"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ridgeplan.planner import predict, preset, recommend, resolve, workload_for
+from ridgeplan.planner import NothingFits, predict, preset, recommend, resolve, workload_for
 from ridgeplan.planner.interface.plan_file import SavedPlan
 from ridgeplan.planner.questions.comparison import compare, compare_saved
 
@@ -36,6 +36,11 @@ def test_models_are_the_outer_loop_and_what_does_not_fit_is_missing() -> None:
     ((what, why),) = found.missing
     assert what == "meta-llama/Llama-3.1-70B on h200"
     assert why.startswith("nothing fits")
+
+
+def test_where_nothing_has_an_answer_that_is_the_error() -> None:
+    with pytest.raises(NothingFits, match=r"on rtx4090.*; nothing fits.* on l40s"):
+        compare(["meta-llama/Llama-3.1-70B"], ["rtx4090", "l40s"], 8192)
 
 
 def test_saved_plans_keep_their_own_sizes_on_every_gpu() -> None:

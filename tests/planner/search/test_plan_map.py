@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ridgeplan.planner import PlanError, predict
+from ridgeplan.planner import PlanError, fit, predict
 from ridgeplan.planner.search import plan_map as module
 from ridgeplan.planner.search import search
 from ridgeplan.planner.search.nothing_fits import tightest
@@ -74,6 +74,15 @@ def test_where_nothing_fits_the_smallest_plan_stands() -> None:
     assert (found.peak_bytes > question.memory_limit_bytes).all()
 
 
+def test_the_longest_context_that_fits_is_one_of_the_map() -> None:
+    """Only with larger quantization groups does it fit, which are tried where the usual ones do not."""
+    longest = fit(LLAMA, "rtx4090", batches=(1,), contexts=(4096,)).contexts[0].context
+    question = ask(LLAMA, "rtx4090", 1)
+    assert not [one for one in search(at(question, longest, 1)) if one.rejection(at(question, longest, 1)) is None]
+    found = plan_map(question, (longest, longest + 1), (1,))
+    assert found.fits.ravel().tolist() == [True, False]
+
+
 def test_beyond_a_sliding_window_only_plain_decoding_runs() -> None:
     """Mistral-7B-v0.1 reads 4096 tokens."""
     question = ask("mistralai/Mistral-7B-v0.1", "h200", 1)
@@ -87,6 +96,8 @@ def test_a_grid_without_or_with_too_many_sizes_is_refused() -> None:
     with pytest.raises(PlanError, match="0 contexts x 1 batches; allowed: 1 to 65536"):
         plan_map(question, (), (1,))
     with pytest.raises(PlanError, match="context is 0; allowed"):
-        plan_map(question, (0,), (1,))
+        plan_map(question, (8192, 0), (1,))
+    with pytest.raises(PlanError, match="batch is 0; allowed"):
+        plan_map(question, (8192,), (4, 0))
     with pytest.raises(PlanError, match="beyond the limit"):
         plan_map(question, (1 << 20,), (1,))

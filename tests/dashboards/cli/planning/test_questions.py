@@ -27,7 +27,7 @@ def test_compare_prints_what_its_json_holds(invoke: Any) -> None:
         (gpu, name) for gpu in ("h100-sxm", "h200") for name in ("autoregressive", "quantspec")
     ]
     text = invoke(*line).stdout
-    assert text.startswith(f"{LLAMA}, 32k tokens, batch 1\n")
+    assert text.startswith("Llama-3.1-8B, 32k tokens, batch 1\n")
     for one in plans:
         assert f"{one['gpu']} {one['plan']}" in text
         assert f"{one['speedup']:.2f}x" in text
@@ -90,10 +90,13 @@ def test_many_points_are_shown_in_part(invoke: Any) -> None:
     assert "100 points, of which 20 are shown" in text
 
 
-def test_a_thousand_questions_in_turn(invoke: Any) -> None:
+def test_questions_in_turn_show_what_varies(invoke: Any) -> None:
     """Axes that one evaluation does not cover are asked one after another."""
-    line = ("sweep", LLAMA, "--over", "gpu=h100,h200,quality=exact,near-lossless,new-tokens=64,1k,ctx=4k,8k", "--json")
-    rows = as_json(invoke(*line))["rows"]
+    line = ("sweep", LLAMA, "--over", "gpu=h100,h200,quality=exact,near-lossless,new-tokens=64,1k,ctx=4k,8k")
+    rows = as_json(invoke(*line, "--json"))["rows"]
+    shown = invoke(*line).stdout
+    for row in rows:
+        assert f"{row['new_tokens']} {row['gpu']} {row['quality']} {row['plan'][:27]}" in shown
     assert len({(row["gpu"], row["quality"], row["new_tokens"], row["context"]) for row in rows}) == 16
 
 
@@ -192,3 +195,20 @@ def test_a_plan_of_a_gguf_loads_after_the_file_is_gone(invoke: Any, smollm2: Pat
     loaded = as_json(invoke("estimate", "--plan", path, "--json"))
     assert loaded["predicted"]["tpot_ms"] == pytest.approx(made["predicted"]["tpot_ms"])
     assert loaded["plan"] == made["plan"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("compare", LLAMA, "--gpu", "h200,rtx4090", "--ctx", "4k", "--preset", "int8"),
+        ("cost", LLAMA, "--gpu", "h200,rtx4090", "--ctx", "4k", "--price", 1, "--batch", 1),
+        ("sweep", LLAMA, "--over", "gpu=h200,rtx4090,ctx=4k"),
+        ("fit", LLAMA, "rtx4090", "--ctx", "4k", "--batch", 1),
+        ("gamma", LLAMA, "rtx4090", "--ctx", "4k", "--batch", 1),
+    ],
+    ids=lambda line: line[0],
+)
+def test_what_is_not_calibrated_says_so_once(invoke: Any, line: tuple[object, ...]) -> None:
+    note = "rtx4090 is not calibrated: utilizations are those of a test's H200"
+    assert invoke(*line).stdout.count(note) == 1
+    assert [one for one in as_json(invoke(*line, "--json"))["notes"] if one.startswith("rtx4090")] == [note]
