@@ -101,7 +101,7 @@ def tiles(found: Recommendation) -> list[tuple[str, str, str]]:
 def _show_tiles(found: Recommendation) -> None:
     with st.container(horizontal=True, key="tiles"):
         for label, value, band in tiles(found):
-            with st.container(border=True, width=168, height="stretch", gap="xsmall"):
+            with st.container(border=True, width=150, height="stretch", gap="xsmall"):
                 st.metric(label, value)
                 st.caption(band)
 
