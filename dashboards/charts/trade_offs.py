@@ -58,4 +58,4 @@ def _add_frontier(figure: go.Figure, curves: Mapping[str, BatchCurve]) -> None:
     line = {"x": [x[place] for place in best], "y": [y[place] for place in best], "hoverinfo": "skip"}
     figure.add_scatter(name="best that runs and is allowed", mode="lines", opacity=0.5, **line,
                        line={"color": GREY, "width": 7})  # fmt: skip
-    figure.add_scatter(mode="text", text=labels, textposition="top center", showlegend=False, **line)
+    figure.add_scatter(mode="text", text=labels, textposition="bottom left", showlegend=False, **line)

@@ -95,7 +95,7 @@ def _without_limit(question: Question, plans: Sequence[Plan], memory_utilization
     """All that the machine's memory allows, where a plan fits that and a lower limit was asked for."""
     usable = usable_bytes(question.profile.hardware.memory_bytes, memory_utilization)
     device = replace(question.machine, memory_bytes=usable)
-    if question.memory_limit_bytes < usable and Capacity(plans, question.shape, device).peaks().min() <= usable:
+    if Capacity(plans, question.shape, device).peaks().min() <= usable:
         yield Fix({"memory_limit": None}, f"no memory limit, as {size_text(usable)} may be used")
 
 

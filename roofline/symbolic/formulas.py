@@ -42,8 +42,8 @@ def decode_formulas(shape: ModelShape) -> list[Formula]:
 
 
 def _letters(shape: ModelShape) -> SymbolicShape:
-    """The shape with letters for its sizes; with latent attention, whose widths depend on each other, its numbers."""
-    letters = {} if shape.is_mla else {name: symbol(name) for name in LETTERS}
+    """The shape with letters for the sizes that every decoder has."""
+    letters = {name: symbol(name) for name in LETTERS}
     return SymbolicShape(**{one.name: getattr(shape, one.name) for one in fields(ModelShape)} | letters)
 
 
