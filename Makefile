@@ -8,7 +8,10 @@ DOCUMENTED := $(VENV)/documented
 TYPED := build/typed
 PACKAGES := roofline planner kernels runtime validate dashboards
 
-.PHONY: demo test fuzz lint docs notebooks mutants clean $(TYPED)
+# Debian's chromium, or any other: `CHROMIUM=/path make test-browser`.
+CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+
+.PHONY: demo test test-browser fuzz lint docs notebooks mutants clean $(TYPED)
 
 demo: $(INSTALLED)
 	$(BIN)/ridgeplan demo
@@ -16,6 +19,12 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	# One thread a process: OpenMP threads of several processes on the same cores wait for each other.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
+# The page in a headless Chromium, which takes a few minutes. Playwright only drives it, and brings no browser.
+test-browser: $(INSTALLED)
+	@test -n "$(CHROMIUM)" || { echo "no Chromium found: apt-get install chromium, or set CHROMIUM" >&2; exit 2; }
+	$(BIN)/python -m pip install --quiet "playwright>=1.50"
+	RIDGEPLAN_CHROMIUM=$(CHROMIUM) $(BIN)/python -m pytest tests/browser
 
 # Thousands of damaged files and command lines of each kind, which take about ten minutes on two cores.
 fuzz: $(INSTALLED)

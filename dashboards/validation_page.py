@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from ridgeplan.dashboards.charts.suite import errors, hover, regrets, scatter
 from ridgeplan.dashboards.html_page import figure_html, html_page, table
-from ridgeplan.dashboards.suite_charts import errors, hover, regrets, scatter
 
 WORST = 40  # rows in the table of the largest errors
 

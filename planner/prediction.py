@@ -153,7 +153,7 @@ def predict(plan: Plan, shape: ModelShape, profile: Profile) -> Prediction:
 def predict_all(
     plans: Sequence[Plan], shape: ModelShape, profile: Profile, machine: Machine | None = None
 ) -> list[Prediction]:
-    """Predictions of several plans of one context, in one evaluation.
+    """Predictions of several plans, at the contexts and batches of their workloads, in one evaluation.
 
     `machine` defaults to the profile's; with less memory, layers are offloaded earlier.
     An adaptive gamma is predicted at the gamma where it settles if drafts are accepted as predicted, with the memory of
@@ -161,9 +161,12 @@ def predict_all(
     from the band of the acceptance.
     """
     machine = machine or Machine.of(profile)
-    acceptance = AcceptanceModel.of_profile(shape, plans[0].workload.context, profile)
+    contexts = {plan.workload.context for plan in plans}
+    models = {context: AcceptanceModel.of_profile(shape, context, profile) for context in contexts}
     gammas = [settled_gamma(plan, shape, profile, machine) for plan in plans]
-    known = [acceptance.of(_with_gamma(plan, gamma)) for plan, gamma in zip(plans, gammas, strict=True)]
+    known = [
+        models[plan.workload.context].of(_with_gamma(plan, gamma)) for plan, gamma in zip(plans, gammas, strict=True)
+    ]
     # A single plan stays in numbers; several become arrays with one entry each.
     ones = [1] * len(plans)
     strategies = [strategy_of(plan, shape, machine, 1.0) for plan in plans]

@@ -76,6 +76,13 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         MODEL,
     ),
+    "planner.curves": (
+        {
+            "planner", "planner.acceptance", "planner.policies", "planner.policies.selection", "planner.search",
+            "roofline",
+        },
+        MODEL,
+    ),
     "planner.export": ({"planner", "planner.acceptance", "roofline", "roofline.catalog"}, MODEL),
     "planner.published": (
         {"planner", "planner.acceptance", "roofline", "roofline.catalog", "roofline.papers", "roofline.sparsity"},
@@ -239,8 +246,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "dashboards.cli.study": (
         {
             "dashboards.cli", "dashboards.cli.acceptance", "dashboards.draft_study_page", "dashboards.html_page",
-            "dashboards.study_charts",
-            "roofline.catalog", "validate", "validate.studies",
+            "dashboards.charts", "roofline.catalog", "validate", "validate.studies",
         },
         None,
     ),
@@ -280,8 +286,24 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {"planner", "planner.published", "roofline", "roofline.catalog", "roofline.papers"},
         {"numpy", "plotly", "kaleido"},
     ),
+    "dashboards.charts": (
+        {"planner", "planner.curves", "planner.interface", "planner.search", "roofline", "roofline.catalog",
+         "roofline.papers"},
+        {"numpy", "plotly"},
+    ),
+    "dashboards.page": (
+        {
+            "dashboards", "dashboards.charts", "dashboards.figures", "planner", "planner.curves", "planner.interface",
+            "planner.policies.selection", "planner.search", "roofline", "roofline.catalog", "roofline.papers",
+            "roofline.symbolic", "validate.suite",
+        },
+        {"numpy", "streamlit", "sympy"},
+    ),
     "dashboards": (
-        {"planner", "planner.interface", "planner.questions", "planner.search", "roofline", "roofline.catalog"},
+        {
+            "dashboards.charts", "dashboards.page", "planner", "planner.interface", "planner.questions",
+            "planner.search", "roofline", "roofline.catalog",
+        },
         None,
     ),
 }  # fmt: skip

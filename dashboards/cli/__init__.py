@@ -1,7 +1,7 @@
 """The `ridgeplan` command: one file per verb, and the options, tables and errors that they share.
 
 A verb's file is imported when it runs, so that the command starts fast. Not here: computations (planner, validate), the
-page and its figures (dashboards/app.py, dashboards/charts.py).
+page and its figures (dashboards/app.py, dashboards/charts).
 """
 
 from __future__ import annotations

@@ -21,6 +21,19 @@ from ridgeplan.validate.calibration.noise import NoiseCheck
 
 APP = Path(__file__).parents[1] / "app.py"
 ADDRESS = "127.0.0.1"
+FIRST_PORT, PORTS = 8501, 50
+# Streamlit's settings, whatever a config.toml of the user or of the working directory says.
+SERVER = {
+    "server.headless": "true",
+    "server.baseUrlPath": "",
+    "server.fileWatcherType": "none",
+    "browser.gatherUsageStats": "false",
+    "client.toolbarMode": "minimal",
+    "client.showErrorDetails": "full",
+    "global.disableWidgetStateDuplicationWarning": "true",  # fix cards and sliders set texts that have defaults
+    "theme.light.primaryColor": "#0072b2",
+    "theme.dark.primaryColor": "#3d9bd6",
+}
 
 
 @click.command(
@@ -70,26 +83,42 @@ def calibrate(quick: bool, allow_noisy: bool, only: tuple[str, ...], output: Pat
         "ridgeplan dashboard --help",
     )
 )
-@click.option("--port", type=click.IntRange(1, 65535), default=8501, show_default=True, help="Port on 127.0.0.1.")
-def dashboard(port: int) -> None:
-    """Serve the page to this machine's browser, and to nobody else."""
-    _require_free(port)
+@click.option("--port", type=click.IntRange(1, 65535), help="Port on 127.0.0.1.  [default: the first free from 8501]")
+def dashboard(port: int | None) -> None:
+    """Serve the page to this machine's browser, and to nobody else. Ctrl-C or closing the terminal ends it."""
+    found = _free_port() if port is None else _require_free(port)
     # -P keeps the working directory off sys.path, where a folder such as kernels/ would shadow installed packages.
     serve = [sys.executable, "-P", "-m", "streamlit", "run", str(APP)]
-    local = ["--server.address", ADDRESS, "--server.port", str(port), "--server.headless", "true"]
-    quiet = ["--browser.gatherUsageStats", "false", "--client.toolbarMode", "minimal"]
+    settings = {**SERVER, "server.address": ADDRESS, "server.port": str(found)}
     # The server replaces this process, so that ending the command ends the server.
-    os.execv(sys.executable, [*serve, *local, *quiet])
+    os.execv(sys.executable, [*serve, *(word for name, value in settings.items() for word in (f"--{name}", value))])
 
 
-def _require_free(port: int) -> None:
-    """Raises UsageError where the server could not listen."""
+def _free_port() -> int:
+    """The first free port from `FIRST_PORT` on. Raises UsageError where many in a row are in use."""
+    for port in range(FIRST_PORT, FIRST_PORT + PORTS):
+        if not _why_not(port):
+            return port
+    raise click.UsageError(f"ports {FIRST_PORT} to {FIRST_PORT + PORTS - 1} are all in use; give a free --port")
+
+
+def _require_free(port: int) -> int:
+    """The port itself. Raises UsageError where the server could not listen."""
+    problem = _why_not(port)
+    if problem:
+        raise click.UsageError(f"--port {port} cannot be used: {problem}; allowed: a free port")
+    return port
+
+
+def _why_not(port: int) -> str:
+    """Why the server could not listen on a port; "" if it could."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that just ended leaves its port free
         try:
             probe.bind((ADDRESS, port))
         except OSError as error:
-            raise click.UsageError(f"--port {port} cannot be used: {error.strerror}; allowed: a free port") from None
+            return error.strerror or str(error)
+    return ""
 
 
 def calibrate_with_progress(

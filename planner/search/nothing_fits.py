@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,8 +18,20 @@ from ridgeplan.planner.search.runnable import context_limits, runnable_families,
 from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
 
 
+@dataclass(frozen=True)
+class Fix:
+    """A question near the asked one that has an answer: arguments of `recommend` with other values, and in words."""
+
+    changes: Mapping[str, int | str | None]
+    text: str
+
+
 class NothingFits(ValueError):
-    """No executable plan of the allowed quality fits into memory."""
+    """No executable plan of the allowed quality fits into memory. fixes: what would make one fit."""
+
+    def __init__(self, message: str, fixes: Sequence[Fix] = ()) -> None:
+        super().__init__(message)
+        self.fixes = tuple(fixes)
 
 
 def tightest(question: Question) -> list[Candidate]:
@@ -28,8 +40,8 @@ def tightest(question: Question) -> list[Candidate]:
     return [one for one in found if one.rejection(question) is None]
 
 
-def why_nothing_fits(question: Question, memory_utilization: float) -> str:
-    """One line: the executable plan that needs the least memory, and what would make one fit."""
+def why_nothing_fits(question: Question, memory_utilization: float) -> NothingFits:
+    """The error, one line: the executable plan that needs the least memory, and what would make one fit."""
     plans, workload = _least_plans(question), question.workload
     peaks = Capacity(plans, question.shape, question.machine).peaks()
     least, limit = int(np.argmin(peaks)), question.memory_limit_bytes
@@ -37,7 +49,11 @@ def why_nothing_fits(question: Question, memory_utilization: float) -> str:
         f"nothing fits: {workload.model} at context {workload.context}, batch {workload.batch} needs at least "
         f"{size_text(peaks[least])} ({preset_name(plans[least])}) of {size_text(limit)} on {workload.hardware}"
     )
-    return f"{needs}; allowed: {', or '.join(_options(question, plans, memory_utilization))}"
+    fixes = list(_fixes(question, plans, memory_utilization))
+    options = [one.text for one in fixes]
+    if not any("gpu" in one.changes for one in fixes):
+        options.append("no GPU of the catalog")
+    return NothingFits(f"{needs}; allowed: {', or '.join(options)}", fixes)
 
 
 def smallest_gpu(question: Question, plans: Sequence[Plan], memory_utilization: float) -> Hardware | None:
@@ -57,28 +73,39 @@ def _least_plans(question: Question) -> list[Plan]:
     return smallest_plans(runnable_families(question, regroup=True))
 
 
-def _options(question: Question, plans: Sequence[Plan], memory_utilization: float) -> Iterator[str]:
+def _fixes(question: Question, plans: Sequence[Plan], memory_utilization: float) -> Iterator[Fix]:
     workload = question.workload
     longest = _longest(question, plans)
     batch = int(Capacity(plans, question.shape, question.machine).largest_batches().max())
     if longest:
-        yield described_contexts(longest, workload, workload.batch)
+        yield Fix({"context": longest}, described_contexts(longest, workload, workload.batch))
     if batch:
-        yield f"batch up to {batch} with context {workload.context}"
+        yield Fix({"batch": batch}, f"batch up to {batch} with context {workload.context}")
     if not longest and not batch and workload.batch > 1:
         yield from _alone(question)
+    yield from _without_limit(question, plans, memory_utilization)
     yield from _lower_quality(question)
     gpu = smallest_gpu(question, plans, memory_utilization)
-    yield f"a GPU such as {gpu.name} ({size_text(gpu.memory_bytes)})" if gpu else "no GPU of the catalog"
+    if gpu:
+        changes = {"gpu": gpu.name, "memory_limit": None}
+        yield Fix(changes, f"a GPU such as {gpu.name} ({size_text(gpu.memory_bytes)})")
 
 
-def _lower_quality(question: Question) -> Iterator[str]:
+def _without_limit(question: Question, plans: Sequence[Plan], memory_utilization: float) -> Iterator[Fix]:
+    """All that the machine's memory allows, where a plan fits that and a lower limit was asked for."""
+    usable = usable_bytes(question.profile.hardware.memory_bytes, memory_utilization)
+    device = replace(question.machine, memory_bytes=usable)
+    if Capacity(plans, question.shape, device).peaks().min() <= usable:
+        yield Fix({"memory_limit": None}, f"no memory limit, as {size_text(usable)} may be used")
+
+
+def _lower_quality(question: Question) -> Iterator[Fix]:
     """The strictest quality at which a plan fits."""
     for quality in Quality:
         fitting = [] if question.quality.allows(quality) else tightest(replace(question, quality=quality))
         if fitting:
             least = min(fitting, key=lambda one: one.peak_bytes)
-            yield f"quality {quality}, such as {preset_name(least.plan)}"
+            yield Fix({"quality": str(quality)}, f"quality {quality}, such as {preset_name(least.plan)}")
             return
 
 
@@ -87,9 +114,9 @@ def _longest(question: Question, plans: Sequence[Plan]) -> int:
     return int(Capacity(plans, question.shape, question.machine).largest_contexts(limits).max())
 
 
-def _alone(question: Question) -> Iterator[str]:
+def _alone(question: Question) -> Iterator[Fix]:
     """The contexts that fit a batch of 1."""
     one = replace(question, workload=replace(question.workload, batch=1))
     longest = _longest(one, _least_plans(one))
     if longest:
-        yield described_contexts(longest, one.workload, 1)
+        yield Fix({"context": longest, "batch": 1}, described_contexts(longest, one.workload, 1))

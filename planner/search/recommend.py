@@ -15,7 +15,7 @@ from ridgeplan.planner.quality import stated_losses
 from ridgeplan.planner.recommendation import Alternative, Recommendation
 from ridgeplan.planner.search.candidates import Candidate, search
 from ridgeplan.planner.search.choice import chosen, contenders, preference, sampled_scores, why_preferred
-from ridgeplan.planner.search.nothing_fits import NothingFits, tightest, why_nothing_fits
+from ridgeplan.planner.search.nothing_fits import tightest, why_nothing_fits
 from ridgeplan.planner.search.question import Objective, Question, ask
 from ridgeplan.planner.support import missing_architecture
 from ridgeplan.planner.uncertainty import sampled_tpot_ms
@@ -62,7 +62,7 @@ def recommend(
     candidates = _ranked(search(question))
     possible = [one for one in candidates if one.rejection(question) is None] or _ranked(tightest(question))
     if not possible:
-        raise NothingFits(why_nothing_fits(question, memory_utilization))
+        raise why_nothing_fits(question, memory_utilization)
     level, best_of_all = contenders(possible, question), _best_of_all(asked, candidates, possible[0])
     listed = _listed(candidates, [*possible[:MAX_UNNAMED], *level])
     plans = [autoregressive(asked.workload), *(one.plan for one in listed)]

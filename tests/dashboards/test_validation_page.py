@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import pytest
 from suite_results import REGRET, REPORT, ROW
 
+from ridgeplan.dashboards.charts.suite import errors, regrets, scatter
 from ridgeplan.dashboards.html_page import table
-from ridgeplan.dashboards.suite_charts import errors, regrets, scatter
 from ridgeplan.dashboards.validation_page import page
 from ridgeplan.validate.suite.results import SuiteReport
 from ridgeplan.validate.suite.summary import summaries

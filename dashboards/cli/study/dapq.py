@@ -82,11 +82,11 @@ def _write_plots(document: Mapping[str, Any], path: Path) -> None:
     if importlib.util.find_spec("plotly") is None:
         click.echo("note: plotly is not installed, so no HTML is written", err=True)
         return
-    from ridgeplan.dashboards import study_charts
+    from ridgeplan.dashboards.charts import studies
     from ridgeplan.dashboards.html_page import figure_html, html_page
 
     rows = document["figures"]
-    charts = (study_charts.similarities, study_charts.offsets, study_charts.recalls, study_charts.attentions)
+    charts = (studies.similarities, studies.offsets, studies.recalls, studies.attentions)
     write_atomically(path, html_page("DapQ", (figure_html(draw(rows)) for draw in charts)))
 
 

@@ -107,7 +107,8 @@ def interrupted(process: subprocess.Popen[str]) -> str:
     raise AssertionError("the process ignores Ctrl-C")
 
 
-def test_dashboard_serves_this_machine_only() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_dashboard_serves_this_machine_only_until_its_terminal_closes(number: signal.Signals) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -118,7 +119,7 @@ def test_dashboard_serves_this_machine_only() -> None:
         with socket.socket() as other, pytest.raises(OSError, match="refused"):
             other.connect(("127.0.0.2", port))
     finally:
-        process.terminate()  # the command only, not its group
+        process.send_signal(number)  # to the command only, not its group
         process.wait(timeout=LIMIT_S)
     with socket.socket() as free:  # nothing listens there any more
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

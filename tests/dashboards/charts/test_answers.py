@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from ridgeplan.dashboards import charts
+from ridgeplan.dashboards.charts import rooflines, rounds
 from ridgeplan.planner import Recommendation, recommend
 from ridgeplan.roofline.catalog.profile import Profile, Rates
 from ridgeplan.roofline.device import GIB
@@ -15,52 +16,48 @@ def traces(figure: Any) -> dict[str, Any]:
     return {trace.name: trace for trace in figure.data}
 
 
-def test_both_stacks_add_up_to_the_time_per_token(recommendation: Recommendation) -> None:
-    figure = charts.round_breakdown(recommendation)
-    for group in ("part", "operation"):
-        bars = [trace for trace in figure.data if trace.legendgroup == group]
-        heights = [sum(trace.y[index] for trace in bars) for index in range(2)]
-        expected = [recommendation.predicted.best.tpot_ms, recommendation.baseline.best.tpot_ms]
-        assert heights == pytest.approx(expected, rel=0.02)
+def test_parts_of_a_round_add_up_to_the_time_per_token(recommendation: Recommendation) -> None:
+    figure = charts.round_parts(recommendation)
+    lengths = [sum(trace.x[index] for trace in figure.data) for index in range(2)]
+    assert lengths == pytest.approx([recommendation.predicted.best.tpot_ms, recommendation.baseline.best.tpot_ms])
     assert figure.layout.barmode == "stack"
-    assert figure.data[0].x == (recommendation.name, charts.PLAIN)
+    assert figure.data[0].y == (recommendation.name, charts.PLAIN)
 
 
-def test_time_without_kernels_is_in_both_stacks(profile: Profile) -> None:
+def test_the_waterfall_leads_from_plain_decoding_to_the_plan(recommendation: Recommendation) -> None:
+    (trace,) = charts.waterfall(recommendation.predicted, recommendation.baseline, recommendation.name).data
+    assert (trace.measure[0], trace.measure[-1]) == ("absolute", "total")
+    assert sum(trace.x[:-1]) == pytest.approx(trace.x[-1])
+    ends = recommendation.baseline.best.tpot_ms, recommendation.predicted.best.tpot_ms
+    assert (trace.x[0], trace.x[-1]) == pytest.approx(ends, rel=0.02)
+    saved = dict(zip(trace.y, trace.x, strict=True))
+    assert saved["attention"] < saved["linear layers"] < 0  # at a long context the KV cache weighs most
+
+
+def test_time_without_kernels_is_in_both_charts(profile: Profile) -> None:
     """Half a millisecond after each round is its overhead, of which no operation knows."""
     gaps = replace(profile, classes={**profile.classes, "gap": Rates(1.0, 1.0, 1e-5, 0.0)}, round_s=5e-4)
     slow = recommend("Llama-3.1-8B", "h200", 120_000, profile=gaps)
-    test_both_stacks_add_up_to_the_time_per_token(slow)
-    stacks = traces(charts.round_breakdown(slow))
-    assert stacks["overhead"].y == pytest.approx([0.5 / slow.predicted.tokens_per_round, 0.5])
-    assert stacks["between kernels"].y[1] == pytest.approx(32 * 0.01)  # 10 us in each layer
+    parts = traces(charts.round_parts(slow))
+    assert parts["overhead"].x == pytest.approx([0.5 / slow.predicted.tokens_per_round, 0.5])
+    assert rounds.operation_ms(slow.baseline)["between kernels"] == pytest.approx(32 * 0.01)  # 10 us in each layer
 
 
 def test_plain_decoding_drafts_nothing(recommendation: Recommendation) -> None:
-    parts = traces(charts.round_breakdown(recommendation))
-    assert parts["draft"].y[1] == 0
-    assert parts["draft"].y[0] == pytest.approx(
+    parts = traces(charts.round_parts(recommendation))
+    assert parts["draft"].x[1] == 0
+    assert parts["draft"].x[0] == pytest.approx(
         recommendation.predicted.gamma
         * recommendation.predicted.draft_step_ms
         / recommendation.predicted.tokens_per_round
     )
 
 
-def test_memory_bars_add_up_to_the_peak(recommendation: Recommendation) -> None:
-    predictions = {recommendation.name: recommendation.predicted, charts.PLAIN: recommendation.baseline}
-    figure = charts.memory_bars(predictions, 80 * GIB)
-    for index, predicted in enumerate(predictions.values()):
-        total = sum(trace.x[index] for trace in figure.data)
-        assert total == pytest.approx(predicted.best.peak_memory_bytes / GIB)
-    assert figure.layout.shapes[0].x0 == 80
-    assert figure.layout.xaxis.range[1] > 80
-
-
 def test_roofline_has_a_dot_per_operation_under_its_roof(recommendation: Recommendation, profile: Profile) -> None:
     hardware = profile.hardware
     found = traces(charts.roofline(recommendation.predicted, hardware))
     assert set(found) == {"roof", "prefill", "draft", "target", "ridge"}
-    dots = [dot for part in charts.PASS_COLORS for dot in zip(found[part].x, found[part].y, strict=True)]
+    dots = [dot for part in rooflines.PASS_COLORS for dot in zip(found[part].x, found[part].y, strict=True)]
     assert len(dots) == sum(op.flops > 0 for op in recommendation.predicted.breakdown)  # copies compute nothing
     for intensity, reached in dots:
         assert reached <= min(hardware.compute_flops, intensity * hardware.bandwidth_bytes_per_s)
@@ -96,4 +93,4 @@ def test_every_verdict_has_a_colour(profile: Profile, objective: str, memory_lim
 
 def test_operations_never_exceed_the_round(recommendation: Recommendation) -> None:
     shorter = replace(recommendation.predicted, round_s={"draft": 0.0, "verification": 1e-9})
-    assert charts.operation_ms(shorter)["sampling, flush and host"] == 0
+    assert rounds.operation_ms(shorter)["sampling, flush and host"] == 0

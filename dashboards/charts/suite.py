@@ -7,7 +7,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from ridgeplan.dashboards.charts import BLUE, GREEN, GREY, ORANGE, PURPLE, RED
+from ridgeplan.dashboards.charts.style import BLUE, GREEN, GREY, ORANGE, PURPLE, RED
 
 Row = Mapping[str, Any]
 SECTION_COLORS = {"kernels": BLUE, "steps": ORANGE, "generations": GREEN, "regret": PURPLE}

@@ -1,0 +1,153 @@
+"""A map of the best plans: context by batch, coloured by time per token, hatched where nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import plotly.graph_objects as go
+
+from ridgeplan.dashboards.charts.style import GREY, HEAT, RED, ROUND, SKY, bar_above, below, faded, styled, token_ticks
+from ridgeplan.planner.interface.quantities import size_text, time_text, tokens_text
+from ridgeplan.planner.search.plan_map import PlanMap
+
+WHITE, EDGE = "#ffffff", "rgba(30,30,30,0.55)"
+MOST_PRICES = 4  # contours of cost
+
+
+def capacity_map(
+    found: PlanMap,
+    asked: tuple[int, int],
+    dollars_per_hour: float | None = None,
+    tpot_limit_ms: float | None = None,
+    ttft_limit_ms: float | None = None,
+) -> go.Figure:
+    """The fastest plan's milliseconds per token at each context and batch, which are evenly spaced in their logs.
+
+    Contours: where a limit on time is met, and what a million tokens cost at a price. asked: a context and a batch,
+    which are marked.
+    """
+    x, y = np.log2(found.contexts), np.log2(found.batches)
+    tpot_ms, ttft_ms = 1e3 * found.tpot_s, 1e3 * found.ttft_s
+    figure = go.Figure(_heat(found, x, y))
+    for base, length, row in no_fit_runs(found, x):
+        figure.add_trace(_hatched(base, length, y[row], _spacing(y)))
+    if dollars_per_hour:
+        cost = dollars_per_million(found, dollars_per_hour)
+        for level in _levels(cost[found.fits]):
+            figure.add_traces(_contour("", x, y, cost, level, WHITE, found))
+            _label(figure, f"${level:g} per million tokens", *_end_of_line(x, y, cost, level, found))
+    limits = ((tpot_ms, tpot_limit_ms, RED, "per token"), (ttft_ms, ttft_limit_ms, SKY, "to the first token"))
+    for values, limit, color, name in limits:
+        if limit:
+            figure.add_traces(_contour(f"{time_text(limit)} {name}", x, y, values, limit, color, found))
+    figure.add_scatter(name="asked", x=[np.log2(asked[0])], y=[np.log2(asked[1])], mode="markers", hoverinfo="skip",
+                       marker={"symbol": "circle-open", "size": 16, "color": RED, "line": {"width": 3}})  # fmt: skip
+    _axes(figure, found, x, y)
+    return styled(figure, height=500, top=70, barmode="overlay", legend=below(-0.17))
+
+
+def dollars_per_million(found: PlanMap, dollars_per_hour: float) -> np.ndarray:
+    """Dollars per million output tokens at a GPU's hourly price: [contexts, batches]."""
+    return np.asarray(1e6 * dollars_per_hour / 3600 / found.tokens_per_s)
+
+
+def no_fit_runs(found: PlanMap, x: np.ndarray) -> Iterator[tuple[float, float, int]]:
+    """Neighbouring contexts of one batch at which nothing fits: start and length on the axis, and the batch's index."""
+    half = _spacing(x) / 2
+    for row, fits in enumerate(found.fits.T):
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], ~fits, [0])).astype(int)))
+        for first, last in edges.reshape(-1, 2):
+            start, end = x[first] - half, x[last - 1] + half
+            yield float(start), float(end - start), row
+
+
+def _heat(found: PlanMap, x: np.ndarray, y: np.ndarray) -> go.Heatmap:
+    tpot_ms = np.where(found.fits, 1e3 * found.tpot_s, np.nan)
+    lowest, highest = (np.nanmin(tpot_ms), np.nanmax(tpot_ms)) if found.fits.any() else (1.0, 10.0)
+    ticks = [tick for tick in ROUND if lowest <= tick <= highest] or [lowest]
+    return go.Heatmap(
+        x=x, y=y, z=np.log10(tpot_ms).T, colorscale=HEAT, reversescale=True, text=_hover(found), hoverongaps=False,
+        hovertemplate="%{text}<extra></extra>",
+        colorbar=bar_above("ms per token")
+        | {"tickvals": np.log10(ticks), "ticktext": [f"{tick:.3g}" for tick in ticks]},
+    )  # fmt: skip
+
+
+def _hover(found: PlanMap) -> list[list[str]]:
+    """What each cell says, [batches, contexts]."""
+    return [
+        [
+            f"{tokens_text(context)} tokens x {batch}<br>{found.names[i, j]}<br>"
+            f"{time_text(1e3 * found.tpot_s[i, j])} per token, {found.tokens_per_s[i, j]:,.0f} tokens/s<br>"
+            f"first token after {time_text(1e3 * found.ttft_s[i, j])}, {size_text(found.peak_bytes[i, j])}"
+            for i, context in enumerate(found.contexts)
+        ]
+        for j, batch in enumerate(found.batches)
+    ]
+
+
+def _hatched(base: float, length: float, y: float, width: float) -> go.Bar:
+    """Cells at which nothing fits."""
+    return go.Bar(
+        x=[length], base=[base], y=[y], width=[width], orientation="h", showlegend=False,
+        marker={"color": faded(GREY, 0.15), "line": {"width": 0},
+                "pattern": {"shape": "/", "fgcolor": GREY, "size": 8, "solidity": 0.15}},
+        hovertemplate="nothing fits<extra></extra>",
+    )  # fmt: skip
+
+
+def _contour(
+    name: str,
+    x: np.ndarray,
+    y: np.ndarray,
+    values: np.ndarray,
+    level: float,
+    color: str,
+    found: PlanMap,
+) -> list[go.Contour]:
+    """The line along which a figure has one value, where plans fit, on a dark edge. A nameless one has no legend."""
+    z = np.where(found.fits, values, np.nan).T
+    at_level = {"type": "constraint", "operation": "=", "value": level}
+    edge = go.Contour(x=x, y=y, z=z, contours=at_level, line={"color": EDGE, "width": 6}, hoverinfo="skip",
+                      showlegend=False)  # fmt: skip
+    line = go.Contour(name=name, x=x, y=y, z=z, contours=at_level, line={"color": color, "width": 2.5},
+                      hoverinfo="skip", showlegend=bool(name))  # fmt: skip
+    return [edge, line]
+
+
+def _end_of_line(x: np.ndarray, y: np.ndarray, values: np.ndarray, level: float, found: PlanMap) -> tuple[float, float]:
+    """Where a line of equal cost, which falls with the batch, meets the shortest context at which it passes."""
+    for column, fits in enumerate(found.fits):
+        known = np.flatnonzero(fits)
+        own = values[column, known]
+        if known.size and own[-1] <= level <= own[0]:
+            return float(x[column]), float(np.interp(-level, -own, y[known]))
+    return float(x[0]), float(y[0])
+
+
+def _label(figure: go.Figure, text: str, x: float, y: float) -> None:
+    figure.add_annotation(
+        x=x, y=y, text=text, showarrow=False, xanchor="left", yanchor="bottom", bgcolor=EDGE,
+        font={"color": WHITE, "size": 11},
+    )  # fmt: skip
+
+
+def _levels(cost: np.ndarray) -> list[float]:
+    """A few round prices within the map's costs."""
+    inside = [price for price in ROUND if cost.size and 1.1 * cost.min() < price < cost.max() / 1.1]
+    return inside[:: max(1, -(-len(inside) // MOST_PRICES))]
+
+
+def _spacing(values: np.ndarray) -> float:
+    return float(values[1] - values[0]) if len(values) > 1 else 1.0
+
+
+def _axes(figure: go.Figure, found: PlanMap, x: np.ndarray, y: np.ndarray) -> None:
+    ticks: Sequence[int]
+    ticks, texts = token_ticks(found.contexts)
+    wide, high = _spacing(x) / 2, _spacing(y) / 2
+    figure.update_xaxes(title={"text": "context (tokens)", "standoff": 20}, range=[x[0] - wide, x[-1] + wide])
+    figure.update_xaxes(tickvals=np.log2(ticks), ticktext=texts, showgrid=False)
+    figure.update_yaxes(title_text="batch", range=[y[0] - high, y[-1] + high])
+    figure.update_yaxes(tickvals=y, ticktext=list(map(str, found.batches)), showgrid=False)

@@ -1,0 +1,78 @@
+"""What all charts share: colours, axes of tokens, legends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import plotly.graph_objects as go
+
+from ridgeplan.planner.interface.quantities import tokens_text
+
+# Okabe and Ito's colours, which people with any kind of colour blindness tell apart. Each has one meaning on a page.
+BLUE, ORANGE, GREEN, PURPLE, RED, GOLD, GREY = (
+    "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#b8a500", "#8c95a3",
+)  # fmt: skip
+SKY = "#56b4e9"
+SERIES = (BLUE, ORANGE, GREEN, PURPLE, RED, SKY, GREY)
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")  # lines differ in more than their colour
+HEAT = "Cividis"
+CLEAR = "rgba(0,0,0,0)"
+PLAIN = "plain decoding"
+ROUND = tuple(digit * 10.0**power for power in range(-4, 7) for digit in (1, 2, 5))
+POWERS = tuple(1 << power for power in range(25))
+
+
+def styled(figure: go.Figure, *, height: int = 380, top: int = 12, **layout: object) -> go.Figure:
+    """The figure with the page's margins, `top` pixels above it; its background is the page's, light or dark."""
+    margin = {"l": 10, "r": 10, "t": top, "b": 40}
+    return figure.update_layout(
+        template="plotly_white", paper_bgcolor=CLEAR, plot_bgcolor=CLEAR, height=height, margin=margin, **layout
+    )
+
+
+def without_walls(figure: go.Figure) -> go.Figure:
+    """The figure on the page's background, light or dark; its scenes lose the walls that plotly paints white."""
+    axis = {"showbackground": False, "gridcolor": GREY}
+    figure.update_layout(paper_bgcolor=CLEAR, plot_bgcolor=CLEAR)
+    return figure.update_scenes(xaxis=axis, yaxis=axis, zaxis=axis)
+
+
+def below(bottom: float = -0.2) -> dict[str, object]:
+    """A horizontal legend under the axis; `bottom` is in plot heights."""
+    return {"orientation": "h", "x": 0, "y": bottom, "yanchor": "top", "traceorder": "normal"}
+
+
+def bar_above(title: str) -> dict[str, object]:
+    """A colour bar above its figure, which leaves narrow screens their width."""
+    return {
+        "title": {"text": title, "side": "top"}, "orientation": "h", "x": 0, "xanchor": "left", "y": 1.01,
+        "yanchor": "bottom", "len": 0.7, "thickness": 12,
+    }  # fmt: skip
+
+
+def token_ticks(tokens: Iterable[float], most: int = 7) -> tuple[list[int], list[str]]:
+    """At most `most` powers of two within the tokens' range, and their texts."""
+    known = np.asarray(list(tokens), dtype=float)
+    inside = [power for power in POWERS if known.min() <= power <= known.max()]
+    kept = inside[:: max(1, -(-len(inside) // most))]
+    return kept, [tokens_text(one) for one in kept]
+
+
+def token_axis(figure: go.Figure, tokens: Iterable[float], title: str = "context (tokens)") -> go.Figure:
+    """A logarithmic x axis of tokens with ticks at powers of two."""
+    values, texts = token_ticks(tokens)
+    return figure.update_xaxes(type="log", tickvals=values, ticktext=texts, title_text=title)
+
+
+def log_ticks(values: Iterable[float]) -> dict[str, list]:
+    """Ticks at 1, 2 and 5 times powers of ten, for a logarithmic axis that holds these values."""
+    known = np.asarray(list(values), dtype=float)
+    ticks = [one for one in ROUND if known.min() / 2 <= one <= known.max() * 2] if known.size else []
+    return {"tickvals": ticks, "ticktext": [f"{one:,.0f}" if one >= 1 else f"{one:g}" for one in ticks]}
+
+
+def faded(color: str, opacity: float) -> str:
+    """`#rrggbb` with an opacity."""
+    red, green, blue = (int(color[place : place + 2], 16) for place in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{opacity:g})"

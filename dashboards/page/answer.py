@@ -1,0 +1,150 @@
+"""The answer that all tabs show, and its head: verdict, command, figures, memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import streamlit as st
+
+from ridgeplan.dashboards import charts
+from ridgeplan.dashboards.charts.memory import staircase_text
+from ridgeplan.dashboards.page.inputs import PageQuestion
+from ridgeplan.dashboards.page.text import escaped
+from ridgeplan.planner import Prediction, Recommendation
+from ridgeplan.planner.curves.contexts import contexts_of, memory_over_contexts, offload_staircase
+from ridgeplan.planner.interface.glossary import SOURCE_WORDS
+from ridgeplan.planner.interface.plan_file import plan_json
+from ridgeplan.planner.interface.quantities import size_text, time_text, tokens_text
+from ridgeplan.planner.search.question import Question
+
+SOURCES_HELP = "Where figures come from: " + "; ".join(f"{word}, {told}" for word, told in SOURCE_WORDS.items()) + "."
+SURE = 0.99  # above this a sampled probability is not told more exactly
+MEMORY_POINTS = 64
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was asked on the page, the planner's form of it, and the recommendation."""
+
+    page: PageQuestion
+    question: Question
+    recommendation: Recommendation
+
+    @classmethod
+    def to(cls, page: PageQuestion) -> Answer:
+        """Raises a ValueError that says what to change."""
+        return cls(page, page.asked(), page.answer())
+
+
+def show_head(answer: Answer) -> None:
+    """The verdict with its confidence, a command, five figures, and memory over the context."""
+    found = answer.recommendation
+    st.markdown(f"### {escaped(verdict(found))}")
+    st.caption(escaped(f"{subject(found)} {best_of_all(found)}"), help=SOURCES_HELP)
+    _show_tiles(found)
+    for note in found.notes:
+        st.warning(escaped(note))
+    left, right = st.columns((3, 2))
+    with left:
+        _show_memory(answer)
+    with right:
+        _show_actions(answer)
+
+
+def verdict(found: Recommendation) -> str:
+    """One sentence: which plan, how fast, how much faster than plain decoding, and how sure that is."""
+    predicted = found.predicted
+    each = f"{time_text(predicted.best.tpot_ms)} per token"
+    if not predicted.beats_plain:
+        return f"Plain decoding is best here ({found.name}): {each}, and nothing that runs is surely faster."
+    chance = f"faster with {probability(predicted.beats_plain)} probability"
+    return f"{found.name} is best here: {each}, {predicted.speedup:.2f}x plain decoding, {chance}."
+
+
+def subject(found: Recommendation) -> str:
+    """What the verdict is about, and what its figures rest on."""
+    workload, low, high = found.plan.workload, found.predicted.low.tpot_ms, found.predicted.high.tpot_ms
+    here = "" if found.model_runs else " (this model does not run here, so all is estimated)"
+    return (
+        f"{workload.model} on {workload.hardware}, {tokens_text(workload.context)} tokens of context, "
+        f"batch {workload.batch}{here}. Figures are {found.predicted.source}, {time_text(low)} to {time_text(high)}."
+    )
+
+
+def probability(share: float) -> str:
+    """A sampled probability, which is never certain."""
+    return "over 99%" if share > SURE else f"{100 * share:.0f}%"
+
+
+def best_of_all(found: Recommendation) -> str:
+    """The best plan that is only estimated, beside the one that runs."""
+    other = found.best_estimated
+    if other is None:
+        return "No plan that is only estimated is faster."
+    return f"Best of all: {other.preset}, {time_text(other.predicted.best.tpot_ms)} per token ({other.rejected})."
+
+
+def tiles(found: Recommendation) -> list[tuple[str, str, str]]:
+    """Label, value and band of the five figures."""
+    best, low, high = found.predicted.best, found.predicted.low, found.predicted.high
+    batch, limit = found.plan.workload.batch, found.memory_limit_bytes
+    whose = "of the batch" if batch > 1 else "of the request"
+    return [
+        ("Time per token", time_text(best.tpot_ms), f"{time_text(low.tpot_ms)} to {time_text(high.tpot_ms)}"),
+        ("First token", time_text(best.ttft_ms), f"{time_text(low.ttft_ms)} to {time_text(high.ttft_ms)}"),
+        ("Tokens/s", f"{best.tokens_per_s:,.0f}", f"{whose}; {low.tokens_per_s:,.0f} to {high.tokens_per_s:,.0f}"),
+        ("Speed-up", f"{found.predicted.speedup:.2f}x", f"plain decoding {time_text(found.baseline.best.tpot_ms)}"),
+        ("Peak memory", size_text(best.peak_memory_bytes), f"of {size_text(limit)} that may be used"),
+    ]
+
+
+def _show_tiles(found: Recommendation) -> None:
+    with st.container(horizontal=True, key="tiles"):
+        for label, value, band in tiles(found):
+            with st.container(border=True, width=150, height="stretch", gap="xsmall"):
+                st.metric(label, value)
+                st.caption(band)
+
+
+def _show_memory(answer: Answer) -> None:
+    found, question = answer.recommendation, answer.question
+    contexts = contexts_of(question, MEMORY_POINTS)
+    memory = memory_over_contexts(found.plan, question, contexts)
+    staircase = offload_staircase(found.plan, question)
+    figure = charts.memory_over_context(
+        contexts, memory, question.memory_limit_bytes, question.workload.context, staircase
+    )  # fmt: skip
+    st.markdown("**Memory over the context**")
+    st.plotly_chart(figure, key="memory", alt="Memory by purpose over the context, against the capacity")
+    st.caption(staircase_text(staircase, contexts[-1]))
+
+
+def _show_actions(answer: Answer) -> None:
+    found, question = answer.recommendation, answer.question
+    plan_file = plan_json(found.plan, question.shape, question.profile)
+    st.markdown("**The same in a terminal**")
+    st.code(answer.page.command(), language="bash", wrap_lines=True)
+    st.download_button("Download the plan", plan_file, "plan.json", "application/json", type="primary",
+                       icon=":material/download:", on_click="ignore")  # fmt: skip
+    with st.expander("Why this plan", expanded=False):
+        st.code(found.explain(), language=None, wrap_lines=True)
+
+
+def show_alternatives(answer: Answer) -> None:
+    """All other plans with their bands, and why each was not chosen."""
+    found = answer.recommendation
+    st.plotly_chart(charts.alternatives(found), key="alternatives", alt="Time per token of all plans")
+    st.dataframe([alternative_row(one.preset, one.predicted, one.rejected) for one in found.alternatives],
+                 key="reasons", hide_index=True)  # fmt: skip
+
+
+def alternative_row(name: str, predicted: Prediction, why: str) -> dict[str, str | float]:
+    """A row of the table of plans."""
+    return {
+        "plan": name,
+        "ms per token": round(predicted.best.tpot_ms, 3),
+        "speed-up": round(predicted.speedup, 2),
+        "peak GB": round(predicted.best.peak_memory_bytes / 1e9, 2),
+        "source": predicted.source,
+        "why not": why,
+    }

@@ -1,0 +1,136 @@
+"""The sidebar: the page's question. Every input is a parameter of the URL, so that a link or a reload keeps it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import streamlit as st
+
+from ridgeplan import planner
+from ridgeplan.planner import PlanError, Recommendation
+from ridgeplan.planner.capacity import MEMORY_UTILIZATION
+from ridgeplan.planner.interface.quantities import count, size_bytes, tokens, tokens_text
+from ridgeplan.planner.plan import MAX_BATCH
+from ridgeplan.planner.quality import Quality
+from ridgeplan.planner.search import Objective
+from ridgeplan.planner.search.question import Question, ask
+from ridgeplan.planner.support import Backend
+from ridgeplan.roofline.catalog.hardware import list_hardware
+from ridgeplan.roofline.catalog.models import list_models
+
+IN_URL = "query-params"
+DEFAULT_MODEL, DEFAULT_GPU, DEFAULT_CONTEXT = "meta-llama/Llama-3.1-8B", "h200", "120000"
+THIS_MACHINE = "auto"
+MODEL_HELP = "Choose one, or type a config.json, a GGUF file, or a hub id."
+GPU_HELP = (
+    "Choose one, or type a TOML file with one GPU's figures. `auto` is this machine, once calibrated by "
+    "`ridgeplan calibrate`."
+)
+QUALITY_HELP = "What answers may give up: nothing; INT8 KV; or more, with the expected loss."
+CONTEXT_STEPS = tuple(sorted(step << power for power in range(10, 21) for step in (2, 3) if step << power <= 1 << 20))
+BATCH_STEPS = tuple(1 << power for power in range(9))
+NEW_TOKEN_STEPS = tuple(1 << power for power in range(6, 15))
+
+
+@dataclass(frozen=True)
+class PageQuestion:
+    """The sidebar's inputs, parsed; the planner validates them. Its defaults are the command line's."""
+
+    model: str
+    gpu: str
+    context: int
+    batch: int = 1
+    new_tokens: int = 1024
+    quality: str = str(Quality.NEAR_LOSSLESS)
+    objective: str = str(Objective.LATENCY)
+    memory_utilization: float = MEMORY_UTILIZATION
+    memory_limit: float | None = None  # bytes
+    yarn: bool = False
+    backend: str = str(Backend.RIDGEPLAN)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All arguments of `planner.recommend` beside model, GPU and context."""
+        return {name: value for name, value in vars(self).items() if name not in ("model", "gpu", "context")}
+
+    def answer(self) -> Recommendation:
+        """The recommendation. Raises a ValueError that says what to change."""
+        return planner.recommend(self.model, self.gpu, self.context, **self.options)
+
+    def asked(self) -> Question:
+        """The planner's form of it, for the weights as the runtime holds them."""
+        return ask(self.model, self.gpu, self.context, **self.options).as_executed
+
+    def on(self, gpu: str) -> PageQuestion:
+        """The same on another GPU."""
+        return replace(self, gpu=gpu)
+
+    def command(self, verb: str = "plan") -> str:
+        """The command that asks the same in a terminal."""
+        standard = PageQuestion(self.model, self.gpu, self.context)
+        words = ["ridgeplan", verb, self.model, "--gpu", self.gpu, "--ctx", str(self.context)]
+        for name, value in self.options.items():
+            if value != getattr(standard, name):
+                flag = f"--{name.replace('_', '-')}"
+                words += [flag] if value is True else [flag, _option_text(name, value)]
+        return shlex.join(words)
+
+
+def _option_text(name: str, value: Any) -> str:
+    return f"{value / 1e9:g}GB" if name == "memory_limit" else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def ask_question() -> PageQuestion:
+    """The inputs as widgets. Raises PlanError for a text that is not a quantity."""
+    models = [shape.name for shape in list_models()]
+    gpus = [*(item.name for item in list_hardware()), THIS_MACHINE]
+    model = st.selectbox("Model", models, models.index(DEFAULT_MODEL), key="model", help=MODEL_HELP,
+                         accept_new_options=True, bind=IN_URL)  # fmt: skip
+    gpu = st.selectbox("GPU", gpus, gpus.index(DEFAULT_GPU), key="gpu", help=GPU_HELP,
+                       accept_new_options=True, bind=IN_URL)  # fmt: skip
+    context = quantity("Context (tokens)", "context", DEFAULT_CONTEXT, CONTEXT_STEPS, tokens)
+    batch = quantity("Batch", "batch", "1", BATCH_STEPS, count)
+    new_tokens = quantity("New tokens", "new_tokens", "1k", NEW_TOKEN_STEPS, tokens)
+    quality = st.selectbox("Quality", [*map(str, Quality)], 1, key="quality", help=QUALITY_HELP, bind=IN_URL)
+    with st.expander("More"):
+        objective = st.selectbox("Objective", [*map(str, Objective)], key="objective", bind=IN_URL)
+        backend = st.selectbox("Backend", [*map(str, Backend)], [*Backend].index(Backend.RIDGEPLAN), key="backend",
+                               help="What is to execute the plan.", bind=IN_URL)  # fmt: skip
+        share = st.slider("Share of the memory that may be used", 0.1, 1.0, MEMORY_UTILIZATION, 0.05,
+                          key="memory_utilization", bind=IN_URL)  # fmt: skip
+        limit = st.text_input("Memory limit", key="memory_limit", bind=IN_URL, placeholder="none, or such as 24GB")
+        yarn = st.toggle("YaRN beyond the model's limit", key="yarn", bind=IN_URL)
+    return PageQuestion(
+        model=(model or "").strip(), gpu=(gpu or "").strip(), context=tokens(context), batch=count(batch),
+        new_tokens=tokens(new_tokens), quality=quality, objective=objective, memory_utilization=share,
+        memory_limit=size_bytes(limit) if limit.strip() else None, yarn=yarn, backend=backend,
+    )  # fmt: skip
+
+
+def quantity(label: str, key: str, default: str, steps: Sequence[int], parse: Callable[[str], int]) -> str:
+    """A text such as `128k`, and a slider that writes the same text."""
+    text = st.text_input(label, default, key=key, bind=IN_URL, help="Digits, or such as 128k or 1M.")
+    st.session_state[f"{key}_slider"] = _nearest(text, steps, parse)
+    st.select_slider(
+        label, steps, key=f"{key}_slider", format_func=tokens_text, label_visibility="collapsed",
+        on_change=lambda: st.session_state.update({key: tokens_text(st.session_state[f"{key}_slider"])}),
+    )  # fmt: skip
+    return text
+
+
+def _nearest(text: str, steps: Sequence[int], parse: Callable[[str], int]) -> int:
+    """The slider's step next to what the text means; the first one where it means nothing."""
+    try:
+        value = min(max(parse(text), 1), MAX_BATCH * steps[-1])
+    except PlanError:
+        return steps[0]
+    return min(steps, key=lambda step: max(step / value, value / step))
+
+
+def change(changes: dict[str, Any]) -> None:
+    """Sets inputs, by the names of `recommend`'s arguments, as if they had been typed. For callbacks of buttons."""
+    for name, value in changes.items():
+        st.session_state[name] = "" if value is None else value if isinstance(value, bool) else str(value)

@@ -1,0 +1,55 @@
+"""The tab Validation: a report of `ridgeplan validate --suite`, predicted against measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import streamlit as st
+
+from ridgeplan.dashboards.charts import suite
+from ridgeplan.dashboards.page.text import escaped
+from ridgeplan.validate.suite.results import SuiteError, SuiteReport
+from ridgeplan.validate.suite.summary import summaries
+
+MOST_MB = 16
+WORST = 20  # rows in the table of the largest errors
+
+
+def show() -> None:
+    """An upload, and the report's errors."""
+    st.caption("Measure this machine with `ridgeplan validate --suite smoke --output report.json`, then load the file.")
+    given = st.file_uploader("Report", "json", key="report", max_upload_size=MOST_MB)
+    if given is None:
+        return
+    try:
+        report = SuiteReport.from_json(given.getvalue())
+    except SuiteError as error:
+        st.error(escaped(str(error)))
+        return
+    _show_report(report)
+
+
+def _show_report(report: SuiteReport) -> None:
+    st.markdown(escaped(f"{report.device}, {report.date}, predicted by {report.profile}"))
+    st.dataframe([_summary_row(one.to_dict()) for one in summaries(report)], hide_index=True, key="summary")
+    rows = [row.to_dict() for row in report.rows]
+    for unit in dict.fromkeys(row["unit"] for row in rows):
+        alike = [row for row in rows if row["unit"] == unit]
+        st.plotly_chart(suite.scatter(alike, unit), key=f"scatter_{unit}", alt="Predicted over measured")
+    if rows:
+        st.plotly_chart(suite.errors(rows), key="errors", alt="Errors by kind")
+        st.dataframe([_worst_row(row.to_dict()) for row in report.worst_rows(WORST)], hide_index=True, key="worst")
+    if report.regret:
+        st.plotly_chart(suite.regrets([one.to_dict() for one in report.regret]), key="regret", alt="Regret")
+
+
+def _summary_row(one: Mapping[str, Any]) -> dict[str, object]:
+    shares = {name: f"{one[name]:.1%}" for name in ("median", "p90", "worst")}
+    met = {None: "", True: "met", False: "missed"}[one["met"]]
+    return {"figures": one["name"], "rows": one["count"], **shares, "target": met}
+
+
+def _worst_row(row: Mapping[str, Any]) -> dict[str, object]:
+    kept = {name: row[name] for name in ("kind", "model", "case", "predicted", "measured", "unit")}
+    return {**kept, "error": f"{row['relative_error']:+.1%}"}

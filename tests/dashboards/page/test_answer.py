@@ -1,0 +1,185 @@
+"""The page without a browser: the answer, its inputs, what is copied and downloaded."""
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from ridgeplan import planner
+from ridgeplan.dashboards import app
+from ridgeplan.planner import Plan
+from ridgeplan.planner.interface.plan_file import read_plan
+from ridgeplan.roofline.catalog.profile import Profile
+
+pytestmark = pytest.mark.usefixtures("only_profile")
+TILES = ["Time per token", "First token", "Tokens/s", "Speed-up", "Peak memory"]
+
+
+@pytest.fixture
+def page() -> AppTest:
+    return AppTest.from_file(app.__file__, default_timeout=300)
+
+
+def shown(page: AppTest) -> str:
+    assert not page.exception
+    items = (*page.title, *page.caption, *page.markdown, *page.code, *page.error, *page.warning)
+    return " ".join(str(item.value).replace("\\", "") for item in items)  # without Markdown's escapes
+
+
+def verdict(page: AppTest) -> str:
+    return str(page.markdown[0].value).replace("\\", "")
+
+
+def command(page: AppTest) -> list[str]:
+    return shlex.split(page.code[0].value)
+
+
+def charts_of(page: AppTest) -> int:
+    return len(page.get("plotly_chart"))
+
+
+def test_one_sentence_names_the_plan_its_speed_and_how_sure_that_is(page: AppTest) -> None:
+    page.run()
+    expected = planner.recommend("meta-llama/Llama-3.1-8B", "h200", 120_000)
+    found = re.fullmatch(r"### (\S+) is best here: ([\d.]+) ms per token, ([\d.]+)x plain decoding, faster with "
+                         r"(over 99|\d+)% probability\.", verdict(page))  # fmt: skip
+    assert found
+    assert found[1] == expected.name == "quantspec"
+    assert float(found[2]) == pytest.approx(expected.predicted.best.tpot_ms, rel=0.005)
+    assert float(found[3]) == pytest.approx(expected.predicted.speedup, abs=0.005)
+    assert "meta-llama/Llama-3.1-8B on h200, 120000 tokens of context, batch 1" in shown(page)
+    assert [metric.label for metric in page.metric] == TILES
+    assert not page.error
+    assert charts_of(page) == 2  # memory, and the first tab's map
+
+
+def test_where_nothing_is_surely_faster_plain_decoding_is_the_verdict(page: AppTest) -> None:
+    page.run()
+    page.text_input(key="batch").set_value("256")
+    page.text_input(key="context").set_value("1k")
+    page.selectbox(key="quality").set_value("exact").run()
+    best = planner.recommend("meta-llama/Llama-3.1-8B", "h200", 1024, batch=256, quality="exact")
+    assert best.name == "autoregressive"
+    assert verdict(page).startswith("### Plain decoding is best here (autoregressive): ")
+
+
+def test_the_best_of_all_stands_beside_the_plan_that_runs(page: AppTest) -> None:
+    page.run()
+    assert re.search(r"Best of all: .* \(estimated only, the runtime cannot", shown(page))
+    page.selectbox(key="objective").set_value("memory").run()
+    assert "No plan that is only estimated is faster." in shown(page)
+
+
+def test_the_share_of_the_memory_is_an_input(page: AppTest) -> None:
+    page.run()
+    page.slider(key="memory_utilization").set_value(0.5).run()
+    assert "of 75.4 GB that may be used" in shown(page)  # half of the catalog's 150.8 GB
+
+
+def test_the_copied_command_gives_the_plan_that_is_shown(
+    page: AppTest, invoke: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered = downloads(monkeypatch)
+    page.run()
+    page.text_input(key="context").set_value("20k")
+    page.text_input(key="batch").set_value("8")
+    page.text_input(key="new_tokens").set_value("512")
+    page.text_input(key="memory_limit").set_value("70GB")
+    page.selectbox(key="quality").set_value("lossy")
+    page.selectbox(key="objective").set_value("total").run()
+    result = invoke(*command(page)[1:], "--json")
+    assert result.exit_code == 0, result.output
+    assert Plan.from_dict(json.loads(result.stdout)["plan"]) == read_plan(offered[-1][1]).plan
+
+
+def downloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """What download buttons offer: label, text, file name and type of each."""
+    offered: list[tuple[str, ...]] = []
+    monkeypatch.setattr("streamlit.download_button", lambda *arguments, **_: offered.append(arguments))
+    return offered
+
+
+def test_the_plan_can_be_downloaded(page: AppTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = downloads(monkeypatch)
+    page.run()
+    [(_, text, name, mime)] = offered
+    assert read_plan(text).plan == planner.recommend("meta-llama/Llama-3.1-8B", "h200", 120_000).plan
+    assert (name, mime) == ("plan.json", "application/json")
+
+
+def test_changed_inputs_change_the_answer(page: AppTest) -> None:
+    page.run()
+    before = page.metric[0].value
+    page.text_input(key="context").set_value("2k")
+    page.text_input(key="batch").set_value("4")
+    page.selectbox(key="model").set_value("Qwen/Qwen3-8B")
+    page.selectbox(key="gpu").set_value("rtx4090")
+    page.selectbox(key="quality").set_value("exact").run()
+    text = shown(page)
+    assert "Qwen/Qwen3-8B on rtx4090, 2k tokens of context, batch 4" in text
+    assert "rtx4090 is not calibrated" in text
+    assert page.metric[0].value != before
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("context", "0", "context is 0; allowed"),
+        ("context", "many", "'many' is not a number of tokens; allowed"),
+        ("batch", "5000", "batch is 5000; allowed"),
+        ("new_tokens", "0", "new_tokens is 0; allowed"),
+        ("memory_limit", "24", "is a size without a unit"),
+        ("model", "meta-llama/Llama-3.1-9B", "Did you mean meta-llama/Llama-3.1-8B"),
+        ("model", "nowhere.gguf", "cannot read nowhere.gguf"),
+        ("gpu", "h20o", "unknown GPU 'h20o'"),
+        ("gpu", "nowhere.toml", "cannot read nowhere.toml"),
+    ],
+)
+def test_bad_inputs_show_a_message(page: AppTest, key: str, value: str, words: str) -> None:
+    page.query_params[key] = value
+    page.run()
+    assert words in shown(page)
+    assert len(page.error) >= 1
+    assert not page.metric
+
+
+def test_messages_hold_no_markup(page: AppTest) -> None:
+    """A model's name could make the browser fetch an image."""
+    page.query_params["model"] = "![x](http://nowhere/x)"
+    page.run()
+    assert r"!\[x\](http" in page.error[0].value
+
+
+def test_a_message_goes_away_with_its_cause(page: AppTest) -> None:
+    page.run()
+    page.text_input(key="context").set_value("0").run()
+    assert page.error
+    page.text_input(key="context").set_value("4096").run()
+    assert not page.error
+    assert charts_of(page) == 2
+
+
+def test_this_machine(page: AppTest, profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("ridgeplan.planner.resolution.detect_hardware", lambda: None)
+    page.run()
+    page.selectbox(key="gpu").set_value("auto").run()
+    assert "ridgeplan calibrate" in shown(page)
+    (tmp_path / "ridgeplan").mkdir()
+    (tmp_path / "ridgeplan" / "profile.json").write_text(profile.to_json())
+    page.run()
+    assert not page.error
+
+
+def test_a_defect_is_not_dressed_up_as_bad_input(page: AppTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> Plan:
+        return json.loads("{")
+
+    monkeypatch.setattr("ridgeplan.planner.recommend", broken)
+    page.run()
+    assert page.exception
+    assert not page.error

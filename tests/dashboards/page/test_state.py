@@ -1,0 +1,104 @@
+"""What the page keeps: inputs in the URL, texts and sliders that say the same, and cards that change them."""
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from ridgeplan import planner
+from ridgeplan.dashboards import app
+from ridgeplan.planner import NothingFits
+
+pytestmark = pytest.mark.usefixtures("only_profile")
+MODEL = "meta-llama/Llama-3.1-8B"
+
+
+def opened(**url: str) -> AppTest:
+    """The page at a URL with these parameters."""
+    page = AppTest.from_file(app.__file__, default_timeout=300)
+    for name, value in url.items():
+        page.query_params[name] = value
+    page.run()
+    assert not page.exception
+    return page
+
+
+def asked(page: AppTest) -> str:
+    """The command's arguments."""
+    return str(page.code[0].value)
+
+
+def press(page: AppTest, place: int) -> None:
+    page.button(key=f"fix_{place}").click().run()
+    assert not page.exception
+
+
+def test_a_url_asks_its_question() -> None:
+    page = opened(model="Qwen/Qwen3-8B", gpu="h100-sxm", context="16k", batch="4", new_tokens="256", quality="exact")
+    words = "ridgeplan plan Qwen/Qwen3-8B --gpu h100-sxm --ctx 16384 --batch 4 --new-tokens 256 --quality exact"
+    assert asked(page) == words
+
+
+def test_values_of_a_url_that_are_not_allowed_are_ignored() -> None:
+    page = opened(quality="<script>", memory_utilization="7")
+    assert not page.error
+    assert asked(page) == f"ridgeplan plan {MODEL} --gpu h200 --ctx 120000"
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("128k", 131_072), ("65_536", 65_536), ("32,768", 32_768)])
+def test_a_context_is_read_as_people_write_it(text: str, tokens: int) -> None:
+    assert f"--ctx {tokens}" in asked(opened(context=text))
+
+
+def test_a_slider_stands_next_to_its_text_and_writes_it() -> None:
+    page = opened(context="100000")
+    assert page.select_slider(key="context_slider").value == 98_304  # 96k is nearer than 128k
+    page.select_slider(key="context_slider").set_value(65_536).run()
+    assert page.text_input(key="context").value == "64k"
+    assert "--ctx 65536" in asked(page)
+
+
+TIGHT = (
+    {"memory_limit": "10GB"},
+    {"model": "meta-llama/Llama-3.1-70B", "memory_limit": "100GB"},  # which would not fit without the limit either
+    {"batch": "4000"},
+    {"gpu": "rtx4090", "context": "64k", "batch": "16"},
+)
+
+
+@pytest.mark.parametrize("url", TIGHT, ids=str)
+def test_every_card_leads_to_an_answer(url: dict[str, str]) -> None:
+    """One click each, from the same question where nothing fits."""
+    page = opened(**url)
+    assert "nothing fits" in page.error[0].value
+    assert not page.metric
+    cards = [one for one in page.button if str(one.key).startswith("fix_")]
+    assert cards
+    for place in range(len(cards)):
+        page = opened(**url)
+        press(page, place)
+        assert not page.error, f"{url}, card {place}"
+        assert len(page.metric) == 5
+
+
+def test_cards_are_the_planner_s_fixes() -> None:
+    with pytest.raises(NothingFits) as caught:
+        planner.recommend(MODEL, "h200", 120_000, batch=64)
+    page = opened(batch="64")
+    shown = [str(one.value).replace("\\", "") for one in page.caption]
+    assert [fix.text for fix in caught.value.fixes] == [text for text in shown if text in str(caught.value)]
+
+
+def test_a_context_beyond_the_model_s_has_cards_too() -> None:
+    page = opened(context="200000")
+    assert "context 200000 is beyond the limit" in page.error[0].value
+    press(page, 0)
+    assert "--ctx 131072" in asked(page)
+    page = opened(context="200000")
+    press(page, 1)
+    assert asked(page).endswith("--ctx 200000 --yarn")
+    assert any("stretched 2x by YaRN" in str(one.value) for one in page.warning)
+
+
+def test_the_map_is_there_even_if_nothing_fits_what_is_asked() -> None:
+    page = opened(batch="4000")
+    assert [tab.label for tab in page.tabs] == ["Capacity", "Papers", "Validation"]
+    assert len(page.get("plotly_chart")) == 1

@@ -1,0 +1,107 @@
+"""Each tab shows its charts, and what its own inputs change."""
+
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from ridgeplan.dashboards import app
+from ridgeplan.validate.suite.results import SuiteReport
+
+pytestmark = pytest.mark.usefixtures("only_profile")
+REPORT = Path(__file__).parents[3] / "validate" / "results" / "suite_h200.json"
+HEAD_CHARTS = 1  # memory over the context, above the tabs
+
+
+def tab(name: str, **url: str) -> AppTest:
+    page = AppTest.from_file(app.__file__, default_timeout=300)
+    for key, value in {"tab": name, **url}.items():
+        page.query_params[key] = value
+    page.run()
+    assert not page.exception
+    return page
+
+
+def charts_of(page: AppTest) -> int:
+    return len(page.get("plotly_chart")) - HEAD_CHARTS
+
+
+@pytest.mark.parametrize(
+    ("name", "charts"),
+    [("Capacity", 1), ("Compare", 1), ("Trade-offs", 1), ("Breakdown", 4), ("Speculation", 1), ("Papers", 1),
+     ("Validation", 0)],
+)  # fmt: skip
+def test_only_the_open_tab_is_computed(name: str, charts: int) -> None:
+    page = tab(name)
+    assert charts_of(page) == charts
+    assert not page.error
+
+
+@pytest.mark.parametrize("model", ["deepseek-ai/DeepSeek-V3", "openai/gpt-oss-20b", "mistralai/Mistral-7B-v0.1"])
+@pytest.mark.parametrize("name", [*app.ANSWERED])
+def test_tabs_hold_for_models_with_experts_latent_attention_and_windows(name: str, model: str) -> None:
+    page = tab(name, model=model, gpu="b200", context="4k", quality="lossy", memory_utilization="1.0")
+    assert len(page.get("plotly_chart")) >= (1 if page.error else 2)
+
+
+def test_gpus_are_compared_with_one_plan() -> None:
+    page = tab("Compare", gpus="b200")
+    table = page.dataframe[0].value
+    assert list(table[""]) == ["h200", "b200"]
+    assert table["ms per token"][1] < table["ms per token"][0]  # 8 against 4.8 TB/s
+
+
+def test_plans_are_compared_at_their_fastest() -> None:
+    page = tab("Compare", compare="Plans", plans="autoregressive")
+    table = page.dataframe[0].value
+    assert list(table[""]) == ["quantspec", "autoregressive"]
+    assert table["ms per token"][0] == pytest.approx(float(page.metric[0].value.removesuffix(" ms")), rel=0.005)
+
+
+def test_all_plans_come_with_the_reasons_why_they_lost() -> None:
+    table = tab("Compare", compare="All plans here").dataframe[0].value
+    assert {"plan", "ms per token", "why not"} <= set(table.columns)
+    assert table["why not"].str.len().min() > 0
+    assert "autoregressive" in set(table["plan"])
+
+
+def test_formulas_are_shown_when_they_are_opened() -> None:
+    page = tab("Breakdown")
+    assert not page.latex
+    page.session_state["formulas"] = True
+    page.run()
+    assert not page.exception
+    assert len(page.latex) == 24  # FLOPs and bytes of the 12 operations of a dense decoder
+
+
+@pytest.mark.parametrize(("key", "words"), [("tpot_max", "'soon' is not a time"), ("ttft_max", "'soon' is not a time")])
+def test_a_limit_that_is_no_time_is_said(key: str, words: str) -> None:
+    page = tab("Capacity", **{key: "soon"})
+    assert words in str(page.error[0].value).replace("\\", "")
+
+
+def test_another_figure_of_a_paper_has_its_own_sliders() -> None:
+    page = tab("Papers")
+    page.selectbox(key="figure").set_value(next(one for one in page.selectbox(key="figure").options if "Fig 4" in one))
+    page.run()
+    assert not page.exception
+    assert page.select_slider(key="quantspec-fig4-gamma").options[0] == "1"
+
+
+def test_a_report_is_loaded() -> None:
+    page = tab("Validation")
+    page.file_uploader(key="report").set_value(("report.json", REPORT.read_bytes(), "application/json")).run()
+    assert not page.exception
+    assert not page.error
+    report = SuiteReport.from_json(REPORT.read_bytes())
+    worst = page.dataframe[-1].value
+    assert len(worst) == 20
+    assert worst["case"][0] == report.worst_rows(1)[0].case
+
+
+@pytest.mark.parametrize("text", [b"[]", b"{", b'{"schema": 1, "suite": "smoke"}'])
+def test_a_report_that_is_none_shows_a_message(text: bytes) -> None:
+    page = tab("Validation")
+    page.file_uploader(key="report").set_value(("report.json", text, "application/json")).run()
+    assert not page.exception
+    assert len(page.error) == 1
