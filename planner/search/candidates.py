@@ -16,7 +16,7 @@ from ridgeplan.planner.presets import PRESETS
 from ridgeplan.planner.quality import losses, quality_of
 from ridgeplan.planner.search.question import Objective, Question
 from ridgeplan.planner.search_space import Family, families
-from ridgeplan.planner.support import only_estimated, uncalibrated
+from ridgeplan.planner.support import missing_head, only_estimated, uncalibrated
 from ridgeplan.roofline.device import GIB
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.placement import resident_memory
@@ -47,7 +47,8 @@ class Candidate:
 
     def unsupported(self, question: Question) -> str | None:
         """What the runtime lacks to execute this plan, or the profile to price it; None if nothing."""
-        return only_estimated(self.plan, question.shape) or uncalibrated(self.plan, question.profile)
+        missing = only_estimated(self.plan, question.shape) or missing_head(self.plan)
+        return missing or uncalibrated(self.plan, question.profile)
 
 
 def search(question: Question, searched: tuple[Family, ...] | None = None) -> list[Candidate]:

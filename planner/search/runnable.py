@@ -12,7 +12,7 @@ from ridgeplan.planner.quality import quality_of
 from ridgeplan.planner.resolution import longest_context
 from ridgeplan.planner.search.question import Question
 from ridgeplan.planner.search_space import Family, families
-from ridgeplan.planner.support import exceeds_window, missing_execution, uncalibrated
+from ridgeplan.planner.support import exceeds_window, missing_execution, missing_head, uncalibrated
 from ridgeplan.roofline.execution import QUANTIZATION_GROUPS
 
 
@@ -46,8 +46,8 @@ def context_limits(plans: Sequence[Plan], question: Question) -> np.ndarray:
 
 
 def _runs(plan: Plan, question: Question) -> bool:
-    runs = not missing_execution(plan, question.shape) and not uncalibrated(plan, question.profile)
-    return runs and question.quality.allows(quality_of(plan))
+    lacking = missing_execution(plan, question.shape) or missing_head(plan) or uncalibrated(plan, question.profile)
+    return not lacking and question.quality.allows(quality_of(plan))
 
 
 def _regrouped(family: Family) -> Iterator[Family]:

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ridgeplan.planner.axes.draft_selection import DRAFT_SELECTIONS, AllTokens, Quest, SpecAttn, draft_selection
+from ridgeplan.planner.axes.draft_selection import (
+    DRAFT_SELECTIONS,
+    TARGET_SELECTIONS,
+    AllTokens,
+    Quest,
+    SpecAttn,
+    draft_selection,
+)
 from ridgeplan.planner.plan import (
     DraftCodes,
     Eviction,
@@ -18,7 +25,6 @@ from ridgeplan.planner.plan import (
     PlanError,
     Speculation,
     TargetAttention,
-    TargetSelection,
     Weights,
     Workload,
 )
@@ -35,7 +41,8 @@ def plans(draw):
     kinds = [kind for kind in DRAFT_SELECTIONS.values() if kv.quantized or not kind.needs_codes]
     kind = draw(st.sampled_from(kinds))
     sparse = {} if kind is AllTokens else {"ratio": draw(st.floats(1e-6, 1)), "sinks": draw(st.integers(0, 4096))}
-    policy, target = draw(st.sampled_from(EvictionPolicy)), draw(st.sampled_from(TargetSelection))
+    policy = draw(st.sampled_from(EvictionPolicy))
+    target = draw(st.sampled_from([one for one in TARGET_SELECTIONS.values() if kv.quantized or not one.needs_codes]))
     offload, budget = draw(st.booleans()), draw(st.integers(1, 4096))
     bits = draw(st.sampled_from((4, 8, 16)))
     return Plan(
@@ -44,7 +51,7 @@ def plans(draw):
         KVCache(kv),
         Eviction(policy, budget if policy is not EvictionPolicy.NONE else 0),
         Placement(offload, budget if offload else 0),
-        TargetAttention(target, budget if target is not TargetSelection.FULL else 0),
+        TargetAttention(target(), budget if target is not AllTokens else 0),
         Speculation(gamma, DraftCodes.UPPER if upper else DraftCodes.FULL, kind(**sparse)),
         draw(st.integers(1, 64)),
     )
@@ -190,7 +197,7 @@ def test_other_numbers_are_checked_at_both_ends_of_their_range():
     [
         (Eviction, EvictionPolicy.H2O),
         (Placement, True),
-        (TargetAttention, TargetSelection.QUEST),
+        (TargetAttention, Quest()),
     ],
 )
 def test_a_budget_goes_with_a_policy(make, on):
@@ -201,6 +208,30 @@ def test_a_budget_goes_with_a_policy(make, on):
         make(on, 0)
     with pytest.raises(PlanError, match=r"^budget is 1; allowed: 0 when .* is off$"):
         make(budget=1)
+
+
+def test_a_target_reads_its_budget_whatever_its_selection_would_read_as_a_drafts():
+    reads = TargetAttention(Quest(page=32, recent=64), 512)
+    assert (reads.active, reads.chosen) == (True, Quest(page=32, recent=64, ratio=1e-6, floor=512))
+    assert (TargetAttention().active, TargetAttention().chosen) == (False, AllTokens())
+    for given in ({"ratio": 0.5}, {"floor": 300}):
+        with pytest.raises(PlanError, match=r"of the target's selection is .*; allowed: a budget instead$"):
+            TargetAttention(Quest(**given), 512)
+
+
+def test_plans_of_the_first_files_name_a_targets_selection_by_a_text():
+    for name in ("autoregressive", "quest"):
+        plan = preset(name, WORKLOAD)
+        data = plan.to_dict()
+        data["attention"]["selection"] = {"autoregressive": "full", "quest": "quest"}[name]
+        assert Plan.from_dict(data) == plan
+
+
+def test_a_target_that_chooses_by_codes_needs_them():
+    with pytest.raises(PlanError, match=r"^selection is 'progressive' with kv format 'bf16'; allowed: formats with"):
+        Plan(WORKLOAD, attention=TargetAttention(draft_selection("progressive"), 512))
+    assert preset("progressive-target", WORKLOAD).gathers_codes
+    assert not preset("quest", WORKLOAD).gathers_codes
 
 
 def test_code_may_name_a_format_by_its_value():

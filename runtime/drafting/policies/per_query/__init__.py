@@ -1,4 +1,7 @@
-"""Policies that choose anew for every draft's query and KV head."""
+"""Policies that choose anew for every query and KV head; one file each.
+
+Not here: policies that choose once a round for all layers (ranked.py), or before a pass begins (retrieval_head.py).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts read the tokens that their query scores highest by 2-bit keys; not published."""
+"""The tokens that the query scores highest by 2-bit keys; not published."""
 
 from __future__ import annotations
 
@@ -17,33 +17,45 @@ from ridgeplan.runtime.kv.metadata import AttentionMetadata
 class Progressive(PerQueryPolicy):
     """The 2-bit keys are the upper bits of the upper codes, so the cache must hold codes.
 
-    lse: float32 [layers, batch, q_heads], the log-sum-exps of the last draft's scores, which weigh the query heads of a
-    KV head in the next.
+    lse: float32 [places, layers, batch, q_heads], the log-sum-exps of queries' scores, which weigh the query heads of a
+    KV head in the next query's. A draft's query has those of the draft before it, in one place. A target's query has
+    those of the token before it, so that what it chooses depends on the text alone, not on how rounds fell: the token
+    at position p has the place p % places, and places outnumber the queries of a pass.
     """
 
     def __init__(self, selection: selections.Progressive, cache: Cache) -> None:
         super().__init__(selection, cache)
-        sizes = (cache.layers, cache.config.batch, cache.q_heads)
+        sizes = (1, cache.layers, cache.config.batch, cache.q_heads)
         self.lse = torch.zeros(sizes, dtype=torch.float32, device=cache.lengths.device)
 
     def start(self) -> None:
         self.lse.zero_()
 
+    def for_target(self, queries: int) -> None:
+        self.lse = self.lse.repeat(queries + 1, 1, 1, 1)
+
     def query_scores(self, layer: int, query: Tensor) -> Tensor:
-        return two_bit_scores(query, self.cache.codes(layer), *self._scanned(layer))
+        codes, (planes, groups) = self.cache.codes(layer), self._scanned(layer)
+        rows, places = self.cache.rows, len(self.lse)
+        own = (self.cache.lengths[:rows] % places).long()
+        lse, row = self.lse[:, layer], torch.arange(rows, device=own.device)
+        weights = lse[(own - 1) % places, row]
+        scores = two_bit_scores(query, codes, planes, groups, weights)
+        lse[own, row] = weights
+        return scores
 
     def attend(self, layer: int, query: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Where upper codes are read, one operation scans, chooses and reads."""
         if not self.cache.config.drafts_read_upper:
             return super().attend(layer, query, metadata)
-        planes, groups, lse = self._scanned(layer)
+        (planes, groups), lse = self._scanned(layer), self.lse[0, layer, : self.cache.rows]
         return progressive_attention(
             query, *self.cache.full(layer), metadata.begin, metadata.end, self.cache.codes(layer), planes, groups,
             self.budget()[: self.cache.rows], lse, max_k=self.max_budget, sinks=self.selection.sinks,
         )  # fmt: skip
 
-    def _scanned(self, layer: int) -> tuple[DraftPlanes, Tensor, Tensor]:
-        """The 2-bit keys of a layer, the groups of each row that are scanned, and the weights of the query heads."""
+    def _scanned(self, layer: int) -> tuple[DraftPlanes, Tensor]:
+        """The 2-bit keys of a layer, and the groups of each row that are scanned."""
         rows, planes = self.cache.rows, self.cache.planes(layer)
         assert planes is not None, "plans that choose by 2-bit keys hold codes"
-        return planes, self.old()[:rows] // self.cache.config.group, self.lse[layer, :rows]
+        return planes, (self.old()[:rows] // self.cache.config.group).int()
