@@ -37,7 +37,7 @@ class RetrievalHead(SparsePolicy):
         slots = cache.config.longest + cache.config.gamma + 1
         sizes = (cache.config.batch, config.kv_heads, slots, config.head_dim)
         self.keys = torch.zeros(sizes, dtype=head.tokens.dtype, device=head.tokens.device)
-        self.rotary = Rotary(config, slots, head.tokens.device)
+        self.rotary = Rotary(config, cache.config.longest, head.tokens.device)
         self._queries = self.keys.new_zeros(0)
         self._query = 0
         self._chosen: TokenIndex | None = None
