@@ -16,7 +16,8 @@ from ridgeplan.dashboards.cli.acceptance.tune import tune
 from ridgeplan.dashboards.cli.catalog import models_and_gpus, papers
 from ridgeplan.dashboards.cli.errors import OneLineGroup
 from ridgeplan.dashboards.cli.planning import estimate, fit, gamma, recommend
-from ridgeplan.dashboards.cli.study import dapq, drafts, study
+from ridgeplan.dashboards.cli.retrieval import distill, import_head
+from ridgeplan.dashboards.cli.study import dapq, drafts, retrieval, study
 from ridgeplan.dashboards.cli.validation import demo, validate
 
 
@@ -44,6 +45,8 @@ for command in (
     study,
     tune,
     quality.quality,
+    distill.distill,
+    import_head.import_head,
     bench.bench,
     models_and_gpus.models,
     models_and_gpus.gpus,
@@ -53,7 +56,7 @@ for command in (
 ):
     main.add_command(command)
 
-for one_study in (drafts.drafts, dapq.dapq):
+for one_study in (drafts.drafts, dapq.dapq, retrieval.retrieval):
     study.add_command(one_study)
 for benchmark in (bench_decode.decode, bench_decode.suite):
     bench.bench.add_command(benchmark)

@@ -25,7 +25,7 @@ def make_student(config: Any, state: StateDict, device: torch.device) -> Any:
     their tensors.
     """
     one = copy.deepcopy(config)
-    one.num_hidden_layers, one.use_cache, one.layer_types = 1, False, None
+    one.num_hidden_layers, one.use_cache, one.layer_types = 1, False, ["full_attention"]
     one.rope_parameters = {"rope_type": "default", "rope_theta": one.rope_parameters["rope_theta"]}
     if getattr(one, "use_sliding_window", None):
         one.use_sliding_window = False
