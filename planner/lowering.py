@@ -42,7 +42,8 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
     target_choosing = target_reads.cost(plan.attention.selection) if target_reads else SelectionCost()
     evicting = eviction_settings(plan)
     per_query, choices = speculation.selection.per_query, choosing.times_of(shape.layers)
-    moved_bytes, target_choices = choosing.moved_score_bytes(shape.kv_heads) * choices, target_choosing.times_of(shape.layers)
+    moved_bytes = choosing.moved_score_bytes(shape.kv_heads) * choices
+    target_choices = target_choosing.times_of(shape.layers)
     return Strategy(
         batch=workload.batch,
         context=workload.context,

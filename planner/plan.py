@@ -15,6 +15,7 @@ from ridgeplan.planner.axes.draft_selection import (
     TARGET_SELECTIONS,
     AllTokens,
     DraftSelection,
+    SparseSelection,
 )
 from ridgeplan.planner.axes.part import PlanError, PlanPart
 from ridgeplan.roofline.catalog.checks import build, flag, number, one_of, part, text, values_by_name, variant, whole
@@ -214,7 +215,9 @@ class TargetAttention(PlanPart):
     @property
     def chosen(self) -> DraftSelection:
         """The selection with the budget as its floor and in effect no ratio, so that it reads the budget."""
-        return replace(self.selection, ratio=MIN_RATIO, floor=self.budget) if self.active else self.selection
+        if not isinstance(self.selection, SparseSelection):
+            return self.selection
+        return replace(self.selection, ratio=MIN_RATIO, floor=self.budget)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         f"{plan.weights.target_bits}-bit target weights": plan.weights.target_bits not in EXECUTABLE_WEIGHT_BITS,
         f"tensor parallelism {plan.tensor_parallel}": plan.tensor_parallel != 1,
         f"{held} weights as they are stored": held,
-        f"codes, drafts, selections or evictions beyond a sliding window of {window} tokens": shape and exceeds_window(plan, shape),
+        f"codes, drafts, selections or evictions beyond a sliding window of {window} tokens": shape
+        and exceeds_window(plan, shape),
     }
     return [name for name, missing in checks.items() if missing]
 
@@ -67,12 +68,11 @@ def uncalibrated(plan: Plan, profile: Profile) -> str | None:
 
 
 def exceeds_window(plan: Plan, shape: ModelShape) -> bool:
-    """Whether codes, drafts, a selection or an eviction would reach beyond the model's sliding window, which plain bf16 decoding
-    alone may.
+    """Whether codes, drafts, a selection or an eviction would reach beyond the model's sliding window.
+
+    Plain bf16 decoding alone may.
     """
-    plain = not (
-        plan.kv.format.quantized or plan.speculation.active or plan.eviction.active or plan.attention.active
-    )
+    plain = not (plan.kv.format.quantized or plan.speculation.active or plan.eviction.active or plan.attention.active)
     window = shape.window_tokens or plan.workload.final_context
     return plan.workload.final_context > window and not plain
 

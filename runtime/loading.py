@@ -57,10 +57,10 @@ def load(
     memory_utilization: share of a GPU's memory that may be used. profile: the device's rates, by default those of this
     machine, from which an adaptive gamma knows what rounds take. retrieval_head: a file of `ridgeplan distill`, for
     plans that choose tokens by one.
-    Raises UnsupportedPlan; ModelError, also for a head of another model; or WorkloadError for a calibration with tokens outside the vocabulary, and for a
-    device that does not exist, is not that of `weights` or has too little memory. The last names the largest context
-    and batch that would fit, and is raised before anything is allocated. ProfileError for a plan with an adaptive gamma
-    on a machine whose rates are not known.
+    Raises UnsupportedPlan; ModelError, also for a head of another model; or WorkloadError for a calibration with tokens
+    outside the vocabulary, for a missing head, and for a device that does not exist, is not that of `weights` or has
+    too little memory. The last names the largest context and batch that would fit, and is raised before anything is
+    allocated. ProfileError for a plan with an adaptive gamma on a machine whose rates are not known.
     """
     require_executable(plan)
     if plan.speculation.adaptive:

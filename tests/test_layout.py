@@ -109,13 +109,25 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         RUNTIME,
     ),
     "runtime.drafting.policies": (
-        {"kernels.attention", "kernels.selection", "kernels.sparse_attention", "planner.axes", "runtime.kv"},
+        {
+            "kernels.attention", "kernels.selection", "kernels.sparse_attention", "planner.axes",
+            "roofline.execution", "runtime.drafting.policies.per_query", "runtime.errors", "runtime.kv",
+            "runtime.retrieval",
+        },
+        RUNTIME,
+    ),
+    "runtime.drafting.policies.per_query": (
+        {
+            "kernels.attention", "kernels.selection", "kernels.sparse_attention", "planner.axes",
+            "runtime.drafting.policies", "runtime.kv",
+        },
         RUNTIME,
     ),
     "runtime.drafting": (
         {
             "kernels.device", "kernels.sampling", "runtime.drafting.policies", "runtime.kv", "runtime.model",
-            "planner.round_costs", "roofline.execution", "roofline.speculation", "runtime.sampling",
+            "planner.plan", "planner.round_costs", "roofline.execution", "roofline.speculation", "runtime.retrieval",
+            "runtime.sampling",
         },
         RUNTIME,
     ),
@@ -126,12 +138,20 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         RUNTIME,
     ),
+    "runtime.retrieval": (
+        {"kernels.layer", "roofline.catalog", "runtime.errors", "runtime.model", "runtime.model_config"},
+        RUNTIME,
+    ),
+    "runtime.retrieval.distill": (
+        {"roofline.catalog", "runtime.errors", "runtime.model", "runtime.model_config", "runtime.retrieval"},
+        RUNTIME,
+    ),
     "runtime": (
         {
             "kernels.sampling", "planner.capacity", "planner.plan", "planner.resolution", "planner.round_costs",
             "planner.support", "roofline.catalog", "roofline.catalog.weight_formats", "roofline.device",
             "roofline.execution", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
-            "runtime.kv.eviction", "runtime.model", "runtime.quantization",
+            "runtime.kv.eviction", "runtime.model", "runtime.quantization", "runtime.retrieval",
         },
         RUNTIME,
     ),
@@ -163,8 +183,9 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate.studies": (
         {
-            "kernels.layer", "planner.axes", "planner.plan", "planner.policies.selection", "roofline.catalog",
-            "runtime", "runtime.drafting.policies", "runtime.kv", "runtime.model", "validate.acceptance",
+            "kernels.attention", "kernels.layer", "planner.axes", "planner.plan", "planner.policies.selection",
+            "roofline.catalog", "runtime", "runtime.drafting.policies", "runtime.drafting.policies.per_query",
+            "runtime.kv", "runtime.model", "runtime.retrieval", "validate.acceptance",
             "validate.progress", "validate.prompts",
         },
         VALIDATE,
@@ -211,15 +232,23 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "dashboards.cli.study": (
         {
             "dashboards.cli", "dashboards.cli.acceptance", "dashboards.draft_study_page", "dashboards.html_page",
-            "dashboards.study_charts",
+            "dashboards.retrieval_study_page", "dashboards.study_charts",
             "roofline.catalog", "validate", "validate.studies",
+        },
+        None,
+    ),
+    "dashboards.cli.retrieval": (
+        {
+            "dashboards.cli", "runtime.model", "runtime.model_config", "runtime.retrieval",
+            "runtime.retrieval.distill", "validate",
         },
         None,
     ),
     "dashboards.cli.planning": ({"dashboards.cli", "planner", "planner.search", "roofline", "roofline.catalog"}, None),
     "dashboards.cli": (
         {
-            "dashboards.cli.acceptance", "dashboards.cli.catalog", "dashboards.cli.planning", "dashboards.cli.study",
+            "dashboards.cli.acceptance", "dashboards.cli.catalog", "dashboards.cli.planning",
+            "dashboards.cli.retrieval", "dashboards.cli.study",
             "dashboards.cli.validation", "dashboards.user_errors",
             "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.model", "validate",
             "validate.calibration", "validate.decode_bench", "validate.kernel_bench", "validate.quality",

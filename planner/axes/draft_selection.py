@@ -173,7 +173,7 @@ class ClusterKV(SparseSelection):
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowKV(SparseSelection):
-    """Chunks of keys, by their means, and the prompt's `outliers` chunks that these describe worst (Sun et al. 2024)."""
+    """Chunks of keys by their means, and the `outliers` chunks that these describe worst (Sun et al. 2024)."""
 
     name: str = _name("shadowkv")
     chunk: int = one_of((8, *PAGES), default=8)

@@ -70,9 +70,7 @@ class TargetReads:
 
     def _attend(self, layer: int, query: Tensor, _: AttentionMetadata) -> Tensor:
         parts = query.split(1, dim=1)
-        attended = [
-            step.policy.attend(layer, one, step.metadata) for step, one in zip(self.steps, parts, strict=True)
-        ]
+        attended = [step.policy.attend(layer, one, step.metadata) for step, one in zip(self.steps, parts, strict=True)]
         return torch.cat(attended, dim=1)
 
 

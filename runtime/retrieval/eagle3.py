@@ -44,7 +44,9 @@ def import_eagle3(path: str | Path, shape: ModelShape, probe: Tensor, inputs: st
         return _head(keys, tensors, shape, probe, inputs)
 
 
-def _head(keys: Mapping[str, Any], tensors: Mapping[str, Tensor], shape: ModelShape, probe: Tensor, inputs: str) -> Head:
+def _head(
+    keys: Mapping[str, Any], tensors: Mapping[str, Tensor], shape: ModelShape, probe: Tensor, inputs: str
+) -> Head:
     prefix = next((one for one in LAYERS if f"{one}self_attn.q_proj.weight" in tensors), None)
     if prefix is None:
         raise ValueError(f"it has no {LAYERS[0]}self_attn.q_proj.weight")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,7 +114,8 @@ class Head:
         apart = (found - self.weights.probe).abs().max() / found.abs().max().clamp_min(1e-30)
         if not apart <= PROBE_TOLERANCE:
             raise self._other(shape)
-        own = {name: value if value is None else value.to(embedding) for name, value in vars(self.weights).items()}
+        tensors = vars(self.weights).items()
+        own: dict[str, Any] = {name: value if value is None else value.to(embedding) for name, value in tensors}
         weights = HeadWeights(**own)
         return replace(self, weights=weights, tokens=embedding if weights.embedding is None else weights.embedding)
 

@@ -214,9 +214,9 @@ def test_a_target_reads_its_budget_whatever_its_selection_would_read_as_a_drafts
     reads = TargetAttention(Quest(page=32, recent=64), 512)
     assert (reads.active, reads.chosen) == (True, Quest(page=32, recent=64, ratio=1e-6, floor=512))
     assert (TargetAttention().active, TargetAttention().chosen) == (False, AllTokens())
-    for given in ({"ratio": 0.5}, {"floor": 300}):
+    for options in ({"ratio": 0.5}, {"floor": 300}):
         with pytest.raises(PlanError, match=r"of the target's selection is .*; allowed: a budget instead$"):
-            TargetAttention(Quest(**given), 512)
+            TargetAttention(Quest(**options), 512)
 
 
 def test_plans_of_the_first_files_name_a_targets_selection_by_a_text():

@@ -24,9 +24,9 @@ MAX_TEXT_TOKENS = 1 << 22
     click.option("--batch", type=int, default=4, show_default=True, help="Passages of a step."),
     click.option("--rate", type=float, default=1e-3, show_default=True, help="Learning rate after the warm-up."),
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of the passages."),
-    click.option("--checkpoint", type=OutputFile(), help="Keep checkpoints here, and continue from one that is there."),
+    click.option("--checkpoint", type=OutputFile(), help="Keep checkpoints here, and continue from one."),
     click.option("--every", type=click.IntRange(1), default=100, show_default=True, help="Steps between checkpoints."),
-    click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to train.  [default: a GPU, if there is one]"),
+    click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: a GPU, if there is one]"),
 )  # fmt: skip
 def distill(
     model: str, text: str, output: Path, checkpoint: Path | None, every: int, device: str | None, **sizes: Any

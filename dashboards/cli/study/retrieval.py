@@ -32,7 +32,7 @@ FIGURES = ("hit", "distant", "mass", "overlap")
     click.option("--budgets", type=int, multiple=True, default=(512, 1024, 2048), show_default=True,
                  help="Tokens that each method reads, a list."),
     click.option("--methods", multiple=True,
-                 help=f"What chooses them, a list of: {', '.join(METHODS)}.  [default: all, the first two with a head]"),
+                 help=f"A list of {', '.join(METHODS)}.  [default: all; the first two with a head]"),
     click.option("--tokens", type=int, default=32, show_default=True, help="Steps after each context."),
     click.option("--passages", type=int, default=1, show_default=True, help="Passages, spread over the text."),
     yarn,

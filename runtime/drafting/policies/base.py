@@ -15,9 +15,9 @@ from ridgeplan.runtime.kv.metadata import AttentionMetadata
 class DraftPolicy:
     """Chooses what each draft of a round reads, or each query of a target, with the hyperparameters of the plan.
 
-    An engine makes one for drafts and one for its target (target_reads.py), beside its cache. Between `start` and the end of a generation its methods run inside the round
-    that a CUDA graph captures: they work on tensors of fixed size and never ask the device for a value. Only
-    `before_prefill` and `after_prefill` run outside.
+    An engine makes one for drafts and one for a target that selects (target_reads.py), beside its cache. Between
+    `start` and the end of a generation its methods run inside the round that a CUDA graph captures: they work on
+    tensors of fixed size and never ask the device for a value. Only `before_prefill` and `after_prefill` run outside.
     """
 
     window = 0  # of a prompt's last queries, which `after_prefill` is given

@@ -65,7 +65,7 @@ def pruned(student: Any, shape: ModelShape, context: int) -> Head:
         rope_theta=float(config.rope_parameters["rope_theta"]),
         norm_eps=config.rms_norm_eps,
     )
-    found = {
+    found: dict[str, Any] = {
         "norm": norm.weight,
         "q": attention.q_proj.weight,
         "k": attention.k_proj.weight,
@@ -75,4 +75,5 @@ def pruned(student: Any, shape: ModelShape, context: int) -> Head:
         "k_norm": getattr(getattr(attention, "k_norm", None), "weight", None),
         "probe": probe_of(student.model.embed_tokens.weight),
     }
-    return Head(made, HeadWeights(**{name: x if x is None else x.detach().clone() for name, x in found.items()}))
+    copies: dict[str, Any] = {name: x if x is None else x.detach().clone() for name, x in found.items()}
+    return Head(made, HeadWeights(**copies))

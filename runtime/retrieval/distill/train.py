@@ -55,7 +55,8 @@ class Distillation:
     def __init__(self, teacher: Teacher, student: Any, ids: Sequence[int], training: Training) -> None:
         """ids: of the text. Raises WorkloadError for a text shorter than two passages."""
         if len(ids) < 2 * training.tokens:
-            raise WorkloadError(f"the text has {len(ids)} tokens; allowed: {2 * training.tokens}, two passages, or more")
+            allowed = f"{2 * training.tokens}, two passages, or more"
+            raise WorkloadError(f"the text has {len(ids)} tokens; allowed: {allowed}")
         self.teacher, self.student, self.training = teacher, student, training
         self.ids = torch.tensor(list(ids), device=teacher.weights.embedding.device)
         self.parameters = trained_parameters(student)

@@ -1,4 +1,4 @@
-"""Targets that read only what a policy selects: the same model whatever rounds are, and the dense one with room enough."""
+"""Targets that read only what a policy selects: one model whatever rounds are, and the dense one with room enough."""
 
 import functools
 from itertools import product

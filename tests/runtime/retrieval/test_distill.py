@@ -8,14 +8,14 @@ import torch
 
 from ridgeplan import runtime
 from ridgeplan.runtime.errors import ModelError, WorkloadError
+from ridgeplan.runtime.model.checkpoint import load_config, load_state_dict
+from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model_config import decoder_config
 from ridgeplan.runtime.retrieval.distill.run import distill
 from ridgeplan.runtime.retrieval.distill.student import make_student, trained_parameters
 from ridgeplan.runtime.retrieval.distill.teacher import Teacher
 from ridgeplan.runtime.retrieval.distill.train import Distillation, Training
 from ridgeplan.runtime.retrieval.file import load_head, save_head
-from ridgeplan.runtime.model.checkpoint import load_config, load_state_dict
-from ridgeplan.runtime.model.decoder import Decoder
-from ridgeplan.runtime.model_config import decoder_config
 
 CPU = torch.device("cpu")
 SMALL = Training(steps=6, tokens=160, batch=2, rate=1e-2, warmup=2)

@@ -58,20 +58,31 @@ class ClusterKV(PerQueryPolicy):
 
 
 def k_means(keys: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
-    """Centroids float32 [kv_heads, clusters, head_dim] of keys [kv_heads, tokens, head_dim], and labels int32 [kv_heads,
-    tokens], by cosine similarity (section 3.2).
+    """Centroids float32 [kv_heads, clusters, head_dim] and labels int32 [kv_heads, tokens] of keys.
 
-    It starts from keys at equal distances, so that the result is always the same.
+    keys: [kv_heads, tokens, head_dim], compared by cosine similarity (section 3.2). It starts from keys at equal
+    distances, so that the result is always the same.
     """
     tokens = keys.shape[1]
     centroids = keys[:, torch.arange(clusters, device=keys.device) * tokens // clusters].float()
     labels = _nearest(keys, centroids)
     for _ in range(ITERATIONS):
-        sums = torch.zeros_like(centroids).scatter_add_(1, labels[..., None].expand(keys.shape), keys.float())
-        counts = torch.zeros_like(centroids[..., 0]).scatter_add_(1, labels, torch.ones_like(labels).float())
-        centroids = torch.where(counts[..., None] > 0, sums / counts[..., None].clamp_min(1), centroids)
+        sums, counts = _members(keys, labels, clusters)
+        centroids = torch.where(counts > 0, sums / counts.clamp_min(1), centroids)
         labels = _nearest(keys, centroids)
     return centroids, labels.int()
+
+
+def _members(keys: Tensor, labels: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
+    """Sums of each cluster's keys, and their number: float32 [kv_heads, clusters, head_dim] and [kv_heads, clusters, 1].
+
+    By products, as scattered additions on a GPU would differ from run to run.
+    """
+    sums, counts = torch.zeros((), device=keys.device), torch.zeros((), device=keys.device)
+    for part, own in zip(keys.split(COMPARED_TOKENS, 1), labels.split(COMPARED_TOKENS, 1), strict=True):
+        belongs = (own[:, None] == torch.arange(clusters, device=keys.device)[:, None]).float()
+        sums, counts = sums + belongs @ part.float(), counts + belongs.sum(2, keepdim=True)
+    return sums, counts
 
 
 def _nearest(keys: Tensor, centroids: Tensor) -> Tensor:
