@@ -55,7 +55,8 @@ def pooled_chi_square(counts, probabilities):
         ("int4x2", 2, {}, {"temperature": 1.3, "top_k": 9}, None),
         ("bf16+int4", 3, {"draft_bits": 4}, {"temperature": 0.7, "top_p": 0.9}, None),
         *(("int4x2", 2, {"selection": name} | SPARSE, {"temperature": 1.0, "seed": 6}, None)
-          for name in ("streamingllm", "snapkv", "quest", "specextend", "specattn", "progressive", "oracle")),
+          for name in ("streamingllm", "snapkv", "quest", "specextend", "specattn", "progressive", "oracle",
+                       "clusterkv", "shadowkv")),
         ("bf16", 2, {"selection": "specattn", "draft_bits": 4} | SPARSE, {"temperature": 0.7, "top_p": 0.9}, None),
         ("int4x2", 3, {"draft_bits": 4}, {"temperature": 1.0}, (1, 2, 0)),  # gamma changes from round to round
         ("int4x2", 3, {"selection": "specattn"} | SPARSE, {"temperature": 1.0}, (1, 3, 0)),
