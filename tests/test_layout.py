@@ -143,7 +143,10 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         RUNTIME,
     ),
     "runtime.retrieval.distill": (
-        {"roofline.catalog", "runtime.errors", "runtime.model", "runtime.model_config", "runtime.retrieval"},
+        {
+            "roofline.catalog", "runtime.arena", "runtime.errors", "runtime.model", "runtime.model_config",
+            "runtime.retrieval",
+        },
         RUNTIME,
     ),
     "runtime": (

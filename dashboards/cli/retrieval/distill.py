@@ -23,6 +23,8 @@ MAX_TEXT_TOKENS = 1 << 22
     click.option("--tokens", type=int, default=512, show_default=True, help="Tokens of a passage."),
     click.option("--batch", type=int, default=4, show_default=True, help="Passages of a step."),
     click.option("--rate", type=float, default=1e-3, show_default=True, help="Learning rate after the warm-up."),
+    click.option("--attention", type=float, default=1.0, show_default=True,
+                 help="Weight of the loss of attention to distant tokens; 0 trains as published."),
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of the passages."),
     click.option("--checkpoint", type=OutputFile(), help="Keep checkpoints here, and continue from one."),
     click.option("--every", type=click.IntRange(1), default=100, show_default=True, help="Steps between checkpoints."),
@@ -33,7 +35,8 @@ def distill(
 ) -> None:
     """Train a retrieval head for MODEL, a folder, a GGUF file or a hub id.
 
-    A language model of one layer learns the output distribution of MODEL on the text; its queries and keys are kept.
+    A language model of one layer learns the output distribution of MODEL on the text, and what its layers attend to
+    beyond the latest tokens; its queries and keys are kept.
     Plans that choose tokens by a head take the file: --retrieval-head of `run`, `quality` and `study retrieval`.
     """
     # Importing torch takes seconds.
@@ -53,7 +56,7 @@ def distill(
             model, partial(_tokens, text=content), training, show, device=device, checkpoint=checkpoint, every=every
         )
     save_head(output, found.head)
-    click.echo(f"{found.steps} steps, KL {found.loss:.3f} nats a token over the last tenth; wrote {output}")
+    click.echo(f"{found.steps} steps, loss {found.loss:.3f} nats a token over the last tenth; wrote {output}")
 
 
 def _tokens(source: str, text: str) -> list[int]:

@@ -21,7 +21,7 @@ from ridgeplan.runtime.retrieval.head import Head
 
 @dataclass(frozen=True)
 class Distilled:
-    """A trained head, and the mean loss of the last tenth of its training in nats a token."""
+    """A trained head, and the mean loss of the last tenth of its training, nats a token."""
 
     head: Head
     loss: float

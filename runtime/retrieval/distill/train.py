@@ -1,5 +1,8 @@
 """The training of a student: KL to the teacher's next-token distribution on passages of a text (Eq 2), with AdamW.
 
+A second loss, which is not published, is the KL to the teacher's attention to distant tokens: those are what a head is
+for, and a small student predicts most next tokens from near ones.
+
 A checkpoint holds all that the next step depends on, so that a run that was stopped ends as one that was not.
 """
 
@@ -20,7 +23,7 @@ from ridgeplan.roofline.catalog.checks import Checked, number, whole
 from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.model.readers import failures_as
 from ridgeplan.runtime.retrieval.distill.student import trained_parameters
-from ridgeplan.runtime.retrieval.distill.teacher import Teacher
+from ridgeplan.runtime.retrieval.distill.teacher import Teacher, distant_tokens, shares
 from ridgeplan.runtime.retrieval.file import read_tensors, write_tensors
 
 KEY = "ridgeplan.distillation"
@@ -31,7 +34,10 @@ Report = Callable[[int, float], None]  # steps done, and the last step's loss
 
 @dataclass(frozen=True)
 class Training(Checked):
-    """Sizes of a run. Raises WorkloadError for values out of range. tokens: of a passage; batch: passages of a step."""
+    """Sizes of a run. Raises WorkloadError for values out of range.
+
+    tokens: of a passage; batch: passages of a step. attention: weight of the loss of attention; 0 is SpeContext's.
+    """
 
     error = WorkloadError
     steps: int = whole(1, 10_000_000, default=1000)
@@ -39,6 +45,7 @@ class Training(Checked):
     batch: int = whole(1, 4096, default=4)
     rate: float = number(1e-8, 1, default=3e-4)
     warmup: int = whole(0, 1_000_000, default=20)
+    attention: float = number(0, 1000, default=1.0)
     seed: int = whole(0, (1 << 31) - 1, default=0)
 
     def rate_at(self, step: int) -> float:
@@ -126,19 +133,37 @@ class Distillation:
 
         The logits' gradients are made a few tokens at a time, and the layer's once, from their sum.
         """
-        taught = self.teacher.hidden(tokens)
-        hidden = self.student.model(tokens[None]).last_hidden_state[0]
+        attending = self.training.attention > 0
+        taught, attention = self.teacher.read(tokens, attending)
+        found = self.student.model(tokens[None], output_attentions=attending)
+        hidden = found.last_hidden_state[0]
         cut = hidden.detach().requires_grad_()
         total = 0.0
         for known, own in zip(taught.split(LOGITS_TOKENS), cut.split(LOGITS_TOKENS), strict=True):
             expected = self.teacher.logits(known).log_softmax(-1)
-            found = self.student.lm_head(own).float().log_softmax(-1)
-            loss = functional.kl_div(found, expected, log_target=True, reduction="sum") / len(tokens)
+            drawn = self.student.lm_head(own).float().log_softmax(-1)
+            loss = functional.kl_div(drawn, expected, log_target=True, reduction="sum") / len(tokens)
             (loss / self.training.batch).backward()
             total += float(loss.detach())
         assert cut.grad is not None, "every token has logits"
-        hidden.backward(cut.grad)
-        return total
+        if attention is None:
+            hidden.backward(cut.grad)
+            return total
+        focus = self.training.attention * attention_loss(found.attentions[0][0], attention)
+        torch.autograd.backward([hidden, focus / self.training.batch], [cut.grad, None])
+        return total + float(focus.detach())
+
+
+def attention_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """KL of attention to distant tokens, nats, the mean over KV heads and those queries that have any.
+
+    student: weights [q_heads, tokens, tokens] of its one layer; teacher: [kv_heads, tokens, tokens] of `Teacher.read`.
+    """
+    distant = distant_tokens(student.shape[-1], student.device)
+    own = shares(student.float().unflatten(0, (len(teacher), -1)).mean(1), distant)
+    has = distant.any(-1)
+    own, teacher = own[:, has].clamp_min(1e-9), teacher[:, has]
+    return (teacher * (teacher.clamp_min(1e-9).log() - own.log())).sum(-1).mean()
 
 
 def require_checkpoint(path: Path) -> None:
