@@ -13,7 +13,6 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.catalog.weight_formats.weight_bits import CONVERTED_FORMATS
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 
-EXECUTABLE_WEIGHT_BITS = (16, 4)  # of the target
 SPARSE_CLASS = "sparse_attention"  # calibrated with all others that sparse drafts need
 
 
@@ -36,7 +35,6 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         f"draft selection {drafts.name!r} after an eviction": evicting and drafts.name == RETRIEVAL_HEAD.name,
         f"draft selection {drafts.name!r}, which chooses by what a verification of all tokens scores": target
         and drafts.from_verification,
-        f"{plan.weights.target_bits}-bit target weights": plan.weights.target_bits not in EXECUTABLE_WEIGHT_BITS,
         f"tensor parallelism {plan.tensor_parallel}": plan.tensor_parallel != 1,
         f"{held} weights as they are stored": held,
         f"codes, drafts, selections or evictions beyond a sliding window of {window} tokens": shape

@@ -69,10 +69,11 @@ class Engine:
         profile: Profile | None = None,
         head: Head | None = None,
     ) -> None:
-        """weights: the target's, in the plan's format. draft_weights: those of the plan's drafts, by default quantized
-        from `weights` and `text`, by default one of the model's own. profile: the device's rates, by default this
-        machine's, from which an adaptive gamma knows what rounds take. head: a retrieval head for plans that choose by
-        one. Raises ModelError for a head of another model, and WorkloadError without one.
+        """weights: the target's, in the plan's format. draft_weights: those of the plan's drafts if they have a copy of
+        their own, by default quantized from `weights` and `text`, by default one of the model's own. profile: the
+        device's rates, by default this machine's, from which an adaptive gamma knows what rounds take. head: a
+        retrieval head for plans that choose by one. Raises ModelError for a head of another model, and WorkloadError
+        without one.
 
         If prompts use their memory, swappable weights of another engine are shared, and others copied.
         """
@@ -80,7 +81,9 @@ class Engine:
         self.weights = weights
         self.decoder = Decoder(config, device)
         self.draft_weights = weights
-        if plan.weights.draft_differs:
+        if plan.weights.hierarchical:
+            self.draft_weights = weights.upper
+        elif plan.weights.draft_copy:
             self.draft_weights = self._drafts(draft_weights, text)
         self.eviction = eviction_policy(plan)
         cache_config, own = KVCacheConfig.of(plan, config.shape.layers), weights.embedding

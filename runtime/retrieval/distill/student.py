@@ -14,7 +14,6 @@ from ridgeplan.runtime.model.checkpoint import UNTRUSTED
 from ridgeplan.runtime.model.state_dict import StateDict
 from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of
 
-LAYER, NORM = "model.layers.0.", "model.norm.weight"
 FROZEN = ("model.embed_tokens.", "lm_head.")
 
 
@@ -31,9 +30,11 @@ def make_student(config: Any, state: StateDict, device: torch.device) -> Any:
         one.use_sliding_window = False
     with torch.device("meta"):
         student = transformers.AutoModelForCausalLM.from_config(one, attn_implementation="eager", **UNTRUSTED)
-    kept = (*FROZEN, LAYER, NORM)
-    values = {name: value.float() for name, value in state.tensors.items() if name.startswith(kept)}
-    values = {name: value.to(device, copy=not name.startswith(FROZEN)) for name, value in values.items()}
+    found = {name: state.tensors.get(name, None) for name in student.state_dict()}
+    values = {
+        name: value.float().to(device, copy=not name.startswith(FROZEN))
+        for name, value in found.items() if value is not None
+    }  # fmt: skip
     student.load_state_dict(values, strict=False, assign=True)
     student.tie_weights()
     student.model.rotary_emb = type(student.model.rotary_emb)(config=one).to(device)

@@ -23,7 +23,7 @@ from ridgeplan.roofline.catalog.checks import Checked, number, whole
 from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.model.readers import failures_as
 from ridgeplan.runtime.retrieval.distill.student import trained_parameters
-from ridgeplan.runtime.retrieval.distill.teacher import Teacher, distant_tokens, shares
+from ridgeplan.runtime.retrieval.distill.teacher import RECENT, SINKS, Teacher, distant_tokens, shares
 from ridgeplan.runtime.retrieval.file import read_tensors, write_tensors
 
 KEY = "ridgeplan.distillation"
@@ -36,7 +36,8 @@ Report = Callable[[int, float], None]  # steps done, and the last step's loss
 class Training(Checked):
     """Sizes of a run. Raises WorkloadError for values out of range.
 
-    tokens: of a passage; batch: passages of a step. attention: weight of the loss of attention; 0 is SpeContext's.
+    tokens: of a passage; batch: passages of a step. attention: weight of the loss of attention, which short passages have
+    none of; 0 is SpeContext's.
     """
 
     error = WorkloadError
@@ -133,7 +134,7 @@ class Distillation:
 
         The logits' gradients are made a few tokens at a time, and the layer's once, from their sum.
         """
-        attending = self.training.attention > 0
+        attending = self.training.attention > 0 and len(tokens) > SINKS + RECENT
         taught, attention = self.teacher.read(tokens, attending)
         found = self.student.model(tokens[None], output_attentions=attending)
         hidden = found.last_hidden_state[0]

@@ -83,7 +83,7 @@ def test_sparse_drafts_of_a_target_that_selects(name, generated):
 
 @pytest.mark.parametrize("kv", CACHES)
 def test_a_head_chooses_for_drafts_of_a_dense_target(kv, generated):
-    """The last draft of a round that is all accepted is never forwarded by drafts; the head knows its key all the same."""
+    """Drafts never forward the last one of a round that is all accepted; the head knows its key all the same."""
     options = {"selection": "retrieval-head", "floor": 8, "sinks": 2, "recent": 6}
     few, every = (generated(kv, gamma=3, **options, ratio=ratio) for ratio in (0.2, 1.0))
     assert few.tokens == every.tokens == generated(kv).tokens

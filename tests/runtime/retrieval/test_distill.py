@@ -1,6 +1,7 @@
 """Distillation: the loss and its gradients, resumed runs, and a head that the model's engine takes."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from ridgeplan.runtime.model_config import decoder_config
 from ridgeplan.runtime.retrieval.distill.run import distill
 from ridgeplan.runtime.retrieval.distill.student import make_student, trained_parameters
 from ridgeplan.runtime.retrieval.distill.teacher import Teacher
-from ridgeplan.runtime.retrieval.distill.train import Distillation, Training
+from ridgeplan.runtime.retrieval.distill.train import Distillation, Training, attention_loss
 from ridgeplan.runtime.retrieval.file import load_head, save_head
 
 CPU = torch.device("cpu")
@@ -48,7 +49,7 @@ def test_a_teacher_is_the_model(family, made, tiny_model, ids):
     teacher = made(family).teacher
     with torch.no_grad():
         expected = tiny_model(family).reference(tokens[None]).logits[0]
-    torch.testing.assert_close(teacher.logits(teacher.hidden(tokens)), expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(teacher.logits(teacher.read(tokens, False)[0]), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_student_starts_as_the_first_layer_and_learns_nothing_but_it(made, tiny_model):
@@ -62,17 +63,60 @@ def test_a_student_starts_as_the_first_layer_and_learns_nothing_but_it(made, tin
 
 def test_the_loss_is_the_divergence_and_has_its_gradients(made, ids):
     """Against one KL of all logits at once, for a passage that takes several parts."""
-    one, tokens = made(), torch.tensor(ids[:160])
+    one, tokens = made(training=replace(SMALL, attention=0.0)), torch.tensor(ids[:160])
     loss = one._passage(tokens)
     found = {name: value.grad.clone() for name, value in one.parameters.items()}
     one.student.zero_grad()
-    wanted = one.teacher.logits(one.teacher.hidden(tokens)).softmax(-1)
+    wanted = one.teacher.logits(one.teacher.read(tokens, False)[0]).softmax(-1)
     drawn = one.student(tokens[None]).logits[0].softmax(-1)
     divergence = (wanted * (wanted / drawn).log()).sum(-1).mean()
     (divergence / SMALL.batch).backward()
     assert loss == pytest.approx(divergence.item(), rel=1e-4)
     for name, value in one.parameters.items():
         torch.testing.assert_close(found[name], value.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_attention_that_is_taught_is_to_distant_tokens_and_the_mean_over_layers(made, tiny_model, ids):
+    """Against transformers' own attention, of which sinks, recent tokens and other queries' keys are left out."""
+    one, tokens = made(), torch.tensor(ids[:160])
+    reference = tiny_model(attn_implementation="eager").reference
+    with torch.no_grad():
+        layers = torch.stack(reference(tokens[None], output_attentions=True).attentions)[:, 0]
+    expected = layers.unflatten(1, (2, 2)).mean(2)  # over the query heads of a KV head
+    expected = expected[:, :, 140, 4:13] / expected[:, :, 140, 4:13].sum(-1, keepdim=True)  # 13 is 127 before 140
+    taught = one.teacher.read(tokens, True)[1]
+    torch.testing.assert_close(taught[:, 140, 4:13], expected.mean(0), rtol=1e-3, atol=1e-5)
+    assert taught[:, 140, 13:].abs().sum() == taught[:, 140, :4].abs().sum() == taught[:, 130].abs().sum() == 0
+
+
+def test_the_loss_of_attention_is_a_divergence_over_queries_that_have_distant_tokens():
+    """133 tokens: one query has one distant token, and learns nothing. 134: another has two."""
+    own = torch.full((2, 134, 134), 1e-3)
+    own[:, 133, 4:6] = torch.tensor([0.1, 0.3])
+    taught = torch.zeros(1, 134, 134)
+    taught[:, 132, 4] = 1.0
+    taught[:, 133, 4:6] = torch.tensor([0.5, 0.5])
+    own.requires_grad_()
+    loss = attention_loss(own, taught)
+    expected = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
+    assert loss.item() == pytest.approx(expected / 2)  # the mean of both queries
+    loss.backward()
+    assert own.grad[:, 133, 4].max() < 0 < own.grad[:, 133, 5].min()
+    assert own.grad[:, :133].abs().max() < 1e-4
+
+
+def test_attention_is_learned(made, ids):
+    one, tokens = made(training=Training(steps=25, tokens=160, batch=1, rate=1e-2, warmup=1, attention=10.0)), ids[:160]
+
+    def focus():
+        asked = torch.tensor(tokens)
+        with torch.no_grad():
+            found = one.student.model(asked[None], output_attentions=True).attentions[0][0]
+        return attention_loss(found, one.teacher.read(asked, True)[1]).item()
+
+    before = focus()
+    one.run(lambda step, loss: None)
+    assert focus() < 0.7 * before
 
 
 def test_it_learns(made):

@@ -74,7 +74,7 @@ def k_means(keys: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
 
 
 def _members(keys: Tensor, labels: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
-    """Sums of each cluster's keys, and their number: float32 [kv_heads, clusters, head_dim] and [kv_heads, clusters, 1].
+    """Sums of each cluster's keys [kv_heads, clusters, head_dim], and their number [kv_heads, clusters, 1], float32.
 
     By products, as scattered additions on a GPU would differ from run to run.
     """
