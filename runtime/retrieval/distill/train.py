@@ -36,8 +36,8 @@ Report = Callable[[int, float], None]  # steps done, and the last step's loss
 class Training(Checked):
     """Sizes of a run. Raises WorkloadError for values out of range.
 
-    tokens: of a passage; batch: passages of a step. attention: weight of the loss of attention, which short passages have
-    none of; 0 is SpeContext's.
+    tokens: of a passage; batch: passages of a step. attention: weight of the loss of attention, which passages up to
+    the latest tokens have none of; 0 is SpeContext's.
     """
 
     error = WorkloadError
