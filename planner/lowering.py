@@ -42,8 +42,11 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
     full_bytes = shape.weight_bits.widest_bytes(device.element_bytes)
     head_bytes = shape.weight_bits.full_bytes("head", device.element_bytes)
     choosing, target_reads = draft_selection(plan).cost(speculation.selection), target_selection(plan)
-    target_choosing, evicting = target_reads.target_cost if target_reads else SelectionCost(), eviction_settings(plan)
-    per_query, moved_bytes = speculation.selection.per_query, choosing.moved_score_bytes(shape.kv_heads) * shape.layers
+    target_choosing = target_reads.cost(plan.attention.selection) if target_reads else SelectionCost()
+    evicting = eviction_settings(plan)
+    per_query, choices = speculation.selection.per_query, choosing.times_of(shape.layers)
+    moved_bytes = choosing.moved_score_bytes(shape.kv_heads) * choices
+    target_choices = target_choosing.times_of(shape.layers)
     return Strategy(
         batch=workload.batch,
         context=workload.context,
@@ -77,11 +80,16 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         round_score_bytes=moved_bytes * (not per_query),
         round_scored_keys=shape.layers * draft_selection(plan).from_verification,
         held_plane_bits=DRAFT_PLANE_BITS * shape.layers * plan.gathers_codes,
-        held_keys=choosing.held_keys * shape.layers,
-        held_score_bytes=choosing.held_score_bytes(shape.kv_heads) * (1 if per_query else shape.layers),
+        held_keys=choosing.held_keys * choices + target_choosing.held_keys * target_choices,
+        held_score_bytes=choosing.held_score_bytes(shape.kv_heads) * (1 if per_query else shape.layers)
+        + target_choosing.held_score_bytes(shape.kv_heads),
         gamma=speculation.gamma,
         acceptance=acceptance,
         reserved_gamma=speculation.gamma if speculation.adaptive else 0,
+        target_selects=int(plan.attention.active),
+        target_score_bytes=target_choosing.moved_score_bytes(shape.kv_heads) * target_choices,
+        draft_choices=choices,
+        target_choices=target_choices,
     )
 
 
@@ -94,8 +102,10 @@ def _mean_kept(plan: Plan, layers: int) -> float:
 
 
 def rates_of(plan: Plan, shape: ModelShape, machine: Machine) -> StrategyRates:
-    """Rates of the kernel classes that the plan's formats and its drafts' selection use."""
+    """Rates of the kernel classes that the plan's formats and selections use."""
     found = dense_rates_of(plan, shape, machine)
+    if plan.attention.active:
+        found = replace(found, target=replace(found.target, attention=machine.rates["sparse_attention"]))
     kind = plan.speculation.selection.attention_class
     if kind is None:
         return found

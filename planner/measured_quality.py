@@ -76,7 +76,7 @@ def target_values(plan: Plan) -> dict[str, Any]:
         "kv.target_bits": plan.kv.target_bits if plan.kv.target_bits != 16 else None,
         "kv.group": plan.kv.group if plan.kv.target_bits != 16 else None,
         **(_flat("eviction", _eviction(plan)) if plan.eviction.active else {}),
-        **(_flat("attention", asdict(plan.attention)) if plan.attention.budget else {}),
+        **(_attention(plan) if plan.attention.active else {}),
     }
     if plan.workload.yarn_factor != 1:
         differing["yarn_factor"] = plan.workload.yarn_factor
@@ -87,6 +87,13 @@ def _eviction(plan: Plan) -> dict[str, Any]:
     """The policy, its budget in tokens, however it is given, and its settings."""
     budget = plan.eviction.tokens(plan.workload.context)
     return {**asdict(plan.eviction), "budget": budget, "share": None}
+
+
+def _attention(plan: Plan) -> dict[str, Any]:
+    """The selection's name and hyperparameters, and the budget, which stands for its ratio and floor."""
+    selection = {name: value for name, value in asdict(plan.attention.selection).items() if name != "name"}
+    values = {**selection, "ratio": None, "floor": None, "budget": plan.attention.budget}
+    return {"attention.selection": plan.attention.selection.name, **_flat("attention", values)}
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:

@@ -9,7 +9,14 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from ridgeplan.planner.axes.draft_selection import DRAFT_SELECTIONS, AllTokens, DraftSelection
+from ridgeplan.planner.axes.draft_selection import (
+    DRAFT_SELECTIONS,
+    MIN_RATIO,
+    TARGET_SELECTIONS,
+    AllTokens,
+    DraftSelection,
+    SparseSelection,
+)
 from ridgeplan.planner.axes.part import PlanError, PlanPart
 from ridgeplan.roofline.catalog.checks import build, flag, number, one_of, part, text, values_by_name, variant, whole
 from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json
@@ -53,16 +60,6 @@ class EvictionPolicy(StrEnum):
     EXPECTED_ATTENTION = "expected-attention"
     DAPQ = "dapq"
     RANDOM = "random"
-
-
-class TargetSelection(StrEnum):
-    """Which tokens the target reads at a step."""
-
-    FULL = "full"
-    RETRIEVAL_HEAD = "retrieval-head"
-    QUEST = "quest"
-    CLUSTERKV = "clusterkv"
-    SHADOWKV = "shadowkv"
 
 
 class DraftCodes(StrEnum):
@@ -208,13 +205,32 @@ class Placement(PlanPart):
 
 @dataclass(frozen=True)
 class TargetAttention(PlanPart):
-    """What the target reads at a step: everything, or `budget` selected tokens."""
+    """What each of the target's queries reads: everything, or `budget` tokens that a policy selects for it.
 
-    selection: TargetSelection = one_of(TargetSelection, default=TargetSelection.FULL)
+    The budget stands in the place of the selection's `ratio` and `floor`, which are of drafts.
+    """
+
+    selection: DraftSelection = variant(TARGET_SELECTIONS, default=AllTokens())  # noqa: RUF009
     budget: int = _budget()
 
     def _contradiction(self) -> str | None:
-        return _budget_problem("attention", self.selection is not TargetSelection.FULL, self.budget)
+        usual = type(self.selection)()  # type: ignore[call-arg]
+        for name in ("ratio", "floor") if self.active else ():
+            if getattr(self.selection, name) != getattr(usual, name):
+                return f"{name} of the target's selection is {getattr(self.selection, name)}; allowed: a budget instead"
+        return _budget_problem("attention", self.active, self.budget)
+
+    @property
+    def active(self) -> bool:
+        """Whether the target reads only some of the tokens."""
+        return not isinstance(self.selection, AllTokens)
+
+    @property
+    def chosen(self) -> DraftSelection:
+        """The selection with the budget as its floor and in effect no ratio, so that it reads the budget."""
+        if not isinstance(self.selection, SparseSelection):
+            return self.selection
+        return replace(self.selection, ratio=MIN_RATIO, floor=self.budget)
 
 
 @dataclass(frozen=True)
@@ -280,18 +296,19 @@ class Plan(PlanPart):
 
     @property
     def gathers_codes(self) -> bool:
-        """Whether drafts choose by codes or gather upper ones, for which planes by token are kept beside the codes."""
+        """Whether anything chooses by codes, or drafts gather upper ones: planes by token are then kept beside them."""
         upper = self.speculation.codes is DraftCodes.UPPER
-        return self.speculation.sparse and (upper or self.speculation.selection.needs_codes)
+        chosen_by = (self.attention.selection, self.speculation.selection)
+        return (self.speculation.sparse and upper) or any(one.needs_codes for one in chosen_by)
 
     def _contradiction(self) -> str | None:
         upper = self.speculation.codes is DraftCodes.UPPER
         if upper and self.kv.format not in (KVFormat.SHADOW, KVFormat.HIERARCHICAL):
             stored = f"kv format {self.kv.format.value!r}"
             return f"codes is 'upper' with {stored}; allowed: 'bf16+int4' or 'int4x2', which store upper codes"
-        selection = self.speculation.selection
-        if selection.needs_codes and not self.kv.format.quantized:
-            return f"selection is {selection.name!r} with kv format 'bf16'; allowed: formats with codes"
+        for selection in (self.attention.selection, self.speculation.selection):
+            if selection.needs_codes and not self.kv.format.quantized:
+                return f"selection is {selection.name!r} with kv format 'bf16'; allowed: formats with codes"
         if not self.speculation.active and (upper or self.weights.draft_differs):
             return "gamma is 0 with draft codes or draft weights set; allowed: gamma of 1 or more"
         return None
@@ -312,7 +329,7 @@ class Plan(PlanPart):
         """
         values = fields_of_schema(data, SCHEMA, "make it again with `ridgeplan plan`", PlanError)
         values.pop("specs", None)
-        return build(cls, values | _selection_with_ratio(values))
+        return build(cls, values | _selection_with_ratio(values) | _named_target_selection(values))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
@@ -334,3 +351,12 @@ def _selection_with_ratio(values: dict[str, Any]) -> dict[str, Any]:
     if "ratio" in speculation:
         found["ratio"] = speculation["ratio"]
     return {"speculation": kept | {"selection": found}}
+
+
+def _named_target_selection(values: dict[str, Any]) -> dict[str, Any]:
+    """The target's attention of a plan's file, where it is one of the first: there a selection was a name alone."""
+    attention = values.get("attention")
+    if not isinstance(attention, dict) or not isinstance(attention.get("selection"), str):
+        return {}
+    name = attention["selection"]
+    return {"attention": attention | {"selection": {"name": "all" if name == "full" else name}}}

@@ -11,7 +11,7 @@ import numpy as np
 
 from ridgeplan.planner.acceptance import Acceptance, AcceptanceModel
 from ridgeplan.planner.lowering import kernel_class, rates_of, stack, strategy_of
-from ridgeplan.planner.plan import Plan, TargetSelection
+from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.round_costs import settled_gamma
 from ridgeplan.roofline.catalog.profile import SOURCES, Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
@@ -303,7 +303,7 @@ def _source(plan: Plan, head_dim: int, profile: Profile, acceptance: Acceptance)
     ]
     if plan.speculation.active:
         used.append(acceptance.source)
-    selecting = plan.speculation.sparse or plan.attention.selection is not TargetSelection.FULL
+    selecting = plan.speculation.sparse or plan.attention.active
     if selecting or plan.placement.offload:
         used.append("prior")  # selection costs and elastic overlap follow the papers' descriptions
     return max(used, key=SOURCES.index)

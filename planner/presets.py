@@ -35,7 +35,7 @@ def describe(plan: Plan) -> str:
         f"{plan.kv.format.value} KV" if plan.kv.format.quantized else "",
         plan.eviction.policy.value if plan.eviction.active else "",
         "offload" if plan.placement.offload else "",
-        plan.attention.selection.value if plan.attention.budget else "",
+        f"target on {plan.attention.selection.name}" if plan.attention.active else "",
     ]
     if speculation.active:
         codes = "upper codes" if speculation.codes is DraftCodes.UPPER else "full codes"
@@ -54,7 +54,7 @@ def family_key(plan: Plan) -> tuple[object, ...]:
         plan.kv.format,
         plan.eviction.policy,
         plan.placement.offload,
-        plan.attention.selection,
+        plan.attention.selection.name,
         speculation.active,
         speculation.codes,
         speculation.selection.name,

@@ -8,6 +8,7 @@ from enum import StrEnum
 from ridgeplan.planner.plan import KVFormat, Plan
 from ridgeplan.planner.policies import draft_selection, evicted_to, eviction, target_selection
 from ridgeplan.planner.policies.policy import Role
+from ridgeplan.planner.policies.selection.retrieval_head import RETRIEVAL_HEAD
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.catalog.weight_formats.weight_bits import CONVERTED_FORMATS
@@ -34,7 +35,7 @@ def unsupported(plan: Plan, backend: Backend, shape: ModelShape, profile: Profil
     if backend is Backend.ANY:
         return None
     if backend is Backend.RIDGEPLAN:
-        return only_estimated(plan, shape) or uncalibrated(plan, profile)
+        return only_estimated(plan, shape) or missing_head(plan) or uncalibrated(plan, profile)
     missing = _missing_in(plan, backend)
     return f"{backend} has no {', '.join(missing)}" if missing else None
 
@@ -44,7 +45,7 @@ def _missing_in(plan: Plan, engine: Backend) -> list[str]:
     checks = {
         f"eviction {plan.eviction.policy.value!r}": plan.eviction.active,
         "offload of a running sequence's KV": plan.placement.offload,
-        f"target selection {plan.attention.selection.value!r}": bool(plan.attention.budget),
+        f"target selection {plan.attention.selection.name!r}": plan.attention.active,
         "self-speculation that shares its cache": plan.speculation.active,
         f"{plan.kv.format.value} KV": plan.kv.format not in ENGINE_FORMATS[engine],
     }
@@ -62,13 +63,18 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
     checks = {
         f"eviction {plan.eviction.policy.value!r}": evicting and not evicting.executable,
         "offloaded KV": plan.placement.offload,
-        f"target selection {plan.attention.selection.value!r}": target and Role.TARGET not in target.executable,
+        f"target selection {plan.attention.selection.name!r}": target and Role.TARGET not in target.executable,
         f"draft selection {drafts.name!r}": Role.DRAFT not in drafts.executable,
         f"draft selection {drafts.name!r} after an eviction that leaves layers of different lengths": _ragged(plan)
         and plan.speculation.sparse,
+        f"target selection {plan.attention.selection.name!r} after an eviction": target and evicting,
+        f"draft selection {drafts.name!r} after an eviction": evicting and drafts.name == RETRIEVAL_HEAD.name,
+        f"draft selection {drafts.name!r}, which chooses by what a verification of all tokens scores": target
+        and drafts.from_verification,
         f"tensor parallelism {plan.tensor_parallel}": plan.tensor_parallel != 1,
         f"{held} weights as they are stored": held,
-        f"codes, drafts or evictions beyond a sliding window of {window} tokens": shape and exceeds_window(plan, shape),
+        f"codes, drafts, selections or evictions beyond a sliding window of {window} tokens": shape
+        and exceeds_window(plan, shape),
     }
     return [name for name, missing in checks.items() if missing]
 
@@ -79,18 +85,28 @@ def only_estimated(plan: Plan, shape: ModelShape | None = None) -> str | None:
     return f"estimated only, the runtime cannot execute {', '.join(missing)} yet" if missing else None
 
 
-def uncalibrated(plan: Plan, profile: Profile) -> str | None:
-    """That the plan's drafts attend by kernels that the profile has no rates of; None if it has those it needs."""
-    if not plan.speculation.sparse or SPARSE_CLASS in profile.classes:
+def missing_head(plan: Plan) -> str | None:
+    """That the plan needs a retrieval head for its model, which has to be trained first; None if it needs none."""
+    chosen_by = (plan.speculation.selection.name, plan.attention.selection.name)
+    if RETRIEVAL_HEAD.name not in chosen_by:
         return None
-    return f"not calibrated on {profile.device}: kernels of {draft_selection(plan).name!r}; run `ridgeplan calibrate`"
+    return "estimated only here: it needs a retrieval head for this model, which `ridgeplan distill` trains"
+
+
+def uncalibrated(plan: Plan, profile: Profile) -> str | None:
+    """That the plan attends to chosen tokens by kernels that the profile has no rates of; None if it has them."""
+    if not (plan.speculation.sparse or plan.attention.active) or SPARSE_CLASS in profile.classes:
+        return None
+    name = draft_selection(plan).name if plan.speculation.sparse else plan.attention.selection.name
+    return f"not calibrated on {profile.device}: kernels of {name!r}; run `ridgeplan calibrate`"
 
 
 def exceeds_window(plan: Plan, shape: ModelShape) -> bool:
-    """Whether codes, drafts or an eviction would reach beyond the model's sliding window, which plain bf16 decoding
-    alone may.
+    """Whether codes, drafts, a selection or an eviction would reach beyond the model's sliding window.
+
+    Plain bf16 decoding alone may.
     """
-    plain = not (plan.kv.format.quantized or plan.speculation.active or plan.eviction.active)
+    plain = not (plan.kv.format.quantized or plan.speculation.active or plan.eviction.active or plan.attention.active)
     window = shape.window_tokens or plan.workload.final_context
     return plan.workload.final_context > window and not plain
 

@@ -65,6 +65,7 @@ class PassTerms:
     head_bytes: Term  # per parameter of the output head
     element_bytes: Term
     fused_swiglu: Term = 0  # 1 where the gate and up product applies SwiGLU
+    reads: Term = 1  # of KV: once for all queries, or by each query for itself
 
     @property
     def rows(self) -> Term:
@@ -231,12 +232,13 @@ def _attention(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
 def _attention_op(name: str, shape: ModelShape, terms: PassTerms, layers: Term) -> Op:
     kind = "attention_mla" if shape.is_mla else "attention"
     tokens = terms.quantized_tokens + terms.full_tokens
-    return Op(name, kind, _attention_cost(shape, terms), layers, terms.batch * shape.cached_rows, tokens)
+    launches, rows = layers * terms.reads, terms.batch * shape.cached_rows
+    return Op(name, kind, _attention_cost(shape, terms), launches, rows, tokens)
 
 
 def _attention_cost(shape: ModelShape, terms: PassTerms) -> Cost:
-    """One layer's decode attention."""
-    query_sizes = terms.batch, terms.queries, shape.q_heads
+    """One read of a layer's KV by decode attention."""
+    query_sizes = terms.batch, terms.queries / terms.reads, shape.q_heads
     tokens = terms.quantized_tokens, terms.full_tokens
     formats = terms.bits, terms.element_bytes, terms.group, terms.splits
     if shape.is_mla:

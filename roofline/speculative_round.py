@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
@@ -74,9 +74,12 @@ def round_at(
     target_s = machine.pass_seconds(target, verifying_rates, layers, target_gap_s)
     target_s += _gather_seconds(machine, target, verifying_rates, shape, strategy.target_run_tokens)
     key_bytes = strategy.batch * tokens * shape.kv_elements_per_token_per_layer / 2 * machine.element_bytes
+    score_count = strategy.batch * tokens
     draft_scoring_s = _scoring_seconds(machine, key_bytes * strategy.draft_scored_keys)
-    draft_scoring_s += _choice_seconds(shape, machine, strategy, tokens, strategy.step_score_bytes)
+    draft_scoring_s += _choice_seconds(machine, score_count * strategy.step_score_bytes, strategy.draft_choices)
     target_scoring_s = _scoring_seconds(machine, key_bytes * strategy.target_scored_keys)
+    target_scoring_s += _choice_seconds(machine, score_count * strategy.target_score_bytes, strategy.target_choices)
+    target_scoring_s *= _reads(strategy)
     drafting = minimum(strategy.gamma, 1)
     return Round(
         gamma=strategy.gamma,
@@ -84,7 +87,7 @@ def round_at(
         verify_s=maximum(target_s + target_scoring_s, transfer_s),
         accept_s=rejection_sampling_seconds(shape, machine, strategy),
         select_s=_scoring_seconds(machine, _stored_share(machine, strategy) * key_bytes * strategy.round_scored_keys)
-        + _choice_seconds(shape, machine, strategy, tokens, strategy.round_score_bytes),
+        + _choice_seconds(machine, score_count * strategy.round_score_bytes, shape.layers),
         flush_s=flush_seconds(shape, machine, strategy) * round_tokens(strategy) / strategy.kv_group,
         overhead_s=machine.round_s,
     )
@@ -99,7 +102,8 @@ def target_terms(shape: ModelShape, machine: Machine, strategy: Strategy, contex
     """What the target's pass (a plain step, or verification of gamma + 1 queries) reads."""
     tokens = minimum(cached_tokens(strategy, context), strategy.target_budget)
     weights = (strategy.target_weight_bytes, strategy.target_head_bytes)
-    return _pass_terms(shape, machine, strategy, strategy.queries, tokens, strategy.target_bits, weights)
+    terms = _pass_terms(shape, machine, strategy, strategy.queries, tokens, strategy.target_bits, weights)
+    return replace(terms, reads=_reads(strategy))
 
 
 def draft_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
@@ -232,8 +236,13 @@ def _stored_share(machine: Machine, strategy: Strategy) -> Term:
     return quantized * strategy.target_bits / (8 * machine.element_bytes) + (1 - quantized)
 
 
-def _choice_seconds(shape: ModelShape, machine: Machine, strategy: Strategy, tokens: Term, score_bytes: Term) -> Term:
-    """Top-k in every layer, of scores of which `score_bytes` move per cached token in all layers; 0 without any."""
+def _choice_seconds(machine: Machine, score_bytes: Term, choices: Term) -> Term:
+    """`choices` launches of top-k, whose scores move `score_bytes` in all; 0 without any."""
     rates = machine.rates["top_k"]
-    moved_s = strategy.batch * tokens * score_bytes / (machine.bandwidth_bytes_per_s * rates.bandwidth_utilization)
-    return shape.layers * minimum(score_bytes, 1) * rates.launch_s + moved_s
+    moved_s = score_bytes / (machine.bandwidth_bytes_per_s * rates.bandwidth_utilization)
+    return choices * minimum(score_bytes, 1) * rates.launch_s + moved_s
+
+
+def _reads(strategy: Strategy) -> Term:
+    """How often a pass of the target reads KV: once for all of its queries, or by each that chooses its own."""
+    return 1 + strategy.target_selects * strategy.gamma

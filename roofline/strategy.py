@@ -60,6 +60,11 @@ class Strategy:
     gamma: Term
     acceptance: Term  # conditional acceptance
     reserved_gamma: Term = 0  # drafts that memory is kept for, where rounds of an adaptive gamma may have more
+    # Choices of what is read
+    target_selects: Term = 0  # each of the target's queries reads tokens of its own choice
+    target_score_bytes: Term = 0  # of scores, per cached token and query of the target, summed over layers
+    draft_choices: Term = 0  # top-k launches of a step
+    target_choices: Term = 0
 
     @property
     def kept_tokens(self) -> Term:

@@ -21,6 +21,7 @@ from ridgeplan.runtime.drafting.policies import DraftPolicy, draft_policy
 from ridgeplan.runtime.drafting.round_result import NOTHING, RowResult
 from ridgeplan.runtime.drafting.round_runner import EagerRounds, GraphRounds, Rounds
 from ridgeplan.runtime.drafting.speculator import Speculator, all_finite
+from ridgeplan.runtime.drafting.target_reads import TargetReads, observers
 from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
@@ -28,12 +29,13 @@ from ridgeplan.runtime.kv.eviction import eviction_policy
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.decoder import Decoder
-from ridgeplan.runtime.model.prefill import prefill
+from ridgeplan.runtime.model.prefill import PromptObservers, prefill
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.runtime.quantization.calibrate import quantized_draft
 from ridgeplan.runtime.quantization.calibration_text import CalibrationText
 from ridgeplan.runtime.request import Prompts, Request, SequenceState
+from ridgeplan.runtime.retrieval.head import Head
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.statistics import Statistics, Tally
 from ridgeplan.runtime.stopwatch import Stopwatch
@@ -65,10 +67,13 @@ class Engine:
         draft_weights: DecoderWeights | None = None,
         text: CalibrationText | None = None,
         profile: Profile | None = None,
+        head: Head | None = None,
     ) -> None:
         """weights: the target's, in the plan's format. draft_weights: those of the plan's drafts if they have a copy of
         their own, by default quantized from `weights` and `text`, by default one of the model's own. profile: the
-        device's rates, by default this machine's, from which an adaptive gamma knows what rounds take.
+        device's rates, by default this machine's, from which an adaptive gamma knows what rounds take. head: a
+        retrieval head for plans that choose by one. Raises ModelError for a head of another model, and WorkloadError
+        without one.
 
         If prompts use their memory, swappable weights of another engine are shared, and others copied.
         """
@@ -81,9 +86,11 @@ class Engine:
         elif plan.weights.draft_copy:
             self.draft_weights = self._drafts(draft_weights, text)
         self.eviction = eviction_policy(plan)
-        cache_config = KVCacheConfig.of(plan, config.shape.layers)
-        self.cache: Cache | None = Cache(config.shape, cache_config, device, weights.embedding.dtype)
-        self._policy: DraftPolicy | None = draft_policy(plan.speculation.selection, self.cache)
+        cache_config, own = KVCacheConfig.of(plan, config.shape.layers), weights.embedding
+        head = head and head.for_model(config.shape, own)
+        self.cache: Cache | None = Cache(config.shape, cache_config, device, own.dtype)
+        self._policy: DraftPolicy | None = draft_policy(plan.speculation.selection, self.cache, head)
+        self._reads = TargetReads.of(plan.attention.chosen, self.cache, head)
         self._meter = meter
         self._statistics: Statistics | None = None
         self._running = False
@@ -169,7 +176,7 @@ class Engine:
 
     def close(self) -> None:
         """Releases the caches and captured graphs. The weights are freed with their last reference."""
-        self.cache = self._policy = None
+        self.cache = self._policy = self._reads = None
         self._graphs.clear()
 
     def _drafts(self, given: DecoderWeights | None, text: CalibrationText | None) -> DecoderWeights:
@@ -263,12 +270,14 @@ class Engine:
         cache.reset(len(request.prompts))
         speculator = self._speculator(cache, request.sampling)
         speculator.policy.start()
+        if self._reads is not None:
+            self._reads.start(cache.rows)
         return speculator
 
     def _speculator(self, cache: Cache, sampling: SamplingParams) -> Speculator:
         assert self._policy is not None, "an engine with a cache has a policy"
         return Speculator(
-            self.decoder, self.weights, self.draft_weights, cache, self._policy, sampling, self._generator
+            self.decoder, self.weights, self.draft_weights, cache, self._policy, sampling, self._generator, self._reads
         )
 
     def _prepared(self, speculator: Speculator, stopwatch: Stopwatch) -> Rounds:
@@ -298,7 +307,8 @@ class Engine:
         """Fills the cache; returns the logits [rows, vocab] that follow each prompt."""
         with prompt_arena(self.plan, self.draft_weights, self.device) as arena:
             prompts = (torch.tensor(prompt, device=self.device) for prompt in request.prompts)
-            target, observer = (self.decoder, self.weights, speculator.cache), speculator.policy
+            target = self.decoder, self.weights, speculator.cache
+            observer = PromptObservers(observers(speculator.policy, speculator.reads))
             logits = [
                 prefill(*target, row, prompt, arena=arena, policy=self.eviction, observer=observer)
                 for row, prompt in enumerate(prompts)

@@ -12,10 +12,11 @@ import torch
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION
 from ridgeplan.planner.plan import KVFormat, Plan
 from ridgeplan.planner.resolution import this_machine
-from ridgeplan.planner.support import as_loaded, exceeds_window, missing_execution
+from ridgeplan.planner.support import as_loaded, exceeds_window, missing_execution, missing_head
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape, sizes_of
+from ridgeplan.runtime.drafting.policies.retrieval_head import NO_HEAD
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory, require_weight_memory
@@ -29,6 +30,8 @@ from ridgeplan.runtime.quantization.calibrate import quantized_target, rounded_t
 from ridgeplan.runtime.quantization.calibration_text import CalibrationText
 from ridgeplan.runtime.quantization.pack import fitting_group
 from ridgeplan.runtime.quantization.saved import saved_weights, weights_path
+from ridgeplan.runtime.retrieval.file import load_head
+from ridgeplan.runtime.retrieval.head import Head
 
 HOST = torch.device("cpu")
 
@@ -44,6 +47,7 @@ def load(
     calibration: Sequence[int] | None = None,
     memory_utilization: float = MEMORY_UTILIZATION,
     profile: Profile | None = None,
+    retrieval_head: str | Path | None = None,
 ) -> Engine:
     """An engine that executes `plan` with `model`: a safetensors folder, a GGUF file or a hub id.
 
@@ -53,11 +57,11 @@ def load(
     or groups of weights. calibration: token ids, 1000 or more, of a text like what will be decoded; quantized weights
     are fitted to it, by default to one of the model's own (see `CalibrationText`). memory_utilization: share of a GPU's
     memory that may be used. profile: the device's rates, by default those of this machine, from which an adaptive gamma
-    knows what rounds take.
-    Raises UnsupportedPlan; ModelError; or WorkloadError for a calibration with tokens outside the vocabulary, and for a
-    device that does not exist, is not that of `weights` or has too little memory. The last names the largest context
-    and batch that would fit, and is raised before anything is allocated. ProfileError for a plan with an adaptive gamma
-    on a machine whose rates are not known.
+    knows what rounds take. retrieval_head: a file of `ridgeplan distill`, for plans that choose tokens by one.
+    Raises UnsupportedPlan; ModelError, also for a head of another model; or WorkloadError for a calibration with tokens
+    outside the vocabulary, for a missing head, and for a device that does not exist, is not that of `weights` or has
+    too little memory. The last names the largest context and batch that would fit, and is raised before anything is
+    allocated. ProfileError for a plan with an adaptive gamma on a machine whose rates are not known.
     """
     require_executable(plan)
     if plan.speculation.adaptive:
@@ -71,6 +75,7 @@ def load(
     _require_described_memory(plan, model, place, dtype, weights, memory_utilization)
     source = model_source(model)
     config = decoder_config(load_config(source), source, plan.workload.yarn_factor)
+    head = _head(plan, retrieval_head, config.shape)
     if weights is not None and weights.format != _format(plan, config.shape):
         weights = None
     meter = MemoryMeter(place, weights.bytes if weights else 0)
@@ -85,7 +90,7 @@ def load(
     require_memory(plan, config.shape, place, dtype, weights.bytes if weights else 0, memory_utilization)
     with readable_out_of_memory(place):
         target = weights or _target(plan, source, config, place, dtype, text)
-        return Engine(plan, source, config, target, place, meter, draft_weights, text, profile)
+        return Engine(plan, source, config, target, place, meter, draft_weights, text, profile, head)
 
 
 def _require_described_memory(
@@ -127,6 +132,19 @@ def _quantized(
         # The dense model may not fit the device, so a copy rounded to nearest writes the text.
         text = CalibrationText.of_model(decoder, rounded_target(ends, dense.layers(device, keep=True), wanted))
     return quantized_target(decoder, ends, dense.layers(device), wanted, text)
+
+
+def _head(plan: Plan, path: str | Path | None, shape: ModelShape) -> Head | None:
+    """The retrieval head of a file, where the plan chooses by one. Raises ModelError, and WorkloadError without one."""
+    if missing_head(plan) is None:
+        if path is not None:
+            warnings.warn("the retrieval head changes nothing: the plan does not choose by one", stacklevel=3)
+        return None
+    if path is None:
+        raise WorkloadError(NO_HEAD)
+    head = load_head(path)
+    head.require_shape(shape)
+    return head
 
 
 def require_executable(plan: Plan) -> None:

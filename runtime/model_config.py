@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ridgeplan.planner.support import as_loaded
@@ -69,6 +70,20 @@ def plain_frequencies(shape: ModelShape) -> tuple[float, ...]:
     """Rotary frequencies without scaling, theta^(-2 i / head_dim) (RoFormer, Su et al. 2021, equation 15)."""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     return tuple((1.0 / shape.rope_theta**exponents).tolist())
+
+
+def yarn_frequencies(head_dim: int, theta: float, trained: int, context: int) -> tuple[tuple[float, ...], float]:
+    """Rotary frequencies and the factor on cosines and sines, stretched by YaRN from `trained` tokens to `context`.
+
+    Plain RoPE up to `trained` (Peng et al. 2023, section 3.3).
+    """
+    config = transformers.LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim)
+    kind, factor = ("yarn", context / trained) if context > trained else ("linear", 1.0)
+    config.rope_parameters = {
+        "rope_type": kind, "rope_theta": theta, "factor": factor, "original_max_position_embeddings": trained,
+    }  # fmt: skip
+    made, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return tuple(made.tolist()), float(scale)
 
 
 def _require(condition: bool, name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -139,13 +139,25 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         RUNTIME,
     ),
     "runtime.drafting.policies": (
-        {"kernels.attention", "kernels.selection", "kernels.sparse_attention", "planner.axes", "runtime.kv"},
+        {
+            "kernels.attention", "kernels.selection", "kernels.sparse_attention", "planner.axes",
+            "roofline.execution", "runtime.drafting.policies.per_query", "runtime.errors", "runtime.kv",
+            "runtime.retrieval",
+        },
+        RUNTIME,
+    ),
+    "runtime.drafting.policies.per_query": (
+        {
+            "kernels.attention", "kernels.selection", "kernels.sparse_attention", "planner.axes",
+            "runtime.drafting.policies", "runtime.kv",
+        },
         RUNTIME,
     ),
     "runtime.drafting": (
         {
             "kernels.device", "kernels.sampling", "runtime.drafting.policies", "runtime.kv", "runtime.model",
-            "planner.round_costs", "roofline.execution", "roofline.speculation", "runtime.sampling",
+            "planner.plan", "planner.round_costs", "roofline.execution", "roofline.speculation", "runtime.retrieval",
+            "runtime.sampling",
         },
         RUNTIME,
     ),
@@ -157,13 +169,24 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         RUNTIME,
     ),
+    "runtime.retrieval": (
+        {"kernels.layer", "roofline.catalog", "runtime.errors", "runtime.model", "runtime.model_config"},
+        RUNTIME,
+    ),
+    "runtime.retrieval.distill": (
+        {
+            "roofline.catalog", "runtime.arena", "runtime.errors", "runtime.model", "runtime.model_config",
+            "runtime.retrieval",
+        },
+        RUNTIME,
+    ),
     "runtime": (
         {
             "kernels.sampling", "planner.capacity", "planner.plan", "planner.resolution", "planner.round_costs",
             "planner.support", "roofline.catalog", "roofline.catalog.model_files",
             "roofline.catalog.weight_formats", "roofline.device",
             "roofline.execution", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
-            "runtime.kv.eviction", "runtime.model", "runtime.quantization",
+            "runtime.kv.eviction", "runtime.model", "runtime.quantization", "runtime.retrieval",
         },
         RUNTIME,
     ),
@@ -197,8 +220,9 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "validate.engine_arguments": ({"planner.export"}, VALIDATE),
     "validate.studies": (
         {
-            "kernels.layer", "planner.axes", "planner.plan", "planner.policies.selection", "roofline.catalog",
-            "runtime", "runtime.drafting.policies", "runtime.kv", "runtime.model", "validate.acceptance",
+            "kernels.attention", "kernels.layer", "planner.axes", "planner.plan", "planner.policies.selection",
+            "roofline.catalog", "runtime", "runtime.drafting.policies", "runtime.drafting.policies.per_query",
+            "runtime.kv", "runtime.model", "runtime.retrieval", "validate.acceptance",
             "validate.progress", "validate.prompts",
         },
         VALIDATE,
@@ -257,9 +281,17 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         None,
     ),
+    "dashboards.cli.retrieval": (
+        {
+            "dashboards.cli", "runtime.model", "runtime.model_config", "runtime.retrieval",
+            "runtime.retrieval.distill", "validate",
+        },
+        None,
+    ),
     "dashboards.cli": (
         {
-            "dashboards.cli.acceptance", "dashboards.cli.catalog", "dashboards.cli.planning", "dashboards.cli.study",
+            "dashboards.cli.acceptance", "dashboards.cli.catalog", "dashboards.cli.planning",
+            "dashboards.cli.retrieval", "dashboards.cli.study",
             "dashboards.cli.validation", "dashboards.user_errors",
             "planner", "planner.interface", "planner.search", "roofline", "roofline.catalog", "runtime",
             "runtime.model", "validate",

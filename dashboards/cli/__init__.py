@@ -40,6 +40,8 @@ SECTIONS = {
         "acceptance": ("acceptance.command:acceptance", "How often drafts are accepted on a text."),
         "quality": ("quality:quality", "Fidelity, perplexity and RULER scores of plans."),
         "study": ("groups:study", "What the papers' methods rest on, with your model and text."),
+        "distill": ("retrieval.distill:distill", "A retrieval head for a model, trained on a text."),
+        "import-head": ("retrieval.import_head:import_head", "A retrieval head from an EAGLE-3 checkpoint."),
         "bench": ("groups:bench", "Speed of kernels, of decoding and of planning."),
     },
     "Look up": {

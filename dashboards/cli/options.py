@@ -137,6 +137,9 @@ model_to_run = click.option(
 prompt_file = click.option(
     "--prompt-file", metavar="FILE", help="UTF-8 text to continue.  [default: a text that comes with Python]"
 )
+retrieval_head = click.option(
+    "--retrieval-head", metavar="FILE", help="Head of `ridgeplan distill`, for plans that choose tokens by one."
+)
 calibration_file = click.option(
     "--calibration", metavar="FILE", help="UTF-8 text like what will be decoded, to fit 4-bit weights to."
 )

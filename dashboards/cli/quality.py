@@ -12,7 +12,16 @@ import click
 from ridgeplan.dashboards.cli.acceptance.lists import ListCommand
 from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.model_inputs import embedded_or
-from ridgeplan.dashboards.cli.options import TOKENS, OutputFile, PlanFile, as_json, model_to_run, options, yarn
+from ridgeplan.dashboards.cli.options import (
+    TOKENS,
+    OutputFile,
+    PlanFile,
+    as_json,
+    model_to_run,
+    options,
+    retrieval_head,
+    yarn,
+)
 from ridgeplan.dashboards.cli.output import (
     number,
     print_json,
@@ -68,6 +77,7 @@ COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPO
     click.option("--passages", type=int, default=4, show_default=True, help="Passages of the text."),
     click.option("--tokens", type=int, default=128, show_default=True, help="Tokens of a passage to measure on."),
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of the tasks."),
+    retrieval_head,
     yarn,
     click.option("--output", type=OutputFile(), help="Merge rows into this file.  [default: where recommend looks]"),
     as_json,

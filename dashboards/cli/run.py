@@ -26,6 +26,7 @@ from ridgeplan.dashboards.cli.options import (
     model_to_run,
     options,
     prompt_file,
+    retrieval_head,
 )
 from ridgeplan.dashboards.cli.output import print_json, warnings_as_notes
 from ridgeplan.planner.interface.plan_file import SavedPlan
@@ -66,13 +67,15 @@ STATISTICS = (
     click.option("--top-p", type=float, help="Draw among the likeliest tokens that make up this probability."),
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draws."),
     calibration_file,
+    retrieval_head,
     memory_utilization,
     click.option("--any-model", is_flag=True, help="Run a model of other sizes than the plan is for."),
     as_json,
 )
 def run(
     saved: SavedPlan, model: str | None, prompt: str | None, prompt_file: str | None, max_new_tokens: int | None,
-    calibration: str | None, memory_utilization: float, any_model: bool, as_json: bool, **sampling: Any,
+    calibration: str | None, retrieval_head: str | None, memory_utilization: float, any_model: bool, as_json: bool,
+    **sampling: Any,
 ) -> None:  # fmt: skip
     """Execute the plan in file PLAN, stream the text, and print what it took."""
     text = prompt_text(prompt, prompt_file)
@@ -87,7 +90,8 @@ def run(
     with warnings_as_notes():
         source = embedded_or(model)
         fitted = calibration_tokens(source, calibration)
-        engine = runtime.load(plan, source, calibration=fitted, memory_utilization=memory_utilization)
+        limits = {"memory_utilization": memory_utilization, "retrieval_head": retrieval_head}
+        engine = runtime.load(plan, source, calibration=fitted, **limits)  # type: ignore[arg-type]
         prompt_ids = prompt_tokens(engine, text)
         stop = engine.tokenizer.eos_token_id
         stream = engine.stream(prompt_ids, limit, replace(params, stop_token_ids=() if stop is None else (stop,)))

@@ -1,5 +1,6 @@
-"""Which tokens drafts read: the policies that plans can name, each with its hyperparameters.
+"""Which tokens drafts or a target read: the policies that plans can name, each with its hyperparameters.
 
+Drafts read a share of the tokens; a target reads a budget (`TargetAttention` in planner/plan.py), by the same policies.
 Not here: what a policy costs (planner/policies/selection) and what it does (runtime/drafting/policies).
 """
 
@@ -31,6 +32,7 @@ class DraftSelection(PlanPart):
     ratio: float
 
     per_query: ClassVar[bool] = False  # chosen anew by every draft's query, else once a round
+    ahead: ClassVar[bool] = False  # chosen before a pass begins, for all of its layers
     needs_codes: ClassVar[bool] = False  # in the cache, whether drafts read them or not
     attention_class: ClassVar[str | None] = None  # of kernels that attend to chosen tokens; None where all are read
 
@@ -74,6 +76,8 @@ class StreamingLLM(SparseSelection):
     """The sinks and the latest tokens (Xiao et al. 2024)."""
 
     name: str = _name("streamingllm")
+
+    ahead: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +149,35 @@ class Oracle(SparseSelection):
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalHead(SparseSelection):
-    """The tokens that SpeContext's retrieval head scores highest (section 4.3)."""
+    """The tokens that SpeContext's retrieval head scores highest (section 4.3).
+
+    level: "head" for a set for each KV head of the target, "batch" for one that they share (Fig 5).
+    """
 
     name: str = _name("retrieval-head")
+    level: str = one_of(("head", "batch"), default="head")
+
+    per_query: ClassVar[bool] = True
+    ahead: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterKV(SparseSelection):
+    """Clusters of `cluster` keys on average, by their centroids (Liu et al. 2024, sections 3.2 and 3.3)."""
+
+    name: str = _name("clusterkv")
+    cluster: int = whole(2, 1024, default=80)
+
+    per_query: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShadowKV(SparseSelection):
+    """Chunks of keys by their means, and the `outliers` chunks that these describe worst (Sun et al. 2024)."""
+
+    name: str = _name("shadowkv")
+    chunk: int = one_of((8, *PAGES), default=8)
+    outliers: int = whole(0, MAX_KEPT, default=48)
 
     per_query: ClassVar[bool] = True
 
@@ -165,7 +195,14 @@ DRAFT_SELECTIONS: dict[str, type[DraftSelection]] = {
         Progressive,
         Oracle,
         RetrievalHead,
+        ClusterKV,
+        ShadowKV,
     )
+}
+# Those that a target may read by. What only a verification of all tokens can score is none of them.
+TARGET_SELECTIONS: dict[str, type[DraftSelection]] = {
+    kind().name: kind
+    for kind in (AllTokens, StreamingLLM, Quest, Progressive, Oracle, RetrievalHead, ClusterKV, ShadowKV)
 }
 
 

@@ -101,8 +101,8 @@ def _placement(placed: Served) -> Iterator[Carried]:
 
 def _selection(request: Request) -> Iterator[Carried]:
     attention = request.plan.attention
-    if attention.budget:
-        plan = f"{attention.selection.value}, {attention.budget} tokens a step"
+    if attention.active:
+        plan = f"{attention.selection.name}, {attention.budget} tokens a step"
         yield Carried("attention", plan, "full attention", False)
 
 

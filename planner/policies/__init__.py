@@ -3,7 +3,7 @@
 Not here: their execution (runtime/drafting/policies).
 """
 
-from ridgeplan.planner.plan import EvictionPolicy, Plan, TargetSelection
+from ridgeplan.planner.plan import EvictionPolicy, Plan
 from ridgeplan.planner.policies.eviction.budgets import aligned_budgets
 from ridgeplan.planner.policies.eviction.dapq import DAPQ
 from ridgeplan.planner.policies.eviction.expected_attention import EXPECTED_ATTENTION
@@ -71,8 +71,7 @@ def draft_selection(plan: Plan) -> TokenSelection:
 
 def target_selection(plan: Plan) -> TokenSelection | None:
     """The policy that chooses the tokens that the plan's target reads; None if it reads all."""
-    selection = plan.attention.selection
-    return None if selection is TargetSelection.FULL else SELECTIONS[selection.value]
+    return SELECTIONS[plan.attention.selection.name] if plan.attention.active else None
 
 
 def eviction(plan: Plan) -> TokenEviction | None:

@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from ridgeplan.planner.axes.draft_selection import DRAFT_SELECTIONS, AllTokens, DraftSelection
+from ridgeplan.planner.axes.draft_selection import DraftSelection
 from ridgeplan.planner.plan import (
     Eviction,
     EvictionPolicy,
+    KVCache,
+    KVFormat,
     Plan,
     PlanError,
     Speculation,
     TargetAttention,
-    TargetSelection,
     Workload,
 )
 from ridgeplan.roofline.catalog.checks import Checked, build
@@ -53,10 +54,11 @@ class SelectionCost:
     """What choosing tokens moves and holds.
 
     scored_keys: what is scanned to score the cached tokens at every step, as a share of one layer's keys.
-    scores_one_layer: scoring runs once for all layers, not in each. held_keys: what is kept beside the cache for it, as
-    a share of one layer's keys. score_rows: scores in fp32 per cached token and KV head. run_tokens: tokens that are
-    read together because they lie together: 1 where single ones are chosen, a page, or without a limit where the chosen
-    ones are a run. shared_by_heads: one set for all KV heads of a layer, whose keys of a token then lie together.
+    scores_one_layer: scoring and choice run once for all layers, not in each. held_keys: what is kept beside the cache
+    for it, as a share of one layer's keys. score_rows: scores in fp32 per cached token and KV head. run_tokens: tokens
+    that are read together because they lie together: 1 where single ones are chosen, a page, or without a limit where
+    the chosen ones are a run. shared_by_heads: one set for all KV heads of a layer, whose keys of a token then lie
+    together.
     """
 
     scored_keys: float = 0.0
@@ -72,7 +74,11 @@ class SelectionCost:
 
     def scored_keys_of(self, layers: int) -> float:
         """Keys scored at a step of a model with `layers` layers, in multiples of one layer's keys."""
-        return self.scored_keys * (1 if self.scores_one_layer else layers)
+        return self.scored_keys * self.times_of(layers)
+
+    def times_of(self, layers: int) -> int:
+        """How often a step scores and chooses."""
+        return 1 if self.scores_one_layer else layers
 
     def held_score_bytes(self, kv_heads: int) -> float:
         """Bytes of one layer's scores per cached token."""
@@ -107,11 +113,6 @@ class TokenSelection(Policy):
     cost: Callable[[Any], SelectionCost] = _nothing
     from_verification: bool = False
     searched: bool = True
-
-    @property
-    def target_cost(self) -> SelectionCost:
-        """Of choosing what the target reads, with the policy's own hyperparameters."""
-        return self.cost(DRAFT_SELECTIONS.get(self.name, AllTokens)())  # type: ignore[call-arg]
 
     def loss(self, plan: Plan) -> str:
         """What the plan's target gives up by it."""
@@ -177,11 +178,12 @@ def drafting(selection: DraftSelection, gamma: int) -> Preset:
     return preset
 
 
-def selecting(selection: TargetSelection) -> Preset:
+def selecting(selection: DraftSelection, kv: KVFormat = KVFormat.FULL) -> Preset:
     """Plain decoding whose target reads up to KV_BUDGET tokens a step."""
 
     def preset(workload: Workload) -> Plan:
-        return Plan(workload, attention=TargetAttention(selection, min(KV_BUDGET, workload.context)))
+        attention = TargetAttention(selection, min(KV_BUDGET, workload.context))
+        return Plan(workload, kv=KVCache(kv), attention=attention)
 
     return preset
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ridgeplan.planner.plan import EvictionPolicy, Plan, TargetSelection
+from ridgeplan.planner.plan import EvictionPolicy, Plan
 from ridgeplan.roofline.catalog.shapes import ModelShape
 
 # Policies that read everything, or choose tokens by position alone.
-UNSCORED = {EvictionPolicy.NONE.value, TargetSelection.FULL.value, "all", "streamingllm"}
+UNSCORED = {EvictionPolicy.NONE.value, "all", "streamingllm"}
 
 
 def unpriced(plan: Plan, shape: ModelShape) -> str | None:
@@ -21,5 +21,5 @@ def unpriced(plan: Plan, shape: ModelShape) -> str | None:
 
 def _chosen_by(plan: Plan) -> str | None:
     """The policy that scores tokens head by head, to keep or read some of them."""
-    policies = (plan.eviction.policy.value, plan.attention.selection.value, plan.speculation.selection.name)
+    policies = (plan.eviction.policy.value, plan.attention.selection.name, plan.speculation.selection.name)
     return next((name for name in policies if name not in UNSCORED), None)

@@ -15,6 +15,7 @@ from ridgeplan.kernels.sampling import draw, rejection_sample
 from ridgeplan.kernels.sampling.distribution import Choice, VerifyResult
 from ridgeplan.runtime.drafting.policies import DraftPolicy
 from ridgeplan.runtime.drafting.round_result import RoundFigures
+from ridgeplan.runtime.drafting.target_reads import TargetReads
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.weights import DecoderWeights
@@ -47,7 +48,8 @@ def all_finite(logits: Tensor) -> Tensor:
 class Speculator:
     """The parts of a round. Nothing here waits for the device, so a whole round can be captured as a graph.
 
-    Between rounds, `pending` [rows] is each row's last token: emitted, but not in the cache yet.
+    Between rounds, `pending` [rows] is each row's last token: emitted, but not in the cache yet. reads: what a target
+    that selects reads; None if it reads everything.
     """
 
     decoder: Decoder
@@ -57,6 +59,7 @@ class Speculator:
     policy: DraftPolicy
     sampling: SamplingParams
     generator: torch.Generator
+    reads: TargetReads | None = None
 
     def first(self, logits: Tensor) -> Tensor:
         """The tokens [rows] that follow the prompts, from logits [rows, vocab]."""
@@ -68,6 +71,7 @@ class Speculator:
         uniform = self._uniform(gamma, len(pending))
         self.policy.before_round()
         for ahead in range(gamma):
+            self.policy.before_pass(token[:, None], ahead)
             metadata = self.policy.draft_metadata(ahead)
             logits = self.decoder.step(self.drafter, self.cache, token[:, None], metadata)
             choices.append(self.sampling.choice(logits[:, 0]))
@@ -78,7 +82,9 @@ class Speculator:
 
     def target_logits(self, tokens: Tensor) -> Tensor:
         """Logits [rows, queries, vocab] of the target for tokens [rows, queries] that follow the cached ones."""
-        return self.decoder.step(self.target, self.cache, tokens, self.policy.target_metadata(tokens.shape[1]))
+        self.policy.before_pass(tokens, 0)
+        own = self.policy.target_metadata(tokens.shape[1]) if self.reads is None else self.reads.metadata(tokens)
+        return self.decoder.step(self.target, self.cache, tokens, own)
 
     def verify(self, pending: Tensor, drafts: Drafts) -> Verification:
         """Verifies the drafts in one pass of the target, whose KV replaces theirs."""

@@ -106,17 +106,23 @@ class Cache:
     def max_tokens(self) -> Tensor:
         """Tokens [rows], at least 1, that a round may add to an active row.
 
-        A round stops at the row's end and, if the target reads codes, at the next multiple of the group, where a flush
-        changes what the target reads.
+        A round stops at the row's end and, if the target reads or chooses by codes, at the next multiple of the group,
+        where a flush changes what it reads.
         """
         lengths, group = self.lengths[: self.rows], self.config.group
         max_tokens = (self.ends[: self.rows] - lengths).clamp_min(1)
-        return torch.minimum(max_tokens, group - lengths % group) if self.config.buffered else max_tokens
+        return torch.minimum(max_tokens, group - lengths % group) if self.config.target_uses_codes else max_tokens
 
     def reading(self, codes: DraftCodes) -> Cache:
         """The same storage for drafts that read other codes."""
         other = copy.copy(self)
         other.config = replace(self.config, draft_codes=codes)
+        return other
+
+    def later(self, tokens: int) -> Cache:
+        """The same storage, of rows that hold `tokens` more tokens: those of a pass that are in their slots by then."""
+        other = copy.copy(self)
+        other.lengths = self.lengths + tokens
         return other
 
     def stored(self, layer: int) -> Tensor:

@@ -15,7 +15,8 @@ class KVCacheConfig:
     """A cache for `batch` rows of up to `context` tokens each, including generated ones.
 
     group: tokens that are quantized together. gamma: drafts per round, which need slots too. draft_planes: whether
-    codes are also kept by token, for drafts that choose by them or gather them. budgets: the most tokens of a prompt
+    codes are also kept by token, for those that choose by them or gather them. target_chooses_by_codes: whether the
+    target does. budgets: the most tokens of a prompt
     that each layer keeps, of which there are `new_tokens` fewer than `context`; empty if layers keep all.
     """
 
@@ -26,6 +27,7 @@ class KVCacheConfig:
     gamma: int = 0
     draft_codes: DraftCodes = DraftCodes.FULL
     draft_planes: bool = False
+    target_chooses_by_codes: bool = False
     budgets: tuple[int, ...] = ()
     new_tokens: int = 0
 
@@ -41,6 +43,7 @@ class KVCacheConfig:
             gamma=speculation.gamma,
             draft_codes=speculation.codes,
             draft_planes=plan.gathers_codes,
+            target_chooses_by_codes=plan.attention.selection.needs_codes,
             budgets=evicted_to(plan, layers),
             new_tokens=workload.new_tokens,
         )
@@ -49,6 +52,11 @@ class KVCacheConfig:
     def buffered(self) -> bool:
         """`format.buffered`: full-precision slots are a buffer for recent tokens."""
         return self.format.buffered
+
+    @property
+    def target_uses_codes(self) -> bool:
+        """Whether a flush changes what the target reads."""
+        return self.buffered or self.target_chooses_by_codes
 
     @property
     def drafts_read_upper(self) -> bool:

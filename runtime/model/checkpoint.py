@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import safe_open
+from torch import Tensor
 
 from ridgeplan.roofline.catalog.documents import read_document
 from ridgeplan.roofline.catalog.mistakes import brief
@@ -84,6 +85,17 @@ def load_tokenizer(source: str) -> Any:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **UNTRUSTED)
         tokenizer.decode(tokenizer.encode("It works."))  # transformers takes settings that fail at their first use
     return tokenizer
+
+
+def load_tensor(source: str, name: str) -> Tensor:
+    """One tensor of the folder's safetensors files, on the host. Raises ModelError."""
+    with _reading(source):
+        for path in _weight_files(Path(source)):
+            with safe_open(path, framework="pt") as file:
+                if name in file.keys():  # noqa: SIM118
+                    found: Tensor = file.get_tensor(name)
+                    return found
+        raise ValueError(f"it has no tensor {name}")
 
 
 def checkpoint_elements(source: str) -> int:

@@ -8,6 +8,7 @@ exists, so an eviction that works layer by layer never needs more than one layer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -40,6 +41,9 @@ class PromptObserver(Protocol):
 
     window: int
 
+    def before_prefill(self, row: int, prompt: Tensor) -> None:
+        """A row's prompt, int64 [tokens], is about to be processed."""
+
     def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
         """A layer of a row's prompt is in the cache.
 
@@ -47,6 +51,22 @@ class PromptObserver(Protocol):
         tokens that the layer keeps. positions: int64 [kv_heads or 1, tokens], of the keys, from the prompt's end: its
         last token is at -1.
         """
+
+
+class PromptObservers:
+    """Passes a prompt on to several observers, each with as many queries as it asks for."""
+
+    def __init__(self, observers: Sequence[PromptObserver]) -> None:
+        self._observers = observers
+        self.window = max((observer.window for observer in observers), default=0)
+
+    def before_prefill(self, row: int, prompt: Tensor) -> None:
+        for observer in self._observers:
+            observer.before_prefill(row, prompt)
+
+    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
+        for observer in self._observers:
+            observer.after_prefill(layer, row, queries[max(0, len(queries) - observer.window) :], keys, positions)
 
 
 def prefill(
@@ -67,6 +87,8 @@ def prefill(
     """
     arena = arena or Arena.without_memory(prompt.device)
     arena.clear()
+    if observer is not None:
+        observer.before_prefill(row, prompt)
     eviction = PromptEviction.of(decoder, policy, prompt, cache)
     text, tokens = eviction.text(), len(prompt)
     hidden = arena.empty((len(text), decoder.config.shape.hidden), weights.embedding.dtype)

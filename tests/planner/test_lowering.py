@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from ridgeplan.planner.lowering import kernel_class, rates_of, stack, strategy_of
-from ridgeplan.planner.plan import KVCache, KVFormat, PlanError, Workload
+from ridgeplan.planner.plan import KVCache, KVFormat, PlanError, Speculation, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.weight_formats.weight_bits import WeightBits
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.latency import KERNEL_CLASSES, Machine, RateTerms
+from ridgeplan.roofline.passes import decode_pass
+from ridgeplan.roofline.speculative_round import target_terms
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS
 
 LLAMA = load_shape("Llama-3.1-8B")
@@ -168,6 +170,39 @@ def test_kernel_classes_follow_the_formats(name, part, kind, expected):
 
 
 MACHINE_FIELDS = set(Machine.__dataclass_fields__) - set(Device.__dataclass_fields__)
+
+
+def test_what_a_target_chooses_by_is_held_and_chosen_as_often_as_it_says():
+    """Quest: two bounds of 16 keys in each of 32 layers. The head: keys of one layer, and one choice for all."""
+    found = {name: lowered(name) for name in ("quest", "specontext-resident", "progressive-target", "autoregressive")}
+    assert [one.target_selects for one in found.values()] == [1, 1, 1, 0]
+    assert [one.held_keys for one in found.values()] == [4, 1, 0, 0]
+    assert [one.target_choices for one in found.values()] == [32, 1, 32, 32]
+    assert [one.held_plane_bits for one in found.values()] == [0, 0, 32 * 6, 0]
+    moved = [one.target_score_bytes for one in found.values()]
+    assert moved == [32 * 7 * 4 * 8 / 16, 7 * 4 * 8, 0, 0]  # written once and read by six passes of top-k
+
+
+def test_each_query_of_a_target_that_selects_reads_a_selection_of_its_own():
+    """Three drafts and a bonus token: 4 times 2048 tokens for a selection, and the whole cache once without one."""
+    machine = Machine(**{**vars(GPU), **dict.fromkeys(MACHINE_FIELDS, 1.0)})
+
+    def kv_bytes(name, gamma):
+        drafting = replace(plan_of(name), speculation=Speculation(gamma))
+        terms = target_terms(LLAMA, machine, strategy_of(drafting, LLAMA, GPU, 0.9), 131072)
+        (read,) = (op.total.read_bytes for op in decode_pass(LLAMA, terms) if op.name == "attention")
+        return read
+
+    assert kv_bytes("quest", 0) == pytest.approx(32 * 3 * 2 * 8 * 128 * 2049 * 2, rel=0.2)
+    assert kv_bytes("quest", 3) / kv_bytes("quest", 0) == pytest.approx(4, rel=0.01)
+    assert kv_bytes("autoregressive", 3) / kv_bytes("autoregressive", 0) == pytest.approx(1, rel=0.01)
+
+
+def test_attention_to_chosen_tokens_has_its_own_rates():
+    rates = {kind: RateTerms(0.5, 0.5, number * 1e-6) for number, kind in enumerate(KERNEL_CLASSES)}
+    machine = Machine(**{**vars(GPU), **dict.fromkeys(MACHINE_FIELDS, 1.0), "rates": rates})
+    assert rates_of(plan_of("quest"), LLAMA, machine).target.attention == rates["sparse_attention"]
+    assert rates_of(plan_of("magicdec-quest"), LLAMA, machine).target.attention == rates["attention"]
 
 
 def test_narrow_heads_have_their_own_class():

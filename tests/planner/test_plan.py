@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import plans
 
-from ridgeplan.planner.axes.draft_selection import AllTokens, Quest, SpecAttn, draft_selection
+from ridgeplan.planner.axes.draft_selection import (
+    AllTokens,
+    Quest,
+    SpecAttn,
+    draft_selection,
+)
 from ridgeplan.planner.plan import (
     DraftCodes,
     Eviction,
@@ -19,7 +24,6 @@ from ridgeplan.planner.plan import (
     PlanError,
     Speculation,
     TargetAttention,
-    TargetSelection,
     Weights,
     Workload,
 )
@@ -173,7 +177,7 @@ def test_other_numbers_are_checked_at_both_ends_of_their_range():
     [
         (Eviction, EvictionPolicy.H2O),
         (Placement, True),
-        (TargetAttention, TargetSelection.QUEST),
+        (TargetAttention, Quest()),
     ],
 )
 def test_a_budget_goes_with_a_policy(make, on):
@@ -184,6 +188,30 @@ def test_a_budget_goes_with_a_policy(make, on):
         make(on, 0)
     with pytest.raises(PlanError, match=r"^budget is 1; allowed: 0 when .* is off$"):
         make(budget=1)
+
+
+def test_a_target_reads_its_budget_whatever_its_selection_would_read_as_a_drafts():
+    reads = TargetAttention(Quest(page=32, recent=64), 512)
+    assert (reads.active, reads.chosen) == (True, Quest(page=32, recent=64, ratio=1e-6, floor=512))
+    assert (TargetAttention().active, TargetAttention().chosen) == (False, AllTokens())
+    for options in ({"ratio": 0.5}, {"floor": 300}):
+        with pytest.raises(PlanError, match=r"of the target's selection is .*; allowed: a budget instead$"):
+            TargetAttention(Quest(**options), 512)
+
+
+def test_plans_of_the_first_files_name_a_targets_selection_by_a_text():
+    for name in ("autoregressive", "quest"):
+        plan = preset(name, WORKLOAD)
+        data = plan.to_dict()
+        data["attention"]["selection"] = {"autoregressive": "full", "quest": "quest"}[name]
+        assert Plan.from_dict(data) == plan
+
+
+def test_a_target_that_chooses_by_codes_needs_them():
+    with pytest.raises(PlanError, match=r"^selection is 'progressive' with kv format 'bf16'; allowed: formats with"):
+        Plan(WORKLOAD, attention=TargetAttention(draft_selection("progressive"), 512))
+    assert preset("progressive-target", WORKLOAD).gathers_codes
+    assert not preset("quest", WORKLOAD).gathers_codes
 
 
 def test_code_may_name_a_format_by_its_value():

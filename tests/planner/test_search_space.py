@@ -107,7 +107,7 @@ def test_plans_without_a_name_are_described():
     sparse = replace(preset("specattn", WORKLOAD), weights=Weights(draft_bits=4))
     assert preset_name(sparse) == "drafts on full codes of specattn, w4 drafts"
     assert describe(preset("autoregressive", WORKLOAD)) == "autoregressive"
-    assert describe(preset("specontext", WORKLOAD)) == "offload + retrieval-head"
+    assert describe(preset("specontext", WORKLOAD)) == "offload + target on retrieval-head"
 
 
 def test_short_prompts_have_smaller_budgets():

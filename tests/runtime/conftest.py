@@ -17,9 +17,12 @@ from ridgeplan.planner.plan import (
     KVFormat,
     Plan,
     Speculation,
+    TargetAttention,
     Weights,
     Workload,
 )
+from ridgeplan.runtime.retrieval.file import save_head
+from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of
 
 TINY = {
     "hidden_size": 64,
@@ -81,6 +84,26 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyMo
 
 
 @pytest.fixture(scope="session")
+def head_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[TinyModel], str]:
+    """Factory of files of random retrieval heads for tiny models."""
+
+    def make(model: TinyModel) -> str:
+        config, embedding = model.reference.config, model.reference.get_input_embeddings().weight.detach()
+        made = HeadConfig(
+            model="tiny", hidden=config.hidden_size, vocab=config.vocab_size, q_heads=4, kv_heads=2, head_dim=16,
+            context=64,
+        )  # fmt: skip
+        generator = torch.Generator().manual_seed(5)
+        q, k = (torch.randn(heads * 16, config.hidden_size, generator=generator) for heads in (4, 2))
+        weights = HeadWeights(torch.ones(config.hidden_size), q, k, probe_of(embedding))
+        path = str(tmp_path_factory.mktemp("heads") / "head.safetensors")
+        save_head(path, Head(made, weights))
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def make_plan() -> Callable[..., Plan]:
     """Factory of plans; drafts read the upper codes where the format stores them."""
 
@@ -102,6 +125,9 @@ def make_plan() -> Callable[..., Plan]:
         evict: str = "none",
         budget: int = 0,
         settings: Mapping[str, Any] | None = None,
+        target: str = "all",
+        target_budget: int = 0,
+        target_options: Mapping[str, Any] | None = None,
         **hyperparameters: Any,
     ) -> Plan:
         stored = gamma > 0 and kv in ("int4x2", "bf16+int4")
@@ -110,6 +136,7 @@ def make_plan() -> Callable[..., Plan]:
             weights=Weights(target_bits, min(target_bits, draft_bits), weight_group),
             kv=KVCache(KVFormat(kv), group),
             eviction=Eviction(EvictionPolicy(evict), budget, settings=settings or {}),
+            attention=TargetAttention(draft_selection(target, **(target_options or {})), target_budget),
             speculation=Speculation(
                 gamma,
                 DraftCodes(codes or ("upper" if stored else "full")),

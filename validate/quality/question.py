@@ -9,7 +9,7 @@ from ridgeplan.planner.plan import MAX_TOKENS, Plan, PlanError, Workload, requir
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.presets import preset, preset_name
 from ridgeplan.planner.resolution import yarn_factor
-from ridgeplan.planner.support import missing_execution
+from ridgeplan.planner.support import missing_execution, missing_head
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.errors import UnsupportedPlan
 from ridgeplan.validate.ruler.task import Task
@@ -26,7 +26,8 @@ class Question:
 
     plans: make each plan for a workload. contexts: tokens of whole sequences, with what is measured or generated.
     passages: of the text, each measured on `tokens` tokens at its end. samples: prompts of each task. only_solved:
-    leave out the tasks that plain decoding does not solve, once it has been measured.
+    leave out the tasks that plain decoding does not solve, once it has been measured. retrieval_head: the file of the
+    head for plans that choose by one; rows do not tell heads apart.
     """
 
     model: str
@@ -42,6 +43,7 @@ class Question:
     seed: int = 0
     only_solved: bool = False
     yarn: bool = False
+    retrieval_head: str | None = None
     device: str | None = None
 
     def __post_init__(self) -> None:
@@ -75,6 +77,10 @@ class Question:
         workload = self.workload(context)
         made = (make(workload) for make in self.plans)
         return tuple(dict.fromkeys([autoregressive(workload), *(one for one in made if not missing_execution(one))]))
+
+    def head_of(self, plan: Plan) -> str | None:
+        """The file of the head that a plan chooses by, if it does."""
+        return self.retrieval_head if missing_head(plan) else None
 
     def refused(self) -> Iterator[str]:
         """A line for each plan that the runtime cannot execute. Raises UnsupportedPlan if there are no others."""

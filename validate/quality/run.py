@@ -105,7 +105,8 @@ class _Run:
     def _engine(self, plan: Plan) -> Engine:
         """An engine that shares the weights of earlier ones of the same format."""
         kind, question = plan.weights.target_format, self._question
-        engine = load(plan, question.model, device=question.device, weights=self._weights.get(kind))
+        shared = {"weights": self._weights.get(kind), "retrieval_head": question.head_of(plan)}
+        engine = load(plan, question.model, device=question.device, **shared)  # type: ignore[arg-type]
         self._weights[kind] = engine.weights
         return engine
 

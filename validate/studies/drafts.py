@@ -25,7 +25,7 @@ from ridgeplan.runtime.drafting.policies.ranked import RankedPolicy
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.metadata import AttentionMetadata
-from ridgeplan.runtime.model.prefill import prefill
+from ridgeplan.runtime.model.prefill import PromptObservers, prefill
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.validate.acceptance import Passage, draft_weights_of, named_shape
 from ridgeplan.validate.progress import Progress, silent
@@ -156,7 +156,7 @@ def measure(
     context, text = engine.plan.workload.context, torch.tensor(ids, device=engine.device)
     engine.cache.reset(1)
     drafters = list(_drafters(engine.cache, drafts))
-    observer = _Observers([one.policy for one in drafters])
+    observer = PromptObservers([one.policy for one in drafters])
     prefill(engine.decoder, engine.weights, engine.cache, 0, text[:context], observer=observer)
     starts = range(context, len(text) - ROUND + 1, ROUND)
     rounds = []
@@ -191,18 +191,6 @@ def _drafters(cache: Cache, drafts: Sequence[Draft]) -> Iterator[_Drafter]:
             policy.scores, collects = owner.scores, owner is policy
         policy.start()
         yield _Drafter(draft, policy, collects)
-
-
-class _Observers:
-    """Passes a prompt on to several policies, each with as many queries as it asks for."""
-
-    def __init__(self, policies: Sequence[DraftPolicy]) -> None:
-        self._policies = policies
-        self.window = max(policy.window for policy in policies)
-
-    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
-        for policy in self._policies:
-            policy.after_prefill(layer, row, queries[max(0, len(queries) - policy.window) :], keys, positions)
 
 
 def _round(

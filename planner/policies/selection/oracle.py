@@ -1,7 +1,7 @@
-"""An oracle: every draft query scores all the keys that it may read, and reads the best. A bound, never the fastest."""
+"""An oracle: every query scores all the keys that it may read, and reads the best. A bound, never the fastest."""
 
 from ridgeplan.planner.axes.draft_selection import Oracle
-from ridgeplan.planner.policies.policy import Role, SelectionCost, TokenSelection
+from ridgeplan.planner.policies.policy import Role, SelectionCost, TokenSelection, selecting
 
 
 def cost(_: Oracle) -> SelectionCost:
@@ -11,8 +11,9 @@ def cost(_: Oracle) -> SelectionCost:
 
 ORACLE = TokenSelection(
     name="oracle",
-    roles=frozenset({Role.DRAFT}),
-    executable=frozenset({Role.DRAFT}),
+    roles=frozenset({Role.DRAFT, Role.TARGET}),
+    executable=frozenset({Role.DRAFT, Role.TARGET}),
     cost=cost,
     searched=False,
+    presets={"oracle-target": selecting(Oracle())},
 )

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ridgeplan.planner.axes.draft_selection import Progressive
 from ridgeplan.planner.plan import DraftCodes, KVCache, KVFormat, Plan, Speculation, Workload
-from ridgeplan.planner.policies.policy import Role, SelectionCost, TokenSelection
+from ridgeplan.planner.policies.policy import Role, SelectionCost, TokenSelection, selecting
 from ridgeplan.planner.policies.selection.quantspec import quantspec
 from ridgeplan.roofline.sparsity.sparse_ops import two_bit_key_bits
 
@@ -34,8 +34,14 @@ def progressive_exact(workload: Workload) -> Plan:
 
 PROGRESSIVE = TokenSelection(
     name="progressive",
-    roles=frozenset({Role.DRAFT}),
-    executable=frozenset({Role.DRAFT}),
+    roles=frozenset({Role.DRAFT, Role.TARGET}),
+    executable=frozenset({Role.DRAFT, Role.TARGET}),
     cost=cost,
-    presets={"progressive": progressive, "progressive-exact": progressive_exact},
+    presets={
+        "progressive": progressive,
+        "progressive-exact": progressive_exact,
+        # 2-bit keys choose what the target itself reads, in full precision or as 8-bit codes; nothing is trained.
+        "progressive-target": selecting(Progressive(), KVFormat.SHADOW),
+        "progressive-target-int8": selecting(Progressive(), KVFormat.INT8),
+    },
 )

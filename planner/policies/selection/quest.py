@@ -1,7 +1,6 @@
 """Quest (Tang et al. 2024): pages of tokens, scored at every step by the minimum and maximum of their keys."""
 
 from ridgeplan.planner.axes.draft_selection import Quest
-from ridgeplan.planner.plan import TargetSelection
 from ridgeplan.planner.policies.policy import Role, SelectionCost, TokenSelection, drafting, selecting
 
 
@@ -14,10 +13,10 @@ def cost(selection: Quest) -> SelectionCost:
 QUEST = TokenSelection(
     name="quest",
     roles=frozenset({Role.DRAFT, Role.TARGET}),
-    executable=frozenset({Role.DRAFT}),
+    executable=frozenset({Role.DRAFT, Role.TARGET}),
     cost=cost,
     presets={
         "magicdec-quest": drafting(Quest(), 4),
-        "quest": selecting(TargetSelection.QUEST),
+        "quest": selecting(Quest()),
     },
 )

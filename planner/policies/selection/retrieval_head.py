@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from ridgeplan.planner.plan import Placement, Plan, TargetAttention, TargetSelection, Workload
-from ridgeplan.planner.policies.policy import KV_BUDGET, Role, SelectionCost, TokenSelection
+from dataclasses import replace
+
+from ridgeplan.planner.axes.draft_selection import RetrievalHead
+from ridgeplan.planner.plan import Placement, Plan, Workload
+from ridgeplan.planner.policies.policy import KV_BUDGET, Role, SelectionCost, TokenSelection, selecting
+
+
+def cost(selection: RetrievalHead) -> SelectionCost:
+    """The head's own keys, as many as one layer's, are scanned once for all layers.
+
+    A score a token and KV head is ranked; one set for all heads has their mean.
+    """
+    shared = selection.level == "batch"
+    return SelectionCost(
+        scored_keys=1, scores_one_layer=True, held_keys=1, score_rows=1, run_tokens=1, shared_by_heads=shared
+    )
 
 
 def specontext(workload: Workload) -> Plan:
-    """The retrieval head selects for the target; layers are offloaded at Algorithm 1's thresholds (SpeContext)."""
-    budget = min(KV_BUDGET, workload.context)
-    attention = TargetAttention(TargetSelection.RETRIEVAL_HEAD, budget)
-    return Plan(workload, attention=attention, placement=Placement(True, budget))
+    """The head selects for the target; layers are offloaded at Algorithm 1's thresholds (SpeContext)."""
+    return replace(selecting(RetrievalHead())(workload), placement=Placement(True, min(KV_BUDGET, workload.context)))
 
 
 RETRIEVAL_HEAD = TokenSelection(
     name="retrieval-head",
     roles=frozenset({Role.DRAFT, Role.TARGET}),
-    cost=lambda _: SelectionCost(scored_keys=1, scores_one_layer=True, run_tokens=1),
-    presets={"specontext": specontext},
+    executable=frozenset({Role.DRAFT, Role.TARGET}),
+    cost=cost,
+    presets={"specontext": specontext, "specontext-resident": selecting(RetrievalHead())},
 )

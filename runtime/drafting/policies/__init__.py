@@ -1,6 +1,7 @@
-"""Draft policies: which tokens of the cache drafts read, one file each.
+"""Policies: which tokens of the cache drafts, or the queries of a target, read; one file each.
 
-base.py says what a policy does; sparse.py, ranked.py, verified.py and per_query.py are what several share.
+base.py says what a policy does; sparse.py, ranked.py and verified.py are what several share. Those that score by the
+query itself are in per_query.
 Not here: their hyperparameters (planner/axes), and what a policy costs and how often its drafts are accepted (planner).
 """
 
@@ -9,17 +10,21 @@ from typing import Any
 
 from ridgeplan.runtime.drafting.policies.all import AllTokens
 from ridgeplan.runtime.drafting.policies.base import DraftPolicy
-from ridgeplan.runtime.drafting.policies.oracle import Oracle
-from ridgeplan.runtime.drafting.policies.progressive import Progressive
-from ridgeplan.runtime.drafting.policies.quest import Quest
+from ridgeplan.runtime.drafting.policies.per_query.clusterkv import ClusterKV
+from ridgeplan.runtime.drafting.policies.per_query.oracle import Oracle
+from ridgeplan.runtime.drafting.policies.per_query.progressive import Progressive
+from ridgeplan.runtime.drafting.policies.per_query.quest import Quest
+from ridgeplan.runtime.drafting.policies.per_query.shadowkv import ShadowKV
+from ridgeplan.runtime.drafting.policies.retrieval_head import RetrievalHead
 from ridgeplan.runtime.drafting.policies.snapkv import SnapKV
 from ridgeplan.runtime.drafting.policies.specattn import SpecAttn
 from ridgeplan.runtime.drafting.policies.specextend import SpecExtend
 from ridgeplan.runtime.drafting.policies.streamingllm import StreamingLLM
 from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.retrieval.head import Head
 
-# By the plan's name for a draft selection. Each is made with the plan's selection and the cache.
-POLICIES: Mapping[str, Callable[[Any, Cache], DraftPolicy]] = {
+# By the plan's name for a selection. Each is made with the plan's selection and the cache.
+POLICIES: Mapping[str, Callable[..., DraftPolicy]] = {
     "all": AllTokens,
     "streamingllm": StreamingLLM,
     "snapkv": SnapKV,
@@ -28,12 +33,19 @@ POLICIES: Mapping[str, Callable[[Any, Cache], DraftPolicy]] = {
     "specattn": SpecAttn,
     "progressive": Progressive,
     "oracle": Oracle,
+    "retrieval-head": RetrievalHead,
+    "clusterkv": ClusterKV,
+    "shadowkv": ShadowKV,
 }
 
 
-def draft_policy(selection: Any, cache: Cache) -> DraftPolicy:
-    """The policy of a plan's selection, for one cache."""
-    return POLICIES[selection.name](selection, cache)
+def draft_policy(selection: Any, cache: Cache, head: Head | None = None) -> DraftPolicy:
+    """The policy of a plan's selection, for one cache. head: the model's retrieval head, for the policy of that name.
+
+    Raises WorkloadError where that is missing.
+    """
+    make = POLICIES[selection.name]
+    return make(selection, cache, head) if make is RetrievalHead else make(selection, cache)
 
 
 __all__ = ["POLICIES", "AllTokens", "DraftPolicy", "draft_policy"]

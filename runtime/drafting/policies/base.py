@@ -1,6 +1,9 @@
-"""What a draft policy has to do, and what those that read all tokens do."""
+"""What a policy has to do, and what those that read all tokens do."""
 
 from __future__ import annotations
+
+import copy
+from typing import Self
 
 from torch import Tensor
 
@@ -10,11 +13,11 @@ from ridgeplan.runtime.kv.metadata import AttentionMetadata
 
 
 class DraftPolicy:
-    """Chooses what each draft of a round reads, with the hyperparameters of the plan's selection.
+    """Chooses what each draft of a round reads, or each query of a target, with the hyperparameters of the plan.
 
-    An engine makes one, beside its cache. Between `start` and the end of a generation its methods run inside the round
-    that a CUDA graph captures: they work on tensors of fixed size and never ask the device for a value. Only
-    `after_prefill` runs outside.
+    An engine makes one for drafts and one for a target that selects (target_reads.py), beside its cache. Between
+    `start` and the end of a generation its methods run inside the round that a CUDA graph captures: they work on
+    tensors of fixed size and never ask the device for a value. Only `before_prefill` and `after_prefill` run outside.
     """
 
     window = 0  # of a prompt's last queries, which `after_prefill` is given
@@ -24,6 +27,9 @@ class DraftPolicy:
 
     def start(self) -> None:
         """Forgets the last generation; the cache has been emptied."""
+
+    def before_prefill(self, row: int, prompt: Tensor) -> None:
+        """A row's prompt, int64 [tokens], is about to be processed."""
 
     def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
         """A layer of a prompt is in the cache.
@@ -35,6 +41,18 @@ class DraftPolicy:
 
     def before_round(self) -> None:
         """A round begins: what its drafts share is chosen here."""
+
+    def before_pass(self, tokens: Tensor, ahead: int) -> None:
+        """A pass over tokens [rows, queries] is about to run, from `ahead` positions after the cached ones on."""
+
+    def for_target(self, queries: int) -> None:
+        """Prepares for a target, whose passes have up to this many queries; called once, before the first."""
+
+    def at(self, ahead: int) -> Self:
+        """This policy for a target's query at `ahead` positions after the cached tokens. State is shared."""
+        other = copy.copy(self)
+        other.cache = self.cache.later(ahead)
+        return other
 
     def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
         """For a draft that forwards `queries` tokens per row, from `ahead` positions after the cached ones on."""

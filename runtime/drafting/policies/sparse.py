@@ -18,7 +18,7 @@ from ridgeplan.runtime.kv.metadata import AttentionMetadata
 
 @dataclass(frozen=True, eq=False)
 class TokenIndex:
-    """Old tokens of a layer that a draft reads, as `sparse_decode_attention` takes them.
+    """Old tokens of a layer that a draft or a target's query reads, as `sparse_decode_attention` takes them.
 
     index: int32 [rows, 1 or kv_heads, K], numbers of tokens, or of pages of `page` tokens. count: int32 [rows, 1 or
     kv_heads], the entries that hold.
@@ -104,7 +104,11 @@ class SparsePolicy(DraftPolicy):
 
     def attend(self, layer: int, query: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Attention of a draft's queries in a layer, to the selected and to the recent tokens; same shape."""
-        chosen, cache = self.select(layer, query), self.cache
+        return self.read(layer, query, metadata, self.select(layer, query))
+
+    def read(self, layer: int, query: Tensor, metadata: AttentionMetadata, chosen: TokenIndex) -> Tensor:
+        """Attention of queries in a layer to `chosen` and to the recent tokens; same shape."""
+        cache = self.cache
         codes = None if metadata.groups is None else cache.codes(layer)
         planes = cache.planes(layer) if cache.config.drafts_read_upper else None
         return sparse_decode_attention(

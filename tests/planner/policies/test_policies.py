@@ -1,16 +1,17 @@
 """Policies: the registry holds what plans can name, and each states its cost and its presets."""
 
+from dataclasses import replace
+
 import pytest
 
 from ridgeplan.planner.acceptance import AcceptanceModel
-from ridgeplan.planner.axes.draft_selection import DRAFT_SELECTIONS, Quest, SpecAttn, SpecExtend
+from ridgeplan.planner.axes.draft_selection import DRAFT_SELECTIONS, TARGET_SELECTIONS, Quest, SpecAttn, SpecExtend
 from ridgeplan.planner.axes.draft_selection import draft_selection as named
 from ridgeplan.planner.plan import (
     EvictionPolicy,
     KVCache,
     Plan,
     Speculation,
-    TargetSelection,
     Weights,
     Workload,
 )
@@ -34,7 +35,7 @@ WORKLOAD = Workload("Llama-3.1-8B", "h200", 32768)
 
 def test_plans_can_name_exactly_the_registered_policies():
     assert {policy.name for policy in selections(Role.DRAFT)} == set(DRAFT_SELECTIONS)
-    assert {policy.name for policy in selections(Role.TARGET)} == set(TargetSelection) - {"full"}
+    assert {policy.name for policy in selections(Role.TARGET)} == set(TARGET_SELECTIONS) - {"all"}
     assert set(EVICTIONS) == set(EvictionPolicy) - {"none"}
 
 
@@ -61,13 +62,18 @@ def test_plain_decoding_uses_no_policy():
         ("quest", 4),  # 2 of 16 keys in each of 32 layers
         ("progressive", 4.5),  # 2 of 16 bits, and 32 bits of scales every 128 tokens
         ("oracle", 32),
-        ("shadowkv", 4),  # 1 of 8
-        ("clusterkv", 0.4),  # 1 of 80
+        ("shadowkv", 8),  # 2 equal bounds of 8 keys
+        ("clusterkv", 0.9),  # 1 of 80, and a number of 32 bits beside 128 channels
         ("retrieval-head", 1),  # a head of its own scores once for all layers
     ],
 )
 def test_keys_scored_at_a_step_of_32_layers(name, layers_of_keys):
-    assert SELECTIONS[name].target_cost.scored_keys_of(32) == pytest.approx(layers_of_keys)
+    assert cost_of(name).scored_keys_of(32) == pytest.approx(layers_of_keys)
+
+
+def cost_of(name):
+    """What choosing costs with the policy's own hyperparameters."""
+    return SELECTIONS[name].cost(named(name))
 
 
 def test_hyperparameters_change_the_cost():
@@ -100,6 +106,7 @@ def test_presets_run_unless_they_need_a_policy_that_is_only_estimated(name):
     plan = preset(name, WORKLOAD)
     target, evicting = target_selection(plan), eviction(plan)
     executed = (
+        not plan.placement.offload,
         Role.DRAFT in draft_selection(plan).executable,
         target is None or Role.TARGET in target.executable,
         evicting is None or evicting.executable,
@@ -108,10 +115,15 @@ def test_presets_run_unless_they_need_a_policy_that_is_only_estimated(name):
 
 
 def test_what_is_missing_is_named():
-    assert missing_execution(preset("specontext", WORKLOAD)) == ["offloaded KV", "target selection 'retrieval-head'"]
+    assert missing_execution(preset("specontext", WORKLOAD)) == ["offloaded KV"]
+    assert not missing_execution(preset("specontext-resident", WORKLOAD))
     assert not missing_execution(preset("dapq", WORKLOAD))
-    estimated = Plan(WORKLOAD, speculation=Speculation(4, selection=named("retrieval-head")))
-    assert missing_execution(estimated) == ["draft selection 'retrieval-head'"]
+    evicted = replace(preset("dapq", WORKLOAD), attention=preset("quest", WORKLOAD).attention)
+    assert missing_execution(evicted) == ["target selection 'quest' after an eviction"]
+    scored = replace(preset("specattn", WORKLOAD), attention=preset("quest", WORKLOAD).attention)
+    assert missing_execution(scored) == [
+        "draft selection 'specattn', which chooses by what a verification of all tokens scores"
+    ]
     assert missing_execution(Plan(WORKLOAD, Weights(8, 8))) == missing_execution(Plan(WORKLOAD, Weights(4, 4))) == []
     assert not missing_execution(preset("int4-weights", WORKLOAD))
     assert not missing_execution(preset("quantspec", WORKLOAD))
@@ -124,12 +136,14 @@ def test_what_is_missing_is_named():
         ("quantspec-weights", 3072, False),  # 4096 tokens in the end, all within the window
         ("quantspec-weights", 3073, True),
         ("int8", 3073, True),
+        ("quest", 3073, True),
     ],
 )
 def test_codes_and_drafts_stay_within_a_sliding_window_of_4096(name, context, missing):
     shape = load_shape("mistralai/Mistral-7B-v0.1")
     found = missing_execution(preset(name, Workload("m", "h200", context, new_tokens=1024)), shape)
-    assert found == (["codes, drafts or evictions beyond a sliding window of 4096 tokens"] if missing else [])
+    beyond = "codes, drafts, selections or evictions beyond a sliding window of 4096 tokens"
+    assert found == ([beyond] if missing else [])
 
 
 def test_the_runtime_executes_dense_families():
@@ -142,6 +156,6 @@ def test_the_runtime_executes_dense_families():
 
 def test_runs_of_a_shared_set_hold_every_heads_keys():
     """SpecAttn chooses one set per layer: a token's keys of 8 heads lie together. Quest's pages are a head's own."""
-    runs = {name: SELECTIONS[name].target_cost.run_of(8) for name in ("specattn", "quest", "retrieval-head")}
+    runs = {name: cost_of(name).run_of(8) for name in ("specattn", "quest", "retrieval-head")}
     assert runs == {"specattn": 8, "quest": 16, "retrieval-head": 1}
-    assert SELECTIONS["streamingllm"].target_cost.run_of(8) > 1e9  # a run, however long
+    assert cost_of("streamingllm").run_of(8) > 1e9  # a run, however long

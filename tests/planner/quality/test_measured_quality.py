@@ -42,7 +42,10 @@ def test_a_target_is_what_can_change_the_output():
     assert target_values(preset("dapq-quantspec", WORKLOAD)) == {
         **int8, "eviction.policy": "dapq", "eviction.budget": 1024,
     }  # fmt: skip
-    assert target_values(preset("quest", WORKLOAD)) == {"attention.selection": "quest", "attention.budget": 2048}
+    assert target_values(preset("quest", WORKLOAD)) == {
+        "attention.selection": "quest", "attention.budget": 2048, "attention.sinks": 4, "attention.recent": 128,
+        "attention.page": 16,
+    }  # fmt: skip
     assert target_values(Plan(WORKLOAD, weights=Weights(4, 4, 64))) == {"weights.target_bits": 4, "weights.group": 64}
     groups = Plan(WORKLOAD, kv=KVCache(KVFormat.INT8, 64))
     assert target_values(groups) != int8

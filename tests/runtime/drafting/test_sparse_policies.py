@@ -7,6 +7,7 @@ from ridgeplan.planner.axes.draft_selection import draft_selection
 from ridgeplan.planner.plan import DraftCodes, KVFormat
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.drafting.policies import draft_policy
+from ridgeplan.runtime.drafting.policies.per_query.clusterkv import k_means
 from ridgeplan.runtime.drafting.policies.ranked import prompt_scores
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
@@ -198,3 +199,46 @@ def test_every_query_and_head_chooses_for_itself():
             found = chosen(index, head=head)
             assert len(found) == 4, name
             assert {0, 1, expected} <= set(found), name
+
+
+def test_k_means_finds_directions_and_their_means():
+    """Three directions of different lengths in turn: a cluster each, whose centroid is the mean of its keys."""
+    directions = torch.eye(8)[:3]
+    lengths = 1 + torch.arange(30) / 10
+    keys = (directions.repeat(10, 1) * lengths[:, None])[None]
+    centroids, labels = k_means(keys, 3)
+    assert [len(set(labels[0, one::3].tolist())) for one in range(3)] == [1, 1, 1]
+    assert len(set(labels[0, :3].tolist())) == 3
+    for one in range(3):
+        torch.testing.assert_close(centroids[0, labels[0, one]], directions[one] * lengths[one::3].mean())
+
+
+def test_tokens_score_as_their_clusters():
+    """40 tokens point at the query, and the others do not; what grows old joins the cluster that is most like it."""
+    policy, cache = made("clusterkv", [64], ratio=0.9, cluster=32)
+    keys = torch.zeros(2, 160, 8)
+    keys[..., 1] = 1.0
+    keys[:, 20:60, 0], keys[:, 20:60, 1] = 1.0, 0.0
+    policy.after_prefill(0, 0, torch.ones(1, 4, 8), keys[:, :64], torch.arange(-64, 0)[None])
+    query = torch.zeros(1, 1, 4, 8)
+    query[..., 0] = 1.0
+    scores = policy.query_scores(0, query)[0, 0]
+    assert (scores[20:60] == 1).all() and (scores[:20] == 0).all()
+    cache.keys[0, 0, :, 64:96] = query[0, 0, 0]  # the group that grows old after 127 tokens
+    cache.lengths.fill_(120)
+    policy.before_round()
+    assert (policy.query_scores(0, query)[0, 0, 64:96] == 1).all()
+
+
+def test_landmarks_are_means_and_outliers_come_first():
+    """Chunk 2 holds one key that its mean describes badly; chunk 5 has the largest mean along the query."""
+    policy, _ = made("shadowkv", [64], ratio=0.5, outliers=1)
+    keys = torch.zeros(2, 64, 8)
+    keys[..., 1] = 1.0
+    keys[:, 16] = torch.tensor([0, -1.0, 0, 0, 0, 0, 0, 0])
+    keys[:, 40:48, 0] = torch.arange(8.0)
+    policy.after_prefill(0, 0, torch.ones(1, 4, 8), keys, torch.arange(-64, 0)[None])
+    query = torch.zeros(1, 1, 4, 8)
+    query[..., 0] = 1.0
+    scores = policy.query_scores(0, query)[0, 0, :8]
+    assert scores.tolist() == [0, 0, torch.inf, 0, 0, 3.5, 0, 0]

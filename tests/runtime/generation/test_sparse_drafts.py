@@ -20,6 +20,8 @@ SELECTIONS = {
     "specattn": {"score": "logits"},
     "progressive": {},
     "oracle": {},
+    "clusterkv": {"cluster": 8},
+    "shadowkv": {"outliers": 1},
 }
 CACHES = [("int4x2", None), ("bf16+int4", None), ("bf16+int4", "full"), ("int8", "full"), ("bf16", "full")]
 # 2-bit keys are those of codes, which a bf16 cache has none of.

@@ -1,4 +1,4 @@
-"""Drafts read the tokens that their query scores highest by the keys themselves: a bound for the other policies."""
+"""The tokens that the query scores highest by the keys themselves: a bound for the other policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Policies that choose anew for every draft's query and KV head."""
+"""Policies that choose anew for every query and KV head; one file each.
+
+Not here: policies that choose once a round for all layers (ranked.py), or before a pass begins (retrieval_head.py).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ class PerQueryPolicy(SparsePolicy):
     """A subclass scores pages of `page` tokens by the query.
 
     What it scores by is made of whole groups, so that old tokens are those that the rule of codes would quantize, also
-    in a full-precision cache. What depends on lengths alone is computed once for all layers of a draft: old_tokens and
+    in a full-precision cache. What depends on lengths alone is computed once for all layers of a query: old_tokens and
     budgets int32 [rows], and page_limits, see `SparsePolicy.limits`.
     """
 

@@ -1,0 +1,66 @@
+"""`ridgeplan distill`: trains a retrieval head for a model on a text."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ridgeplan.dashboards.cli.options import OutputFile, options
+from ridgeplan.dashboards.cli.output import progress, warnings_as_notes
+
+MAX_TEXT_TOKENS = 1 << 22
+
+
+@click.command()
+@click.argument("model")
+@options(
+    click.option("--text", metavar="FILE", required=True, help="UTF-8 text to train on."),
+    click.option("--output", type=OutputFile(), required=True, help="Write the head to this file."),
+    click.option("--steps", type=int, default=1000, show_default=True, help="Optimizer steps."),
+    click.option("--tokens", type=int, default=512, show_default=True, help="Tokens of a passage."),
+    click.option("--batch", type=int, default=4, show_default=True, help="Passages of a step."),
+    click.option("--rate", type=float, default=1e-3, show_default=True, help="Learning rate after the warm-up."),
+    click.option("--attention", type=float, default=1.0, show_default=True,
+                 help="Weight of the loss of attention to distant tokens; 0 trains as published."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Seed of the passages."),
+    click.option("--checkpoint", type=OutputFile(), help="Keep checkpoints here, and continue from one."),
+    click.option("--every", type=click.IntRange(1), default=100, show_default=True, help="Steps between checkpoints."),
+    click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: a GPU, if there is one]"),
+)  # fmt: skip
+def distill(
+    model: str, text: str, output: Path, checkpoint: Path | None, every: int, device: str | None, **sizes: Any
+) -> None:
+    """Train a retrieval head for MODEL, a folder, a GGUF file or a hub id.
+
+    A language model of one layer learns the output distribution of MODEL on the text, and what its layers attend to
+    beyond the latest tokens; its queries and keys are kept.
+    Plans that choose tokens by a head take the file: --retrieval-head of `run`, `quality` and `study retrieval`.
+    """
+    # Importing torch takes seconds.
+    from ridgeplan.runtime.retrieval.distill.run import distill as train
+    from ridgeplan.runtime.retrieval.distill.train import Training
+    from ridgeplan.runtime.retrieval.file import save_head
+    from ridgeplan.validate.prompts import read_prompt
+
+    training, content = Training(**sizes), read_prompt(text)
+    with warnings_as_notes(), progress() as bars:
+        bar = bars.add_task("loading", total=training.steps)
+
+        def show(step: int, loss: float) -> None:
+            bars.update(bar, description=f"loss {loss:.3f}", completed=step)
+
+        found = train(
+            model, partial(_tokens, text=content), training, show, device=device, checkpoint=checkpoint, every=every
+        )
+    save_head(output, found.head)
+    click.echo(f"{found.steps} steps, loss {found.loss:.3f} nats a token over the last tenth; wrote {output}")
+
+
+def _tokens(source: str, text: str) -> list[int]:
+    from ridgeplan.runtime.model.checkpoint import load_tokenizer
+    from ridgeplan.validate.prompts import first_tokens
+
+    return first_tokens(load_tokenizer(source), MAX_TEXT_TOKENS, text)

@@ -1,0 +1,70 @@
+"""The tokens that the query scores highest by 2-bit keys; not published."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.selection.draft_planes import DraftPlanes
+from ridgeplan.kernels.selection.two_bit import two_bit_scores
+from ridgeplan.kernels.sparse_attention.progressive import progressive_attention
+from ridgeplan.planner.axes import draft_selection as selections
+from ridgeplan.runtime.drafting.policies.per_query import PerQueryPolicy
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.metadata import AttentionMetadata
+
+
+class Progressive(PerQueryPolicy):
+    """The 2-bit keys are the upper bits of the upper codes, so the cache must hold codes.
+
+    lse: float32 [places, layers, batch, q_heads], the log-sum-exps of queries' scores, which weigh the query heads of a
+    KV head in the next query's. A draft's query has those of the draft before it, in one place. A target's query has
+    those of the token before it, so that what it chooses depends on the text alone, not on how rounds fell: the token
+    at position p has the place p % places, and places outnumber the queries of a pass.
+    threshold: float32 [layers, batch, kv_heads], see `progressive_attention`.
+    """
+
+    def __init__(self, selection: selections.Progressive, cache: Cache) -> None:
+        super().__init__(selection, cache)
+        sizes = (1, cache.layers, cache.config.batch, cache.q_heads)
+        self.lse = torch.zeros(sizes, dtype=torch.float32, device=cache.lengths.device)
+        self.threshold = torch.empty(*sizes[1:3], cache.kv_heads, dtype=torch.float32, device=self.lse.device)
+
+    def start(self) -> None:
+        self.lse.zero_()
+        self.threshold.fill_(-torch.inf)
+
+    def for_target(self, queries: int) -> None:
+        self.lse = self.lse.repeat(queries + 1, 1, 1, 1)
+
+    def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
+        metadata = super().draft_metadata(ahead, queries)
+        self.groups = self.old_tokens // self.cache.config.group
+        return metadata
+
+    def query_scores(self, layer: int, query: Tensor) -> Tensor:
+        codes, (planes, groups) = self.cache.codes(layer), self._scanned(layer)
+        rows, places = self.cache.rows, len(self.lse)
+        own = (self.cache.lengths[:rows] % places).long()
+        lse, row = self.lse[:, layer], torch.arange(rows, device=own.device)
+        weights = lse[(own - 1) % places, row]
+        scores = two_bit_scores(query, codes, planes, groups, weights)
+        lse[own, row] = weights
+        return scores
+
+    def attend(self, layer: int, query: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Where drafts read upper codes, one operation scans, chooses and reads."""
+        if not self.cache.config.drafts_read_upper or len(self.lse) > 1:
+            return super().attend(layer, query, metadata)
+        (planes, groups), rows = self._scanned(layer), self.cache.rows
+        return progressive_attention(
+            query, *self.cache.full(layer), metadata.begin, metadata.end, self.cache.codes(layer), planes, groups,
+            self.budgets, self.lse[0, layer, :rows], self.threshold[layer, :rows], max_k=self.max_budget,
+            sinks=self.selection.sinks,
+        )  # fmt: skip
+
+    def _scanned(self, layer: int) -> tuple[DraftPlanes, Tensor]:
+        """The 2-bit keys of a layer, and the groups of each row that are scanned."""
+        planes = self.cache.planes(layer)
+        assert planes is not None, "plans that choose by 2-bit keys hold codes"
+        return planes, self.groups

@@ -1,0 +1,80 @@
+"""The tokens that SpeContext's retrieval head scores highest (section 4.3), known before the first layer runs."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from ridgeplan.planner.axes import draft_selection as selections
+from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
+from ridgeplan.runtime.drafting.policies.sparse import SparsePolicy, TokenIndex
+from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.metadata import AttentionMetadata
+from ridgeplan.runtime.retrieval.head import Head, Rotary, head_scores
+
+NO_HEAD = "the plan chooses tokens by a retrieval head and none was given; `ridgeplan distill` trains one"
+
+
+class RetrievalHead(SparsePolicy):
+    """A set for each KV head of the target, or one for all ("batch": by the mean over them), for all layers.
+
+    keys: [batch, kv_heads, slots, head_dim], of every token, by its position in the text.
+    """
+
+    selection: selections.RetrievalHead
+
+    def __init__(self, selection: selections.RetrievalHead, cache: Cache, head: Head | None = None) -> None:
+        """Raises WorkloadError without a head, and for one that needs the target's features."""
+        super().__init__(selection, cache)
+        if head is None or head.tokens is None:
+            raise WorkloadError(NO_HEAD)
+        if head.config.inputs != "embedding":
+            raise WorkloadError("the retrieval head needs the target's features; allowed here: one of embeddings alone")
+        config, self.head = head.config, head
+        slots = cache.config.longest + cache.config.gamma + 1
+        sizes = (cache.config.batch, config.kv_heads, slots, config.head_dim)
+        self.keys = torch.zeros(sizes, dtype=head.tokens.dtype, device=head.tokens.device)
+        self.rotary = Rotary(config, cache.config.longest, head.tokens.device)
+        self._queries = self.keys.new_zeros(0)
+        self._query = 0
+        self._chosen: TokenIndex | None = None
+
+    def before_prefill(self, row: int, prompt: Tensor) -> None:
+        for start in range(0, len(prompt), PREFILL_CHUNK_TOKENS):
+            part = slice(start, start + PREFILL_CHUNK_TOKENS)
+            positions = torch.arange(len(prompt), device=prompt.device)[part]
+            _, keys = self.head.project(prompt[part], positions, self.rotary)
+            self.keys[row, :, part][:, : len(keys)] = keys.transpose(0, 1)
+
+    def before_pass(self, tokens: Tensor, ahead: int) -> None:
+        rows, queries = tokens.shape
+        offsets = torch.arange(ahead, ahead + queries, device=tokens.device)
+        positions = self.cache.lengths[:rows, None].long() + offsets
+        self._queries, keys = self.head.project(tokens, positions, self.rotary)
+        places = positions[:, None, :, None].expand(-1, keys.shape[2], -1, keys.shape[3])
+        self.keys[:rows].scatter_(2, places, keys.transpose(1, 2))
+        self._query = 0
+
+    def at(self, ahead: int) -> Self:
+        other = super().at(ahead)
+        other._query = ahead
+        return other
+
+    def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
+        """Chooses for the query of the pass that is about to run, then as for every sparse policy."""
+        self._chosen = TokenIndex(*self.best(self._scores(ahead), 1))
+        return super().draft_metadata(ahead, queries)
+
+    def select(self, layer: int, query: Tensor) -> TokenIndex:
+        assert self._chosen is not None, "a pass has begun"
+        return self._chosen
+
+    def _scores(self, ahead: int) -> Tensor:
+        """Of all tokens up to the query's own, float32 [rows, 1 or kv_heads, slots]."""
+        rows, cache = self.cache.rows, self.cache
+        visible = cache.lengths[:rows] + ahead + 1
+        scores = head_scores(self._queries[:, self._query], self.keys[:rows], visible, cache.kv_heads)
+        return scores.mean(1, keepdim=True) if self.selection.level == "batch" else scores

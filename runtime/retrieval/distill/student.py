@@ -1,0 +1,80 @@
+"""The one-layer language model that is trained: the target's embedding and head, frozen, and a decoder layer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.runtime.model.checkpoint import UNTRUSTED
+from ridgeplan.runtime.model.state_dict import StateDict
+from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of
+
+FROZEN = ("model.embed_tokens.", "lm_head.")
+
+
+def make_student(config: Any, state: StateDict, device: torch.device) -> Any:
+    """A model of the target's family with one layer, on `device`, in float32.
+
+    It starts as the target's first layer, whose inputs are embeddings too. state: the target's weights, which keep
+    their tensors.
+    """
+    one = copy.deepcopy(config)
+    one.num_hidden_layers, one.use_cache, one.layer_types = 1, False, ["full_attention"]
+    one.rope_parameters = {"rope_type": "default", "rope_theta": one.rope_parameters["rope_theta"]}
+    if getattr(one, "use_sliding_window", None):
+        one.use_sliding_window = False
+    with torch.device("meta"):
+        student = transformers.AutoModelForCausalLM.from_config(one, attn_implementation="eager", **UNTRUSTED)
+    found = {name: state.tensors.get(name, None) for name in student.state_dict()}
+    values = {
+        name: value.float().to(device, copy=not name.startswith(FROZEN))
+        for name, value in found.items() if value is not None
+    }  # fmt: skip
+    student.load_state_dict(values, strict=False, assign=True)
+    student.tie_weights()
+    student.model.rotary_emb = type(student.model.rotary_emb)(config=one).to(device)
+    for name, parameter in student.named_parameters():
+        parameter.requires_grad_(not name.startswith(FROZEN))
+    return student
+
+
+def trained_parameters(student: Any) -> dict[str, Tensor]:
+    """What training changes, by name."""
+    return {name: value for name, value in student.named_parameters() if value.requires_grad}
+
+
+def pruned(student: Any, shape: ModelShape, context: int) -> Head:
+    """The student's retrieval head: its first norm and its query and key projections, with what they have beside them.
+
+    context: tokens of the sequences that it was trained on.
+    """
+    layer, norm = student.model.layers[0], student.model.layers[0].input_layernorm
+    attention, config = layer.self_attn, student.config
+    made = HeadConfig(
+        model=shape.name,
+        hidden=shape.hidden,
+        vocab=shape.vocab,
+        q_heads=shape.q_heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        context=context,
+        rope_theta=float(config.rope_parameters["rope_theta"]),
+        norm_eps=config.rms_norm_eps,
+    )
+    found: dict[str, Any] = {
+        "norm": norm.weight,
+        "q": attention.q_proj.weight,
+        "k": attention.k_proj.weight,
+        "q_bias": attention.q_proj.bias,
+        "k_bias": attention.k_proj.bias,
+        "q_norm": getattr(getattr(attention, "q_norm", None), "weight", None),
+        "k_norm": getattr(getattr(attention, "k_norm", None), "weight", None),
+        "probe": probe_of(student.model.embed_tokens.weight),
+    }
+    copies: dict[str, Any] = {name: x if x is None else x.detach().clone() for name, x in found.items()}
+    return Head(made, HeadWeights(**copies))

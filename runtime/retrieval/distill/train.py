@@ -1,0 +1,173 @@
+"""The training of a student: KL to the teacher's next-token distribution on passages of a text (Eq 2), with AdamW.
+
+A second loss, which is not published, is the KL to the teacher's attention to distant tokens: those are what a head is
+for, and a small student predicts most next tokens from near ones.
+
+A checkpoint holds all that the next step depends on, so that a run that was stopped ends as one that was not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ridgeplan.roofline.catalog.checks import Checked, number, whole
+from ridgeplan.runtime.errors import ModelError, WorkloadError
+from ridgeplan.runtime.model.readers import failures_as
+from ridgeplan.runtime.retrieval.distill.student import trained_parameters
+from ridgeplan.runtime.retrieval.distill.teacher import RECENT, SINKS, Teacher, distant_tokens, shares
+from ridgeplan.runtime.retrieval.file import read_tensors, write_tensors
+
+KEY = "ridgeplan.distillation"
+LOGITS_TOKENS = 128  # whose logits are held at once
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Report = Callable[[int, float], None]  # steps done, and the last step's loss
+
+
+@dataclass(frozen=True)
+class Training(Checked):
+    """Sizes of a run. Raises WorkloadError for values out of range.
+
+    tokens: of a passage; batch: passages of a step. attention: weight of the loss of attention, which passages up to
+    the latest tokens have none of; 0 is SpeContext's.
+    """
+
+    error = WorkloadError
+    steps: int = whole(1, 10_000_000, default=1000)
+    tokens: int = whole(8, 1 << 17, default=512)
+    batch: int = whole(1, 4096, default=4)
+    rate: float = number(1e-8, 1, default=3e-4)
+    warmup: int = whole(0, 1_000_000, default=20)
+    attention: float = number(0, 1000, default=1.0)
+    seed: int = whole(0, (1 << 31) - 1, default=0)
+
+    def rate_at(self, step: int) -> float:
+        """Learning rate: a linear warm-up, then a cosine down to a tenth."""
+        if step < self.warmup:
+            return self.rate * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.rate * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+class Distillation:
+    """A student, its optimizer and the step that it has reached."""
+
+    def __init__(self, teacher: Teacher, student: Any, ids: Sequence[int], training: Training) -> None:
+        """ids: of the text. Raises WorkloadError for a text shorter than two passages."""
+        if len(ids) < 2 * training.tokens:
+            allowed = f"{2 * training.tokens}, two passages, or more"
+            raise WorkloadError(f"the text has {len(ids)} tokens; allowed: {allowed}")
+        self.teacher, self.student, self.training = teacher, student, training
+        self.ids = torch.tensor(list(ids), device=teacher.weights.embedding.device)
+        self.parameters = trained_parameters(student)
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=training.rate, weight_decay=0.0)
+        self.step, self.losses = 0, [0.0]
+
+    def run(self, on_step: Report, checkpoint: Path | None = None, every: int = 100) -> float:
+        """Trains up to the last step, with a checkpoint every few; returns the mean loss of the last tenth of the run.
+
+        Raises WorkloadError when the loss is no longer finite.
+        """
+        while self.step < self.training.steps:
+            loss = self._step()
+            if not math.isfinite(loss):
+                raise WorkloadError(f"the loss is {loss} at step {self.step}; allowed: a lower learning rate")
+            self.losses.append(loss)
+            on_step(self.step, loss)
+            if checkpoint is not None and (self.step % every == 0 or self.step == self.training.steps):
+                self.save(checkpoint)
+        last = self.losses[-max(1, len(self.losses) // 10) :]
+        return sum(last) / len(last)
+
+    def save(self, path: Path) -> None:
+        """Writes a checkpoint, completely or not at all. Raises ModelError."""
+        tensors = {name: value.detach().cpu() for name, value in self.parameters.items()}
+        for name, parameter in self.parameters.items():
+            state = self.optimizer.state[parameter]
+            tensors |= {f"{moment}.{name}": state[moment].cpu() for moment in MOMENTS}
+        write_tensors(path, tensors, {KEY: json.dumps({"step": self.step, **asdict(self.training)})})
+
+    def resume(self, path: Path) -> None:
+        """Continues from a checkpoint of the same run. Raises ModelError for any other file."""
+        with failures_as(f"cannot resume from {str(path)!r}"):
+            metadata, tensors = read_tensors(path)
+            found = json.loads(metadata.get(KEY, "{}"))
+            step = found.pop("step", None)
+            if found != asdict(self.training) or not isinstance(step, int) or not 0 < step <= self.training.steps:
+                raise ValueError("it is of another run; allowed: the same options, or no checkpoint")
+            self._load(tensors, step)
+        self.step = step
+
+    def _load(self, tensors: dict[str, Tensor], step: int) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.data.copy_(tensors[name])
+            moments = {moment: tensors[f"{moment}.{name}"].to(parameter) for moment in MOMENTS}
+            self.optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
+
+    def _step(self) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.training.rate_at(self.step)
+        loss = sum(self._passage(tokens) for tokens in self._passages())
+        torch.nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return loss / self.training.batch
+
+    def _passages(self) -> Tensor:
+        """The passages of a step, [batch, tokens]: they depend on the seed and the step alone."""
+        one = self.training
+        generator = torch.Generator().manual_seed(one.seed * 1_000_003 + self.step)
+        starts = torch.randint(len(self.ids) - one.tokens + 1, (one.batch,), generator=generator)
+        return torch.stack([self.ids[start : start + one.tokens] for start in starts.tolist()])
+
+    def _passage(self, tokens: Tensor) -> float:
+        """Adds a passage's gradients; returns its loss in nats a token.
+
+        The logits' gradients are made a few tokens at a time, and the layer's once, from their sum.
+        """
+        attending = self.training.attention > 0 and len(tokens) > SINKS + RECENT
+        taught, attention = self.teacher.read(tokens, attending)
+        found = self.student.model(tokens[None], output_attentions=attending)
+        hidden = found.last_hidden_state[0]
+        cut = hidden.detach().requires_grad_()
+        total = 0.0
+        for known, own in zip(taught.split(LOGITS_TOKENS), cut.split(LOGITS_TOKENS), strict=True):
+            expected = self.teacher.logits(known).log_softmax(-1)
+            drawn = self.student.lm_head(own).float().log_softmax(-1)
+            loss = functional.kl_div(drawn, expected, log_target=True, reduction="sum") / len(tokens)
+            (loss / self.training.batch).backward()
+            total += float(loss.detach())
+        assert cut.grad is not None, "every token has logits"
+        if attention is None:
+            hidden.backward(cut.grad)
+            return total
+        focus = self.training.attention * attention_loss(found.attentions[0][0], attention)
+        torch.autograd.backward([hidden, focus / self.training.batch], [cut.grad, None])
+        return total + float(focus.detach())
+
+
+def attention_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """KL of attention to distant tokens, nats, the mean over KV heads and those queries that have any.
+
+    student: weights [q_heads, tokens, tokens] of its one layer; teacher: [kv_heads, tokens, tokens] of `Teacher.read`.
+    """
+    distant = distant_tokens(student.shape[-1], student.device)
+    own = shares(student.float().unflatten(0, (len(teacher), -1)).mean(1), distant)
+    has = distant.any(-1)
+    own, teacher = own[:, has].clamp_min(1e-9), teacher[:, has]
+    return (teacher * (teacher.clamp_min(1e-9).log() - own.log())).sum(-1).mean()
+
+
+def require_checkpoint(path: Path) -> None:
+    """Raises ModelError where there is no checkpoint."""
+    if not path.is_file():
+        raise ModelError(f"no checkpoint at {str(path)!r}; allowed: a file of an earlier run")

@@ -1,0 +1,192 @@
+"""A retrieval head: an embedding and the query and key projections of a one-layer language model (SpeContext, 4.3).
+
+It needs the tokens alone, so what it chooses is known before the model's first layer runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ridgeplan.kernels.layer.norm import add_rms_norm
+from ridgeplan.kernels.layer.rope import rotary_tables, rotate
+from ridgeplan.roofline.catalog.checks import Checked, number, one_of, text, whole
+from ridgeplan.roofline.catalog.mistakes import brief
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.runtime.errors import ModelError
+from ridgeplan.runtime.model_config import yarn_frequencies
+
+FORMAT = 1
+PROBED_TOKENS, PROBED_CHANNELS = 16, 8  # of an embedding, by which a model is recognized
+PROBE_TOLERANCE = 0.02  # bf16 rounds by 0.4%, and 8-bit files by a little more
+
+
+@dataclass(frozen=True)
+class HeadConfig(Checked):
+    """What a head's file says of it. Raises ModelError for values out of range.
+
+    model: that it was made for. context: tokens of the longest sequences that it was trained on; YaRN stretches it
+    beyond. inputs: "embedding", or "full" with the target's features of the token before (EAGLE-3).
+    """
+
+    error = ModelError
+    model: str = text()
+    hidden: int = whole(1, 1 << 16)
+    vocab: int = whole(1, 1 << 22)
+    q_heads: int = whole(1, 1024)
+    kv_heads: int = whole(1, 1024)
+    head_dim: int = whole(2, 1024)
+    context: int = whole(1, 1 << 24)
+    rope_theta: float = number(1, 1e12, default=10000.0)
+    norm_eps: float = number(0, 1, default=1e-5)
+    inputs: str = one_of(("embedding", "full"), default="embedding")
+    format: int = one_of((FORMAT,), default=FORMAT)
+
+    def _owner(self) -> str:
+        return "retrieval head: "
+
+    def _contradiction(self) -> str | None:
+        if self.q_heads % self.kv_heads or self.head_dim % 2:
+            heads = f"{self.q_heads} query heads, {self.kv_heads} KV heads of {self.head_dim}"
+            return f"{heads}; allowed: a multiple of the KV heads, of an even size"
+        return None
+
+    @property
+    def width(self) -> int:
+        """Inputs of the projections."""
+        return self.hidden * (2 if self.inputs == "full" else 1)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadWeights:
+    """norm [hidden]; q [q_heads head_dim, width]; k [kv_heads head_dim, width]; probe: of the model's embedding.
+
+    Optional: biases of q and k, norms of each query's and key's channels (Qwen3), an embedding [vocab, hidden] of its
+    own, and for "full" inputs feature_norm [hidden] and fc [hidden, 3 hidden].
+    """
+
+    norm: Tensor
+    q: Tensor
+    k: Tensor
+    probe: Tensor
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    embedding: Tensor | None = None
+    feature_norm: Tensor | None = None
+    fc: Tensor | None = None
+
+
+def probe_of(embedding: Tensor) -> Tensor:
+    """Values of an embedding [vocab, hidden] by which it is recognized, float32 [PROBED_TOKENS, PROBED_CHANNELS]."""
+    tokens = torch.linspace(0, len(embedding) - 1, PROBED_TOKENS, dtype=torch.float64).long()
+    return embedding[tokens.to(embedding.device), :PROBED_CHANNELS].float().cpu()
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """A head and its file's configuration; `for_model` binds it to a model's embedding."""
+
+    config: HeadConfig
+    weights: HeadWeights
+    tokens: Tensor | None = None  # the embedding that it reads, once it is bound
+
+    def require_shape(self, shape: ModelShape) -> None:
+        """Raises ModelError for a head of a model of other sizes."""
+        config = self.config
+        fits = config.hidden == shape.hidden and config.vocab == shape.vocab
+        if not fits or config.q_heads % shape.kv_heads or shape.is_mla:
+            raise self._other(shape)
+
+    def for_model(self, shape: ModelShape, embedding: Tensor) -> Head:
+        """The head on the device and in the dtype of the model's embedding [vocab, hidden].
+
+        Raises ModelError for a head of another model, by sizes or by the embedding's values.
+        """
+        self.require_shape(shape)
+        found = probe_of(embedding)
+        apart = (found - self.weights.probe).abs().max() / found.abs().max().clamp_min(1e-30)
+        if not apart <= PROBE_TOLERANCE:
+            raise self._other(shape)
+        tensors = vars(self.weights).items()
+        own: dict[str, Any] = {name: value if value is None else value.to(embedding) for name, value in tensors}
+        weights = HeadWeights(**own)
+        return replace(self, weights=weights, tokens=embedding if weights.embedding is None else weights.embedding)
+
+    def _other(self, shape: ModelShape) -> ModelError:
+        allowed = f"a head that `ridgeplan distill` trained for {brief(shape.name)}"
+        return ModelError(f"the retrieval head is of {brief(self.config.model)}, another model; allowed: {allowed}")
+
+    def project(
+        self, tokens: Tensor, positions: Tensor, rotary: Rotary, features: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Queries [..., q_heads, head_dim] and keys [..., kv_heads, head_dim] of tokens [...] at positions [...].
+
+        features: of the token before each, [..., 3 hidden], for "full" inputs.
+        """
+        weights, config = self.weights, self.config
+        assert self.tokens is not None, "the head is bound to a model"
+        inputs = self._normed(functional.embedding(tokens, self.tokens), weights.norm)
+        if features is not None:
+            assert weights.fc is not None and weights.feature_norm is not None, "it has full inputs"
+            fused = functional.linear(features, weights.fc)
+            inputs = torch.cat([inputs, self._normed(fused, weights.feature_norm)], dim=-1)
+        tables = rotary.tables(positions)
+        heads = ((weights.q, weights.q_bias, weights.q_norm), (weights.k, weights.k_bias, weights.k_norm))
+        rotated = []
+        for weight, bias, norm in heads:
+            each = functional.linear(inputs, weight, bias).unflatten(-1, (-1, config.head_dim))
+            each = each if norm is None else self._normed(each, norm)
+            rotated.append(rotate(each, *tables))
+        return rotated[0], rotated[1]
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        rows = x.reshape(1, -1, x.shape[-1])
+        return add_rms_norm(rows, None, weight, self.config.norm_eps)[1].view_as(x)
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """RoPE of a head for sequences of up to `context` tokens, on a device: YaRN beyond what it was trained on."""
+
+    config: HeadConfig
+    context: int
+    device: torch.device
+
+    @cached_property
+    def _frequencies(self) -> tuple[Tensor, float]:
+        one = self.config
+        made, scale = yarn_frequencies(one.head_dim, one.rope_theta, one.context, self.context)
+        return torch.tensor(made, dtype=torch.float32, device=self.device), scale
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [..., head_dim / 2] of positions [...]."""
+        return rotary_tables(positions, *self._frequencies)
+
+
+def head_scores(queries: Tensor, keys: Tensor, visible: Tensor, groups: int) -> Tensor:
+    """Attention of one query per row, the largest of each group of query heads -> float32 [rows, groups, slots].
+
+    queries: [rows, q_heads, head_dim]; keys: [rows, kv_heads, slots, head_dim]; visible: int [rows], leading slots that
+    a query sees; later ones score 0. groups: KV heads of the target, each with as many query heads: MHA has a group for
+    each, GQA and MQA take the element-wise maximum over those that share a KV head (SpeContext, section 4.3).
+    """
+    kv_heads, slots = keys.shape[1:3]
+    heads = queries.unflatten(1, (kv_heads, -1)) * queries.shape[-1] ** -0.5
+    logits = _products(heads.flatten(0, 1), keys.flatten(0, 1).mT).view(len(queries), -1, slots)
+    unseen = torch.arange(slots, device=keys.device) >= visible[:, None]
+    weights = logits.masked_fill_(unseen[:, None], -torch.inf).softmax(-1)
+    return weights.unflatten(1, (groups, -1)).amax(2)
+
+
+def _products(one: Tensor, other: Tensor) -> Tensor:
+    """Batched products in float32, whatever the dtype of the factors."""
+    if one.is_cuda and one.dtype != torch.float32:
+        return torch.bmm(one, other, out_dtype=torch.float32)
+    return torch.bmm(one, other).float()

@@ -1,0 +1,150 @@
+"""Targets that read only what a policy selects: one model whatever rounds are, and the dense one with room enough."""
+
+import functools
+from itertools import product
+
+import pytest
+import torch
+
+from ridgeplan import runtime
+from ridgeplan.runtime.drafting.target_reads import TargetReads
+
+NEW = 45  # with groups of 32: a flush or two
+LENGTHS = [100, 37, 65]
+SELECTIONS = {
+    "streamingllm": {"recent": 6},
+    "quest": {},
+    "oracle": {},
+    "retrieval-head": {"recent": 6},
+    "clusterkv": {"cluster": 8},
+    "shadowkv": {"outliers": 1},
+    "progressive": {},
+}
+CACHES = ("bf16", "bf16+int4", "int8")
+# 2-bit keys are those of codes, which a bf16 cache has none of.
+CASES = [(kv, name) for kv, name in product(CACHES, SELECTIONS) if (kv, name) != ("bf16", "progressive")]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model(agreeable=True)
+
+
+@pytest.fixture(scope="module")
+def engine_of(model, make_plan, head_file):
+    """Engines of plans whose target reads `budget` tokens, with two sinks."""
+    path = head_file(model)
+
+    def make(kv, name="all", budget=0, gamma=0, **options):
+        own = {} if name == "all" else SELECTIONS[name] | {"sinks": 2}
+        plan = make_plan(kv, gamma, batch=3, target=name, target_budget=budget, target_options=own, **options)
+        needs = "retrieval-head" in (name, options.get("selection"))
+        return runtime.load(plan, model.folder, device="cpu", retrieval_head=path if needs else None)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def generated(engine_of, prompts):
+    """Tokens of a plan, generated once."""
+
+    @functools.cache
+    def run(*asked, **options):
+        return engine_of(*asked, **options).generate(prompts(*LENGTHS), NEW)
+
+    return run
+
+
+@pytest.mark.parametrize("kv, name", CASES)
+def test_rounds_change_nothing(kv, name, generated):
+    """Each query of a verification chooses as if its token were decoded alone."""
+    plain, drafted = generated(kv, name, 48), generated(kv, name, 48, 3)
+    assert drafted.tokens == plain.tokens
+    assert drafted.statistics.accepted > 0
+    assert drafted.tokens != generated(kv).tokens  # the budget does leave something out
+
+
+@pytest.mark.parametrize("kv, name", CASES)
+def test_a_budget_of_every_token_is_the_dense_target(kv, name, generated, engine_of, prompts):
+    """Bit for bit where it covers all that a sequence may have; in a long cache by the same tokens."""
+    (prompt,), after = prompts(70), list(range(40))
+    dense, chosen = (engine_of(kv, *reads).forced_logits(prompt, after) for reads in ((), (name, 256)))
+    assert torch.equal(dense, chosen)
+    assert generated(kv, name, 255).tokens == generated(kv).tokens
+
+
+@pytest.mark.parametrize("name", ["streamingllm", "retrieval-head", "quest"])
+def test_sparse_drafts_of_a_target_that_selects(name, generated):
+    options = {"selection": name, "ratio": 0.2, "floor": 8, "sinks": 2}
+    drafted = generated("int4x2", "quest", 64, 3, **options)
+    assert drafted.tokens == generated("int4x2", "quest", 64).tokens
+    assert drafted.statistics.accepted > 0
+
+
+@pytest.mark.parametrize("kv", CACHES)
+def test_a_head_chooses_for_drafts_of_a_dense_target(kv, generated):
+    """Drafts never forward the last one of a round that is all accepted; the head knows its key all the same."""
+    options = {"selection": "retrieval-head", "floor": 8, "sinks": 2, "recent": 6}
+    few, every = (generated(kv, gamma=3, **options, ratio=ratio) for ratio in (0.2, 1.0))
+    assert few.tokens == every.tokens == generated(kv).tokens
+    assert every.statistics.accepted == generated(kv, gamma=3, codes=None).statistics.accepted
+
+
+def seen_by(name, query, keys, length, budget, group=32, sinks=2):
+    """bool [kv_heads, length]: what a query reads of `length` tokens, from the whole matrix of scores."""
+    kv_heads = len(keys)
+    seen = torch.zeros(kv_heads, length, dtype=torch.bool)
+    cached = length - 1  # the query's own token is read beside the budget
+    if name == "streamingllm":
+        seen[:, :sinks] = seen[:, max(0, cached - (budget - sinks)) :] = True
+        return seen
+    old = max(0, cached // group - 1) * group
+    wanted = min(max(budget - (cached - old), sinks), old)
+    logits = torch.einsum("hgd,hnd->hgn", query.unflatten(0, (kv_heads, -1)), keys) * keys.shape[-1] ** -0.5
+    scores = logits.softmax(-1).sum(1)[:, :old]
+    scores[:, :sinks] = torch.inf
+    seen[:, old:] = True
+    return seen.scatter(1, scores.topk(wanted, dim=1).indices, True)
+
+
+@pytest.mark.parametrize("name", ["streamingllm", "oracle"])
+def test_attention_is_that_of_the_full_matrix_where_others_are_masked(name, engine_of, prompts, monkeypatch):
+    engine, compared = engine_of("bf16", name, 48, 2), []
+    inner = TargetReads._attend
+
+    def checked(self, layer, query, metadata):
+        out, cache = inner(self, layer, query, metadata), engine.cache
+        keys, values = cache.full(layer)
+        for row, length in enumerate(cache.lengths.tolist()):
+            for at in range(query.shape[1]):
+                k, v, q = keys[row, :, : length + at + 1], values[row, :, : length + at + 1], query[row, at]
+                seen = seen_by(name, q, k, length + at + 1, 48)
+                logits = torch.einsum("hgd,hnd->hgn", q.unflatten(0, (2, -1)), k) * k.shape[-1] ** -0.5
+                weights = logits.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+                torch.testing.assert_close(out[row, at], (weights @ v).flatten(0, 1), rtol=2e-4, atol=2e-5)
+                compared.append(int((~seen).sum()))
+        return out
+
+    monkeypatch.setattr(TargetReads, "_attend", checked)
+    engine.generate(prompts(*LENGTHS), 12)
+    assert sum(compared) > 1000
+
+
+def test_a_head_is_asked_for_and_checked(model, tiny_model, make_plan, head_file):
+    options = {"target": "retrieval-head", "target_budget": 48}
+    with pytest.raises(runtime.WorkloadError, match=r"none was given; `ridgeplan distill` trains one$"):
+        runtime.load(make_plan(**options), model.folder, device="cpu")
+    other = tiny_model(vocab_size=120)
+    for path in (head_file(other), head_file(tiny_model("qwen2"))):
+        with pytest.raises(runtime.ModelError, match=r"^the retrieval head is of 'tiny', another model; allowed: "):
+            runtime.load(make_plan(**options), model.folder, device="cpu", retrieval_head=path)
+    with pytest.warns(UserWarning, match="the retrieval head changes nothing"):
+        runtime.load(make_plan(), model.folder, device="cpu", retrieval_head=head_file(model))
+
+
+def test_one_set_for_all_heads_reads_what_each_head_would_with_room_for_all(generated, model, make_plan, head_file,
+                                                                           prompts):  # fmt: skip
+    plan = make_plan(batch=3, target="retrieval-head", target_budget=48, target_options={"level": "batch"})
+    found = runtime.load(plan, model.folder, device="cpu", retrieval_head=head_file(model))
+    tokens = found.generate(prompts(*LENGTHS), NEW).tokens
+    assert tokens != generated("bf16", "retrieval-head", 48).tokens

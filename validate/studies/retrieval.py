@@ -1,0 +1,278 @@
+"""What selections choose, against what the model itself attends to most: hit rates, and overlap of adjacent steps.
+
+A text goes through the model token by token, which reads every token. At each step the runtime's own policies choose
+tokens for the same queries, at equal budgets (SpeContext, Fig 5 and 6b).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.attention import decode_attention
+from ridgeplan.planner.axes.draft_selection import MIN_RATIO, SparseSelection, draft_selection
+from ridgeplan.planner.plan import DraftCodes, KVCache, KVFormat, Plan, Speculation, require
+from ridgeplan.runtime import WorkloadError, load
+from ridgeplan.runtime.drafting.policies import draft_policy
+from ridgeplan.runtime.drafting.policies.per_query.progressive import Progressive
+from ridgeplan.runtime.drafting.policies.sparse import SparsePolicy, TokenIndex
+from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.metadata import AttentionMetadata
+from ridgeplan.runtime.model.prefill import PromptObservers, prefill
+from ridgeplan.runtime.retrieval.file import load_head
+from ridgeplan.runtime.retrieval.head import Head
+from ridgeplan.validate.acceptance import Passage, named_shape
+from ridgeplan.validate.progress import Progress, silent
+from ridgeplan.validate.prompts import prompt_batch
+from ridgeplan.validate.studies.recorded import attention_weights
+
+RANDOM, MODEL = "random", "model"  # the latter is the model's own choice, by which others are measured
+# Methods with the names and hyperparameters of their selections.
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "retrieval-head": ("retrieval-head", {}),
+    "retrieval-batch": ("retrieval-head", {"level": "batch"}),
+    "progressive": ("progressive", {}),
+    "quest": ("quest", {}),
+    "clusterkv": ("clusterkv", {}),
+    "shadowkv": ("shadowkv", {}),
+    "streamingllm": ("streamingllm", {}),
+    RANDOM: ("streamingllm", {}),
+}
+RECENT = 128  # tokens that every method reads, as the caches' buffers do
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured. Raises PlanError for values out of range. tokens: steps after each of `passages` contexts."""
+
+    contexts: tuple[int, ...] = (4096,)
+    budgets: tuple[int, ...] = (256, 512, 1024)
+    methods: tuple[str, ...] = tuple(METHODS)
+    tokens: int = 32
+    passages: int = 1
+
+    def __post_init__(self) -> None:
+        for name in self.methods:
+            require(name in METHODS, f"method is {name!r}; allowed: {', '.join(METHODS)}")
+        for budget in self.budgets:
+            most = min(self.contexts)
+            require(2 * RECENT <= budget < most, f"budget is {budget}; allowed: {2 * RECENT} to {most - 1}")
+        require(2 <= self.tokens <= 1 << 16, f"tokens is {self.tokens}; allowed: 2 to {1 << 16}")
+        require(1 <= self.passages <= 1 << 12, f"passages is {self.passages}; allowed: 1 to {1 << 12}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Figures of a method, each the mean over steps, layers and KV heads, and of `hit` by layer too.
+
+    hit: share of the `budget` tokens with the most attention that the method reads. distant: the same of those that
+    are neither sinks nor among the latest. mass: share of the attention that its tokens have. overlap: share of the
+    chosen tokens that were chosen one step before.
+    """
+
+    context: int
+    budget: int
+    method: str
+    hit: float
+    distant: float
+    mass: float
+    overlap: float
+    by_layer: tuple[float, ...]
+
+
+def plan_of(plain: Plan) -> Plan:
+    """A plan for the same workload whose cache serves every method: in full precision, with codes beside it."""
+    drafts = Speculation(1, DraftCodes.FULL, draft_selection("progressive"))
+    return replace(plain, kv=KVCache(KVFormat.SHADOW), speculation=drafts)
+
+
+def study(
+    model: str, text: str, sizes: Sizes, head: str | None = None, *, yarn: bool = False, device: str | None = None,
+    on_progress: Progress = silent,
+) -> Iterator[Row]:  # fmt: skip
+    """Rows of each context. head: the file of a retrieval head, for the methods that choose by one.
+
+    Raises what `ridgeplan.runtime.load` raises, and PromptError for a text that is too short.
+    """
+    methods = sizes.methods
+    if head is None and any(METHODS[name][0] == "retrieval-head" for name in methods):
+        raise WorkloadError("methods of a retrieval head need one: give its file, or leave them out")
+    asked = Passage(text, "text", sizes.contexts, -(-sizes.tokens // 8) * 8, yarn=yarn)
+    weights = None
+    for plan in map(plan_of, asked.plans(named_shape(model))):
+        engine = load(plan, model, device=device, weights=weights)
+        weights = engine.weights
+        bound = head and load_head(head).for_model(engine.config.shape, engine.weights.embedding)
+        context = plan.workload.context
+        figures = _Figures()
+        batch = prompt_batch(engine.tokenizer, context + sizes.tokens, sizes.passages, text)
+        for number, ids in enumerate(batch):
+            on_progress(f"{context} tokens", number, sizes.passages)
+            _measure(engine, bound or None, sizes, ids, figures)
+        engine.close()
+        yield from figures.rows(context)
+
+
+class _Figures:
+    """Sums of figures by method and budget."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
+        self._overlaps: dict[tuple[str, int], list[float]] = defaultdict(list)
+
+    def add(self, method: str, budget: int, layers: Tensor) -> None:
+        """layers: [layers, 3], of one step: hit, distant and mass, means over KV heads."""
+        self._sums[method, budget].append(layers)
+
+    def add_overlap(self, method: str, budget: int, overlap: float) -> None:
+        """Of one step and the one before."""
+        self._overlaps[method, budget].append(overlap)
+
+    def rows(self, context: int) -> Iterator[Row]:
+        """A row for each method and budget."""
+        for (method, budget), steps in self._sums.items():
+            layers = torch.stack(steps).nanmean(0)
+            hit, distant, mass = layers.nanmean(0).tolist()
+            overlaps = self._overlaps[method, budget]
+            overlap = sum(overlaps) / len(overlaps)
+            yield Row(context, budget, method, hit, distant, mass, overlap, tuple(layers[:, 0].tolist()))
+
+
+@dataclass(eq=False)
+class _Chooser:
+    """A method at a budget: its policy, what it chose at the step before, and of this step what each layer has."""
+
+    method: str
+    budget: int
+    policy: SparsePolicy
+    sinks: int
+    last: Tensor | None = None
+
+    def chosen(self, layer: int, query: Tensor, tokens: int) -> Tensor:
+        """The chosen old tokens among `tokens`, bool [kv_heads, tokens]."""
+        kv_heads = self.policy.cache.kv_heads
+        if self.method == RANDOM:
+            return self._random(kv_heads, tokens)
+        return mask_of(self.policy.select(layer, query), kv_heads, tokens)
+
+    def first_recent(self, length: int) -> int:
+        """The first of the tokens that are all read."""
+        begin = int(self.policy.draft_metadata(0).begin[0])
+        return length + 1 - RECENT if self.method == RANDOM else begin
+
+    def _random(self, kv_heads: int, tokens: int) -> Tensor:
+        old, device = tokens - RECENT, self.policy.cache.lengths.device
+        picked = torch.rand(kv_heads, old, device=device).topk(self.budget - RECENT, dim=1).indices
+        return torch.zeros(kv_heads, tokens, dtype=torch.bool, device=device).scatter_(1, picked, True)
+
+
+def mask_of(index: TokenIndex, kv_heads: int, tokens: int) -> Tensor:
+    """bool [kv_heads, tokens]: the tokens of the first row's index list."""
+    entries = index.index[0].long()
+    held = torch.arange(entries.shape[1], device=entries.device) < index.count[0][:, None]
+    pages = torch.zeros(len(entries), -(-tokens // index.page) + 1, dtype=torch.bool, device=entries.device)
+    pages.scatter_(1, entries.masked_fill(~held, pages.shape[1] - 1), True)
+    pages[:, -1] = False
+    return pages.repeat_interleave(index.page, 1)[:, :tokens].expand(kv_heads, -1)
+
+
+def _choosers(cache: Cache, sizes: Sizes, head: Head | None) -> list[list[_Chooser]]:
+    """For each method one chooser a budget; their policies share what they choose by."""
+    reading = cache.reading(DraftCodes.FULL)
+    found = []
+    for method in sizes.methods:
+        name, options = METHODS[method]
+        selection = draft_selection(name, recent=RECENT, **options)
+        assert isinstance(selection, SparseSelection)
+        first = draft_policy(selection, reading, head)
+        assert isinstance(first, SparsePolicy)
+        first.start()
+        found.append([_at_budget(method, first, budget) for budget in sizes.budgets])
+    return found
+
+
+def _at_budget(method: str, first: SparsePolicy, budget: int) -> _Chooser:
+    policy = copy.copy(first)
+    policy.selection = replace(first.selection, ratio=MIN_RATIO, floor=budget)
+    if isinstance(policy, Progressive):
+        policy.lse = policy.lse.clone()
+    return _Chooser(method, budget, policy, policy.selection.sinks)
+
+
+@torch.inference_mode()
+def _measure(engine: Engine, head: Head | None, sizes: Sizes, ids: Sequence[int], figures: _Figures) -> None:
+    """Adds the figures of one passage: a context, then `sizes.tokens` steps."""
+    cache = engine.cache
+    assert cache is not None, "the engine is open"
+    text = torch.tensor(ids, device=engine.device)
+    cache.reset(1)
+    methods = _choosers(cache, sizes, head)
+    observer = PromptObservers([choosers[0].policy for choosers in methods])
+    prefill(engine.decoder, engine.weights, cache, 0, text[: -sizes.tokens], observer=observer)
+    choosers = [one for method in methods for one in method]
+    choosers += [_Chooser(MODEL, budget, methods[0][0].policy, 4) for budget in sizes.budgets]
+    for token in text[-sizes.tokens :]:
+        step = _Step(cache, choosers)
+        engine.decoder.step(engine.weights, cache, token.view(1, 1), step.metadata(token.view(1, 1)))
+        step.add_to(figures)
+        cache.advance(torch.ones_like(cache.lengths))
+
+
+class _Step:
+    """One step of the model, whose attention also asks every chooser."""
+
+    def __init__(self, cache: Cache, choosers: Sequence[_Chooser]) -> None:
+        self._cache, self._choosers = cache, choosers
+        self._found: dict[int, list[Tensor]] = defaultdict(list)
+        self._chosen: dict[int, list[Tensor]] = defaultdict(list)
+        self._begins: dict[int, int] = {}
+
+    def metadata(self, tokens: Tensor) -> AttentionMetadata:
+        """Of the target's pass over tokens [1, 1]."""
+        for number, one in enumerate(self._choosers):
+            if one.method != MODEL:
+                one.policy.before_pass(tokens, 0)
+                one.policy.before_round()
+                self._begins[number] = one.first_recent(int(self._cache.lengths[0]))
+        return replace(self._cache.target_metadata(1), attend=self._attend)
+
+    def add_to(self, figures: _Figures) -> None:
+        """Adds the step's figures, and the overlap with the step before."""
+        for number, one in enumerate(self._choosers):
+            figures.add(one.method, one.budget, torch.stack(self._found[number]))
+            chosen = torch.stack(self._chosen[number])
+            if one.last is not None:
+                before = torch.zeros_like(chosen)
+                before[..., : one.last.shape[-1]] = one.last
+                figures.add_overlap(one.method, one.budget, float((chosen & before).sum() / chosen.sum().clamp_min(1)))
+            one.last = chosen
+
+    def _attend(self, layer: int, query: Tensor, metadata: AttentionMetadata) -> Tensor:
+        keys, values = self._cache.full(layer)
+        tokens = int(self._cache.lengths[0]) + 1
+        weights = attention_weights(query[0], keys[0, :, :tokens])[0]
+        for number, one in enumerate(self._choosers):
+            top = torch.zeros_like(weights, dtype=torch.bool)
+            top.scatter_(1, weights.topk(one.budget, dim=1).indices, True)
+            chosen = top if one.method == MODEL else one.chosen(layer, query, tokens)
+            self._chosen[number].append(chosen.clone())
+            read = chosen.clone()
+            read[:, self._begins.get(number, tokens) :] = True
+            self._found[number].append(compared(read, top, weights, one.sinks))
+        return decode_attention(query, keys, values, metadata.begin, metadata.end)
+
+
+def compared(read: Tensor, top: Tensor, weights: Tensor, sinks: int) -> Tensor:
+    """hit, distant and mass [3], means over KV heads: `read` and `top` are bool, all [kv_heads, tokens]."""
+    distant = top.clone()
+    distant[:, :sinks] = distant[:, top.shape[1] - RECENT :] = False
+    shares = [(read & wanted).sum(1) / wanted.sum(1) for wanted in (top, distant)]  # NaN where none is wanted
+    mass = (weights * read).sum(1) / weights.sum(1)
+    return torch.stack([*shares, mass]).nanmean(1).cpu()
