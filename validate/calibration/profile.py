@@ -29,6 +29,7 @@ from ridgeplan.validate.progress import Progress
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, Trial
 
 SPARSE_CLASSES = ("two_bit_scan", "sparse_attention", "progressive_attention")
+PORTABLE = "portable"  # all classes of the kernels that older GPUs run
 LARGE_READ_BYTES = 200e6
 MOST_VARIANTS = 600  # so that even products of a megabyte find their weights cold, as in a step
 
@@ -50,8 +51,8 @@ def measure_profile(
     profile = Profile(
         hardware=hardware,
         device=torch.cuda.get_device_name(place) if cuda else machine.cpu_model(),
-        software={name: metadata.version(name) for name in ("torch", "ridgeplan")},
-        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        software=_software(),
+        date=_today(),
         classes={kind: noise.widened(kind, _fitted(kind, found, ceilings, suite)) for kind, found in samples.items()},
         asynchronous=cuda,
         portable=_portable(bench, suite, hardware.num_sms, ceilings),
@@ -60,6 +61,38 @@ def measure_profile(
     on_progress("whole rounds", len(samples), len(samples) + 1)
     dispatched = with_dispatch(bench, profile, suite.dispatch_shape, suite.dispatch_layers)
     return with_gaps(dispatched, suite.gap_shapes, place)
+
+
+@torch.inference_mode()
+def measure_again(
+    base: Profile, kinds: Sequence[str], quick: bool, on_progress: Progress, suite: Suite | None, noise: NoiseCheck
+) -> Profile:
+    """See `ridgeplan.validate.calibration.calibrate.recalibrate`."""
+    place = _device(None)
+    device = torch.cuda.get_device_name(place) if place.type == "cuda" else machine.cpu_model()
+    if device != base.device:
+        raise ValueError(f"the profile is of {base.device}, this machine is {device}; calibrate it whole")
+    suite = _fitting(suite or suite_for(place.type, quick), place)
+    bench = _bench(place, suite)
+    known = [*class_trials(bench, suite, base.hardware.num_sms), PORTABLE]
+    if unknown := sorted(set(kinds) - set(known)):
+        raise ValueError(f"class {unknown[0]!r} is none of: {', '.join(known)}")
+    bandwidth, compute = machine.copy_bytes_per_s(bench), machine.matmul_flops(bench, suite.matmul_size)
+    samples = _measured(bench, suite, base.hardware.num_sms, on_progress, noise, kinds)
+    ceilings = _ceilings(base.hardware, bandwidth, compute, (one for found in samples.values() for one in found))
+    fitted = {kind: noise.widened(kind, _fitted(kind, found, ceilings, suite)) for kind, found in samples.items()}
+    portable = _portable(bench, suite, base.hardware.num_sms, ceilings) if PORTABLE in kinds else base.portable
+    return replace(
+        base, software=_software(), date=_today(), classes={**base.classes, **fitted}, portable=dict(portable)
+    )
+
+
+def _software() -> dict[str, str]:
+    return {name: metadata.version(name) for name in ("torch", "ridgeplan")}
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def _device(name: str | None) -> torch.device:
@@ -89,9 +122,17 @@ def _host_link_utilization(bench: Bench, hardware: Hardware) -> float:
 
 
 def _measured(
-    bench: Bench, suite: Suite, num_sms: int, on_progress: Progress, noise: NoiseCheck
+    bench: Bench,
+    suite: Suite,
+    num_sms: int,
+    on_progress: Progress,
+    noise: NoiseCheck,
+    kinds: Sequence[str] | None = None,
 ) -> dict[str, list[Sample]]:
+    """Samples of all classes, or of `kinds`."""
     trials = class_trials(bench, suite, num_sms)
+    if kinds is not None:
+        trials = {kind: items for kind, items in trials.items() if kind in kinds}
     found = {}
     for done, (kind, items) in enumerate(trials.items()):
         on_progress(kind, done, len(trials))

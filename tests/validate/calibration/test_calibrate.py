@@ -105,6 +105,27 @@ def test_a_failed_save_keeps_the_old_profile(profile: Profile, tmp_path: Path, m
     assert [file.name for file in tmp_path.iterdir()] == ["machine.json"]
 
 
+def test_classes_are_measured_again_into_a_profile(profile: Profile) -> None:
+    """Only those; whole rounds and the machine stay as they are."""
+    told: list[str] = []
+    noise = validate.NoiseCheck(allowed=True)
+    found = validate.recalibrate(profile, ["rope", "top_k"], True, lambda what, *_: told.append(what), TINY, noise)
+    assert told == ["rope", "top_k"]
+    assert set(noise.spreads) == {"rope", "top_k"}
+    kept = {kind: rates for kind, rates in profile.classes.items() if kind not in told}
+    assert {kind: found.classes[kind] for kind in kept} == kept
+    assert list(found.classes) == list(profile.classes)
+    assert (found.hardware, found.portable) == (profile.hardware, profile.portable)
+
+
+def test_an_unknown_class_and_another_machines_profile_are_refused(profile: Profile) -> None:
+    with pytest.raises(ValueError, match=r"^class 'ropes' is none of: linear, head, .*portable$"):
+        validate.recalibrate(profile, ["ropes"], True, suite=TINY)
+    other = replace(profile, device="NVIDIA H200")
+    with pytest.raises(ValueError, match=r"^the profile is of NVIDIA H200, this machine is "):
+        validate.recalibrate(other, ["rope"], True, suite=TINY)
+
+
 def test_an_unknown_device_names_the_allowed() -> None:
     with pytest.raises(ValueError, match=r"device is 'tpu'; allowed here: cpu"):
         validate.calibrate(True, "tpu", suite=TINY)
