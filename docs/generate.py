@@ -19,7 +19,11 @@ from typing import Any
 from ridgeplan.dashboards.cli import bench, bench_decode
 from ridgeplan.dashboards.cli.catalog import papers
 from ridgeplan.dashboards.cli.output import number
+from ridgeplan.dashboards.cli.planning.answer import answer_text
 from ridgeplan.planner import recommend
+from ridgeplan.planner.export.engine_profile import engine_profile, error
+from ridgeplan.planner.export.measured import measured_rows
+from ridgeplan.planner.export.rules import RULES
 from ridgeplan.planner.published import compare_all, list_engines, targets_of
 from ridgeplan.roofline.catalog.profile import load_profile
 from ridgeplan.roofline.latency import RateTerms
@@ -63,6 +67,39 @@ def classes(name: str) -> str:
         "class", "bandwidth, 1 row", "launch, us", "bandwidth, 64 rows", "launch, us", "compute", "spread of the fit",
     )  # fmt: skip
     return f"{head}\n\n{table(columns, rows)}"
+
+
+def engine_times(engine: str) -> str:
+    """Measured times of another engine beside those of its fitted profile."""
+    measured, fitted = measured_rows(engine), engine_profile(engine)
+    rows = []
+    for row in measured.rows:
+        off = error(fitted, row)
+        size = f"{row.context} x {row.batch}", row.weights, row.kv
+        times = f"{row.tpot_ms:.2f}", f"{row.tpot_ms * (1 + off):.2f}", f"{off:+.1%}"
+        rows.append((*size, *times, "held out" if row.held_out else ""))
+    columns = ("context x batch", "weights", "KV", "measured, ms", "predicted, ms", "error", "")
+    shares = ", ".join(f"{kind} {share:.0%}" for kind, share in fitted.kv_utilization.items())
+    fit = (
+        f"{1e6 * fitted.launch_s:.1f} us a launch; of the bandwidth, weights {fitted.weight_utilization:.0%}, "
+        f"KV {shares}. {measured.source[0].upper()}{measured.source[1:]}."
+    )
+    return f"{table(columns, rows)}\n\n{fit}"
+
+
+def engine_rules() -> str:
+    """Every known incompatibility with its threads."""
+    rows = []
+    for rule in RULES:
+        threads = ", ".join(f"[{_thread(source)}]({source})" for source in rule.sources)
+        rows.append((", ".join(rule.engines), rule.says, "refused" if rule.forbids else "warned", threads))
+    return table(("engine", "what happens", "", "threads"), rows)
+
+
+def _thread(url: str) -> str:
+    """`vllm#53180` of a thread's address."""
+    *_, repository, _, number = url.split("/")
+    return f"{repository}#{number}"
 
 
 def decode(name: str) -> str:
@@ -166,9 +203,9 @@ def plain(row: Any) -> float:
 
 
 def recommendation(model: str, gpu: str, context: str) -> str:
-    """The explanation that `ridgeplan recommend` prints."""
-    question = f"$ ridgeplan recommend {model} --gpu {gpu} --ctx {context}"
-    return f"```\n{question}\n{recommend(model, gpu, int(context)).explain()}\n```"
+    """What `ridgeplan plan` prints."""
+    question = f"$ ridgeplan plan {model} --gpu {gpu} --ctx {context}"
+    return f"```\n{question}\n{answer_text(recommend(model, gpu, context))}\n```"
 
 
 def modules(package: str) -> str:
@@ -255,6 +292,8 @@ BLOCKS: dict[str, Callable[..., str]] = {
         not_predicted,
         impossible,
         engines,
+        engine_times,
+        engine_rules,
     )
 }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ridgeplan.planner.interface.quantities import GB, LEAST_BARE_BYTES
 from ridgeplan.planner.lowering import stack, strategy_of
 from ridgeplan.planner.plan import MAX_BATCH, Plan, Workload, require
 from ridgeplan.roofline.catalog.mistakes import brief
@@ -17,7 +18,6 @@ from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, MAX_TOKENS, u
 from ridgeplan.roofline.memory import MemoryBreakdown
 from ridgeplan.roofline.placement import peak_memory, resident_memory
 
-GB = 1e9
 MEMORY_UTILIZATION = 0.9  # vLLM's default; the rest is for the driver, fragments and other processes
 MAX_MEMORY_BYTES = 10**18
 CERTAIN = 1.0  # memory does not depend on acceptance
@@ -38,6 +38,8 @@ def usable_bytes(
         return usable
     allowed = f"memory_limit is {brief(memory_limit)}; allowed: bytes above 0 up to {MAX_MEMORY_BYTES:.0e}"
     require(_is_number(memory_limit) and 0 < memory_limit <= MAX_MEMORY_BYTES, allowed)
+    unit = f"memory_limit is {memory_limit:g} bytes; allowed: {LEAST_BARE_BYTES:.0e} or more, or a text such as '24GB'"
+    require(memory_limit >= LEAST_BARE_BYTES, unit)
     return min(usable, float(memory_limit))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan, require
 from ridgeplan.planner.policies import draft_selection, evicted_to, eviction_settings, target_selection
 from ridgeplan.planner.policies.eviction.budgets import kept_tokens
 from ridgeplan.planner.policies.policy import SelectionCost
+from ridgeplan.planner.policies.pricing import unpriced
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.latency import (
@@ -31,8 +32,10 @@ CODE_PLANES = {KVFormat.FULL: 0, KVFormat.SHADOW: 1, KVFormat.INT8: 2, KVFormat.
 
 
 def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float) -> Strategy:
-    """The plan's axes as plain numbers. Raises PlanError for tensor parallelism, which is not modelled yet."""
+    """The plan's axes as plain numbers. Raises PlanError for what is not modelled: several GPUs, some policies."""
     require(plan.tensor_parallel == 1, f"tensor_parallel is {plan.tensor_parallel}; allowed: 1 for a prediction")
+    problem = unpriced(plan, shape)
+    require(problem is None, problem or "")
     workload, kv, weights, speculation = plan.workload, plan.kv, plan.weights, plan.speculation
     # "16 bits" means the checkpoint's own format: some are published in 8 or 4 bits and stay so. The parts that hold
     # fewer bits than the widest cost what they hold (`stored_bytes`).
@@ -150,12 +153,29 @@ def stack(items: Sequence[Any], counts: Sequence[int]) -> Any:
 
     A field that is equal in all items stays a number, which is cheaper to compute with than an array.
     """
+    return _stacked(items, np.repeat(np.arange(len(items)), counts))
+
+
+def mapped(change: Callable[[Any], Any], values: Any) -> Any:
+    """Dataclasses and tuples of numbers and arrays, with every number and array changed."""
+    if isinstance(values, tuple):
+        return tuple(mapped(change, one) for one in values)
+    if is_dataclass(values) and not isinstance(values, type):
+        return type(values)(**{f.name: mapped(change, getattr(values, f.name)) for f in fields(values)})
+    return change(values)
+
+
+def _stacked(items: Sequence[Any], index: np.ndarray) -> Any:
+    """Items stacked by index; what is equal in all of them stays as it is."""
     first = items[0]
-    if all(item == first for item in items):
+    if all(item is first or item == first for item in items):
         return first
+    if not (isinstance(first, tuple) or is_dataclass(first)):
+        return np.asarray(items, dtype=float)[index]
+    places: dict[int, int] = {}  # rates are few objects, which many plans share
+    shared = np.array([places.setdefault(id(item), len(places)) for item in items])
+    items, index = list({id(item): item for item in items}.values()), shared[index]
     if isinstance(first, tuple):
-        return tuple(stack(part, counts) for part in zip(*items, strict=True))
-    if is_dataclass(first):
-        values = {f.name: stack([getattr(item, f.name) for item in items], counts) for f in fields(first)}
-        return type(first)(**values)  # type: ignore[misc]
-    return np.repeat(np.asarray(items, dtype=float), counts)
+        return tuple(_stacked(part, index) for part in zip(*items, strict=True))
+    values = {f.name: _stacked([getattr(item, f.name) for item in items], index) for f in fields(first)}
+    return type(first)(**values)  # type: ignore[misc]

@@ -306,8 +306,12 @@ class Plan(PlanPart):
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
-        """Parse and validate untrusted data. Raises PlanError, one line that lists the values that are wrong."""
-        values = fields_of_schema(data, SCHEMA, "make it again with `ridgeplan recommend`", PlanError)
+        """Parse and validate untrusted data. Raises PlanError, one line that lists the values that are wrong.
+
+        "specs" of a plan's file describe its model and machine (planner/interface/plan_file.py) and are not the plan's.
+        """
+        values = fields_of_schema(data, SCHEMA, "make it again with `ridgeplan plan`", PlanError)
+        values.pop("specs", None)
         return build(cls, values | _selection_with_ratio(values))
 
     @classmethod

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ridgeplan.planner.interface.quantities import size_text, time_text
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.prediction import Prediction
-from ridgeplan.roofline.device import GIB
+from ridgeplan.planner.support import Backend
 from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS
 from ridgeplan.roofline.passes import category
 
@@ -40,7 +41,7 @@ class Recommendation:
     best_estimated: the best plan of all, which is only estimated; None where that is the plan itself, or one that runs
     as fast. adaptive: the plan with a gamma that adapts to what drafts are accepted; None where it drafts nothing or
     more memory does not fit. model_runs: whether the runtime executes the model at all; if not, every plan is only
-    estimated.
+    estimated. backend: what is to execute the plan.
     """
 
     plan: Plan
@@ -53,6 +54,7 @@ class Recommendation:
     notes: tuple[str, ...]
     memory_limit_bytes: float
     model_runs: bool
+    backend: Backend = Backend.RIDGEPLAN
     adaptive: Plan | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,6 +70,7 @@ class Recommendation:
             "notes": list(self.notes),
             "memory_limit_bytes": self.memory_limit_bytes,
             "model_runs": self.model_runs,
+            "backend": self.backend,
             "adaptive": self.adaptive.to_dict() if self.adaptive else None,
         }
 
@@ -102,15 +105,18 @@ class Recommendation:
 
     @property
     def _where(self) -> str:
+        if self.backend is not Backend.RIDGEPLAN:
+            return f"for {self.backend}"
         return "runs here" if self.model_runs else "estimated, as this model does not run here"
 
     def _headline(self, name: str, predicted: Prediction) -> str:
         sure = predicted.beats_plain
         chance = f", faster with {_percent(sure)} probability" if sure else ""
         return (
-            f"{name}: {_ms(predicted.best.tpot_ms)} per token "
-            f"({_ms(predicted.low.tpot_ms)} to {_ms(predicted.high.tpot_ms)}), "
-            f"{predicted.speedup:.2f}x plain decoding ({_ms(self.baseline.best.tpot_ms)}){chance} [{predicted.source}]"
+            f"{name}: {time_text(predicted.best.tpot_ms)} per token "
+            f"({time_text(predicted.low.tpot_ms)} to {time_text(predicted.high.tpot_ms)}), "
+            f"{predicted.speedup:.2f}x plain decoding ({time_text(self.baseline.best.tpot_ms)}){chance} "
+            f"[{predicted.source}]"
         )
 
     def _best_of_all(self) -> str:
@@ -125,8 +131,8 @@ class Recommendation:
             return ["  no speculation: every step is the target's own"]
         acceptance = predicted.acceptance
         return [
-            f"  a round drafts {speculation.gamma} x {_ms(predicted.draft_step_ms)}, verifies in "
-            f"{_ms(predicted.verify_ms)} and yields {predicted.tokens_per_round:.2f} tokens",
+            f"  a round drafts {speculation.gamma} x {time_text(predicted.draft_step_ms)}, verifies in "
+            f"{time_text(predicted.verify_ms)} and yields {predicted.tokens_per_round:.2f} tokens",
             f"  acceptance {acceptance.best:.3f} ({acceptance.low:.3f} to {acceptance.high:.3f}), "
             f"{acceptance.source}: {acceptance.where}",
             *self._adaptive(),
@@ -141,7 +147,7 @@ class Recommendation:
 
     def _rest(self) -> list[str]:
         peak = self.predicted.best.peak_memory_bytes
-        lines = [f"  peak memory {peak / GIB:.2f} GiB of {self.memory_limit_bytes / GIB:.2f} GiB"]
+        lines = [f"  peak memory {size_text(peak)} of {size_text(self.memory_limit_bytes)}"]
         lines += [f"  gives up: {loss}" for loss in self.losses]
         lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  not {other.preset}: {other.rejected}" for other in self.alternatives[:5]]
@@ -161,8 +167,3 @@ def _bottleneck(attention_share: float) -> str:
 def _percent(share: float) -> str:
     """A sampled probability, which is never certain."""
     return "over 99%" if share > 0.99 else f"{100 * share:.0f}%"
-
-
-def _ms(value: float) -> str:
-    """Milliseconds with three significant digits, never in scientific notation."""
-    return f"{value:.3g} ms" if value < 1000 else f"{value:.0f} ms"

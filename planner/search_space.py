@@ -69,7 +69,7 @@ def families(workload: Workload, *, offload: bool, quality: Quality = Quality.NE
     }
     for plan in _joint(workload, (False, True) if offload else (False,), quality):
         named.setdefault(family_key(plan), (describe(plan), plan))
-    return tuple(_family(name, plan) for name, plan in named.values())
+    return tuple(family_of(name, plan) for name, plan in named.values())
 
 
 # Cache formats with the codes that drafts read: the upper ones where they are stored.
@@ -109,7 +109,8 @@ def _drafting(plain: Plan, weights: Weights, codes: DraftCodes) -> Iterator[Plan
         yield replace(plain, weights=weights, speculation=speculation)
 
 
-def _family(name: str, template: Plan) -> Family:
+def family_of(name: str, template: Plan) -> Family:
+    """All plans that differ from the template only in gamma and ratio."""
     speculation = template.speculation
     return Family(
         name,

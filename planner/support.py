@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import StrEnum
 
-from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.plan import KVFormat, Plan
 from ridgeplan.planner.policies import draft_selection, evicted_to, eviction, target_selection
 from ridgeplan.planner.policies.policy import Role
 from ridgeplan.roofline.catalog.profile import Profile
@@ -13,6 +14,41 @@ from ridgeplan.roofline.catalog.weight_formats.weight_bits import CONVERTED_FORM
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 
 SPARSE_CLASS = "sparse_attention"  # calibrated with all others that sparse drafts need
+
+
+class Backend(StrEnum):
+    """What is to execute a plan: this package, another engine, or anything, even plans that nothing runs yet."""
+
+    ANY = "any"
+    RIDGEPLAN = "ridgeplan"
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
+# Cache formats that other engines have a counterpart of: vLLM's int8_per_token_head; SGLang has none of 8-bit integers.
+ENGINE_FORMATS = {Backend.VLLM: (KVFormat.FULL, KVFormat.INT8), Backend.SGLANG: (KVFormat.FULL,)}
+
+
+def unsupported(plan: Plan, backend: Backend, shape: ModelShape, profile: Profile) -> str | None:
+    """What the backend lacks to execute the plan, or the profile to price it; None if nothing."""
+    if backend is Backend.ANY:
+        return None
+    if backend is Backend.RIDGEPLAN:
+        return only_estimated(plan, shape) or uncalibrated(plan, profile)
+    missing = _missing_in(plan, backend)
+    return f"{backend} has no {', '.join(missing)}" if missing else None
+
+
+def _missing_in(plan: Plan, engine: Backend) -> list[str]:
+    """The plan's values that another engine has no counterpart of, one phrase each."""
+    checks = {
+        f"eviction {plan.eviction.policy.value!r}": plan.eviction.active,
+        "offload of a running sequence's KV": plan.placement.offload,
+        f"target selection {plan.attention.selection.value!r}": bool(plan.attention.budget),
+        "self-speculation that shares its cache": plan.speculation.active,
+        f"{plan.kv.format.value} KV": plan.kv.format not in ENGINE_FORMATS[engine],
+    }
+    return [name for name, missing in checks.items() if missing]
 
 
 def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:

@@ -14,6 +14,10 @@ MAX_TOKENS = 1 << 24  # the longest context that a plan may have
 # Model families that the runtime executes, as `model_type` of a Hugging Face config names them.
 EXECUTABLE_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
+# This package's cache keeps every token of a layer with a sliding window. Families that it does not execute are priced
+# as engines run them, which free what has left the window.
+WHOLE_WINDOW_ARCHITECTURES = EXECUTABLE_ARCHITECTURES
+
 # Prefill runs layer by layer over a whole prompt: projections and MLPs in chunks of tokens, attention for as many KV
 # heads at once as PREFILL_ATTENDED_TOKENS / tokens allows.
 PREFILL_CHUNK_TOKENS = 4096  # enough rows for full speed, few enough for a small workspace

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
-from ridgeplan.roofline.execution import DENSE_COPY_BYTES, PREFILL_ATTENDED_TOKENS, PREFILL_CHUNK_TOKENS
+from ridgeplan.roofline.execution import (
+    DENSE_COPY_BYTES,
+    PREFILL_ATTENDED_TOKENS,
+    PREFILL_CHUNK_TOKENS,
+    WHOLE_WINDOW_ARCHITECTURES,
+)
 from ridgeplan.roofline.passes import stored_bytes
 from ridgeplan.roofline.term_math import indicator, maximum, minimum
 
@@ -97,15 +102,29 @@ def draft_weight_memory(shape: ModelShape, weight_bytes: Term) -> Term:
 def full_kv(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term) -> Term:
     """Full-precision keys and values of `tokens` tokens in every layer.
 
-    Sliding-window layers store the whole context too, as the runtime does; they only read less of it.
+    Sliding-window layers store the whole context too where the runtime executes the model; they only read less of it.
     """
-    return shape.layers * batch * shape.kv_elements_per_token_per_layer * tokens * element_bytes
+    return batch * shape.kv_elements_per_token_per_layer * _stored_tokens(shape, tokens) * element_bytes
+
+
+def windowed_tokens(shape: ModelShape, tokens: Term) -> Term:
+    """Tokens of a sequence that all layers store together, where those with a sliding window store no more than it."""
+    if shape.window_tokens is None:
+        return shape.layers * tokens
+    full_layers = shape.layers - shape.window_layers
+    return full_layers * tokens + shape.window_layers * minimum(tokens, shape.window_tokens)
+
+
+def _stored_tokens(shape: ModelShape, tokens: Term) -> Term:
+    whole = shape.architecture in WHOLE_WINDOW_ARCHITECTURES
+    return shape.layers * tokens if whole else windowed_tokens(shape, tokens)
 
 
 def code_memory(shape: ModelShape, batch: Term, tokens: Term, planes: Term, group: Term) -> Term:
     """Codes of `tokens` tokens in every layer, in `planes` 4-bit planes with scales and minima; 0 without planes."""
-    codes = ops.quantized_bytes(batch, shape.cached_heads, shape.head_dim, tokens, 4 * planes, group)
-    return shape.layers * minimum(planes, 1) * codes
+    stored = _stored_tokens(shape, tokens)
+    codes = ops.quantized_bytes(batch, shape.cached_heads, shape.head_dim, stored, 4 * planes, group)
+    return minimum(planes, 1) * codes
 
 
 def prompt_buffers(shape: ModelShape, tokens: Term, element_bytes: Term) -> tuple[Term, ...]:

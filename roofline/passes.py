@@ -6,7 +6,7 @@ structure: experts, latent attention, a sliding window.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
@@ -123,9 +123,10 @@ def prefill_pass(
     )
 
 
-def window_share(shape: ModelShape, tokens: Term) -> Term:
-    """Share of `tokens` that a sliding-window layer reads."""
-    return minimum(tokens, shape.window_tokens) / tokens if shape.window_tokens else 1
+def windowed(terms: PassTerms, window_tokens: Term) -> PassTerms:
+    """What a sliding-window layer reads: the latest tokens, of which those in full precision come last."""
+    full = minimum(terms.full_tokens, window_tokens)
+    return replace(terms, full_tokens=full, quantized_tokens=minimum(terms.quantized_tokens, window_tokens - full))
 
 
 def _embedding(shape: ModelShape, rows: Term, element_bytes: Term) -> Op:
@@ -133,12 +134,16 @@ def _embedding(shape: ModelShape, rows: Term, element_bytes: Term) -> Op:
 
 
 def _norms(shape: ModelShape, rows: Term, element_bytes: Term) -> tuple[Op, ...]:
-    """RMSNorm before every block and before the head; all but the first are fused with a residual addition."""
+    """RMSNorm before every block and before the head; all but the first are fused with a residual addition.
+
+    Norms after blocks add nothing: they read and write the block's output alone.
+    """
     first = ops.add_rms_norm(rows, shape.hidden, element_bytes, streams=1)
     others = ops.add_rms_norm(rows, shape.hidden, element_bytes)
     return (
         Op("first norm", "elementwise", first, 1),
         Op("residual + norm", "elementwise", others, 2 * shape.layers),
+        *((Op("block norms", "elementwise", first, 2 * shape.layers),) if shape.sandwich_norms else ()),
     )
 
 
@@ -217,23 +222,22 @@ def _head(shape: ModelShape, rows: Term, head_bytes: Term, element_bytes: Term) 
 
 def _attention(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
     """Decode attention of layers that read all tokens and of layers with a sliding window."""
-    full = _attention_op("attention", shape, terms, 1, shape.layers - shape.window_layers)
-    if not shape.window_layers:
+    full = _attention_op("attention", shape, terms, shape.layers - shape.window_layers)
+    if shape.window_tokens is None:
         return (full,)
-    share = window_share(shape, terms.quantized_tokens + terms.full_tokens)
-    return full, _attention_op("attention (window)", shape, terms, share, shape.window_layers)
+    return full, _attention_op("attention (window)", shape, windowed(terms, shape.window_tokens), shape.window_layers)
 
 
-def _attention_op(name: str, shape: ModelShape, terms: PassTerms, share: Term, layers: Term) -> Op:
+def _attention_op(name: str, shape: ModelShape, terms: PassTerms, layers: Term) -> Op:
     kind = "attention_mla" if shape.is_mla else "attention"
-    tokens = share * (terms.quantized_tokens + terms.full_tokens)
-    return Op(name, kind, _attention_cost(shape, terms, share), layers, terms.batch * shape.cached_rows, tokens)
+    tokens = terms.quantized_tokens + terms.full_tokens
+    return Op(name, kind, _attention_cost(shape, terms), layers, terms.batch * shape.cached_rows, tokens)
 
 
-def _attention_cost(shape: ModelShape, terms: PassTerms, share: Term) -> Cost:
-    """One layer's decode attention over `share` of the tokens."""
+def _attention_cost(shape: ModelShape, terms: PassTerms) -> Cost:
+    """One layer's decode attention."""
     query_sizes = terms.batch, terms.queries, shape.q_heads
-    tokens = share * terms.quantized_tokens, share * terms.full_tokens
+    tokens = terms.quantized_tokens, terms.full_tokens
     formats = terms.bits, terms.element_bytes, terms.group, terms.splits
     if shape.is_mla:
         rope_dim = shape.score_dim - shape.value_dim

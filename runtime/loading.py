@@ -12,10 +12,10 @@ import torch
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION
 from ridgeplan.planner.plan import KVFormat, Plan
 from ridgeplan.planner.resolution import this_machine
-from ridgeplan.planner.support import exceeds_window, missing_execution
+from ridgeplan.planner.support import as_loaded, exceeds_window, missing_execution
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.catalog.shapes import ModelShape, sizes_of
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory, require_weight_memory
@@ -68,6 +68,7 @@ def load(
     if weights is not None and weights.embedding.device.type != place.type:
         raise WorkloadError(f"the shared weights are on {weights.embedding.device}; allowed: on {place.type}")
     dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+    _require_described_memory(plan, model, place, dtype, weights, memory_utilization)
     source = model_source(model)
     config = decoder_config(load_config(source), source, plan.workload.yarn_factor)
     if weights is not None and weights.format != _format(plan, config.shape):
@@ -85,6 +86,17 @@ def load(
     with readable_out_of_memory(place):
         target = weights or _target(plan, source, config, place, dtype, text)
         return Engine(plan, source, config, target, place, meter, draft_weights, text, profile)
+
+
+def _require_described_memory(
+    plan: Plan, model: str, device: torch.device, dtype: torch.dtype, weights: DecoderWeights | None, share: float
+) -> None:
+    """Raises WorkloadError by the model's description alone, before a GGUF file is converted or a hub id downloaded."""
+    try:
+        shape = as_loaded(load_shape(model))
+    except ValueError:
+        return  # not described here; once its configuration is there, memory is checked again
+    require_memory(plan, shape, device, dtype, weights.bytes if weights else 0, share)
 
 
 def _target(
@@ -144,8 +156,7 @@ def _compare_models(plan: Plan, shape: ModelShape, model: str) -> None:
         planned = load_shape(plan.workload.model)
     except ValueError:
         return  # the name cannot be resolved here
-    sizes = ("layers", "hidden", "q_heads", "kv_heads", "head_dim", "intermediate")
-    if any(getattr(planned, name) != getattr(shape, name) for name in sizes):
+    if sizes_of(planned) != sizes_of(shape):
         warnings.warn(
             f"the plan is for {planned.name} ({planned.parameters / 1e9:.3g}B parameters), but {Path(model).name[:80]} "
             f"runs ({shape.parameters / 1e9:.3g}B): its predictions do not hold",

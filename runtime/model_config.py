@@ -11,8 +11,8 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ridgeplan.planner.support import as_loaded
-from ridgeplan.roofline.catalog.huggingface import shape_from_config, sliding_layers
 from ridgeplan.roofline.catalog.mistakes import brief
+from ridgeplan.roofline.catalog.model_files.huggingface import shape_from_config, sliding_layers
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.catalog.weight_formats.weight_bits import CONVERTED_FORMATS
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES

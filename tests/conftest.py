@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.profile import Profile, Rates
+from ridgeplan.roofline.catalog.shapes import UnknownModel
 from ridgeplan.roofline.latency import KERNEL_CLASSES
 
 HAS_CUDA = torch.cuda.is_available()
@@ -45,6 +46,18 @@ def no_saved_rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ridgeplan.planner.resolution.user_acceptance_path", lambda: nowhere / "acceptance.json")
         patch.setattr("ridgeplan.planner.measured_quality.user_quality_path", lambda: nowhere / "quality.json")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_hub() -> Iterator[None]:
+    """Keeps tests from asking the hub for a model's config.json."""
+
+    def refuse(hub_id: str) -> Path:
+        raise UnknownModel(f"{hub_id} is not asked for in tests")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ridgeplan.roofline.catalog.models.fetched_config", refuse)
         yield
 
 

@@ -23,7 +23,11 @@ VALIDATE = {"torch", "triton", "transformers", "numpy", "scipy", "flashinfer"}  
 # then installed packages; None is any. A file belongs to the room with the longest name that fits it.
 ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "roofline.catalog.weight_formats": ({"roofline.catalog"}, MODEL),
-    "roofline.catalog": ({"roofline.catalog.weight_formats"}, MODEL),
+    "roofline.catalog.model_files": (
+        {"roofline.catalog", "roofline.catalog.weight_formats"},
+        MODEL | {"huggingface_hub"},
+    ),
+    "roofline.catalog": ({"roofline.catalog.model_files", "roofline.catalog.weight_formats"}, MODEL),
     "roofline": ({"roofline.catalog", "roofline.catalog.weight_formats", "roofline.sparsity"}, MODEL),
     "roofline.sparsity": ({"roofline", "roofline.catalog"}, MODEL),
     "roofline.symbolic": ({"roofline", "roofline.catalog"}, MODEL),
@@ -50,19 +54,27 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "planner.search": (
         {
-            "planner", "planner.acceptance", "planner.policies", "planner.policies.selection", "roofline",
-            "roofline.catalog",
+            "planner", "planner.acceptance", "planner.interface.quantities", "planner.policies",
+            "planner.policies.selection", "roofline", "roofline.catalog",
+        },
+        MODEL,
+    ),
+    "planner.interface": ({"planner", "roofline.catalog"}, MODEL),
+    "planner.questions": (
+        {
+            "planner", "planner.interface", "planner.policies.selection", "planner.search", "roofline.catalog",
         },
         MODEL,
     ),
     "planner": (
         {
-            "planner.acceptance", "planner.axes", "planner.policies", "planner.policies.eviction",
-            "planner.policies.selection", "planner.search", "roofline", "roofline.catalog",
-            "roofline.catalog.weight_formats", "roofline.sparsity", "roofline.symbolic",
+            "planner.acceptance", "planner.axes", "planner.interface.quantities", "planner.policies",
+            "planner.policies.eviction", "planner.policies.selection", "planner.questions", "planner.search",
+            "roofline", "roofline.catalog", "roofline.catalog.weight_formats", "roofline.sparsity", "roofline.symbolic",
         },
         MODEL,
     ),
+    "planner.export": ({"planner", "planner.acceptance", "roofline", "roofline.catalog"}, MODEL),
     "planner.published": (
         {"planner", "planner.acceptance", "roofline", "roofline.catalog", "roofline.papers", "roofline.sparsity"},
         MODEL,
@@ -111,7 +123,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "runtime.model": (
         {
             "kernels.attention", "kernels.layer", "kernels.linear.dense", "kernels.linear.quantized",
-            "roofline.catalog", "roofline.catalog.weight_formats", "roofline.execution", "runtime.arena",
+            "roofline.catalog", "roofline.catalog.model_files", "roofline.catalog.weight_formats",
+            "roofline.execution", "runtime.arena",
             "runtime.errors", "runtime.host_memory", "runtime.kv", "runtime.kv.eviction", "runtime.model_config",
         },
         RUNTIME,
@@ -138,7 +151,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "runtime": (
         {
             "kernels.sampling", "planner.capacity", "planner.plan", "planner.resolution", "planner.round_costs",
-            "planner.support", "roofline.catalog", "roofline.catalog.weight_formats", "roofline.device",
+            "planner.support", "roofline.catalog", "roofline.catalog.model_files",
+            "roofline.catalog.weight_formats", "roofline.device",
             "roofline.execution", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
             "runtime.kv.eviction", "runtime.model", "runtime.quantization",
         },
@@ -165,12 +179,13 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate.decode_bench": (
         {
-            "planner", "roofline", "roofline.catalog", "runtime", "runtime.drafting", "runtime.model",
+            "planner", "planner.export", "roofline", "roofline.catalog", "runtime", "runtime.drafting", "runtime.model",
             "runtime.quantization", "validate.comparison", "validate.machine", "validate.measure", "validate.progress",
             "validate.prompts",
         },
         VALIDATE,
     ),
+    "validate.engine_arguments": ({"planner.export"}, VALIDATE),
     "validate.studies": (
         {
             "kernels.layer", "planner.axes", "planner.plan", "planner.policies.selection", "roofline.catalog",
@@ -205,16 +220,17 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate": (
         {
-            "planner", "planner.acceptance", "planner.axes", "planner.policies.selection", "roofline",
-            "roofline.catalog", "runtime", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
+            "planner", "planner.acceptance", "planner.axes", "planner.interface", "planner.policies.selection",
+            "planner.questions", "planner.search", "roofline", "roofline.catalog",
+            "runtime", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
             "runtime.model", "runtime.quantization", "validate.calibration",
         },
         VALIDATE,
     ),
     "dashboards.cli.acceptance": (
         {
-            "dashboards.cli", "planner", "planner.acceptance", "roofline.catalog", "roofline.speculation", "validate",
-            "validate.tuning",
+            "dashboards.cli", "planner", "planner.acceptance", "planner.interface", "roofline.catalog",
+            "roofline.speculation", "validate", "validate.tuning",
         },
         None,
     ),
@@ -226,12 +242,19 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         None,
     ),
-    "dashboards.cli.planning": ({"dashboards.cli", "planner", "planner.search", "roofline", "roofline.catalog"}, None),
+    "dashboards.cli.planning": (
+        {
+            "dashboards.cli", "dashboards.sweep_page", "planner", "planner.export", "planner.interface",
+            "planner.questions", "planner.search", "roofline", "roofline.catalog",
+        },
+        None,
+    ),
     "dashboards.cli": (
         {
             "dashboards.cli.acceptance", "dashboards.cli.catalog", "dashboards.cli.planning", "dashboards.cli.study",
             "dashboards.cli.validation", "dashboards.user_errors",
-            "planner", "planner.search", "roofline", "roofline.catalog", "runtime", "runtime.model", "validate",
+            "planner", "planner.interface", "planner.search", "roofline", "roofline.catalog", "runtime",
+            "runtime.model", "validate",
             "validate.calibration", "validate.decode_bench", "validate.kernel_bench", "validate.quality",
             "validate.ruler",
         },
@@ -245,10 +268,13 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         None,
     ),
     "dashboards.cli.catalog": (
-        {"dashboards.cli", "planner", "planner.published", "roofline", "roofline.catalog"},
+        {"dashboards.cli", "planner", "planner.interface", "planner.published", "roofline", "roofline.catalog"},
         None,
     ),
-    "dashboards": ({"planner", "planner.search", "roofline", "roofline.catalog"}, None),
+    "dashboards": (
+        {"planner", "planner.interface", "planner.questions", "planner.search", "roofline", "roofline.catalog"},
+        None,
+    ),
 }  # fmt: skip
 PACKAGES = tuple(dict.fromkeys(room.partition(".")[0] for room in ROOMS))
 FILES = {path.relative_to(ROOT).as_posix(): path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ridgeplan.runtime import Engine, Statistics
 
 SPEEDUP = "speed-up over plain decoding"
-_UNITS = {"ms": (1.0, "{:.2f} ms"), "bytes": (1 / 2**20, "{:.0f} MiB"), "": (1.0, "{:.3f}"), "x": (1.0, "{:.2f}x")}
+_UNITS = {"ms": (1.0, "{:.2f} ms"), "bytes": (1e-9, "{:.3f} GB"), "": (1.0, "{:.3f}"), "x": (1.0, "{:.2f}x")}
 
 
 @dataclass(frozen=True)

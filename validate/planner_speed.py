@@ -7,17 +7,23 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ridgeplan.planner import preset, recommend, resolve, sweep, workload_for
+from ridgeplan.planner.interface.quantities import values
+from ridgeplan.planner.questions.grid_sweep import grid_sweep
+from ridgeplan.planner.search.plan_map import plan_map
+from ridgeplan.planner.search.question import ask
 from ridgeplan.planner.search_space import families
 from ridgeplan.validate.progress import Progress, silent
 
 MODEL, GPU, CONTEXT = "meta-llama/Llama-3.1-8B", "h200", 120_000
+QUESTION = ("plan", MODEL, "--gpu", GPU, "--ctx", str(CONTEXT))
 COMMAND = ("-P", "-c", "from ridgeplan.dashboards.cli import main; main()")
 # Of a sweep: contexts, gammas and acceptances.
 GRID = (np.linspace(4096, 1 << 20, 2048), np.arange(1, 16), np.linspace(0.5, 0.99, 64))
@@ -28,11 +34,16 @@ class PlannerSpeed:
     """Medians. searched_plans: plans that one search predicts in full; swept_plans_per_s: points of a compiled grid.
 
     cold_s includes the interpreter's start and all imports; first_s is a process's first question after its imports.
+    help_s: a process that lists the verbs. map_s: best plans of 64 contexts x 16 batches. grid_s: 1,000 questions on
+    several GPUs and at several qualities.
     """
 
+    help_s: float
     cold_s: float
     first_s: float
     warm_s: float
+    map_s: float
+    grid_s: float
     searched_plans: int
     swept_plans_per_s: float
 
@@ -48,13 +59,16 @@ class PlannerSpeed:
 
 def measure_planner(runs: int = 5, on_progress: Progress = silent) -> PlannerSpeed:
     """Times `recommend` for an 8B model on an H200 at 120,000 tokens: `runs` processes, and warm calls."""
-    on_progress("a new process", 0, 3)
-    cold_s = statistics.median(seconds(_in_a_process) for _ in range(runs))
-    on_progress("questions", 1, 3)
+    on_progress("new processes", 0, 4)
+    help_s, cold_s = (statistics.median(seconds(partial(_in_a_process, words)) for _ in range(runs))
+                      for words in (("--help",), QUESTION))  # fmt: skip
+    on_progress("questions", 1, 4)
     first_s = seconds(_question)
     warm_s = statistics.median(seconds(_question) for _ in range(5 * runs))
-    on_progress("a sweep", 2, 3)
-    return PlannerSpeed(cold_s, first_s, warm_s, _searched_plans(), _swept_plans_per_s(runs))
+    on_progress("grids", 2, 4)
+    map_s, grid_s = (statistics.median(seconds(action) for _ in range(runs)) for action in (_map, _grid))
+    on_progress("a sweep", 3, 4)
+    return PlannerSpeed(help_s, cold_s, first_s, warm_s, map_s, grid_s, _searched_plans(), _swept_plans_per_s(runs))
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -64,9 +78,21 @@ def seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _in_a_process() -> None:
-    question = ("recommend", MODEL, "--gpu", GPU, "--ctx", str(CONTEXT))
-    subprocess.run([sys.executable, *COMMAND, *question], check=True, stdout=subprocess.DEVNULL)
+def _in_a_process(words: Sequence[str]) -> None:
+    subprocess.run([sys.executable, *COMMAND, *words], check=True, stdout=subprocess.DEVNULL)
+
+
+def _map() -> None:
+    question = ask(MODEL, GPU, CONTEXT)
+    contexts = np.geomspace(1024, question.shape.max_context, 64).astype(int).tolist()
+    plan_map(question, contexts, range(1, 17))
+
+
+def _grid() -> None:
+    """5 GPUs x 2 qualities x 10 contexts x 10 batches."""
+    sizes = {"ctx": values("4k..128k:10"), "batch": range(1, 11)}
+    turns = {"gpu": ("h200", "h100", "b200", "a100", "l40s"), "quality": ("near-lossless", "lossy")}
+    grid_sweep(MODEL, GPU, {**turns, **sizes})
 
 
 def _question() -> None:

@@ -1,7 +1,7 @@
-"""The `ridgeplan` command: one file per subcommand, and the options, tables and errors that they share.
+"""The `ridgeplan` command: one file per verb, and the options, tables and errors that they share.
 
-Subcommands import what they need when they run, so that the command starts fast. Not here: computations (planner,
-validate), the page and its figures (dashboards/app.py, dashboards/charts.py).
+A verb's file is imported when it runs, so that the command starts fast. Not here: computations (planner, validate), the
+page and its figures (dashboards/app.py, dashboards/charts.py).
 """
 
 from __future__ import annotations
@@ -10,50 +10,67 @@ import os
 
 import click
 
-from ridgeplan.dashboards.cli import bench, bench_decode, machine, quality, run
-from ridgeplan.dashboards.cli.acceptance.command import acceptance
-from ridgeplan.dashboards.cli.acceptance.tune import tune
-from ridgeplan.dashboards.cli.catalog import models_and_gpus, papers
-from ridgeplan.dashboards.cli.errors import OneLineGroup
-from ridgeplan.dashboards.cli.planning import estimate, fit, gamma, recommend
-from ridgeplan.dashboards.cli.study import dapq, drafts, study
-from ridgeplan.dashboards.cli.validation import demo, validate
+from ridgeplan.dashboards.cli.lazy_group import LazyGroup, examples
+
+# Every verb: where it is, and what the list of verbs says of it. Two names of one place are aliases; the second is not
+# listed.
+HERE = "ridgeplan.dashboards.cli"
+SECTIONS = {
+    "Ask": {
+        "plan": ("planning.plan:plan", "The fastest plan for a model on a GPU, and why."),
+        "recommend": ("planning.plan:plan", ""),
+        "estimate": ("planning.estimate:estimate", "One preset's or plan's figures, operation by operation."),
+        "fit": ("planning.fit:fit", "The largest contexts and batches that fit, and the smallest GPU."),
+        "compare": ("planning.compare:compare", "GPUs, presets, models and plans side by side."),
+        "sweep": ("planning.sweep:sweep", "The best plan at every point of a grid, as CSV, JSON or HTML."),
+        "cost": ("planning.cost:cost", "Dollars per million tokens, and who meets the latency limits."),
+        "gamma": ("planning.gamma:gamma", "The best number of drafts a round, over contexts and batches."),
+        "export": ("planning.export:export_plan", "A plan as the serve command of vLLM or SGLang."),
+        "explain": ("planning.explain:explain", "Where a plan's time and memory go, or what a word means."),
+    },
+    "Run": {
+        "run": ("run:run", "Execute a plan on a model and stream its text."),
+        "validate": ("validation.validate:validate", "Predictions against measurements on this machine."),
+        "tune": ("acceptance.tune:tune", "The gamma and ratio that are fastest for a text."),
+        "demo": ("validation.demo:demo", "Calibrate, plan, run and compare on this machine."),
+        "dashboard": ("machine:dashboard", "The what-if page, on localhost only."),
+    },
+    "Measure": {
+        "calibrate": ("machine:calibrate", "This machine's speed, for --gpu auto and --profile."),
+        "acceptance": ("acceptance.command:acceptance", "How often drafts are accepted on a text."),
+        "quality": ("quality:quality", "Fidelity, perplexity and RULER scores of plans."),
+        "study": ("groups:study", "What the papers' methods rest on, with your model and text."),
+        "bench": ("groups:bench", "Speed of kernels, of decoding and of planning."),
+    },
+    "Look up": {
+        "list": ("catalog.lists:lists", "Models, GPUs and presets that are known by name."),
+        "models": ("catalog.lists:models", ""),
+        "gpus": ("catalog.lists:gpus", "The known GPUs; --template prints a file for your own."),
+        "presets": ("catalog.lists:presets", ""),
+        "papers": ("catalog.papers:papers", "Published tables beside the model's predictions."),
+        "completion": ("catalog.completion:completion", "Completion of commands in bash, zsh or fish."),
+    },
+}
 
 
-@click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=LazyGroup,
+    package=HERE,
+    sections=SECTIONS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog=examples(
+        "ridgeplan plan Llama-3.1-8B --gpu h200 --ctx 128k -o plan.json",
+        "ridgeplan run plan.json --model Llama-3.1-8B --prompt-file book.txt",
+        "ridgeplan explain gamma",
+    ),
+)
 @click.version_option(package_name="ridgeplan")
 def main() -> None:
     """Predict, plan, run and validate long-context LLM inference.
 
-    Exit codes: 0 success, 2 bad input, 3 nothing fits, 4 the machine is too busy to be measured.
+    Tokens may be written 128k or 1M, memory 24GB or 24GiB, times 20ms or 2s. Exit codes: 0 success, 2 bad input,
+    3 nothing fits, 4 the machine is too busy to be measured.
     """
     # OpenMP's threads wait for each other in busy loops, which are very slow when another process occupies a core.
     # Shorter loops cost nothing on idle cores. OpenMP reads this when torch loads, which has not happened yet.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
-
-
-for command in (
-    recommend.recommend,
-    estimate.estimate,
-    fit.fit,
-    gamma.gamma,
-    run.run,
-    validate.validate,
-    machine.calibrate,
-    acceptance,
-    study,
-    tune,
-    quality.quality,
-    bench.bench,
-    models_and_gpus.models,
-    models_and_gpus.gpus,
-    papers.papers,
-    machine.dashboard,
-    demo.demo,
-):
-    main.add_command(command)
-
-for one_study in (drafts.drafts, dapq.dapq):
-    study.add_command(one_study)
-for benchmark in (bench_decode.decode, bench_decode.suite):
-    bench.bench.add_command(benchmark)

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.options import OutputFile, as_json, options
 from ridgeplan.dashboards.cli.output import (
     number,
@@ -22,12 +23,13 @@ from ridgeplan.dashboards.cli.output import (
 from ridgeplan.validate.kernel_bench.sizes import KERNELS
 
 
-@click.group()
-def bench() -> None:
-    """Measure this machine's speed against other software's."""
-
-
-@bench.command()
+@click.command(
+    epilog=examples(
+        "ridgeplan bench kernels",
+        "ridgeplan bench kernels --only attention --output kernels.json",
+        "ridgeplan bench kernels --once",
+    )
+)
 @options(
     click.option(
         "--only", type=click.Choice(KERNELS), multiple=True, help="A kernel; repeat for several.  [default: all]"
@@ -53,7 +55,13 @@ def kernels(only: tuple[str, ...], once: bool, output: Path | None, as_json: boo
         print_report(report)
 
 
-@bench.command()
+@click.command(
+    epilog=examples(
+        "ridgeplan bench planner",
+        "ridgeplan bench planner --runs 9 --json",
+        "ridgeplan bench planner --output planner.json",
+    )
+)
 @options(
     click.option("--runs", type=click.IntRange(min=1), default=5, show_default=True, help="Processes that are timed."),
     click.option("--output", type=OutputFile(), help="Where to save the results as JSON."),
@@ -73,10 +81,12 @@ def planner(runs: int, output: Path | None, as_json: bool) -> None:
     if as_json:
         print_json(found.to_dict())
         return
-    click.echo(f"recommend {MODEL} --gpu {GPU} --ctx {CONTEXT}, medians:")
-    click.echo(f"  a new process          {1e3 * found.cold_s:.0f} ms")
+    click.echo(f"plan {MODEL} --gpu {GPU} --ctx {CONTEXT}, medians:")
+    click.echo(f"  a new process          {1e3 * found.cold_s:.0f} ms ({1e3 * found.help_s:.0f} ms for --help)")
     click.echo(f"  first call in one      {1e3 * found.first_s:.0f} ms")
     click.echo(f"  each further call      {1e3 * found.warm_s:.1f} ms for {found.searched_plans:,} plans")
+    click.echo(f"  a map of 64 x 16 sizes {1e3 * found.map_s:.0f} ms")
+    click.echo(f"  1,000 questions        {found.grid_s:.2f} s, on 5 GPUs at 2 qualities")
     click.echo(f"  search, all included   {found.searched_plans_per_s / 1e6:.2f} million plans per second")
     click.echo(f"  a compiled sweep       {found.swept_plans_per_s / 1e6:.1f} million plans per second")
 

@@ -11,8 +11,17 @@ from typing import Any
 import click
 
 from ridgeplan.dashboards.cli.breakdown import print_breakdowns
+from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or
-from ridgeplan.dashboards.cli.options import OutputFile, as_json, calibration_file, options, profile_file, prompt_file
+from ridgeplan.dashboards.cli.options import (
+    POSITIVE_TOKENS,
+    OutputFile,
+    as_json,
+    calibration_file,
+    options,
+    profile_file,
+    prompt_file,
+)
 from ridgeplan.dashboards.cli.output import print_json, print_table, progress, warnings_as_notes, write_atomically
 from ridgeplan.planner import Workload
 from ridgeplan.planner.plan import MAX_BATCH, MAX_TOKENS
@@ -26,7 +35,6 @@ from ridgeplan.validate.decode_bench.report import ABLATION, PLAIN, DecodeCase, 
 
 SUITE_WORKLOADS = ("4096x1", "32768x1", "32768x8", "98304x1", "98304x4")  # Python's own text is long enough
 SUITE_GAMMAS = (2, 4, 6)
-TOKENS = click.IntRange(1, MAX_TOKENS)
 COLUMNS = (
     "workload", "TPOT ms", "over plain", "over vLLM", "tokens/round", "acceptance", "TTFT s", "peak GB", "plan",
 )  # fmt: skip
@@ -100,7 +108,7 @@ shared = options(
     click.option("--model", help="Small model whose function is run.  [default: the embedded SmolLM2-135M-Instruct]"),
     prompt_file,
     click.option("--random-tokens", is_flag=True, help="Continue random tokens instead, on which drafts do badly."),
-    click.option("--new-tokens", type=TOKENS, default=256, show_default=True, help="Tokens to generate."),
+    click.option("--new-tokens", type=POSITIVE_TOKENS, default=256, show_default=True, help="Tokens to generate."),
     click.option("--temperature", type=click.FloatRange(0), default=1.0, show_default=True),
     calibration_file,
     profile_file,
@@ -110,9 +118,15 @@ shared = options(
 )
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "ridgeplan bench decode --model-shape Llama-3.1-8B --ctx 32k",
+        "ridgeplan bench decode --model-shape Llama-3.1-8B --ctx 128k --batch 4 --preset quantspec --breakdown",
+        "ridgeplan bench decode --model-shape Llama-3.1-8B --ctx 32k --gamma 4 --output decode.json",
+    )
+)
 @options(
-    click.option("--ctx", "context", type=TOKENS, required=True, help="Tokens of a prompt."),
+    click.option("--ctx", "context", type=POSITIVE_TOKENS, required=True, help="Tokens of a prompt."),
     click.option("--batch", type=click.IntRange(1, MAX_BATCH), default=1, show_default=True),
     click.option("--preset", "chosen", type=click.Choice(executable_presets()), default="quantspec", show_default=True),
     click.option("--gamma", type=click.IntRange(1, MAX_GAMMA), help="Drafted tokens a round.  [default: the preset's]"),
@@ -129,7 +143,13 @@ def decode(context: int, batch: int, chosen: str, gamma: int | None, adaptive: b
     report(cases, **rest)
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "ridgeplan bench suite --model-shape Llama-3.1-8B --output decode.json",
+        "ridgeplan bench suite --model-shape Llama-3.1-8B --workload 32768x1 --gamma 4",
+        "ridgeplan bench suite --model-shape Llama-3.1-8B --preset quantspec --json",
+    )
+)
 @options(
     click.option(
         "--workload", "workloads", type=WorkloadParam(), multiple=True, default=SUITE_WORKLOADS, show_default=True,

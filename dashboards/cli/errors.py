@@ -10,30 +10,13 @@ from typing import Any
 
 import click
 
-from ridgeplan.dashboards.cli.streams import prepare_process
 from ridgeplan.dashboards.user_errors import about_input
-from ridgeplan.planner import NothingFits
-from ridgeplan.validate.calibration.noise import NoisyMachine
 
 BAD_INPUT, NOTHING_FITS, TOO_BUSY, INTERRUPTED = 2, 3, 4, 130
-CODES: tuple[tuple[type[ValueError], int], ...] = ((NothingFits, NOTHING_FITS), (NoisyMachine, TOO_BUSY))
+CODES = {"NothingFits": NOTHING_FITS, "NoisyMachine": TOO_BUSY}  # by name, as importing the errors takes long
 # Errors of a full or failing disk, if stdout is a file on it.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 LONGEST_WORD, LONGEST_MESSAGE = 250, 1500  # characters in an error's line
-
-
-class OneLineGroup(click.Group):
-    """A group of commands whose errors are one line and whose exit code is 0, 2, 3, 4 or 130."""
-
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Like click's own, which would print errors over several lines."""
-        run = super().main
-
-        def command() -> Any:
-            prepare_process()
-            return run(*args, **{**kwargs, "standalone_mode": False})
-
-        raise SystemExit(exit_code(command))
 
 
 def exit_code(action: Callable[[], Any]) -> int:
@@ -45,18 +28,25 @@ def exit_code(action: Callable[[], Any]) -> int:
         code = action()
     except click.Abort:
         return INTERRUPTED
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+    except click.MissingParameter as error:
+        path = error.ctx.command_path if error.ctx else "ridgeplan"
+        return _fail(f"{error.format_message()} `{path} --help` has examples", BAD_INPUT)
     except click.ClickException as error:
         return _fail(error.format_message(), BAD_INPUT)
     except ValueError as error:
         if not about_input(error):
             raise
-        return _fail(str(error), next((code for kind, code in CODES if isinstance(error, kind)), BAD_INPUT))
+        return _fail(str(error), CODES.get(type(error).__name__, BAD_INPUT))
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
         _drop_output()
         return _fail(f"cannot write the output: {error.strerror}", BAD_INPUT)
-    return code if isinstance(code, int) else 0
+    else:
+        return code if isinstance(code, int) else 0
+    return 0
 
 
 def shortened(message: str) -> str:

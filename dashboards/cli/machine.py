@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.options import OutputFile, as_json, options
 from ridgeplan.dashboards.cli.output import print_json, print_table, progress, require_writable
 from ridgeplan.dashboards.user_errors import FileProblem
@@ -22,7 +23,13 @@ APP = Path(__file__).parents[1] / "app.py"
 ADDRESS = "127.0.0.1"
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "ridgeplan calibrate --quick",
+        "ridgeplan calibrate --output machine.json",
+        "ridgeplan calibrate --allow-noisy --json",
+    )
+)
 @options(
     click.option("--quick", is_flag=True, help="Under a minute, with a wider band."),
     click.option("--allow-noisy", is_flag=True, help="Keep classes whose readings differ, with a wider band."),
@@ -56,7 +63,13 @@ def calibrate(quick: bool, allow_noisy: bool, only: tuple[str, ...], output: Pat
     click.echo(f"saved to {output or user_profile_path()}")
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "ridgeplan dashboard",
+        "ridgeplan dashboard --port 8600",
+        "ridgeplan dashboard --help",
+    )
+)
 @click.option("--port", type=click.IntRange(1, 65535), default=8501, show_default=True, help="Port on 127.0.0.1.")
 def dashboard(port: int) -> None:
     """Serve the page to this machine's browser, and to nobody else."""

@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ridgeplan.planner.interface.plan_file import SavedPlan
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.shapes import sizes_of
+
 if TYPE_CHECKING:
     from ridgeplan.runtime import Engine
 
@@ -21,6 +25,25 @@ def embedded_or(model: str | None) -> str:
     if model == "":
         raise click.UsageError("--model is empty; allowed: a safetensors folder, a .gguf file or a hub id")
     return str(embedded_model_path()) if model is None else model
+
+
+def require_planned_model(saved: SavedPlan, model: str | None) -> None:
+    """Raises UsageError where a model's sizes are not those that the plan is for; nothing is read but its description.
+
+    A model or plan whose sizes are not known here is let through; the runtime then compares what it loads.
+    """
+    try:
+        planned = saved.shape or load_shape(saved.plan.workload.model)
+        running = load_shape(EMBEDDED_MODEL if model is None else model)
+    except ValueError:
+        return
+    if sizes_of(planned) != sizes_of(running):
+        other = f"{running.name} ({running.parameters / 1e9:.3g}B)"
+        given = f"--model is {other}" if model else f"without --model the embedded {other} would run"
+        raise click.UsageError(
+            f"the plan is for {planned.name} ({planned.parameters / 1e9:.3g}B), and {given}; allowed: the plan's model "
+            "as --model, or any with --any-model"
+        )
 
 
 def prompt_text(text: str | None, path: str | None) -> str | None:

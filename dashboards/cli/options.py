@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,30 +13,53 @@ import click
 from ridgeplan.dashboards.user_errors import FileProblem
 from ridgeplan.planner import Plan, PlanError
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION
+from ridgeplan.planner.interface import quantities
+from ridgeplan.planner.interface.plan_file import SavedPlan, read_plan
+from ridgeplan.planner.plan import MAX_TOKENS, require
 from ridgeplan.roofline.catalog.documents import read_document
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-UNITS = {"": 1, "b": 1} | {
-    f"{letter}{suffix}": base**power
-    for suffix, base in (("b", 1000), ("ib", 1024))
-    for power, letter in enumerate("kmgt", start=1)
-}
 
 
-class Size(click.ParamType):
-    """Bytes, with or without a unit."""
+class Quantity(click.ParamType):
+    """A number with a unit, as `ridgeplan.planner.quantities` parses it."""
 
-    name = "bytes"
+    def __init__(self, name: str, parse: Callable[[Any], Any]) -> None:
+        self.name, self.parse = name, parse
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """`24GiB`, `80 GB` or `25769803776` in bytes."""
-        match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([a-z]*)", str(value).strip().lower(), re.ASCII)
-        size = float(match[1]) * UNITS.get(match[2], 0) if match else 0
-        if 0 < size < math.inf:
-            return size
-        return self.fail(
-            f"{value!r} is not a size; allowed: bytes above 0, or with a unit such as 24GiB or 80GB", param, ctx
-        )
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """What the parser makes of a text."""
+        try:
+            return self.parse(value) if isinstance(value, str) else value
+        except PlanError as error:
+            return self.fail(str(error), param, ctx)
+
+
+def _positive_tokens(value: str) -> int:
+    found = quantities.tokens(value)
+    require(1 <= found <= MAX_TOKENS, f"{value!r} is out of range; allowed: 1 to {MAX_TOKENS}")
+    return found
+
+
+TOKENS = Quantity("tokens", quantities.tokens)
+POSITIVE_TOKENS = Quantity("tokens", _positive_tokens)
+TOKEN_LIST = Quantity("tokens", quantities.values)
+COUNT_LIST = Quantity("numbers", partial(quantities.values, parse=quantities.count))
+SIZE = Quantity("size", quantities.size_bytes)
+TIME = Quantity("time", quantities.duration_s)
+
+
+class Names(click.ParamType):
+    """Names with commas between them."""
+
+    name = "names"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        """Each once, in the order given."""
+        if not isinstance(value, str):
+            return tuple(value)
+        found = tuple(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
+        return found or self.fail(f"{value!r} holds no name; allowed: one, or several with commas", param, ctx)
 
 
 def may_be_written(path: Path) -> bool:
@@ -63,21 +85,29 @@ class OutputFile(click.ParamType):
         return path
 
 
-class PlanFile(click.ParamType):
-    """A plan's file, as written by `recommend --output`."""
+class SavedPlanFile(click.ParamType):
+    """A plan's file, as written by `plan --output`, with what it says of its model and machine."""
 
     name = "plan.json"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Plan:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> SavedPlan:
         """The plan. Raises PlanError or FileProblem naming the file."""
-        if isinstance(value, Plan):
+        if isinstance(value, SavedPlan):
             return value
         try:
-            return Plan.from_json(read_document(Path(value)))
+            return read_plan(read_document(Path(value)))
         except (OSError, ValueError) as error:
             if isinstance(error, PlanError):
                 raise PlanError(f"plan {value!r}: {error}") from error
             raise FileProblem(f"cannot read plan {value!r}: {getattr(error, 'strerror', None) or error}") from error
+
+
+class PlanFile(SavedPlanFile):
+    """The plan alone."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The plan. Raises as SavedPlanFile does."""
+        return value if isinstance(value, Plan) else super().convert(value, param, ctx).plan
 
 
 def options(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
@@ -98,8 +128,8 @@ acceptance_file = click.option(
 )
 yarn = click.option("--yarn", is_flag=True, help="Stretch rotary embeddings beyond the model's context limit.")
 memory_utilization = click.option(
-    "--memory-utilization", type=float, default=MEMORY_UTILIZATION, show_default=True,
-    help="Share of the machine's memory that may be used.",
+    "--memory-utilization", "--gpu-memory-utilization", "memory_utilization", type=float, default=MEMORY_UTILIZATION,
+    show_default=True, help="Share of the machine's memory that may be used.",
 )  # fmt: skip
 model_to_run = click.option(
     "--model", help="Folder, GGUF file or hub id to run.  [default: the embedded SmolLM2-135M-Instruct]"

@@ -48,6 +48,12 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     console().print(table)
 
 
+def print_notes(notes: Iterable[str]) -> None:
+    """Prints caveats, one to a line."""
+    for note in notes:
+        click.echo(f"note: {note}")
+
+
 def console(*, stderr: bool = False) -> Console:
     """A console as wide as the terminal, or wide enough for the tables without one."""
     from rich.console import Console

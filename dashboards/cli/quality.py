@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ridgeplan.dashboards.cli.acceptance.lists import ListCommand
+from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.model_inputs import embedded_or
-from ridgeplan.dashboards.cli.options import OutputFile, PlanFile, as_json, model_to_run, options, yarn
+from ridgeplan.dashboards.cli.options import TOKENS, OutputFile, PlanFile, as_json, model_to_run, options, yarn
 from ridgeplan.dashboards.cli.output import (
     number,
     print_json,
@@ -43,13 +44,20 @@ if TYPE_CHECKING:
 COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPOT ms", "KV MB", "tasks")
 
 
-@click.command(cls=ListCommand)
+@click.command(
+    cls=ListCommand,
+    epilog=examples(
+        "ridgeplan quality quantspec int8 --model model.gguf --ctx 4k",
+        "ridgeplan quality plan.json --tasks none --passages 8",
+        "ridgeplan quality dapq snapkv --budgets 512 1024 --tasks niah_single_1 vt",
+    ),
+)
 @click.argument("plans", nargs=-1, required=True, metavar="PLAN...")
 @options(
     model_to_run,
     click.option("--text", metavar="FILE",
                  help="UTF-8 text to measure on, also the haystack.  [default: a text that comes with Python]"),
-    click.option("--ctx", type=int, multiple=True, default=(4096,), show_default=True,
+    click.option("--ctx", type=TOKENS, multiple=True, default=(4096,), show_default=True,
                  help="Tokens of a sequence with its answer, a list."),
     click.option("--budgets", type=int, multiple=True,
                  help="Tokens that presets with a budget keep or read, a list.  [default: each preset's own]"),

@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, prompt_text, prompt_tokens
+from ridgeplan.dashboards.cli.lazy_group import examples
+from ridgeplan.dashboards.cli.model_inputs import (
+    calibration_tokens,
+    embedded_or,
+    prompt_text,
+    prompt_tokens,
+    require_planned_model,
+)
 from ridgeplan.dashboards.cli.options import (
-    PlanFile,
+    TOKENS,
+    SavedPlanFile,
     as_json,
     calibration_file,
     memory_utilization,
@@ -20,8 +28,8 @@ from ridgeplan.dashboards.cli.options import (
     prompt_file,
 )
 from ridgeplan.dashboards.cli.output import print_json, warnings_as_notes
-from ridgeplan.planner import Plan
-from ridgeplan.roofline.device import GIB
+from ridgeplan.planner.interface.plan_file import SavedPlan
+from ridgeplan.planner.interface.quantities import size_text, time_text
 
 if TYPE_CHECKING:
     from ridgeplan.runtime import Engine, Statistics
@@ -34,27 +42,43 @@ STATISTICS = (
 )  # fmt: skip
 
 
-@click.command()
-@click.argument("plan", type=PlanFile())
+@click.command(
+    epilog=examples(
+        "ridgeplan run plan.json --prompt-file book.txt",
+        "ridgeplan run plan.json --model model.gguf --prompt-file book.txt --max-new-tokens 256",
+        "ridgeplan run plan.json --model Qwen/Qwen2.5-0.5B --temperature 0.8 --top-p 0.95 --json",
+    )
+)
+@click.argument("saved", metavar="PLAN", type=SavedPlanFile())
 @options(
     model_to_run,
     click.option("--prompt", metavar="TEXT", help="Text to continue."),
     prompt_file,
-    click.option("--max-new-tokens", type=int, help=f"Tokens to generate.  [default: {DEFAULT_NEW_TOKENS}]"),
+    click.option(
+        "--max-new-tokens",
+        "--osl",
+        "max_new_tokens",
+        type=TOKENS,
+        help=f"Tokens to generate.  [default: {DEFAULT_NEW_TOKENS}]",
+    ),
     click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token."),
     click.option("--top-k", type=int, help="Draw among the k likeliest tokens."),
     click.option("--top-p", type=float, help="Draw among the likeliest tokens that make up this probability."),
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draws."),
     calibration_file,
     memory_utilization,
+    click.option("--any-model", is_flag=True, help="Run a model of other sizes than the plan is for."),
     as_json,
 )
 def run(
-    plan: Plan, model: str | None, prompt: str | None, prompt_file: str | None, max_new_tokens: int | None,
-    calibration: str | None, memory_utilization: float, as_json: bool, **sampling: Any,
+    saved: SavedPlan, model: str | None, prompt: str | None, prompt_file: str | None, max_new_tokens: int | None,
+    calibration: str | None, memory_utilization: float, any_model: bool, as_json: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Execute the plan in file PLAN, stream the text, and print what it took."""
     text = prompt_text(prompt, prompt_file)
+    if not any_model:
+        require_planned_model(saved, model)
+    plan = saved.plan
     limit = min(DEFAULT_NEW_TOKENS, plan.workload.new_tokens) if max_new_tokens is None else max_new_tokens
     # Importing torch takes seconds, so the plan's file is checked first.
     from ridgeplan import runtime
@@ -111,9 +135,9 @@ def statistics_dict(statistics: Statistics) -> dict[str, Any]:
 def summary(statistics: Statistics) -> str:
     """The figures of a generation in a few lines."""
     one = statistics
-    peak = "not measured" if one.peak_memory_bytes is None else f"{one.peak_memory_bytes / GIB:.2f} GiB"
+    peak = "not measured" if one.peak_memory_bytes is None else size_text(one.peak_memory_bytes)
     lines = [
-        f"{one.generated} tokens, {one.tpot_ms:.3g} ms each after {one.ttft_ms / 1e3:.3g} s of prefill, "
+        f"{one.generated} tokens, {time_text(one.tpot_ms)} each after {time_text(one.ttft_ms)} of prefill, "
         f"peak memory {peak}"
     ]
     if one.gamma:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan
 from ridgeplan.planner.policies import selections
 from ridgeplan.planner.policies.policy import Role
@@ -14,6 +16,7 @@ FEWER_BITS = ("w4kv4", "w4", "kv4")  # that drafts may have besides reading fewe
 DRAFTS = (*BITS, "w4kv4", *SELECTIONS, *(f"{bits}+{tokens}" for tokens in SELECTIONS for bits in FEWER_BITS))
 
 
+@cache
 def differences(draft: str) -> tuple[str, ...]:
     """The single differences that a row's draft has together."""
     return tuple(one for name in draft.split("+") for one in (("w4", "kv4") if name == "w4kv4" else (name,)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,7 @@ class Subject:
         if difference in SELECTIONS:
             part[("policy", difference)] = 1.0
             part[("ratio",)] = log_ratio_factor(self.ratio)
-        return {effect: value for effect, value in part.items() if np.any(value)}
+        return {effect: value for effect, value in part.items() if _matters(value)}
 
     def _places(self, difference: str, core: str) -> Part:
         """A model's own deviation at this context, interpolated between places; beyond its rows it stays, less surely.
@@ -136,6 +137,7 @@ def place_of(context: float) -> float:
     return math.log(context / REFERENCE_CONTEXT, PLACE_FACTOR)
 
 
+@cache
 def group_of(effect: Effect) -> str:
     """The group of an effect that belongs to one model, text, run, place or policy."""
     of_tokens = "tokens" in effect or any(policy in effect for policy in SELECTIONS)
@@ -152,6 +154,11 @@ def family_of(difference: str) -> str:
 def log_ratio_factor(ratio: Any) -> Any:
     """Log of ln(1/ratio) over that at a quarter of the tokens; where all are read, nearly minus infinity."""
     return np.log(np.maximum(np.log(1 / np.asarray(ratio)), 1e-9) / math.log(1 / REFERENCE_RATIO))
+
+
+def _matters(value: Any) -> bool:
+    """Whether a number, or any of an array, is not 0; numpy's own functions take long for numbers."""
+    return bool(value.any()) if isinstance(value, np.ndarray) else bool(value)
 
 
 def _ageing(difference: str) -> str:

@@ -1,12 +1,13 @@
 """Predicted acceptance of a plan's drafts, with its band and its source.
 
-All figures are conditional acceptance. The regression is fitted to the rows when it is first asked, never stored.
+All figures are conditional acceptance. The regression is fitted to the rows when it is first asked; only its start is
+stored.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -17,6 +18,7 @@ from ridgeplan.planner.acceptance.drafts import SELECTIONS, differences, draft_n
 from ridgeplan.planner.acceptance.effects import Subject, place_of
 from ridgeplan.planner.acceptance.regression import Fit, Observation, fit
 from ridgeplan.planner.acceptance.rows import AcceptanceRow, core_name, merged, shipped_rows, variant_name
+from ridgeplan.planner.acceptance.start import start_of
 from ridgeplan.planner.plan import Plan
 from ridgeplan.roofline.catalog.profile import SOURCES, Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
@@ -94,6 +96,16 @@ class AcceptanceModel:
         disagreement = self.fitted.disagreement(self._subject(plan, gamma, ratio).parts)
         return np.broadcast_to(1 - disagreement, (len(gamma),))
 
+    def best_of_all(self, plans: Sequence[Plan], grids: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
+        """`best` of each plan for its grid of gamma and ratio; plans whose drafts differ alike share the work."""
+        found: dict[Hashable, np.ndarray] = {}
+        keys = []
+        for plan, (gamma, ratio) in zip(plans, grids, strict=True):
+            keys.append((plan_differences(plan), gamma.tobytes(), ratio.tobytes()))
+            if keys[-1] not in found:
+                found[keys[-1]] = self.best(plan, gamma, ratio)
+        return [found[key] for key in keys]
+
     def _known_as(self, plan: Plan) -> list[tuple[str, float]]:
         """The drafts, with the ratio that each reads, whose rows a plan's prediction rests on.
 
@@ -112,7 +124,7 @@ class AcceptanceModel:
 
     def _provenance(self, draft: str, ratio: float) -> tuple[str, str]:
         """The source of a draft's prediction, and the row or rows that it rests on."""
-        rows = [row for row in self.rows if set(differences(draft)) <= set(differences(row.draft))]
+        rows = self._rows_with(draft)
         if not rows:
             return "prior", f"no rows of {draft}: as other selections differ"
         nearest = min(rows, key=lambda row: self._distance(row, draft, ratio))
@@ -125,6 +137,12 @@ class AcceptanceModel:
         if beyond:
             return "extrapolated", f"beyond all rows in {' and '.join(beyond)}; {where}"
         return "transferred", where
+
+    def _rows_with(self, draft: str) -> list[AcceptanceRow]:
+        """Rows whose drafts differ from their target in all that this one does."""
+        wanted = set(differences(draft))
+        having = {one for one in {row.draft for row in self.rows} if wanted.issubset(differences(one))}
+        return [row for row in self.rows if row.draft in having]
 
     def _owns(self, row: AcceptanceRow) -> bool:
         return variant_name(row.model) == variant_name(self.name)
@@ -167,15 +185,18 @@ def subject(row: AcceptanceRow) -> Subject:
 
 @cache
 def shipped_fit() -> Fit:
-    """The regression over the shipped rows."""
-    return fit([observation(row) for row in shipped_rows()])
+    """The regression over the shipped rows, which starts where it once ended."""
+    rows = shipped_rows()
+    return fit([observation(row) for row in rows], start=start_of(rows))
 
 
 @lru_cache(maxsize=8)
 def _fitted(own: tuple[AcceptanceRow, ...]) -> tuple[tuple[AcceptanceRow, ...], Fit]:
     """All rows and their fit; own rows change the effects, but not how much models and texts differ."""
     rows = merged(shipped_rows(), own)
-    return rows, fit([observation(row) for row in rows], shipped_fit().variances) if own else shipped_fit()
+    if not own:
+        return rows, shipped_fit()
+    return rows, fit([observation(row) for row in rows], shipped_fit().variances)
 
 
 def _factor(one: float, other: float) -> float:

@@ -13,7 +13,8 @@ band of a model without rows as wide as models differ. Residuals are Student-t, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -67,8 +68,12 @@ class Fit:
         return np.asarray(sum(value * self._mean(effect) for effect, value in part.items()))
 
     def _mean(self, effect: Effect) -> float:
-        place = self.index.get(effect)
-        return prior(effect, self.variances)[0] if place is None else float(self.mean[place])
+        found = self._means.get(effect)
+        return prior(effect, self.variances)[0] if found is None else found
+
+    @cached_property
+    def _means(self) -> dict[Effect, float]:
+        return dict(zip(self.index, self.mean.tolist(), strict=True))
 
 
 def prior(effect: Effect, variances: Mapping[str, float]) -> tuple[float, float]:
@@ -77,12 +82,24 @@ def prior(effect: Effect, variances: Mapping[str, float]) -> tuple[float, float]
     return (0.0, variances[group_of(effect)]) if common is None else (common.mean, common.deviation**2)
 
 
-def fit(observations: Sequence[Observation], variances: Mapping[str, float] | None = None) -> Fit:
+@dataclass(frozen=True)
+class Start:
+    """Where a fit begins, so that it has fewer steps to go: effects and variances of an earlier one."""
+
+    effects: Mapping[Effect, float] = field(default_factory=dict)
+    variances: Mapping[str, float] = field(
+        default_factory=lambda: {name: start**2 for name, start in (GROUPS | RESIDUALS).items()}
+    )
+
+
+def fit(
+    observations: Sequence[Observation], variances: Mapping[str, float] | None = None, start: Start | None = None
+) -> Fit:
     """The posterior given observations. variances: those of an earlier fit; by default they are estimated as well.
 
-    A slope that contradicts its certain sign is held at 0.
+    A slope that contradicts its certain sign is held at 0. start: of an earlier fit to the same observations.
     """
-    return _Problem(observations).solve(variances)
+    return _Problem(observations).solve(variances, start or Start())
 
 
 class _Problem:
@@ -104,15 +121,19 @@ class _Problem:
         self.groups = np.array([group_of(effect) for effect in effects])
         self.signs = np.array([COMMON[effect[0]].sign if effect[0] in COMMON else 0 for effect in effects])
 
-    def solve(self, known: Mapping[str, float] | None) -> Fit:
+    def solve(self, known: Mapping[str, float] | None, start: Start) -> Fit:
         """Damped Gauss-Newton steps, with the variances and the rows' weights renewed after each.
 
         Between steps all is computed per row, of which there are fewer than effects: with J the derivatives, S the
         priors' variances and R the rows' noise, K = J S J^T + R (Rasmussen and Williams 2006, section 2.1.2).
         """
-        variances = dict(known or {name: start**2 for name, start in (GROUPS | RESIDUALS).items()})
+        variances = dict(known or start.variances)
         mean = self._prior(variances)[0]
+        mean = np.array([start.effects.get(effect, mean[place]) for effect, place in self.index.items()])
         weights, held = np.ones(len(self.target)), np.zeros(len(mean), dtype=bool)
+        if start.effects:
+            weights = self._weights((self.target - self._linearized(mean)[0]) ** 2, variances)
+            held = (self.signs != 0) & np.array([start.effects.get(effect) == 0 for effect in self.index])
         for _ in range(STEPS):
             before, spread = self._prior(variances)
             before, spread = np.where(held, 0.0, before), np.where(held, HELD, spread)
@@ -129,10 +150,14 @@ class _Problem:
                 uncertain = noise - noise**2 * np.diag(inverse)  # diagonal of J cov J^T
                 squares = mean**2 + spread - np.einsum("re,re->e", shared, inverse @ shared)
                 variances = self._variances(squares, weights * errors + uncertain)
-            weights = (T_DEGREES + 1) / (T_DEGREES + errors / self._noise(variances))
+            weights = self._weights(errors, variances)
             if np.abs(step).max() < CONVERGED:
                 break
         return Fit(self.index, mean, np.diag(spread) - shared.T @ inverse @ shared, variances)
+
+    def _weights(self, errors: np.ndarray, variances: Mapping[str, float]) -> np.ndarray:
+        """How much each row counts, given its squared error."""
+        return np.asarray((T_DEGREES + 1) / (T_DEGREES + errors / self._noise(variances)))
 
     def _noise(self, variances: Mapping[str, float]) -> np.ndarray:
         """The variance of each row's residual."""

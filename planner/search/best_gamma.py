@@ -42,7 +42,7 @@ def best_gamma(
     contexts: Sequence[int] = (),
     batches: Sequence[int] = BATCHES,
     new_tokens: int = 1024,
-    memory_limit: float | None = None,
+    memory_limit: float | str | None = None,
     memory_utilization: float = MEMORY_UTILIZATION,
     profile: Profile | str | None = None,
     yarn: bool = False,

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ridgeplan.planner.acceptance import AcceptanceModel
+from ridgeplan.planner.interface.quantities import size_text
 from ridgeplan.planner.lowering import rates_of, stack, strategy_of
 from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.policies.pricing import unpriced
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.presets import PRESETS
-from ridgeplan.planner.quality import losses, quality_of
+from ridgeplan.planner.presets import preset as preset_of
 from ridgeplan.planner.search.question import Objective, Question
-from ridgeplan.planner.search_space import Family, families
-from ridgeplan.planner.support import only_estimated, uncalibrated
-from ridgeplan.roofline.device import GIB
+from ridgeplan.planner.search_space import Family, families, family_of
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.placement import resident_memory
 
@@ -39,34 +39,36 @@ class Candidate:
     def exclusion(self, question: Question) -> str | None:
         """Why this plan is no answer, on whatever runtime; None if it is one."""
         if self.peak_bytes > question.memory_limit_bytes:
-            needed, limit = self.peak_bytes / GIB, question.memory_limit_bytes / GIB
-            return f"does not fit: needs {needed:.1f} GiB of {limit:.1f} GiB"
-        if not question.quality.allows(quality_of(self.plan)):
-            return f"quality: {'; '.join(losses(self.plan))}"
-        return None
+            return f"does not fit: needs {size_text(self.peak_bytes)} of {size_text(question.memory_limit_bytes)}"
+        return question.unwanted(self.plan)
 
     def unsupported(self, question: Question) -> str | None:
-        """What the runtime lacks to execute this plan, or the profile to price it; None if nothing."""
-        return only_estimated(self.plan, question.shape) or uncalibrated(self.plan, question.profile)
+        """What the backend lacks to execute this plan, or the profile to price it; None if nothing."""
+        return question.unsupported(self.plan)
 
 
 def search(question: Question, searched: tuple[Family, ...] | None = None) -> list[Candidate]:
     """The best plan of every family of the search space, or of those given."""
     if searched is None:
-        searched = families(question.workload, offload=not fits_whole(question), quality=question.quality)
+        known = families(question.workload, offload=not fits_whole(question), quality=question.quality)
+        searched = tuple(family for family in known if unpriced(family.template, question.shape) is None)
     model = AcceptanceModel.of_profile(question.shape, question.workload.context, question.profile)
     machine = question.machine
     templates = [strategy_of(family.template, question.shape, machine, 1.0) for family in searched]
     rates = [rates_of(family.template, question.shape, machine) for family in searched]
     grids = [family.grid() for family in searched]
     gamma, ratio = (np.concatenate(axis) for axis in zip(*grids, strict=True))
-    acceptance = np.concatenate(
-        [model.best(family.template, *grid) for family, grid in zip(searched, grids, strict=True)]
-    )
+    acceptance = np.concatenate(model.best_of_all([family.template for family in searched], grids))
     sizes = [family.size for family in searched]
     strategy = replace(stack(templates, sizes), gamma=gamma, draft_ratio=ratio, acceptance=acceptance)
     estimate = evaluate(question.shape, machine, strategy, stack(rates, sizes))
     return list(_best_of_each(searched, (gamma, ratio), estimate, question))
+
+
+def best_of_preset(name: str, question: Question) -> Candidate:
+    """The named preset at its fastest gamma and ratio that fit, as `recommend` lists it. Raises PlanError."""
+    (found,) = search(question, (family_of(name, preset_of(name, question.workload)),))
+    return found
 
 
 def fits_whole(question: Question) -> bool:

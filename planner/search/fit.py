@@ -14,8 +14,9 @@ from ridgeplan.planner.presets import preset as preset_of
 from ridgeplan.planner.presets import preset_name
 from ridgeplan.planner.resolution import longest_context, workload_for
 from ridgeplan.planner.search.choice import preference
-from ridgeplan.planner.search.question import Question, ask, notes
+from ridgeplan.planner.search.question import Question, ask
 from ridgeplan.planner.search.runnable import context_limits, runnable_families, smallest_plans
+from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
 
@@ -63,10 +64,12 @@ def fit(
     new_tokens: int = 1024,
     preset: str | None = None,
     quality: str = "near-lossless",
-    memory_limit: float | None = None,
+    memory_limit: float | str | None = None,
     memory_utilization: float = MEMORY_UTILIZATION,
     profile: Profile | str | None = None,
     yarn: bool = False,
+    backend: str = "ridgeplan",
+    kv_format: str | None = None,
 ) -> Fit:
     """The largest context for each of `batches`, and the largest batch for each of `contexts`.
 
@@ -76,7 +79,7 @@ def fit(
     """
     asked = ask(
         model, gpu, 1, new_tokens=new_tokens, quality=quality, memory_limit=memory_limit,
-        memory_utilization=memory_utilization, profile=profile, yarn=yarn,
+        memory_utilization=memory_utilization, profile=profile, yarn=yarn, backend=backend, kv_format=kv_format,
     )  # fmt: skip
     longest = longest_context(asked.shape, new_tokens, yarn=yarn)
     sizes = contexts or tuple(one for one in CONTEXTS if one <= longest) or (longest,)
@@ -90,9 +93,39 @@ def fit(
         hardware=asked.profile.hardware.name,
         contexts=tuple(_largest_context(resized(longest, batch), preset) for batch in batches),
         batches=tuple(_largest_batch(resized(context, 1), preset) for context in sizes),
-        notes=tuple(notes(asked.shape, asked.profile, asked.workload, memory_limit, asked.memory_limit_bytes)),
+        notes=tuple(asked.notes(memory_limit)),
         memory_limit_bytes=asked.memory_limit_bytes,
     )
+
+
+@dataclass(frozen=True)
+class GpuFit:
+    """What fits one GPU: whether the size that was asked for does, and the largest context and batch beside the other.
+
+    memory_bytes: as its driver reports it.
+    """
+
+    gpu: str
+    memory_bytes: float
+    fits: bool
+    context: FitRow
+    batch: FitRow
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def fit_gpus(model: str | ModelShape, context: int, batch: int, **options: Any) -> tuple[GpuFit, ...]:
+    """What fits every GPU of the catalog, from the smallest. options and errors are those of `fit`."""
+    smallest_first = sorted(list_hardware(), key=lambda one: one.memory_bytes)
+    return tuple(_gpu_fit(one, fit(model, one.name, batches=(batch,), contexts=(context,), **options))
+                 for one in smallest_first)  # fmt: skip
+
+
+def _gpu_fit(hardware: Hardware, found: Fit) -> GpuFit:
+    ((longest,), (most,)) = found.contexts, found.batches
+    return GpuFit(hardware.name, hardware.memory_bytes, most.batch >= longest.batch, longest, most)
 
 
 def _largest_context(question: Question, preset: str | None) -> FitRow:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ridgeplan.planner.capacity import Capacity, described_contexts, usable_bytes
+from ridgeplan.planner.interface.quantities import size_text
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.presets import preset_name
 from ridgeplan.planner.quality import Quality
@@ -15,7 +16,6 @@ from ridgeplan.planner.search.candidates import Candidate, search
 from ridgeplan.planner.search.question import Question
 from ridgeplan.planner.search.runnable import context_limits, runnable_families, smallest_plans
 from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
-from ridgeplan.roofline.device import GIB
 
 
 class NothingFits(ValueError):
@@ -35,7 +35,7 @@ def why_nothing_fits(question: Question, memory_utilization: float) -> str:
     least, limit = int(np.argmin(peaks)), question.memory_limit_bytes
     needs = (
         f"nothing fits: {workload.model} at context {workload.context}, batch {workload.batch} needs at least "
-        f"{peaks[least] / GIB:.1f} GiB ({preset_name(plans[least])}) of {limit / GIB:.1f} GiB on {workload.hardware}"
+        f"{size_text(peaks[least])} ({preset_name(plans[least])}) of {size_text(limit)} on {workload.hardware}"
     )
     return f"{needs}; allowed: {', or '.join(_options(question, plans, memory_utilization))}"
 
@@ -69,7 +69,7 @@ def _options(question: Question, plans: Sequence[Plan], memory_utilization: floa
         yield from _alone(question)
     yield from _lower_quality(question)
     gpu = smallest_gpu(question, plans, memory_utilization)
-    yield f"a GPU such as {gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB)" if gpu else "no GPU of the catalog"
+    yield f"a GPU such as {gpu.name} ({size_text(gpu.memory_bytes)})" if gpu else "no GPU of the catalog"
 
 
 def _lower_quality(question: Question) -> Iterator[str]:

@@ -8,14 +8,14 @@ from enum import StrEnum
 from typing import TypeVar
 
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION, usable_bytes
-from ridgeplan.planner.plan import Workload, require
-from ridgeplan.planner.quality import Quality
+from ridgeplan.planner.interface.quantities import size_bytes, size_text, tokens
+from ridgeplan.planner.plan import KVFormat, Plan, Workload, require
+from ridgeplan.planner.quality import Quality, losses, quality_of
 from ridgeplan.planner.resolution import resolve, workload_for
-from ridgeplan.planner.support import as_loaded, missing_architecture
+from ridgeplan.planner.support import Backend, as_loaded, missing_architecture, unsupported
 from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.device import GIB
 from ridgeplan.roofline.latency import Machine
 
 Choice = TypeVar("Choice", bound=StrEnum)
@@ -31,7 +31,7 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True)
 class Question:
-    """The inputs of a search."""
+    """The inputs of a search. kv_format: the only one that is wanted, None for any."""
 
     shape: ModelShape
     profile: Profile
@@ -39,11 +39,29 @@ class Question:
     quality: Quality
     objective: Objective
     memory_limit_bytes: float
+    backend: Backend = Backend.RIDGEPLAN
+    kv_format: KVFormat | None = None
+
+    def unwanted(self, plan: Plan) -> str | None:
+        """Why a plan is no answer, on whatever backend; None if it may be one."""
+        if not self.quality.allows(quality_of(plan)):
+            return f"quality: {'; '.join(losses(plan))}"
+        if self.kv_format not in (None, plan.kv.format):
+            return f"KV format: {plan.kv.format.value}, not {self.kv_format.value}"
+        return None
+
+    def unsupported(self, plan: Plan) -> str | None:
+        """What the backend lacks to execute a plan, or the profile to price it; None if nothing."""
+        return unsupported(plan, self.backend, self.shape, self.profile)
 
     @property
     def machine(self) -> Machine:
         """The profile's machine with the memory limit."""
         return replace(Machine.of(self.profile), memory_bytes=self.memory_limit_bytes)
+
+    def notes(self, memory_limit: float | str | None = None) -> Iterator[str]:
+        """Caveats of any answer; memory_limit: the one that was asked for."""
+        return notes(self.shape, self.profile, self.workload, _bytes(memory_limit), self.memory_limit_bytes)
 
     @property
     def as_executed(self) -> Question:
@@ -54,24 +72,32 @@ class Question:
 def ask(
     model: str | ModelShape,
     gpu: str,
-    context: int,
+    context: int | str,
     *,
     batch: int = 1,
     new_tokens: int = 1024,
     quality: str = "near-lossless",
     objective: str = "latency",
-    memory_limit: float | None = None,
+    memory_limit: float | str | None = None,
     memory_utilization: float = MEMORY_UTILIZATION,
     profile: Profile | str | None = None,
     acceptance: str | None = None,
     yarn: bool = False,
+    backend: str = "ridgeplan",
+    kv_format: str | None = None,
 ) -> Question:
     """A question from what a user gives, as `recommend` documents it. Raises ValueErrors that name what is wrong."""
     wanted, aim = choice(Quality, "quality", quality), choice(Objective, "objective", objective)
+    runs_on = choice(Backend, "backend", backend)
+    only = None if kv_format is None else choice(KVFormat, "kv_format", kv_format)
     shape, used = resolve(model, gpu, profile, acceptance)
-    workload = workload_for(shape, used, context, new_tokens, batch, yarn=yarn)
-    limit = usable_bytes(used.hardware.memory_bytes, memory_utilization, memory_limit)
-    return Question(shape, used, workload, wanted, aim, limit)
+    workload = workload_for(shape, used, tokens(context), new_tokens, batch, yarn=yarn)
+    limit = usable_bytes(used.hardware.memory_bytes, memory_utilization, _bytes(memory_limit))
+    return Question(shape, used, workload, wanted, aim, limit, runs_on, only)
+
+
+def _bytes(limit: float | str | None) -> float | None:
+    return size_bytes(limit) if isinstance(limit, str) else limit
 
 
 def choice(kind: type[Choice], name: str, value: str) -> Choice:
@@ -98,10 +124,12 @@ def notes(
             f"{workload.final_context} tokens are beyond the model's limit of {shape.max_context}; "
             "ask for YaRN to stretch its rotary embedding"
         )
+    if profile.hardware.is_amd:
+        yield f"{profile.hardware.name} is an AMD GPU, on which this package's kernels have not run"
     if profile.transferred_from:
         yield f"{profile.hardware.name} is not calibrated: utilizations are those of {profile.transferred_from}"
     if memory_limit is not None and memory_limit > usable:
         yield (
-            f"the memory limit of {memory_limit / GIB:.1f} GiB is more than {profile.hardware.name} may use, "
-            f"{usable / GIB:.1f} GiB of {profile.hardware.memory_bytes / GIB:.1f}"
+            f"the memory limit of {size_text(memory_limit)} is more than {profile.hardware.name} may use, "
+            f"{size_text(usable)} of {size_text(profile.hardware.memory_bytes)}"
         )

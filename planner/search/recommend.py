@@ -16,7 +16,7 @@ from ridgeplan.planner.recommendation import Alternative, Recommendation
 from ridgeplan.planner.search.candidates import Candidate, search
 from ridgeplan.planner.search.choice import chosen, contenders, preference, sampled_scores, why_preferred
 from ridgeplan.planner.search.nothing_fits import NothingFits, tightest, why_nothing_fits
-from ridgeplan.planner.search.question import Objective, Question, ask, notes
+from ridgeplan.planner.search.question import Objective, Question, ask
 from ridgeplan.planner.support import missing_architecture
 from ridgeplan.planner.uncertainty import sampled_tpot_ms
 from ridgeplan.roofline.catalog.profile import Profile
@@ -29,17 +29,19 @@ MAX_UNNAMED = 8
 def recommend(
     model: str | ModelShape,
     gpu: str,
-    ctx: int,
+    ctx: int | str,
     *,
     batch: int = 1,
     new_tokens: int = 1024,
     quality: str = "near-lossless",
     objective: str = "latency",
-    memory_limit: float | None = None,
+    memory_limit: float | str | None = None,
     memory_utilization: float = MEMORY_UTILIZATION,
     profile: Profile | str | None = None,
     acceptance: str | None = None,
     yarn: bool = False,
+    backend: str = "ridgeplan",
+    kv_format: str | None = None,
 ) -> Recommendation:
     """The best plan that runs for a model on a machine at a context and batch, and the best of all, with predictions.
 
@@ -47,13 +49,14 @@ def recommend(
     name, a TOML file or "auto". `quality` limits what the target may give up (exact, near-lossless, lossy). Plans may
     take `memory_utilization` of the machine's memory, or `memory_limit` bytes where that is less. `profile` is a
     calibration or its file, `acceptance` a file of `ridgeplan acceptance`. A context beyond the model's is stretched
-    if `yarn`. Raises PlanError, UnknownModel, UnknownHardware, ProfileError (all ValueError) for bad input, and
-    NothingFits.
+    if `yarn`. `backend` is what is to execute the plan ("vllm", "sglang", or "any"), by default this package, and
+    `kv_format` the only cache format that is wanted. Sizes may be texts, such as "128k" and "24GB". Raises PlanError,
+    UnknownModel, UnknownHardware, ProfileError (all ValueError) for bad input, and NothingFits.
     """
     asked = ask(
         model, gpu, ctx, batch=batch, new_tokens=new_tokens, quality=quality, objective=objective,
         memory_limit=memory_limit, memory_utilization=memory_utilization, profile=profile,
-        acceptance=acceptance, yarn=yarn,
+        acceptance=acceptance, yarn=yarn, backend=backend, kv_format=kv_format,
     )  # fmt: skip
     question = asked.as_executed
     candidates = _ranked(search(question))
@@ -74,9 +77,10 @@ def recommend(
         best_estimated=best_of_all and _estimated(*best_of_all, predictions, baseline),
         alternatives=tuple(_alternatives(listed, winner, predictions, baseline, question)),
         losses=tuple(stated_losses(winner.plan, saved_rows())),
-        notes=tuple(notes(asked.shape, asked.profile, asked.workload, memory_limit, asked.memory_limit_bytes)),
+        notes=tuple(asked.notes(memory_limit)),
         memory_limit_bytes=question.memory_limit_bytes,
-        model_runs=missing_architecture(asked.shape) is None,
+        model_runs=missing_architecture(asked.shape) is None and not asked.profile.hardware.is_amd,
+        backend=question.backend,
         adaptive=_adaptive(winner.plan, question),
     )
 

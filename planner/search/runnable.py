@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from ridgeplan.planner.plan import Plan
-from ridgeplan.planner.quality import quality_of
+from ridgeplan.planner.policies.pricing import unpriced
 from ridgeplan.planner.resolution import longest_context
 from ridgeplan.planner.search.question import Question
 from ridgeplan.planner.search_space import Family, families
-from ridgeplan.planner.support import exceeds_window, missing_execution, uncalibrated
+from ridgeplan.planner.support import exceeds_window
 from ridgeplan.roofline.execution import QUANTIZATION_GROUPS
 
 
@@ -23,8 +23,8 @@ def runnable_families(question: Question, *, regroup: bool = False) -> list[Fami
     usual ones do not fit.
     """
     known = families(question.workload, offload=False, quality=question.quality)
-    running = [family for family in known if _runs(family.template, question)]
-    return [one for family in running for one in _regrouped(family)] if regroup else running
+    running = [family for family in known if runs(family.template, question)]
+    return [one for family in running for one in regrouped(family)] if regroup else running
 
 
 def smallest_plans(searched: Sequence[Family]) -> list[Plan]:
@@ -45,12 +45,13 @@ def context_limits(plans: Sequence[Plan], question: Question) -> np.ndarray:
     return np.where(bounded, min(within_window, longest), longest)
 
 
-def _runs(plan: Plan, question: Question) -> bool:
-    runs = not missing_execution(plan, question.shape) and not uncalibrated(plan, question.profile)
-    return runs and question.quality.allows(quality_of(plan))
+def runs(plan: Plan, question: Question) -> bool:
+    """Whether the question's backend executes the plan, its profile prices it and it is wanted at all."""
+    return not question.unwanted(plan) and not question.unsupported(plan) and unpriced(plan, question.shape) is None
 
 
-def _regrouped(family: Family) -> Iterator[Family]:
+def regrouped(family: Family) -> Iterator[Family]:
+    """The family with every size of quantization groups."""
     template = family.template
     quantized = template.weights.target_bits != 16 or template.weights.draft_differs
     weights = replace(template.weights, group=max(QUANTIZATION_GROUPS)) if quantized else template.weights

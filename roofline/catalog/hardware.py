@@ -74,6 +74,11 @@ class Hardware(Checked):
         return self.num_sms * self.sm_clock_hz
 
     @property
+    def is_amd(self) -> bool:
+        """Whether its compute capability is the name of an AMD architecture, such as gfx942."""
+        return self.compute_capability.startswith("gfx")
+
+    @property
     def has_hopper_kernels(self) -> bool:
         """Whether this package's CUDA C++ kernels run: compute capability 9.0 and up."""
         return self.kind == "gpu" and _version(self.compute_capability) >= (9, 0)

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic_core import ValidationError
 from pydantic_core.core_schema import CoreSchema
 
-MAX_LISTED = 5  # mistakes per message
+MAX_LISTED = 16  # mistakes per message: all that a file of hardware can have
 BRIEF_CHARACTERS = 80
 # What a container must be, by the type of pydantic's error. All other checks state what they allow.
 _CONTAINERS = {

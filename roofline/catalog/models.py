@@ -4,23 +4,25 @@ import re
 from functools import cache
 from pathlib import Path
 
-from ridgeplan.roofline.catalog.gguf_shape import shape_from_gguf
-from ridgeplan.roofline.catalog.huggingface import shape_from_config_file
 from ridgeplan.roofline.catalog.mistakes import brief
+from ridgeplan.roofline.catalog.model_files.gguf_shape import shape_from_gguf
+from ridgeplan.roofline.catalog.model_files.hub import fetched_config
+from ridgeplan.roofline.catalog.model_files.huggingface import shape_from_config_file
 from ridgeplan.roofline.catalog.named_tables import Catalog, build_catalog, existing_path, read_tables
 from ridgeplan.roofline.catalog.shapes import BadModelFile, ModelShape, UnknownModel
 from ridgeplan.roofline.catalog.user_folders import NoHomeFolder, hub_folder
 
 _SHIPPED = Path(__file__).with_name("models.toml")
+_HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 MAX_COMMIT = 40  # hexadecimal digits
 
 
 def load_shape(reference: str) -> ModelShape:
-    """The shape of a model; never uses the network. `reference` is looked up, in this order, as
+    """The shape of a model. `reference` is looked up, in this order, as
 
     1. a path: a .gguf file, a config.json, or a folder that holds a config.json;
     2. a name in the catalog, with or without its owner, in upper or lower case;
-    3. a hub id whose config.json is in the local Hugging Face cache.
+    3. a hub id, `owner/name`, whose config.json is in the local Hugging Face cache, or is fetched from the hub.
 
     Raises UnknownModel (with similar names) or BadModelFile, each one line.
     """
@@ -32,13 +34,12 @@ def load_shape(reference: str) -> ModelShape:
     found = _catalog().find(reference)
     if found:
         return found
-    cached = _cached_config(reference)
-    if cached:
-        return shape_from_config_file(cached, name=reference)
+    if _HUB_ID.fullmatch(reference):
+        return shape_from_config_file(_hub_config(reference), name=reference)
     hint = _catalog().suggestion(reference)
     raise UnknownModel(
-        f"unknown model {brief(reference)}.{hint} Allowed: a name of the catalog, a folder with a "
-        "config.json, a .gguf file, or a hub id in the local Hugging Face cache"
+        f"unknown model {brief(reference)}.{hint} Allowed: a name of the catalog, a folder with a config.json, a .gguf "
+        "file, or a hub id, owner/name"
     )
 
 
@@ -60,10 +61,16 @@ def _from_path(path: Path) -> ModelShape | None:
     raise BadModelFile(f"{path} is neither a .gguf file, a config.json nor a folder with one")
 
 
+def _hub_config(hub_id: str) -> Path:
+    """The config.json of a hub id, cached or fetched. Raises UnknownModel, with similar names of the catalog."""
+    try:
+        return _cached_config(hub_id) or fetched_config(hub_id)
+    except UnknownModel as error:
+        raise UnknownModel(f"unknown model {brief(hub_id)}.{_catalog().suggestion(hub_id)} {error}") from None
+
+
 def _cached_config(hub_id: str) -> Path | None:
     """The config.json of a hub id in the local cache: of its main branch, else of any snapshot."""
-    if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", hub_id):
-        return None
     try:
         folder = hub_folder() / f"models--{hub_id.replace('/', '--')}"
         main = folder / "refs" / "main"

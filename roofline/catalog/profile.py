@@ -177,6 +177,11 @@ class Profile(Checked):
             document = parse_json(text)
         except ValueError as error:
             raise ProfileError(f"not a JSON profile: {error}") from None
+        return cls.from_dict(document)
+
+    @classmethod
+    def from_dict(cls, document: object) -> Profile:
+        """Validate parsed JSON that is not trusted. Raises ProfileError."""
         data = fields_of_schema(document, PROFILE_SCHEMA, RECALIBRATE, ProfileError)
         # Code may omit fields with defaults; a file that lacks a field is damaged.
         missing = [item.name for item in fields(cls) if item.name not in data]

@@ -19,6 +19,8 @@ ARCHITECTURES = (
     "gpt_oss",
     "deepseek_v2",
     "deepseek_v3",
+    "phi3",
+    "gemma3_text",
 )
 MAX_LAYERS = 10_000
 MAX_PARAMETERS = 10**15
@@ -26,8 +28,12 @@ MAX_PARAMETERS = 10**15
 MAX_CACHED_ELEMENTS = 2**22
 
 
+# By which models are told apart: what a plan's prediction depends on most.
+SIZES = ("layers", "hidden", "q_heads", "kv_heads", "head_dim", "intermediate")
+
+
 class UnknownModel(ValueError):
-    """A name that is neither in the catalog, nor a file, nor in the local Hugging Face cache."""
+    """A name that is neither in the catalog, nor a file, nor a hub id that is cached or can be fetched."""
 
 
 class BadModelFile(ValueError):
@@ -54,6 +60,7 @@ class ModelShape(Checked):
     tied_embeddings: bool = flag(False)
     attention_bias: bool = flag(False)  # biases of the query, key and value projections
     qk_norm: bool = flag(False)
+    sandwich_norms: bool = flag(False)  # a norm after attention and one after the MLP, beside those before them
     window_tokens: int | None = whole(1, 10**9, default=None)  # sliding window
     window_layers: int = whole(0, 10_000, default=0)  # how many layers use it
     experts: int = whole(0, 100_000, default=0)  # 0: a dense model
@@ -220,7 +227,12 @@ class ModelShape(Checked):
         head_norms = 2 * self.head_dim if self.qk_norm else 0
         latent_norms = (self.q_lora_rank or 0) + self._latent
         biases = self.q_width + 2 * self.kv_width if self.attention_bias else 0
-        return 2 * self.hidden + head_norms + latent_norms + biases
+        return self.norms_per_layer * self.hidden + head_norms + latent_norms + biases
+
+    @property
+    def norms_per_layer(self) -> int:
+        """Norms of a layer's stream: before attention and the MLP, and in some families after them too."""
+        return 4 if self.sandwich_norms else 2
 
     @property
     def embedding_params(self) -> int:
@@ -240,3 +252,8 @@ class ModelShape(Checked):
         """Parameters that one token is multiplied with: no idle experts, and no input table (a look-up)."""
         idle = self.moe_layers * (self.experts - self.experts_per_token) * self.expert_params
         return self.parameters - idle - (0 if self.tied_embeddings else self.embedding_params)
+
+
+def sizes_of(shape: ModelShape) -> tuple[int, ...]:
+    """The sizes by which models are told apart."""
+    return tuple(getattr(shape, name) for name in SIZES)

@@ -18,8 +18,8 @@ from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from ridgeplan.roofline.catalog.gguf_header import read_gguf_header
-from ridgeplan.roofline.catalog.gguf_shape import shape_of_header
+from ridgeplan.roofline.catalog.model_files.gguf_header import read_gguf_header
+from ridgeplan.roofline.catalog.model_files.gguf_shape import shape_of_header
 from ridgeplan.roofline.catalog.user_folders import cache_folder
 from ridgeplan.runtime.errors import ModelError, one_line
 from ridgeplan.runtime.host_memory import available_bytes

@@ -7,8 +7,8 @@ import pytest
 
 from ridgeplan.dashboards import charts
 from ridgeplan.planner import Recommendation, recommend
-from ridgeplan.planner.recommendation import GIB
 from ridgeplan.roofline.catalog.profile import Profile, Rates
+from ridgeplan.roofline.device import GIB
 
 
 def traces(figure: Any) -> dict[str, Any]:

@@ -38,6 +38,10 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "estimate": ("Llama-3.1-8B", "--gpu", "h200", "--ctx", "4096", "--preset", "quantspec"),
     "fit": ("Llama-3.1-8B", "h200", "--batch", "4", "--ctx", "4096"),
     "gamma": ("Llama-3.1-8B", "h200", "--batch", "4", "--ctx", "4096"),
+    "compare": ("Llama-3.1-8B", "--gpu", "h200,h100", "--ctx", "4096"),
+    "sweep": ("Llama-3.1-8B", "--gpu", "h200", "--over", "ctx=4k,batch=1..4"),
+    "cost": ("Llama-3.1-8B", "--gpu", "h200", "--ctx", "4096", "--price", "2.5"),
+    "explain": ("gamma",),
     "models": (),
     "gpus": (),
 }
@@ -60,13 +64,20 @@ def values(option: click.Option, own: Sequence[str]) -> st.SearchStrategy[str]:
     return st.one_of(fitting, fitting, fitting, words((*NAMES, *own)))
 
 
+def command_of(name: str) -> click.Command:
+    """The command of a name, which is imported by it."""
+    found = main.get_command(click.Context(main), name)
+    assert found is not None
+    return found
+
+
 @st.composite
 def arguments(draw: st.DrawFn, command: str, question: Sequence[str], own: Sequence[str] = ()) -> list[str]:
     """The command with its question, of which a word may be wrong, and up to three of its options."""
     line = list(question)
     if line and draw(st.integers(0, 2)) == 0:
         line[draw(st.integers(0, len(line) - 1))] = draw(words((*NAMES, *own)))
-    options = [parameter for parameter in main.commands[command].params if isinstance(parameter, click.Option)]
+    options = [parameter for parameter in command_of(command).params if isinstance(parameter, click.Option)]
     for option in draw(st.lists(st.sampled_from(options), max_size=3)) if options else ():
         line.append(option.opts[-1])
         if not option.is_flag:

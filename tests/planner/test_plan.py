@@ -5,8 +5,9 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from random_plans import plans
 
-from ridgeplan.planner.axes.draft_selection import DRAFT_SELECTIONS, AllTokens, Quest, SpecAttn, draft_selection
+from ridgeplan.planner.axes.draft_selection import AllTokens, Quest, SpecAttn, draft_selection
 from ridgeplan.planner.plan import (
     DraftCodes,
     Eviction,
@@ -27,30 +28,12 @@ from ridgeplan.planner.presets import PRESETS, preset
 WORKLOAD = Workload("model", "h200", 4096)
 
 
-@st.composite
-def plans(draw):
-    gamma = draw(st.integers(0, 15))
-    kv = draw(st.sampled_from(KVFormat))
-    upper = gamma > 0 and kv in (KVFormat.SHADOW, KVFormat.HIERARCHICAL) and draw(st.booleans())
-    kinds = [kind for kind in DRAFT_SELECTIONS.values() if kv.quantized or not kind.needs_codes]
-    kind = draw(st.sampled_from(kinds))
-    sparse = {} if kind is AllTokens else {"ratio": draw(st.floats(1e-6, 1)), "sinks": draw(st.integers(0, 4096))}
-    policy, target = draw(st.sampled_from(EvictionPolicy)), draw(st.sampled_from(TargetSelection))
-    offload, budget = draw(st.booleans()), draw(st.integers(1, 4096))
-    bits = draw(st.sampled_from((4, 8, 16)))
-    return Plan(
-        Workload(draw(st.text(min_size=1)), "h200", draw(st.integers(1, 1 << 24)), batch=draw(st.integers(1, 4096))),
-        Weights(bits, 4 if gamma and draw(st.booleans()) else bits, draw(st.sampled_from((32, 64, 128, 256)))),
-        KVCache(kv),
-        Eviction(policy, budget if policy is not EvictionPolicy.NONE else 0),
-        Placement(offload, budget if offload else 0),
-        TargetAttention(target, budget if target is not TargetSelection.FULL else 0),
-        Speculation(gamma, DraftCodes.UPPER if upper else DraftCodes.FULL, kind(**sparse)),
-        draw(st.integers(1, 64)),
-    )
+WORKLOADS = st.builds(
+    Workload, st.text(min_size=1), st.just("h200"), st.integers(1, 1 << 24), batch=st.integers(1, 4096)
+)
 
 
-@given(plans())
+@given(plans(WORKLOADS, st.integers(1, 64)))
 def test_json_round_trip_is_exact(plan):
     assert Plan.from_json(plan.to_json()) == plan
     assert json.loads(plan.to_json())["schema"] == 1

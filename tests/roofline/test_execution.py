@@ -5,7 +5,7 @@ import pytest
 
 from ridgeplan.planner.plan import KVCache, PlanError, Weights
 from ridgeplan.roofline import execution
-from ridgeplan.roofline.catalog import gguf_shape, huggingface
+from ridgeplan.roofline.catalog.model_files import gguf_shape, huggingface
 from ridgeplan.roofline.catalog.shapes import ARCHITECTURES
 
 

@@ -45,9 +45,9 @@ def test_int8_codes_take_little_more_than_half_of_bf16_and_the_lower_plane_half_
 
 
 def test_window_layers_keep_the_whole_context_as_the_runtime_does():
-    shape = load_shape("openai/gpt-oss-20b")
-    assert memory.full_kv(shape, 1, 10000, 2) == 24 * 10000 * 2 * 8 * 64 * 2
-    assert memory.code_memory(shape, 1, 10000, 2, 128) == 24 * 10000 * 8 * (2 * 64 + 64 * 4 / 128 + 4)
+    shape = load_shape("mistralai/Mistral-7B-v0.1")
+    assert memory.full_kv(shape, 1, 10000, 2) == 32 * 10000 * 2 * 8 * 128 * 2
+    assert memory.code_memory(shape, 1, 10000, 2, 128) == 32 * 10000 * 8 * (2 * 128 + 128 * 4 / 128 + 4)
 
 
 @pytest.mark.parametrize(

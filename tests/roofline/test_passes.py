@@ -16,11 +16,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from ridgeplan.roofline.catalog.huggingface import shape_from_config
+from ridgeplan.roofline.catalog.model_files.huggingface import shape_from_config
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.memory import draft_weight_memory, layer_parameters, weight_memory
-from ridgeplan.roofline.passes import PassTerms, decode_pass, prefill_pass, weight_bytes, window_share
+from ridgeplan.roofline.passes import PassTerms, decode_pass, prefill_pass, weight_bytes, windowed
 
 SIZES = {
     "hidden_size": 64,
@@ -150,17 +150,20 @@ def test_qk_norm_reads_a_weight_for_every_element_of_queries_and_keys():
 def test_windowed_layers_prefill_only_their_window():
     """gpt-oss-20b: 12 of 24 layers, 64 heads of 64, windows of 128 tokens; token i sees min(i + 1, 128) tokens."""
     ops = by_name(prefill_pass(load_shape("openai/gpt-oss-20b"), 1, 1000, 2))
-    full, windowed = ops["prefill attention"], ops["prefill attention (window)"]
-    assert full.launches == windowed.launches == 12
+    full, window = ops["prefill attention"], ops["prefill attention (window)"]
+    assert full.launches == window.launches == 12
     pairs = sum(min(token + 1, 128) for token in range(1000))
-    assert windowed.cost.flops == pytest.approx(4 * 64 * 64 * pairs, rel=0.01)
+    assert window.cost.flops == pytest.approx(4 * 64 * 64 * pairs, rel=0.01)
     assert full.cost.flops == pytest.approx(4 * 64 * 64 * sum(range(1, 1001)), rel=0.01)
 
 
-def test_a_window_is_the_share_of_tokens_that_it_leaves():
-    windowed = load_shape("openai/gpt-oss-20b")
-    assert [window_share(windowed, tokens) for tokens in (100, 128, 256, 1280)] == [1, 1, 0.5, 0.1]
-    assert window_share(LLAMA, 10**6) == 1
+@pytest.mark.parametrize(
+    ("codes", "full", "read"),
+    [(0, 100, (0, 100)), (0, 5000, (0, 1024)), (300, 200, (300, 200)), (5000, 200, (824, 200))],
+)
+def test_a_window_holds_the_latest_tokens_which_are_in_full_precision(codes, full, read):
+    found = windowed(terms(quantized_tokens=codes, full_tokens=full), 1024)
+    assert (found.quantized_tokens, found.full_tokens) == read
 
 
 def test_a_moe_model_with_leading_dense_layers():

@@ -132,7 +132,7 @@ def test_the_table_is_plain_text(compared: Comparison) -> None:
     assert lines[0] == "quantspec, context 1000, 91 new tokens, batch 2"
     assert lines[1].split() == ["predicted", "measured", "error"]
     assert len(lines) == 2 + len(compared.rows)
-    assert "2048 MiB" in str(compared)
+    assert "2.147 GB" in str(compared)
     assert lines[-1].endswith("not measured")
 
 

@@ -14,5 +14,6 @@ def test_the_planner_is_timed_on_the_plans_of_its_question() -> None:
     spaces = families(workload_for(shape, profile, CONTEXT, 1024, 1, yarn=False), offload=False)
     assert found.searched_plans == sum(len(space.gammas) * len(space.ratios) for space in spaces)
     assert found.searched_plans_per_s * found.warm_s == pytest.approx(found.searched_plans)
-    assert min(found.cold_s, found.first_s, found.warm_s, found.swept_plans_per_s) > 0
-    assert [(done, total) for _, done, total in steps] == [(0, 3), (1, 3), (2, 3)]
+    assert min(found.help_s, found.cold_s, found.first_s, found.warm_s, found.swept_plans_per_s) > 0
+    assert min(found.map_s, found.grid_s) > 0
+    assert [(done, total) for _, done, total in steps] == [(0, 4), (1, 4), (2, 4), (3, 4)]

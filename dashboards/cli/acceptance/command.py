@@ -11,8 +11,9 @@ import click
 
 from ridgeplan.dashboards.cli.acceptance.lists import ListCommand
 from ridgeplan.dashboards.cli.acceptance.saved_rows import save_rows, saved_in
+from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or
-from ridgeplan.dashboards.cli.options import OutputFile, as_json, calibration_file, options, yarn
+from ridgeplan.dashboards.cli.options import TOKENS, OutputFile, as_json, calibration_file, options, yarn
 from ridgeplan.dashboards.cli.output import print_json, print_table, progress, warnings_as_notes
 from ridgeplan.planner.acceptance import AcceptanceRow
 
@@ -22,12 +23,19 @@ if TYPE_CHECKING:
 DRAFTS = ("kv8", "kv4", "w4", "w4kv4", "streamingllm:0.07")
 
 
-@click.command(cls=ListCommand)
+@click.command(
+    cls=ListCommand,
+    epilog=examples(
+        "ridgeplan acceptance --text book.txt",
+        "ridgeplan acceptance model.gguf --text book.txt --ctx 4k 32k",
+        "ridgeplan acceptance --text code.py --drafts w4 w4kv4 streamingllm:0.1 --json",
+    ),
+)
 @click.argument("model", required=False)
 @options(
     click.option("--text", metavar="FILE", required=True, help="UTF-8 text like what will be decoded."),
     click.option("--text-name", help="What rows call the text.  [default: its file's name]"),
-    click.option("--ctx", type=int, multiple=True, default=(4096,), show_default=True,
+    click.option("--ctx", type=TOKENS, multiple=True, default=(4096,), show_default=True,
                  help="Tokens of context, a list."),
     click.option("--drafts", multiple=True, default=DRAFTS, show_default=True,
                  help="What differs in drafts, a list: bits of KV and of weights, or tokens read."),

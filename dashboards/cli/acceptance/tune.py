@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ridgeplan.dashboards.cli.acceptance.saved_rows import save_rows, saved_in
+from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or
 from ridgeplan.dashboards.cli.options import (
     OutputFile,
-    PlanFile,
+    SavedPlanFile,
     as_json,
     calibration_file,
     model_to_run,
@@ -26,7 +28,7 @@ from ridgeplan.dashboards.cli.output import (
     warnings_as_notes,
     write_atomically,
 )
-from ridgeplan.planner import Plan
+from ridgeplan.planner.interface.plan_file import SavedPlan
 from ridgeplan.planner.plan import MAX_TOKENS
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.profile import load_profile
@@ -37,8 +39,14 @@ if TYPE_CHECKING:
     from ridgeplan.validate.tuning.tune import Tuning
 
 
-@click.command()
-@click.argument("plan", type=PlanFile())
+@click.command(
+    epilog=examples(
+        "ridgeplan tune plan.json --text book.txt --output tuned.json",
+        "ridgeplan tune plan.json --text book.txt --model model.gguf --gamma 6",
+        "ridgeplan tune plan.json --text book.txt --tokens 512 --json",
+    )
+)
+@click.argument("saved", metavar="PLAN", type=SavedPlanFile())
 @options(
     model_to_run,
     click.option("--text", metavar="FILE", required=True, help="UTF-8 text like what will be decoded."),
@@ -55,8 +63,8 @@ if TYPE_CHECKING:
     as_json,
 )  # fmt: skip
 def tune(
-    plan: Plan, model: str | None, text: str, text_name: str | None, tokens: int, gamma: int, calibration: str | None,
-    profile: str | None, rows: Path | None, output: Path | None, as_json: bool,
+    saved: SavedPlan, model: str | None, text: str, text_name: str | None, tokens: int, gamma: int,
+    calibration: str | None, profile: str | None, rows: Path | None, output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Tune the drafts of the plan in file PLAN for a text: sparse ratio, gamma, and the ratio again.
 
@@ -79,11 +87,11 @@ def tune(
         def show(what: str, done: int, total: int) -> None:
             bars.update(bar, description=what, completed=done, total=total)
 
-        found = tuned_by(plan, source, passage, rates, gamma, on_progress=show)
+        found = tuned_by(saved.plan, source, passage, rates, gamma, on_progress=show)
     if found.rows:
         save_rows(known, found.rows)
     if output:
-        write_atomically(output, found.plan.to_json() + "\n")
+        write_atomically(output, replace(saved, plan=found.plan).to_json())
     if as_json:
         print_json(_to_dict(found, known.path))
     else:

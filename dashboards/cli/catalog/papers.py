@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.options import OutputFile, as_json, options
 from ridgeplan.dashboards.cli.output import number, print_json, print_table, write_atomically
 
@@ -18,7 +19,13 @@ if TYPE_CHECKING:
 COLUMNS = ("cell", "quantity", "published", "predicted", "error", "flag")
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "ridgeplan papers",
+        "ridgeplan papers --paper quantspec --paper dapq",
+        "ridgeplan papers --output papers.json",
+    )
+)
 @options(
     click.option("--paper", "chosen", metavar="NAME", multiple=True,
                  help="Only quantspec, specontext, specattn or dapq; may be repeated."),

@@ -9,24 +9,41 @@ from typing import Any
 import click
 
 from ridgeplan import planner
-from ridgeplan.dashboards.cli.options import as_json, memory_utilization, options, profile_file, yarn
-from ridgeplan.dashboards.cli.output import print_json, print_table
-from ridgeplan.dashboards.cli.planning.options import memory_limit, new_tokens
+from ridgeplan.dashboards.cli.lazy_group import examples
+from ridgeplan.dashboards.cli.options import (
+    COUNT_LIST,
+    TOKEN_LIST,
+    as_json,
+    memory_utilization,
+    options,
+    profile_file,
+    yarn,
+)
+from ridgeplan.dashboards.cli.output import print_json, print_notes, print_table
+from ridgeplan.dashboards.cli.planning.options import BATCH, CTX, GPU_HELP, flat, memory_limit, new_tokens, one_gpu
 from ridgeplan.planner.capacity import usable_bytes
+from ridgeplan.planner.interface.quantities import tokens_text
 from ridgeplan.planner.search import notes
 from ridgeplan.planner.search.best_gamma import BATCHES, GammaCell
 from ridgeplan.planner.support import as_loaded, only_estimated, uncalibrated
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "ridgeplan gamma Llama-3.1-8B h200",
+        "ridgeplan gamma Llama-3.1-8B h200 --ctx 4k..128k --batch 1..64",
+        "ridgeplan gamma Qwen3-8B h100 --preset quantspec-weights --json",
+    )
+)
 @click.argument("model")
-@click.argument("gpu")
+@click.argument("gpu", required=False)
 @options(
+    click.option("--gpu", "gpu_option", help=GPU_HELP),
     click.option("--preset", default="quantspec", show_default=True, help="A named plan that drafts."),
-    click.option("--ctx", "contexts", type=int, multiple=True,
-                 help="Tokens of a prompt; repeat for several.  [default: 4096 to the model's limit]"),
-    click.option("--batch", "batches", type=int, multiple=True, default=BATCHES, show_default=True,
-                 help="Sequences at a time; repeat for several."),
+    click.option(*CTX[:-1], "contexts", type=TOKEN_LIST, multiple=True,
+                 help="Tokens of a prompt, such as 4k..128k.  [default: 4k to the model's limit]"),
+    click.option(*BATCH[:-1], "batches", type=COUNT_LIST, multiple=True,
+                 help="Sequences at a time, such as 1..64.  [default: 1..32]"),
     new_tokens,
     memory_utilization,
     memory_limit,
@@ -35,23 +52,25 @@ from ridgeplan.planner.support import as_loaded, only_estimated, uncalibrated
     as_json,
 )  # fmt: skip
 def gamma(
-    model: str, gpu: str, preset: str, contexts: Sequence[int], batches: Sequence[int], as_json: bool, **more: Any
-) -> None:
+    model: str, gpu: str | None, gpu_option: str | None, preset: str, contexts: Sequence[tuple[int, ...]],
+    batches: Sequence[tuple[int, ...]], as_json: bool, **more: Any,
+) -> None:  # fmt: skip
     """The best gamma of a preset for MODEL on GPU, over contexts and batches, with its speed-up over plain decoding."""
-    cells = planner.best_gamma(model, gpu, preset=preset, contexts=contexts, batches=batches, **more)
+    gpu = one_gpu(gpu, gpu_option)
+    if gpu is None:
+        raise click.UsageError("gamma needs a GPU; allowed: as the second word or by --gpu")
+    lengths, sizes = flat(contexts), flat(batches) or BATCHES
+    cells = planner.best_gamma(model, gpu, preset=preset, contexts=lengths, batches=sizes, **more)
     known = list(_notes(model, gpu, preset, max(cell.context for cell in cells), **more))
     if as_json:
         print_json({"preset": preset, "cells": [asdict(cell) for cell in cells], "notes": known})
         return
-    for note in known:
-        click.echo(f"note: {note}")
+    print_notes(known)
     rows = [
-        (f"{context}", *(_text(cell) for cell in cells if cell.context == context), "")
+        (tokens_text(context), *(_text(cell) for cell in cells if cell.context == context), "")
         for context in dict.fromkeys(cell.context for cell in cells)
     ]
-    print_table(
-        f"Best gamma of {preset}, and its speed-up", ("context", *(f"batch {one}" for one in batches), ""), rows
-    )
+    print_table(f"Best gamma of {preset}, and its speed-up", ("context", *(f"batch {one}" for one in sizes), ""), rows)
 
 
 def _notes(

@@ -11,18 +11,25 @@ from typing import Any
 
 import click
 
+from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.model_inputs import embedded_or
-from ridgeplan.dashboards.cli.options import OutputFile, as_json, model_to_run, options
+from ridgeplan.dashboards.cli.options import TOKENS, OutputFile, as_json, model_to_run, options
 from ridgeplan.dashboards.cli.output import print_json, print_table, progress, warnings_as_notes, write_atomically
 
 SCHEMA = 1
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "ridgeplan study dapq",
+        "ridgeplan study dapq --text book.txt --ctx 8k --html dapq.html",
+        "ridgeplan study dapq --model model.gguf --passages 5 --json",
+    )
+)
 @options(
     model_to_run,
     click.option("--text", metavar="FILE", help="UTF-8 text.  [default: a text that comes with Python]"),
-    click.option("--ctx", "context", type=int, default=4096, show_default=True, help="Tokens of a prompt."),
+    click.option("--ctx", "context", type=TOKENS, default=4096, show_default=True, help="Tokens of a prompt."),
     click.option("--response", type=int, default=128, show_default=True,
                  help="Tokens of the text's own continuation."),
     click.option("--passages", type=int, default=20, show_default=True, help="Passages, spread over the text."),

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ridgeplan.dashboards.cli.acceptance.lists import ListCommand
+from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or
-from ridgeplan.dashboards.cli.options import OutputFile, as_json, calibration_file, model_to_run, options, yarn
+from ridgeplan.dashboards.cli.options import TOKENS, OutputFile, as_json, calibration_file, model_to_run, options, yarn
 from ridgeplan.dashboards.cli.output import print_json, print_table, progress, warnings_as_notes, write_atomically
 
 if TYPE_CHECKING:
@@ -25,11 +26,18 @@ POLICIES = (
 FORMATS = ("bf16", "kv4", "w4kv4")
 
 
-@click.command(cls=ListCommand)
+@click.command(
+    cls=ListCommand,
+    epilog=examples(
+        "ridgeplan study drafts --text book.txt --ctx 4k",
+        "ridgeplan study drafts --text book.txt --policies quest progressive --ratios 0.03 0.1",
+        "ridgeplan study drafts --text book.txt --html drafts.html",
+    ),
+)
 @options(
     model_to_run,
     click.option("--text", metavar="FILE", required=True, help="UTF-8 text."),
-    click.option("--ctx", type=int, multiple=True, default=(4096,), show_default=True,
+    click.option("--ctx", type=TOKENS, multiple=True, default=(4096,), show_default=True,
                  help="Tokens of context, a list."),
     click.option("--ratios", type=float, multiple=True, default=(0.03, 0.07, 0.15, 0.25), show_default=True,
                  help="Shares of the tokens that drafts read, a list."),

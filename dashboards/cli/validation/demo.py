@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ridgeplan import planner
+from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.machine import calibrate_with_progress
 from ridgeplan.dashboards.cli.model_inputs import EMBEDDED_MODEL, embedded_or, opening_tokens
-from ridgeplan.dashboards.cli.options import as_json, options
+from ridgeplan.dashboards.cli.options import POSITIVE_TOKENS, as_json, options
 from ridgeplan.dashboards.cli.output import print_json, progress, warnings_as_notes
 from ridgeplan.dashboards.cli.run import statistics_dict
 from ridgeplan.dashboards.cli.validation.validate import note_order, print_comparison
 from ridgeplan.planner import Plan, Recommendation
-from ridgeplan.planner.plan import MAX_TOKENS
 from ridgeplan.roofline.catalog.named_tables import existing_path
 from ridgeplan.roofline.catalog.profile import Profile, load_profile
 from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
@@ -24,13 +24,17 @@ if TYPE_CHECKING:
 
     from ridgeplan.validate.validation import PlanRun, PlanRuns
 
-COUNT = click.IntRange(1, MAX_TOKENS)  # refused before a calibration of a minute
 
-
-@click.command()
+@click.command(
+    epilog=examples(
+        "ridgeplan demo",
+        "ridgeplan demo --context 4k --new-tokens 128",
+        "ridgeplan demo --json",
+    )
+)
 @options(
-    click.option("--context", type=COUNT, default=1024, show_default=True, help="Tokens of the prompt."),
-    click.option("--new-tokens", type=COUNT, default=64, show_default=True, help="Tokens to generate."),
+    click.option("--context", type=POSITIVE_TOKENS, default=1024, show_default=True, help="Tokens of the prompt."),
+    click.option("--new-tokens", type=POSITIVE_TOKENS, default=64, show_default=True, help="Tokens to generate."),
     as_json,
 )
 def demo(context: int, new_tokens: int, as_json: bool) -> None:

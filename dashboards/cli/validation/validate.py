@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, opening_tokens
 from ridgeplan.dashboards.cli.options import (
+    TOKENS,
     OutputFile,
     PlanFile,
     as_json,
@@ -37,7 +39,13 @@ SUBJECTS = {
 }
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "ridgeplan validate plan.json --prompt-file book.txt",
+        "ridgeplan validate --suite smoke --output suite.json --html suite.html",
+        "ridgeplan validate --report suite.json",
+    )
+)
 @click.argument("plan", type=PlanFile(), required=False)
 @options(
     click.option("--suite", type=click.Choice(SUITES), help="Validate the package on this machine instead of a plan."),
@@ -48,7 +56,8 @@ SUBJECTS = {
     ),
     prompt_file,
     click.option("--other-text", metavar="FILE", help="Another UTF-8 text, on which a suite measures acceptance too."),
-    click.option("--max-new-tokens", type=int, help=f"Tokens to generate.  [default: {DEFAULT_NEW_TOKENS}]"),
+    click.option("--max-new-tokens", "--osl", "max_new_tokens", type=TOKENS,
+                 help=f"Tokens to generate.  [default: {DEFAULT_NEW_TOKENS}]"),
     profile_file,
     calibration_file,
     click.option(

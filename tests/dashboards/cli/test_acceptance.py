@@ -102,7 +102,7 @@ def test_a_file_can_be_named_and_given_to_recommend(invoke: Any, tiny_folder: Pa
     [
         (("--drafts", "kv3"), "draft is 'kv3'; allowed: kv8, kv4, w4, w4kv4 or streamingllm:RATIO"),
         (("--ctx", "0"), "context is 0"),
-        (("--ctx", "many"), "'many' is not a valid integer"),
+        (("--ctx", "many"), "'many' is not a number of tokens"),
         (("--tokens", "5"), "tokens is 5; allowed: a multiple of 8"),
         (("--ctx", "100000"), "beyond the model's limit of 16384"),
         (("--ctx", "16000"), "needed: 16256"),

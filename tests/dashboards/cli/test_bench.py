@@ -119,7 +119,10 @@ def test_planner_speed_is_told_in_units_and_saved(
     def measure_planner(runs: int, on_progress: Progress) -> PlannerSpeed:
         asked.append(runs)
         on_progress("a new process", 0, 3)
-        return PlannerSpeed(cold_s=0.4, first_s=0.05, warm_s=0.02, searched_plans=5000, swept_plans_per_s=1.5e7)
+        return PlannerSpeed(
+            help_s=0.1, cold_s=0.4, first_s=0.05, warm_s=0.02, map_s=0.6, grid_s=2.5, searched_plans=5000,
+            swept_plans_per_s=1.5e7,
+        )  # fmt: skip
 
     monkeypatch.setattr(planner_speed, "measure_planner", measure_planner)
     path = tmp_path / "speed.json"

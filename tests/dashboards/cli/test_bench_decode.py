@@ -171,7 +171,7 @@ def test_only_presets_that_can_be_executed_are_allowed(refuses: Any) -> None:
         (("suite", "--model-shape", "toy", "--workload", "64x4097"), "'64x4097' is not a workload"),
         (("suite", "--model-shape", "toy", "--case", "quantspec:64x1:" + "9" * 5000), "is not a case"),
         (("decode", "--model-shape", "llama-3.1-8b", "--ctx", "64", "--profile", ""), "cannot read profile ''"),
-        (("decode", "--model-shape", "toy", "--ctx", "99999999"), "99999999 is not in the range 1<=x<=16777216"),
+        (("decode", "--model-shape", "toy", "--ctx", "99999999"), "'99999999' is out of range; allowed: 1 to 16777216"),
         (("decode", "--model-shape", "nonsense-9b", "--ctx", "64"), "nonsense-9b"),
         (("decode", "--ctx", "64"), "--model-shape"),
     ],

@@ -189,4 +189,32 @@ def test_drafts_are_fitted_to_the_calibration_file(
     assert seen == [CALIBRATION_TOKENS]
     plain = tmp_path / "plain.json"
     plain.write_text(preset("autoregressive", Workload("SmolLM2-135M", "here", 64, 8)).to_json())
-    assert "calibration changes nothing" in invoke("run", plain, *model, "--prompt", "A", "--calibration", text).stderr
+    assert (
+        "calibration changes nothing"
+        in invoke("run", plain, *model, "--any-model", "--prompt", "A", "--calibration", text).stderr
+    )
+
+
+def test_a_model_of_other_sizes_is_refused_before_anything_is_loaded(
+    invoke: Any, refuses: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(preset("autoregressive", Workload("meta-llama/Llama-3.1-8B", "h200", 64, 8)).to_json())
+    with monkeypatch.context() as patched:
+        patched.setattr("ridgeplan.runtime.load", lambda *_, **__: pytest.fail("a model was loaded"))
+        line = refuses("run", path, "--model", tiny_folder, "--prompt", "a")
+        assert "the plan is for meta-llama/Llama-3.1-8B (8.03B), and --model is" in line
+        assert "without --model the embedded HuggingFaceTB/SmolLM2-135M" in refuses("run", path, "--prompt", "a")
+    run = ("run", path, "--model", tiny_folder, "--prompt", "a", "--max-new-tokens", 2, "--any-model")
+    assert invoke(*run).exit_code == 0
+
+
+def test_memory_is_checked_before_a_gguf_is_converted(
+    refuses: Any, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """135M parameters in float32 take 0.54 GB."""
+    monkeypatch.setattr("ridgeplan.runtime.memory.available_bytes", lambda: 400_000_000)
+    monkeypatch.setattr("ridgeplan.runtime.loading.model_source", lambda _: pytest.fail("the file was converted"))
+    path = tmp_path / "plan.json"
+    path.write_text(preset("autoregressive", Workload("HuggingFaceTB/SmolLM2-135M", "here", 64, 8)).to_json())
+    assert "0.4 GB may be used" in refuses("run", path, "--model", smollm2, "--prompt", "a")

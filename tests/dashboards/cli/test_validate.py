@@ -144,7 +144,7 @@ def test_demo_shows_texts_and_comparisons(
 @pytest.mark.parametrize("option", ["--context", "--new-tokens"])
 def test_demo_refuses_nothing_to_do(refuses: Any, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ridgeplan.validate.calibrate", None)
-    assert "0 is not in the range 1<=x<=16777216" in refuses("demo", option, 0)
+    assert "'0' is out of range; allowed: 1 to 16777216" in refuses("demo", option, 0)
 
 
 def test_demo_runs_each_plan_once(recommendation: Recommendation) -> None:

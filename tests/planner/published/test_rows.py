@@ -1,11 +1,10 @@
 """Rows, engines and cases: what is read, refused, and how an engine changes a prediction."""
 
-import tomllib
 from dataclasses import fields, replace
-from pathlib import Path
 
 import pytest
 
+from ridgeplan.planner.export.measured import measured_rows
 from ridgeplan.planner.published import PAPERS, PublishedError
 from ridgeplan.planner.published.case import Case, sharded
 from ridgeplan.planner.published.comparison import compare
@@ -139,12 +138,11 @@ def test_an_engines_launch_time_is_all_that_a_launch_takes_beyond_bytes():
 
 def test_vllm_takes_what_was_measured_of_it():
     """All seven steps of Llama-3.1-8B on an H200, from batch 1 at 1k to batch 4 at 128k."""
-    path = Path(__file__).parents[3] / "validate" / "decode_bench" / "vllm_baseline.toml"
-    (measured,) = tomllib.loads(path.read_text(encoding="utf-8"))["vllm"]
-    for workload, tpot_ms in measured["tpot_ms"].items():
-        context, batch = map(int, workload.split("x"))
-        case = Case.of(replace(ROW, gpu="h200", engine="vllm", context=context, batch=batch, new_tokens=1))
-        assert 1e3 * case.tpot_s == pytest.approx(tpot_ms, rel=0.06), workload
+    rows = [row for row in measured_rows("vllm").rows if (row.weights, row.kv) == ("bf16", "auto")]
+    assert len(rows) == 7
+    for row in rows:
+        case = Case.of(replace(ROW, gpu="h200", engine="vllm", context=row.context, batch=row.batch, new_tokens=1))
+        assert 1e3 * case.tpot_s == pytest.approx(row.tpot_ms, rel=0.06), row
 
 
 def test_gpt_fast_takes_what_its_readme_says():

@@ -283,6 +283,44 @@ def test_local_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, branch
     assert load_shape("someone/tiny") == shape
 
 
+GEMMA = {  # as google/gemma-3-27b-it has it: what equals the class's defaults is left out
+    "model_type": "gemma3",
+    "text_config": {
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152},
+}
+
+
+def test_the_language_model_of_a_model_of_images(tmp_path: Path) -> None:
+    """Gemma-3-27B's published file gives the catalog's shape."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GEMMA))
+    found, known = load_shape(str(path)), load_shape("google/gemma-3-27b-it")
+    assert replace(found, name=known.name, source=known.source) == known
+
+
+def test_gemmas_layers_by_type_and_by_pattern(tmp_path: Path) -> None:
+    text = {**GEMMA["text_config"], "num_hidden_layers": 3}
+    cases = ({"sliding_window_pattern": 2}, 2), ({"layer_types": ["sliding_attention", *["full_attention"] * 2]}, 1)
+    for changes, windows in cases:
+        (tmp_path / "config.json").write_text(json.dumps({**GEMMA, "text_config": {**text, **changes}}))
+        assert load_shape(str(tmp_path)).window_layers == windows
+
+
+def test_phi_4_is_a_llama_with_its_matrices_joined(tmp_path: Path) -> None:
+    write_config(tmp_path, model_type="phi3")
+    assert load_shape(str(tmp_path)).parameters == small_shape().parameters
+
+
 # ---- GGUF
 
 

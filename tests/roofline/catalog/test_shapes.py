@@ -21,16 +21,38 @@ TOTALS = {
     "Llama-3.1-70B": 70_553_706_496,
     "Llama-3.2-1B": 1_235_814_400,
     "DeepSeek-R1-Distill-Llama-8B": 8_030_261_248,
+    "Llama-3.3-70B-Instruct": 70_553_706_496,
     "Qwen2.5-0.5B": 494_032_768,
     "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
+    "Qwen2.5-14B-Instruct": 14_770_033_664,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Qwen2.5-32B-Instruct": 32_763_876_352,
+    "Qwen2.5-72B": 72_706_203_648,
+    "Qwen2.5-72B-Instruct": 72_706_203_648,
     "Qwen3-4B": 4_022_468_096,
     "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
+    "Mixtral-8x7B-v0.1": 46_702_792_704,
+    "Mixtral-8x22B-v0.1": 140_620_634_112,
+    "Mixtral-8x22B-Instruct-v0.1": 140_630_071_296,
+    "gemma-3-1b-it": 999_885_952,
+    "phi-4": 14_659_507_200,
+    "DeepSeek-V2-Lite": 15_706_484_224,
     "Mistral-7B-v0.1": 7_241_732_096,
     "Mistral-7B-v0.3": 7_248_023_552,
     "SmolLM2-135M": 134_515_008,
 }
+# With their vision tower, SigLIP of 416,866,032 parameters, and its projection: 1152 x hidden and a norm of 1152.
+TOTALS_WITH_VISION = {
+    "gemma-3-4b-it": 4_300_079_472,
+    "gemma-3-12b-it": 12_187_325_040,
+    "gemma-3-27b-it": 27_432_406_640,
+}
+SIGLIP, SIGLIP_WIDTH = 416_866_032, 1152
 ROUNDED_TOTALS = {"gpt-oss-20b": 20.9e9, "gpt-oss-120b": 116.8e9, "DeepSeek-V3": 671e9}
 
 
@@ -43,6 +65,13 @@ def small_shape(**changes: Any) -> ModelShape:
 @pytest.mark.parametrize("name", TOTALS)
 def test_parameters_are_the_published_ones(name: str) -> None:
     assert load_shape(name).parameters == TOTALS[name]
+
+
+@pytest.mark.parametrize("name", TOTALS_WITH_VISION)
+def test_parameters_of_a_language_model_beside_a_vision_tower(name: str) -> None:
+    shape = load_shape(name)
+    projection = SIGLIP_WIDTH * shape.hidden + SIGLIP_WIDTH
+    assert shape.parameters == TOTALS_WITH_VISION[name] - SIGLIP - projection
 
 
 @pytest.mark.parametrize("name", ROUNDED_TOTALS)
@@ -93,6 +122,10 @@ def test_parameters_of_biases_and_head_norms_counted_by_hand() -> None:
         ("gpt-oss-120b", 5.13e9, False),
         ("DeepSeek-V3", 37e9, False),
         ("Qwen3-30B-A3B", 3.35e9, True),  # published as 3.3B; 30.5B in all and 29.9B without embeddings
+        ("Qwen3-235B-A22B", 22.19e9, True),
+        ("Mixtral-8x7B-v0.1", 12.88e9, True),  # published as 12.9B
+        ("Mixtral-8x22B-v0.1", 39.15e9, True),
+        ("DeepSeek-V2-Lite", 2.66e9, True),  # published as 2.4B without embeddings
     ],
 )
 def test_active_parameters_are_near_the_published_ones(name: str, published: float, counts_input_table: bool) -> None:
@@ -145,6 +178,31 @@ def test_windows_and_latents_of_the_catalog() -> None:
     )
     assert (deepseek.moe_layers, deepseek.q_width) == (58, 128 * 192)
     assert load_shape("Llama-3.1-8B").kv_elements_per_token_per_layer == 2 * 8 * 128
+
+
+def test_windows_of_gemma_3() -> None:
+    """Every sixth layer reads everything: 10 of 62, 8 of 48, 5 of 34, 4 of 26."""
+    full = {name: load_shape(f"gemma-3-{name}-it") for name in ("27b", "12b", "4b", "1b")}
+    assert [shape.layers - shape.window_layers for shape in full.values()] == [10, 8, 5, 4]
+    assert {shape.window_tokens for shape in full.values()} == {512, 1024}
+
+
+@pytest.mark.parametrize(
+    ("name", "kib"),
+    [
+        ("Llama-3.3-70B-Instruct", 320),  # 80 layers x 2 x 8 heads x 128 x 2 bytes
+        ("Qwen2.5-32B", 256),
+        ("Qwen3-14B", 160),
+        ("Qwen3-235B-A22B", 188),  # 94 x 2 x 4 x 128 x 2
+        ("Mixtral-8x7B-v0.1", 128),
+        ("phi-4", 200),  # 40 x 2 x 10 x 128 x 2
+        ("gemma-3-27b-it", 496),  # 62 x 2 x 16 x 128 x 2, before the window
+        ("DeepSeek-V2-Lite", 30.375),  # 27 x (512 + 64) x 2
+    ],
+)
+def test_cached_bytes_per_token_counted_by_hand(name: str, kib: float) -> None:
+    shape = load_shape(name)
+    assert shape.layers * shape.kv_elements_per_token_per_layer * 2 == kib * 1024
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from ridgeplan.planner.lowering import strategy_of
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
-from ridgeplan.roofline.catalog.huggingface import shape_from_config
+from ridgeplan.roofline.catalog.model_files.huggingface import shape_from_config
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.weight_formats.gguf_types import gguf_bits
 from ridgeplan.roofline.catalog.weight_formats.weight_bits import WeightBits, mean_bits

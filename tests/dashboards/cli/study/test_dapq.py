@@ -34,7 +34,7 @@ def test_a_study_writes_json_and_plots_and_prints_tables(invoke: Any, tiny_folde
         (("--passages", "0"), "passages is 0"),
         (("--text", "/nowhere/text"), "cannot read text file '/nowhere/text'"),
         (("--html", "/nowhere/page.html"), "cannot write '/nowhere/page.html'"),
-        (("--ctx", "many"), "'many' is not a valid integer"),
+        (("--ctx", "many"), "'many' is not a number of tokens"),
     ],
 )
 def test_mistakes_are_one_line(refuses: Any, tiny_folder: Path, arguments: tuple[str, ...], message: str) -> None:

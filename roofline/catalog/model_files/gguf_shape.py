@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.roofline.catalog.gguf_header import GGUFHeader, read_gguf_header
 from ridgeplan.roofline.catalog.mistakes import brief
+from ridgeplan.roofline.catalog.model_files.gguf_header import GGUFHeader, read_gguf_header
 from ridgeplan.roofline.catalog.shapes import BadModelFile, ModelShape
 from ridgeplan.roofline.catalog.weight_formats.gguf_types import gguf_bits
 from ridgeplan.roofline.catalog.weight_formats.weight_bits import WeightBits, mean_bits

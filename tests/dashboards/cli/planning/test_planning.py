@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ridgeplan.planner import PRESETS, Plan, fit
+from ridgeplan.planner.interface.quantities import tokens_text
 from ridgeplan.planner.support import missing_execution
 from ridgeplan.roofline.catalog.profile import Profile
 
@@ -26,7 +27,7 @@ def test_both_answers_are_shown_and_marked(invoke: Any) -> None:
     assert not missing_execution(Plan.from_dict(answer["plan"]))
     assert best["predicted"]["tpot_ms"] < answer["predicted"]["tpot_ms"]
     assert 0 < answer["predicted"]["beats_plain"] <= 1
-    text = invoke("recommend", *QUESTION).stdout
+    text = invoke("recommend", *QUESTION, "--all").stdout
     assert f"runs here: {answer['preset']}" in text
     assert f"best of all: {best['preset']}" in text
 
@@ -36,13 +37,14 @@ def test_of_a_model_that_the_runtime_lacks_no_plan_is_said_to_run(invoke: Any, m
     """The runtime has Qwen3's dense decoder, and neither experts nor attention sinks."""
     line = ("recommend", model, "--gpu", "h200", "--ctx", 8192)
     assert as_json(invoke(*line, "--json"))["model_runs"] is runs
-    assert ("runs here:" in invoke(*line).stdout) is runs
+    assert ("runs here:" in invoke(*line, "--all").stdout) is runs
+    assert ("Not run here" in invoke(*line).stdout) is not runs
 
 
 def test_where_nothing_estimated_is_faster_there_is_no_second_answer(invoke: Any) -> None:
     line = ("recommend", *QUESTION, "--objective", "memory")
     assert as_json(invoke(*line, "--json"))["best_estimated"] is None
-    assert "best of all: no plan that is only estimated is faster" in invoke(*line).stdout
+    assert "best of all: no plan that is only estimated is faster" in invoke(*line, "--all").stdout
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -57,10 +59,12 @@ def test_every_preset_can_be_saved_as_a_plan(invoke: Any, tmp_path: Path, name: 
 
 def test_another_gpu_or_model_takes_the_place_of_the_plans_own(invoke: Any, tmp_path: Path) -> None:
     path, other = tmp_path / "plan.json", "Qwen/Qwen2.5-7B"
-    as_json(invoke("estimate", *QUESTION, "--preset", "quantspec", "--output", path, "--json"))
+    as_json(invoke("estimate", *QUESTION, "--preset", "quantspec", "--gamma", 4, "--output", path, "--json"))
     line = ("estimate", other, "--plan", path, "--gpu", "h100")
     assert invoke(*line).stdout.startswith(f"{other} on h100-sxm, 120000 tokens of context")
-    asked_anew = invoke("estimate", other, "--preset", "quantspec", "--gpu", "h100", "--ctx", 120_000, "--json")
+    asked_anew = invoke(
+        "estimate", other, "--preset", "quantspec", "--gamma", 4, "--gpu", "h100", "--ctx", 120_000, "--json"
+    )
     assert as_json(invoke(*line, "--json")) == as_json(asked_anew)
 
 
@@ -89,7 +93,7 @@ def test_the_reserve_and_the_limit_decide_what_fits(invoke: Any) -> None:
     assert as_json(invoke(*line, "--memory-limit", "30GiB"))["fits"] is False
     clamped = as_json(invoke(*line, "--memory-limit", "200GiB"))
     assert clamped["memory_limit_bytes"] == found["memory_limit_bytes"]
-    assert any("the memory limit of 200.0 GiB is more than h200 may use" in note for note in clamped["notes"])
+    assert any("the memory limit of 215 GB is more than h200 may use" in note for note in clamped["notes"])
 
 
 def test_layers_leave_the_gpu_at_the_limit(invoke: Any) -> None:
@@ -106,7 +110,7 @@ def test_fit_is_the_planners(invoke: Any, profile: Profile) -> None:
     assert as_json(invoke(*line, "--json")) == json.loads(json.dumps(found.to_dict()))
     text = invoke(*line).stdout
     for row in (*found.contexts, *found.batches):
-        assert f"{row.context} " in text
+        assert f"{tokens_text(row.context)} " in text
         assert row.plan in text
     assert "note: rtx4090 is not calibrated" in text
 
@@ -145,7 +149,9 @@ def test_gamma_says_what_its_figures_do_not_hold_for(invoke: Any) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (("fit", LLAMA), "Missing argument 'GPU'"),
+        (("fit", LLAMA), "without a GPU, fit needs one --ctx"),
+        (("fit", LLAMA, "h200", "--gpu", "h100"), "GPU was given twice"),
+        (("gamma", LLAMA), "gamma needs a GPU"),
         (("fit", LLAMA, "h20o"), "unknown GPU 'h20o'"),
         (("fit", LLAMA, "h200", "--batch", 0), "batch is 0; allowed"),
         (("fit", LLAMA, "h200", "--preset", "x"), "unknown preset 'x'"),

@@ -30,6 +30,7 @@ def shape_from_config(config: object, name: str, source: str) -> ModelShape:
     """The shape of a parsed config.json, of transformers 4 or 5. Raises ValueError naming the bad key."""
     if not isinstance(config, dict):
         raise ValueError(f"it must hold an object, not {brief(config)}")
+    config = _text_config(config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _OWN_FIELDS:
         supported = ", ".join(_OWN_FIELDS)
@@ -38,6 +39,17 @@ def shape_from_config(config: object, name: str, source: str) -> ModelShape:
     fields.update(_OWN_FIELDS[model_type](config))
     shape = ModelShape(name=name, architecture=model_type, source=source, **fields)
     return replace(shape, weight_bits=weight_bits_of_config(config, shape))
+
+
+def _text_config(config: Config) -> Config:
+    """The configuration of the language model inside a model of images and text; else the configuration itself.
+
+    Gemma-3's files leave out what equals the defaults of its class in transformers.
+    """
+    inner = config.get("text_config")
+    if config.get("model_type") == "gemma3" and isinstance(inner, dict):
+        config = {**inner, "model_type": "gemma3_text"}
+    return {**_GEMMA3_DEFAULTS, **config} if config.get("model_type") == "gemma3_text" else config
 
 
 def _whole(config: Config, key: str, default: int | None = None) -> int:
@@ -77,6 +89,7 @@ def _rope_fields(config: Config) -> Fields:
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters must be an object, not {brief(rope)}")
     context = _whole(config, "max_position_embeddings")
+    rope = rope.get("full_attention") or rope  # Gemma-3 has another base in layers with a sliding window
     theta = rope.get("rope_theta", config.get("rope_theta"))
     fields: Fields = {} if theta is None else {"rope_theta": theta}
     if rope.get("original_max_position_embeddings") is not None:
@@ -102,6 +115,9 @@ def sliding_layers(config: Config) -> Sequence[int]:
         return range(layers)
     if family == "gpt_oss":
         return range(0, layers, 2)
+    if family == "gemma3_text":
+        pattern = _whole(config, "sliding_window_pattern", 6)
+        return [layer for layer in range(layers) if pattern and (layer + 1) % pattern]
     # Qwen: the layers from max_window_layers on
     return range(_whole(config, "max_window_layers", 28), layers) if config.get("use_sliding_window") else range(0)
 
@@ -138,6 +154,15 @@ def _qwen2_fields(config: Config) -> Fields:
 
 def _qwen3_fields(config: Config) -> Fields:
     return {"qk_norm": True, "attention_bias": _flag(config, "attention_bias", False)}
+
+
+def _phi3_fields(config: Config) -> Fields:
+    return {}  # QKV, and gate and up, are one matrix each, which costs what several cost
+
+
+def _gemma3_fields(config: Config) -> Fields:
+    biases = {"attention_bias": _flag(config, "attention_bias", False)}
+    return {**biases, "qk_norm": True, "sandwich_norms": True}
 
 
 def _qwen3_moe_fields(config: Config) -> Fields:
@@ -189,4 +214,17 @@ _OWN_FIELDS: dict[str, Callable[[Config], Fields]] = {
     "gpt_oss": _gpt_oss_fields,
     "deepseek_v2": _deepseek_fields,
     "deepseek_v3": _deepseek_fields,
+    "phi3": _phi3_fields,
+    "gemma3_text": _gemma3_fields,
+}
+# Of transformers' Gemma3TextConfig.
+_GEMMA3_DEFAULTS = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
 }

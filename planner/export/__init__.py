@@ -1,0 +1,11 @@
+"""Export of plans to other engines: their serve commands, what they cannot carry, and what they will reach.
+
+Not here: how their arguments are extracted (validate/engine_arguments), and the papers' engines (planner/published).
+"""
+
+from ridgeplan.planner.export.engines import ENGINES, engine_named
+from ridgeplan.planner.export.export import Exported, export
+from ridgeplan.planner.export.request import Request
+from ridgeplan.planner.export.schema import schema_for, versions
+
+__all__ = ["ENGINES", "Exported", "Request", "engine_named", "export", "schema_for", "versions"]

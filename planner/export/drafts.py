@@ -1,0 +1,122 @@
+"""Drafts in an engine: a second model beside the target, as engines have no drafts on the target's own cache.
+
+The nearest to a plan's self-drafts is the same model once more with 8-bit weights, or a 4-bit copy that the user names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from ridgeplan.planner.export.engine_profile import EngineProfile, Step
+from ridgeplan.planner.export.engines import Engine
+from ridgeplan.planner.export.schema import Schema
+from ridgeplan.roofline.catalog.hardware import Hardware
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.cost import Term
+from ridgeplan.roofline.speculation import tokens_per_round
+
+METHODS = ("draft_model", "eagle3")
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What drafts in the engine. model: its id or path. quantization: "" for a checkpoint's own format.
+
+    shape: None where it is not known, as of an EAGLE-3 head. schedule: gamma by batch, (first, last, gamma) each.
+    """
+
+    model: str
+    method: str
+    quantization: str
+    kv: str
+    gamma: int
+    acceptance: float
+    shape: ModelShape | None
+    schedule: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def weight_bits(self) -> float:
+        """Bits per weight of its linear layers."""
+        return 8 if self.quantization else 16
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether gamma depends on the batch."""
+        return len(self.schedule) > 1
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The times of an engine's rounds with these drafts. host_s: of what a pass of the target reads from the host."""
+
+    profile: EngineProfile
+    shape: ModelShape
+    hardware: Hardware
+    target: Step
+    host_s: float
+    drafts: Drafts
+
+    def tpot_s(self, batch: Term, gamma: int) -> Term:
+        """Seconds per token of a sequence at a batch, or at each of an array; gamma 0 is plain decoding."""
+        verified = replace(self.target, batch=batch, queries=gamma + 1)
+        verify_s = self.profile.step_s(verified, self.shape, self.hardware) + self.host_s
+        if not gamma:
+            return verify_s
+        draft = replace(self.target, batch=batch, weight_bits=self.drafts.weight_bits, kv=self.drafts.kv)
+        draft_s = self.profile.step_s(draft, self.drafts.shape or self.shape, self.hardware)
+        return (gamma * draft_s + verify_s) / float(tokens_per_round(self.drafts.acceptance, gamma))
+
+    def best_gammas(self, max_batch: int) -> list[int]:
+        """The gamma up to the plan's with the least time per token, at the batches 1, 2, ... `max_batch`."""
+        batches = np.arange(1.0, max_batch + 1)
+        times = [self.tpot_s(batches, gamma) for gamma in range(self.drafts.gamma + 1)]
+        return [int(gamma) for gamma in np.argmin(times, axis=0)]
+
+
+def ranges(gammas: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Runs of equal gammas at the batches 1, 2, ...: (first batch, last batch, gamma)."""
+    first = 1
+    for gamma, run in groupby(gammas):
+        last = first + len(list(run)) - 1
+        yield first, last, gamma
+        first = last + 1
+
+
+def arguments(engine: Engine, schema: Schema, drafts: Drafts, tensor_parallel: int) -> Iterator[tuple[str, Any]]:
+    """The engine's arguments for speculation."""
+    yield from (_vllm if engine.name == "vllm" else _sglang)(schema, drafts, tensor_parallel)
+
+
+def _vllm(schema: Schema, drafts: Drafts, tensor_parallel: int) -> Iterator[tuple[str, Any]]:
+    config: dict[str, Any] = {
+        "method": drafts.method,
+        "model": drafts.model,
+        "num_speculative_tokens": drafts.gamma,
+        "draft_tensor_parallel_size": tensor_parallel,
+        "draft_sample_method": "probabilistic",  # greedy drafts are accepted less often at a temperature
+    }
+    if drafts.quantization:
+        config["quantization"] = drafts.quantization
+    if drafts.kv != "auto":
+        config["kv_cache_dtype"] = drafts.kv
+    if drafts.scheduled:
+        config["num_speculative_tokens_per_batch_size"] = [list(one) for one in drafts.schedule]
+    name = "--speculative-config"
+    yield name, {field: value for field, value in config.items() if schema.has_field(name, field)}
+
+
+def _sglang(schema: Schema, drafts: Drafts, tensor_parallel: int) -> Iterator[tuple[str, Any]]:
+    yield "--speculative-algorithm", {"draft_model": "STANDALONE", "eagle3": "EAGLE3"}[drafts.method]
+    yield "--speculative-draft-model-path", drafts.model
+    yield "--speculative-num-steps", drafts.gamma
+    yield "--speculative-eagle-topk", 1
+    yield "--speculative-num-draft-tokens", drafts.gamma + 1
+    if drafts.quantization:
+        yield "--speculative-draft-model-quantization", drafts.quantization
+    if schema.allows("--speculative-draft-kv-cache-dtype", drafts.kv):
+        yield "--speculative-draft-kv-cache-dtype", drafts.kv

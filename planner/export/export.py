@@ -1,0 +1,155 @@
+"""`export`: a plan as another engine's serve command, with what that engine will reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ridgeplan.planner.export import drafts as drafting
+from ridgeplan.planner.export.carry import Carried, rounds_of, served
+from ridgeplan.planner.export.command import Command
+from ridgeplan.planner.export.engine_profile import BAND
+from ridgeplan.planner.export.kv_dtypes import DTYPES
+from ridgeplan.planner.export.request import Request, Served
+from ridgeplan.planner.export.rules import Rule, applying
+from ridgeplan.planner.plan import require
+from ridgeplan.roofline.catalog.profile import TRANSFER_SPREAD
+
+UNPREDICTED_PARALLEL = "times on several GPUs are not predicted"
+UNPREDICTED_DRAFTS = "the draft model is not known, so its times are not predicted"
+
+
+@dataclass(frozen=True)
+class EngineTimes:
+    """Predicted milliseconds per output token, with a band that holds 90%, and those of the engine's plain decoding."""
+
+    low_ms: float
+    tpot_ms: float
+    high_ms: float
+    plain_ms: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The command, how each axis of the plan is carried, the rules that apply, and the predicted times.
+
+    unpredicted: why there are none.
+    """
+
+    engine: str
+    version: str
+    command: Command
+    carried: tuple[Carried, ...]
+    rules: tuple[Rule, ...]
+    times: EngineTimes | None
+    unpredicted: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "engine": self.engine,
+            "version": self.version,
+            "command": self.command.shell(),
+            "words": list(self.command.words),
+            "yaml": self.command.yaml(),
+            "carried": [asdict(one) for one in self.carried],
+            "warnings": [{"rule": rule.name, "says": rule.says, "sources": list(rule.sources)} for rule in self.rules],
+            "predicted": asdict(self.times) if self.times else None,
+            "unpredicted": self.unpredicted,
+        }
+
+
+def export(request: Request) -> Exported:
+    """A plan as a serve command of the request's engine.
+
+    Raises PlanError where it does not fit, where the engine has no such argument or choice, and where a known
+    incompatibility would make its output wrong.
+    """
+    _check_choices(request)
+    running, carried = served(request)
+    rules = tuple(applying(running))
+    forbidden = next((rule for rule in rules if rule.forbids), None)
+    require(forbidden is None, f"{forbidden.says} ({forbidden.sources[0]})" if forbidden else "")
+    times, unpredicted = _times(running)
+    command = Command(_serve(request), tuple(_arguments(running)))
+    return Exported(request.engine.title, request.schema.version, command, carried, rules, times, unpredicted)
+
+
+def _check_choices(request: Request) -> None:
+    """Raises PlanError for a KV dtype or a method of drafting that this version does not have."""
+    kv, schema, engine = request.kv_cache_dtype, request.schema, request.engine
+    name = f"{engine.title} {schema.version}"
+    known = [one for one in schema.arguments[engine.kv_cache_dtype]["choices"] if one in DTYPES]
+    require(kv is None or kv in known, f"kv_cache_dtype is {kv!r}; allowed in {name}: {', '.join(known)}")
+    methods = drafting.METHODS
+    require(request.draft_method in methods, f"draft method is {request.draft_method!r}; allowed: {', '.join(methods)}")
+
+
+def _serve(request: Request) -> tuple[str, ...]:
+    return (*request.engine.serve, *((request.engine.model,) if request.engine.model else ()), request.model)
+
+
+def _arguments(running: Served) -> Iterator[tuple[str, Any]]:
+    request, engine, plan = running.request, running.request.engine, running.request.plan
+    yield engine.max_model_len, request.max_model_len
+    yield engine.max_num_seqs, plan.workload.batch
+    yield engine.memory, request.memory_utilization
+    yield engine.tensor_parallel, plan.tensor_parallel
+    if running.quantization:
+        yield engine.quantization, running.quantization
+    if running.kv != "auto":
+        yield engine.kv_cache_dtype, running.kv
+    if running.offload_gib:
+        yield engine.cpu_offload, running.offload_gib
+    if request.host_cache_gib:
+        yield from engine.host_cache(request.host_cache_gib, request.host_cache_backend)
+    if plan.workload.yarn_factor > 1:
+        yield engine.overrides, {"rope_parameters": _yarn(request)}
+    if running.drafts is not None:
+        yield from drafting.arguments(engine, request.schema, running.drafts, plan.tensor_parallel)
+
+
+def _yarn(request: Request) -> dict[str, Any]:
+    """RoPE's parameters, as transformers 5 names them in a config.json."""
+    shape, factor = request.shape, request.plan.workload.yarn_factor
+    original = shape.rope_original_context or shape.max_context
+    stretched = factor * shape.max_context / original
+    return {
+        "rope_type": "yarn",
+        "rope_theta": shape.rope_theta,
+        "factor": stretched,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _times(running: Served) -> tuple[EngineTimes | None, str]:
+    request = running.request
+    if request.plan.tensor_parallel > 1:
+        return None, UNPREDICTED_PARALLEL
+    plain_s = request.speed.step_s(running.step(), request.shape, request.hardware) + running.host_s
+    tpot_s, kvs = plain_s, [running.kv]
+    if running.drafts is not None:
+        rounds = rounds_of(running, running.drafts)
+        if rounds is None:
+            return None, UNPREDICTED_DRAFTS
+        batch = request.plan.workload.batch
+        tpot_s, kvs = rounds.tpot_s(batch, rounds.best_gammas(batch)[-1]), [running.kv, running.drafts.kv]
+    return _banded(request, kvs, tpot_s, plain_s), ""
+
+
+def _banded(request: Request, kvs: Sequence[str], tpot_s: float, plain_s: float) -> EngineTimes:
+    source, spread = _certainty(request, kvs)
+    below, above = max(1 - BAND * spread, 0), 1 + BAND * spread
+    ms, plain_ms = 1e3 * float(tpot_s), 1e3 * float(plain_s)
+    return EngineTimes(ms * below, ms, ms * above, plain_ms, source)
+
+
+def _certainty(request: Request, kvs: Sequence[str]) -> tuple[str, float]:
+    """The source of a prediction and its relative deviation: wider for another machine, engine, or kind of KV."""
+    speed = request.speed
+    if not all(map(speed.knows, kvs)):
+        return "prior", speed.spread + TRANSFER_SPREAD
+    measured = request.engine.name == speed.engine and request.hardware.name == speed.hardware
+    return ("calibrated", speed.spread) if measured else ("transferred", speed.spread + TRANSFER_SPREAD)

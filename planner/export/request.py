@@ -1,0 +1,127 @@
+"""What is exported, and what the engine is to run for it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from ridgeplan.planner.acceptance import AcceptanceModel
+from ridgeplan.planner.capacity import MEMORY_UTILIZATION
+from ridgeplan.planner.export.drafts import Drafts
+from ridgeplan.planner.export.engine_profile import BF16_BYTES, EngineProfile, Step, engine_profile
+from ridgeplan.planner.export.engines import Engine
+from ridgeplan.planner.export.kv_dtypes import DTYPES
+from ridgeplan.planner.export.schema import Schema
+from ridgeplan.planner.plan import Plan
+from ridgeplan.roofline.catalog.hardware import Hardware
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.device import GIB
+from ridgeplan.roofline.memory import weight_memory, windowed_tokens
+
+CALIBRATED = "vllm"  # the engine whose rows were measured; others are predicted by its profile
+
+
+@dataclass(frozen=True)
+class Request:
+    """A plan, its model and machine, and what the user decides beside it.
+
+    model: what the engine loads. kv_cache_dtype: in place of the plan's nearest. draft_model, draft_shape: a draft of
+    the user's own; the shape is None where it is not known. host_cache_gib: memory of the host that keeps the KV of
+    prefixes, by vLLM's own means or LMCache's.
+    """
+
+    plan: Plan
+    shape: ModelShape
+    profile: Profile
+    engine: Engine
+    schema: Schema
+    model: str
+    memory_utilization: float = MEMORY_UTILIZATION
+    kv_cache_dtype: str | None = None
+    draft_model: str | None = None
+    draft_shape: ModelShape | None = None
+    draft_method: str = "draft_model"
+    host_cache_gib: int = 0
+    host_cache_backend: str = "native"
+
+    @property
+    def hardware(self) -> Hardware:
+        """The machine's figures."""
+        return self.profile.hardware
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a sequence when generation ends."""
+        return self.plan.workload.final_context
+
+    @cached_property
+    def speed(self) -> EngineProfile:
+        """The engine's profile, or that of the one that was measured."""
+        return engine_profile(CALIBRATED)
+
+    @cached_property
+    def acceptance(self) -> float:
+        """The predicted acceptance of the plan's drafts; those of an engine read no less of the model or the cache."""
+        model = AcceptanceModel.of_profile(self.shape, self.plan.workload.context, self.profile)
+        return float(model.of(self.plan).best)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the engine runs. quantization: "" for the checkpoint's own format. offload_gib: of weights, on the host."""
+
+    request: Request
+    kv: str
+    quantization: str = ""
+    drafts: Drafts | None = None
+    offload_gib: int = 0
+
+    @property
+    def weight_bits(self) -> float:
+        """Bits per weight of the target's linear layers."""
+        return 8 if self.quantization else 16
+
+    def step(self) -> Step:
+        """A plain decode step of the plan's batch, halfway through the generation."""
+        workload = self.request.plan.workload
+        return Step(workload.batch, workload.context + workload.new_tokens / 2, self.weight_bits, self.kv)
+
+    @property
+    def host_s(self) -> float:
+        """Seconds that a pass takes to read the weights that are on the host."""
+        return self.offload_gib * GIB / self.request.hardware.host_link_bytes_per_s
+
+    @property
+    def weight_bytes(self) -> float:
+        """The target's weights."""
+        return float(weight_memory(self.request.shape, self.weight_bits / 8, BF16_BYTES))
+
+    @property
+    def needed_bytes(self) -> float:
+        """Weights and KV of every sequence at its end, those of drafts included; activations and graphs come on top."""
+        own = self.weight_bytes + _kv_bytes(self.request, self.request.shape, self.kv)
+        if self.drafts is None:
+            return own
+        shape = self.drafts.shape or self.request.shape
+        weights = float(weight_memory(shape, self.drafts.weight_bits / 8, BF16_BYTES))
+        return own + weights + _kv_bytes(self.request, shape, self.drafts.kv)
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes of all GPUs that the engine may use."""
+        request = self.request
+        return request.memory_utilization * request.hardware.memory_bytes * request.plan.tensor_parallel
+
+    @property
+    def missing_gib(self) -> int:
+        """GiB by which what is needed exceeds the memory, for each GPU; 0 where it fits."""
+        short = max(self.needed_bytes - self.usable_bytes, 0) / self.request.plan.tensor_parallel
+        return math.ceil(short / GIB)
+
+
+def _kv_bytes(request: Request, shape: ModelShape, kv: str) -> float:
+    """The cache of all sequences at their end; engines free what has left a sliding window."""
+    stored = request.plan.workload.batch * windowed_tokens(shape, request.max_model_len)
+    return float(stored * shape.kv_elements_per_token_per_layer * DTYPES[kv].bits / 8)

@@ -1,0 +1,135 @@
+"""Plans side by side: several GPUs, models, presets and plan files at one size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ridgeplan.planner.interface.plan_file import SavedPlan
+from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.policies.selection.all import autoregressive
+from ridgeplan.planner.prediction import Prediction, predict_all
+from ridgeplan.planner.presets import preset_name
+from ridgeplan.planner.quality import quality_of
+from ridgeplan.planner.search import NothingFits, Question, best_of_preset, recommend
+from ridgeplan.planner.search.question import ask
+from ridgeplan.roofline.catalog.shapes import ModelShape
+
+ModelReference = str | ModelShape
+
+
+@dataclass(frozen=True)
+class ComparedPlan:
+    """One column: the plan with its prediction, and what it is short of. note: "" where it runs and fits.
+
+    caveats: of any prediction for its model and machine.
+    """
+
+    plan: Plan
+    name: str
+    predicted: Prediction
+    memory_limit_bytes: float
+    note: str
+    caveats: tuple[str, ...] = ()
+
+    def figures(self) -> dict[str, Any]:
+        """Flat values, for tables and CSV. TTFT and tokens/s are the whole batch's."""
+        workload, best = self.plan.workload, self.predicted.best
+        return {
+            "model": workload.model, "gpu": workload.hardware, "context": workload.context, "batch": workload.batch,
+            "plan": self.name, "gamma": self.predicted.gamma, **asdict(best),
+            "tpot_low_ms": self.predicted.low.tpot_ms, "tpot_high_ms": self.predicted.high.tpot_ms,
+            "speedup": self.predicted.speedup, "quality": str(quality_of(self.plan)),
+            "source": self.predicted.source, "note": self.note,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlanComparison:
+    """Plans in the order asked for, with what did not have an answer: (what, why)."""
+
+    plans: tuple[ComparedPlan, ...]
+    missing: tuple[tuple[str, str], ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The plans' caveats, each once."""
+        return tuple(dict.fromkeys(caveat for one in self.plans for caveat in one.caveats))
+
+    def table(self) -> list[dict[str, Any]]:
+        """A flat row per plan."""
+        return [one.figures() for one in self.plans]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        missing = [{"what": what, "why": why} for what, why in self.missing]
+        return {"plans": self.table(), "missing": missing, "notes": list(self.notes)}
+
+
+def compare(
+    models: Sequence[ModelReference],
+    gpus: Sequence[str],
+    context: int | str,
+    *,
+    presets: Sequence[str] = (),
+    batch: int = 1,
+    **options: Any,
+) -> PlanComparison:
+    """Every model on every GPU, by each preset at its fastest gamma; without presets by the recommended plan.
+
+    `options` are those of `recommend`. What has no answer is listed as missing. Raises as `recommend` does, and
+    NothingFits where nothing has an answer.
+    """
+    plans: list[ComparedPlan] = []
+    missing: list[tuple[str, str]] = []
+    for model in models:
+        for gpu in gpus:
+            try:
+                plans += _answers(model, gpu, context, presets, {"batch": batch, **options})
+            except NothingFits as error:
+                missing.append((f"{model if isinstance(model, str) else model.name} on {gpu}", str(error)))
+    if not plans:
+        raise NothingFits("; ".join(why for _, why in missing))
+    return PlanComparison(tuple(plans), tuple(missing))
+
+
+def compare_saved(saved: Sequence[SavedPlan], gpus: Sequence[str] = (), **options: Any) -> PlanComparison:
+    """Plans of files, each for its own size; on several GPUs where these are named. options: those of `ask`."""
+    return PlanComparison(tuple(_saved(one, gpu, options) for one in saved for gpu in gpus or (None,)), ())
+
+
+def _answers(
+    model: ModelReference, gpu: str, context: int | str, presets: Sequence[str], options: dict[str, Any]
+) -> Iterator[ComparedPlan]:
+    question = ask(model, gpu, context, **options)
+    if presets:
+        for name in presets:
+            yield _compared(best_of_preset(name, question.as_executed).plan, question)
+    else:
+        yield _compared(recommend(model, gpu, context, **options).plan, question)
+
+
+def _saved(saved: SavedPlan, gpu: str | None, options: dict[str, Any]) -> ComparedPlan:
+    shape, profile = saved.resolve(gpu=gpu)
+    plan = saved.on(shape, profile)
+    size = plan.workload
+    question = ask(
+        shape, "auto", size.context, batch=size.batch, new_tokens=size.new_tokens, yarn=size.yarn_factor > 1,
+        profile=profile, quality="lossy", **options,
+    )  # fmt: skip
+    return _compared(plan, question)
+
+
+def _compared(plan: Plan, asked: Question) -> ComparedPlan:
+    question = asked.as_executed
+    baseline, predicted = predict_all(
+        [autoregressive(plan.workload), plan], question.shape, question.profile, question.machine
+    )
+    fits = predicted.best.peak_memory_bytes <= question.memory_limit_bytes
+    short = "" if fits else "does not fit"
+    note = short or question.unwanted(plan) or question.unsupported(plan) or ""
+    caveats = tuple(question.notes())
+    return ComparedPlan(
+        plan, preset_name(plan), predicted.against(baseline), question.memory_limit_bytes, note, caveats
+    )

@@ -1,0 +1,127 @@
+"""The fastest plan at every point of a grid: contexts and batches, and any other axis of the question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from ridgeplan.planner.interface.quantities import count, tokens, values
+from ridgeplan.planner.plan import require
+from ridgeplan.planner.search.plan_map import PlanMap, plan_map
+from ridgeplan.planner.search.question import Question, ask
+
+# What may vary, and how its values are read: the two that one evaluation covers, then those that are asked in turn.
+SIZES = {"ctx": tokens, "batch": count}
+TURNS = ("new_tokens", "memory_limit", "gpu", "model", "preset", "quality", "backend", "kv_format")
+AXES = (*SIZES, *TURNS)
+MOST_POINTS = 100_000
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """One point: what was asked in turn, with the map of all its contexts and batches."""
+
+    asked: Mapping[str, Any]
+    question: Question
+    found: PlanMap
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """A flat row per context and batch."""
+        one, names = self.found, self.found.names
+        for row, context in enumerate(one.contexts):
+            for column, batch in enumerate(one.batches):
+                at = row, column
+                tpot_s = float(one.tpot_s[at])
+                yield {
+                    **self.asked, "model": self.question.shape.name, "gpu": self.question.profile.hardware.name,
+                    "context": context, "batch": batch, "plan": names[at], "gamma": int(one.gamma[at]),
+                    "ratio": float(one.ratio[at]), "fits": bool(one.fits[at]), "tpot_ms": 1e3 * tpot_s,
+                    "ttft_ms": 1e3 * float(one.ttft_s[at]), "tokens_per_s": batch / tpot_s,
+                    "peak_memory_bytes": float(one.peak_bytes[at]),
+                    "speedup": float(one.plain_tpot_s[at]) / tpot_s, "plain_fits": bool(one.plain_fits[at]),
+                }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GridSweep:
+    """All points of a sweep. TTFT and tokens/s are the whole batch's."""
+
+    points: tuple[SweepPoint, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Caveats of the models and machines that were asked for."""
+        return tuple(dict.fromkeys(note for point in self.points for note in point.question.notes()))
+
+    def table(self) -> list[dict[str, Any]]:
+        """A flat row per question, for CSV and data frames."""
+        return [row for point in self.points for row in point.rows()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"rows": self.table(), "notes": list(self.notes)}
+
+
+def grid_sweep(
+    model: str,
+    gpu: str,
+    over: Mapping[str, Sequence[Any]],
+    *,
+    context: int | str = 8192,
+    batch: int = 1,
+    **options: Any,
+) -> GridSweep:
+    """The fastest plan that runs at every point; `over` names axes of `AXES` with their values.
+
+    What does not vary is as given. `options` are those of `recommend`, and `preset`. Where `recommend` prefers a plan
+    that is more exact or simpler and as fast within the noise, this still names the fastest. Raises PlanError, and as
+    `recommend` does.
+    """
+    unknown = [name for name in over if name not in AXES]
+    require(not unknown, f"unknown axis {', '.join(unknown)}; allowed: {', '.join(AXES)}")
+    sizes = {"ctx": over.get("ctx", (tokens(context),)), "batch": over.get("batch", (batch,))}
+    turns = {name: chosen for name, chosen in over.items() if name not in sizes}
+    points = list(product(*turns.values()))
+    asked = len(points) * len(sizes["ctx"]) * len(sizes["batch"])
+    require(asked <= MOST_POINTS, f"the grid has {asked} points; allowed: up to {MOST_POINTS}")
+    return GridSweep(
+        tuple(_point(dict(zip(turns, point, strict=True)), sizes, model, gpu, options) for point in points)
+    )
+
+
+def parse_axes(text: str) -> dict[str, tuple[Any, ...]]:
+    """Axes with their values: "ctx=4k..1M,batch=1,4,16,gpu=h100,h200". Raises PlanError.
+
+    Commas stand between values and between axes; a piece without "=" belongs to the axis before it.
+    """
+    pieces: dict[str, list[str]] = {}
+    name = ""
+    for piece in filter(None, (one.strip() for one in text.split(","))):
+        key, equals, value = piece.partition("=")
+        if equals:
+            name = key.strip().replace("-", "_")
+            require(name in AXES and name not in pieces, f"axis {key!r}; allowed: each of {', '.join(AXES)} once")
+        require(
+            bool(name) and bool(value if equals else key), f"{text!r} is not a grid; allowed: ctx=4k..1M,batch=1..64"
+        )
+        pieces.setdefault(name, []).append(value.strip() if equals else key)
+    require(bool(pieces), "no axis; allowed: such as ctx=4k..1M,batch=1..64")
+    return {name: _axis(name, found) for name, found in pieces.items()}
+
+
+def _axis(name: str, found: Sequence[str]) -> tuple[Any, ...]:
+    if name in SIZES:
+        return values(",".join(found), SIZES[name])
+    return values(",".join(found)) if name == "new_tokens" else tuple(dict.fromkeys(found))
+
+
+def _point(
+    turn: dict[str, Any], sizes: Mapping[str, Sequence[int]], model: str, gpu: str, options: Mapping[str, Any]
+) -> SweepPoint:
+    asked = {"model": model, "gpu": gpu, **options, **turn}
+    preset = asked.pop("preset", None)
+    question = ask(asked.pop("model"), asked.pop("gpu"), 1, **asked)
+    shown = {name: value for name, value in turn.items() if name not in ("model", "gpu")}
+    return SweepPoint(shown, question, plan_map(question, sizes["ctx"], sizes["batch"], preset))

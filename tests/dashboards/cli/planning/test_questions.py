@@ -1,0 +1,215 @@
+"""`compare`, `sweep`, `cost`, `fit` over GPUs, `explain`, `list` and `completion`."""
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeplan.dashboards.cli.planning.answer import briefly
+from ridgeplan.planner import Plan
+from ridgeplan.planner.interface.glossary import terms
+from ridgeplan.roofline.catalog.hardware import FIGURES, list_hardware, load_hardware
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+
+
+def as_json(result: Any) -> Any:
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_compare_prints_what_its_json_holds(invoke: Any) -> None:
+    line = ("compare", LLAMA, "--gpu", "h100,h200", "--ctx", "32k", "--preset", "autoregressive,quantspec")
+    plans = as_json(invoke(*line, "--json"))["plans"]
+    assert [(one["gpu"], one["plan"]) for one in plans] == [
+        (gpu, name) for gpu in ("h100-sxm", "h200") for name in ("autoregressive", "quantspec")
+    ]
+    text = invoke(*line).stdout
+    assert text.startswith("Llama-3.1-8B, 32k tokens, batch 1\n")
+    for one in plans:
+        assert f"{one['gpu']} {one['plan']}" in text
+        assert f"{one['speedup']:.2f}x" in text
+
+
+def test_plan_files_are_compared_at_their_own_sizes(invoke: Any, tmp_path: Path) -> None:
+    for name, context in (("a.json", "8k"), ("b.json", "64k")):
+        made = invoke("estimate", LLAMA, "--preset", "int8", "--gpu", "h200", "--ctx", context, "-o", tmp_path / name)
+        assert made.exit_code == 0
+    found = as_json(invoke("compare", tmp_path / "a.json", tmp_path / "b.json", "--json"))
+    assert [one["context"] for one in found["plans"]] == [8192, 65_536]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (("compare", LLAMA, "--ctx", "8k"), "compare needs --gpu for a model"),
+        (("compare", LLAMA, "plan.json", "--gpu", "h200"), "models and plan files were given"),
+        (("compare", LLAMA, "--gpu", "h200,h20o", "--ctx", "8k"), "unknown GPU 'h20o'. Did you mean h20"),
+        (("compare", "nothing.json"), "cannot read plan 'nothing.json'"),
+        (("compare",), "Missing argument"),
+        (("sweep", LLAMA, "--over", "ctx=4k"), "sweep needs --gpu, or gpu=h100,h200 in --over"),
+        (("sweep", LLAMA, "--gpu", "h200", "--over", "width=4k"), "axis 'width'; allowed: each of ctx, batch"),
+        (("sweep", LLAMA, "--gpu", "h200", "--over", "ctx=4k", "-o", "x.png"), "allowed: .csv, .json, .html"),
+        (("sweep", LLAMA, "--gpu", "h200", "--over", "ctx=1M"), "context 1048576 is beyond the limit"),
+        (("cost", LLAMA, "--gpu", "h200", "--ctx", "8k"), "Missing option '--price'"),
+        (("cost", LLAMA, "--gpu", "h200", "--ctx", "8k", "--price", "cheap"), "--price is 'cheap'; allowed: dollars"),
+        (("cost", LLAMA, "--gpu", "h200", "--ctx", "8k", "--price", "nan"), "the price of h200 is nan; allowed"),
+        (("cost", LLAMA, "--gpu", "h200,h100", "--ctx", "8k", "--price", "1,2,3"), "3 prices for 2 GPUs; allowed"),
+        (("cost", LLAMA, "--gpu", "h200", "--ctx", "8k", "--price", "1", "--ttft-max", "2"), "'2' is not a time"),
+        (("fit", LLAMA, "--ctx", "8k,16k"), "without a GPU, fit needs one --ctx"),
+        (("explain", "gama"), "unknown term 'gama'. Did you mean gamma"),
+        (("explain", "missing.json"), "cannot read plan 'missing.json'"),
+        (("completion", "cmd"), "'cmd' is not one of 'bash', 'zsh', 'fish'"),
+    ],
+)
+def test_what_is_wrong_is_one_line(refuses: Any, line: tuple[object, ...], words: str) -> None:
+    assert words in refuses(*line)
+
+
+def test_a_sweep_is_written_in_three_formats(invoke: Any, tmp_path: Path) -> None:
+    line = ("sweep", LLAMA, "--gpu", "h200", "--over", "ctx=4k..16k,batch=1,8,512")
+    rows = as_json(invoke(*line, "-o", tmp_path / "sweep.csv", "--json"))["rows"]
+    assert len(rows) == 3 * 3
+    with (tmp_path / "sweep.csv").open() as file:
+        read = list(csv.DictReader(file))
+    assert [{name: str(value) for name, value in row.items()} for row in rows] == read
+    assert invoke(*line, "-o", tmp_path / "sweep.json").exit_code == 0
+    assert json.loads((tmp_path / "sweep.json").read_text())["rows"] == rows
+    shown = invoke(*line, "-o", tmp_path / "sweep.html")
+    page = (tmp_path / "sweep.html").read_text()
+    assert "9 points; all in" in shown.stdout
+    assert all(row["plan"] in page for row in rows)
+    assert {row["fits"] for row in rows} == {True, False}
+    assert "<script src" not in page
+
+
+def test_many_points_are_shown_in_part(invoke: Any) -> None:
+    text = invoke("sweep", LLAMA, "--gpu", "h200", "--over", "ctx=4k..64k:20,batch=1..16").stdout
+    assert "100 points, of which 20 are shown" in text
+
+
+def test_questions_in_turn_show_what_varies(invoke: Any) -> None:
+    """Axes that one evaluation does not cover are asked one after another."""
+    line = ("sweep", LLAMA, "--over", "gpu=h100,h200,quality=exact,near-lossless,new-tokens=64,1k,ctx=4k,8k")
+    rows = as_json(invoke(*line, "--json"))["rows"]
+    shown = invoke(*line).stdout
+    for row in rows:
+        assert f"{row['new_tokens']} {row['gpu']} {row['quality']} {briefly(row['plan'])[:27]}" in shown
+    assert len({(row["gpu"], row["quality"], row["new_tokens"], row["context"]) for row in rows}) == 16
+
+
+def test_cost_prints_what_its_json_holds(invoke: Any) -> None:
+    line = ("cost", LLAMA, "--gpu", "h200", "--ctx", "8k", "--price", "$2.5", "--tpot-max", "15ms", "--batch", "1..256")
+    found = as_json(invoke(*line, "--json"))
+    text = invoke(*line).stdout
+    best = found["cheapest"]
+    assert f"cheapest: h200 at batch {best['batch']} with {best['name']}: ${best['dollars_per_million']:.3g}" in text
+    assert best == min((row for row in found["rows"] if row["serves"]), key=lambda row: row["dollars_per_million"])
+    assert found["limits"] == {"ttft_s": None, "tpot_s": 0.015}
+    assert "misses TPOT" in text
+    assert "none fits and meets the limits" in invoke(*line, "--ttft-max", "1us").stdout
+
+
+def test_fit_names_the_smallest_gpu_of_the_catalog(invoke: Any) -> None:
+    line = ("fit", LLAMA, "--ctx", "128k", "--batch", 4)
+    found = as_json(invoke(*line, "--json"))
+    memory = [load_hardware(one["gpu"]).memory_bytes for one in found]
+    assert memory == sorted(one.memory_bytes for one in list_hardware())
+    first = next(one for one in found if one["fits"])
+    assert f"smallest GPU that does: {first['gpu']}" in invoke(*line).stdout
+    for one in found:
+        assert one["fits"] == (one["batch"]["batch"] >= 4) == (one["context"]["context"] == 131_072)
+    assert "no GPU of the catalog is enough" in invoke("fit", "Llama-3.1-70B", "--ctx", "128k", "--batch", 64).stdout
+
+
+def test_explain_divides_a_round_among_its_parts(invoke: Any, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert invoke("plan", LLAMA, "--gpu", "h200", "--ctx", "120000", "-o", path).exit_code == 0
+    told = as_json(invoke("explain", path, "--json"))
+    predicted = told["predicted"]
+    assert Plan.from_dict(told["plan"]) == Plan.from_json(path.read_text())
+    assert sum(predicted["round_s"].values()) * 1e3 == pytest.approx(predicted["round_ms"])
+    text = invoke("explain", path).stdout
+    assert f"{predicted['speedup']:.2f}x plain decoding" in text
+    for part, seconds in predicted["round_s"].items():
+        assert (f"    {part} " in text) == (seconds > 0)
+    assert "it does not fit" in invoke("explain", path, "--memory-limit", "10GB").stdout
+
+
+def test_explain_takes_terms_of_several_words(invoke: Any) -> None:
+    assert invoke("explain", "memory", "utilization").stdout == terms()["memory utilization"] + "\n"
+    assert as_json(invoke("explain", "prior", "--json"))["term"] == "prior"
+
+
+def test_a_template_is_a_gpu_that_can_be_planned_for(invoke: Any, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(invoke("gpus", "--template").stdout)
+    mine, known = load_hardware(str(path)), load_hardware("rtx4090")
+    for figure in (*FIGURES, "sm_clock_hz", "compute_capability"):
+        assert getattr(mine, figure) == getattr(known, figure)
+    plan = tmp_path / "plan.json"
+    assert invoke("plan", LLAMA, "--gpu", path, "--ctx", "8k", "-o", plan).exit_code == 0
+    path.unlink()
+    assert "my-gpu" in invoke("explain", plan).stdout
+
+
+@pytest.mark.parametrize("kind", ["models", "gpus", "presets"])
+def test_lists_print_every_name(invoke: Any, kind: str) -> None:
+    names = [one["name"] for one in as_json(invoke("list", kind, "--json"))]
+    text = "".join(invoke("list", kind).stdout.split())
+    assert [name for name in names if name not in text] == []
+    assert invoke("list", kind).stdout == invoke(kind).stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_a_script_for_ridgeplan(invoke: Any, shell: str) -> None:
+    script = invoke("completion", shell).stdout
+    assert "_RIDGEPLAN_COMPLETE" in script
+    assert "ridgeplan" in script
+
+
+def test_a_plan_of_this_machine_loads_after_its_calibration_is_gone(
+    invoke: Any, refuses: Any, profile: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = replace(profile, hardware=replace(profile.hardware, name="cpu-of-mine"))
+    folder = tmp_path / "ridgeplan"
+    folder.mkdir()
+    (folder / "profile.json").write_text(own.to_json())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = tmp_path / "plan.json"
+    made = as_json(invoke("plan", LLAMA, "--gpu", "auto", "--ctx", "8k", "-o", path, "--json"))
+    (folder / "profile.json").unlink()
+    loaded = as_json(invoke("estimate", "--plan", path, "--json"))
+    assert loaded["predicted"]["tpot_ms"] == made["predicted"]["tpot_ms"]
+    assert "unknown GPU" in refuses("estimate", LLAMA, "--plan", path, "--gpu", "cpu-of-mine")
+
+
+def test_a_plan_of_a_gguf_loads_after_the_file_is_gone(invoke: Any, smollm2: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "mine.gguf"
+    copy.symlink_to(smollm2)
+    path = tmp_path / "plan.json"
+    made = as_json(invoke("plan", copy, "--gpu", "h200", "--ctx", "4k", "-o", path, "--json"))
+    copy.unlink()
+    loaded = as_json(invoke("estimate", "--plan", path, "--json"))
+    assert loaded["predicted"]["tpot_ms"] == pytest.approx(made["predicted"]["tpot_ms"])
+    assert loaded["plan"] == made["plan"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("compare", LLAMA, "--gpu", "h200,rtx4090", "--ctx", "4k", "--preset", "int8"),
+        ("cost", LLAMA, "--gpu", "h200,rtx4090", "--ctx", "4k", "--price", 1, "--batch", 1),
+        ("sweep", LLAMA, "--over", "gpu=h200,rtx4090,ctx=4k"),
+        ("fit", LLAMA, "rtx4090", "--ctx", "4k", "--batch", 1),
+        ("gamma", LLAMA, "rtx4090", "--ctx", "4k", "--batch", 1),
+    ],
+    ids=lambda line: line[0],
+)
+def test_what_is_not_calibrated_says_so_once(invoke: Any, line: tuple[object, ...]) -> None:
+    note = "rtx4090 is not calibrated: utilizations are those of a test's H200"
+    assert invoke(*line).stdout.count(note) == 1
+    assert [one for one in as_json(invoke(*line, "--json"))["notes"] if one.startswith("rtx4090")] == [note]

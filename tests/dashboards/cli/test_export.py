@@ -1,0 +1,71 @@
+"""`ridgeplan export`: from a saved plan to a command, its YAML and one JSON object."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ridgeplan.planner import preset, resolve, workload_for
+from ridgeplan.planner.export import schema_for
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    shape, profile = resolve(LLAMA, "h200")
+    path = tmp_path / "plan.json"
+    path.write_text(preset("quantspec", workload_for(shape, profile, 120_000, 1024, 1, yarn=False)).to_json())
+    return path
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_printed_command_is_what_the_engine_takes(invoke: Any, saved: Path, engine: str) -> None:
+    text = invoke("export", saved, "--to", engine).stdout
+    command = text.split("\n\n")[1]
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[:2] == [engine, "serve"] and LLAMA in words[:4]
+    assert schema_for(engine).parse(words[words.index(LLAMA) + 1 :])
+    prose = [line for line in text.splitlines() if line not in command.splitlines()]
+    assert max(map(len, prose)) <= 110
+
+
+def test_json_and_yaml_hold_the_same(invoke: Any, saved: Path, tmp_path: Path) -> None:
+    out = tmp_path / "serve.yaml"
+    result = invoke("export", saved, "--to", "vllm", "--json", "--output", out)
+    found = json.loads(result.stdout)
+    assert yaml.safe_load(out.read_text()) == yaml.safe_load(found["yaml"])
+    assert found["predicted"]["source"] == "calibrated"
+    assert {one["axis"] for one in found["carried"]} == {"weights", "KV cache", "drafts"}
+
+
+def test_a_rule_that_forbids_ends_in_one_line(refuses: Any, saved: Path) -> None:
+    given = ("--kv-cache-dtype", "turboquant_k8v4", "--draft-model", "someone/draft")
+    assert "issues/53180" in refuses("export", saved, "--to", "vllm", *given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--to", "tgi"), "vllm"),
+        (("--to", "vllm", "--engine-version", "0.1"), "0.24.0 or newer"),
+        (("--to", "vllm", "--kv-cache-dtype", "int3"), "allowed in vLLM"),
+        (("--to", "vllm", "--model", "--port"), "--model"),
+        (("--to", "vllm", "--gpu", "rtx4060-laptop"), "GiB"),
+        (("--to", "vllm", "--model", "Qwen/Qwen3-8B"), "the same model"),
+    ],
+)
+def test_what_is_wrong_is_one_line(refuses: Any, saved: Path, given: tuple[str, ...], message: str) -> None:
+    assert message in refuses("export", saved, *given)
+
+
+def test_a_model_without_an_owner_must_be_named(refuses: Any, invoke: Any, saved: Path) -> None:
+    """As a GGUF file's stem; the engine is told what to load."""
+    plan = json.loads(saved.read_text())
+    plan["workload"]["model"] = "llama-3.1-8b"
+    saved.write_text(json.dumps(plan))
+    assert "is no hub id; allowed: --model" in refuses("export", saved, "--to", "vllm")
+    assert "vllm serve ./weights" in invoke("export", saved, "--to", "vllm", "--model", "./weights").stdout

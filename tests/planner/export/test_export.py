@@ -1,0 +1,240 @@
+"""Exported commands: every one is taken by the engine's parser, and says what of the plan it carries."""
+
+import json
+import math
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from random_plans import plans
+
+from ridgeplan.planner import PlanError, resolve
+from ridgeplan.planner.export import ENGINES, Request, engine_named, export, schema_for, versions
+from ridgeplan.planner.export.carry import rounds_of, served
+from ridgeplan.planner.export.drafts import ranges
+from ridgeplan.planner.plan import Eviction, EvictionPolicy, Placement, Plan, Weights, Workload
+from ridgeplan.roofline.catalog.models import list_models, load_shape
+from ridgeplan.roofline.speculation import tokens_per_round
+
+MODELS = [shape.name for shape in list_models()]
+WORKLOADS = st.builds(
+    Workload,
+    st.sampled_from(MODELS),
+    st.sampled_from(["h200", "a100", "l40s", "b200", "rtx4090"]),
+    st.integers(1, 4096),
+    new_tokens=st.integers(1, 512),
+    batch=st.integers(1, 32),
+    yarn_factor=st.sampled_from([1.0, 2.5]),
+)
+
+
+@st.composite
+def requests(draw: Any) -> Request:
+    """A random plan for a catalog model on as many GPUs as hold it, any engine and version."""
+    plan: Plan = draw(plans(WORKLOADS, st.sampled_from([1, 2, 8, 16])))
+    shape, profile = resolve(plan.workload.model, plan.workload.hardware)
+    name = draw(st.sampled_from([*ENGINES]))
+    schema = schema_for(name, draw(st.sampled_from(versions(name))))
+    host_cache = {"host_cache_gib": draw(st.sampled_from([0, 64])), "host_cache_backend": "native"}
+    draft = draw(st.sampled_from([None, "meta-llama/Llama-3.2-1B", "someone/unknown"]))
+    known = load_shape(draft) if draft in MODELS else None
+    assume(known is None or known.vocab == shape.vocab)
+    return Request(
+        plan, shape, profile, engine_named(name), schema, shape.name, draft_model=draft, draft_shape=known, **host_cache
+    )
+
+
+@settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+)
+@given(requests())
+def test_no_parser_rejects_an_exported_plan(asked: Request) -> None:
+    """200 plans: as words and as the YAML that vLLM turns into words (str of every value, none of a flag's)."""
+    try:
+        command = export(asked).command
+    except PlanError as error:
+        assume("GiB" not in str(error))  # too large for the machine
+        raise
+    found, engine, workload = asked.schema.parse(command.options), asked.engine, asked.plan.workload
+    assert found[dest(engine.max_model_len)] == workload.context + workload.new_tokens
+    assert found[dest(engine.max_num_seqs)] == workload.batch
+    assert found[dest(asked.schema.arguments[engine.tensor_parallel]["names"][0])] == asked.plan.tensor_parallel
+    pairs = yaml.safe_load(command.yaml()).items()
+    words = ((f"--{name}",) if value is True else (f"--{name}", str(value)) for name, value in pairs)
+    assert asked.schema.parse([word for both in words for word in both]) == found
+
+
+def dest(name: str) -> str:
+    return name.removeprefix("--").replace("-", "_")
+
+
+def axis(exported: Any, name: str) -> Any:
+    return next(one for one in exported.carried if one.axis == name)
+
+
+def test_plain_decoding_is_carried_exactly(request_for: Callable[..., Request]) -> None:
+    exported = export(request_for("autoregressive"))
+    assert all(one.exact for one in exported.carried)
+    assert dict(exported.command.arguments) == {
+        "--max-model-len": 32768 + 1024,
+        "--max-num-seqs": 1,
+        "--gpu-memory-utilization": 0.9,
+        "--tensor-parallel-size": 1,
+    }
+    assert exported.times is not None and exported.times.tpot_ms == pytest.approx(6.19, rel=0.04)  # measured
+
+
+def test_drafts_become_the_same_model_in_8_bits(request_for: Callable[..., Request]) -> None:
+    exported = export(request_for(context=120_000))
+    config = dict(exported.command.arguments)["--speculative-config"]
+    assert (config["method"], config["model"]) == ("draft_model", "meta-llama/Llama-3.1-8B")
+    assert config["quantization"] == "fp8_per_channel"
+    assert not axis(exported, "drafts").exact
+    assert exported.times is not None and exported.times.tpot_ms < exported.times.plain_ms
+
+
+def test_gamma_by_batch_is_the_fastest_at_each_batch(request_for: Callable[..., Request]) -> None:
+    """Against the time of every gamma: (gamma drafts + a verification) over the tokens of a round."""
+    running, _ = served(request_for(batch=16))
+    assert running.drafts is not None
+    rounds = rounds_of(running, running.drafts)
+    assert rounds is not None
+    for first, last, gamma in running.drafts.schedule:
+        for batch in (first, last):
+            own = replace(running.step(), batch=batch)
+            plain_s, draft_s = (
+                rounds.profile.step_s(step, rounds.shape, rounds.hardware)
+                for step in (own, replace(own, weight_bits=8))
+            )
+            verify_s = rounds.profile.step_s(replace(own, queries=gamma + 1), rounds.shape, rounds.hardware)
+            tokens = tokens_per_round(running.drafts.acceptance, gamma)
+            chosen_s = (gamma * draft_s + verify_s) / tokens
+            assert chosen_s <= plain_s
+            others = (rounds.tpot_s(batch, other) for other in range(running.drafts.gamma + 1))
+            assert chosen_s == pytest.approx(min(others))
+    config = dict(export(running.request).command.arguments)["--speculative-config"]
+    assert config["num_speculative_tokens_per_batch_size"] == [list(one) for one in running.drafts.schedule]
+    assert config["num_speculative_tokens"] == max(gamma for *_, gamma in running.drafts.schedule)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40))
+def test_a_schedule_covers_every_batch_once_from_1(gammas: list[int]) -> None:
+    """As vLLM asks: from batch 1, sorted, without overlap."""
+    found = list(ranges(gammas))
+    assert [gamma for first, last, gamma in found for _ in range(first, last + 1)] == gammas
+    assert found[0][0] == 1
+    assert all(one[1] + 1 == other[0] and one[2] != other[2] for one, other in pairwise(found))
+
+
+def test_drafts_that_would_slow_the_engine_are_left_out(request_for: Callable[..., Request]) -> None:
+    """INT8 KV per token and head takes 14 ms a step, for drafts as for the target."""
+    exported = export(request_for(kv_cache_dtype="int8_per_token_head", context=120_000))
+    assert "--speculative-config" not in dict(exported.command.arguments)
+    assert axis(exported, "drafts").engine == "none: vLLM would be slower with them"
+
+
+def test_drafts_that_do_not_fit_are_left_out(request_for: Callable[..., Request]) -> None:
+    """16.1 GB of weights and 4.4 GB of KV are most of a 24 GB card."""
+    exported = export(request_for("quantspec-exact", gpu="rtx4090"))
+    assert "--speculative-config" not in dict(exported.command.arguments)
+    assert "lack" in axis(exported, "drafts").engine
+
+
+def test_what_no_engine_has_is_said(request_for: Callable[..., Request]) -> None:
+    evicting = {"eviction": Eviction(EvictionPolicy.SNAPKV, 2048)}
+    exported = export(request_for("autoregressive", plan=evicting))
+    assert axis(exported, "eviction").engine == "none: every token stays and is read"
+    sparse = export(request_for("specontext", gpu="h200"))
+    assert (axis(sparse, "attention").engine, axis(sparse, "attention").exact) == ("full attention", False)
+
+
+def test_what_does_not_fit_goes_to_the_host_for_a_plan_that_offloads(request_for: Callable[..., Request]) -> None:
+    """Weights of 8.03e9 x 2 bytes and 101,024 tokens of 128 KiB, of 90% of 24,564 MiB."""
+    offloading = {"placement": Placement(True, 1024)}
+    asked = request_for("autoregressive", gpu="rtx4090", context=100_000, plan=offloading)
+    lacking = (8_030_261_248 * 2 + 101_024 * 131_072 - 0.9 * 24564 * 2**20) / 2**30
+    assert dict(export(asked).command.arguments)["--cpu-offload-gb"] == math.ceil(lacking)
+    times = export(asked).times
+    assert times is not None and times.tpot_ms > 1e3 * math.ceil(lacking) * 2**30 / 32e9  # over PCIe 4.0
+
+
+def test_a_plan_that_does_not_offload_is_refused_where_it_does_not_fit(request_for: Callable[..., Request]) -> None:
+    with pytest.raises(PlanError, match=r"vLLM needs 27.3 GiB .* of 21.6 GiB; allowed"):
+        export(request_for("autoregressive", gpu="rtx4090", context=100_000))
+
+
+def test_4_bit_weights_say_that_a_checkpoint_is_needed(request_for: Callable[..., Request]) -> None:
+    exported = export(request_for("autoregressive", plan={"weights": Weights(4, 4)}))
+    assert dict(exported.command.arguments)["--quantization"] == "fp8_per_channel"
+    assert "--model" in axis(exported, "weights").engine
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again(request_for: Callable[..., Request]) -> None:
+    """gpt-oss's experts come in MXFP4: engines refuse another quantization beside it."""
+    asked = request_for("autoregressive", model="openai/gpt-oss-20b", plan={"weights": Weights(8, 8)})
+    exported = export(asked)
+    assert "--quantization" not in dict(exported.command.arguments)
+    assert (axis(exported, "weights").engine, axis(exported, "weights").exact) == ("the mxfp4 checkpoint", False)
+
+
+def test_yarn_is_told_as_transformers_names_it(request_for: Callable[..., Request]) -> None:
+    exported = export(request_for("autoregressive", model="Qwen/Qwen3-8B", context=80_000, yarn=True))
+    rope = dict(exported.command.arguments)["--hf-overrides"]["rope_parameters"]
+    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 2.0, 40960)
+
+
+def test_sglang_has_one_more_draft_token_than_steps(request_for: Callable[..., Request]) -> None:
+    """A chain: topk 1, and its root counts as a draft token."""
+    found = dict(export(request_for(engine="sglang", context=120_000)).command.arguments)
+    assert found["--speculative-algorithm"] == "STANDALONE"
+    assert found["--speculative-num-draft-tokens"] == found["--speculative-num-steps"] + 1
+    assert found["--speculative-eagle-topk"] == 1
+
+
+def test_sources_of_times(request_for: Callable[..., Request]) -> None:
+    sources = {
+        (engine, gpu, kv): export(request_for("autoregressive", engine=engine, gpu=gpu, kv_cache_dtype=kv)).times.source
+        for engine, gpu, kv in [
+            ("vllm", "h200", None),
+            ("vllm", "a100", None),
+            ("sglang", "h200", None),
+            ("vllm", "h200", "turboquant_k8v4"),
+        ]
+    }
+    assert [*sources.values()] == ["calibrated", "transferred", "transferred", "prior"]
+
+
+def test_several_gpus_and_unknown_drafts_are_not_predicted(request_for: Callable[..., Request]) -> None:
+    parallel = export(request_for("autoregressive", plan={"tensor_parallel": 2}))
+    assert parallel.times is None and "GPUs" in parallel.unpredicted
+    unknown = export(request_for(draft_model="someone/unknown"))
+    assert unknown.times is None and "draft" in unknown.unpredicted
+
+
+@pytest.mark.parametrize(
+    ("decided", "message"),
+    [
+        ({"kv_cache_dtype": "int4"}, r"kv_cache_dtype is 'int4'; allowed in vLLM 0.33.0: auto"),
+        ({"kv_cache_dtype": "int4_per_token_head", "version": "0.24.0"}, "allowed in vLLM 0.24.0"),
+        ({"draft_method": "medusa"}, "allowed: draft_model, eagle3"),
+    ],
+)
+def test_choices_that_the_engine_lacks_are_refused(
+    request_for: Callable[..., Request], decided: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        export(request_for(**decided))
+
+
+def test_a_command_is_a_shells_and_json_is_plain(request_for: Callable[..., Request]) -> None:
+    exported = export(request_for(context=120_000))
+    assert tuple(shlex.split(exported.command.shell().replace("\\\n", " "))) == exported.command.words
+    assert json.loads(json.dumps(exported.to_dict()))["engine"] == "vLLM"

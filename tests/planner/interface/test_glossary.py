@@ -1,0 +1,30 @@
+"""Every word that answers use is explained."""
+
+import pytest
+
+from ridgeplan.planner import PRESETS, PlanError
+from ridgeplan.planner.interface.glossary import SOURCE_WORDS, explain, terms
+from ridgeplan.planner.quality import Quality
+from ridgeplan.planner.support import Backend
+from ridgeplan.roofline.catalog.profile import SOURCES
+
+
+def test_every_source_word_is_explained() -> None:
+    assert tuple(SOURCE_WORDS) == SOURCES
+    assert all(explain(word) for word in SOURCES)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_is_explained(name: str) -> None:
+    assert explain(name).startswith("A preset: ")
+
+
+@pytest.mark.parametrize(("term", "kind"), [("quality", Quality), ("backend", Backend)])
+def test_every_value_of_an_option_is_in_its_term(term: str, kind: type[Quality] | type[Backend]) -> None:
+    assert [value for value in kind if f"{value}" not in explain(term)] == []
+
+
+def test_case_does_not_matter_and_near_words_are_named() -> None:
+    assert explain("TPOT") == explain(" tpot ") == terms()["tpot"]
+    with pytest.raises(PlanError, match=r"unknown term 'gama'\. Did you mean gamma"):
+        explain("gama")

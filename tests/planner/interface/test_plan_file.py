@@ -1,0 +1,97 @@
+"""Plan files hold what no catalog knows, so that they load again where they were not made."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeplan.planner import Plan, PlanError, predict, preset, resolve, workload_for
+from ridgeplan.planner.interface.plan_file import plan_json, read_plan
+from ridgeplan.roofline.catalog.hardware import load_hardware
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.profile import Profile, Rates
+from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles
+from ridgeplan.roofline.catalog.shapes import ModelShape
+
+LLAMA = load_shape("meta-llama/Llama-3.1-8B")
+OWN_SHAPE = replace(LLAMA, name="my-model", layers=20)
+
+
+def saved(shape: ModelShape, profile: Profile) -> str:
+    return plan_json(preset("quantspec", workload_for(shape, profile, 8192, 256, 2, yarn=False)), shape, profile)
+
+
+def own_machine() -> Profile:
+    """A CPU that nobody ships a profile of."""
+    hardware = replace(load_hardware("h200"), name="cpu-of-mine", kind="cpu", compute_flops=2e12)
+    return Profile(hardware, "mine", {"torch": "none"}, "2026-11-22", {"linear": Rates(0.5, 0.5, 1e-6, 0.05),
+                   "elementwise": Rates(0.4, 0.4, 1e-6, 0.05)}, asynchronous=False)  # fmt: skip
+
+
+def test_what_the_catalogs_know_is_not_repeated() -> None:
+    _, profile = resolve(LLAMA, "h100")
+    text = saved(LLAMA, profile)
+    assert "specs" not in json.loads(text)
+    assert read_plan(text).plan == Plan.from_json(text)
+    assert read_plan(text).resolve() == (LLAMA, profile)
+
+
+@pytest.mark.parametrize("shape", [LLAMA, OWN_SHAPE], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("machine", ["a toml", "this machine"])
+def test_a_plan_is_predicted_alike_wherever_it_is_loaded(shape: ModelShape, machine: str) -> None:
+    """With no catalog entry, no TOML file and no calibration that the loading machine would have."""
+    own = replace(load_hardware("h100"), name="mine", bandwidth_bytes_per_s=2e12)
+    profile = profile_for(own, shipped_profiles()) if machine == "a toml" else own_machine()
+    found = read_plan(saved(shape, profile))
+    loaded_shape, loaded_profile = found.resolve()
+    assert (loaded_shape, loaded_profile) == (shape, profile)
+    original = preset("quantspec", workload_for(shape, profile, 8192, 256, 2, yarn=False))
+    assert predict(found.plan, loaded_shape, loaded_profile) == predict(original, shape, profile)
+
+
+def test_a_users_figures_under_a_known_name_are_kept() -> None:
+    slower = replace(load_hardware("h200"), bandwidth_bytes_per_s=1e12)
+    found = read_plan(saved(LLAMA, profile_for(slower, shipped_profiles())))
+    assert found.resolve()[1].hardware.bandwidth_bytes_per_s == 1e12
+
+
+def test_another_gpu_or_model_takes_the_place_of_the_specs() -> None:
+    found = read_plan(saved(OWN_SHAPE, own_machine()))
+    shape, profile = found.resolve(model="meta-llama/Llama-3.1-8B", gpu="h100")
+    assert (shape, profile.hardware.name) == (LLAMA, "h100-sxm")
+    assert found.on(shape, profile).workload.model == LLAMA.name
+
+
+def test_acceptance_that_a_user_measured_stays_with_the_user() -> None:
+    row = {"draft": "w4", "model": "m", "parameters": 1.0, "context": 4096, "acceptance": 0.9, "source": "measured",
+           "where": "here"}  # fmt: skip
+    text = saved(OWN_SHAPE, replace(own_machine(), acceptance=(row,)))
+    assert json.loads(text)["specs"]["profile"]["acceptance"] == []
+
+
+@pytest.mark.parametrize(
+    ("specs", "words"),
+    [
+        ([], "specs is []; allowed: an object with model and profile"),
+        ({"gpu": {}}, "allowed: an object with model and profile"),
+        ({"model": {"name": "m"}}, "specs: "),
+        ({"model": 3}, "specs: "),
+        ({"profile": {"schema": 3}}, "specs: hardware, device"),
+        ({"profile": {"schema": 99}}, "schema 99 is newer"),
+    ],
+)
+def test_damaged_specs_are_refused(specs: Any, words: str) -> None:
+    document = json.loads(saved(LLAMA, resolve(LLAMA, "h200")[1])) | {"specs": specs}
+    with pytest.raises(PlanError) as refusal:
+        read_plan(json.dumps(document))
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_plans_of_before_are_read(tmp_path: Path) -> None:
+    """Files of `Plan.to_json`, which have no specs."""
+    plan = preset("quantspec", workload_for(LLAMA, resolve(LLAMA, "h200")[1], 8192, 256, 2, yarn=False))
+    found = read_plan(plan.to_json())
+    assert (found.plan, found.shape, found.profile) == (plan, None, None)

@@ -1,0 +1,55 @@
+"""Plans side by side have the figures that each has alone."""
+
+import pytest
+
+from ridgeplan.planner import NothingFits, predict, preset, recommend, resolve, workload_for
+from ridgeplan.planner.interface.plan_file import SavedPlan
+from ridgeplan.planner.questions.comparison import compare, compare_saved
+
+LLAMA, QWEN = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B"
+
+
+def test_each_gpu_has_its_recommended_plan() -> None:
+    found = compare([LLAMA], ["h100", "h200"], "32k", batch=4)
+    alone = [recommend(LLAMA, gpu, 32_768, batch=4) for gpu in ("h100", "h200")]
+    assert [one.plan for one in found.plans] == [one.plan for one in alone]
+    assert [one.predicted.best for one in found.plans] == [one.predicted.best for one in alone]
+    assert [one.predicted.speedup for one in found.plans] == [one.predicted.speedup for one in alone]
+    assert [one.note for one in found.plans] == ["", ""]
+
+
+def test_a_preset_is_compared_as_recommend_lists_it() -> None:
+    names = ("quantspec", "int8", "magicdec-quest")
+    found = compare([LLAMA], ["h200"], 131_072, presets=names)
+    listed = {one.preset: one for one in recommend(LLAMA, "h200", 131_072).alternatives}
+    listed["quantspec"] = recommend(LLAMA, "h200", 131_072)  # type: ignore[assignment]
+    assert [one.name for one in found.plans] == list(names)
+    for one in found.plans:
+        assert one.plan == listed[one.name].plan
+        assert one.predicted.best.tpot_ms == pytest.approx(listed[one.name].predicted.best.tpot_ms)
+    assert "not calibrated" in found.plans[2].note
+
+
+def test_models_are_the_outer_loop_and_what_does_not_fit_is_missing() -> None:
+    found = compare([LLAMA, "meta-llama/Llama-3.1-70B", QWEN], ["h200"], 8192)
+    assert [one.plan.workload.model for one in found.plans] == [LLAMA, QWEN]
+    ((what, why),) = found.missing
+    assert what == "meta-llama/Llama-3.1-70B on h200"
+    assert why.startswith("nothing fits")
+
+
+def test_where_nothing_has_an_answer_that_is_the_error() -> None:
+    with pytest.raises(NothingFits, match=r"on rtx4090.*; nothing fits.* on l40s"):
+        compare(["meta-llama/Llama-3.1-70B"], ["rtx4090", "l40s"], 8192)
+
+
+def test_saved_plans_keep_their_own_sizes_on_every_gpu() -> None:
+    shape, profile = resolve(LLAMA, "h200")
+    plans = [preset("quantspec", workload_for(shape, profile, size, 64, 2, yarn=False)) for size in (4096, 16_384)]
+    found = compare_saved([SavedPlan(plan) for plan in plans], ["h200", "rtx4060-laptop"])
+    rows = found.table()
+    assert [(row["context"], row["gpu"]) for row in rows] == [
+        (4096, "h200"), (4096, "rtx4060-laptop"), (16_384, "h200"), (16_384, "rtx4060-laptop")
+    ]  # fmt: skip
+    assert rows[0]["tpot_ms"] == predict(plans[0], shape, profile).best.tpot_ms
+    assert [row["note"] for row in rows] == ["", "does not fit", "", "does not fit"]

@@ -1,0 +1,61 @@
+"""What serving costs, against counts by hand."""
+
+import pytest
+
+from ridgeplan.planner import PlanError, predict, preset, resolve, workload_for
+from ridgeplan.planner.questions.cost import Limits, serving_cost
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+
+
+def test_dollars_are_the_hours_of_a_batch_over_its_tokens() -> None:
+    """By hand, from the prediction of plain decoding: 8 prompts, then 512 steps, 8 x 512 tokens."""
+    found = serving_cost(LLAMA, {"h200": 3.6}, 4096, batches=(8,), preset="autoregressive", new_tokens=512)
+    shape, profile = resolve(LLAMA, "h200")
+    workload = workload_for(shape, profile, 4096, 512, 8, yarn=False)
+    figures = predict(preset("autoregressive", workload), shape, profile).best
+    seconds = (figures.ttft_ms + 512 * figures.tpot_ms) / 1e3
+    (row,) = found.rows
+    assert row.dollars_per_million == pytest.approx(3.6 / 3600 * seconds / (8 * 512) * 1e6)
+    assert row.tokens_per_s == pytest.approx(8 * 512 / seconds)
+    assert (row.ttft_ms, row.tpot_ms) == pytest.approx((figures.ttft_ms / 8, figures.tpot_ms))
+
+
+def test_twice_the_price_costs_twice_as_much() -> None:
+    cheap, dear = (serving_cost(LLAMA, {"h200": price}, 8192, batches=(1, 16)).rows for price in (1.0, 2.0))
+    assert [row.dollars_per_million for row in dear] == pytest.approx([2 * row.dollars_per_million for row in cheap])
+
+
+def test_limits_rule_out_rows_and_the_cheapest_of_the_rest_is_named() -> None:
+    free = serving_cost(LLAMA, {"h200": 2.5}, 8192)
+    fitting = [row for row in free.rows if row.fits]
+    assert free.cheapest == min(fitting, key=lambda row: row.dollars_per_million)
+    assert not free.rows[-1].fits  # 256 sequences of 9216 tokens hold 183 GB
+    tight = serving_cost(LLAMA, {"h200": 2.5}, 8192, limits=Limits(tpot_s=0.010))
+    assert [row.misses for row in tight.rows] == [("TPOT",) if row.tpot_ms > 10 else () for row in free.rows]
+    assert tight.cheapest is not None
+    assert tight.cheapest.tpot_ms <= 10
+    assert tight.cheapest.dollars_per_million > free.cheapest.dollars_per_million
+    impossible = serving_cost(LLAMA, {"h200": 2.5}, 8192, limits=Limits(ttft_s=1e-6))
+    assert impossible.cheapest is None
+    assert impossible.to_dict()["cheapest"] is None
+
+
+def test_what_does_not_fit_is_no_bargain() -> None:
+    small, large = (found := serving_cost(LLAMA, {"h200": 2.5}, 8192, batches=(1, 64), memory_limit="30GB")).rows
+    assert (small.fits, large.fits) == (True, False)
+    assert large.dollars_per_million < small.dollars_per_million
+    assert found.cheapest == small
+
+
+def test_several_gpus_have_prices_of_their_own() -> None:
+    found = serving_cost(LLAMA, {"h200": 3.5, "rtx4090": 0.35}, 4096, batches=(1,))
+    assert [row.gpu for row in found.rows] == ["h200", "rtx4090"]
+    alone = [serving_cost(LLAMA, {gpu: price}, 4096, batches=(1,)).rows[0] for gpu, price in
+             (("h200", 3.5), ("rtx4090", 0.35))]  # fmt: skip
+    assert list(found.rows) == alone
+
+
+def test_prices_are_checked() -> None:
+    with pytest.raises(PlanError, match=r"the price of h200 is 0\.0; allowed: dollars per hour above 0"):
+        serving_cost(LLAMA, {"h200": 0.0}, 4096)

@@ -1,0 +1,45 @@
+"""Random plans: every axis at any of its values that go together."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from ridgeplan.planner.axes.draft_selection import DRAFT_SELECTIONS, AllTokens
+from ridgeplan.planner.plan import (
+    DraftCodes,
+    Eviction,
+    EvictionPolicy,
+    KVCache,
+    KVFormat,
+    Placement,
+    Plan,
+    Speculation,
+    TargetAttention,
+    TargetSelection,
+    Weights,
+    Workload,
+)
+
+
+@st.composite
+def plans(draw: Any, workloads: st.SearchStrategy[Workload], parallel: st.SearchStrategy[int]) -> Plan:
+    """A plan for one of the workloads, on as many GPUs as `parallel` says."""
+    gamma = draw(st.integers(0, 15))
+    kv = draw(st.sampled_from(KVFormat))
+    upper = gamma > 0 and kv in (KVFormat.SHADOW, KVFormat.HIERARCHICAL) and draw(st.booleans())
+    kinds = [kind for kind in DRAFT_SELECTIONS.values() if kv.quantized or not kind.needs_codes]
+    kind = draw(st.sampled_from(kinds))
+    sparse = {} if kind is AllTokens else {"ratio": draw(st.floats(1e-6, 1)), "sinks": draw(st.integers(0, 4096))}
+    policy, target = draw(st.sampled_from(EvictionPolicy)), draw(st.sampled_from(TargetSelection))
+    offload, budget = draw(st.booleans()), draw(st.integers(1, 4096))
+    bits = draw(st.sampled_from((4, 8, 16)))
+    return Plan(
+        draw(workloads),
+        Weights(bits, 4 if gamma and draw(st.booleans()) else bits, draw(st.sampled_from((32, 64, 128, 256)))),
+        KVCache(kv),
+        Eviction(policy, budget if policy is not EvictionPolicy.NONE else 0),
+        Placement(offload, budget if offload else 0),
+        TargetAttention(target, budget if target is not TargetSelection.FULL else 0),
+        Speculation(gamma, DraftCodes.UPPER if upper else DraftCodes.FULL, kind(**sparse)),
+        draw(parallel),
+    )
