@@ -4,14 +4,15 @@ The squared error of an output is e^T H e, with e the rounding errors of a row a
 error, the second moment of the layer's inputs. The method depends on what is known of H:
 
     H's diagonal   it weights the fit of each group's scale and zero; codes are rounded to nearest
-    H              the same fit, and GPTQ: the error of each rounded column is compensated by the columns after it
+    H              the same fit, and GPTQ: the error of each rounded column is compensated by the columns after it; then
+                   coordinate descent, in which each is compensated by all others (coordinate_descent.py)
 
 Source: GPTQ (Frantar et al. 2023, arXiv 2210.17323, equations 2 and 3), the same as LDLQ (QuIP, Chee et al. 2023).
 The diagonal is robust; the full Hessian is better if the calibration text resembles what is decoded. Experiments are in
 docs/kernels/gptq.md.
 
-Hierarchical 8-bit weights are a 4-bit weight and, as another 4-bit weight, what that lacks. What GPTQ compensates adds
-to what is lacking, so upper codes are held next to the weights' own values: lower codes then span two steps.
+Hierarchical 8-bit weights are a 4-bit weight and, as another 4-bit weight, what that lacks. What is compensated adds to
+what is lacking, so upper codes are held within `REACH` steps of the weights' own values.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.linear.gptq_round import gptq_round
+from ridgeplan.runtime.quantization.coordinate_descent import QuantizedRows
 
 SHRINKS = (1.0, 0.92, 0.84, 0.76, 0.68)  # candidate ranges of the codes, as shares of the group's own range
 REFITS = 2  # rounds of choosing codes and refitting the grid, starting from the best range
+SWEEPS = 2  # of coordinate descent
+REACH = 0.75  # steps between a weight and its upper code, where the next code is not nearer
 FLOOR = 1e-4  # added to each input's importance, relative to its group's mean
 DAMPING = (
     0.1  # added to H's diagonal, relative to its mean over inputs that are ever used, as H comes from a short text
 )
-CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}  # weights processed at once, for a CPU's cache or a GPU's memory
+CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 25}  # weights processed at once, for a CPU's cache or a GPU's memory
 
 
 Parts = tuple[Tensor, Tensor, Tensor]  # codes, scale and zero, as `quantize_weight` returns them
@@ -60,17 +64,20 @@ def decoded(codes: Tensor, scale: Tensor, zero: Tensor, bits: int = 4) -> Tensor
 
 
 def _quantize(weight: Tensor, group: int, hessian: Tensor | None, top: int, bounded: bool = False) -> Parts:
-    """`quantize_weight` to codes up to `top`; bounded: each next to its weight's own value."""
+    """`quantize_weight` to codes up to `top`; bounded: each within `REACH` steps of its weight's own value."""
     importance = weight.new_ones(weight.shape[1]) if hessian is None else hessian
-    feedback = None
+    known = None
     if importance.dim() == 2:
-        feedback, importance = _feedback(importance), importance.diagonal()
+        known = _Known.of(importance)
+        importance = importance.diagonal()
     importance = importance.float().unflatten(0, (-1, group))
     rows = max(1, CHUNK_ELEMENTS[weight.device.type] // weight.shape[1])
     parts = [
         _to_nearest(chunk, importance, top)
-        if feedback is None
-        else _gptq_order(chunk, importance, feedback, top, bounded)
+        if known is None
+        else _descended(
+            chunk, _gptq_order(chunk, importance, known.feedback, top, bounded), known.hessian, top, bounded
+        )
         for chunk in weight.split(rows)
     ]
     codes, scale, zero = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -87,7 +94,7 @@ def _to_nearest(weight: Tensor, importance: Tensor, top: int) -> Parts:
 def _gptq_order(weight: Tensor, importance: Tensor, feedback: Tensor, top: int, bounded: bool) -> Parts:
     """Rounds column by column; `rest` holds the remaining columns, corrected for the errors so far.
 
-    Grids are fitted to the corrected columns or, if bounded, to the weights themselves, which must lie inside.
+    Grids are fitted to the corrected columns or, if bounded, to the weights themselves.
     """
     rest = weight.to(torch.float32, copy=True)
     codes, pairs = torch.empty_like(weight, dtype=torch.int16), []
@@ -96,7 +103,7 @@ def _gptq_order(weight: Tensor, importance: Tensor, feedback: Tensor, top: int, 
         inside, after = slice(start, start + group), slice(start + group, None)
         fitted = weight[:, inside].float() if bounded else rest[:, inside]
         scale, zero = (pair[:, 0] for pair in _grid(fitted[:, None], importance[None, index], top))
-        near = _steps(fitted, scale, zero, top) if bounded else None
+        near = _near(_steps(fitted, scale, zero, top)) if bounded else None
         steps = _steps(rest[:, inside], scale, zero, top)
         rounded, errors = gptq_round(steps, feedback[inside, inside], near, top_code=top)
         rest[:, after].addmm_(errors.mul_(scale), feedback[inside, after], alpha=-1)
@@ -106,15 +113,42 @@ def _gptq_order(weight: Tensor, importance: Tensor, feedback: Tensor, top: int, 
     return codes, scale, zero
 
 
-def _feedback(hessian: Tensor) -> Tensor:
+def _near(steps: Tensor) -> Tensor:
+    """`steps`, but whole where only the nearest code is within `REACH`."""
+    nearest = steps.round()
+    return torch.where((steps - nearest).abs() < 1 - REACH, nearest, steps)
+
+
+def _descended(weight: Tensor, parts: Parts, hessian: Tensor, top: int, bounded: bool) -> Parts:
+    """The parts after coordinate descent on grids and codes."""
+    codes, scale, zero = parts
+    rows = QuantizedRows(weight.float(), codes.float(), scale, zero, hessian, top)
+    for _ in range(SWEEPS):
+        rows.refit()
+        rows.sweep(_near(rows.steps()) if bounded else None)
+    return rows.codes.to(torch.int16), scale, zero
+
+
+class _Known(NamedTuple):
+    """The damped Hessian [inputs, inputs], and GPTQ's feedback, which follows from it."""
+
+    hessian: Tensor
+    feedback: Tensor
+
+    @classmethod
+    def of(cls, hessian: Tensor) -> _Known:
+        damped = hessian.float().clone()
+        diagonal = damped.diagonal()
+        used = diagonal.count_nonzero().clamp(min=1)
+        diagonal += DAMPING * diagonal.sum() / used + torch.finfo(torch.float32).tiny
+        return cls(damped, _feedback(damped))
+
+
+def _feedback(damped: Tensor) -> Tensor:
     """Upper triangle with a unit diagonal [inputs, inputs]: how an error at one column corrects each later one.
 
     With H = R R^T, R upper triangular, the inverse of H is U^T U with U = R^-1: GPTQ's Cholesky factor.
     """
-    damped = hessian.float().clone()
-    diagonal = damped.diagonal()
-    used = diagonal.count_nonzero().clamp(min=1)
-    diagonal += DAMPING * diagonal.sum() / used + torch.finfo(torch.float32).tiny
     # torch's factor is a lower triangle; reversing the order of the inputs gives the upper one.
     upper = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
     inverse = torch.linalg.solve_triangular(upper, torch.eye(len(upper), device=upper.device), upper=True)

@@ -32,7 +32,7 @@ from ridgeplan.runtime.model.mlp import GatedMLP
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, WeightFormat
 from ridgeplan.runtime.quantization.calibration_text import CalibrationText
 
-VERSION = "1"  # part of the name: a change of what is fitted or written makes a new file
+VERSION = "2"  # part of the name: a change of what is fitted or written makes a new file
 STRUCTURE = "structure"  # the entry of a file's metadata that tells what its tensors are parts of
 PARTS = {
     kind.__name__: kind

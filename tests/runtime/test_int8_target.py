@@ -59,6 +59,31 @@ def test_drafts_change_nothing(kv, gamma, agreeable, exact, tiny_model, make_pla
     assert 0 < drafted.statistics.accepted < drafted.statistics.judged
 
 
+SPARSE = {"ratio": 0.2, "floor": 8, "sinks": 2, "recent": 6}
+COMBINED = {
+    "chosen tokens": {"selection": "quest", **SPARSE},
+    "2-bit keys": {"selection": "progressive", **SPARSE},
+    "an eviction": {"evict": "snapkv", "budget": 45},
+    "an eviction and chosen tokens": {"evict": "snapkv", "budget": 45, "selection": "quest", **SPARSE},
+    "an adaptive gamma": {"adaptive": True},
+}
+
+
+@pytest.mark.parametrize("what", COMBINED)
+def test_other_axes_combine_with_8_bits(what, exact, tiny_model, make_plan, prompts, h200_profile):
+    """Upper planes draft over chosen or evicted tokens of upper codes; output is that of the 8-bit, evicted target."""
+    folder, ids, cpu = tiny_model(agreeable=True).folder, prompts(100, 37, 65), torch.device("cpu")
+    evicted = {name: COMBINED[what][name] for name in ("evict", "budget") if name in COMBINED[what]}
+    plan = eight_bits(make_plan, "int4x2", 3, batch=3, **COMBINED[what])
+    drafting = runtime.load(plan, folder, device="cpu", profile=h200_profile)
+    undrafted = eight_bits(make_plan, "int4x2", 0, batch=3, **evicted)
+    plain = Engine(undrafted, folder, drafting.config, drafting.weights, cpu, MemoryMeter(cpu))
+    drafted = drafting.generate(ids, 70)
+    assert drafted.tokens == plain.generate(ids, 70).tokens
+    assert drafted.statistics.accepted > 0
+    assert {type(one.qkv) for one in drafting.draft_weights.layers} == {Int4}
+
+
 def test_drafts_and_target_share_one_copy(exact, tiny_model, make_plan):
     engine = runtime.load(eight_bits(make_plan), tiny_model(intermediate_size=128).folder, device="cpu")
     target, drafts = engine.weights, engine.draft_weights

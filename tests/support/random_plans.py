@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ridgeplan.planner.axes.draft_selection import DRAFT_SELECTIONS, AllTokens
+from ridgeplan.planner.axes.draft_selection import DRAFT_SELECTIONS, TARGET_SELECTIONS, AllTokens
 from ridgeplan.planner.plan import (
     DraftCodes,
     Eviction,
@@ -15,7 +15,6 @@ from ridgeplan.planner.plan import (
     Plan,
     Speculation,
     TargetAttention,
-    TargetSelection,
     Weights,
     Workload,
 )
@@ -30,7 +29,8 @@ def plans(draw: Any, workloads: st.SearchStrategy[Workload], parallel: st.Search
     kinds = [kind for kind in DRAFT_SELECTIONS.values() if kv.quantized or not kind.needs_codes]
     kind = draw(st.sampled_from(kinds))
     sparse = {} if kind is AllTokens else {"ratio": draw(st.floats(1e-6, 1)), "sinks": draw(st.integers(0, 4096))}
-    policy, target = draw(st.sampled_from(EvictionPolicy)), draw(st.sampled_from(TargetSelection))
+    policy = draw(st.sampled_from(EvictionPolicy))
+    target = draw(st.sampled_from([one for one in TARGET_SELECTIONS.values() if kv.quantized or not one.needs_codes]))
     offload, budget = draw(st.booleans()), draw(st.integers(1, 4096))
     bits = draw(st.sampled_from((4, 8, 16)))
     return Plan(
@@ -39,7 +39,7 @@ def plans(draw: Any, workloads: st.SearchStrategy[Workload], parallel: st.Search
         KVCache(kv),
         Eviction(policy, budget if policy is not EvictionPolicy.NONE else 0),
         Placement(offload, budget if offload else 0),
-        TargetAttention(target, budget if target is not TargetSelection.FULL else 0),
+        TargetAttention(target(), budget if target is not AllTokens else 0),
         Speculation(gamma, DraftCodes.UPPER if upper else DraftCodes.FULL, kind(**sparse)),
         draw(parallel),
     )

@@ -159,3 +159,16 @@ def test_runs_of_a_shared_set_hold_every_heads_keys():
     runs = {name: cost_of(name).run_of(8) for name in ("specattn", "quest", "retrieval-head")}
     assert runs == {"specattn": 8, "quest": 16, "retrieval-head": 1}
     assert cost_of("streamingllm").run_of(8) > 1e9  # a run, however long
+
+
+@pytest.mark.parametrize("weights", [Weights(8, 8), Weights(8, 4), Weights(4, 4)], ids=str)
+def test_bits_of_weights_restrict_no_other_axis(weights):
+    """Whatever runs with full-precision weights runs with fewer bits of them."""
+    plans = [make(WORKLOAD) for make in PRESETS.values()]
+    runnable = [plan for plan in plans if plan.weights.target_bits == 16 and not missing_execution(plan)]
+    drafting = [plan for plan in runnable if plan.speculation.active]
+    assert (
+        {True, False} == {plan.speculation.sparse for plan in drafting} == {plan.eviction.active for plan in drafting}
+    )
+    for plan in drafting if weights.draft_differs else runnable:
+        assert not missing_execution(replace(plan, weights=weights))

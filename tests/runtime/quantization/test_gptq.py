@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ridgeplan.runtime.quantization.gptq import DAMPING, quantize_planes, quantize_weight
+from ridgeplan.runtime.quantization import gptq
+from ridgeplan.runtime.quantization.gptq import DAMPING, REACH, quantize_planes, quantize_weight
 from ridgeplan.runtime.quantization.gptq import decoded as decoded_weight
 
 
@@ -91,6 +92,13 @@ def test_grids_come_close_to_the_best_of_all(spread, bound):
     assert 1 <= float(errors.sum() / least_errors(weight, importance, group).sum()) < bound
 
 
+@pytest.fixture
+def gptq_alone(monkeypatch):
+    """No coordinate descent after it."""
+    monkeypatch.setattr(gptq, "SWEEPS", 0)
+
+
+@pytest.mark.usefixtures("gptq_alone")
 def test_feedback_follows_the_formula():
     """GPTQ, equations 2 and 3, with the inverse of what is left computed anew for every input."""
     outputs, inputs, group = 5, 64, 32
@@ -108,6 +116,7 @@ def test_feedback_follows_the_formula():
     assert (codes == expected).float().mean() > 0.99  # float32 may tip a value that lies between two codes
 
 
+@pytest.mark.usefixtures("gptq_alone")
 def test_uncorrelated_inputs_need_no_feedback():
     weight, importance = random(20, 128), random(128, seed=1).square()
     full = quantize_weight(weight, 64, importance.diag())
@@ -166,11 +175,22 @@ def test_planes_add_up_to_nearly_8_bits():
     assert error(eight) < error(upper + lower) < error(four) / 5
 
 
-def test_upper_codes_leave_at_most_a_step():
+@pytest.mark.parametrize("sweeps", [0, 2])
+def test_upper_codes_stay_within_reach(sweeps, monkeypatch):
     """But where the grid ends before the weights do: its range is chosen for the sum of errors."""
+    monkeypatch.setattr(gptq, "SWEEPS", sweeps)
     weight, x = random(48, 256), correlated(600, 256)
     codes, scale, zero = quantize_planes(weight, 64, x.T @ x)[0]
     steps = (weight - decoded_weight(codes, scale, zero)).abs() / scale.repeat_interleave(64, 1)
     inside = (codes > 0) & (codes < 15)
-    assert steps[inside].max() < 1.001
-    assert steps[inside].max() > 0.9  # feedback takes the neighbour that is further away
+    assert REACH - 0.02 < steps[inside].max() < REACH + 0.001  # what is compensated takes the farther neighbour
+
+
+def test_sweeps_lower_the_error(monkeypatch):
+    weight, x = random(48, 256), correlated(600, 256)
+    errors = []
+    for sweeps in (0, 1, 2):
+        monkeypatch.setattr(gptq, "SWEEPS", sweeps)
+        errors.append(float((x @ (decoded(*quantize_weight(weight, 64, x.T @ x)) - weight).T).square().sum()))
+    assert errors[0] > 1.1 * errors[1]
+    assert errors[1] > 1.01 * errors[2]
