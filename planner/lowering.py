@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ridgeplan.planner.axes.offload import HostPart
 from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan, require
 from ridgeplan.planner.policies import draft_selection, evicted_to, eviction_settings, target_selection
 from ridgeplan.planner.policies.eviction.budgets import kept_tokens
@@ -61,6 +62,8 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         appended_tokens=evicting.appended_tokens if evicting else 0,
         offload=int(plan.placement.offload),
         offload_budget=plan.placement.budget or UNLIMITED_TOKENS,
+        offload_lower=int(plan.placement.part is HostPart.LOWER),
+        offload_prefetch=plan.placement.prefetch,
         target_budget=plan.attention.budget or UNLIMITED_TOKENS,
         draft_ratio=speculation.ratio,
         draft_floor_tokens=speculation.selection.least_tokens,

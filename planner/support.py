@@ -26,7 +26,7 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
     held = shape.weight_bits.format if shape and shape.weight_bits.converted else None
     checks = {
         f"eviction {plan.eviction.policy.value!r}": evicting and not evicting.executable,
-        "offloaded KV": plan.placement.offload,
+        **_missing_offload(plan),
         f"target selection {plan.attention.selection.value!r}": target and Role.TARGET not in target.executable,
         f"draft selection {drafts.name!r}": Role.DRAFT not in drafts.executable,
         f"draft selection {drafts.name!r} after an eviction that leaves layers of different lengths": _ragged(plan)
@@ -37,6 +37,15 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         f"codes, drafts or evictions beyond a sliding window of {window} tokens": shape and exceeds_window(plan, shape),
     }
     return [name for name, missing in checks.items() if missing]
+
+
+def _missing_offload(plan: Plan) -> dict[str, object]:
+    """Of offloaded layers, what cannot be executed, and whether the plan has it."""
+    offload = plan.placement.offload
+    return {
+        f"offloaded KV in {plan.kv.format.value!r}": offload and not plan.kv.format.buffered,
+        "offloaded KV after an eviction": offload and plan.eviction.active,
+    }
 
 
 def only_estimated(plan: Plan, shape: ModelShape | None = None) -> str | None:

@@ -44,10 +44,9 @@ def offload_layers(shape: ModelShape, machine: Machine, strategy: Strategy) -> O
     return Offloading(memory, layers, layers * _transfer_s_per_layer(shape, machine, strategy, parts))
 
 
-def peak_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
-    """Peak bytes on the device, with layers offloaded as in `offload_layers`."""
-    memory, _ = _offloaded(shape, device, strategy, resident_memory(shape, device, strategy))
-    return memory.peak
+def placed_memory(shape: ModelShape, device: Device, strategy: Strategy) -> tuple[MemoryBreakdown, Term]:
+    """Memory with layers offloaded as in `offload_layers`, and their number."""
+    return _offloaded(shape, device, strategy, resident_memory(shape, device, strategy))
 
 
 def _offloaded(
@@ -55,9 +54,13 @@ def _offloaded(
 ) -> tuple[MemoryBreakdown, Term]:
     """`parts` without the layers that must be offloaded, and the number of these."""
     freed_bytes = _freed_bytes_per_layer(shape, strategy, parts)
+    staged_bytes = _staged_bytes(shape, strategy, parts)
     excess_bytes = maximum(parts.peak - device.memory_bytes, 0)
-    layers = strategy.offload * minimum(_ceiling(excess_bytes / maximum(freed_bytes, 1)), shape.layers)
-    return replace(parts, kv=parts.kv - layers * freed_bytes), layers
+    some = minimum(excess_bytes, 1)
+    wanted = _ceiling((excess_bytes + some * staged_bytes) / maximum(freed_bytes, 1))
+    layers = strategy.offload * minimum(wanted, shape.layers)
+    buffers = parts.buffers + strategy.offload * some * staged_bytes
+    return replace(parts, kv=parts.kv - layers * freed_bytes, buffers=buffers), layers
 
 
 def offload_thresholds(
@@ -77,6 +80,7 @@ def offload_thresholds(
         at_length = replace(strategy, context=middle, new_tokens=0)
         parts = resident_memory(shape, device, at_length)
         peak = parts.peak - layers * _freed_bytes_per_layer(shape, at_length, parts)
+        peak = peak + np.minimum(layers, 1) * _staged_bytes(shape, at_length, parts)
         ok = peak <= device.memory_bytes
         fits, too_long = np.where(ok, middle, fits), np.where(ok, too_long, middle)
         middle = np.floor((fits + too_long) / 2)
@@ -142,10 +146,31 @@ def _arena_capacity_bytes(shape: ModelShape, device: Device, strategy: Strategy)
     return device.asynchronous * uses_draft_swap(strategy.context) * _draft_weights(shape, strategy)
 
 
+def _host_bytes_per_layer(shape: ModelShape, strategy: Strategy, parts: MemoryBreakdown) -> Term:
+    """Bytes of one offloaded layer that lie on the host: all of its old tokens, or their lower codes."""
+    tokens = strategy.kept_tokens + strategy.new_tokens
+    lower = strategy.batch * tokens * shape.kv_elements_per_token_per_layer / 2
+    return strategy.offload_lower * lower + (1 - strategy.offload_lower) * parts.kv / shape.layers
+
+
 def _freed_bytes_per_layer(shape: ModelShape, strategy: Strategy, parts: MemoryBreakdown) -> Term:
-    """Bytes of KV freed by offloading one layer; its budget stays on the device (SpeContext, Eq 7)."""
+    """Bytes freed by offloading one layer. What drafts or the target read at a step stays (SpeContext, Eq 7)."""
     kept = minimum(strategy.offload_budget / (strategy.context + strategy.new_tokens), 1)
-    return parts.kv / shape.layers * (1 - kept)
+    of_codes = strategy.draft_bits / maximum(4 * strategy.code_planes, 1)
+    draft_share = minimum(strategy.gamma, 1) * where(minimum(strategy.draft_bits, 1), of_codes, 1)
+    stays = (1 - strategy.offload_lower) * kept * where(_reads_all(strategy), draft_share, 1)
+    return _host_bytes_per_layer(shape, strategy, parts) * (1 - stays)
+
+
+def _staged_bytes(shape: ModelShape, strategy: Strategy, parts: MemoryBreakdown) -> Term:
+    """Slots that layers are copied to from the host, if the target reads all of them."""
+    slots = strategy.offload_prefetch + 1
+    return _reads_all(strategy) * slots * _host_bytes_per_layer(shape, strategy, parts)
+
+
+def _reads_all(strategy: Strategy) -> Term:
+    """1 where the target reads every token, 0 where it has a budget."""
+    return indicator(UNLIMITED_TOKENS, strategy.target_budget)
 
 
 def _transfer_s_per_layer(shape: ModelShape, machine: Machine, strategy: Strategy, parts: MemoryBreakdown) -> Term:
@@ -153,10 +178,10 @@ def _transfer_s_per_layer(shape: ModelShape, machine: Machine, strategy: Strateg
 
     Only the part of its budget that changed is loaded, or every token if the target has no budget.
     """
-    reads_all = minimum(strategy.target_budget / UNLIMITED_TOKENS, 1)  # 1 without a budget, about 0 with one
     budget = minimum(strategy.offload_budget, strategy.context)
-    tokens = where(reads_all, strategy.context, budget * (1 - ELASTIC_OVERLAP))
-    token_bytes = parts.kv / shape.layers / (strategy.context + strategy.new_tokens)
+    tokens = where(_reads_all(strategy), strategy.context, budget * (1 - ELASTIC_OVERLAP))
+    held_tokens = strategy.context + strategy.new_tokens
+    token_bytes = _host_bytes_per_layer(shape, strategy, parts) / held_tokens
     return tokens * token_bytes / machine.host_link_bytes_per_s
 
 

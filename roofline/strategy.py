@@ -40,6 +40,8 @@ class Strategy:
     # Offload
     offload: Term
     offload_budget: Term
+    offload_lower: Term  # lower codes alone leave the device
+    offload_prefetch: Term  # layers copied ahead
     # Sparse attention: tokens read at a step, and the traffic of choosing them
     target_budget: Term
     draft_ratio: Term  # share of the cached tokens

@@ -65,10 +65,11 @@ class Engine:
         draft_weights: DecoderWeights | None = None,
         text: CalibrationText | None = None,
         profile: Profile | None = None,
+        host_layers: int = 0,
     ) -> None:
         """weights: the target's, in the plan's format. draft_weights: those of the plan's drafts, by default quantized
         from `weights` and `text`, by default one of the model's own. profile: the device's rates, by default this
-        machine's, from which an adaptive gamma knows what rounds take.
+        machine's, from which an adaptive gamma knows what rounds take. host_layers: the last layers, which are offloaded.
 
         If prompts use their memory, swappable weights of another engine are shared, and others copied.
         """
@@ -79,7 +80,7 @@ class Engine:
         if plan.weights.draft_differs:
             self.draft_weights = self._drafts(draft_weights, text)
         self.eviction = eviction_policy(plan)
-        cache_config = KVCacheConfig.of(plan, config.shape.layers)
+        cache_config = KVCacheConfig.of(plan, config.shape.layers, host_layers)
         self.cache: Cache | None = Cache(config.shape, cache_config, device, weights.embedding.dtype)
         self._policy: DraftPolicy | None = draft_policy(plan.speculation.selection, self.cache)
         self._meter = meter

@@ -66,6 +66,7 @@ class Speculator:
         """Drafts gamma tokens, with one forward pass each; the cache has slots for up to `config.gamma`."""
         token, tokens, choices = pending, [], []
         uniform = self._uniform(gamma, len(pending))
+        self.cache.begin_streaming()
         self.policy.before_round()
         for ahead in range(gamma):
             metadata = self.policy.draft_metadata(ahead)

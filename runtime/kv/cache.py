@@ -20,10 +20,13 @@ from torch import Tensor
 
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes
+from ridgeplan.planner.axes.offload import HostPart
 from ridgeplan.planner.plan import DraftCodes
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.runtime.kv.codes import CodedLayers
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.metadata import AttentionMetadata
+from ridgeplan.runtime.kv.offload.layer_stream import LayerStream
 from ridgeplan.runtime.kv.store import KVStore
 
 
@@ -48,11 +51,14 @@ class Cache:
         self.ends = torch.full_like(self.lengths, config.longest)
         self.evicted = torch.zeros_like(self.lengths)
         self.fewer = self.lengths.new_zeros(len(sizes), config.batch)
+        self.first_on_host = model.layers - config.host_layers
+        offloaded = [self._coded(layer)[0].host_parts for layer in range(self.first_on_host, model.layers)]
+        self.stream = LayerStream(offloaded, config.prefetch + 1, device) if offloaded else None
 
     @property
     def bytes(self) -> int:
-        """Storage of keys, values, codes and planes."""
-        return sum(store.bytes for store in self.stores)
+        """Storage on the device of keys, values, codes and planes, and of layers that are on their way from the host."""
+        return sum(store.bytes for store in self.stores) + (self.stream.bytes if self.stream else 0)
 
     @property
     def keys(self) -> Tensor:
@@ -78,6 +84,8 @@ class Cache:
         for tensor in (self.lengths, self.evicted, self.fewer, self.ends):
             tensor.zero_()
         self.ends[:rows] = self.config.longest
+        if self.stream:
+            self.stream.reset()
 
     def limit(self, new_tokens: int) -> None:
         """Ends every row `new_tokens` tokens after its current length."""
@@ -133,6 +141,29 @@ class Cache:
         store, index = self._place(layer)
         return store.codes(index, 0, self.rows)
 
+    @contextlib.contextmanager
+    def reading(self, layer: int, metadata: AttentionMetadata) -> Iterator[QuantizedKV | None]:
+        """The codes of a layer that a pass with this metadata reads, inside the body: those on the host as copies."""
+        if metadata.groups is None or layer < self.first_on_host:
+            yield None if metadata.groups is None else self.codes(layer)
+        elif self.stream and metadata.streamed:
+            coded, index = self._coded(layer)
+            number = layer - self.first_on_host
+            yield coded.staged(index, self.rows, self.stream.fetch(number, self.groups()))
+            self.stream.release(number)
+        else:
+            window = self._coded(layer)[0].window
+            yield window.codes.rows(slice(0, self.rows)) if window else self.codes(layer)
+
+    def begin_streaming(self) -> None:
+        """Starts copies of the first offloaded layers, for the next pass of the target."""
+        if self.stream:
+            self.stream.begin(self.groups())
+
+    def groups(self) -> Tensor:
+        """int32 [batch], groups held as codes."""
+        return self.quantized(self.lengths) // self.config.group
+
     def planes(self, layer: int) -> DraftPlanes | None:
         """Quantized groups of a layer by token, if they are kept."""
         store, index = self._place(layer)
@@ -152,12 +183,17 @@ class Cache:
 
     def target_metadata(self, queries: int) -> AttentionMetadata:
         """For a pass of the target over `queries` tokens that follow the cached ones."""
-        return self._metadata(queries, 0, coded=self.config.buffered, lower=True)
+        every = self._metadata(queries, 0, coded=self.config.buffered, lower=True)
+        return replace(every, streamed=self.stream is not None)
 
     def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
         """For a draft's pass over `queries` tokens, from `ahead` after the cached ones on, that reads every token."""
         upper = self.config.drafts_read_upper
-        return self._metadata(queries, ahead, coded=self.config.buffered or upper, lower=not upper)
+        every = self._metadata(queries, ahead, coded=self.config.buffered or upper, lower=not upper)
+        if every.groups is None or not self.config.host_layers or self.config.host_part is HostPart.LOWER:
+            return every
+        near = replace(every, groups=every.groups.clamp_max(self.config.window_groups))
+        return replace(every, by_layer=dict.fromkeys(range(self.first_on_host, self.layers), near))
 
     def _metadata(self, queries: int, ahead: int, coded: bool, lower: bool) -> AttentionMetadata:
         """Of all layers; where they hold different numbers of tokens, `by_layer` has each store's."""
@@ -165,7 +201,7 @@ class Cache:
             return self._reads(self.lengths[: self.rows], queries, ahead, coded, lower)
         all_stores = self._reads((self.lengths - self.fewer)[:, : self.rows], queries, ahead, coded, lower)
         each = [all_stores.of_store(index) for index in range(len(self.stores))]
-        return replace(each[0], by_layer=tuple(each[store] for store, _ in self._places))
+        return replace(each[0], by_layer={layer: each[store] for layer, (store, _) in enumerate(self._places)})
 
     def _reads(self, stored: Tensor, queries: int, ahead: int, coded: bool, lower: bool) -> AttentionMetadata:
         """For rows that hold `stored` tokens, int32 [rows] or [stores, rows]."""
@@ -209,6 +245,10 @@ class Cache:
             return  # on a GPU, masked kernels are cheaper than a synchronization
         for store, was, crosses in zip(self.stores, before, crossed, strict=True):
             store.flush(was, crosses)
+
+    def _coded(self, layer: int) -> tuple[CodedLayers, int]:
+        store, index = self._place(layer)
+        return store.coded_layer(index)
 
     def _place(self, layer: int) -> tuple[KVStore, int]:
         store, index = self._places[layer]

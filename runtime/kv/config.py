@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ridgeplan.planner.axes.offload import HostPart
 from ridgeplan.planner.plan import DraftCodes, KVCache, KVFormat, Plan
 from ridgeplan.planner.policies import evicted_to
 from ridgeplan.planner.policies.eviction.budgets import kept_tokens
@@ -17,6 +18,8 @@ class KVCacheConfig:
     group: tokens that are quantized together. gamma: drafts per round, which need slots too. draft_planes: whether
     codes are also kept by token, for drafts that choose by them or gather them. budgets: the most tokens of a prompt
     that each layer keeps, of which there are `new_tokens` fewer than `context`; empty if layers keep all.
+    host_layers: the last layers, of which `host_part` lies on the host. window_tokens: of such a layer, tokens in codes
+    that stay on the device for drafts. prefetch: offloaded layers that are copied ahead of the one that is read.
     """
 
     batch: int
@@ -28,11 +31,15 @@ class KVCacheConfig:
     draft_planes: bool = False
     budgets: tuple[int, ...] = ()
     new_tokens: int = 0
+    host_layers: int = 0
+    host_part: HostPart = HostPart.ALL
+    window_tokens: int = 0
+    prefetch: int = 1
 
     @classmethod
-    def of(cls, plan: Plan, layers: int) -> KVCacheConfig:
-        """The cache that executes a plan with a model of `layers` layers."""
-        workload, speculation = plan.workload, plan.speculation
+    def of(cls, plan: Plan, layers: int, host_layers: int = 0) -> KVCacheConfig:
+        """The cache that executes a plan with a model of `layers` layers, the last `host_layers` of them offloaded."""
+        workload, speculation, placement = plan.workload, plan.speculation, plan.placement
         return cls(
             batch=workload.batch,
             context=workload.final_context,
@@ -43,6 +50,10 @@ class KVCacheConfig:
             draft_planes=plan.gathers_codes,
             budgets=evicted_to(plan, layers),
             new_tokens=workload.new_tokens,
+            host_layers=host_layers,
+            host_part=placement.part,
+            window_tokens=placement.budget,
+            prefetch=placement.prefetch,
         )
 
     @property
@@ -59,6 +70,11 @@ class KVCacheConfig:
     def drafts_read_codes(self) -> bool:
         """Whether drafts read old tokens as codes, upper ones alone or both."""
         return self.buffered or self.drafts_read_upper
+
+    @property
+    def window_groups(self) -> int:
+        """Groups of an offloaded layer that drafts read: the first, and at least one of the latest."""
+        return max(2, self.window_tokens // self.group)
 
     def kept(self, tokens: int) -> tuple[int, ...]:
         """Tokens of a prompt of `tokens` that each layer keeps; empty if layers keep all."""

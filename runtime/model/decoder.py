@@ -56,7 +56,7 @@ class Decoder:
         keys, values = cache.full(index)
         window = self.config.windows[index]
         begin = metadata.begin if window is None else torch.maximum(metadata.begin, metadata.end - window)
-        codes = None if metadata.groups is None else cache.codes(index)
         scores = metadata.scores(index) if metadata.scores is not None else None
-        read = (q, keys, values, begin, metadata.end, codes, metadata.groups)
-        return decode_attention(*read, lower=metadata.lower, scores=scores)
+        with cache.reading(index, metadata) as codes:
+            read = (q, keys, values, begin, metadata.end, codes, metadata.groups)
+            return decode_attention(*read, lower=metadata.lower, scores=scores)

@@ -15,6 +15,7 @@ from ridgeplan.planner.plan import (
     EvictionPolicy,
     KVCache,
     KVFormat,
+    Placement,
     Plan,
     Speculation,
     Weights,
@@ -102,6 +103,7 @@ def make_plan() -> Callable[..., Plan]:
         evict: str = "none",
         budget: int = 0,
         settings: Mapping[str, Any] | None = None,
+        placement: Placement | None = None,
         **hyperparameters: Any,
     ) -> Plan:
         stored = gamma > 0 and kv in ("int4x2", "bf16+int4")
@@ -110,6 +112,7 @@ def make_plan() -> Callable[..., Plan]:
             weights=Weights(target_bits, min(target_bits, draft_bits), weight_group),
             kv=KVCache(KVFormat(kv), group),
             eviction=Eviction(EvictionPolicy(evict), budget, settings=settings or {}),
+            placement=placement or Placement(),
             speculation=Speculation(
                 gamma,
                 DraftCodes(codes or ("upper" if stored else "full")),

@@ -1,0 +1,61 @@
+"""Generation with layers whose codes lie on the host: the same tokens as with all of them on the device."""
+
+from dataclasses import replace
+
+import pytest
+
+from ridgeplan import runtime
+from ridgeplan.planner.axes.offload import HostPart
+from ridgeplan.planner.capacity import offloaded_layers, peak_bytes
+from ridgeplan.planner.plan import Placement
+from ridgeplan.roofline.device import Device
+from ridgeplan.runtime.model.checkpoint import load_config
+from ridgeplan.runtime.model_config import decoder_config
+
+LENGTHS, NEW = [128, 70, 37], 90
+LAYERS = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model):
+    return tiny_model(agreeable=True, num_hidden_layers=LAYERS).folder
+
+
+@pytest.fixture(scope="module")
+def shape(folder):
+    return decoder_config(load_config(folder), folder, 1.0).shape
+
+
+def limited(plan, shape, layers, part, **placement):
+    """The plan with so little memory that at least `layers` layers must leave, and their number.
+
+    Slots for the layers on their way take the memory of two or more.
+    """
+    budget = 64 if part is HostPart.ALL else 0
+    whole = Placement(True, budget, part, **placement)
+    for memory_bytes in range(int(peak_bytes(plan, shape, device(10**12))), 0, -2000):
+        placed = replace(plan, placement=replace(whole, memory_bytes=memory_bytes))
+        found = offloaded_layers(placed, shape, device(memory_bytes))
+        if found >= layers:
+            return placed, found
+    raise AssertionError(f"no limit offloads {layers} layers")
+
+
+def device(memory_bytes):
+    return Device(memory_bytes=memory_bytes, element_bytes=4, num_sms=1, asynchronous=0)
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+@pytest.mark.parametrize("kv, gamma", [("int4x2", 4), ("int4x2", 0), ("int8", 0)])
+@pytest.mark.parametrize("part", list(HostPart))
+@pytest.mark.parametrize("layers", [1, LAYERS])
+def test_the_same_tokens_as_without_a_limit(layers, part, kv, gamma, prefetch, folder, shape, make_plan, prompts):
+    plan, ids = make_plan(kv, gamma, batch=3), prompts(*LENGTHS)
+    expected = runtime.load(plan, folder).generate(ids, NEW)
+    placed, host_layers = limited(plan, shape, layers, part, prefetch=prefetch)
+    engine = runtime.load(placed, folder)
+    assert engine.cache.config.host_layers == host_layers
+    found = engine.generate(ids, NEW)
+    assert found.tokens == expected.tokens
+    assert found.statistics.flushes == expected.statistics.flushes > 0
+    assert gamma == 0 or found.statistics.accepted > 0
