@@ -1,5 +1,6 @@
 """Copies of the part of a cache that is in use, with counts on the device: from host memory to the device."""
 
+import torch
 from torch import Tensor
 
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
@@ -12,18 +13,20 @@ WORD_BYTES = 4  # entries are copied as whole words
 def copy_leading(source: Tensor, out: Tensor, count: Tensor, *, backend: Backend = "auto") -> None:
     """Copies the first `count` entries of every row and head, and leaves the others as they are.
 
-    source, out: [B, Hkv, entries, ...], contiguous, of one shape and dtype; an entry is a multiple of 4 bytes. count:
-    int32 [B] on the device, so that a captured CUDA graph copies no more than rows hold at its replay. `source` may be
-    host memory that the device reads by address.
+    source, out: [B, Hkv, entries, ...], contiguous, of one dtype; `out` may have more entries, and an entry is a
+    multiple of 4 bytes. count: int32 [B] on the device, so that a captured CUDA graph copies no more than rows hold at
+    its replay. `source` may be host memory that the device reads by address.
     Raises ValueError for other shapes, dtypes or strides.
     """
-    if source.shape != out.shape or source.dtype != out.dtype:
+    same = (*source.shape[:2], *source.shape[3:]) == (*out.shape[:2], *out.shape[3:]) and source.dtype == out.dtype
+    if not same or out.shape[2] < source.shape[2]:
         raise ValueError(
-            f"source is {source.dtype} {list(source.shape)} and out {out.dtype} {list(out.shape)}; allowed: equal"
+            f"source is {source.dtype} {list(source.shape)} and out {out.dtype} {list(out.shape)}; allowed: equal, or "
+            "more entries in out"
         )
     if not (source.is_contiguous() and out.is_contiguous()) or entry_bytes(source) % WORD_BYTES:
         raise ValueError(f"entries of {entry_bytes(source)} bytes; allowed: contiguous multiples of {WORD_BYTES}")
-    require_rows(len(source), count.dtype, count=count)
+    require_rows(len(source), torch.int32, count=count)
     if not uses_gpu_kernel(backend, source):
         copy_leading_reference(source, out, count)
         return

@@ -13,14 +13,22 @@ BLOCK = 4096  # words
 WARPS = 8
 
 
-@triton.jit(do_not_specialize=["row_words"])
+@triton.jit(do_not_specialize=["source_entries", "out_entries"])
 def _copy_leading_kernel(
-    source, out, count, entry_words, row_words, HEADS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+    source,
+    out,
+    count,
+    source_entries,
+    out_entries,
+    ENTRY_WORDS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     flat = tl.program_id(0).to(tl.int64)
-    words = tl.load(count + flat // HEADS).to(tl.int64) * entry_words
-    source += flat * row_words
-    out += flat * row_words
+    words = tl.load(count + flat // HEADS).to(tl.int64) * ENTRY_WORDS
+    source += flat * source_entries * ENTRY_WORDS
+    out += flat * out_entries * ENTRY_WORDS
     for first in range(tl.program_id(1) * BLOCK, words, PARTS * BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < words
@@ -30,14 +38,14 @@ def _copy_leading_kernel(
 def copy_leading_triton(source: Tensor, out: Tensor, count: Tensor) -> None:
     """See `ridgeplan.kernels.residency.leading_copy.copy_leading`."""
     batch, heads, entries = source.shape[:3]
-    source_words, out_words = (tensor.view(batch, heads, entries, -1).view(torch.int32) for tensor in (source, out))
-    entry_words, parts = source_words.shape[3], triton.cdiv(PROGRAMS, batch * heads)
+    words = [tensor.view(batch, heads, tensor.shape[2], -1).view(torch.int32) for tensor in (source, out)]
+    parts = triton.cdiv(PROGRAMS, batch * heads)
     _copy_leading_kernel[(batch * heads, parts)](
-        source_words,
-        out_words,
+        *words,
         count,
-        entry_words,
-        entries * entry_words,
+        entries,
+        out.shape[2],
+        ENTRY_WORDS=words[0].shape[3],
         HEADS=heads,
         PARTS=parts,
         BLOCK=BLOCK,
