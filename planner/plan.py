@@ -286,6 +286,12 @@ class Plan(PlanPart):
         upper = self.speculation.codes is DraftCodes.UPPER
         return self.speculation.sparse and (upper or self.speculation.selection.needs_codes)
 
+    @property
+    def loads_chosen(self) -> bool:
+        """Whether what steps choose of layers on the host is loaded to the device, token by token."""
+        chooses = self.speculation.sparse or self.attention.selection is not TargetSelection.FULL
+        return chooses and not self.kv.format.quantized
+
     def _contradiction(self) -> str | None:
         upper = self.speculation.codes is DraftCodes.UPPER
         if upper and self.kv.format not in (KVFormat.SHADOW, KVFormat.HIERARCHICAL):
@@ -294,6 +300,10 @@ class Plan(PlanPart):
         selection = self.speculation.selection
         if selection.needs_codes and not self.kv.format.quantized:
             return f"selection is {selection.name!r} with kv format 'bf16'; allowed: formats with codes"
+        if self.placement.part is HostPart.LOWER and (
+            self.kv.format is not KVFormat.HIERARCHICAL or (self.speculation.active and not upper)
+        ):
+            return "part is 'lower'; allowed: with kv format 'int4x2', and drafts that read upper codes"
         if not self.speculation.active and (upper or self.weights.draft_differs):
             return "gamma is 0 with draft codes or draft weights set; allowed: gamma of 1 or more"
         return None

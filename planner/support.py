@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.plan import KVFormat, Plan
 from ridgeplan.planner.policies import draft_selection, evicted_to, eviction, target_selection
 from ridgeplan.planner.policies.policy import Role
 from ridgeplan.roofline.catalog.profile import Profile
@@ -43,7 +43,7 @@ def _missing_offload(plan: Plan) -> dict[str, object]:
     """Of offloaded layers, what cannot be executed, and whether the plan has it."""
     offload = plan.placement.offload
     return {
-        f"offloaded KV in {plan.kv.format.value!r}": offload and not plan.kv.format.buffered,
+        f"offloaded KV in {plan.kv.format.value!r}": offload and plan.kv.format is KVFormat.SHADOW,
         "offloaded KV after an eviction": offload and plan.eviction.active,
     }
 

@@ -55,6 +55,11 @@ class SlotTable:
         for tensor in (self.used, self.step, self.wanted, self.loaded):
             tensor.zero_()
 
+    def first(self, rows: int) -> SlotTable:
+        """The table of the first rows."""
+        kept = (x[:rows] for x in (self.slot_of, self.unit_of, self.used))
+        return SlotTable(*kept, self.step, self.wanted[:rows], self.loaded[:rows])
+
     @property
     def bytes(self) -> int:
         """Device memory of the table."""

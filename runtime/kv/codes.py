@@ -51,7 +51,7 @@ class CodedLayers:
         memory = HostMemory.allocate(split_bytes(shapes), device)
         held = dict(zip(names, memory.split(shapes), strict=True))
         if not lower_only:
-            window = Window.allocate(model, config, device) if config.gamma else None
+            window = Window.allocate(model, config, device) if config.keeps_window else None
             return cls(config, 1, QuantizedKV(**held), None, names, window)
         codes = replace(QuantizedKV.allocate(*sizes, device, lower=False), **held)
         return cls(config, 1, codes, DraftPlanes.allocate(codes) if config.draft_planes else None, names)

@@ -20,6 +20,8 @@ class KVCacheConfig:
     that each layer keeps, of which there are `new_tokens` fewer than `context`; empty if layers keep all.
     host_layers: the last layers, of which `host_part` lies on the host. window_tokens: of such a layer, tokens in codes
     that stay on the device for drafts. prefetch: offloaded layers that are copied ahead of the one that is read.
+    offload: whether the plan allows layers to be offloaded. elastic: whether a full-precision layer on the host has the
+    tokens that a step chooses loaded into slots.
     """
 
     batch: int
@@ -35,6 +37,8 @@ class KVCacheConfig:
     host_part: HostPart = HostPart.ALL
     window_tokens: int = 0
     prefetch: int = 1
+    offload: bool = False
+    elastic: bool = False
 
     @classmethod
     def of(cls, plan: Plan, layers: int, host_layers: int = 0) -> KVCacheConfig:
@@ -54,6 +58,8 @@ class KVCacheConfig:
             host_part=placement.part,
             window_tokens=placement.budget,
             prefetch=placement.prefetch,
+            offload=placement.offload,
+            elastic=placement.offload and plan.loads_chosen,
         )
 
     @property
@@ -70,6 +76,23 @@ class KVCacheConfig:
     def drafts_read_codes(self) -> bool:
         """Whether drafts read old tokens as codes, upper ones alone or both."""
         return self.buffered or self.drafts_read_upper
+
+    @property
+    def buffer_slots(self) -> int:
+        """Slots for recent tokens where old ones are elsewhere: two groups, and a round's tokens."""
+        return 2 * self.group + self.gamma + 1
+
+    @property
+    def keeps_window(self) -> bool:
+        """Whether the latest groups of a layer on the host stay on the device, for drafts."""
+        return self.gamma > 0 and not self.elastic
+
+    @property
+    def window_slots(self) -> int:
+        """Slots for old tokens of a full-precision layer on the host, whole groups."""
+        if self.elastic:
+            return -(-self.window_tokens // self.group) * self.group
+        return self.window_groups * self.group if self.keeps_window else 0
 
     @property
     def window_groups(self) -> int:
@@ -93,7 +116,7 @@ class KVCacheConfig:
 
     def slots(self, tokens: int) -> int:
         """Full-precision slots for `tokens` tokens and a round's: for all of them, or two groups for a buffer."""
-        return (2 * self.group if self.buffered else tokens) + self.gamma + 1
+        return self.buffer_slots if self.buffered else tokens + self.gamma + 1
 
     def groups(self, tokens: int) -> int:
         """Groups of codes allocated for `tokens` tokens and a round's."""

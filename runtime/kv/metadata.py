@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
 from ridgeplan.kernels.attention.scores import ScoreRequest
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+
+
+@dataclass(frozen=True, eq=False)
+class LayerReads:
+    """What attention reads of one layer: full-precision slots and codes, as `decode_attention` takes them."""
+
+    keys: Tensor
+    values: Tensor
+    begin: Tensor
+    end: Tensor
+    codes: QuantizedKV | None
+    groups: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +51,11 @@ class AttentionMetadata:
     def at(self, layer: int) -> AttentionMetadata:
         """The metadata of one layer."""
         return self.by_layer.get(layer, self)
+
+    def changed(self, **changes: Any) -> AttentionMetadata:
+        """The same with other values of some fields, in every layer."""
+        by_layer = {layer: replace(own, **changes) for layer, own in self.by_layer.items()}
+        return replace(self, by_layer=by_layer, **changes)
 
     def of_store(self, index: int) -> AttentionMetadata:
         """One of several whose slots and ranges are stacked along a first dimension."""

@@ -41,7 +41,7 @@ class KVStore:
         keys, values = (torch.zeros(sizes, dtype=dtype, device=device) for _ in "kv")
         if not config.format.quantized:
             return cls(config, keys, values)
-        resident = layers - config.host_layers
+        resident = layers - config.host_layers  # without codes the others are elsewhere (offload/host_store.py)
         coded = [CodedLayers.on_device(model, config, resident, tokens, device)] if resident else []
         coded += [CodedLayers.offloaded(model, config, tokens, device) for _ in range(config.host_layers)]
         return cls(config, keys, values, tuple(coded))
@@ -63,6 +63,9 @@ class KVStore:
     def bytes(self) -> int:
         """Storage on the device of keys, values, codes and planes."""
         return self.keys.nbytes + self.values.nbytes + sum(coded.bytes for coded in self.coded)
+
+    def reset(self) -> None:
+        """Nothing to forget: lengths say what is held."""
 
     def coded_layer(self, layer: int) -> tuple[CodedLayers, int]:
         """Where a layer's codes are, and its number there."""

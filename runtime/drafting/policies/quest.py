@@ -21,8 +21,9 @@ class Quest(PerQueryPolicy):
         self.page = selection.page
         super().__init__(selection, cache)
         groups = -(-self.candidates // cache.config.group) + 1  # one more, which is not old yet
-        sizes = (*cache.keys.shape[:3], groups * cache.config.group // self.page, 2, cache.keys.shape[4])
-        self.bounds = torch.zeros(sizes, dtype=cache.keys.dtype, device=cache.keys.device)
+        keys, pages = cache.stores[0].keys, groups * cache.config.group // self.page
+        sizes = (cache.layers, *keys.shape[1:3], pages, 2, keys.shape[4])
+        self.bounds = torch.zeros(sizes, dtype=keys.dtype, device=keys.device)
 
     def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
         whole = min(keys.shape[1] // self.page, self.bounds.shape[3])

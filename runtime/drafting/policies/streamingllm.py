@@ -18,7 +18,7 @@ class StreamingLLM(SparsePolicy):
         self._chosen: tuple[Tensor, Tensor] | None = None
 
     def old_of(self, lengths: Tensor) -> Tensor:
-        if self.reads_codes:
+        if self.whole_groups:
             return super().old_of(lengths)
         run = (self.total_of(lengths) - self.selection.sinks).clamp_min(self.selection.recent)
         return (lengths - run).clamp_min(0)

@@ -27,14 +27,16 @@ class LayerStream:
     before the pass, for example while drafts run; without it the first layer's request does.
     """
 
-    def __init__(self, layers: Sequence[Parts], slots: int, device: torch.device) -> None:
-        """slots: layers that are on the device at once, one more than are copied ahead."""
+    def __init__(self, layers: Sequence[Parts], slots: int, device: torch.device, spare: int = 0) -> None:
+        """slots: layers that are on the device at once, one more than are copied ahead. spare: entries of each row and
+        head behind those that are copied, for others to follow them.
+        """
         self.layers = layers
-        self.slots = [[torch.zeros_like(part, device=device) for part in layers[0]] for _ in range(slots)]
+        self.slots = [[_with_spare(part, spare, device) for part in layers[0]] for _ in range(slots)]
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._joined = torch.zeros(1, device=device)
         self._arrived: dict[int, Any] = {}
-        self._groups: Tensor | None = None
+        self._entries: Tensor | None = None
         self._copied = 0
 
     @property
@@ -44,19 +46,19 @@ class LayerStream:
 
     def reset(self) -> None:
         """Forgets a pass that was not finished."""
-        self._groups, self._copied = None, 0
+        self._entries, self._copied = None, 0
         self._arrived.clear()
 
-    def begin(self, groups: Tensor) -> None:
-        """Starts copies of the first layers; groups: int32 [batch], entries that rows hold on the host."""
-        self._groups, self._copied = groups, 0
+    def begin(self, entries: Tensor) -> None:
+        """Starts copies of the first layers; entries: int32 [batch] that rows hold on the host."""
+        self._entries, self._copied = entries, 0
         for _ in range(min(len(self.slots), len(self.layers))):
             self._copy_next()
 
-    def fetch(self, layer: int, groups: Tensor) -> Parts:
+    def fetch(self, layer: int, entries: Tensor) -> Parts:
         """The parts of a layer on the device; what is launched from now on reads them after the copy."""
-        if self._groups is None:
-            self.begin(groups)
+        if self._entries is None:
+            self.begin(entries)
         if self._side is not None:
             torch.cuda.current_stream().wait_event(self._arrived.pop(layer))
             # Kernels with programmatic launch may read codes before the kernel ahead of them has ended, and that
@@ -67,17 +69,17 @@ class LayerStream:
     def release(self, layer: int) -> None:
         """The layer's reads are launched: its slot may take another layer."""
         if layer == len(self.layers) - 1:
-            self._groups = None
+            self._entries = None
         elif self._copied < len(self.layers):
             self._copy_next()
 
     def _copy_next(self) -> None:
         """Copies one more layer, after all that has been launched so far."""
-        assert self._groups is not None, "a pass has begun"
+        assert self._entries is not None, "a pass has begun"
         layer, self._copied = self._copied, self._copied + 1
         with self._beside():
             for part, slot in zip(self.layers[layer], self.slots[layer % len(self.slots)], strict=True):
-                copy_leading(part, slot, self._groups)
+                copy_leading(part, slot, self._entries)
             if self._side is not None:
                 self._arrived[layer] = self._side.record_event()
 
@@ -87,3 +89,8 @@ class LayerStream:
             return contextlib.nullcontext()
         self._side.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._side)
+
+
+def _with_spare(part: Tensor, spare: int, device: torch.device) -> Tensor:
+    batch, heads, entries, *rest = part.shape
+    return torch.zeros(batch, heads, entries + spare, *rest, dtype=part.dtype, device=device)

@@ -26,14 +26,14 @@ def shape(folder):
     return decoder_config(load_config(folder), folder, 1.0).shape
 
 
-def limited(plan, shape, layers, part, **placement):
+def limited(plan, shape, layers, part, budget=64, **placement):
     """The plan with so little memory that at least `layers` layers must leave, and their number.
 
     Slots for the layers on their way take the memory of two or more.
     """
-    budget = 64 if part is HostPart.ALL else 0
-    whole = Placement(True, budget, part, **placement)
-    for memory_bytes in range(int(peak_bytes(plan, shape, device(10**12))), 0, -2000):
+    whole = Placement(True, budget if part is HostPart.ALL else 0, part, **placement)
+    most = int(peak_bytes(plan, shape, device(10**12)))
+    for memory_bytes in range(most, 0, -most // 100):
         placed = replace(plan, placement=replace(whole, memory_bytes=memory_bytes))
         found = offloaded_layers(placed, shape, device(memory_bytes))
         if found >= layers:
@@ -46,7 +46,7 @@ def device(memory_bytes):
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
-@pytest.mark.parametrize("kv, gamma", [("int4x2", 4), ("int4x2", 0), ("int8", 0)])
+@pytest.mark.parametrize("kv, gamma", [("int4x2", 4), ("int4x2", 0)])
 @pytest.mark.parametrize("part", list(HostPart))
 @pytest.mark.parametrize("layers", [1, LAYERS])
 def test_the_same_tokens_as_without_a_limit(layers, part, kv, gamma, prefetch, folder, shape, make_plan, prompts):
@@ -58,4 +58,30 @@ def test_the_same_tokens_as_without_a_limit(layers, part, kv, gamma, prefetch, f
     found = engine.generate(ids, NEW)
     assert found.tokens == expected.tokens
     assert found.statistics.flushes == expected.statistics.flushes > 0
+    assert gamma == 0 or found.statistics.accepted > 0
+
+
+SPARSE = {"ratio": 0.3, "floor": 40, "sinks": 2}
+
+
+@pytest.mark.parametrize(
+    "gamma, changes",
+    [
+        (0, {}),
+        (3, {"draft_bits": 4}),
+        (3, {"selection": "streamingllm", **SPARSE}),
+        (3, {"selection": "quest", "page": 16, **SPARSE}),
+        (3, {"selection": "specattn", **SPARSE}),
+    ],
+    ids=lambda value: value.get("selection", "all") if isinstance(value, dict) else None,
+)
+def test_full_precision_layers_too(gamma, changes, folder, shape, make_plan, prompts):
+    """Verification streams their old tokens; drafts read the latest ones, or have what they choose loaded."""
+    plan, ids = make_plan("bf16", gamma, batch=2, new_tokens=96, **changes), prompts(100, 37)
+    expected = runtime.load(plan, folder).generate(ids, 70)
+    placed, host_layers = limited(plan, shape, 1, HostPart.ALL, budget=128)
+    engine = runtime.load(placed, folder)
+    assert engine.cache.config.host_layers == host_layers
+    found = engine.generate(ids, 70)
+    assert found.tokens == expected.tokens
     assert gamma == 0 or found.statistics.accepted > 0
