@@ -100,9 +100,13 @@ def predicted_memory(plan: Plan, shape: ModelShape, device: Device) -> MemoryBre
     return resident_memory(shape, device, strategy_of(plan, shape, device, CERTAIN))
 
 
-def offloaded_layers(plan: Plan, shape: ModelShape, device: Device) -> int:
-    """Layers that must be offloaded for the plan's workload to fit, by the end of its generation; 0 if none may be."""
-    return int(placed_memory(shape, device, strategy_of(plan, shape, device, CERTAIN))[1])
+def offloaded_layers(plan: Plan, shape: ModelShape, device: Device) -> tuple[int, int]:
+    """Layers that must be offloaded for the plan's workload to fit by the end of its generation, 0 if none may be.
+
+    And the bytes that are then left of the device's memory.
+    """
+    memory, layers = placed_memory(shape, device, strategy_of(plan, shape, device, CERTAIN))
+    return int(layers), max(0, int(device.memory_bytes - memory.peak))
 
 
 def peak_bytes(plan: Plan, shape: ModelShape, device: Device) -> float:

@@ -203,6 +203,8 @@ class Placement(PlanPart):
     def _contradiction(self) -> str | None:
         if not self.offload and (self.part, self.memory_bytes, self.prefetch, self.adaptive) != (HostPart.ALL, 0, 1, 0):
             return "part, memory_bytes, prefetch or adaptive is set; allowed: only where offload is true"
+        if self.adaptive and self.part is HostPart.LOWER:
+            return "adaptive is true with part 'lower'; allowed: part 'all'"
         if self.part is HostPart.LOWER:
             return None if self.budget == 0 else f"budget is {self.budget}; allowed: 0 when lower codes are offloaded"
         return _budget_problem("placement", self.offload, self.budget)

@@ -79,10 +79,10 @@ def load(
         # Weights that will be quantized stay on the host until then.
         require_weight_memory(source, HOST if plan.weights.target_bits == 4 else place, dtype)
     shared_bytes = weights.bytes if weights else 0
-    host_layers = require_memory(plan, config.shape, place, dtype, shared_bytes, memory_utilization)
+    offloading = require_memory(plan, config.shape, place, dtype, shared_bytes, memory_utilization)
     with readable_out_of_memory(place):
         target = weights or _target(plan, load_state_dict(source, config.shape, dtype), config, place, text)
-        return Engine(plan, source, config, target, place, meter, draft_weights, text, profile, host_layers)
+        return Engine(plan, source, config, target, place, meter, draft_weights, text, profile, *offloading)
 
 
 def _target(

@@ -82,17 +82,17 @@ def require_memory(
     dtype: torch.dtype,
     shared_bytes: int,
     memory_utilization: float = MEMORY_UTILIZATION,
-) -> int:
-    """How many layers must be offloaded for the plan's predicted peak to stay within what may be used.
+) -> tuple[int, int]:
+    """How many layers must be offloaded for the plan's predicted peak to stay within what may be used; bytes then left.
 
-    That is what is free, at most `memory_utilization` of a GPU's memory, and at most what the plan's placement allows.
+    What may be used is what is free, at most `memory_utilization` of a GPU's memory, and at most what the plan's placement allows.
     shared_bytes: weights that are on the device already.
     Raises WorkloadError if the plan does not fit, before anything is allocated. Nothing is checked on a host that does
     not report its available memory.
     """
     available = _available(device, dtype, shared_bytes, memory_utilization)
     if available is None:
-        return 0
+        return 0, 0
     limit = plan.placement.memory_bytes or available.memory_bytes
     available = replace(available, memory_bytes=min(available.memory_bytes, limit))
     missing = missing_memory(plan, shape, available)

@@ -28,6 +28,7 @@ from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.metadata import AttentionMetadata, LayerReads
 from ridgeplan.runtime.kv.offload.host_store import HostKVStore
 from ridgeplan.runtime.kv.offload.layer_stream import LayerStream
+from ridgeplan.runtime.kv.offload.movable import MovableCodes
 from ridgeplan.runtime.kv.store import KVStore
 
 
@@ -90,6 +91,21 @@ class Cache:
             store.reset()
         if self.stream:
             self.stream.reset()
+
+    @property
+    def movable(self) -> MovableCodes | None:
+        """Codes of layers that may leave the device during a generation, if any."""
+        store = self.stores[0]
+        return store.movable if isinstance(store, KVStore) else None
+
+    def place(self, resident: int) -> None:
+        """From now on the first `resident` layers are on the device; of a cache whose placement adapts."""
+        (store,) = self.stores
+        assert isinstance(store, KVStore), "only layers with codes move"
+        assert self.stream is not None, "layers are offloaded"
+        self.stores = [store.placed(resident)]
+        self.first_on_host = resident
+        self.stream.layers = self._host_parts()
 
     def limit(self, new_tokens: int) -> None:
         """Ends every row `new_tokens` tokens after its current length."""
@@ -182,7 +198,7 @@ class Cache:
 
     def begin_streaming(self) -> None:
         """Starts copies of the first offloaded layers, for the next pass of the target."""
-        if self.stream:
+        if self.stream and self.first_on_host < self.layers:
             old = self.quantized(self.lengths)
             self.stream.begin(old // self.config.group if self.config.format.quantized else old)
 
@@ -193,6 +209,12 @@ class Cache:
         """
         store, own = self._place(layer)
         return store.load(own, index, count, page).slots if isinstance(store, HostKVStore) else index
+
+    def loads(self) -> tuple[int, int]:
+        """Tokens or pages that steps have chosen of layers on the host, and those that had to be loaded."""
+        stores = [store for store in self.stores if isinstance(store, HostKVStore)]
+        tables = [table for store in stores for table in store.tables.values()]
+        return sum(int(table.wanted.sum()) for table in tables), sum(int(table.loaded.sum()) for table in tables)
 
     def planes(self, layer: int) -> DraftPlanes | None:
         """Quantized groups of a layer by token, if they are kept."""
@@ -223,7 +245,7 @@ class Cache:
     def target_metadata(self, queries: int) -> AttentionMetadata:
         """For a pass of the target over `queries` tokens that follow the cached ones."""
         every = self._metadata(queries, 0, coded=self.config.buffered, lower=True)
-        return every.changed(streamed=self.stream is not None)
+        return every.changed(streamed=self.first_on_host < self.layers)
 
     def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
         """For a draft's pass over `queries` tokens, from `ahead` after the cached ones on, that reads every token."""
@@ -244,7 +266,7 @@ class Cache:
         self, every: AttentionMetadata, change: Callable[[AttentionMetadata], AttentionMetadata]
     ) -> AttentionMetadata:
         """The metadata with that of layers on the host changed."""
-        if not self.config.host_layers:
+        if self.first_on_host == self.layers:
             return every
         changed = change(every.at(self.first_on_host))
         return replace(every, by_layer=dict.fromkeys(range(self.first_on_host, self.layers), changed))
@@ -312,13 +334,15 @@ class Cache:
         return self.config.capacity(layer), layer >= self.first_on_host and not self.config.format.quantized
 
     def _stream(self, device: torch.device) -> LayerStream:
-        hosts = range(self.first_on_host, self.layers)
-        slots = self.config.prefetch + 1
-        if self.config.format.quantized:
-            return LayerStream([self._coded(layer)[0].host_parts for layer in hosts], slots, device)
+        spare = 0 if self.config.format.quantized else self.config.buffer_slots
+        return LayerStream(self._host_parts(), self.config.prefetch + 1, device, spare)
+
+    def _host_parts(self) -> Sequence[Sequence[Tensor]]:
+        """What lies on the host of every layer that does."""
         store = self.stores[-1]
-        assert isinstance(store, HostKVStore), "the last layers are offloaded"
-        return LayerStream(store.on_host, slots, device, spare=self.config.buffer_slots)
+        if isinstance(store, HostKVStore):
+            return store.on_host
+        return [self._coded(layer)[0].host_parts for layer in range(self.first_on_host, self.layers)]
 
     def _coded(self, layer: int) -> tuple[CodedLayers, int]:
         store, index = self._place(layer)

@@ -21,7 +21,8 @@ class KVCacheConfig:
     host_layers: the last layers, of which `host_part` lies on the host. window_tokens: of such a layer, tokens in codes
     that stay on the device for drafts. prefetch: offloaded layers that are copied ahead of the one that is read.
     offload: whether the plan allows layers to be offloaded. elastic: whether a full-precision layer on the host has the
-    tokens that a step chooses loaded into slots.
+    tokens that a step chooses loaded into slots. adaptive: whether these layers leave one by one as rows grow; until
+    then they may use the memory of the others, and `spare_bytes` more.
     """
 
     batch: int
@@ -39,9 +40,11 @@ class KVCacheConfig:
     prefetch: int = 1
     offload: bool = False
     elastic: bool = False
+    adaptive: bool = False
+    spare_bytes: int = 0
 
     @classmethod
-    def of(cls, plan: Plan, layers: int, host_layers: int = 0) -> KVCacheConfig:
+    def of(cls, plan: Plan, layers: int, host_layers: int = 0, spare_bytes: int = 0) -> KVCacheConfig:
         """The cache that executes a plan with a model of `layers` layers, the last `host_layers` of them offloaded."""
         workload, speculation, placement = plan.workload, plan.speculation, plan.placement
         return cls(
@@ -60,6 +63,8 @@ class KVCacheConfig:
             prefetch=placement.prefetch,
             offload=placement.offload,
             elastic=placement.offload and plan.loads_chosen,
+            adaptive=placement.adaptive and host_layers > 0,
+            spare_bytes=spare_bytes,
         )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,18 +13,21 @@ from ridgeplan.kernels.selection.draft_planes import DraftPlanes
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.kv.codes import CodedLayers
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.offload.movable import MovableCodes
 
 
 @dataclass(frozen=True, eq=False)
 class KVStore:
     """keys, values: [layers, batch, kv_heads, slots, head_dim]. coded: codes of all its layers, in order; empty if
-    nothing is quantized. Layers that are offloaded are apart from the others, and from each other.
+    nothing is quantized. Layers that are offloaded are apart from the others, and from each other. movable: where their
+    places change.
     """
 
     config: KVCacheConfig
     keys: Tensor
     values: Tensor
     coded: tuple[CodedLayers, ...] = ()
+    movable: MovableCodes | None = None
 
     @classmethod
     def allocate(
@@ -41,6 +44,9 @@ class KVStore:
         keys, values = (torch.zeros(sizes, dtype=dtype, device=device) for _ in "kv")
         if not config.format.quantized:
             return cls(config, keys, values)
+        if config.adaptive:
+            movable = MovableCodes.allocate(model, config, tokens, device)
+            return cls(config, keys, values, movable.coded(movable.staying), movable)
         resident = layers - config.host_layers  # without codes the others are elsewhere (offload/host_store.py)
         coded = [CodedLayers.on_device(model, config, resident, tokens, device)] if resident else []
         coded += [CodedLayers.offloaded(model, config, tokens, device) for _ in range(config.host_layers)]
@@ -62,7 +68,16 @@ class KVStore:
     @property
     def bytes(self) -> int:
         """Storage on the device of keys, values, codes and planes."""
-        return self.keys.nbytes + self.values.nbytes + sum(coded.bytes for coded in self.coded)
+        if self.movable:
+            codes = self.movable.bytes + sum(coded.bytes for coded in self.movable.away)
+        else:
+            codes = sum(coded.bytes for coded in self.coded)
+        return self.keys.nbytes + self.values.nbytes + codes
+
+    def placed(self, resident: int) -> KVStore:
+        """The same storage with the first `resident` layers on the device."""
+        assert self.movable is not None, "only adaptive placements change"
+        return replace(self, coded=self.movable.coded(resident))
 
     def reset(self) -> None:
         """Nothing to forget: lengths say what is held."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -41,12 +41,22 @@ class Window:
     def store_prompt(self, row: int, keys: Tensor, values: Tensor) -> None:
         """Takes the first and the latest of a row's whole groups, [kv_heads, tokens, head_dim]."""
         size, codes = self.codes.group, self.codes.rows(slice(row, row + 1))
-        last = keys.shape[1] // size
-        latest = range(max(1, last - self.codes.groups + 1), last)
-        for group in (*range(min(1, last)), *latest):
+        for group in self._kept(keys.shape[1] // size):
             tokens = slice(group * size, (group + 1) * size)
             place = self.place(torch.tensor([group], dtype=torch.int32)).to(keys.device)
             quantize(keys[None, :, tokens], values[None, :, tokens], codes, place)
+
+    def take(self, codes: QuantizedKV, row: int, groups: int) -> None:
+        """Takes the first and the latest of a row's `groups` groups from its codes."""
+        held = torch.tensor(self._kept(groups), dtype=torch.int64, device=codes.key_upper.device)
+        for item in fields(QuantizedKV):
+            mine = getattr(self.codes, item.name)
+            if mine is not None:
+                mine[row, :, self.place(held)] = getattr(codes, item.name)[row, :, held]
+
+    def _kept(self, groups: int) -> list[int]:
+        """Of a row's first `groups` groups, those that the window holds."""
+        return [*range(min(1, groups)), *range(max(1, groups - self.codes.groups + 1), groups)]
 
     def flush(self, keys: Tensor, values: Tensor, index: Tensor, first_slot: Tensor, mask: Tensor) -> None:
         """Takes one more group of the rows in `mask`; arguments as for `CodedLayers.flush`, of one layer."""

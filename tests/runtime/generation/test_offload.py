@@ -35,7 +35,7 @@ def limited(plan, shape, layers, part, budget=64, **placement):
     most = int(peak_bytes(plan, shape, device(10**12)))
     for memory_bytes in range(most, 0, -most // 100):
         placed = replace(plan, placement=replace(whole, memory_bytes=memory_bytes))
-        found = offloaded_layers(placed, shape, device(memory_bytes))
+        found, _ = offloaded_layers(placed, shape, device(memory_bytes))
         if found >= layers:
             return placed, found
     raise AssertionError(f"no limit offloads {layers} layers")
@@ -85,3 +85,18 @@ def test_full_precision_layers_too(gamma, changes, folder, shape, make_plan, pro
     found = engine.generate(ids, 70)
     assert found.tokens == expected.tokens
     assert gamma == 0 or found.statistics.accepted > 0
+
+
+@pytest.mark.parametrize("kv, gamma", [("int4x2", 3), ("int8", 0)])
+def test_layers_leave_while_tokens_are_generated(kv, gamma, folder, shape, make_plan, prompts):
+    """From a prompt for which all fit to a length where few do, layers leave one by one, and no token differs."""
+    plan, ids = make_plan(kv, gamma, batch=2, context=64, new_tokens=400), prompts(60, 37)
+    expected = runtime.load(plan, folder).generate(ids, 400)
+    placed, host_layers = limited(plan, shape, 4, HostPart.ALL, adaptive=True)
+    engine = runtime.load(placed, folder)
+    found = engine.generate(ids, 400)
+    assert found.tokens == expected.tokens
+    assert engine.statistics.moved_layers > 1
+    assert engine.cache.first_on_host == LAYERS - engine.statistics.moved_layers
+    again = engine.generate(ids[::-1], 100)
+    assert again.tokens == [tokens[:100] for tokens in expected.tokens[::-1]]
