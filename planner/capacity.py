@@ -15,7 +15,7 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, MAX_TOKENS, uses_draft_swap
 from ridgeplan.roofline.memory import MemoryBreakdown
-from ridgeplan.roofline.placement import placed_memory, resident_memory
+from ridgeplan.roofline.placement import offload_layers, resident_memory
 
 GB = 1e9
 MEMORY_UTILIZATION = 0.9  # vLLM's default; the rest is for the driver, fragments and other processes
@@ -57,7 +57,7 @@ class Capacity:
         strategies = [strategy_of(plan, self.shape, self.device, CERTAIN) for plan in self.plans]
         sizes = {name: size for name, size in (("context", context), ("batch", batch)) if size is not None}
         strategy = replace(stack(strategies, [1] * len(strategies)), **sizes)
-        peaks = np.asarray(placed_memory(self.shape, self.device, strategy)[0].peak, dtype=float)
+        peaks = np.asarray(offload_layers(self.shape, self.device, strategy).memory.peak, dtype=float)
         return np.broadcast_to(peaks, (len(self.plans),))
 
     def largest_contexts(self, limits: np.ndarray) -> np.ndarray:
@@ -105,8 +105,8 @@ def offloaded_layers(plan: Plan, shape: ModelShape, device: Device) -> tuple[int
 
     And the bytes that are then left of the device's memory.
     """
-    memory, layers = placed_memory(shape, device, strategy_of(plan, shape, device, CERTAIN))
-    return int(layers), max(0, int(device.memory_bytes - memory.peak))
+    found = offload_layers(shape, device, strategy_of(plan, shape, device, CERTAIN))
+    return int(found.host.layers), max(0, int(device.memory_bytes - found.memory.peak))
 
 
 def peak_bytes(plan: Plan, shape: ModelShape, device: Device) -> float:

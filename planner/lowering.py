@@ -25,7 +25,7 @@ from ridgeplan.roofline.latency import (
 )
 from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.roofline.sparsity.sparse_ops import TWO_BITS, UPPER_BITS
-from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
+from ridgeplan.roofline.strategy import UNLIMITED_BYTES, UNLIMITED_TOKENS, Strategy
 
 DRAFT_PLANE_BITS = TWO_BITS + UPPER_BITS  # of keys, and of values by token, per element of the keys
 CODE_PLANES = {KVFormat.FULL: 0, KVFormat.SHADOW: 1, KVFormat.INT8: 2, KVFormat.HIERARCHICAL: 2}
@@ -64,9 +64,12 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         offload_budget=plan.placement.budget or UNLIMITED_TOKENS,
         offload_lower=int(plan.placement.part is HostPart.LOWER),
         offload_prefetch=plan.placement.prefetch,
+        memory_limit_bytes=plan.placement.memory_bytes or UNLIMITED_BYTES,
+        draft_loads=int(plan.loads_chosen and speculation.sparse),
         target_budget=plan.attention.budget or UNLIMITED_TOKENS,
         draft_ratio=speculation.ratio,
         draft_floor_tokens=speculation.selection.least_tokens,
+        target_ahead=int(target_choosing.scores_one_layer),
         target_run_tokens=target_choosing.run_of(shape.kv_heads),
         draft_run_tokens=choosing.run_of(shape.kv_heads),
         target_scored_keys=target_choosing.scored_keys_of(shape.layers),

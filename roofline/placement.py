@@ -1,4 +1,4 @@
-"""A strategy's memory, the layers that must be offloaded, and the time that offloading adds to a step."""
+"""A strategy's memory, and the layers that must be offloaded."""
 
 from __future__ import annotations
 
@@ -18,35 +18,27 @@ from ridgeplan.roofline.execution import (
     choose_splits,
     uses_draft_swap,
 )
-from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.host_link import HostLayers, reads_all
 from ridgeplan.roofline.memory import MemoryBreakdown
 from ridgeplan.roofline.sparsity.eviction import appended_tokens, eviction_workspace
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
 from ridgeplan.roofline.term_math import indicator, is_symbolic, maximum, minimum, where
 
-# Share of an offloaded layer's budget that the previous step already loaded (SpeContext, section 5.4 and Fig 6b).
-ELASTIC_OVERLAP = 0.9
-
 
 @dataclass(frozen=True)
 class Offloading:
-    """Memory with as many layers offloaded as needed, and the seconds of their traffic at every target step."""
+    """Memory with as many layers offloaded as needed, and these layers."""
 
     memory: MemoryBreakdown
-    offloaded_layers: Term
-    transfer_s: Term
+    host: HostLayers
 
 
-def offload_layers(shape: ModelShape, machine: Machine, strategy: Strategy) -> Offloading:
+def offload_layers(shape: ModelShape, device: Device, strategy: Strategy) -> Offloading:
     """Offloads just enough layers for the peak to fit (SpeContext, Eq 8), where the strategy allows any."""
-    parts = resident_memory(shape, machine, strategy)
-    memory, layers = _offloaded(shape, machine, strategy, parts)
-    return Offloading(memory, layers, layers * _transfer_s_per_layer(shape, machine, strategy, parts))
-
-
-def placed_memory(shape: ModelShape, device: Device, strategy: Strategy) -> tuple[MemoryBreakdown, Term]:
-    """Memory with layers offloaded as in `offload_layers`, and their number."""
-    return _offloaded(shape, device, strategy, resident_memory(shape, device, strategy))
+    parts = resident_memory(shape, device, strategy)
+    memory, layers = _offloaded(shape, device, strategy, parts)
+    tokens = strategy.kept_tokens + strategy.new_tokens
+    return Offloading(memory, HostLayers(layers, _host_bytes_per_layer(shape, strategy, parts) / tokens))
 
 
 def _offloaded(
@@ -55,7 +47,8 @@ def _offloaded(
     """`parts` without the layers that must be offloaded, and the number of these."""
     freed_bytes = _freed_bytes_per_layer(shape, strategy, parts)
     staged_bytes = _staged_bytes(shape, strategy, parts)
-    excess_bytes = maximum(parts.peak - device.memory_bytes, 0)
+    limit_bytes = minimum(device.memory_bytes, strategy.memory_limit_bytes)
+    excess_bytes = maximum(parts.peak - limit_bytes, 0)
     some = minimum(excess_bytes, 1)
     wanted = _ceiling((excess_bytes + some * staged_bytes) / maximum(freed_bytes, 1))
     layers = strategy.offload * minimum(wanted, shape.layers)
@@ -81,7 +74,7 @@ def offload_thresholds(
         parts = resident_memory(shape, device, at_length)
         peak = parts.peak - layers * _freed_bytes_per_layer(shape, at_length, parts)
         peak = peak + np.minimum(layers, 1) * _staged_bytes(shape, at_length, parts)
-        ok = peak <= device.memory_bytes
+        ok = peak <= min(device.memory_bytes, strategy.memory_limit_bytes)
         fits, too_long = np.where(ok, middle, fits), np.where(ok, too_long, middle)
         middle = np.floor((fits + too_long) / 2)
     lengths = np.maximum.accumulate(np.maximum(fits - reserved_tokens, 0))
@@ -158,31 +151,14 @@ def _freed_bytes_per_layer(shape: ModelShape, strategy: Strategy, parts: MemoryB
     kept = minimum(strategy.offload_budget / (strategy.context + strategy.new_tokens), 1)
     of_codes = strategy.draft_bits / maximum(4 * strategy.code_planes, 1)
     draft_share = minimum(strategy.gamma, 1) * where(minimum(strategy.draft_bits, 1), of_codes, 1)
-    stays = (1 - strategy.offload_lower) * kept * where(_reads_all(strategy), draft_share, 1)
+    stays = (1 - strategy.offload_lower) * kept * where(reads_all(strategy), draft_share, 1)
     return _host_bytes_per_layer(shape, strategy, parts) * (1 - stays)
 
 
 def _staged_bytes(shape: ModelShape, strategy: Strategy, parts: MemoryBreakdown) -> Term:
     """Slots that layers are copied to from the host, if the target reads all of them."""
     slots = strategy.offload_prefetch + 1
-    return _reads_all(strategy) * slots * _host_bytes_per_layer(shape, strategy, parts)
-
-
-def _reads_all(strategy: Strategy) -> Term:
-    """1 where the target reads every token, 0 where it has a budget."""
-    return indicator(UNLIMITED_TOKENS, strategy.target_budget)
-
-
-def _transfer_s_per_layer(shape: ModelShape, machine: Machine, strategy: Strategy, parts: MemoryBreakdown) -> Term:
-    """Seconds to load one offloaded layer's tokens, in their stored format.
-
-    Only the part of its budget that changed is loaded, or every token if the target has no budget.
-    """
-    budget = minimum(strategy.offload_budget, strategy.context)
-    tokens = where(_reads_all(strategy), strategy.context, budget * (1 - ELASTIC_OVERLAP))
-    held_tokens = strategy.context + strategy.new_tokens
-    token_bytes = _host_bytes_per_layer(shape, strategy, parts) / held_tokens
-    return tokens * token_bytes / machine.host_link_bytes_per_s
+    return reads_all(strategy) * slots * _host_bytes_per_layer(shape, strategy, parts)
 
 
 def _ceiling(value: Term) -> Term:

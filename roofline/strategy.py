@@ -9,6 +9,11 @@ from ridgeplan.roofline.term_math import maximum, minimum
 
 UNLIMITED_TOKENS = float(1 << 40)  # a budget that never binds
 
+UNLIMITED_BYTES = float(1 << 60)
+
+# Share of an offloaded layer's budget that the previous step already loaded (SpeContext, section 5.4 and Fig 6b).
+ELASTIC_OVERLAP = 0.9
+
 
 @dataclass(frozen=True)
 class Strategy:
@@ -42,10 +47,12 @@ class Strategy:
     offload_budget: Term
     offload_lower: Term  # lower codes alone leave the device
     offload_prefetch: Term  # layers copied ahead
+    draft_loads: Term  # drafts have what they choose loaded to the device
     # Sparse attention: tokens read at a step, and the traffic of choosing them
     target_budget: Term
     draft_ratio: Term  # share of the cached tokens
     draft_floor_tokens: Term  # which drafts read at least
+    target_ahead: Term  # its choice is known before its first layer
     target_run_tokens: Term  # selected tokens that lie together, of one KV head
     draft_run_tokens: Term
     target_scored_keys: Term  # keys of one layer scored per cached token and step, summed over layers
@@ -59,6 +66,8 @@ class Strategy:
     # Speculation
     gamma: Term
     acceptance: Term  # conditional acceptance
+    memory_limit_bytes: Term = UNLIMITED_BYTES  # of the device, for layers to leave
+    overlap: Term = ELASTIC_OVERLAP  # share of what a step chooses that the previous one had chosen too
     reserved_gamma: Term = 0  # drafts that memory is kept for, where rounds of an adaptive gamma may have more
 
     @property

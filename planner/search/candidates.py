@@ -96,8 +96,15 @@ def _best_of_each(
         best = part.start + int(np.argmin(ranked))
         if family.template.placement.offload and family.name not in PRESETS and not offloaded[best]:
             continue
-        plan = family.plan(*(axis[best] for axis in grid))
+        plan = _within(family.plan(*(axis[best] for axis in grid)), question)
         yield Candidate(family.name, plan, float(score[best]), float(tpot[best]), float(peak[best]))
+
+
+def _within(plan: Plan, question: Question) -> Plan:
+    """The plan with the question's limit, at which layers leave, if any may."""
+    if not plan.placement.offload:
+        return plan
+    return replace(plan, placement=replace(plan.placement, memory_bytes=int(question.memory_limit_bytes)))
 
 
 def _score(estimate: Estimate, question: Question, size: int) -> np.ndarray:
