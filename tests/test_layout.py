@@ -84,13 +84,22 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         {"torch", "triton"},
     ),
+    "kernels.residency": ({"kernels.device", "kernels.kv_cache", "roofline.cost"}, {"torch", "triton"}),
     "kernels.layer": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
     "kernels.linear": ({"kernels.device", "kernels.layer", "roofline.cost", "roofline.execution"}, {"torch", "triton"}),
     "kernels.sampling": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
     "runtime.kv": (
         {
-            "kernels.attention", "kernels.kv_cache", "kernels.selection", "planner.plan", "planner.policies",
-            "planner.policies.eviction", "roofline.catalog", "roofline.execution",
+            "kernels.attention", "kernels.kv_cache", "kernels.selection", "planner.axes", "planner.plan",
+            "planner.policies", "planner.policies.eviction", "roofline.catalog", "roofline.execution",
+            "runtime.kv.offload",
+        },
+        RUNTIME,
+    ),
+    "runtime.kv.offload": (
+        {
+            "kernels.kv_cache", "kernels.residency", "roofline.catalog", "roofline.execution", "runtime.arena",
+            "runtime.errors", "runtime.host_memory", "runtime.kv",
         },
         RUNTIME,
     ),
@@ -131,7 +140,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
             "kernels.sampling", "planner.capacity", "planner.plan", "planner.resolution", "planner.round_costs",
             "planner.support", "roofline.catalog", "roofline.catalog.weight_formats", "roofline.device",
             "roofline.execution", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
-            "runtime.kv.eviction", "runtime.model", "runtime.quantization",
+            "runtime.kv.eviction", "runtime.kv.offload", "runtime.model", "runtime.quantization",
         },
         RUNTIME,
     ),

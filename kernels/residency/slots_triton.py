@@ -13,6 +13,23 @@ from ridgeplan.kernels.residency.slots import SlotLoads, SlotTable
 WARPS = 8
 
 
+@triton.jit
+def _leaving(last_use, now, misses):
+    """Which of the slots make room: the `misses` that were used least recently, lower ones first."""
+    # The latest use among them lies above `low`, up to `high`.
+    low = now * 0 - 1
+    high = now
+    while high - low > 1:
+        middle = (low + high) // 2
+        enough = tl.sum((last_use <= middle).to(tl.int32), 0) >= misses
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, middle)
+    older = last_use < high
+    tied = last_use == high
+    ties = misses - tl.sum(older.to(tl.int32), 0)
+    return older | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= ties))
+
+
 @triton.jit(do_not_specialize=["units", "slots", "width"])
 def _take_slots_kernel(
     slot_of,
@@ -53,18 +70,7 @@ def _take_slots_kernel(
     misses = tl.sum(missing.to(tl.int32), 0)
     all_slots = tl.arange(0, SLOTS)
     last_use = tl.load(used + all_slots, mask=all_slots < slots, other=2147483647)
-    # The latest use among the `misses` slots that were used least recently lies above `low`, up to `high`.
-    low = now * 0 - 1
-    high = now
-    while high - low > 1:
-        middle = (low + high) // 2
-        enough = tl.sum((last_use <= middle).to(tl.int32), 0) >= misses
-        high = tl.where(enough, middle, high)
-        low = tl.where(enough, low, middle)
-    older = last_use < high
-    tied = last_use == high
-    ties = misses - tl.sum(older.to(tl.int32), 0)
-    leaves = older | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= ties))
+    leaves = _leaving(last_use, now, misses)
     tl.store(out_into + tl.cumsum(leaves.to(tl.int32), 0) - 1, all_slots, mask=leaves)
     tl.debug_barrier()
 
