@@ -108,7 +108,9 @@ def _offloaded(workload: Workload, quality: Quality) -> Iterator[Plan]:
         lower = Placement(True, part=HostPart.LOWER)
         halved = Plan(workload, weights, KVCache(KVFormat.HIERARCHICAL), placement=lower)
         if quality.allows(quality_of(halved)):
-            yield replace(halved, weights=Weights(target_bits, draft_bits), speculation=Speculation(1, DraftCodes.UPPER))
+            yield replace(
+                halved, weights=Weights(target_bits, draft_bits), speculation=Speculation(1, DraftCodes.UPPER)
+            )
 
 
 def _drafting(plain: Plan, weights: Weights, codes: DraftCodes) -> Iterator[Plan]:

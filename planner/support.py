@@ -44,8 +44,7 @@ def _missing_offload(plan: Plan) -> dict[str, object]:
     offload = plan.placement.offload
     return {
         f"offloaded KV in {plan.kv.format.value!r}": offload and plan.kv.format is KVFormat.SHADOW,
-        f"adaptive placement of {plan.kv.format.value!r} KV": plan.placement.adaptive
-        and not plan.kv.format.buffered,
+        f"adaptive placement of {plan.kv.format.value!r} KV": plan.placement.adaptive and not plan.kv.format.buffered,
         "adaptive placement with drafts that gather codes": plan.placement.adaptive and plan.gathers_codes,
         "offloaded KV after an eviction": offload and plan.eviction.active,
     }

@@ -21,7 +21,7 @@ from ridgeplan.roofline.execution import (
 from ridgeplan.roofline.host_link import HostLayers, reads_all
 from ridgeplan.roofline.memory import MemoryBreakdown
 from ridgeplan.roofline.sparsity.eviction import appended_tokens, eviction_workspace
-from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
+from ridgeplan.roofline.strategy import Strategy
 from ridgeplan.roofline.term_math import indicator, is_symbolic, maximum, minimum, where
 
 

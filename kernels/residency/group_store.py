@@ -8,7 +8,9 @@ from ridgeplan.kernels.kv_cache import require_rows
 from ridgeplan.roofline.cost import Cost
 
 
-def store_group(recent: Tensor, out: Tensor, first: Tensor, group: int, mask: Tensor, *, backend: Backend = "auto") -> None:
+def store_group(
+    recent: Tensor, out: Tensor, first: Tensor, group: int, mask: Tensor, *, backend: Backend = "auto"
+) -> None:
     """Writes the first `group` slots of the rows where `mask` is True to tokens first[b], first[b] + 1, ... of `out`.
 
     recent: [B, Hkv, slots, D], out: [B, Hkv, tokens, D], which may be host memory that the device writes by address,

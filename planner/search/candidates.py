@@ -53,7 +53,8 @@ class Candidate:
 def search(question: Question, searched: tuple[Family, ...] | None = None) -> list[Candidate]:
     """The best plan of every family of the search space, or of those given."""
     if searched is None:
-        searched = families(question.workload, offload=not fits_whole(question), quality=question.quality)
+        offload = question.offload and not fits_whole(question)
+        searched = families(question.workload, offload=offload, quality=question.quality)
     model = AcceptanceModel.of_profile(question.shape, question.workload.context, question.profile)
     machine = question.machine
     templates = [strategy_of(family.template, question.shape, machine, 1.0) for family in searched]

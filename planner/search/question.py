@@ -39,6 +39,7 @@ class Question:
     quality: Quality
     objective: Objective
     memory_limit_bytes: float
+    offload: bool = True  # plans may leave KV on the host
 
     @property
     def machine(self) -> Machine:
@@ -65,13 +66,14 @@ def ask(
     profile: Profile | str | None = None,
     acceptance: str | None = None,
     yarn: bool = False,
+    offload: bool = True,
 ) -> Question:
     """A question from what a user gives, as `recommend` documents it. Raises ValueErrors that name what is wrong."""
     wanted, aim = choice(Quality, "quality", quality), choice(Objective, "objective", objective)
     shape, used = resolve(model, gpu, profile, acceptance)
     workload = workload_for(shape, used, context, new_tokens, batch, yarn=yarn)
     limit = usable_bytes(used.hardware.memory_bytes, memory_utilization, memory_limit)
-    return Question(shape, used, workload, wanted, aim, limit)
+    return Question(shape, used, workload, wanted, aim, limit, offload)
 
 
 def choice(kind: type[Choice], name: str, value: str) -> Choice:

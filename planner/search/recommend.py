@@ -40,6 +40,7 @@ def recommend(
     profile: Profile | str | None = None,
     acceptance: str | None = None,
     yarn: bool = False,
+    offload: bool = True,
 ) -> Recommendation:
     """The best plan that runs for a model on a machine at a context and batch, and the best of all, with predictions.
 
@@ -47,13 +48,13 @@ def recommend(
     name, a TOML file or "auto". `quality` limits what the target may give up (exact, near-lossless, lossy). Plans may
     take `memory_utilization` of the machine's memory, or `memory_limit` bytes where that is less. `profile` is a
     calibration or its file, `acceptance` a file of `ridgeplan acceptance`. A context beyond the model's is stretched
-    if `yarn`. Raises PlanError, UnknownModel, UnknownHardware, ProfileError (all ValueError) for bad input, and
-    NothingFits.
+    if `yarn`. Layers are offloaded to the host where plans would not fit, unless `offload` is False. Raises PlanError,
+    UnknownModel, UnknownHardware, ProfileError (all ValueError) for bad input, and NothingFits.
     """
     asked = ask(
         model, gpu, ctx, batch=batch, new_tokens=new_tokens, quality=quality, objective=objective,
         memory_limit=memory_limit, memory_utilization=memory_utilization, profile=profile,
-        acceptance=acceptance, yarn=yarn,
+        acceptance=acceptance, yarn=yarn, offload=offload,
     )  # fmt: skip
     question = asked.as_executed
     candidates = _ranked(search(question))

@@ -60,7 +60,7 @@ class Cache:
 
     @property
     def bytes(self) -> int:
-        """Storage on the device of keys, values, codes and planes, and of layers that are on their way from the host."""
+        """Storage on the device of keys, values, codes and planes, and of layers on their way from the host."""
         return sum(store.bytes for store in self.stores) + (self.stream.bytes if self.stream else 0)
 
     @property
@@ -162,7 +162,7 @@ class Cache:
         return coded.codes.rows(coded.rows(index, 0, self.rows))
 
     @contextlib.contextmanager
-    def reading(self, layer: int, metadata: AttentionMetadata) -> Iterator[LayerReads]:
+    def layer_reads(self, layer: int, metadata: AttentionMetadata) -> Iterator[LayerReads]:
         """What a pass with this metadata reads of a layer, inside the body: what lies on the host as copies."""
         keys, values = self.full(layer)
         if layer < self.first_on_host or not metadata.streamed:
@@ -184,10 +184,10 @@ class Cache:
         """Old tokens of a full-precision layer, copied from the host, with its recent ones behind them."""
         rows, first_recent = self.rows, self.config.window_slots
         old = self.quantized(self.lengths[:rows])
-        for copy, slots in zip(copies, self.full(layer), strict=True):
+        for old_tokens, slots in zip(copies, self.full(layer), strict=True):
             recent = slots[:, :, first_recent:]
             places = old[:, None] + torch.arange(recent.shape[2], device=old.device)
-            copy[:rows].scatter_(2, places[:, None, :, None].expand(recent.shape).long(), recent)
+            old_tokens[:rows].scatter_(2, places[:, None, :, None].expand(recent.shape).long(), recent)
         begin, end = torch.zeros_like(old), metadata.end - first_recent + old
         return LayerReads(copies[0][:rows], copies[1][:rows], begin, end, None, None)
 

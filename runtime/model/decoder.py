@@ -54,7 +54,7 @@ class Decoder:
         if metadata.attend is not None:  # drafts, which no sliding window limits
             return metadata.attend(index, q, metadata)
         window, scores = self.config.windows[index], metadata.scores(index) if metadata.scores is not None else None
-        with cache.reading(index, metadata) as reads:
+        with cache.layer_reads(index, metadata) as reads:
             begin = reads.begin if window is None else torch.maximum(reads.begin, reads.end - window)
             read = (q, reads.keys, reads.values, begin, reads.end, reads.codes, reads.groups)
             return decode_attention(*read, lower=metadata.lower, scores=scores)

@@ -108,7 +108,7 @@ def test_presets_run_unless_they_need_a_policy_that_is_only_estimated(name):
 
 
 def test_what_is_missing_is_named():
-    assert missing_execution(preset("specontext", WORKLOAD)) == ["offloaded KV", "target selection 'retrieval-head'"]
+    assert missing_execution(preset("specontext", WORKLOAD)) == ["target selection 'retrieval-head'"]
     assert not missing_execution(preset("dapq", WORKLOAD))
     estimated = Plan(WORKLOAD, speculation=Speculation(4, selection=named("retrieval-head")))
     assert missing_execution(estimated) == ["draft selection 'retrieval-head'"]

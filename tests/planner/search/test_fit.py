@@ -39,12 +39,12 @@ def test_it_agrees_with_recommend(batch):
     """`recommend` also tries other sizes of quantization groups, which matter most where the cache is small."""
     found = planner.fit(LLAMA, "rtx4090", batches=(batch,), contexts=(8192,))
     (row,), (rows,) = found.contexts, found.batches
-    assert planner.recommend(LLAMA, "rtx4090", row.context, batch=batch)
+    assert planner.recommend(LLAMA, "rtx4090", row.context, batch=batch, offload=False)
     with pytest.raises(planner.NothingFits, match=f"context up to {row.context} with batch {batch}"):
-        planner.recommend(LLAMA, "rtx4090", row.context + 1, batch=batch)
-    assert planner.recommend(LLAMA, "rtx4090", 8192, batch=rows.batch)
+        planner.recommend(LLAMA, "rtx4090", row.context + 1, batch=batch, offload=False)
+    assert planner.recommend(LLAMA, "rtx4090", 8192, batch=rows.batch, offload=False)
     with pytest.raises(planner.NothingFits, match=f"batch up to {rows.batch} with context 8192"):
-        planner.recommend(LLAMA, "rtx4090", 8192, batch=rows.batch + 1)
+        planner.recommend(LLAMA, "rtx4090", 8192, batch=rows.batch + 1, offload=False)
 
 
 def test_the_model_limits_what_memory_does_not():

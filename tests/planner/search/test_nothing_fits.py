@@ -23,7 +23,7 @@ LLAMA = "meta-llama/Llama-3.1-8B"
 
 def refusal(gpu, context, **changes):
     with pytest.raises(planner.NothingFits) as caught:
-        planner.recommend(LLAMA, gpu, context, **changes)
+        planner.recommend(LLAMA, gpu, context, offload=False, **changes)
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -48,11 +48,11 @@ def test_the_sizes_that_it_offers_fit_to_the_token():
     context = int(re.search(r"context up to (\d+) with batch 4", text).group(1))
     batch = int(re.search(r"batch up to (\d+) with context 30000", text).group(1))
     for changes in ({"ctx": context, "batch": 4}, {"ctx": 30_000, "batch": batch}):
-        fitting = planner.recommend(LLAMA, "rtx4090", **changes)
+        fitting = planner.recommend(LLAMA, "rtx4090", offload=False, **changes)
         assert fitting.predicted.best.peak_memory_bytes <= fitting.memory_limit_bytes
     for changes in ({"ctx": context + 1, "batch": 4}, {"ctx": 30_000, "batch": batch + 1}):
         with pytest.raises(planner.NothingFits):
-            planner.recommend(LLAMA, "rtx4090", **changes)
+            planner.recommend(LLAMA, "rtx4090", offload=False, **changes)
 
 
 def test_the_gpu_that_it_names_is_enough_and_smaller_ones_are_not():
@@ -89,7 +89,7 @@ def test_groups_of_other_sizes_are_searched_before_giving_up(h200_profile):
     question = ask(LLAMA, "h200", 131_072, profile=h200_profile)
     usual = Capacity(smallest_plans(runnable_families(question)), question.shape, question.machine).peaks().min()
     limit = usual - 20e6
-    found = planner.recommend(LLAMA, "h200", 131_072, profile=h200_profile, memory_limit=limit)
+    found = planner.recommend(LLAMA, "h200", 131_072, profile=h200_profile, memory_limit=limit, offload=False)
     assert found.plan.kv.group == 256
     assert found.predicted.best.peak_memory_bytes <= limit
     tight = replace(question, memory_limit_bytes=limit)
