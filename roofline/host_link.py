@@ -1,7 +1,7 @@
 """Time of layers on the host: their copies over PCIe, as a pipeline with the layers that are on the device.
 
-A layer is copied while those before it are computed. Copies of the first ones start before the pass, as far as there are
-slots for them; each later one starts once a slot is free.
+A layer is copied while those before it are computed. Copies of the first ones start before the pass, as far as there
+are slots for them; each later one starts once a slot is free.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class Engine:
     ) -> None:
         """weights: the target's, in the plan's format. draft_weights: those of the plan's drafts, by default quantized
         from `weights` and `text`, by default one of the model's own. profile: the device's rates, by default this
-        machine's, from which an adaptive gamma knows what rounds take. host_layers: the last layers, which are offloaded.
-        spare_bytes: memory that the others leave to them, where they leave one by one.
+        machine's, from which an adaptive gamma knows what rounds take. host_layers: the last layers, which are
+        offloaded. spare_bytes: memory that the others leave to them, where they leave one by one.
 
         If prompts use their memory, swappable weights of another engine are shared, and others copied.
         """

@@ -85,8 +85,8 @@ def require_memory(
 ) -> tuple[int, int]:
     """How many layers must be offloaded for the plan's predicted peak to stay within what may be used; bytes then left.
 
-    What may be used is what is free, at most `memory_utilization` of a GPU's memory, and at most what the plan's placement allows.
-    shared_bytes: weights that are on the device already.
+    What may be used is what is free, at most `memory_utilization` of a GPU's memory, and at most what the plan's
+    placement allows. shared_bytes: weights that are on the device already.
     Raises WorkloadError if the plan does not fit, before anything is allocated. Nothing is checked on a host that does
     not report its available memory.
     """

@@ -57,8 +57,8 @@ class SlotTable:
 
     def first(self, rows: int) -> SlotTable:
         """The table of the first rows."""
-        kept = (x[:rows] for x in (self.slot_of, self.unit_of, self.used))
-        return SlotTable(*kept, self.step, self.wanted[:rows], self.loaded[:rows])
+        slot_of, unit_of, used = (x[:rows] for x in (self.slot_of, self.unit_of, self.used))
+        return SlotTable(slot_of, unit_of, used, self.step, self.wanted[:rows], self.loaded[:rows])
 
     @property
     def bytes(self) -> int:
@@ -91,7 +91,8 @@ def take_slots(table: SlotTable, index: Tensor, count: Tensor, *, backend: Backe
     if index.shape[:2] != table.used.shape[:2] or index.shape[2] > table.used.shape[2]:
         raise ValueError(f"index {list(index.shape)} of slots {list(table.used.shape)}; allowed: no more than slots")
     table.step.add_(1)
-    loads = SlotLoads(*(torch.empty_like(index) for _ in range(3)), torch.empty_like(count))
+    slots, units, into = (torch.empty_like(index) for _ in range(3))
+    loads = SlotLoads(slots, units, into, torch.empty_like(count))
     if not uses_gpu_kernel(backend, index):
         take_slots_reference(table, index, count, loads)
         return loads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -95,7 +96,7 @@ class CodedLayers:
         if self.window:
             self.window.flush(keys, values, index, first_slot, mask)
 
-    def staged(self, layer: int, rows: int, parts: tuple[Tensor, ...]) -> QuantizedKV:
+    def staged(self, layer: int, rows: int, parts: Sequence[Tensor]) -> QuantizedKV:
         """Codes of a layer's first rows, with what lies on the host replaced by its copies `parts`."""
         copies = {name: part[:rows] for name, part in zip(self.on_host, parts, strict=True)}
         return replace(self.codes.rows(self.rows(layer, 0, rows)), **copies)

@@ -21,7 +21,7 @@ from ridgeplan.runtime.kv.offload.host_memory import HostMemory, split_bytes
 
 @dataclass(frozen=True, eq=False)
 class HostKVStore:
-    """keys, values: on the device, [layers, batch, kv_heads, slots, head_dim]: first `config.window_slots` slots for old
+    """keys, values: on the device, [layers, batch, kv_heads, slots, head_dim]: `config.window_slots` slots for old
     tokens, then the buffer of recent ones, as in formats with codes. on_host: old tokens of every layer, keys and
     values [batch, kv_heads, tokens, head_dim].
 

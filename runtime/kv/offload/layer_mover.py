@@ -1,8 +1,8 @@
 """Moves layers to the host while tokens are generated: in the background, one at a time (SpeContext, Algorithm 2).
 
-A layer is copied on a stream of its own while rounds go on. When it has arrived, the engine prepares rounds that read it
-from the host, and switches to them between two rounds: `begin_switch`, then `finish_switch` once no round that reads the
-old places is to come.
+A layer is copied on a stream of its own while rounds go on. When it has arrived, the engine prepares rounds that read
+it from the host, and switches to them between two rounds: `begin_switch`, then `finish_switch` once no round that reads
+the old places is to come.
 """
 
 from __future__ import annotations

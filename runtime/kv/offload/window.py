@@ -1,4 +1,4 @@
-"""What drafts read of a layer whose codes lie on the host: its first group and its latest ones, as StreamingLLM does."""
+"""What drafts read of a layer whose codes lie on the host: its first group and its latest ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ridgeplan.runtime.kv.config import KVCacheConfig
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """codes: [batch, kv_heads, window_groups, ...] of one layer, on the device.
+    """codes: [batch, kv_heads, window_groups, ...] of one layer, on the device (StreamingLLM's choice, by group).
 
     Group 0 of the text has place 0; later ones take turns in the others. Attention does not depend on their order.
     """

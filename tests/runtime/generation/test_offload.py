@@ -92,7 +92,7 @@ def test_layers_leave_while_tokens_are_generated(kv, gamma, folder, shape, make_
     """From a prompt for which all fit to a length where few do, layers leave one by one, and no token differs."""
     plan, ids = make_plan(kv, gamma, batch=2, context=64, new_tokens=400), prompts(60, 37)
     expected = runtime.load(plan, folder).generate(ids, 400)
-    placed, host_layers = limited(plan, shape, 4, HostPart.ALL, adaptive=True)
+    placed, _ = limited(plan, shape, 4, HostPart.ALL, adaptive=True)
     engine = runtime.load(placed, folder)
     found = engine.generate(ids, 400)
     assert found.tokens == expected.tokens
