@@ -148,9 +148,9 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {
             "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.layer", "kernels.linear",
             "kernels.sampling", "kernels.selection", "kernels.sparse_attention", "planner", "roofline",
-            "roofline.catalog", "roofline.sparsity", "runtime.model", "runtime.quantization",
-            "validate.machine", "validate.progress", "validate.random_decoder", "validate.random_rounds",
-            "validate.timing",
+            "roofline.catalog", "roofline.sparsity", "runtime.kv", "runtime.kv.offload", "runtime.model",
+            "runtime.quantization", "validate.machine", "validate.progress", "validate.random_decoder",
+            "validate.random_rounds", "validate.segments", "validate.timing", "kernels.residency",
         },
         VALIDATE,
     ),
@@ -164,9 +164,9 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate.decode_bench": (
         {
-            "planner", "roofline", "roofline.catalog", "runtime", "runtime.drafting", "runtime.model",
-            "runtime.quantization", "validate.comparison", "validate.machine", "validate.measure", "validate.progress",
-            "validate.prompts",
+            "planner", "planner.axes", "roofline", "roofline.catalog", "runtime", "runtime.drafting", "runtime.model",
+            "runtime.quantization", "validate.calibration", "validate.comparison", "validate.machine",
+            "validate.measure", "validate.progress", "validate.prompts", "validate.random_rounds",
         },
         VALIDATE,
     ),
@@ -206,7 +206,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {
             "planner", "planner.acceptance", "planner.axes", "planner.policies.selection", "roofline",
             "roofline.catalog", "runtime", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
-            "runtime.model", "runtime.quantization", "validate.calibration",
+            "runtime.kv.offload", "runtime.model", "runtime.quantization", "validate.calibration", "kernels.kv_cache",
         },
         VALIDATE,
     ),

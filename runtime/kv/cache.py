@@ -29,6 +29,7 @@ from ridgeplan.runtime.kv.metadata import AttentionMetadata, LayerReads
 from ridgeplan.runtime.kv.offload.host_store import HostKVStore
 from ridgeplan.runtime.kv.offload.layer_stream import LayerStream
 from ridgeplan.runtime.kv.offload.movable import MovableCodes
+from ridgeplan.runtime.kv.offload.slot_loader import Choice, SlotLoader
 from ridgeplan.runtime.kv.store import KVStore
 
 
@@ -57,6 +58,10 @@ class Cache:
         self.evicted = torch.zeros_like(self.lengths)
         self.fewer = self.lengths.new_zeros(len(self.stores), config.batch)
         self.stream = self._stream(device) if config.host_layers else None
+        self.loader: SlotLoader | None = None
+        last = self.stores[-1]
+        if config.elastic and isinstance(last, HostKVStore):
+            self.loader = SlotLoader(last, config.prefetch, device)
 
     @property
     def bytes(self) -> int:
@@ -89,8 +94,9 @@ class Cache:
         self.ends[:rows] = self.config.longest
         for store in self.stores:
             store.reset()
-        if self.stream:
-            self.stream.reset()
+        for mover in (self.stream, self.loader):
+            if mover is not None:
+                mover.reset()
 
     @property
     def movable(self) -> MovableCodes | None:
@@ -207,8 +213,14 @@ class Cache:
 
         index, count: as `sparse_decode_attention` has them.
         """
-        store, own = self._place(layer)
-        return store.load(own, index, count, page).slots if isinstance(store, HostKVStore) else index
+        if self.loader is None or layer < self.first_on_host:
+            return index
+        return self.loader.slots(layer - self.first_on_host, (index, count, page))
+
+    def begin_loading(self, choose: Callable[[int], Choice]) -> None:
+        """A pass begins whose choice in a layer, by its number, is known: layers on the host are loaded ahead."""
+        if self.loader is not None:
+            self.loader.begin(lambda layer: choose(layer + self.first_on_host))
 
     def loads(self) -> tuple[int, int]:
         """Tokens or pages that steps have chosen of layers on the host, and those that had to be loaded."""

@@ -38,8 +38,8 @@ from ridgeplan.roofline.latency import Machine
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.memory import MemoryMeter
 from ridgeplan.runtime.model_config import DecoderConfig
+from ridgeplan.validate.calibration.link import measured_link, streaming_seconds
 from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
-from ridgeplan.validate.decode_bench.link import measured_link, streaming_seconds
 from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.random_rounds import RandomModel, measured_round, random_cache
 
@@ -67,7 +67,7 @@ class OffloadBench:
 
     def link(self) -> Any:
         """Copies and gathers over the link, in GB/s."""
-        return measured_link(self.device)
+        return {kind: found.bytes_per_s / 1e9 for kind, found in measured_link(self.device).items()}
 
     def rounds(self) -> Iterator[dict[str, Any]]:
         """Rounds of each plan with random weights: time, its prediction, and what the copies alone take."""

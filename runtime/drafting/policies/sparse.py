@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ class SparsePolicy(DraftPolicy):
     """
 
     selection: SparseSelection
+    known_ahead: ClassVar[bool] = False  # a draft's choice, in all layers, before its first one
 
     def __init__(self, selection: SparseSelection, cache: Cache) -> None:
         super().__init__(selection, cache)
@@ -91,11 +93,17 @@ class SparsePolicy(DraftPolicy):
 
     def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
         every = super().draft_metadata(ahead, queries)
+        if self.known_ahead:
+            self.cache.begin_loading(self._known_choice)
         begin = every.begin if self.reads_codes else self.old()[: self.cache.rows]
         by_layer = every.by_layer
         if self.cache.config.elastic:
             by_layer = {layer: replace(reads, attend=self.attend) for layer, reads in by_layer.items()}
         return replace(every, begin=begin, attend=self.attend, by_layer=by_layer)
+
+    def _known_choice(self, layer: int) -> tuple[Tensor, Tensor, int]:
+        chosen = self.select(layer, self.cache.lengths)  # any tensor: no query is asked
+        return chosen.index, chosen.count, chosen.page
 
     def select(self, layer: int, query: Tensor) -> TokenIndex:
         """The old tokens that a draft's queries [rows, queries, q_heads, head_dim] read in a layer."""

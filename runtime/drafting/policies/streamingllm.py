@@ -13,6 +13,8 @@ from ridgeplan.runtime.kv.cache import Cache
 class StreamingLLM(SparsePolicy):
     """In a full-precision cache the latest tokens are one run, so that only the sinks are gathered."""
 
+    known_ahead = True
+
     def __init__(self, selection: SparseSelection, cache: Cache) -> None:
         super().__init__(selection, cache)
         self._chosen: tuple[Tensor, Tensor] | None = None

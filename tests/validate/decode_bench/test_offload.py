@@ -10,7 +10,7 @@ from ridgeplan.planner.support import missing_execution
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
-from ridgeplan.validate.decode_bench.link import measured_link, random_loads, streaming_seconds
+from ridgeplan.validate.calibration.link import LinkTimes, measured_link, random_loads, streaming_seconds
 from ridgeplan.validate.decode_bench.offload import OffloadBench, limited_plans
 from ridgeplan.validate.random_decoder import llama_like_shape
 from ridgeplan.validate.random_rounds import fill
@@ -27,9 +27,19 @@ def test_the_lossless_plans_run():
 
 
 def test_the_link_is_measured_by_every_kind_of_transfer():
-    rates = measured_link(CPU, size=1 << 20)
-    assert set(rates) == {"copy", "store", "gather of 1", "gather of 16"}
-    assert all(rate > 0 for rate in rates.values())
+    found = measured_link(CPU, size=1 << 20)
+    moved = {kind: times.moved for kind, times in found.items()}
+    quarter = 1 << 18
+    whole = {"host_copy": 1 << 20, "host_store": 1 << 20}
+    assert moved == {**whole, "host_gather": quarter, "host_gather_pages": quarter}
+    assert all(times.bytes_per_s > 0 and times.empty_s > 0 for times in found.values())
+
+
+def test_rates_are_shares_of_the_link_beyond_the_launch():
+    """A megabyte in 21 us, of which 1 us moves nothing: 50 GB/s of a link of 55."""
+    rates = LinkTimes(10**6, (21e-6,) * 5, 1e-6).rates(55e9)
+    assert rates.bandwidth_utilization == pytest.approx(50 / 55)
+    assert (rates.launch_s, rates.spread) == (1e-6, 0.0)
 
 
 def test_loads_count_a_quarter_of_the_tokens():
