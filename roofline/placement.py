@@ -37,8 +37,8 @@ def offload_layers(shape: ModelShape, device: Device, strategy: Strategy) -> Off
     """Offloads just enough layers for the peak to fit (SpeContext, Eq 8), where the strategy allows any."""
     parts = resident_memory(shape, device, strategy)
     memory, layers = _offloaded(shape, device, strategy, parts)
-    tokens = strategy.kept_tokens + strategy.new_tokens
-    return Offloading(memory, HostLayers(layers, _host_bytes_per_layer(shape, strategy, parts) / tokens))
+    token_bytes = _host_bytes_per_layer(shape, strategy, parts) / strategy.held_tokens
+    return Offloading(memory, HostLayers(layers, token_bytes))
 
 
 def _offloaded(
@@ -51,7 +51,7 @@ def _offloaded(
     excess_bytes = maximum(parts.peak - limit_bytes, 0)
     some = minimum(excess_bytes, 1)
     wanted = _ceiling((excess_bytes + some * staged_bytes) / maximum(freed_bytes, 1))
-    layers = strategy.offload * minimum(wanted, shape.layers)
+    layers = strategy.offload * minimum(where(strategy.offload_all, shape.layers * some, wanted), shape.layers)
     buffers = parts.buffers + strategy.offload * some * staged_bytes
     return replace(parts, kv=parts.kv - layers * freed_bytes, buffers=buffers), layers
 
@@ -141,8 +141,7 @@ def _arena_capacity_bytes(shape: ModelShape, device: Device, strategy: Strategy)
 
 def _host_bytes_per_layer(shape: ModelShape, strategy: Strategy, parts: MemoryBreakdown) -> Term:
     """Bytes of one offloaded layer that lie on the host: all of its old tokens, or their lower codes."""
-    tokens = strategy.kept_tokens + strategy.new_tokens
-    lower = strategy.batch * tokens * shape.kv_elements_per_token_per_layer / 2
+    lower = strategy.batch * strategy.held_tokens * shape.kv_elements_per_token_per_layer / 2
     return strategy.offload_lower * lower + (1 - strategy.offload_lower) * parts.kv / shape.layers
 
 

@@ -66,6 +66,7 @@ class Strategy:
     # Speculation
     gamma: Term
     acceptance: Term  # conditional acceptance
+    offload_all: Term = 0  # all layers leave as soon as one must, as strategies that are decided ahead do
     memory_limit_bytes: Term = UNLIMITED_BYTES  # of the device, for layers to leave
     overlap: Term = ELASTIC_OVERLAP  # share of what a step chooses that the previous one had chosen too
     reserved_gamma: Term = 0  # drafts that memory is kept for, where rounds of an adaptive gamma may have more
@@ -74,6 +75,11 @@ class Strategy:
     def kept_tokens(self) -> Term:
         """Tokens of a prompt that stay in the cache."""
         return minimum(self.context, self.eviction_budget)
+
+    @property
+    def held_tokens(self) -> Term:
+        """Tokens of a sequence in the cache when generation ends."""
+        return self.kept_tokens + self.new_tokens
 
     @property
     def queries(self) -> Term:
