@@ -173,6 +173,8 @@ class Engine:
 
     def close(self) -> None:
         """Releases the caches and captured graphs. The weights are freed with their last reference."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # rounds of an abandoned generation may still read the host's memory
         self.cache = self._policy = self._mover = None
         self._graphs.clear()
 

@@ -176,13 +176,15 @@ class Cache:
             yield LayerReads(keys, values, metadata.begin, metadata.end, codes, metadata.groups)
             return
         assert self.stream is not None, "layers are offloaded"
-        number, old = layer - self.first_on_host, self.quantized(self.lengths)
+        if not self.stream.begun:
+            self.begin_streaming()
+        number = layer - self.first_on_host
+        copies = self.stream.fetch(number)
         if metadata.groups is None:
-            copies = self.stream.fetch(number, old)
             yield self._with_recent(layer, copies, metadata)
         else:
             coded, index = self._coded(layer)
-            codes = coded.staged(index, self.rows, self.stream.fetch(number, old // self.config.group))
+            codes = coded.staged(index, self.rows, copies)
             yield LayerReads(keys, values, metadata.begin, metadata.end, codes, metadata.groups)
         self.stream.release(number)
 
@@ -332,8 +334,11 @@ class Cache:
 
     def advance(self, tokens: Tensor) -> None:
         """Extends each row by `tokens`, int32 [rows], and quantizes groups that are no longer recent."""
-        before = self.quantized(self.lengths - self.fewer)
+        flushing = self.config.format.quantized or isinstance(self.stores[-1], HostKVStore)
+        before = self.quantized(self.lengths - self.fewer) if flushing else None
         self.lengths[: self.rows] += tokens
+        if before is None:
+            return
         crossed = self.quantized(self.lengths - self.fewer) > before
         if not crossed.is_cuda and not bool(crossed.any()):
             return  # on a GPU, masked kernels are cheaper than a synchronization

@@ -96,8 +96,9 @@ def streaming_seconds(cache: Cache) -> tuple[float, int]:
     entries = old // cache.config.group if cache.config.format.quantized else old
 
     def once() -> None:
+        stream.begin(entries)
         for layer in range(len(stream.layers)):
-            stream.fetch(layer, entries)
+            stream.fetch(layer)
             stream.release(layer)
 
     seconds = statistics.median(_times(cache.lengths.device, once))

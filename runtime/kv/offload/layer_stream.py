@@ -23,8 +23,8 @@ Parts = Sequence[Tensor]  # of one layer, each [batch, kv_heads, entries, ...]
 class LayerStream:
     """Copies `layers`, their parts on the host, into slots on the device, in order, once per pass of the target.
 
-    A pass asks for each layer in turn, and releases it once attention has been launched. `begin` lets copies start
-    before the pass, for example while drafts run; without it the first layer's request does.
+    A pass asks for each layer in turn, and releases it once attention has been launched. Copies may `begin` long before
+    the pass, for example while drafts run.
     """
 
     def __init__(self, layers: Sequence[Parts], slots: int, device: torch.device, spare: int = 0) -> None:
@@ -55,10 +55,13 @@ class LayerStream:
         for _ in range(min(len(self.slots), len(self.layers))):
             self._copy_next()
 
-    def fetch(self, layer: int, entries: Tensor) -> Parts:
+    @property
+    def begun(self) -> bool:
+        """Whether copies have begun for a pass that has not ended."""
+        return self._entries is not None
+
+    def fetch(self, layer: int) -> Parts:
         """The parts of a layer on the device; what is launched from now on reads them after the copy."""
-        if self._entries is None:
-            self.begin(entries)
         if self._side is not None:
             torch.cuda.current_stream().wait_event(self._arrived.pop(layer))
             # Kernels with programmatic launch may read codes before the kernel ahead of them has ended, and that

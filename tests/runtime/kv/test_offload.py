@@ -201,11 +201,13 @@ def test_a_pass_that_was_not_finished_is_forgotten():
     parts = [[torch.full((1, 1, 4, 8), float(layer))] for layer in range(3)]
     stream, entries = LayerStream(parts, 2, CPU), torch.tensor([4], dtype=torch.int32)
     stream.begin(entries)
-    assert stream.fetch(0, entries)[0].unique().tolist() == [0]
+    assert stream.fetch(0)[0].unique().tolist() == [0]
     stream.release(0)
     stream.reset()
+    assert not stream.begun
+    stream.begin(entries)
     for layer in range(3):
-        assert stream.fetch(layer, entries)[0].unique().tolist() == [layer]
+        assert stream.fetch(layer)[0].unique().tolist() == [layer]
         stream.release(layer)
 
 
