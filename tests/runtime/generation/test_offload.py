@@ -9,6 +9,8 @@ from ridgeplan.planner.axes.offload import HostPart
 from ridgeplan.planner.capacity import offloaded_layers, peak_bytes
 from ridgeplan.planner.plan import Placement
 from ridgeplan.roofline.device import Device
+from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.kv.offload import host_memory
 from ridgeplan.runtime.model.checkpoint import load_config
 from ridgeplan.runtime.model_config import decoder_config
 
@@ -100,3 +102,45 @@ def test_layers_leave_while_tokens_are_generated(kv, gamma, folder, shape, make_
     assert engine.cache.first_on_host == LAYERS - engine.statistics.moved_layers
     again = engine.generate(ids[::-1], 100)
     assert again.tokens == [tokens[:100] for tokens in expected.tokens[::-1]]
+
+
+def test_what_steps_have_in_common_is_not_loaded_again(folder, shape, make_plan, prompts):
+    """Drafts that choose half of the tokens of layers on the host mostly find them there (SpeContext, Fig 6b)."""
+    plan = make_plan("bf16", 3, batch=2, selection="streamingllm", ratio=0.5, floor=40, sinks=2)
+    placed, host_layers = limited(plan, shape, 1, HostPart.ALL, budget=128)
+    statistics = runtime.load(placed, folder).generate(prompts(100, 60), 60).statistics
+    assert host_layers > 0
+    assert 0 < statistics.loads < statistics.wanted_loads
+    assert statistics.overlap == 1 - statistics.loads / statistics.wanted_loads > 0.8
+
+
+def test_without_pinned_memory_one_line_says_so_and_nothing_is_left_behind(
+    folder, shape, make_plan, prompts, monkeypatch
+):
+    placed, _ = limited(make_plan("int4x2", 2, batch=2), shape, 1, HostPart.ALL)
+    with monkeypatch.context() as patched:
+        patched.setattr(host_memory, "available_bytes", lambda: 1000)
+        with pytest.raises(WorkloadError, match=r"GB of pinned host memory and 0\.0 GB are free") as refused:
+            runtime.load(placed, folder)
+        assert "\n" not in str(refused.value)
+    assert runtime.load(placed, folder).generate(prompts(50, 20), 5).statistics.generated == 10
+
+
+def test_a_prompt_beyond_what_fits_with_all_layers_away_is_refused(folder, shape, make_plan):
+    plan = make_plan("int4x2", 2, context=512)
+    least = replace(plan, placement=Placement(True, 64, memory_bytes=10**5))
+    with pytest.raises(WorkloadError, match=r"the plan needs .* may be used"):
+        runtime.load(least, folder)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_an_abandoned_generation_disturbs_no_later_one(adaptive, folder, shape, make_plan, prompts):
+    plan, ids = make_plan("int4x2", 3, batch=2, context=64, new_tokens=200), prompts(60, 37)
+    placed, _ = limited(plan, shape, 2, HostPart.ALL, adaptive=adaptive)
+    engine = runtime.load(placed, folder)
+    expected = engine.generate(ids, 120).tokens
+    steps = engine.stream_batch(ids, 200)
+    for _ in range(20):
+        next(steps)
+    steps.close()
+    assert engine.generate(ids, 120).tokens == expected
