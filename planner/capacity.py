@@ -92,7 +92,7 @@ def missing_memory(plan: Plan, model: ModelReference, device: Device) -> str | N
 
 def swaps_draft_weights(plan: Plan) -> bool:
     """Whether, on a GPU, the plan's prompts use the memory of the draft's weights for their long buffers."""
-    return plan.weights.draft_differs and bool(uses_draft_swap(plan.workload.context))
+    return plan.weights.draft_copy and bool(uses_draft_swap(plan.workload.context))
 
 
 def predicted_memory(plan: Plan, shape: ModelShape, device: Device) -> MemoryBreakdown:

@@ -48,9 +48,11 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         new_tokens=workload.new_tokens,
         target_weight_bytes=weight_bytes(weights.target_bits, weights.group, full_bytes),
         draft_weight_bytes=weight_bytes(weights.draft_bits, weights.group, full_bytes),
+        target_head_bytes=min(weight_bytes(target_head_bits(plan), weights.group, head_bytes), head_bytes),
         draft_head_bytes=min(weight_bytes(draft_head_bits(plan), weights.group, head_bytes), head_bytes),
-        has_draft_weights=int(weights.draft_differs),
+        has_draft_weights=int(weights.draft_copy),
         target_dense=int(weights.target_bits == 16),
+        target_head_dense=int(target_head_bits(plan) == 16),
         draft_dense=int(weights.draft_bits == 16),
         stores_full_kv=int(target_code_bits(plan) == 0),
         code_planes=CODE_PLANES[kv.format],
@@ -117,7 +119,7 @@ def kernel_class(plan: Plan, head_dim: int, part: str, kind: str) -> str:
     """The calibrated class of an operation's kind in one part of the work: "prefill", "draft" or "target"."""
     drafting = part == "draft"
     if kind == "head":
-        bits = draft_head_bits(plan) if drafting else 16
+        bits = draft_head_bits(plan) if drafting else target_head_bits(plan)
         return "head" if bits == 16 else linear_kind(bits)
     if kind == "linear":
         bits = plan.weights.draft_bits if drafting else plan.weights.target_bits
@@ -129,9 +131,14 @@ def kernel_class(plan: Plan, head_dim: int, part: str, kind: str) -> str:
     return kind
 
 
+def target_head_bits(plan: Plan) -> int:
+    """Bits of the target's output head: 8 of 8-bit weights; with 4-bit ones it stays in full precision."""
+    return 8 if plan.weights.target_bits == 8 else 16
+
+
 def draft_head_bits(plan: Plan) -> int:
-    """Bits of the output head that drafts use: those of their own weights, or the target's 16."""
-    return plan.weights.draft_bits if plan.weights.draft_differs else 16
+    """Bits of the output head that drafts use: those of the weights that they read, or of the target's head."""
+    return plan.weights.draft_bits if plan.weights.draft_differs else target_head_bits(plan)
 
 
 def target_code_bits(plan: Plan) -> int:

@@ -72,6 +72,7 @@ def target_values(plan: Plan) -> dict[str, Any]:
     differing = {
         "weights.target_bits": plan.weights.target_bits if plan.weights.target_bits != 16 else None,
         "weights.group": plan.weights.group if plan.weights.target_bits != 16 else None,
+        "weights.hierarchical": 1 if plan.weights.hierarchical else None,
         "kv.target_bits": plan.kv.target_bits if plan.kv.target_bits != 16 else None,
         "kv.group": plan.kv.group if plan.kv.target_bits != 16 else None,
         **(_flat("eviction", _eviction(plan)) if plan.eviction.active else {}),

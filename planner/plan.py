@@ -108,7 +108,10 @@ class Workload(PlanPart):
 
 @dataclass(frozen=True)
 class Weights(PlanPart):
-    """Bits of the target's weights and of the draft's; 16 means the machine's full precision."""
+    """Bits of the target's weights and of the draft's; 16 means the machine's full precision.
+
+    Drafts in 4 bits of an 8-bit target read the upper plane of the target's own weights: there is one copy.
+    """
 
     target_bits: int = one_of((16, 8, 4), default=16)
     draft_bits: int = one_of((16, 8, 4), default=16)
@@ -121,13 +124,23 @@ class Weights(PlanPart):
 
     @property
     def draft_differs(self) -> bool:
-        """Whether a second, smaller copy of the weights is kept for drafts."""
+        """Whether drafts read fewer bits than the target."""
         return self.draft_bits != self.target_bits
 
     @property
-    def target_format(self) -> tuple[int, int | None]:
-        """Bits and group of the target's weights; plans with the same ones can share them."""
-        return self.target_bits, None if self.target_bits == 16 else self.group
+    def hierarchical(self) -> bool:
+        """Whether drafts read the upper codes of the target's 8-bit weights."""
+        return self.target_bits == 8 and self.draft_bits == 4
+
+    @property
+    def draft_copy(self) -> bool:
+        """Whether a second, smaller copy of the weights is kept for drafts."""
+        return self.draft_differs and not self.hierarchical
+
+    @property
+    def target_format(self) -> tuple[int, int | None, bool]:
+        """Bits and group of the target's weights, and whether they are hierarchical; plans with the same share them."""
+        return self.target_bits, None if self.target_bits == 16 else self.group, self.hierarchical
 
     @property
     def quantized(self) -> bool:

@@ -83,7 +83,22 @@ class Recommendation:
             f"  {self._where}: {self._headline(self.name, self.predicted)}",
             f"  best of all: {self._best_of_all()}",
             f"  plain decoding spends {100 * share:.0f}% of a step on attention: {_bottleneck(share)}",
+            f"  at batch {workload.batch}, fewer bits of weights gain more than of KV up to about "
+            f"{round(self.crossover_context, -3):,.0f} tokens of context",
         ]
+
+    @property
+    def crossover_context(self) -> float:
+        """Tokens of context at which a step of plain decoding reads as many bytes of weights as of KV.
+
+        Up to there fewer bits of weights save more bytes, beyond it fewer bits of KV: what products read is the same at
+        every context, and what attention reads grows with it.
+        """
+        read = {"linear": 0.0, "attention": 0.0, "other": 0.0}
+        for op in self.baseline.breakdown:
+            read[category(op.kind)] += op.bytes * (op.part == "target")
+        workload = self.plan.workload
+        return (workload.context + workload.new_tokens / 2) * read["linear"] / read["attention"]
 
     @property
     def _where(self) -> str:

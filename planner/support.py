@@ -12,7 +12,6 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.catalog.weight_formats.weight_bits import CONVERTED_FORMATS
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 
-EXECUTABLE_WEIGHT_BITS = (16, 4)  # of the target
 SPARSE_CLASS = "sparse_attention"  # calibrated with all others that sparse drafts need
 
 
@@ -31,7 +30,6 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         f"draft selection {drafts.name!r}": Role.DRAFT not in drafts.executable,
         f"draft selection {drafts.name!r} after an eviction that leaves layers of different lengths": _ragged(plan)
         and plan.speculation.sparse,
-        f"{plan.weights.target_bits}-bit target weights": plan.weights.target_bits not in EXECUTABLE_WEIGHT_BITS,
         f"tensor parallelism {plan.tensor_parallel}": plan.tensor_parallel != 1,
         f"{held} weights as they are stored": held,
         f"codes, drafts or evictions beyond a sliding window of {window} tokens": shape and exceeds_window(plan, shape),

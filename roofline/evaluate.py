@@ -96,10 +96,10 @@ def prefill_chunks(strategy: Strategy) -> Term:
 def prefill_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> tuple[Op, ...]:
     """One prompt's prefill. On a GPU, quantized weights become dense copies, slab by slab, in every chunk."""
     copied = machine.asynchronous * (1 - strategy.target_dense) * prefill_chunks(strategy)
-    matrices = layer_parameters(shape)
+    matrices, weights = layer_parameters(shape), (strategy.target_weight_bytes, strategy.target_head_bytes)
     copy = Cost(read_bytes=matrices * strategy.target_weight_bytes, write_bytes=matrices * machine.element_bytes)
     return (
-        *prefill_pass(shape, 1, strategy.context, machine.element_bytes, strategy.target_weight_bytes),
+        *prefill_pass(shape, 1, strategy.context, machine.element_bytes, *weights),
         Op("dense copies", "elementwise", copy, copied),
         *eviction_ops(shape, strategy, machine.element_bytes),
     )

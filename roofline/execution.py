@@ -36,8 +36,8 @@ QUANTIZATION_GROUPS = (32, 64, 128, 256)  # weights, or tokens of the KV cache, 
 # to be worth the copy.
 DRAFT_SWAP_PROMPT_TOKENS = 1 << 16
 
-# Largest dense copy of a 4-bit weight that products of many rows hold beside the codes.
-INT4_COPY_BYTES = 128 << 20
+# Largest dense copy of a quantized weight that products of many rows hold beside the codes.
+DENSE_COPY_BYTES = 128 << 20
 
 # What torch gives cuBLAS for each stream on Hopper, at its first call and for good (older GPUs: 8.1 MiB). Prompts are
 # one stream; captured rounds are another, which calls cuBLAS if its products have more rows than this package's take.

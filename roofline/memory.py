@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
-from ridgeplan.roofline.execution import INT4_COPY_BYTES, PREFILL_ATTENDED_TOKENS, PREFILL_CHUNK_TOKENS
+from ridgeplan.roofline.execution import DENSE_COPY_BYTES, PREFILL_ATTENDED_TOKENS, PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.passes import stored_bytes
 from ridgeplan.roofline.term_math import indicator, maximum, minimum
 
@@ -72,14 +72,19 @@ def matrix_memory(shape: ModelShape, weight_bytes: Term) -> Term:
     )
 
 
-def weight_memory(shape: ModelShape, weight_bytes: Term, element_bytes: Term) -> Term:
+def weight_memory(
+    shape: ModelShape, weight_bytes: Term, element_bytes: Term, head_bytes: Term = 0, own_head: Term = 0
+) -> Term:
     """The target's weights: matrices at `weight_bytes` per parameter, all others as the checkpoint has them.
 
-    The others are embeddings and the head, and routers and vectors, which are in full precision.
+    The others are embeddings and the head, and routers and vectors, which are in full precision. Where `own_head` is 1
+    the head has `head_bytes` per parameter, and is no longer the embedding's table.
     """
     tables = ("embedding",) if shape.tied_embeddings else ("embedding", "head")
     others = shape.parameters - layer_parameters(shape) - len(tables) * shape.embedding_params
-    table_bytes = sum(shape.weight_bits.full_bytes(part, element_bytes) for part in tables)
+    full_bytes = {part: shape.weight_bits.full_bytes(part, element_bytes) for part in tables}
+    head = own_head * (head_bytes - full_bytes.get("head", 0))  # beyond what it takes in full precision
+    table_bytes = sum(full_bytes.values()) + head
     return matrix_memory(shape, weight_bytes) + others * element_bytes + shape.embedding_params * table_bytes
 
 
@@ -120,9 +125,9 @@ def arena_bytes(capacity_bytes: Term, buffers: Sequence[Term]) -> Term:
     return taken_bytes
 
 
-def int4_copy(shape: ModelShape, element_bytes: Term) -> Term:
-    """The dense copy of a 4-bit weight that prefill multiplies by on a GPU: of the widest layer, or as large as any."""
-    return minimum(INT4_COPY_BYTES, 2 * shape.intermediate * shape.hidden * element_bytes)
+def dense_copy(shape: ModelShape, element_bytes: Term) -> Term:
+    """The dense copy of a quantized weight that prefill multiplies by on a GPU: of the widest layer, or the largest."""
+    return minimum(DENSE_COPY_BYTES, 2 * shape.intermediate * shape.hidden * element_bytes)
 
 
 def prefill_workspace(
@@ -137,7 +142,7 @@ def prefill_workspace(
 
     It holds the prompt's hidden states, one layer's queries and KV, and either the attention output of a few heads or
     one chunk's activations. Buffers that fit the draft weights' memory, `arena_capacity_bytes`, are not counted.
-    copy_bytes: `int4_copy` if the weights are 4-bit ones. scored_bytes: an eviction's, while it scores the tokens.
+    copy_bytes: `dense_copy` if the weights are quantized. scored_bytes: an eviction's, while it scores the tokens.
     """
     chunk = minimum(tokens, PREFILL_CHUNK_TOKENS)
     kv_width = shape.kv_elements_per_token_per_layer

@@ -73,8 +73,11 @@ class PassTerms:
 
 
 def weight_bytes(bits: int, group: int, full_bytes: float) -> float:
-    """Bytes per parameter: `full_bytes` at 16 bits, else a code and its share of an fp16 scale and minimum."""
-    return full_bytes if bits == 16 else bits / 8 + 2 * ops.METADATA_BYTES / group
+    """Bytes per parameter: `full_bytes` at 16 bits, else a code and its share of a scale and a zero of 16 bits.
+
+    8-bit weights are two planes of 4 bits, each with scales and zeros of its own.
+    """
+    return full_bytes if bits == 16 else bits / 8 + bits // 4 * 2 * ops.METADATA_BYTES / group
 
 
 def stored_bytes(bits: float, weight_bytes: Term) -> Term:
@@ -96,13 +99,19 @@ def decode_pass(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
 
 
 def prefill_pass(
-    shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term, weight_bytes: Term | None = None
+    shape: ModelShape,
+    batch: Term,
+    tokens: Term,
+    element_bytes: Term,
+    weight_bytes: Term | None = None,
+    head_bytes: Term | None = None,
 ) -> tuple[Op, ...]:
     """All operations of prefill: every token of the prompt, logits of the last one only.
 
-    `weight_bytes` per parameter of a linear layer default to `element_bytes`.
+    `weight_bytes` per parameter of a linear layer, and `head_bytes` of the head, default to `element_bytes`.
     """
     rows, weight_bytes = batch * tokens, element_bytes if weight_bytes is None else weight_bytes
+    head_bytes = element_bytes if head_bytes is None else head_bytes
     return (
         _embedding(shape, rows, element_bytes),
         *_attention_linears(shape, rows, weight_bytes, element_bytes),
@@ -110,7 +119,7 @@ def prefill_pass(
         *_prefill_attention(shape, batch, tokens, element_bytes),
         *_mlps(shape, rows, weight_bytes, element_bytes, fused_swiglu=0),
         *_norms(shape, rows, element_bytes),
-        _head(shape, batch, element_bytes, element_bytes),
+        _head(shape, batch, head_bytes, element_bytes),
     )
 
 
@@ -201,7 +210,7 @@ def _gated_mlp(
 
 
 def _head(shape: ModelShape, rows: Term, head_bytes: Term, element_bytes: Term) -> Op:
-    """The output head: in full precision for the target, quantized for drafts with weights of their own."""
+    """The output head, at `head_bytes` per parameter."""
     cost = ops.linear(rows, shape.hidden, shape.vocab, head_bytes, element_bytes)
     return Op("lm head", "head", cost, 1, shape.vocab, shape.hidden)
 

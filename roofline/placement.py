@@ -89,11 +89,11 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
     buffered = (1 - strategy.stores_full_kv) * (2 * strategy.kv_group + strategy.most_queries)
     codes = memory.code_memory(shape, batch, tokens, strategy.code_planes, strategy.kv_group)
     arena_capacity_bytes = _arena_capacity_bytes(shape, device, strategy)
-    copy_bytes = device.asynchronous * (1 - strategy.target_dense) * memory.int4_copy(shape, element_bytes)
+    copy_bytes = device.asynchronous * (1 - strategy.target_dense) * memory.dense_copy(shape, element_bytes)
     splits = choose_splits(batch, shape.kv_heads, strategy.kept_tokens, device.num_sms)
     prompt = strategy.context + appended_tokens(strategy)
     return MemoryBreakdown(
-        weights=memory.weight_memory(shape, strategy.target_weight_bytes, element_bytes),
+        weights=_target_weights(shape, device, strategy),
         draft_weights=_draft_weights(shape, strategy),
         kv=memory.full_kv(shape, batch, slots, element_bytes) + codes,
         buffers=memory.full_kv(shape, batch, buffered, element_bytes)
@@ -128,6 +128,11 @@ def swapped_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term
     tokens = strategy.context + appended_tokens(strategy)
     buffers = memory.prompt_buffers(shape, tokens, device.element_bytes)
     return memory.arena_bytes(_arena_capacity_bytes(shape, device, strategy), buffers)
+
+
+def _target_weights(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
+    head = strategy.target_head_bytes, 1 - strategy.target_head_dense
+    return memory.weight_memory(shape, strategy.target_weight_bytes, device.element_bytes, *head)
 
 
 def _draft_weights(shape: ModelShape, strategy: Strategy) -> Term:

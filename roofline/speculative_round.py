@@ -104,7 +104,7 @@ def cached_tokens(strategy: Strategy, context: Term) -> Term:
 def target_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
     """What the target's pass (a plain step, or verification of gamma + 1 queries) reads."""
     tokens = minimum(cached_tokens(strategy, context), strategy.target_budget)
-    weights = (strategy.target_weight_bytes, shape.weight_bits.full_bytes("head", machine.element_bytes))
+    weights = (strategy.target_weight_bytes, strategy.target_head_bytes)
     return _pass_terms(shape, machine, strategy, strategy.queries, tokens, strategy.target_bits, weights)
 
 
@@ -117,8 +117,9 @@ def draft_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context
 
 
 def target_rates(shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates) -> dict[str, RateTerms]:
-    """Rates of the target's products, full-precision head and attention, by kind of op."""
-    return _pass_rates(shape, machine, rates.target, strategy.batch, strategy.queries, (strategy.target_dense, 1))
+    """Rates of the target's products, head and attention, by kind of op."""
+    dense = (strategy.target_dense, strategy.target_head_dense)
+    return _pass_rates(shape, machine, rates.target, strategy.batch, strategy.queries, dense)
 
 
 def draft_rates(shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates) -> dict[str, RateTerms]:

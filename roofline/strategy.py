@@ -29,9 +29,11 @@ class Strategy:
     # Weights: bytes per parameter, scales and zeros included
     target_weight_bytes: Term
     draft_weight_bytes: Term
-    draft_head_bytes: Term  # the target's head is full precision
+    target_head_bytes: Term  # of 8-bit weights it is quantized, too; otherwise it is full precision
+    draft_head_bytes: Term
     has_draft_weights: Term  # drafts have a copy of the weights of their own
     target_dense: Term  # 16-bit weights, not quantized ones
+    target_head_dense: Term
     draft_dense: Term
     # KV cache
     stores_full_kv: Term  # the whole context is stored in full precision

@@ -70,10 +70,10 @@ class Engine:
         host_layers: int = 0,
         spare_bytes: int = 0,
     ) -> None:
-        """weights: the target's, in the plan's format. draft_weights: those of the plan's drafts, by default quantized
-        from `weights` and `text`, by default one of the model's own. profile: the device's rates, by default this
-        machine's, from which an adaptive gamma knows what rounds take. host_layers: the last layers, which are
-        offloaded. spare_bytes: memory that the others leave to them, where they leave one by one.
+        """weights: the target's, in the plan's format. draft_weights: those of the plan's drafts if they have a copy of
+        their own, by default quantized from `weights` and `text`, by default one of the model's own. profile: the
+        device's rates, by default this machine's, from which an adaptive gamma knows what rounds take. host_layers: the
+        last layers, which are offloaded. spare_bytes: memory that the others leave to them, if they leave one by one.
 
         If prompts use their memory, swappable weights of another engine are shared, and others copied.
         """
@@ -81,7 +81,9 @@ class Engine:
         self.weights = weights
         self.decoder = Decoder(config, device)
         self.draft_weights = weights
-        if plan.weights.draft_differs:
+        if plan.weights.hierarchical:
+            self.draft_weights = weights.upper
+        elif plan.weights.draft_copy:
             self.draft_weights = self._drafts(draft_weights, text)
         self.eviction = eviction_policy(plan)
         cache_config = KVCacheConfig.of(plan, config.shape.layers, host_layers, spare_bytes)

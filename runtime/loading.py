@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,11 +23,12 @@ from ridgeplan.runtime.model.checkpoint import load_config, load_state_dict
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.source import fetch_weights, model_source
 from ridgeplan.runtime.model.state_dict import StateDict
-from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.model.weights import DecoderWeights, WeightFormat
 from ridgeplan.runtime.model_config import DecoderConfig, decoder_config
 from ridgeplan.runtime.quantization.calibrate import quantized_target, rounded_target
 from ridgeplan.runtime.quantization.calibration_text import CalibrationText
 from ridgeplan.runtime.quantization.pack import fitting_group
+from ridgeplan.runtime.quantization.saved import saved_weights, weights_path
 
 HOST = torch.device("cpu")
 
@@ -48,10 +50,10 @@ def load(
     device: by default "cuda" where there is one (of several, CUDA_VISIBLE_DEVICES chooses), else "cpu". dtype: by
     default bfloat16 on CUDA, else float32. weights: another engine's `weights` of the same model, to share instead of
     reading them again if they are in the plan's format. draft_weights: its `draft_weights`, if plans differ in no bits
-    or groups of weights. calibration: token ids, 1000 or more, of a text like what will
-    be decoded; 4-bit weights are quantized for it, by default for one of the model's own (see `CalibrationText`).
-    memory_utilization: share of a GPU's memory that may be used. profile: the device's rates, by default those of this
-    machine, from which an adaptive gamma knows what rounds take.
+    or groups of weights. calibration: token ids, 1000 or more, of a text like what will be decoded; quantized weights
+    are fitted to it, by default to one of the model's own (see `CalibrationText`). memory_utilization: share of a GPU's
+    memory that may be used. profile: the device's rates, by default those of this machine, from which an adaptive gamma
+    knows what rounds take.
     Raises UnsupportedPlan; ModelError; or WorkloadError for a calibration with tokens outside the vocabulary, and for a
     device that does not exist, is not that of `weights` or has too little memory. The last names the largest context
     and batch that would fit, and is raised before anything is allocated. ProfileError for a plan with an adaptive gamma
@@ -61,14 +63,14 @@ def load(
     if plan.speculation.adaptive:
         profile = profile or this_machine()
     if calibration is not None and not plan.weights.quantized:
-        warnings.warn("calibration changes nothing: the plan has no 4-bit weights", stacklevel=2)
+        warnings.warn("calibration changes nothing: the plan has no quantized weights", stacklevel=2)
     place = _device(device)
     if weights is not None and weights.embedding.device.type != place.type:
         raise WorkloadError(f"the shared weights are on {weights.embedding.device}; allowed: on {place.type}")
     dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
     source = model_source(model)
     config = decoder_config(load_config(source), source, plan.workload.yarn_factor)
-    if weights is not None and weights.group != _group(plan, config.shape):
+    if weights is not None and weights.format != _format(plan, config.shape):
         weights = None
     meter = MemoryMeter(place, weights.bytes if weights else 0)
     _check_context(plan, config.shape)
@@ -77,25 +79,43 @@ def load(
     if weights is None:
         fetch_weights(model)
         # Weights that will be quantized stay on the host until then.
-        require_weight_memory(source, HOST if plan.weights.target_bits == 4 else place, dtype)
+        whole = plan.weights.target_bits == 16
+        require_weight_memory(source, config.shape, place if whole else HOST, dtype, whole)
     shared_bytes = weights.bytes if weights else 0
     offloading = require_memory(plan, config.shape, place, dtype, shared_bytes, memory_utilization)
     with readable_out_of_memory(place):
-        target = weights or _target(plan, load_state_dict(source, config.shape, dtype), config, place, text)
+        target = weights or _target(plan, source, config, place, dtype, text)
         return Engine(plan, source, config, target, place, meter, draft_weights, text, profile, *offloading)
 
 
 def _target(
-    plan: Plan, dense: StateDict, config: DecoderConfig, device: torch.device, text: CalibrationText | None
+    plan: Plan,
+    source: str,
+    config: DecoderConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    text: CalibrationText | None,
 ) -> DecoderWeights:
-    """The target's weights on `device`. Those that become 4-bit ones are there only one layer at a time."""
+    """The target's weights on `device`. Those that become codes are fitted once, and then read as they were saved."""
     if plan.weights.target_bits == 16:
-        return dense.decoder_weights(device)
-    decoder, ends, group = Decoder(config, device), dense.ends(device), plan.weights.group
+        return load_state_dict(source, config.shape, dtype).decoder_weights(device)
+    wanted = WeightFormat(*plan.weights.target_format)
+
+    def fitted() -> DecoderWeights:
+        return _quantized(load_state_dict(source, config.shape, dtype), wanted, config, device, text)
+
+    return saved_weights(weights_path(source, dtype, device, wanted, text), device, fitted)
+
+
+def _quantized(
+    dense: StateDict, wanted: WeightFormat, config: DecoderConfig, device: torch.device, text: CalibrationText | None
+) -> DecoderWeights:
+    """Weights in the format `wanted`; dense ones are on `device` only one layer at a time."""
+    decoder, ends = Decoder(config, device), dense.ends(device)
     if text is None:
         # The dense model may not fit the device, so a copy rounded to nearest writes the text.
-        text = CalibrationText.of_model(decoder, rounded_target(ends, dense.layers(device, keep=True), group))
-    return quantized_target(decoder, ends, dense.layers(device), group, text)
+        text = CalibrationText.of_model(decoder, rounded_target(ends, dense.layers(device, keep=True), wanted))
+    return quantized_target(decoder, ends, dense.layers(device), wanted, text)
 
 
 def require_executable(plan: Plan) -> None:
@@ -105,9 +125,10 @@ def require_executable(plan: Plan) -> None:
         raise UnsupportedPlan(f"this plan can be estimated but not executed: {'; '.join(missing)}")
 
 
-def _group(plan: Plan, shape: ModelShape) -> int | None:
-    """`DecoderWeights.group` of the plan's target."""
-    return fitting_group(shape.hidden, plan.weights.group) if plan.weights.target_bits == 4 else None
+def _format(plan: Plan, shape: ModelShape) -> WeightFormat:
+    """`DecoderWeights.format` of the plan's target."""
+    wanted = WeightFormat(*plan.weights.target_format)
+    return wanted if wanted.group is None else replace(wanted, group=fitting_group(shape.hidden, wanted.group))
 
 
 def _device(name: str | None) -> torch.device:

@@ -16,7 +16,7 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.host_memory import available_bytes
-from ridgeplan.runtime.model.checkpoint import checkpoint_elements
+from ridgeplan.runtime.model.checkpoint import decoded_elements
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -101,13 +101,16 @@ def require_memory(
     return offloaded_layers(plan, shape, available)
 
 
-def require_weight_memory(source: str, device: torch.device, dtype: torch.dtype) -> None:
+def require_weight_memory(
+    source: str, shape: ModelShape, device: torch.device, dtype: torch.dtype, whole: bool = True
+) -> None:
     """Raises WorkloadError if the weights in the folder `source` exceed what is free, before any of them is read.
 
     The sizes come from the weights' files, not from the configuration; 16-bit weights double if `dtype` is float32.
+    whole: as for `decoded_elements`.
     """
     available = _available(device, dtype, 0, 1.0)
-    needed_bytes = checkpoint_elements(source) * dtype.itemsize
+    needed_bytes = decoded_elements(source, shape, whole) * dtype.itemsize
     if available is not None and needed_bytes > available.memory_bytes:
         raise WorkloadError(
             f"the weights in {source} take {needed_bytes / 1e9:.1f} GB as {dtype} and "

@@ -48,6 +48,14 @@ def no_saved_rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def saved_weights_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keeps weights that loading quantizes and saves apart: each test finds none."""
+    folder = tmp_path / "quantized"
+    monkeypatch.setattr("ridgeplan.roofline.catalog.user_folders.quantized_folder", lambda: folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The GGUF of SmolLM2-135M-Instruct. Without its wheel tests skip, but never where all of them must run."""

@@ -86,7 +86,15 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "kernels.residency": ({"kernels.device", "kernels.kv_cache", "roofline.cost"}, {"torch", "triton"}),
     "kernels.layer": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
-    "kernels.linear": ({"kernels.device", "kernels.layer", "roofline.cost", "roofline.execution"}, {"torch", "triton"}),
+    "kernels.linear": ({"kernels.device", "roofline.cost", "roofline.execution"}, {"torch", "triton"}),
+    "kernels.linear.dense": (
+        {"kernels.device", "kernels.layer", "kernels.linear", "roofline.cost", "roofline.execution"},
+        {"torch", "triton"},
+    ),
+    "kernels.linear.quantized": (
+        {"kernels.device", "kernels.layer", "kernels.linear", "roofline.cost", "roofline.execution"},
+        {"torch", "triton"},
+    ),
     "kernels.sampling": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
     "runtime.kv": (
         {
@@ -111,9 +119,9 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "runtime.model": (
         {
-            "kernels.attention", "kernels.layer", "kernels.linear", "roofline.catalog", "roofline.execution",
-            "runtime.arena", "runtime.errors", "runtime.host_memory", "runtime.kv", "runtime.kv.eviction",
-            "runtime.model_config",
+            "kernels.attention", "kernels.layer", "kernels.linear.dense", "kernels.linear.quantized",
+            "roofline.catalog", "roofline.catalog.weight_formats", "roofline.execution", "runtime.arena",
+            "runtime.errors", "runtime.host_memory", "runtime.kv", "runtime.kv.eviction", "runtime.model_config",
         },
         RUNTIME,
     ),
@@ -130,8 +138,9 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "runtime.quantization": (
         {
-            "kernels.linear", "planner.axes", "roofline.catalog.mistakes", "roofline.execution", "runtime.drafting",
-            "runtime.drafting.policies", "runtime.errors", "runtime.kv", "runtime.model", "runtime.sampling",
+            "kernels.linear", "kernels.linear.quantized", "planner.axes", "roofline.catalog", "roofline.execution",
+            "runtime.drafting", "runtime.drafting.policies", "runtime.errors", "runtime.host_memory", "runtime.kv",
+            "runtime.model", "runtime.sampling",
         },
         RUNTIME,
     ),
@@ -146,19 +155,21 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate.calibration": (
         {
-            "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.layer", "kernels.linear",
-            "kernels.sampling", "kernels.selection", "kernels.sparse_attention", "planner", "roofline",
-            "roofline.catalog", "roofline.sparsity", "runtime.kv", "runtime.kv.offload", "runtime.model",
-            "runtime.quantization", "validate.machine", "validate.progress", "validate.random_decoder",
-            "validate.random_rounds", "validate.segments", "validate.timing", "kernels.residency",
+            "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.layer", "kernels.linear.dense",
+            "kernels.linear.quantized", "kernels.sampling", "kernels.selection", "kernels.sparse_attention", "planner",
+            "roofline", "roofline.catalog", "roofline.sparsity", "runtime.kv", "runtime.kv.offload", "runtime.model",
+            "runtime.quantization",
+            "validate.machine", "validate.progress", "validate.random_decoder", "validate.random_rounds",
+            "validate.segments", "validate.timing", "kernels.residency",
         },
         VALIDATE,
     ),
     "validate.kernel_bench": (
         {
-            "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.layer", "kernels.linear",
-            "kernels.sampling", "kernels.selection", "kernels.sparse_attention", "planner.plan", "roofline",
-            "runtime.kv", "validate.machine", "validate.progress", "validate.random_decoder", "validate.timing",
+            "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.layer", "kernels.linear.dense",
+            "kernels.linear.quantized", "kernels.sampling", "kernels.selection", "kernels.sparse_attention",
+            "planner.plan", "roofline", "runtime.kv", "validate.machine", "validate.progress",
+            "validate.random_decoder", "validate.timing",
         },
         VALIDATE,
     ),

@@ -3,7 +3,7 @@
 Not here: predictions (planner), and what is measured (kernels, runtime).
 """
 
-from ridgeplan.validate.calibration.calibrate import calibrate, save_profile
+from ridgeplan.validate.calibration.calibrate import calibrate, recalibrate, save_profile
 from ridgeplan.validate.calibration.noise import NoiseCheck, NoisyMachine
 from ridgeplan.validate.comparison import Comparison, ComparisonRow, compare
 from ridgeplan.validate.measure import Measured, measure
@@ -20,6 +20,7 @@ __all__ = [
     "calibrate",
     "compare",
     "measure",
+    "recalibrate",
     "run_plans",
     "save_profile",
     "validate_plan",

@@ -74,7 +74,7 @@ class RandomDecoder:
         projected, heads = shape.q_width + 2 * shape.kv_width, shape.q_heads + shape.kv_heads
         return LayerWeights(
             attention_norm=random(shape.hidden),
-            qkv=dense(projected, shape.hidden, random(projected) if shape.attention_bias else None),
+            qkv=dense(projected, shape.hidden, random(projected).clone() if shape.attention_bias else None),
             qk_norm=random(heads, shape.head_dim) if shape.qk_norm else None,
             output=dense(shape.hidden, shape.q_width),
             mlp_norm=random(shape.hidden),

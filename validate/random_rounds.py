@@ -29,9 +29,9 @@ from ridgeplan.runtime.kv.offload.host_store import HostKVStore
 from ridgeplan.runtime.kv.store import KVStore
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense, Linear
-from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.model.weights import DecoderWeights, WeightFormat
 from ridgeplan.runtime.model_config import DecoderConfig
-from ridgeplan.runtime.quantization.pack import int4_linear
+from ridgeplan.runtime.quantization.pack import quantized_linear
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.validate.random_decoder import RandomDecoder
 from ridgeplan.validate.segments import is_busy, spread_of
@@ -80,7 +80,7 @@ class RoundTimes:
 
 @dataclass(frozen=True, eq=False)
 class RandomModel:
-    """A model of `shape` with random weights. drafts: its 4-bit weights by group, made when they are first needed.
+    """A model of `shape` with random weights. quantized: its weights as codes, made when first needed.
 
     machine: what plans run on; its memory is what the weights and a plan's cache may take together.
     """
@@ -90,7 +90,7 @@ class RandomModel:
     weights: DecoderWeights
     device: torch.device
     machine: Device
-    drafts: dict[int, DecoderWeights] = field(default_factory=dict)
+    quantized: dict[WeightFormat, DecoderWeights] = field(default_factory=dict)
 
     @classmethod
     def build(cls, shape: ModelShape, device: torch.device, machine: Device) -> RandomModel:
@@ -114,22 +114,25 @@ class RandomModel:
         """The weights that the plan's verification reads; 4-bit ones have a dense head."""
         if plan.weights.target_bits == 16:
             return self.weights
-        return dataclasses.replace(self._int4(plan.weights.group), head=self.weights.head)
+        found = self._quantized(WeightFormat(*plan.weights.target_format))
+        return found if plan.weights.target_bits == 8 else dataclasses.replace(found, head=self.weights.head)
 
     def drafter(self, plan: Plan) -> DecoderWeights:
         """The weights that the plan's drafts read."""
-        return self._int4(plan.weights.group) if plan.weights.draft_differs else self.target(plan)
+        if plan.weights.hierarchical:
+            return self.target(plan).upper
+        return self._quantized(WeightFormat(4, plan.weights.group)) if plan.weights.draft_copy else self.target(plan)
 
-    def _int4(self, group: int) -> DecoderWeights:
-        """4-bit weights. Packing is slow, so their layers are copies of one."""
-        if group not in self.drafts:
-            self.drafts[group] = self._packed(group)
-        return self.drafts[group]
+    def _quantized(self, kind: WeightFormat) -> DecoderWeights:
+        """Weights as codes. Packing is slow, so their layers are copies of one."""
+        if kind not in self.quantized:
+            self.quantized[kind] = self._packed(kind)
+        return self.quantized[kind]
 
-    def _packed(self, group: int) -> DecoderWeights:
+    def _packed(self, kind: WeightFormat) -> DecoderWeights:
         def packed(linear: Linear) -> Linear:
             assert isinstance(linear, Dense)
-            return int4_linear(linear, group)
+            return quantized_linear(linear, kind)
 
         first = self.weights.layers[0].with_projections(packed)
         layers = tuple(first.with_projections(copy.deepcopy) for _ in self.weights.layers)

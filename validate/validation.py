@@ -125,7 +125,7 @@ class _Lanes:
     profile: Profile
     calibration: Sequence[int] | None
     request: Request
-    weights: dict[tuple[int, int | None], DecoderWeights] = field(default_factory=dict)
+    weights: dict[tuple[int, int | None, bool], DecoderWeights] = field(default_factory=dict)
     plain: Measured | None = None
 
     def run(self) -> PlanRuns:

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -13,7 +14,7 @@ import click
 from ridgeplan.dashboards.cli.options import OutputFile, as_json, options
 from ridgeplan.dashboards.cli.output import print_json, print_table, progress, require_writable
 from ridgeplan.dashboards.user_errors import FileProblem
-from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.profile import Profile, load_profile
 from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
 from ridgeplan.validate.calibration.noise import NoiseCheck
 
@@ -25,15 +26,17 @@ ADDRESS = "127.0.0.1"
 @options(
     click.option("--quick", is_flag=True, help="Under a minute, with a wider band."),
     click.option("--allow-noisy", is_flag=True, help="Keep classes whose readings differ, with a wider band."),
+    click.option("--only", multiple=True, metavar="CLASS",
+                 help="Measure this class of kernels again, into the profile that is there. May be repeated."),
     click.option("--output", type=OutputFile(), help="Where to save it.  [default: where --gpu auto looks for it]"),
     as_json,
-)
-def calibrate(quick: bool, allow_noisy: bool, output: Path | None, as_json: bool) -> None:
+)  # fmt: skip
+def calibrate(quick: bool, allow_noisy: bool, only: tuple[str, ...], output: Path | None, as_json: bool) -> None:
     """Measure this machine's bandwidth, compute and kernels, and save the profile that predictions use.
 
     Every size is measured again until two readings agree. Where they do not, nothing is saved: exit code 4.
     """
-    profile, noise = calibrate_with_progress(quick, output, allow_noisy)
+    profile, noise = calibrate_with_progress(quick, output, allow_noisy, only)
     if as_json:
         path = str(output or user_profile_path())
         print_json({"path": path, "noise": noise.spreads, "profile": json.loads(profile.to_json())})
@@ -76,26 +79,32 @@ def _require_free(port: int) -> None:
             raise click.UsageError(f"--port {port} cannot be used: {error.strerror}; allowed: a free port") from None
 
 
-def calibrate_with_progress(quick: bool, output: Path | None, allow_noisy: bool) -> tuple[Profile, NoiseCheck]:
+def calibrate_with_progress(
+    quick: bool, output: Path | None, allow_noisy: bool, only: Sequence[str] = ()
+) -> tuple[Profile, NoiseCheck]:
     """The profile of this machine, measured with a progress bar and saved, and how noisy its classes were.
 
-    Raises FileProblem, and NoisyMachine unless that is allowed.
+    only: classes that are measured again; the others are those of the profile that is there.
+    Raises FileProblem, and NoisyMachine unless that is allowed; ProfileError where there is no profile to start from.
     """
-    require_writable(output or user_profile_path())
+    target = output or user_profile_path()
+    require_writable(target)
+    base = load_profile(target) if only else None
     from ridgeplan import validate
 
     noise = validate.NoiseCheck(allow_noisy)
     with progress() as bars:
         bar = bars.add_task("calibrating")
-        profile = validate.calibrate(
-            quick,
-            noise=noise,
-            on_progress=lambda what, done, total: bars.update(
-                bar, description=f"calibrating {what}", completed=done, total=total
-            ),
-        )
+
+        def on_progress(what: str, done: int, total: int) -> None:
+            bars.update(bar, description=f"calibrating {what}", completed=done, total=total)
+
+        if base is None:
+            profile = validate.calibrate(quick, noise=noise, on_progress=on_progress)
+        else:
+            profile = validate.recalibrate(base, only, quick, noise=noise, on_progress=on_progress)
     try:
         validate.save_profile(profile, output)
     except OSError as error:
-        raise FileProblem(f"cannot write {str(output or user_profile_path())!r}: {error.strerror}") from error
+        raise FileProblem(f"cannot write {str(target)!r}: {error.strerror}") from error
     return profile, noise

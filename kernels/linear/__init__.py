@@ -1,4 +1,4 @@
-"""Matrix products of few rows with dense and 4-bit weights: schedules, launches, weight format, GPTQ's inner loop.
+"""Matrix products of few rows with dense and quantized weights: schedules, launches, GPTQ's inner loop.
 
 Not here: which layers are quantized, and on which calibration data (runtime/quantization).
 """

@@ -26,7 +26,7 @@ class LinearParams(KernelParams):
     """See csrc/params.cuh."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "y")),
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "lower", "bias", "y")),
         *((name, ctypes.c_int) for name in ("rows", "inputs", "outputs", "rows_per_pass", "max_tiles")),
         *((name, ctypes.c_int) for name in ("stages", "trigger_stages", "stages_before_x", "stages_after_x")),
     )
@@ -39,14 +39,18 @@ class LinearKernel:
     compiled: Any
     schedule: LinearSchedule
 
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + bias -> [rows, outputs], or of gated outputs half as many; weight as the kernel reads it."""
+    def run(self, x: Tensor, weight: Tensor, lower: Tensor | None = None, *, bias: Tensor | None) -> Tensor:
+        """x W^T + bias -> [rows, outputs], or of gated outputs half as many; weight as the kernel reads it.
+
+        lower: the second plane of 8-bit weights.
+        """
         schedule = self.schedule
         width = schedule.outputs // (2 if schedule.gated else 1)
         y = torch.empty(schedule.rows, width, dtype=x.dtype, device=x.device)
         params = LinearParams(
             x=x,
             weight=weight,
+            lower=lower,
             bias=bias,
             y=y,
             rows=schedule.rows,

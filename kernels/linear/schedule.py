@@ -30,7 +30,7 @@ class WeightFormat:
     A K tile is the part of an output tile that a warp processes at once; bytes are those of one output tile.
     """
 
-    bits: int  # 16 or 4, WEIGHT_BITS in csrc/config.cuh
+    bits: int  # 16, 8 or 4, WEIGHT_BITS in csrc/config.cuh
     k_tile_inputs: int
     k_tile_bytes: int
     stage_padding_bytes: int

@@ -8,6 +8,10 @@ from ridgeplan.kernels.kv_cache import require_rows
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, unpack_two_bit
 
+LEAST_HEAD_DIM = (
+    64  # of the kernel: a quarter of the channels, those of one place in a byte, fills a tensor core's tile
+)
+
 
 def two_bit_scores(
     q: Tensor,
@@ -33,7 +37,7 @@ def two_bit_scores(
     """
     check_scan(q, codes, planes, groups, lse)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if not uses_gpu_kernel(backend, q):
+    if not uses_gpu_kernel(backend, q) or (backend == "auto" and q.shape[3] < LEAST_HEAD_DIM):
         return two_bit_scores_reference(q, codes, planes, groups, lse, scale)
     from ridgeplan.kernels.selection.two_bit_triton import two_bit_scores_triton
 

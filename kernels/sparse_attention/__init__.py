@@ -9,6 +9,7 @@ from torch import Tensor
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.kv_cache import require_lower, require_rows
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.sparse_attention.index_list_cuda import find_kernel, index_list_attention_cuda
 from ridgeplan.kernels.sparse_attention.reference import sparse_decode_attention_reference
 
 
@@ -58,6 +59,13 @@ def sparse_decode_attention(
         )
     from ridgeplan.kernels.sparse_attention.triton import sparse_decode_attention_triton
 
+    if backend == "auto" and splits is None and codes is not None and groups is not None and value_rows is not None:
+        kernel = find_kernel(q, keys, values, codes)
+        if kernel is not None:
+            lengths = begin, end, groups
+            return index_list_attention_cuda(
+                kernel, q, keys, values, lengths, index, count, codes, value_rows, page, scale
+            )
     return sparse_decode_attention_triton(
         q, keys, values, begin, end, index, count, codes, groups, value_rows, page, lower, scale, splits
     )

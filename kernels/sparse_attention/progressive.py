@@ -1,7 +1,5 @@
 """Progressive precision: the query chooses tokens by their 2-bit keys and reads the 4-bit codes of the chosen ones."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from ridgeplan.kernels.selection.draft_planes import DraftPlanes
 from ridgeplan.kernels.selection.top_k import top_k
 from ridgeplan.kernels.selection.two_bit import check_scan, two_bit_scores
 from ridgeplan.kernels.sparse_attention import sparse_decode_attention
-from ridgeplan.kernels.sparse_attention.progressive_cuda import find_kernel
+from ridgeplan.kernels.sparse_attention.progressive_cuda import find_kernel, progressive_attention_cuda
 
 
 def progressive_attention(
@@ -26,11 +24,12 @@ def progressive_attention(
     groups: Tensor,
     k: Tensor,
     lse: Tensor,
+    threshold: Tensor,
     *,
     max_k: int,
     sinks: int = 0,
     scale: float | None = None,
-    backend: Backend | Literal["cuda"] = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Attention of one query per row to the k quantized tokens that its 2-bit scores rank first -> [B, 1, Hq, D].
 
@@ -39,27 +38,29 @@ def progressive_attention(
     tokens each KV head chooses of its row's first `groups` groups, at most max_k. The first `sinks` tokens are always
     among them. The chosen ones are read as INT4.
 
-    backend "cuda" is one kernel for Hopper, which compares scores in steps of 1/32 of a power of two and reads all
-    tokens whose step is at least the k-th's, so slightly more than k (`max_k` limits the other kernels' index lists
-    only). Its calls on one device must not overlap. It is not chosen by itself yet: its CTAs wait for one another, and
-    that has not been run on a device.
+    On Hopper, where it supports the shapes, backend "auto" is one fused kernel. It reads the tokens whose score
+    reaches `threshold`, float32 [B, Hkv] on the device, -inf at first: the k-th best score of the call before, of which
+    it leaves the next one's, in steps of 1/16 of a power of two. So about k tokens are read, the first time all. The
+    other kernels choose the k best, and use no threshold. Calls of the fused kernel on one device must not overlap.
 
-    Raises ValueError as `two_bit_scores` and `sparse_decode_attention` do, and for k that is not int32 [B],
-    and for "cuda" where it does not support the device or the shapes.
+    Raises ValueError as `two_bit_scores` and `sparse_decode_attention` do, for k that is not int32 [B], and for another
+    threshold.
     """
     check_scan(q, codes, planes, groups, lse)
     require_rows(codes.batch, torch.int32, begin=begin, end=end, k=k)
+    sets = (codes.batch, codes.kv_heads)
+    if threshold.dtype != torch.float32 or threshold.shape != sets or not threshold.is_contiguous():
+        raise ValueError(f"threshold is {threshold.dtype} {list(threshold.shape)}; allowed: float32 {list(sets)}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if backend == "cuda":
-        kernel = find_kernel(q, keys, values, codes)
-        if kernel is None:
-            raise ValueError("backend 'cuda' needs Hopper, bf16 or fp16, and codes of 128 tokens")
-        return kernel.run(q, keys, values, begin, end, codes, planes, groups, k, lse, sinks, scale)
+    kernel = find_kernel(q, keys, values, codes) if backend == "auto" else None
+    if kernel is not None:
+        return progressive_attention_cuda(
+            kernel, q, keys, values, (begin, end, groups), codes, planes, k, lse, threshold, sinks, scale
+        )
     scores = two_bit_scores(q, codes, planes, groups, lse, scale=scale, backend=backend)
     scores[:, :, :sinks] = torch.inf
     tokens, wanted = ((x[:, None].expand(-1, codes.kv_heads).flatten()) for x in (groups * codes.group, k))
     index, count = top_k(scores.flatten(0, 1), tokens.int(), wanted, max_k, backend=backend)
-    sets = (codes.batch, codes.kv_heads)
     return sparse_decode_attention(
         q, keys, values, begin, end, index.view(*sets, max_k), count.view(sets), codes, groups,
         value_rows=planes.value_rows, scale=scale, backend=backend,

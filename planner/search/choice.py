@@ -53,7 +53,7 @@ def preference(plan: Plan) -> tuple[float, ...]:
 
     Formats are those beside bf16: of the target's weights, of the drafts' own, and of the KV cache.
     """
-    formats = (plan.weights.target_bits != 16) + plan.weights.draft_differs + plan.kv.format.quantized
+    formats = (plan.weights.target_bits != 16) + plan.weights.draft_copy + plan.kv.format.quantized
     exactness = list(Quality).index(quality_of(plan)), len(losses(plan)), published_loss(plan)
     return *exactness, int(plan.speculation.active), formats
 

@@ -91,7 +91,8 @@ def notes(
     if missing:
         yield missing
     elif shape.weight_bits.converted:
-        yield f"the runtime converts this checkpoint's {shape.weight_bits.format} weights to full precision"
+        stored = shape.weight_bits.format
+        yield f"the runtime decodes this checkpoint's {stored} weights and holds them in the plan's format"
     if workload.yarn_factor > 1:
         yield f"rotary embeddings are stretched {workload.yarn_factor:g}x by YaRN"
     elif workload.final_context > shape.max_context:

@@ -24,6 +24,11 @@ def cache_folder() -> Path:
     return (Path(given) if given else home_folder() / ".cache") / "ridgeplan"
 
 
+def quantized_folder() -> Path:
+    """Where quantized weights are saved. Raises NoHomeFolder."""
+    return cache_folder() / "quantized"
+
+
 def hub_folder() -> Path:
     """Where huggingface_hub caches models: $HF_HUB_CACHE, $HF_HOME/hub, or ~/.cache/huggingface/hub."""
     if given := os.environ.get("HF_HUB_CACHE"):

@@ -16,8 +16,10 @@ from safetensors import safe_open
 from ridgeplan.roofline.catalog.documents import read_document
 from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.shapes import MAX_LAYERS, ModelShape
+from ridgeplan.roofline.catalog.weight_formats.weight_bits import PACKED_FORMATS
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.runtime.errors import ModelError
+from ridgeplan.runtime.model.packed_checkpoint import PackedTensors
 from ridgeplan.runtime.model.readers import failures_as, quiet_rust
 from ridgeplan.runtime.model.state_dict import StateDict
 from ridgeplan.runtime.model.weights import DecoderWeights
@@ -47,6 +49,8 @@ def load_state_dict(source: str, shape: ModelShape, dtype: torch.dtype) -> State
 
     Raises ModelError when any is missing or misshapen.
     """
+    if shape.weight_bits.format in PACKED_FORMATS:
+        return StateDict(source, shape, open_packed(source, shape, dtype))
     config = load_config(source)
     vars(config).pop("transformers_weights", None)  # it may name a pickle
     options = {
@@ -66,6 +70,14 @@ def load_state_dict(source: str, shape: ModelShape, dtype: torch.dtype) -> State
     return StateDict(source, shape, dict(model.state_dict()))
 
 
+def open_packed(source: str, shape: ModelShape, dtype: torch.dtype) -> PackedTensors:
+    """A quantized checkpoint's tensors, none of which is read yet. Raises ModelError."""
+    with _reading(source):
+        _require_layers(source, shape.layers)
+        settings = json.loads(read_document(Path(source) / "config.json"))["quantization_config"]
+        return PackedTensors.open(source, shape, dtype, settings, _weight_files(Path(source)))
+
+
 def load_tokenizer(source: str) -> Any:
     """The tokenizer in the folder `source`, after a test encode and decode. Raises ModelError."""
     with _reading(source), quiet_rust():
@@ -78,6 +90,18 @@ def checkpoint_elements(source: str) -> int:
     """Elements of all tensors in the folder's safetensors files, from their headers. Raises ModelError."""
     with _reading(source):
         return sum(map(math.prod, _tensor_sizes(source)))
+
+
+def decoded_elements(source: str, shape: ModelShape, whole: bool) -> int:
+    """Elements that are held at once while the checkpoint loads. Raises ModelError.
+
+    Of packed ones these are, unless the `whole` model is wanted in full precision, one layer, the embedding and the
+    head; of others all that the folder holds.
+    """
+    if shape.weight_bits.format not in PACKED_FORMATS:
+        return checkpoint_elements(source)
+    tables = shape.embedding_params * (1 if shape.tied_embeddings else 2)
+    return shape.parameters if whole else tables + (shape.parameters - tables) // shape.layers
 
 
 def _require_layers(source: str, layers: int) -> None:

@@ -1,4 +1,4 @@
-"""Linear layers: dense and 4-bit weights, on the package's CUDA kernels or torch's CPU kernels."""
+"""Linear layers: dense, 4-bit and 8-bit weights, on the package's CUDA kernels or torch's CPU kernels."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch.nn import functional
 
 from ridgeplan.kernels.layer.swiglu import swiglu
 from ridgeplan.kernels.linear.dense import linear_dense
-from ridgeplan.kernels.linear.int4 import linear_int4
-from ridgeplan.kernels.linear.int4_weight import Int4Weight
+from ridgeplan.kernels.linear.quantized import linear_quantized
+from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
+from ridgeplan.kernels.linear.quantized.int8_weight import Int8Weight
 from ridgeplan.roofline.execution import CPU_SKINNY_GEMM_ROWS
 
 ROW_MULTIPLE = 16  # torch's int4 kernel needs multiples of this many outputs
@@ -80,6 +81,27 @@ class LibraryInt4Weight:
 
 
 @dataclass(frozen=True, eq=False)
+class LibraryInt8Weight:
+    """An 8-bit weight for torch's CPU kernel, as `Int8Weight` for the package's: the sum of two planes."""
+
+    upper: LibraryInt4Weight
+    lower: LibraryInt4Weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.upper(x) + self.lower(x)
+
+    @property
+    def group(self) -> int:
+        """Inputs per scale."""
+        return self.upper.group
+
+    @property
+    def bytes(self) -> int:
+        """Storage of codes, scales and zeros of both planes."""
+        return self.upper.bytes + self.lower.bytes
+
+
+@dataclass(frozen=True, eq=False)
 class Int4:
     """y = x W^T + bias with a 4-bit weight."""
 
@@ -87,16 +109,47 @@ class Int4:
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
-        if isinstance(self.weight, Int4Weight):
-            return linear_int4(x, self.weight, self.bias, gated=gated)
-        out = self.weight(x)
-        out = out if self.bias is None else out + self.bias
-        return swiglu(out) if gated else out
+        return _quantized_product(x, self.weight, self.bias, gated)
 
     @property
     def bytes(self) -> int:
         """Storage of codes, scales, zeros and the bias."""
         return self.weight.bytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+@dataclass(frozen=True, eq=False)
+class Int8:
+    """y = x W^T + bias with an 8-bit weight. hierarchical: whether its upper plane was fitted to serve drafts."""
+
+    weight: Int8Weight | LibraryInt8Weight
+    bias: Tensor | None = None
+    hierarchical: bool = False
+
+    def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
+        return _quantized_product(x, self.weight, self.bias, gated)
+
+    @property
+    def upper(self) -> Int4:
+        """The layer that drafts use, in the same memory."""
+        return Int4(self.weight.upper, self.bias)
+
+    @property
+    def bytes(self) -> int:
+        """Storage of codes, scales, zeros and the bias."""
+        return self.weight.bytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+def _quantized_product(
+    x: Tensor,
+    weight: Int4Weight | Int8Weight | LibraryInt4Weight | LibraryInt8Weight,
+    bias: Tensor | None,
+    gated: bool,
+) -> Tensor:
+    if isinstance(weight, (Int4Weight, Int8Weight)):
+        return linear_quantized(x, weight, bias, gated=gated)
+    out = weight(x)
+    out = out if bias is None else out + bias
+    return swiglu(out) if gated else out
 
 
 def _thin_product(x: Tensor, weight: Tensor) -> Tensor:

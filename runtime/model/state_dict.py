@@ -14,6 +14,7 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model.linear import Dense
 from ridgeplan.runtime.model.mlp import GatedMLP
+from ridgeplan.runtime.model.packed_checkpoint import PackedTensors
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, tensors_of
 
 Part = TypeVar("Part")
@@ -29,7 +30,7 @@ class StateDict:
 
     source: str
     shape: ModelShape
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor] | PackedTensors
 
     def decoder_weights(self, device: torch.device) -> DecoderWeights:
         """All weights on `device`; they are dropped here layer by layer, so that they are not held twice."""

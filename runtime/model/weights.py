@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ridgeplan.runtime.model.linear import Int4, Linear
+from ridgeplan.runtime.model.linear import Int4, Int8, Linear
 from ridgeplan.runtime.model.mlp import GatedMLP
 
 
@@ -37,6 +37,18 @@ class LayerWeights:
         )
 
 
+@dataclass(frozen=True)
+class WeightFormat:
+    """Bits of projections, inputs per scale where they are codes, and whether upper planes were fitted for drafts.
+
+    The fields are in the order of a plan's `Weights.target_format`.
+    """
+
+    bits: int = 16
+    group: int | None = None
+    hierarchical: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class DecoderWeights:
     """All weights; `head` may share the embedding's storage."""
@@ -47,10 +59,18 @@ class DecoderWeights:
     head: Linear
 
     @property
-    def group(self) -> int | None:
-        """Inputs per scale of the first 4-bit projection; None if the projections are dense."""
+    def format(self) -> WeightFormat:
+        """The format of the first projection."""
         first = self.layers[0].qkv
-        return first.weight.group if isinstance(first, Int4) else None
+        if isinstance(first, Int8):
+            return WeightFormat(8, first.weight.group, first.hierarchical)
+        return WeightFormat(4, first.weight.group) if isinstance(first, Int4) else WeightFormat()
+
+    @property
+    def upper(self) -> DecoderWeights:
+        """What drafts read of hierarchical 8-bit weights: the upper planes, in the same memory."""
+        layers = tuple(layer.with_projections(_upper) for layer in self.layers)
+        return dataclasses.replace(self, layers=layers, head=_upper(self.head))
 
     @property
     def bytes(self) -> int:
@@ -65,6 +85,10 @@ class DecoderWeights:
     def tensors(self) -> Iterator[Tensor]:
         """All tensors, in no particular order; some may share storage."""
         return tensors_of(self)
+
+
+def _upper(linear: Linear) -> Linear:
+    return linear.upper if isinstance(linear, Int8) else linear
 
 
 def tensors_of(part: object) -> Iterator[Tensor]:

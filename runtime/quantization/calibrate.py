@@ -1,4 +1,4 @@
-"""4-bit weights, of drafts or of the target, quantized with each layer's Hessian."""
+"""4-bit and 8-bit weights, of drafts or of the target, quantized with each layer's Hessian."""
 
 from __future__ import annotations
 
@@ -13,39 +13,48 @@ from torch.nn import functional
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense, Linear
 from ridgeplan.runtime.model.prefill import prefill_layer
-from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
+from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, WeightFormat
 from ridgeplan.runtime.quantization.calibration_text import CalibrationText
-from ridgeplan.runtime.quantization.pack import int4_linear
+from ridgeplan.runtime.quantization.pack import quantized_linear
 
 
 @torch.no_grad()
 def quantized_draft(decoder: Decoder, weights: DecoderWeights, group: int, text: CalibrationText) -> DecoderWeights:
     """4-bit projections and head for drafts; the embedding and the norms are shared with the target."""
-    hidden = _embedded(weights, text)
-    layers = tuple(_fitted(decoder, weights.layers, hidden, group, text.natural))
-    head = _recorder(weights.head, text.natural)
-    if isinstance(head, HessianRecorder):
-        head.record(decoder.norm(hidden, None, weights.norm)[1])
-    return dataclasses.replace(weights, layers=layers, head=_quantized(head, group))
+    return _with_head(decoder, weights, weights.layers, WeightFormat(4, group), text)
 
 
 @torch.no_grad()
 def quantized_target(
-    decoder: Decoder, ends: DecoderWeights, layers: Iterable[LayerWeights], group: int, text: CalibrationText
+    decoder: Decoder, ends: DecoderWeights, layers: Iterable[LayerWeights], target: WeightFormat, text: CalibrationText
 ) -> DecoderWeights:
-    """4-bit projections for the target; `ends` are its embedding, norm and head, which stay in full precision.
+    """Projections for the target in the format `target`; `ends` are its embedding, norm and head.
 
-    layers: dense ones, each quantized before the next is asked for. Nothing here refers to them afterwards.
+    The head becomes one of 8 bits, but none of 4: it stays in full precision there. layers: dense ones, each quantized
+    before the next is asked for. Nothing here refers to them afterwards.
     """
+    if target.bits == 8:
+        return _with_head(decoder, ends, layers, target, text)
     hidden = _embedded(ends, text)
-    return dataclasses.replace(ends, layers=tuple(_fitted(decoder, layers, hidden, group, text.natural)))
+    return dataclasses.replace(ends, layers=tuple(_fitted(decoder, layers, hidden, target, text.natural)))
 
 
 @torch.no_grad()
-def rounded_target(ends: DecoderWeights, layers: Iterable[LayerWeights], group: int) -> DecoderWeights:
-    """Like `quantized_target`, but rounded to nearest, without a text."""
-    rounded = (layer.with_projections(lambda linear: _rounded(linear, group)) for layer in layers)
+def rounded_target(ends: DecoderWeights, layers: Iterable[LayerWeights], target: WeightFormat) -> DecoderWeights:
+    """Like `quantized_target`, but rounded to nearest, without a text, and with the head as it is."""
+    rounded = (layer.with_projections(lambda linear: _rounded(linear, target)) for layer in layers)
     return dataclasses.replace(ends, layers=tuple(rounded))
+
+
+def _with_head(
+    decoder: Decoder, ends: DecoderWeights, layers: Iterable[LayerWeights], target: WeightFormat, text: CalibrationText
+) -> DecoderWeights:
+    hidden = _embedded(ends, text)
+    fitted = tuple(_fitted(decoder, layers, hidden, target, text.natural))
+    head = _recorder(ends.head, text.natural)
+    if isinstance(head, HessianRecorder):
+        head.record(decoder.norm(hidden, None, ends.norm)[1])
+    return dataclasses.replace(ends, layers=fitted, head=_quantized(head, target))
 
 
 def _embedded(weights: DecoderWeights, text: CalibrationText) -> Tensor:
@@ -53,7 +62,7 @@ def _embedded(weights: DecoderWeights, text: CalibrationText) -> Tensor:
 
 
 def _fitted(
-    decoder: Decoder, layers: Iterable[LayerWeights], hidden: Tensor, group: int, full: bool
+    decoder: Decoder, layers: Iterable[LayerWeights], hidden: Tensor, target: WeightFormat, full: bool
 ) -> Iterator[LayerWeights]:
     """Each layer quantized for its inputs; hidden [sequences, tokens, hidden] passes the dense layers in place.
 
@@ -63,7 +72,7 @@ def _fitted(
         recorder = layer.with_projections(lambda linear: _recorder(linear, full))
         for sequence in hidden:
             prefill_layer(decoder, recorder, sequence, window)
-        yield recorder.with_projections(lambda linear: _quantized(linear, group))
+        yield recorder.with_projections(lambda linear: _quantized(linear, target))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -98,9 +107,9 @@ def _recorder(linear: Linear, full: bool) -> Linear:
     return HessianRecorder(weight=linear.weight, bias=linear.bias, hessian=hessian)
 
 
-def _quantized(linear: Linear, group: int) -> Linear:
-    return int4_linear(linear, group, linear.hessian) if isinstance(linear, HessianRecorder) else linear
+def _quantized(linear: Linear, target: WeightFormat) -> Linear:
+    return quantized_linear(linear, target, linear.hessian) if isinstance(linear, HessianRecorder) else linear
 
 
-def _rounded(linear: Linear, group: int) -> Linear:
-    return int4_linear(linear, group) if isinstance(linear, Dense) else linear
+def _rounded(linear: Linear, target: WeightFormat) -> Linear:
+    return quantized_linear(linear, target) if isinstance(linear, Dense) else linear

@@ -1,4 +1,4 @@
-"""4-bit weights w = (code - 8) * scale + zero that minimize the error of a layer's outputs.
+"""4-bit and 8-bit weights w = (code - middle) * scale + zero that minimize the error of a layer's outputs.
 
 The squared error of an output is e^T H e, with e the rounding errors of a row and H = E[x x^T] the Hessian of that
 error, the second moment of the layer's inputs. The method depends on what is known of H:
@@ -9,6 +9,9 @@ error, the second moment of the layer's inputs. The method depends on what is kn
 Source: GPTQ (Frantar et al. 2023, arXiv 2210.17323, equations 2 and 3), the same as LDLQ (QuIP, Chee et al. 2023).
 The diagonal is robust; the full Hessian is better if the calibration text resembles what is decoded. Experiments are in
 docs/kernels/gptq.md.
+
+Hierarchical 8-bit weights are a 4-bit weight and, as another 4-bit weight, what that lacks. What GPTQ compensates adds
+to what is lacking, so upper codes are held next to the weights' own values: lower codes then span two steps.
 """
 
 from __future__ import annotations
@@ -29,11 +32,35 @@ DAMPING = (
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}  # weights processed at once, for a CPU's cache or a GPU's memory
 
 
-def quantize_weight(weight: Tensor, group: int, hessian: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes int8 [outputs, inputs] in 0..15; scale and zero, bfloat16 values in float32 [outputs, inputs / group].
+Parts = tuple[Tensor, Tensor, Tensor]  # codes, scale and zero, as `quantize_weight` returns them
 
-    weight: [outputs, inputs]. hessian: [inputs, inputs], its diagonal [inputs], or None if nothing is known.
+
+def quantize_weight(weight: Tensor, group: int, hessian: Tensor | None = None, bits: int = 4) -> Parts:
+    """Codes int16 [outputs, inputs] of 4 or 8 bits; scale, zero: bfloat16 values in float32 [outputs, inputs / group].
+
+    weight: [outputs, inputs]. hessian: [inputs, inputs], its diagonal [inputs], or None if nothing is known. The middle
+    of w = (code - middle) * scale + zero is 8 or 128.
     """
+    return _quantize(weight, group, hessian, top=(1 << bits) - 1)
+
+
+def quantize_planes(weight: Tensor, group: int, hessian: Tensor | None = None) -> tuple[Parts, Parts]:
+    """Upper and lower parts of a hierarchical weight; arguments, and each plane, as for `quantize_weight` in 4 bits.
+
+    The sum of the planes is fitted to the weight, and the upper plane serves drafts by itself.
+    """
+    upper = _quantize(weight, group, hessian, top=15, bounded=True)
+    return upper, quantize_weight(weight.float() - decoded(*upper), group, hessian)
+
+
+def decoded(codes: Tensor, scale: Tensor, zero: Tensor, bits: int = 4) -> Tensor:
+    """The weight of quantized parts, float32 [outputs, inputs]."""
+    centred = codes.float().unflatten(1, (scale.shape[1], -1)) - (1 << bits - 1)
+    return (centred * scale.unsqueeze(2) + zero.unsqueeze(2)).flatten(1)
+
+
+def _quantize(weight: Tensor, group: int, hessian: Tensor | None, top: int, bounded: bool = False) -> Parts:
+    """`quantize_weight` to codes up to `top`; bounded: each next to its weight's own value."""
     importance = weight.new_ones(weight.shape[1]) if hessian is None else hessian
     feedback = None
     if importance.dim() == 2:
@@ -41,29 +68,37 @@ def quantize_weight(weight: Tensor, group: int, hessian: Tensor | None = None) -
     importance = importance.float().unflatten(0, (-1, group))
     rows = max(1, CHUNK_ELEMENTS[weight.device.type] // weight.shape[1])
     parts = [
-        _to_nearest(chunk, importance) if feedback is None else _gptq_order(chunk, importance, feedback)
+        _to_nearest(chunk, importance, top)
+        if feedback is None
+        else _gptq_order(chunk, importance, feedback, top, bounded)
         for chunk in weight.split(rows)
     ]
     codes, scale, zero = (torch.cat(column) for column in zip(*parts, strict=True))
     return codes, scale, zero
 
 
-def _to_nearest(weight: Tensor, importance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _to_nearest(weight: Tensor, importance: Tensor, top: int) -> Parts:
     grouped = weight.float().unflatten(1, importance.shape)
-    scale, zero = _grid(grouped, importance)
-    codes = _steps(grouped, scale, zero).round_().clamp_(0, 15)
-    return codes.flatten(1).to(torch.int8), scale.squeeze(2), zero.squeeze(2)
+    scale, zero = _grid(grouped, importance, top)
+    codes = _steps(grouped, scale, zero, top).round_().clamp_(0, top)
+    return codes.flatten(1).to(torch.int16), scale.squeeze(2), zero.squeeze(2)
 
 
-def _gptq_order(weight: Tensor, importance: Tensor, feedback: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rounds column by column; `rest` holds the remaining columns, corrected for the errors so far."""
+def _gptq_order(weight: Tensor, importance: Tensor, feedback: Tensor, top: int, bounded: bool) -> Parts:
+    """Rounds column by column; `rest` holds the remaining columns, corrected for the errors so far.
+
+    Grids are fitted to the corrected columns or, if bounded, to the weights themselves, which must lie inside.
+    """
     rest = weight.to(torch.float32, copy=True)
-    codes, pairs = torch.empty_like(weight, dtype=torch.int8), []
+    codes, pairs = torch.empty_like(weight, dtype=torch.int16), []
     group = importance.shape[1]
     for index, start in enumerate(range(0, weight.shape[1], group)):
         inside, after = slice(start, start + group), slice(start + group, None)
-        scale, zero = (pair[:, 0] for pair in _grid(rest[:, None, inside], importance[None, index]))
-        rounded, errors = gptq_round(_steps(rest[:, inside], scale, zero), feedback[inside, inside])
+        fitted = weight[:, inside].float() if bounded else rest[:, inside]
+        scale, zero = (pair[:, 0] for pair in _grid(fitted[:, None], importance[None, index], top))
+        near = _steps(fitted, scale, zero, top) if bounded else None
+        steps = _steps(rest[:, inside], scale, zero, top)
+        rounded, errors = gptq_round(steps, feedback[inside, inside], near, top_code=top)
         rest[:, after].addmm_(errors.mul_(scale), feedback[inside, after], alpha=-1)
         codes[:, inside] = rounded
         pairs.append((scale, zero))
@@ -86,7 +121,7 @@ def _feedback(hessian: Tensor) -> Tensor:
     return inverse / inverse.diagonal()[:, None]
 
 
-def _grid(grouped: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
+def _grid(grouped: Tensor, importance: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """Scale and zero, bfloat16 values [outputs, groups, 1] of weights [outputs, groups, group].
 
     For each candidate range, the grid is fitted to its codes by least squares with weights `importance` [groups,
@@ -97,12 +132,12 @@ def _grid(grouped: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
     mean = (grouped * importance).sum(2, keepdim=True)
     centred = grouped - mean
     low, high = centred.amin(2, keepdim=True), centred.amax(2, keepdim=True)
-    middle, step = (low + high) / 2, (high - low) / 15
-    best = _fit(centred, importance, step, middle + step / 2)
+    middle, step = (low + high) / 2, (high - low) / top
+    best = _fit(centred, importance, step, middle + step / 2, top)
     for shrink in SHRINKS[1:]:
-        best = _better(best, _fit(centred, importance, step * shrink, middle + step * shrink / 2))
+        best = _better(best, _fit(centred, importance, step * shrink, middle + step * shrink / 2, top))
     for _ in range(REFITS):
-        best = _better(best, _fit(centred, importance, best.scale, best.zero))
+        best = _better(best, _fit(centred, importance, best.scale, best.zero, top))
     return best.scale.bfloat16().float(), (best.zero + mean).bfloat16().float()
 
 
@@ -114,9 +149,9 @@ class _Fit(NamedTuple):
     explained: Tensor
 
 
-def _fit(centred: Tensor, importance: Tensor, scale: Tensor, zero: Tensor) -> _Fit:
+def _fit(centred: Tensor, importance: Tensor, scale: Tensor, zero: Tensor, top: int) -> _Fit:
     """The least-squares grid for the codes that rounding with (scale, zero) gives."""
-    codes = _steps(centred, scale, zero).round_().clamp_(0, 15).sub_(8)
+    codes = _steps(centred, scale, zero, top).round_().clamp_(0, top).sub_(_middle(top))
     weighted = codes * importance
     mean = weighted.sum(2, keepdim=True)
     variance = codes.mul_(weighted).sum(2, keepdim=True) - mean.square()
@@ -130,6 +165,11 @@ def _better(one: _Fit, other: _Fit) -> _Fit:
     return _Fit(*(torch.where(improved, new, old) for old, new in zip(one, other, strict=True)))
 
 
-def _steps(weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+def _steps(weight: Tensor, scale: Tensor, zero: Tensor, top: int) -> Tensor:
     """Weights in units of codes, before rounding; a constant group has scale 0 and decodes to its zero."""
-    return (weight - zero).div_(torch.where(scale == 0, 1.0, scale)).add_(8)
+    return (weight - zero).div_(torch.where(scale == 0, 1.0, scale)).add_(_middle(top))
+
+
+def _middle(top: int) -> int:
+    """The code that stands for a group's zero."""
+    return (top + 1) // 2

@@ -39,7 +39,7 @@ def test_default_page_recommends_a_plan(page: AppTest) -> None:
     ]  # fmt: skip
     assert not page.error
     assert charts_of(page) == 4
-    assert page.title[0].value == "quantspec"
+    assert page.title[0].value == "quantspec-int8"
 
 
 def test_the_best_of_all_stands_beside_the_plan_that_runs(page: AppTest) -> None:

@@ -100,24 +100,33 @@ def merging() -> dict[str, Any]:
     return job("attention.merge_triton", "_merge_kernel", types, constants, {"num_warps": 2})
 
 
-def int4_product() -> dict[str, Any]:
-    types = dict.fromkeys(("x", "bias", "out"), "*bf16") | {"packed": "*i32"}
+def quantized_product(bits: int, element: str, config_name: str) -> dict[str, Any]:
+    from ridgeplan.kernels.linear.quantized import triton as kernels
+
+    config = getattr(kernels, config_name)
+    types = dict.fromkeys(("x", "bias"), "*" + element) | {"packed": "*i32", "lower": "*i32", "out": "*fp32"}
     types |= dict.fromkeys(("rows", "inputs", "outputs", "output_tiles"), "i32")
-    constants = {"GROUP": 128, "CHUNK": 64, "TILES": 2, "ROWS": 64}
-    return job("linear.int4_triton", "_product_kernel", types, constants, {"num_warps": 4, "num_stages": 3})
+    constants = {"GROUP": 128, "CHUNK": 64, "TILES": config.tiles, "ROWS": config.rows, "SPLITS": config.max_splits}
+    constants |= {} if bits == 8 else {"lower": None}
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    return job("linear.quantized.triton", "_product_kernel", types, constants, options)
 
 
-def int4_copy() -> dict[str, Any]:
-    types = {"packed": "*i32", "out": "*bf16"} | dict.fromkeys(
-        ("first_tile", "inputs", "outputs", "output_tiles"), "i32"
-    )
-    constants = {"GROUP": 128, "CHUNK": 64, "TILES": 4}
-    return job("linear.int4_triton", "_copy_kernel", types, constants, {"num_warps": 4})
+def split_sum() -> dict[str, Any]:
+    types = {"partial": "*fp32", "bias": "*bf16", "out": "*bf16", "total": "i32", "outputs": "i32"}
+    return job("linear.quantized.triton", "_sum_kernel", types, {"SPLITS": 16, "BLOCK": 512}, {"num_warps": 4})
 
 
-def gptq_round() -> dict[str, Any]:
-    types = dict.fromkeys(("steps", "feedback", "codes", "errors"), "*fp32") | {"outputs": "i32"}
-    constants = {"GROUP": 128, "PADDED": 128, "OUTPUTS": 16}
+def dense_copy(bits: int) -> dict[str, Any]:
+    types = {"packed": "*i32", "lower": "*i32", "out": "*bf16"}
+    types |= dict.fromkeys(("first_tile", "inputs", "outputs", "output_tiles"), "i32")
+    constants = {"GROUP": 128, "CHUNK": 64, "TILES": 4} | ({} if bits == 8 else {"lower": None})
+    return job("linear.quantized.triton", "_copy_kernel", types, constants, {"num_warps": 4})
+
+
+def gptq_round(bounded: bool) -> dict[str, Any]:
+    types = dict.fromkeys(("steps", "feedback", "near", "codes", "errors"), "*fp32") | {"outputs": "i32"}
+    constants = {"TOP": 15, "GROUP": 128, "PADDED": 128, "OUTPUTS": 16} | ({} if bounded else {"near": None})
     return job("linear.gptq_round_triton", "_round_kernel", types, constants, {"num_warps": 4})
 
 
@@ -145,8 +154,14 @@ def test_every_kernel_compiles_for_hopper(compiled_for_hopper: Callable[[dict[st
     jobs |= {"dequantize": dequantization(8), "merge": merging(), "shift": shift(), "swiglu": swiglu()}
     jobs |= {"norm": norm(False), "add norm": norm(True), "tables": tables()}
     jobs |= {"rope": rope(128, False), "rope with norms": rope(96, True)}
-    jobs |= {"int4 linear": int4_product(), "int4 weight copy": int4_copy()}
-    jobs |= {"gptq round": gptq_round()}
+    jobs |= {
+        f"int{bits} linear {name}": quantized_product(bits, element, name)
+        for bits in (4, 8)
+        for element, name in (("bf16", "FEW_ROWS"), ("fp16", "MANY_ROWS"), ("fp32", "FLOAT32"))
+    }
+    jobs |= {"split sum": split_sum()}
+    jobs |= {f"int{bits} weight copy": dense_copy(bits) for bits in (4, 8)}
+    jobs |= {"gptq round": gptq_round(False), "bounded gptq round": gptq_round(True)}
     shared = compiled_for_hopper(jobs)
     for name, used in shared.items():
         wide = "128 rows" in name or "64 rows" in name

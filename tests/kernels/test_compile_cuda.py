@@ -19,9 +19,12 @@ from ridgeplan.kernels.device.kernel_params import KernelParams
 from ridgeplan.kernels.device.nvrtc import include_options, program
 from ridgeplan.kernels.kv_cache import quantize_cuda
 from ridgeplan.kernels.linear import cuda_launch as linear
-from ridgeplan.kernels.linear import dense_schedule, int4_schedule
+from ridgeplan.kernels.linear.dense import schedule as dense_schedule
+from ridgeplan.kernels.linear.quantized import schedule as quantized_schedule
 from ridgeplan.kernels.linear.schedule import DeviceLimits, LinearSchedule
 from ridgeplan.kernels.sampling import top_k_top_p_cuda as top_k_top_p
+from ridgeplan.kernels.sparse_attention import cuda_launch
+from ridgeplan.kernels.sparse_attention import index_list_cuda as index_list
 from ridgeplan.kernels.sparse_attention import progressive_cuda as progressive
 
 WHEEL = "nvidia-cuda-nvrtc"
@@ -147,8 +150,9 @@ def test_dense_products(rows: int, inputs: int, gated: bool, compile_cuda: Compi
         (256, 16, 4096, False), (64, 8, 14336, False), (32, 16, 8192, False),
     ],
 )  # fmt: skip
-def test_int4_products(group: int, rows: int, inputs: int, gated: bool, compile_cuda: Compile) -> None:
-    schedule = int4_schedule.make_schedule(rows, 4096, inputs, group, rows > 1, gated, H200)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_products(bits: int, group: int, rows: int, inputs: int, gated: bool, compile_cuda: Compile) -> None:
+    schedule = quantized_schedule.make_schedule(rows, 4096, inputs, group, rows > 1, gated, H200, bits)
     assert linear_kernel(compile_cuda, schedule).spilled == 0
 
 
@@ -176,14 +180,16 @@ def test_top_k_and_top_p(dtype: torch.dtype, aligned: bool, cluster: int, compil
 
 
 @pytest.mark.parametrize(("head_dim", "heads", "bf16"), [(128, 4, True), (64, 7, True), (64, 1, False)])
-def test_progressive_attention(head_dim: int, heads: int, bf16: bool, compile_cuda: Compile) -> None:
-    text = program(progressive.SOURCE, progressive.ProgressiveParams)
-    variant = progressive.ProgressiveVariant(head_dim, heads, bf16)
-    made = compile_cuda(text, progressive.ENTRY, tuple(variant.options))
-    assert made.warnings == []
-    assert made.registers * progressive.THREADS <= REGISTERS
-    assert made.spilled <= (192 if head_dim == 128 else 0)
-    assert made.shared <= progressive.STATIC_BYTES
+def test_attention_to_chosen_tokens(head_dim: int, heads: int, bf16: bool, compile_cuda: Compile) -> None:
+    variant = cuda_launch.SparseVariant(head_dim, heads, bf16)
+    buffers = {progressive: progressive.buffer_bytes(variant), index_list: index_list.TILES * variant.tile_bytes}
+    for kernel, size in buffers.items():
+        text = program(kernel.SOURCE, cuda_launch.SparseParams)
+        made = compile_cuda(text, kernel.ENTRY, tuple(variant.options))
+        print("REGS", kernel.ENTRY, made.registers, made.spilled, made.shared, variant.shared_bytes(size))
+        assert made.warnings == []
+        assert made.registers * cuda_launch.THREADS <= REGISTERS
+        assert made.shared + variant.shared_bytes(size) <= H200.sm_bytes - 1024  # the driver keeps 1 KiB
 
 
 def test_another_layout_of_the_arguments_does_not_compile(compile_cuda: Compile) -> None:

@@ -62,12 +62,22 @@ def test_drafts_without_upper_codes_read_what_the_target_reads():
         ("quantspec", 2, INT4, INT4, 1, (1, 0)),
         ("quantspec-kv", 2, 2, 2, 0, (1, 1)),
         ("int4-weights", INT4, INT4, 2, 0, (0, 0)),  # one 4-bit copy, the head in full precision
+        ("int8-weights", 2 * INT4, 2 * INT4, 2 * INT4, 0, (0, 0)),  # two planes, also of the head
+        ("quantspec-int8", 2 * INT4, INT4, INT4, 0, (0, 0)),  # drafts read the upper plane of the same copy
     ],
 )
 def test_bytes_per_parameter(name, target, draft, head, own, dense):
     found = lowered(name)
     assert (found.target_weight_bytes, found.draft_weight_bytes, found.draft_head_bytes) == (target, draft, head)
     assert (found.has_draft_weights, (found.target_dense, found.draft_dense)) == (own, dense)
+
+
+@pytest.mark.parametrize(
+    "name, head, dense", [("quantspec", 2, 1), ("int4-weights", 2, 1), ("int8-weights", 2 * INT4, 0)]
+)
+def test_the_targets_head_has_8_bits_or_full_precision(name, head, dense):
+    found = lowered(name)
+    assert (found.target_head_bytes, found.target_head_dense) == (head, dense)
 
 
 def test_full_precision_is_the_devices_or_what_the_checkpoint_holds():
@@ -143,6 +153,9 @@ def test_what_selections_keep_counts_as_memory():
         ("quantspec-exact", "target", "attention", "attention"),
         ("int4-weights", "target", "linear", "linear_int4"),
         ("int4-weights", "draft", "head", "head"),
+        ("quantspec-int8", "target", "linear", "linear_int8"),
+        ("quantspec-int8", "target", "head", "linear_int8"),
+        ("quantspec-int8", "draft", "head", "linear_int4"),
         ("quantspec", "draft", "rope", "rope"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ridgeplan.planner.plan import Plan, Weights, Workload
+from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.planner.quality import Quality, losses, quality_of
 
@@ -18,7 +18,11 @@ WORKLOAD = Workload("m", "h200", 32768)
         ("specattn", Quality.EXACT, 0),
         ("int8", Quality.NEAR_LOSSLESS, 1),
         ("quantspec", Quality.NEAR_LOSSLESS, 1),
+        ("int8-weights", Quality.NEAR_LOSSLESS, 1),
+        ("int8-weights-int8", Quality.NEAR_LOSSLESS, 2),
+        ("quantspec-int8", Quality.NEAR_LOSSLESS, 2),
         ("int4-weights", Quality.LOSSY, 1),
+        ("int4-weights-int8", Quality.LOSSY, 2),
         ("snapkv", Quality.LOSSY, 1),
         ("quest", Quality.LOSSY, 1),
         ("specontext", Quality.LOSSY, 1),
@@ -37,9 +41,12 @@ def test_losses_are_named_with_the_published_figure():
         "dapq keeps 1024 of 32768 prompt tokens: RULER 77.56 of 96.65 with 1024 tokens (DapQ, Table 11)",
     ]
     assert losses(preset("quest", WORKLOAD)) == ["quest reads 2048 tokens a step"]
-    eight = Plan(WORKLOAD, weights=Weights(8, 8))
-    assert losses(eight) == ["INT8 weights: no figure is published for this rounding"]
-    assert quality_of(eight) is Quality.LOSSY
+
+
+def test_kinds_of_8_bit_weights_have_figures_of_their_own():
+    plain, hierarchical = losses(preset("int8-weights", WORKLOAD))[0], losses(preset("quantspec-int8", WORKLOAD))[1]
+    assert plain.startswith("INT8 weights (plain): ")
+    assert hierarchical.startswith("INT8 weights (hierarchical): ")
 
 
 def test_a_constraint_admits_its_own_quality_and_stricter_ones():

@@ -34,6 +34,16 @@ def test_the_bottleneck_is_what_a_plain_step_reads_most(h200_profile, context, b
     assert answer.name in text
 
 
+@pytest.mark.parametrize(("context", "batch"), [(4096, 1), (131_072, 1), (32_768, 8)])
+def test_weights_and_kv_cross_where_they_are_as_large(h200_profile, context, batch):
+    """7.5 billion weights that products read, of 2 bytes, and 131,072 bytes of KV a token."""
+    answer, text = explained(h200_profile, context, batch=batch)
+    expected = 2 * 7_504_658_432 / 131_072 / batch
+    assert answer.crossover_context == pytest.approx(expected, rel=0.03)  # queries and partial results are read, too
+    tokens = text.split("gain more than of KV up to about ")[1].split(" tokens")[0]
+    assert int(tokens.replace(",", "")) == pytest.approx(answer.crossover_context, abs=500)
+
+
 def test_it_names_the_rounds_arithmetic_and_the_memory(h200_profile):
     answer, text = explained(h200_profile, 131072)
     predicted = answer.predicted

@@ -132,10 +132,8 @@ def test_a_verification_has_logits_of_all_queries_and_prefill_those_of_the_last_
     assert prompt.cost.write_bytes == 2 * 128_256 * 2
 
 
-@pytest.mark.parametrize(
-    "bits, group, expected", [(4, 128, 0.53125), (4, 32, 0.625), (8, 128, 1.03125), (16, 128, 4.0)]
-)
-def test_bytes_of_a_quantized_weight_hold_an_fp16_scale_and_minimum_per_group(bits, group, expected):
+@pytest.mark.parametrize("bits, group, expected", [(4, 128, 0.53125), (4, 32, 0.625), (8, 128, 1.0625), (16, 128, 4.0)])
+def test_bytes_of_a_quantized_weight_hold_a_scale_and_zero_per_group_of_each_plane(bits, group, expected):
     assert weight_bytes(bits, group, 4.0) == expected
 
 

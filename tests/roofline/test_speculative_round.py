@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ridgeplan.kernels.linear import dense_schedule, int4_schedule
+from ridgeplan.kernels.linear.dense import schedule as dense_schedule
+from ridgeplan.kernels.linear.quantized import schedule as int4_schedule
 from ridgeplan.kernels.linear.schedule import DeviceLimits
 from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.plan import Workload

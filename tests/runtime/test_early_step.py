@@ -11,8 +11,8 @@ from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense, Linear
-from ridgeplan.runtime.model.weights import DecoderWeights
-from ridgeplan.runtime.quantization.pack import int4_linear
+from ridgeplan.runtime.model.weights import DecoderWeights, WeightFormat
+from ridgeplan.runtime.quantization.pack import quantized_linear
 from ridgeplan.validate.random_decoder import RandomDecoder, llama_like_shape
 from ridgeplan.validate.timing import Bench
 
@@ -101,7 +101,7 @@ def changed(weights: DecoderWeights, change) -> DecoderWeights:
 def own(linear: Dense, narrow: bool) -> Linear:
     """A product with random weights that no other has."""
     dense = Dense(torch.randn_like(linear.weight) / linear.weight.shape[1] ** 0.5)
-    return int4_linear(dense, 128) if narrow else dense
+    return quantized_linear(dense, WeightFormat(4, 128)) if narrow else dense
 
 
 @pytest.mark.parametrize("drafting", [False, True])

@@ -8,13 +8,14 @@ import torch
 from torch.nn import functional
 
 from ridgeplan import runtime
-from ridgeplan.kernels.linear.int4_weight import Int4Weight
+from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
 from ridgeplan.roofline.memory import weight_memory
 from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.runtime import loading
 from ridgeplan.runtime.model import state_dict
 from ridgeplan.runtime.model.linear import Dense, Int4
 from ridgeplan.runtime.model.prefill import prefill, prefill_layer
+from ridgeplan.runtime.model.weights import WeightFormat
 from ridgeplan.runtime.quantization import pack
 from ridgeplan.runtime.quantization.calibration_text import CalibrationText
 
@@ -171,7 +172,7 @@ def test_weights_are_shared_by_plans_of_their_format_and_read_again_by_others(ti
         for plan in (dense, int4, wide):
             found = runtime.load(plan, folder, device="cpu", weights=weights).weights
             assert (found is weights) == (plan is held)
-            assert found.group == (plan.weights.group if plan.weights.target_bits == 4 else None)
+            assert found.format == WeightFormat(*plan.weights.target_format)
 
 
 @pytest.mark.model

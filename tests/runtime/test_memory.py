@@ -112,10 +112,10 @@ def test_weights_have_to_fit_whatever_their_configuration_says(tiny_model, monke
     elements = sum(parameter.numel() for parameter in tiny.reference.parameters())
     for dtype, element_bytes in ((torch.float32, 4), (torch.bfloat16, 2)):
         monkeypatch.setattr(memory, "available_bytes", lambda size=elements * element_bytes: size)
-        require_weight_memory(tiny.folder, CPU, dtype)
+        require_weight_memory(tiny.folder, load_shape(f"{tiny.folder}/config.json"), CPU, dtype)
         monkeypatch.setattr(memory, "available_bytes", lambda size=elements * element_bytes: size - 1)
         with pytest.raises(WorkloadError, match=r"the weights in .* GB are free; allowed: a smaller model"):
-            require_weight_memory(tiny.folder, CPU, dtype)
+            require_weight_memory(tiny.folder, load_shape(f"{tiny.folder}/config.json"), CPU, dtype)
 
 
 @pytest.mark.parametrize(

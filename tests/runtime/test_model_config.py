@@ -71,8 +71,8 @@ def test_yarn_stretches_the_limit_and_scales_cosines():
 
 
 def test_weights_that_the_runtime_does_not_load_are_refused():
-    hub = transformers.LlamaConfig(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
-    with pytest.raises(ModelError, match="the model's weight format is 'awq'; supported: bf16, float32, gguf"):
+    hub = transformers.LlamaConfig(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    with pytest.raises(ModelError, match="the model's weight format is 'bitsandbytes'; supported: bf16, float32, gguf"):
         decoder_config(hub, "model")
 
 

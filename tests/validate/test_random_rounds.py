@@ -74,7 +74,7 @@ def test_drafts_share_the_embedding_and_their_layers_have_memory_of_their_own(mo
 def test_4_bit_targets_have_a_dense_head_and_their_drafts_the_same_weights(model: RandomModel) -> None:
     plan = preset("int4-weights", Workload("random", "h200", 700, 256))
     target = model.target(plan)
-    assert (target.group, target.head) == (64, model.weights.head)  # groups of all 64 channels
+    assert (target.format.group, target.head) == (64, model.weights.head)  # groups of all 64 channels
     drafting = replace(plan, speculation=Speculation(gamma=2))
     assert [type(one.head) for one in (model.target(drafting), model.drafter(drafting))] == [Dense, Dense]
     assert model.drafter(drafting).layers is target.layers

@@ -109,7 +109,7 @@ def test_a_target_with_4_bit_weights_has_its_own(
     assert plain[:2] == (None, None)
     assert first[:2] == (None, text)
     assert second[0] is first[2]
-    assert second[2].group == 64  # of 64 channels
+    assert second[2].format.group == 64  # of 64 channels
 
 
 def test_a_request_that_no_plan_allows_is_refused(tiny_folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,24 @@ def calibrate(
     from ridgeplan.validate.calibration.profile import measure_profile
 
     return measure_profile(quick, device, on_progress or silent, suite, noise or NoiseCheck())
+
+
+def recalibrate(
+    base: Profile,
+    kinds: Sequence[str],
+    quick: bool,
+    on_progress: Progress | None = None,
+    suite: Suite | None = None,
+    noise: NoiseCheck | None = None,
+) -> Profile:
+    """`base`, this machine's profile, with the classes `kinds` measured again ("portable": those of older GPUs).
+
+    What is fitted to whole rounds stays as it is. Raises ValueError for another machine's profile and for an unknown
+    class, NoisyMachine where readings do not agree.
+    """
+    from ridgeplan.validate.calibration.profile import measure_again
+
+    return measure_again(base, kinds, quick, on_progress or silent, suite, noise or NoiseCheck())
 
 
 def save_profile(profile: Profile, path: str | Path | None = None) -> Path:

@@ -1,4 +1,4 @@
-"""Trials of linear layers, with the runtime's own dense and 4-bit products."""
+"""Trials of linear layers, with the runtime's own dense, 4-bit and 8-bit products."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from functools import partial
 from torch import Tensor
 
 from ridgeplan.kernels.linear.dense import linear_dense
-from ridgeplan.kernels.linear.int4 import linear_int4
-from ridgeplan.kernels.linear.int4_weight import Int4Weight
+from ridgeplan.kernels.linear.quantized import linear_quantized
+from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
 from ridgeplan.roofline import ops
+from ridgeplan.roofline.latency import linear_kind
 from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.runtime.model.linear import Dense, Linear
-from ridgeplan.runtime.quantization.pack import fitting_group, int4_linear
+from ridgeplan.runtime.model.weights import WeightFormat
+from ridgeplan.runtime.quantization.pack import fitting_group, quantized_linear
 from ridgeplan.validate.timing import Bench, Trial
 
 WEIGHT_GROUP = 128
@@ -30,24 +32,24 @@ def dense_trials(bench: Bench, kind: str, shapes: Shapes, rows: Iterable[int]) -
             yield _trial(bench, kind, weights, (count, inputs, outputs), bench.element_bytes)
 
 
-def int4_trials(bench: Bench, shapes: Shapes, rows: Iterable[int]) -> Iterator[Trial]:
-    """Products with 4-bit weights. Packing is slow, so variants are copies of one weight."""
+def quantized_trials(bench: Bench, bits: int, shapes: Shapes, rows: Iterable[int]) -> Iterator[Trial]:
+    """Products with 4-bit or 8-bit weights. Packing is slow, so variants are copies of one weight."""
     for outputs, inputs in shapes:
-        packed = int4_linear(Dense(bench.random(outputs, inputs)), WEIGHT_GROUP)
+        packed = quantized_linear(Dense(bench.random(outputs, inputs)), WeightFormat(bits, WEIGHT_GROUP))
         weights: list[Linear] = [copy.deepcopy(packed) for _ in range(bench.variants(packed.bytes))]
-        per_parameter = weight_bytes(4, fitting_group(inputs, WEIGHT_GROUP), bench.element_bytes)
+        per_parameter = weight_bytes(bits, fitting_group(inputs, WEIGHT_GROUP), bench.element_bytes)
         for count in rows:
-            yield _trial(bench, "linear_int4", weights, (count, inputs, outputs), per_parameter)
+            yield _trial(bench, linear_kind(bits), weights, (count, inputs, outputs), per_parameter)
 
 
 def portable_trials(bench: Bench, shapes: Shapes, rows: Iterable[int]) -> Iterator[Trial]:
     """4-bit products by Triton's kernel, and dense ones by the library's, as on GPUs older than Hopper."""
     for outputs, inputs in shapes:
         dense = [partial(linear_dense, weight=weight, backend="reference") for weight in bench.randoms(outputs, inputs)]
-        packed = int4_linear(Dense(bench.random(outputs, inputs)), WEIGHT_GROUP)
+        packed = quantized_linear(Dense(bench.random(outputs, inputs)), WeightFormat(4, WEIGHT_GROUP))
         assert isinstance(packed.weight, Int4Weight), "the layout of GPUs"
         copies = [copy.deepcopy(packed.weight) for _ in range(bench.variants(packed.bytes))]
-        int4 = [partial(linear_int4, weight=weight, backend="triton") for weight in copies]
+        int4 = [partial(linear_quantized, weight=weight, backend="triton") for weight in copies]
         per_parameter = weight_bytes(4, fitting_group(inputs, WEIGHT_GROUP), bench.element_bytes)
         for count in rows:
             sizes = count, inputs, outputs

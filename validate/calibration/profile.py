@@ -13,6 +13,7 @@ import torch
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.profile import Profile, Rates
 from ridgeplan.roofline.execution import GATHER_ROW_BYTES
+from ridgeplan.roofline.latency import linear_kind
 from ridgeplan.validate import machine
 from ridgeplan.validate.calibration import attention as attention_trials
 from ridgeplan.validate.calibration import elementwise as step_trials
@@ -29,6 +30,7 @@ from ridgeplan.validate.progress import Progress
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, Trial
 
 SPARSE_CLASSES = ("two_bit_scan", "sparse_attention", "progressive_attention")
+PORTABLE = "portable"  # all classes of the kernels that older GPUs run
 LARGE_READ_BYTES = 200e6
 MOST_VARIANTS = 600  # so that even products of a megabyte find their weights cold, as in a step
 
@@ -50,8 +52,8 @@ def measure_profile(
     profile = Profile(
         hardware=hardware,
         device=torch.cuda.get_device_name(place) if cuda else machine.cpu_model(),
-        software={name: metadata.version(name) for name in ("torch", "ridgeplan")},
-        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        software=_software(),
+        date=_today(),
         classes={kind: noise.widened(kind, _fitted(kind, found, ceilings, suite)) for kind, found in samples.items()},
         asynchronous=cuda,
         portable=_portable(bench, suite, hardware.num_sms, ceilings),
@@ -63,6 +65,38 @@ def measure_profile(
     on_progress("whole rounds", len(samples), len(samples) + 1)
     dispatched = with_dispatch(bench, profile, suite.dispatch_shape, suite.dispatch_layers)
     return with_gaps(dispatched, suite.gap_shapes, place)
+
+
+@torch.inference_mode()
+def measure_again(
+    base: Profile, kinds: Sequence[str], quick: bool, on_progress: Progress, suite: Suite | None, noise: NoiseCheck
+) -> Profile:
+    """See `ridgeplan.validate.calibration.calibrate.recalibrate`."""
+    place = _device(None)
+    device = torch.cuda.get_device_name(place) if place.type == "cuda" else machine.cpu_model()
+    if device != base.device:
+        raise ValueError(f"the profile is of {base.device}, this machine is {device}; calibrate it whole")
+    suite = _fitting(suite or suite_for(place.type, quick), place)
+    bench = _bench(place, suite)
+    known = [*class_trials(bench, suite, base.hardware.num_sms), PORTABLE]
+    if unknown := sorted(set(kinds) - set(known)):
+        raise ValueError(f"class {unknown[0]!r} is none of: {', '.join(known)}")
+    bandwidth, compute = machine.copy_bytes_per_s(bench), machine.matmul_flops(bench, suite.matmul_size)
+    samples = _measured(bench, suite, base.hardware.num_sms, on_progress, noise, kinds)
+    ceilings = _ceilings(base.hardware, bandwidth, compute, (one for found in samples.values() for one in found))
+    fitted = {kind: noise.widened(kind, _fitted(kind, found, ceilings, suite)) for kind, found in samples.items()}
+    portable = _portable(bench, suite, base.hardware.num_sms, ceilings) if PORTABLE in kinds else base.portable
+    return replace(
+        base, software=_software(), date=_today(), classes={**base.classes, **fitted}, portable=dict(portable)
+    )
+
+
+def _software() -> dict[str, str]:
+    return {name: metadata.version(name) for name in ("torch", "ridgeplan")}
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def _device(name: str | None) -> torch.device:
@@ -92,9 +126,17 @@ def _host_link_utilization(bench: Bench, hardware: Hardware) -> float:
 
 
 def _measured(
-    bench: Bench, suite: Suite, num_sms: int, on_progress: Progress, noise: NoiseCheck
+    bench: Bench,
+    suite: Suite,
+    num_sms: int,
+    on_progress: Progress,
+    noise: NoiseCheck,
+    kinds: Sequence[str] | None = None,
 ) -> dict[str, list[Sample]]:
+    """Samples of all classes, or of `kinds`."""
     trials = class_trials(bench, suite, num_sms)
+    if kinds is not None:
+        trials = {kind: items for kind, items in trials.items() if kind in kinds}
     found = {}
     for done, (kind, items) in enumerate(trials.items()):
         on_progress(kind, done, len(trials))
@@ -133,7 +175,7 @@ def _portable(bench: Bench, suite: Suite, num_sms: int, ceilings: Ceilings) -> d
 
 def portable_trials(bench: Bench, suite: Suite, num_sms: int) -> Iterator[Trial]:
     """Trials of Triton's and the library's kernels, at some of the suite's sizes."""
-    yield from linear_trials.portable_trials(bench, suite.linear_shapes[::4], suite.int4_rows[::3])
+    yield from linear_trials.portable_trials(bench, suite.linear_shapes[::4], suite.quantized_rows[::3])
     for sizes in suite.decode_sizes().values():
         few = [size for size in sizes if size.batch != suite.batches[-1] and size.queries in suite.queries[::2]]
         yield from attention_trials.decode_trials(bench, few[::7], num_sms, "triton")
@@ -142,10 +184,14 @@ def portable_trials(bench: Bench, suite: Suite, num_sms: int) -> Iterator[Trial]
 def class_trials(bench: Bench, suite: Suite, num_sms: int) -> Mapping[str, Iterable[Trial]]:
     """The trials of every class, created lazily."""
     linear, attention, step = linear_trials, attention_trials, step_trials
+    quantized_shapes = (*suite.linear_shapes, *suite.head_shapes)
     return {
         "linear": linear.dense_trials(bench, "linear", suite.linear_shapes, suite.linear_rows),
         "head": linear.dense_trials(bench, "head", suite.head_shapes, suite.head_rows),
-        "linear_int4": linear.int4_trials(bench, (*suite.linear_shapes, *suite.head_shapes), suite.int4_rows),
+        **{
+            linear_kind(bits): linear.quantized_trials(bench, bits, quantized_shapes, suite.quantized_rows)
+            for bits in (4, 8)
+        },
         **{kind: attention.decode_trials(bench, items, num_sms) for kind, items in suite.decode_sizes().items()},
         "elementwise": (
             trial

@@ -24,7 +24,7 @@ class Suite:
     matmul_size: int
     linear_shapes: Shapes
     linear_rows: tuple[int, ...]
-    int4_rows: tuple[int, ...]
+    quantized_rows: tuple[int, ...]
     head_shapes: Shapes
     head_rows: tuple[int, ...]
     heads: tuple[Heads, ...]
@@ -58,7 +58,7 @@ class Suite:
 
     def steps_of(self, kind: str) -> tuple[int, ...] | None:
         """Rows at which the time of a class may step up; None where it grows with bytes and FLOPs alone."""
-        if kind in ("linear", "linear_int4", "head"):
+        if kind in ("linear", "linear_int8", "linear_int4", "head"):
             return self.linear_steps
         if kind.startswith("attention"):
             return self.attention_steps
@@ -94,7 +94,7 @@ _CPU_QUICK = Suite(
     matmul_size=2048,
     linear_shapes=((960, 576), (576, 576), (3072, 576), (576, 1536), (2048, 2048), (8192, 2048)),
     linear_rows=(1, 2, 5, 8),
-    int4_rows=(1, 4),
+    quantized_rows=(1, 4),
     head_shapes=((49152, 576), (32000, 2048)),
     head_rows=(1, 5),
     heads=(Heads(9, 3, 64), Heads(16, 4, 128)),
@@ -137,7 +137,7 @@ _CUDA_QUICK = Suite(
         (7168, 5120), (5120, 5120), (27648, 5120), (5120, 13824),
     ),
     linear_rows=(1, 4, 8, 16, 24, 64),
-    int4_rows=(1, 4, 8, 16, 24, 64),
+    quantized_rows=(1, 4, 8, 16, 24, 64),
     head_shapes=((65536, 1024), (100352, 5120)),
     head_rows=(1, 4, 16, 64),
     heads=(
@@ -172,7 +172,7 @@ _CUDA_FULL = replace(
         (20480, 1280), (1280, 10240), (10240, 8192),
     ),
     linear_rows=(1, 2, 4, 8, 9, 16, 24, 40, 64, 96),
-    int4_rows=(1, 2, 4, 8, 9, 16, 24, 40, 64, 96, 512),
+    quantized_rows=(1, 2, 4, 8, 9, 16, 24, 40, 64, 96, 512),
     head_shapes=((65536, 1024), (100352, 5120), (131072, 2048), (32768, 3072)),
     head_rows=(1, 2, 5, 8, 9, 16, 24, 64, 96),
     heads=(

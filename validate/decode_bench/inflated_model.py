@@ -20,7 +20,7 @@ from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, requir
 from ridgeplan.runtime.model.checkpoint import load_config, load_tokenizer, load_weights
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.source import model_source
-from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.model.weights import DecoderWeights, WeightFormat
 from ridgeplan.runtime.model_config import DecoderConfig, decoder_config
 from ridgeplan.runtime.quantization.calibrate import quantized_target
 from ridgeplan.runtime.quantization.calibration_text import CalibrationText
@@ -40,7 +40,7 @@ class InflatedModel:
     tokenizer: Any
     shape: ModelShape
     device: torch.device
-    targets: dict[tuple[int, int | None], DecoderWeights] = field(default_factory=dict)
+    targets: dict[tuple[int, int | None, bool], DecoderWeights] = field(default_factory=dict)
 
     @classmethod
     def load(cls, model: str, shape: ModelShape, device: str = "cuda") -> InflatedModel:
@@ -111,7 +111,9 @@ class InflatedModel:
         ends, layers = inflater.ends(small), inflater.layers(small)
         if text is None or plan.weights.target_bits == 16:
             return replace(ends, layers=tuple(layers))
-        return quantized_target(Decoder(self.config(1.0), self.device), ends, layers, plan.weights.group, text)
+        return quantized_target(
+            Decoder(self.config(1.0), self.device), ends, layers, WeightFormat(*plan.weights.target_format), text
+        )
 
     def _small(self) -> tuple[DecoderConfig, DecoderWeights]:
         """The small model, which is not kept, as its memory is not the plan's."""
@@ -127,7 +129,7 @@ class InflatedModel:
         profile: Profile | None = None,
     ) -> Iterator[Engine]:
         """Like `engine`, closed after the body. drafts: a cache of 4-bit weights by group."""
-        group, drafting = plan.weights.group, plan.weights.draft_differs
+        group, drafting = plan.weights.group, plan.weights.draft_copy
         engine = self.engine(plan, drafts.get(group) if drafting else None, calibration, profile)
         if drafting:
             drafts[group] = engine.draft_weights

@@ -29,7 +29,7 @@ from ridgeplan.runtime.memory import MemoryMeter, PeakMemory
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense
 from ridgeplan.runtime.model.mlp import GatedMLP
-from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
+from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, WeightFormat
 from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.runtime.quantization.calibrate import quantized_target
 from ridgeplan.runtime.quantization.calibration_text import CalibrationText
@@ -191,9 +191,11 @@ def _engine(plan: Plan, shape: ModelShape, device: torch.device, meter: MemoryMe
     """An engine on zero weights, in the plan's format."""
     config, weights = DecoderConfig.plain(shape), zero_weights(shape, device)
     text = CalibrationText(torch.zeros(1, 64, dtype=torch.int64), natural=False)
-    if plan.weights.target_bits == 4:
+    if plan.weights.target_bits != 16:
         ends, layers = replace(weights, layers=()), weights.layers
-        weights = quantized_target(Decoder(config, device), ends, layers, plan.weights.group, text)
+        weights = quantized_target(
+            Decoder(config, device), ends, layers, WeightFormat(*plan.weights.target_format), text
+        )
         del layers
     return Engine(plan, "", config, weights, device, meter, text=text)
 

@@ -187,10 +187,10 @@ def bench_decode(
     )
 
 
-def run_order(case: DecodeCase, plan: Plan) -> tuple[bool, bool, int]:
+def run_order(case: DecodeCase, plan: Plan) -> tuple[bool, int, bool, bool, int]:
     """Sort key for the order that `bench_decode` describes."""
-    drafting = plan.weights.draft_differs
-    return drafting, case.preset != PLAIN, -case.context if drafting else 0
+    drafting, weights = plan.weights.draft_copy, plan.weights
+    return drafting, -weights.target_bits, weights.hierarchical, case.preset != PLAIN, -case.context if drafting else 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,9 +1,9 @@
-"""Cases of matrix products of few rows with 4-bit and 16-bit weights."""
+"""Cases of matrix products of few rows with 4-bit, 8-bit and 16-bit weights."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -12,8 +12,9 @@ from torch.nn import functional
 
 from ridgeplan.kernels.layer.swiglu import swiglu
 from ridgeplan.kernels.linear.dense import linear_dense, linear_dense_cost
-from ridgeplan.kernels.linear.int4 import linear_int4, linear_int4_cost
-from ridgeplan.kernels.linear.int4_weight import Int4Weight
+from ridgeplan.kernels.linear.quantized import QuantizedWeight, linear_quantized, linear_quantized_cost
+from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
+from ridgeplan.kernels.linear.quantized.int8_weight import Int8Weight
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate.kernel_bench.baselines import Product, tinygemm
 from ridgeplan.validate.kernel_bench.case import Call, KernelCase, SpeedUp, fresh, relative_error
@@ -26,31 +27,42 @@ STEP = 0.01  # size of a code's step, so that weights are about as large as a mo
 
 
 def int4_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[KernelCase]:
-    """4-bit weights against 16-bit weights in cuBLAS, and against torch's own 4-bit product.
-
-    Packing is slow, so variants are copies of one weight; x is shared.
-    """
+    """4-bit weights against 16-bit weights in cuBLAS, and against torch's own 4-bit product."""
     for size in sizes:
-        codes, scale, zero = _int4_parts(bench, size)
+        codes, scale, zero = _codes(bench, size, 16)
         weight = Int4Weight.pack(codes, scale, zero)
-        variants = bench.variants(weight.bytes)
-        weights = [copy.deepcopy(weight) for _ in range(variants)]
-        products: dict[str, Product] = {DENSE: _dense(weight.dequantize(bench.pool.dtype).repeat(variants, 1, 1))}
+        peers: dict[str, Product] = {}
         if bench.device.type == "cuda":
-            products["torch tinygemm"] = tinygemm(codes, scale, zero, variants)
-        for rows, least in size.speedups:
-            x = fresh(bench, rows, size.inputs)
-            yield KernelCase(
-                "linear_int4",
-                f"{rows} x {size.inputs} -> {size.outputs}",
-                linear_int4_cost(x, weight),
-                _int4(x, weights),
-                {name: partial(product, x) for name, product in products.items()},
-                partial(_int4_error, x, weight),
-                SpeedUp(least),
-                DENSE,
-                variants,
-            )
+            peers["torch tinygemm"] = tinygemm(codes, scale, zero, bench.variants(weight.bytes))
+        yield from _quantized(bench, "linear_int4", size, weight, peers)
+
+
+def int8_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[KernelCase]:
+    """8-bit weights, plain or hierarchical, against 16-bit weights in cuBLAS."""
+    for size in sizes:
+        yield from _quantized(bench, "linear_int8", size, Int8Weight.pack(*_codes(bench, size, 256)), {})
+
+
+def _quantized(
+    bench: Bench, kernel: str, size: LinearSize, weight: QuantizedWeight, peers: Mapping[str, Product]
+) -> Iterator[KernelCase]:
+    """Packing is slow, so variants are copies of one weight; x is shared."""
+    variants = bench.variants(weight.bytes)
+    weights = [copy.deepcopy(weight) for _ in range(variants)]
+    products = {DENSE: _dense(weight.dequantize(bench.pool.dtype).repeat(variants, 1, 1)), **peers}
+    for rows, least in size.speedups:
+        x = fresh(bench, rows, size.inputs)
+        yield KernelCase(
+            kernel,
+            f"{rows} x {size.inputs} -> {size.outputs}",
+            linear_quantized_cost(x, weight),
+            _package_quantized(x, weights),
+            {name: partial(product, x) for name, product in products.items()},
+            partial(_quantized_error, x, weight),
+            SpeedUp(least),
+            DENSE,
+            variants,
+        )
 
 
 def dense_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[KernelCase]:
@@ -77,13 +89,22 @@ def dense_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[KernelCas
 def gated_int4_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[KernelCase]:
     """4-bit gate and up weights with fused SwiGLU, against the same product followed by `swiglu`."""
     for size in sizes:
-        weight = Int4Weight.pack(*_int4_parts(bench, size))
-        weights = [copy.deepcopy(weight) for _ in range(bench.variants(weight.bytes))]
-        products = [partial(linear_int4, weight=each) for each in weights]
-        for rows, least in size.speedups:
-            x = fresh(bench, rows, size.inputs)
-            cost = linear_int4_cost(x, weight, gated=True)
-            yield _gated("gated_int4", size, x, cost, products, weight.dequantize, least)
+        yield from _gated_quantized(bench, "gated_int4", size, Int4Weight.pack(*_codes(bench, size, 16)))
+
+
+def gated_int8_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[KernelCase]:
+    """The same with 8-bit weights."""
+    for size in sizes:
+        yield from _gated_quantized(bench, "gated_int8", size, Int8Weight.pack(*_codes(bench, size, 256)))
+
+
+def _gated_quantized(bench: Bench, kernel: str, size: LinearSize, weight: QuantizedWeight) -> Iterator[KernelCase]:
+    weights = [copy.deepcopy(weight) for _ in range(bench.variants(weight.bytes))]
+    products = [partial(linear_quantized, weight=each) for each in weights]
+    for rows, least in size.speedups:
+        x = fresh(bench, rows, size.inputs)
+        cost = linear_quantized_cost(x, weight, gated=True)
+        yield _gated(kernel, size, x, cost, products, weight.dequantize, least)
 
 
 def gated_dense_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[KernelCase]:
@@ -124,15 +145,15 @@ def _gated(
     )
 
 
-def _int4_parts(bench: Bench, size: LinearSize) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scale and zero, the arguments of `Int4Weight.pack`."""
-    codes = torch.randint(16, (size.outputs, size.inputs), dtype=torch.int32, device=bench.device)
-    scale, zero = STEP * fresh(bench, 2, size.outputs, size.inputs // GROUP)
+def _codes(bench: Bench, size: LinearSize, levels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes below `levels`, scale and zero, as the weights' `pack` takes them."""
+    codes = torch.randint(levels, (size.outputs, size.inputs), dtype=torch.int32, device=bench.device)
+    scale, zero = STEP * 16 / levels * fresh(bench, 2, size.outputs, size.inputs // GROUP)
     return codes, scale, zero
 
 
-def _int4(x: Tensor, weights: Sequence[Int4Weight]) -> Call:
-    return lambda i: linear_int4(x, weights[i])
+def _package_quantized(x: Tensor, weights: Sequence[QuantizedWeight]) -> Call:
+    return lambda i: linear_quantized(x, weights[i])
 
 
 def _package_dense(x: Tensor, weights: Tensor) -> Call:
@@ -143,9 +164,9 @@ def _dense(weights: Tensor) -> Product:
     return lambda x, i: functional.linear(x, weights[i])
 
 
-def _int4_error(x: Tensor, weight: Int4Weight) -> float:
+def _quantized_error(x: Tensor, weight: QuantizedWeight) -> float:
     reference = x.float() @ weight.dequantize(torch.float32).t()
-    return relative_error(linear_int4(x, weight), reference)
+    return relative_error(linear_quantized(x, weight), reference)
 
 
 def _dense_error(x: Tensor, weight: Tensor) -> float:

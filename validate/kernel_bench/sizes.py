@@ -39,7 +39,7 @@ class VerificationSize:
 
 @dataclass(frozen=True)
 class LinearSize:
-    """A product with 4- or 16-bit weights. speedups: (rows, target over the peer).
+    """A product with 4-, 8- or 16-bit weights. speedups: (rows, target over the peer).
 
     The peer is cuBLAS with 16-bit weights or, for gated products, ours with a separate activation.
     """
@@ -113,8 +113,10 @@ class Sizes:
     attention: tuple[AttentionSize, ...]
     verification: tuple[VerificationSize, ...]
     linear_int4: tuple[LinearSize, ...]
+    linear_int8: tuple[LinearSize, ...]
     linear_dense: tuple[LinearSize, ...]
     gated_int4: tuple[LinearSize, ...]
+    gated_int8: tuple[LinearSize, ...]
     gated_dense: tuple[LinearSize, ...]
     quantize: tuple[QuantizeSize, ...]
     flush: tuple[FlushSize, ...]
@@ -144,6 +146,7 @@ def _samplings(vocab: int, gamma: int, batches: tuple[int, ...], top_k: int) -> 
 
 
 _LINEAR_SPEEDUPS = ((1, 2.8), (4, 2.6), (8, 2.3), (16, 1.8))
+_INT8_SPEEDUPS = ((1, 1.75), (4, 1.7), (8, 1.6), (16, 1.4))
 _DENSE_SPEEDUPS = ((1, 1.0), (4, 1.0), (8, 1.0), (16, 1.0))
 _LINEAR_SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
 _GATED = LinearSize(28672, 4096, ((1, 1.0), (4, 1.0), (8, 1.0)))
@@ -172,8 +175,10 @@ FULL = Sizes(
     ),
     verification=(VerificationSize(32, 8, 128, 1, 131072, 8, (0, 8)),),
     linear_int4=tuple(LinearSize(*shape, _LINEAR_SPEEDUPS) for shape in _LINEAR_SHAPES),
+    linear_int8=tuple(LinearSize(*shape, _INT8_SPEEDUPS) for shape in _LINEAR_SHAPES),
     linear_dense=tuple(LinearSize(*shape, _DENSE_SPEEDUPS) for shape in _LINEAR_SHAPES),
     gated_int4=(_GATED,),
+    gated_int8=(_GATED,),
     gated_dense=(_GATED,),
     quantize=(QuantizeSize(8, 128, 2048), QuantizeSize(8, 128, 32768)),
     flush=(FlushSize(32, 32, 8, 128, 8.03e9, 4096),),
@@ -194,6 +199,15 @@ FULL = Sizes(
 # than its pipeline holds.
 _TINY_LAYERS = _layers((1, 5), (256, 192, 4, 2, 64))
 _TINY_SAMPLINGS = (*_samplings(1003, 2, (3,), 50), *_samplings(1024, 2, (3,), 50))  # without and with aligned rows
+# Wide inputs are split between the CTAs of a cluster; 40 rows take several passes, 70 another kernel.
+_TINY_QUANTIZED = (
+    LinearSize(96, 256, ((1, 1.0), (5, 1.0), (40, 1.0), (70, 1.0))),
+    LinearSize(2160, 256, ((1, 1.0), (5, 1.0), (16, 1.0))),
+    LinearSize(4320, 256, ((1, 1.0), (5, 1.0), (16, 1.0))),
+    LinearSize(16, 14336, ((16, 1.0),)),
+    LinearSize(1000, 14336, ((8, 1.0), (16, 1.0))),
+)
+_TINY_GATED = (LinearSize(96, 256, ((1, 1.0), (5, 1.0), (9, 1.0))),)
 _TINY_SPARSE = (SparseSize(8, 2, 128, 2, 512, 0.1), SparseSize(14, 2, 64, 1, 1024, 0.05))
 TINY = Sizes(
     # Splits of few rows are reduced by a separate kernel, splits of many rows by each row's last CTA.
@@ -207,14 +221,8 @@ TINY = Sizes(
         *(VerificationSize(8, 2, 128, 1, 256, queries, (0, 4, 8)) for queries in (3, 5, 8, 16)),
         VerificationSize(8, 2, 64, 1, 256, 5, (0, 4, 8)),
     ),
-    # Wide inputs are split between the CTAs of a cluster; 40 rows take several passes, 70 another kernel.
-    linear_int4=(
-        LinearSize(96, 256, ((1, 1.0), (5, 1.0), (40, 1.0), (70, 1.0))),
-        LinearSize(2160, 256, ((1, 1.0), (5, 1.0), (16, 1.0))),
-        LinearSize(4320, 256, ((1, 1.0), (5, 1.0), (16, 1.0))),
-        LinearSize(16, 14336, ((16, 1.0),)),
-        LinearSize(1000, 14336, ((8, 1.0), (16, 1.0))),
-    ),
+    linear_int4=_TINY_QUANTIZED,
+    linear_int8=_TINY_QUANTIZED,
     linear_dense=(
         LinearSize(72, 576, ((1, 1.0), (5, 1.0), (16, 1.0))),
         LinearSize(2160, 256, ((1, 1.0), (5, 1.0), (16, 1.0))),
@@ -222,7 +230,8 @@ TINY = Sizes(
         LinearSize(16, 14336, ((8, 1.0),)),
         LinearSize(1000, 14336, ((5, 1.0), (8, 1.0))),
     ),
-    gated_int4=(LinearSize(96, 256, ((1, 1.0), (5, 1.0), (9, 1.0))),),
+    gated_int4=_TINY_GATED,
+    gated_int8=_TINY_GATED,
     gated_dense=(LinearSize(96, 576, ((1, 1.0), (5, 1.0), (9, 1.0))),),
     quantize=(QuantizeSize(2, 64, 256), QuantizeSize(1, 128, 128)),
     flush=(FlushSize(2, 4, 2, 64, 1e6, 512),),

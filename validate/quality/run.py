@@ -43,7 +43,7 @@ class _Run:
         self._question, self._on_progress, self._done = question, on_progress, 0
         self._maker = PromptMaker(load_tokenizer(model_source(question.model)), material)
         self._rows = {row.cell: row for row in known}
-        self._weights: dict[tuple[int, int | None], DecoderWeights] = {}
+        self._weights: dict[tuple[int, int | None, bool], DecoderWeights] = {}
         on_cuda = question.device != "cpu" and torch.cuda.is_available()
         self._where = torch.cuda.get_device_name() if on_cuda else cpu_model()
         self._dtype = "bfloat16" if on_cuda else "float32"  # what `load` chooses

@@ -96,7 +96,7 @@ class _SharedWeights:
     source: str
     calibration: Sequence[int] | None
     weights: DecoderWeights | None = None
-    kind: tuple[int, int | None] | None = None
+    kind: tuple[int, int | None, bool] | None = None
 
     @contextlib.contextmanager
     def engine(self, plan: Plan) -> Iterator[Engine]:

@@ -121,7 +121,7 @@ def _run_cases(
     """Cases with 4-bit drafts run last, so that those weights take no memory of the others."""
 
     def drafting(case: PlanCase) -> bool:
-        return case.plan(model.shape, profile, new_tokens).weights.draft_differs
+        return case.plan(model.shape, profile, new_tokens).weights.draft_copy
 
     for done, case in enumerate(sorted(cases, key=drafting)):
         on_progress(f"{model.shape.name}: {case.preset}, {case.context} x {case.batch}", done, len(cases))

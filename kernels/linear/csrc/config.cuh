@@ -4,8 +4,8 @@
 #include "../../device/csrc/ptx.cuh"
 
 // Set with -D by LinearSchedule.options in schedule.py:
-//   WEIGHT_BITS   16 (dense.cuh) or 4 (int4.cuh)
-//   GROUP         of 4-bit weights: inputs that share a scale, 32, 64, 128 or 256
+//   WEIGHT_BITS   16 (dense.cuh), 4 or 8 (quantized.cuh)
+//   GROUP         of 4- and 8-bit weights: inputs that share a scale, 32, 64, 128 or 256
 //   BF16          dtype of x, bias and y (and of dense weights): 1 bfloat16, 0 float16
 //   X_TILES       8-row tiles of x per CTA
 //   SPLIT_K       CTAs of a cluster that split the inputs between them: 1, 2, 4 or 8

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "config.cuh"
+#include "params.cuh"
 
 constexpr int K_TILE = 32;            // inputs
 constexpr int K_TILE_ROW_BYTES = 64;  // bytes per output
@@ -23,7 +24,7 @@ struct Weights {
     i64 row_bytes;
     int outputs;
 
-    __device__ Weights(const u8* w, int inputs, int outputs) : rows(w), row_bytes(2 * i64(inputs)), outputs(outputs) {}
+    __device__ Weights(const LinearParams& p) : rows(p.weight), row_bytes(2 * i64(p.inputs)), outputs(p.outputs) {}
     // Copies `count` K tiles of an output tile from `k_tile` on.
     __device__ __forceinline__ void copy(u8* stage, int tile, int k_tile, int count, u64* full) const {
         const int bytes = count * K_TILE_ROW_BYTES, valid = min(TILE_OUTPUTS, outputs - TILE_OUTPUTS * tile);

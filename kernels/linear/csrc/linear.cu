@@ -8,7 +8,7 @@
 // In a CTA one warp produces stages of the weight, MMA_WARPS multiply, and one fetches x, adds up sums and stores. Once
 // started they synchronize at mbarriers only, so that a warp may run ahead by as many stages as the pipeline holds and
 // by SUM_BUFFERS output tiles; but MMA warps wait for each other after the first output tile, for its sums of x (4
-// bits). Where a stage becomes empty one lane arrives for its warp, after __syncwarp; where sums change hands every
+// and 8 bits). Where a stage becomes empty one lane arrives for its warp, after __syncwarp; where sums change hands every
 // lane does, as compute-sanitizer's racecheck wants.
 
 #include "consumer.cuh"
@@ -61,7 +61,7 @@ linear(const __grid_constant__ LinearParams p) {
     if (warp == PRODUCER_WARP) {
         cta_barrier();
         if (CLUSTER > 1) cluster_arrive_relaxed();
-        const Weights weights(p.weight, p.inputs, p.outputs);
+        const Weights weights(p);
         if (leads) load_weights(weights, work, barriers, at.buffers, p);
         __syncwarp();
         if (CLUSTER > 1) cluster_wait();

@@ -4,7 +4,8 @@
 #include "../../device/csrc/ptx.cuh"
 
 struct LinearParams {
-    const u8 *x, *weight;  // [rows, inputs]; as dense.cuh or int4.cuh takes it
+    const u8 *x, *weight;  // [rows, inputs]; as dense.cuh or quantized.cuh takes it
+    const u8* lower;       // the second plane of 8-bit weights, or null
     const u16* bias;       // [outputs], or null
     u16* y;                // [rows, outputs], with FUSE_SWIGLU [rows, outputs / 2]
     int rows, inputs, outputs;

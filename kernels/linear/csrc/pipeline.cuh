@@ -3,10 +3,10 @@
 
 #include "config.cuh"
 // Either defines K_TILE, STAGE_K_TILES, STAGE_BYTES, X_SUM_COLUMNS, Weights and multiply_stage.
-#if WEIGHT_BITS == 4
-#include "int4.cuh"
-#else
+#if WEIGHT_BITS == 16
 #include "dense.cuh"
+#else
+#include "quantized.cuh"
 #endif
 
 // Output tiles first_tile, first_tile + stride, ... of the weight's `tiles`, `k_tiles` K tiles of the inputs from

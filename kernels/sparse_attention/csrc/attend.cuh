@@ -3,6 +3,7 @@
 #pragma once
 
 #include "queries.cuh"
+#include "stages.cuh"
 
 constexpr int OUT_TILES = HEAD_DIM / 16;  // of 16 channels: eight of the lower half, eight of the upper
 
@@ -40,26 +41,27 @@ struct Partial {
     }
 };
 
-// Attention to chosen tokens of a quantized group, read as INT4.
+// Attention to a tile of chosen tokens, read as INT4.
 struct ChosenTokens {
     static constexpr int PLANES = 2, COUNT = Runs<PLANES>::COUNT, WORDS = Runs<PLANES>::WORDS;
     static constexpr int VALUE_WORDS = HALF_DIM / 32;  // of a token's values that a lane reads
-    u32 own[COUNT][2];
+    const LaneQueries& queries;  // in pairs
     float logit_scale;
 
-    __device__ __forceinline__ ChosenTokens(const ProgressiveParams& p, const Query& query)
-        : logit_scale(p.scale * LOG2_E * power_of_two(query.exponent)) {
-        query.scaled<PLANES>(own);
-    }
+    __device__ __forceinline__ ChosenTokens(
+        const SparseParams& p, const Query& query, const LaneQueries& queries
+    ) : queries(queries), logit_scale(p.scale * LOG2_E * power_of_two(query.exponent)) {}
     // Scaled queries of a group, and what its products start from; a code arrives as 1024 + U or 1024 + 16 U.
-    __device__ __forceinline__ float scale_queries(u32 (&scaled)[COUNT][2], const u16* scales, const u16* minima) const {
+    __device__ __forceinline__ float scale_queries(u32 (&scaled)[COUNT][2], const TokenTile& tile) const {
+        u32 own[COUNT][2];
+        queries.load(own);
         float start[4] = {};
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             const int channel = Runs<PLANES>::channel(i, threadIdx.x % 4);
             u32 s[2], z[2];
-            load_words(s, scales + channel);
-            load_words(z, minima + channel);
+            load_shared(s, tile.key_scale + channel);
+            load_shared(z, tile.key_minimum + channel);
             scaled[i][0] = mul_half2(own[i][0], first_pair(s[0], s[1]));
             scaled[i][1] = mul_half2(own[i][1], second_pair(s[0], s[1]));
             if (i >= WORDS) scaled[i][0] = mul_half2(scaled[i][0], 0x2C002C00u);  // / 16
@@ -69,41 +71,31 @@ struct ChosenTokens {
         }
         return start[0];
     }
-    // Attends to `count` tokens of group `group` (of all rows), whose places in it `places` lists.
-    __device__ __forceinline__ void attend(
-        Partial& partial, const ProgressiveParams& p, i64 group, const u8* places, int count
-    ) const {
+    __device__ __forceinline__ void attend(Partial& partial, const TokenTile& tile) const {
         const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
         u32 scaled[COUNT][2];
-        const float start = scale_queries(scaled, p.key_codes.scale + group * HEAD_DIM,
-                                          p.key_codes.minimum + group * HEAD_DIM);
-        const u8* keys = p.key_codes.upper + group * GROUP * HALF_DIM + 4 * WORDS * c;
-        const u8* values = p.value_rows + group * GROUP * HALF_DIM + 4 * VALUE_WORDS * g;
-        for (int first = 0; first < count; first += TILE) {
-            u32 k[2][WORDS], v[4][VALUE_WORDS];
-            float value_scale[4], zero_point[4];
+        const float start = scale_queries(scaled, tile);
+        u32 k[2][WORDS], v[4][VALUE_WORDS];
 #pragma unroll
-            for (int r = 0; r < 2; r++) load_words(k[r], keys + places[min(first + 8 * r + g, count - 1)] * HALF_DIM);
+        for (int r = 0; r < 2; r++) load_shared(k[r], tile.keys[8 * r + g] + 4 * WORDS * c);
+        float x[4];
+        scores(x, k, scaled, start);
 #pragma unroll
-            for (int i = 0; i < 4; i++) {  // tokens 2c, 2c + 1, 2c + 8, 2c + 9
-                const int place = places[min(first + 2 * c + i % 2 + i / 2 * 8, count - 1)];
-                load_words(v[i], values + place * HALF_DIM);
-                value_scale[i] = half_to_float(p.value_codes.scale[group * GROUP + place]);
-                zero_point[i] = half_to_float(p.value_codes.minimum[group * GROUP + place]) + 8 * value_scale[i];
-            }
-            float x[4];
-            scores(x, k, scaled, start);
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                if (first + 2 * c + i % 2 + i / 2 * 8 >= count) x[i] = negative_infinity();
-            partial.probabilities(x);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                partial.zero_sum = fmaf(x[i], zero_point[i], partial.zero_sum);
-                x[i] *= value_scale[i];
-            }
-            add_values(partial, v, floats_to_half2(x[0], x[1]), floats_to_half2(x[2], x[3]));
+        for (int i = 0; i < 4; i++) {
+            const int token = 2 * c + i % 2 + i / 2 * 8, byte = 4 * VALUE_WORDS * g;
+            if (token >= tile.count) x[i] = negative_infinity();
+            load_shared(v[i], tile.values[token] + 16 * TokenTile::swapped(token, byte / 16) + byte % 16);
         }
+        partial.probabilities(x);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            // Of a token that is not there, anything of this group: its probability is zero.
+            const int place = tile.places[2 * c + i % 2 + i / 2 * 8] % GROUP;
+            const float scale = half_to_float(tile.value_scale[place]);
+            partial.zero_sum = fmaf(x[i], half_to_float(tile.value_minimum[place]) + 8 * scale, partial.zero_sum);
+            x[i] *= scale;
+        }
+        add_values(partial, v, floats_to_half2(x[0], x[1]), floats_to_half2(x[2], x[3]));
     }
     // Base-2 scores of head g and tokens 2c, 2c + 1, 2c + 8, 2c + 9.
     __device__ __forceinline__ void scores(
@@ -145,7 +137,7 @@ struct ChosenTokens {
 
 // Attention to 16 full-precision slots from `slot` on, of those below `end`.
 __device__ __forceinline__ void attend_slots(
-    Partial& partial, const ProgressiveParams& p, const Query& query, const u16* keys, const u16* values, int slot,
+    Partial& partial, const SparseParams& p, const Query& query, const u16* keys, const u16* values, int slot,
     int end
 ) {
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
@@ -153,7 +145,7 @@ __device__ __forceinline__ void attend_slots(
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 32; i++) {
         u32 q[4], k[4];
-        load_words<true>(q, query.q + 32 * i + 8 * c);
+        ld_shared(q, query.q + 32 * i + 8 * c);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             load_words<true>(k, keys + i64(min(slot + 8 * r + g, end - 1)) * p.key_stride * 8 + 32 * i + 8 * c);
@@ -184,4 +176,17 @@ __device__ __forceinline__ void attend_slots(
         }
         mma_elem(partial.out[i], a[0], a[1], a[2], a[3], p0, p1);
     }
+}
+
+// Attends to the warp's share of the recent tokens.
+__device__ __forceinline__ void attend_recent(
+    Partial& partial, const SparseParams& p, const Query& query, int row, int part
+) {
+    const int b = row / p.kv_heads, kv_head = row % p.kv_heads, warp = threadIdx.x / 32;
+    const int begin = __ldcg(p.begin + b), end = min(__ldcg(p.end + b), p.capacity);
+    const u16* keys = p.keys + (i64(b) * p.key_batch_stride + i64(kv_head) * p.key_head_stride) * 8;
+    const u16* values = p.values + (i64(b) * p.value_batch_stride + i64(kv_head) * p.value_head_stride) * 8;
+    // From the last warp on: the first ones have a group more, if any.
+    for (int slot = begin + ((WARPS - 1 - warp) * p.parts + part) * TILE; slot < end; slot += WARPS * p.parts * TILE)
+        attend_slots(partial, p, query, keys, values, slot, end);
 }

@@ -1,16 +1,19 @@
-// Compile-time configuration of progressive attention, and what follows from it.
+// Compile-time configuration of attention to chosen tokens, and what follows from it.
 #pragma once
 
 #include "../../device/csrc/ptx.cuh"
 
-// Set with -D by ProgressiveVariant.options in progressive_cuda.py:
+// Set with -D by SparseVariant.options in cuda_launch.py:
 //   HEAD_DIM  64 or 128
 //   BF16      dtype of q, keys, values and out: 1 bfloat16, 0 float16
 //   HEADS     query heads of a KV head, 1 to 8
+//   TILE_BYTES, STAGE_BYTES  sizes of a TokenTile and a ScanStage (stages.cuh)
 #ifndef __CUDACC_RTC__  // editors show one variant
 #define HEAD_DIM 128
 #define BF16 1
 #define HEADS 4
+#define TILE_BYTES 3104
+#define STAGE_BYTES 4608
 #endif
 
 constexpr int GROUP = 128;  // tokens of a quantized group
@@ -18,8 +21,8 @@ constexpr int WARPS = 16;
 constexpr int THREADS = 32 * WARPS;
 constexpr int HALF_DIM = HEAD_DIM / 2, QUARTER = HEAD_DIM / 4;
 constexpr int TILE = 16;           // tokens that a warp attends to at a time
-constexpr int BINS = 2048;         // of a score's quantized value, see scan.cuh
-constexpr int STEPS_LOG2 = 5;      // bins per power of two: 32
+constexpr int BINS = 1024;         // of a score's quantized value, see scan.cuh
+constexpr int STEPS_LOG2 = 4;      // bins per power of two: 16
 constexpr int LOWEST_LOG2 = -56;   // of the scores that are told apart
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
@@ -32,6 +35,18 @@ __device__ __forceinline__ void mma_half(float (&d)[4], u32 a0, u32 a1, u32 a2, 
 }
 __device__ __forceinline__ void mma_elem(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     mma_m16n8k16<BF16 != 0>(d, a0, a1, a2, a3, b0, b1);
+}
+// d += a * b of unsigned by signed bytes.
+__device__ __forceinline__ void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// The one of larger magnitude, with either sign.
+__device__ __forceinline__ u32 max_abs_half2(u32 a, u32 b) {
+    u32 d;
+    asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
 }
 __device__ __forceinline__ u32 fma_half2(u32 a, u32 b, u32 c) {
     u32 d;

@@ -1,98 +1,133 @@
-// The scan: logits of a row's tokens from 2-bit keys, and of each token the sum over the query heads of
-// exp(logit - lse), quantized to a bin. Every warp takes whole groups: A operands are 16 tokens, B the query heads.
+// The scan: logits of a group's tokens from 2-bit keys, and of each token the sum over the query heads of
+// exp(logit - lse). A operands are 16 tokens, B the query heads, times the group's scales and rounded to 8 bits.
 #pragma once
 
 #include "queries.cuh"
+#include "stages.cuh"
 
-// Bin of a sum of probabilities: its float's exponent and first bits, so 32 equal steps for every power of two.
+// Bin of a sum of probabilities: its float's exponent and first bits, so equal steps for every power of two.
 __device__ __forceinline__ int bin_of(float sum) {
     return min(max(int(__float_as_uint(sum) >> (23 - STEPS_LOG2)) - ((127 + LOWEST_LOG2) << STEPS_LOG2), 0), BINS - 1);
+}
+// The least sum that falls into a bin.
+__device__ __forceinline__ float edge_of(int bin) {
+    return __uint_as_float(u32(bin + ((127 + LOWEST_LOG2) << STEPS_LOG2)) << (23 - STEPS_LOG2));
 }
 
 struct Scan {
     static constexpr int PLANES = 4, WORDS = Runs<PLANES>::WORDS, COUNT = Runs<PLANES>::COUNT;
-    u32 own[COUNT][2];
+    static constexpr int ZERO_BITS = 0x4B400000;  // of the float 3 * 2**22: adding a small integer to either adds it
+    static constexpr float ZERO = 12582912;
+    const LaneQueries& queries;
     float logit_scale[2], norm[2];  // of the query heads 2c and 2c + 1; other heads' sums become zero
     float sums[2];                  // of exp(logit - lse)
 
-    __device__ __forceinline__ Scan(const ProgressiveParams& p, const Query& query, int b, int kv_head) {
-        query.scaled<PLANES>(own);
+    __device__ __forceinline__ Scan(
+        const SparseParams& p, const Query& query, const LaneQueries& queries, int b, int kv_head
+    ) : queries(queries) {
         const int c = threadIdx.x % 4;
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             const int head = 2 * c + e, exponent = __shfl_sync(FULL_MASK, query.exponent, 4 * head);
             const bool exists = head < HEADS;
-            logit_scale[e] = exists ? 4 * p.scale * LOG2_E * power_of_two(exponent) : 0;
+            logit_scale[e] = exists ? p.scale * LOG2_E * power_of_two(exponent) : 0;
             norm[e] = exists ? __ldcg(p.lse + (i64(b) * p.kv_heads + kv_head) * HEADS + head) * LOG2_E
                              : -negative_infinity();
             sums[e] = 0;
         }
     }
-    // Scaled queries of a group, and what all its products start from. A code c of channel part `i / WORDS` arrives as
-    // 1024 + 4^part c, and stands for scale * 4 (c + 3/8) + minimum.
+    // Queries times scales as signed bytes, and the base-2 logit less lse of a sum of products x with the codes:
+    // slope * x + start, x as the float whose bits are ZERO_BITS + sum. A code c stands for scale * (4 c + 3/2) +
+    // minimum; those of odd parts of the channels arrive as 4 c.
     __device__ __forceinline__ void scale_queries(
-        u32 (&scaled)[COUNT][2], float (&start)[2], const u16* scales, const u16* minima
+        u32 (&bytes)[COUNT], float (&slope)[2], float (&start)[2], const ScanStage& stage
     ) const {
-        float offsets[4] = {}, lows[4] = {};
+        const int c = threadIdx.x % 4;
+        u32 own[COUNT][2], scaled[COUNT][2], largest = 0;
+        queries.load(own);
+        float rest[4] = {};
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            const int part = i / WORDS, channel = Runs<PLANES>::channel(i, threadIdx.x % 4);
+            const int channel = Runs<PLANES>::channel(i, c);
             u32 s[2], z[2];
-            load_words(s, scales + channel);
-            load_words(z, minima + channel);
-            const u32 shrink = u32(15 - 2 * part) * 0x04000400u;                // 4^-part, twice
-            const u32 middle = u32(((13 + 2 * part) << 10) | 0x200) * 0x10001u;  // 3/8 * 4^part, twice
-            scaled[i][0] = mul_half2(mul_half2(own[i][0], first_pair(s[0], s[1])), shrink);
-            scaled[i][1] = mul_half2(mul_half2(own[i][1], second_pair(s[0], s[1])), shrink);
-            // Rows 0 to 7 take off the 1024, rows 8 to 15 add the middle of the codes that share two bits.
-            mma_half(offsets, 0xE400E400u, middle, 0xE400E400u, middle, scaled[i][0], scaled[i][1]);
-            const u32 z0 = first_pair(z[0], z[1]), z1 = second_pair(z[0], z[1]);
-            mma_half(lows, z0, z0, z1, z1, own[i][0], own[i][1]);
-        }
+            load_shared(s, stage.scale + channel);
+            load_shared(z, stage.minimum + channel);
 #pragma unroll
-        for (int e = 0; e < 2; e++) start[e] = offsets[e] + offsets[2 + e] + 0.25f * lows[e];
+            for (int h = 0; h < 2; h++) {
+                scaled[i][h] = mul_half2(own[i][h], s[h]);
+                largest = max_abs_half2(largest, scaled[i][h]);
+                z[h] = fma_half2(s[h], 0x3E003E00u, z[h]);  // 3/2
+            }
+            mma_half(rest, z[0], 0, z[1], 0, own[i][0], own[i][1]);
+        }
+        float most = fmaxf(fabsf(half_to_float(u16(largest))), fabsf(half_to_float(u16(largest >> 16))));
+        most = fmaxf(most, __shfl_xor_sync(FULL_MASK, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(FULL_MASK, most, 2));
+        // As a half, so that the products' unit is exactly its inverse.
+        const u16 factor = float_to_half(fminf(__fdividef(127, most), 32768.0f));
+        const u32 full = factor * 0x10001u, quarter = mul_half2(full, 0x34003400u);
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const u32 by = i / WORDS % 2 ? quarter : full;
+            // 1536 + n ends in the byte n.
+            bytes[i] = __byte_perm(fma_half2(scaled[i][0], by, 0x66006600u), fma_half2(scaled[i][1], by, 0x66006600u),
+                                   0x6420);
+        }
+        const float unit = __fdividef(4, half_to_float(factor));
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            slope[e] = __shfl_sync(FULL_MASK, unit, 4 * (2 * c + e)) * logit_scale[e];
+            start[e] = fmaf(rest[e], logit_scale[e], -norm[e]) - ZERO * slope[e];
+        }
     }
-    // Scores a group: writes its tokens' bins and counts them. first_token: the group's first; codes: the lane's part
-    // of the group's token g.
-    __device__ __forceinline__ void group(
-        const u8* codes, const u16* scales, const u16* minima, int first_token, int sinks, u16* bins, u32* histogram
-    ) {
-        const int lane = threadIdx.x % 32, c = lane % 4;
-        u32 words[GROUP / 8][WORDS];
+    // Scores the 128 tokens of a group into `scores`: sums of probabilities by the log-sum-exps of the call before.
+    __device__ __forceinline__ void group(const ScanStage& stage, float* scores) {
+        const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+        u32 bytes[COUNT];
+        float slope[2], start[2];
+        scale_queries(bytes, slope, start, stage);
+        // Two tiles at a time, as products of one depend on each other.
 #pragma unroll
-        for (int i = 0; i < GROUP / 8; i++) load_words(words[i], codes + i * 8 * QUARTER);
-        u32 scaled[COUNT][2];
-        float start[2];
-        scale_queries(scaled, start, scales, minima);
+        for (int tile = 0; tile < GROUP / 16; tile += 2) {
+            u32 words[4][WORDS];
 #pragma unroll
-        for (int tile = 0; tile < GROUP / 16; tile++) {
-            float x[4] = {start[0], start[1], start[0], start[1]};
+            for (int r = 0; r < 4; r++) load_shared(words[r], &stage.codes[16 * tile + 8 * r + g][4 * WORDS * c]);
+            int x[2][4];
 #pragma unroll
-            for (int i = 0; i < COUNT; i++) {
-                const int w = i % WORDS, part = i / WORDS;
-                const u32 top = words[2 * tile][w], bottom = words[2 * tile + 1][w];
-                const u32 mask = 0x00030003u << (2 * part);
-                mma_half(x, lop3_and_or(top, mask, 0x64006400u), lop3_and_or(bottom, mask, 0x64006400u),
-                         lop3_and_or(top >> 8, mask, 0x64006400u), lop3_and_or(bottom >> 8, mask, 0x64006400u),
-                         scaled[i][0], scaled[i][1]);
-            }
-            float of_token[2];  // tokens g and g + 8
+            for (int i = 0; i < 8; i++) x[i / 4][i % 4] = ZERO_BITS;
 #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const float even = exp2_approx(fmaf(x[2 * r], logit_scale[0], -norm[0]));
-                const float odd = exp2_approx(fmaf(x[2 * r + 1], logit_scale[1], -norm[1]));
-                sums[0] += even, sums[1] += odd;
-                of_token[r] = even + odd;
-                of_token[r] += __shfl_xor_sync(FULL_MASK, of_token[r], 1);
-                if (HEADS > 4) of_token[r] += __shfl_xor_sync(FULL_MASK, of_token[r], 2);
-            }
-            if (c < 2) {
-                const int token = 16 * tile + 8 * c + lane / 4;
-                const int bin = first_token + token < sinks ? BINS - 1 : bin_of(c ? of_token[1] : of_token[0]);
-                bins[token] = bin;
-                atomicAdd(histogram + bin, 1u);
+            for (int i = 0; i < COUNT; i += 2)
+#pragma unroll
+                for (int t = 0; t < 2; t++)
+                    mma_bytes(x[t], part(words[2 * t], i), part(words[2 * t + 1], i), part(words[2 * t], i + 1),
+                              part(words[2 * t + 1], i + 1), bytes[i], bytes[i + 1]);
+#pragma unroll
+            for (int t = 0; t < 2; t++) {
+                const float own_token = probability(x[t], slope, start);
+                if (c < 2) scores[16 * (tile + t) + 8 * c + g] = own_token;
             }
         }
+    }
+    // Of tokens g and g + 8, the sum over the heads of one: lanes of even c return token g's, odd ones the other's.
+    __device__ __forceinline__ float probability(const int (&x)[4], const float (&slope)[2], const float (&start)[2]) {
+        float of_token[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float even = exp2_approx(fmaf(__int_as_float(x[2 * r]), slope[0], start[0]));
+            const float odd = exp2_approx(fmaf(__int_as_float(x[2 * r + 1]), slope[1], start[1]));
+            sums[0] += even, sums[1] += odd;
+            of_token[r] = even + odd;
+        }
+        const bool is_odd = threadIdx.x % 2;
+        float own_token = is_odd ? of_token[1] : of_token[0];
+        own_token += __shfl_xor_sync(FULL_MASK, is_odd ? of_token[0] : of_token[1], 1);
+        if (HEADS > 4) own_token += __shfl_xor_sync(FULL_MASK, own_token, 2);
+        return own_token;
+    }
+    // Codes of run i, in bytes; those of odd parts of the channels times 4.
+    __device__ __forceinline__ static u32 part(const u32 (&words)[WORDS], int i) {
+        const u32 word = words[i % WORDS];
+        return (i / WORDS < 2 ? word : word >> 4) & (i / WORDS % 2 ? 0x0C0C0C0Cu : 0x03030303u);
     }
     // This warp's sums of exp(logit - lse), by query head.
     __device__ __forceinline__ void store_sums(float (&to)[8]) {

@@ -32,6 +32,11 @@ def quantspec_exact(workload: Workload) -> Plan:
     return replace(quantspec(workload), kv=KVCache(KVFormat.SHADOW))
 
 
+def quantspec_int8(workload: Workload) -> Plan:
+    """QuantSpec's cache, and its idea for weights: drafts read the upper 4 bits of one copy, the target all 8."""
+    return replace(quantspec(workload), weights=Weights(target_bits=8, draft_bits=4))
+
+
 def quantspec_int4(workload: Workload) -> Plan:
     """QuantSpec's cache with one copy of the weights, in 4 bits, that drafts and the target read."""
     return replace(quantspec(workload), weights=Weights(target_bits=4, draft_bits=4))

@@ -9,9 +9,10 @@ from typing import Any
 from ridgeplan.roofline.catalog.checks import Checked, number, one_of
 
 FULL_BITS = 16.0
-# Formats that the runtime converts to the machine's own precision as it loads them.
-CONVERTED_FORMATS = ("bf16", "float32", "gguf")
-FORMATS = (*CONVERTED_FORMATS, "gptq", "awq", "bitsandbytes", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4")
+# Formats that the runtime decodes as it loads them, into what the plan asks for.
+PACKED_FORMATS = ("gptq", "awq", "compressed-tensors", "fp8")  # of safetensors
+CONVERTED_FORMATS = ("bf16", "float32", "gguf", *PACKED_FORMATS)
+FORMATS = (*CONVERTED_FORMATS, "bitsandbytes", "fbgemm_fp8", "mxfp4")
 PARTS = ("attention", "mlp", "experts", "embedding", "head")
 
 

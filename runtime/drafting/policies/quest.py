@@ -9,6 +9,7 @@ from ridgeplan.kernels.selection.pages import page_bounds, page_scores
 from ridgeplan.planner.axes import draft_selection as selections
 from ridgeplan.runtime.drafting.policies.per_query import PerQueryPolicy
 from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.metadata import AttentionMetadata
 
 
 class Quest(PerQueryPolicy):
@@ -37,6 +38,10 @@ class Quest(PerQueryPolicy):
         bounds = page_bounds(keys.flatten(0, 1), self.page)
         self.bounds.scatter_(3, at, bounds.unflatten(0, keys.shape[:2]))
 
+    def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
+        metadata = super().draft_metadata(ahead, queries)
+        self.pages = self.old_tokens // self.page
+        return metadata
+
     def query_scores(self, layer: int, query: Tensor) -> Tensor:
-        rows = self.cache.rows
-        return page_scores(query, self.bounds[layer, :rows], (self.old()[:rows] // self.page).int())
+        return page_scores(query, self.bounds[layer, : self.cache.rows], self.pages)

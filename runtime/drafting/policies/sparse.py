@@ -84,12 +84,19 @@ class SparsePolicy(DraftPolicy):
 
         scores: float32 [..., rows, sets, pages], of the cache's first rows; they are written to.
         """
-        scores[..., : -(-self.selection.sinks // page)] = torch.inf
-        sets = scores.shape[:-1]
+        return self.best_of(scores, page, *self.limits(page, scores.shape[:-1]))
+
+    def limits(self, page: int, sets: torch.Size) -> tuple[Tensor, Tensor]:
+        """Old pages and how many of them to choose, int32, of every set of sizes [..., rows, sets], flattened."""
         pages, wanted = self.old()[: sets[-2]] // page, -(-self.budget()[: sets[-2]] // page)
         lengths, k = (x[:, None].expand(sets).flatten().int() for x in (pages, wanted))
+        return lengths, k
+
+    def best_of(self, scores: Tensor, page: int, lengths: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """`best` within these limits."""
+        scores[..., : -(-self.selection.sinks // page)] = torch.inf
         index, count = top_k(scores.flatten(0, -2), lengths, k, -(-self.max_budget // page))
-        return index.unflatten(0, sets), count.unflatten(0, sets)
+        return index.unflatten(0, scores.shape[:-1]), count.unflatten(0, scores.shape[:-1])
 
     def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
         every = super().draft_metadata(ahead, queries)

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.kernels.linear.dense import linear_dense, linear_dense_cost
-from ridgeplan.kernels.linear.dense_cuda import find_kernel
-from ridgeplan.kernels.linear.dense_schedule import MAX_ROWS, make_schedule
+from ridgeplan.kernels.linear.dense.cuda import find_kernel
+from ridgeplan.kernels.linear.dense.schedule import MAX_ROWS, make_schedule
 from ridgeplan.kernels.linear.schedule import BESIDE_BYTES, CLUSTER_SIZES, RESERVED_BYTES, DeviceLimits
 from ridgeplan.roofline import ops
 

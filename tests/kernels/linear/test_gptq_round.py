@@ -42,6 +42,25 @@ def test_halves_go_to_even_and_far_numbers_are_clamped(backend: str, device: str
     assert torch.equal(errors, steps - codes)
 
 
+@BACKENDS
+def test_bounded_codes_are_next_to_the_weights_own_values(backend: str, device: str) -> None:
+    """A whole number has no other neighbour than itself, and errors go on as they would otherwise."""
+    steps, feedback = exact(21, 32, device)
+    near = steps + torch.randint(-20, 20, steps.shape, generator=torch.Generator().manual_seed(1)).to(device) / 8
+    codes, errors = gptq_round(steps, feedback, near, backend=backend)
+    moved = steps.double() - errors.double() @ feedback.double().triu(1)
+    bounded = moved.round().clamp(near.double().floor(), near.double().ceil()).clamp(0, 15)
+    assert torch.equal(codes.double(), bounded)
+    assert torch.equal(errors.double(), moved - bounded)
+
+
+@BACKENDS
+def test_codes_of_8_bits_end_at_255(backend: str, device: str) -> None:
+    steps = torch.tensor([[254.4, 255.5, 300.0, -1.0, 3e9]], device=device)
+    codes, _ = gptq_round(steps, torch.zeros(5, 5, device=device), top_code=255, backend=backend)
+    assert codes.tolist() == [[254, 255, 255, 0, 255]]
+
+
 @pytest.mark.gpu
 def test_the_kernel_agrees_with_the_reference_on_the_gpu() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
@@ -56,8 +75,11 @@ def test_the_kernel_agrees_with_the_reference_on_the_gpu() -> None:
 
 def test_declared_cost_is_the_models() -> None:
     assert gptq_round_cost(torch.zeros(12, 32)) == ops.gptq_round(12, 32)
+    assert gptq_round_cost(torch.zeros(12, 32), torch.zeros(12, 32)) == ops.gptq_round(12, 32, bounded=1)
 
 
 def test_a_feedback_of_another_width_is_refused() -> None:
     with pytest.raises(ValueError, match=r"feedback \[8, 4\] must be square, as wide as steps \[2, 8\]"):
         gptq_round(torch.zeros(2, 8), torch.zeros(8, 4))
+    with pytest.raises(ValueError, match=r"near \[2, 4\] must have the shape of steps \[2, 8\]"):
+        gptq_round(torch.zeros(2, 8), torch.zeros(8, 8), torch.zeros(2, 4))

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.linear.cuda_launch import LinearKernel
-from ridgeplan.kernels.linear.int4 import linear_int4, linear_int4_cost
-from ridgeplan.kernels.linear.int4_cuda import find_kernel
-from ridgeplan.kernels.linear.int4_schedule import MAX_ROWS, make_schedule
-from ridgeplan.kernels.linear.int4_weight import Int4Weight
+from ridgeplan.kernels.linear.quantized import linear_quantized, linear_quantized_cost
+from ridgeplan.kernels.linear.quantized.cuda import find_kernel
+from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
+from ridgeplan.kernels.linear.quantized.schedule import MAX_ROWS, make_schedule
 from ridgeplan.kernels.linear.schedule import BESIDE_BYTES, CLUSTER_SIZES, MAX_GATED_ROWS, RESERVED_BYTES, DeviceLimits
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.passes import weight_bytes
@@ -61,9 +61,9 @@ def test_disagreeing_shapes_are_refused() -> None:
         Int4Weight.pack(torch.zeros(3, 64), torch.zeros(4, 1), torch.zeros(4, 1))
     weight = Int4Weight.pack(*parts(16, 128, 128))
     with pytest.raises(ValueError, match=r"x \[2, 64\] does not fit a weight of 128 inputs"):
-        linear_int4(torch.zeros(2, 64), weight)
+        linear_quantized(torch.zeros(2, 64), weight)
     with pytest.raises(ValueError, match=r"bias \[8\] does not fit a weight of 16 outputs"):
-        linear_int4(torch.zeros(2, 128), weight, torch.zeros(8))
+        linear_quantized(torch.zeros(2, 128), weight, torch.zeros(8))
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "group"), SHAPES)
@@ -78,7 +78,7 @@ def test_product_equals_the_definition(
     x = torch.randn(*shape, inputs, generator=torch.Generator().manual_seed(1)).to(device)
     bias = torch.linspace(-9, 9, outputs, device=device) if biased else None
     expected = x.double() @ definition(codes, scale, zero).T + (0 if bias is None else bias)
-    actual = linear_int4(x, Int4Weight.pack(codes, scale, zero), bias, backend=backend)
+    actual = linear_quantized(x, Int4Weight.pack(codes, scale, zero), bias, backend=backend)
     assert actual.shape == (*shape, outputs)
     assert relative_error(actual, expected) < 1e-5
 
@@ -88,7 +88,9 @@ def test_a_bias_may_be_strided(backend: str, device: str) -> None:
     codes, scale, zero = parts(48, 128, 64, device)
     x, bias = torch.ones(3, 128, device=device), torch.linspace(-9, 9, 96, device=device)[::2]
     expected = x.double() @ definition(codes, scale, zero).T + bias
-    assert relative_error(linear_int4(x, Int4Weight.pack(codes, scale, zero), bias, backend=backend), expected) < 1e-5
+    assert (
+        relative_error(linear_quantized(x, Int4Weight.pack(codes, scale, zero), bias, backend=backend), expected) < 1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -97,7 +99,7 @@ def test_a_bias_may_be_strided(backend: str, device: str) -> None:
 def test_product_in_16_bits(dtype: torch.dtype, rows: int, backend: str, device: str) -> None:
     codes, scale, zero = parts(50, 256, 64, device)
     x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    actual = linear_int4(x, Int4Weight.pack(codes, scale, zero), backend=backend)
+    actual = linear_quantized(x, Int4Weight.pack(codes, scale, zero), backend=backend)
     assert actual.dtype == dtype
     # Many rows go through a copy of the weight in x's dtype, whose rounding adds to that of the outputs.
     assert relative_error(actual, x.double() @ definition(codes, scale, zero).T) < torch.finfo(dtype).eps
@@ -106,11 +108,11 @@ def test_product_in_16_bits(dtype: torch.dtype, rows: int, backend: str, device:
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 def test_many_rows_take_the_weight_in_slabs(biased: bool, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Slabs of two output tiles, of 50 outputs: the last is part of a tile."""
-    monkeypatch.setattr("ridgeplan.kernels.linear.int4_triton.INT4_COPY_BYTES", 32 * 128 * 4)
+    monkeypatch.setattr("ridgeplan.kernels.linear.quantized.triton.DENSE_COPY_BYTES", 32 * 128 * 4)
     codes, scale, zero = parts(50, 128, 64, device)
     x = torch.randn(70, 128, generator=torch.Generator().manual_seed(1)).to(device)
     bias = torch.linspace(-3, 3, 50, device=device) if biased else None
-    actual = linear_int4(x, Int4Weight.pack(codes, scale, zero), bias, backend="triton")
+    actual = linear_quantized(x, Int4Weight.pack(codes, scale, zero), bias, backend="triton")
     expected = x.double() @ definition(codes, scale, zero).T + (0 if bias is None else bias)
     assert relative_error(actual, expected) < 1e-5
 
@@ -120,8 +122,10 @@ def test_many_rows_take_the_weight_in_slabs(biased: bool, monkeypatch: pytest.Mo
 def test_declared_cost_is_the_models(rows: int, inputs: int, group: int) -> None:
     weight = Int4Weight.pack(*parts(48, inputs, group))
     x = torch.zeros(rows, inputs, dtype=torch.bfloat16)
-    assert linear_int4_cost(x, weight) == ops.linear(rows, inputs, 48, weight_bytes(4, group, 2), 2)
-    assert linear_int4_cost(x, weight, gated=True) == ops.gated_linear(rows, inputs, 24, weight_bytes(4, group, 2), 2)
+    assert linear_quantized_cost(x, weight) == ops.linear(rows, inputs, 48, weight_bytes(4, group, 2), 2)
+    assert linear_quantized_cost(x, weight, gated=True) == ops.gated_linear(
+        rows, inputs, 24, weight_bytes(4, group, 2), 2
+    )
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -131,7 +135,7 @@ def test_gated_products_are_activated(backend: str, rows: int, device: str) -> N
     x = torch.randn(rows, 128, generator=torch.Generator().manual_seed(1)).to(device)
     bias = torch.linspace(-3, 3, 64, device=device)
     gate, up = (x.double() @ definition(codes, scale, zero).T + bias).chunk(2, dim=1)
-    actual = linear_int4(x, Int4Weight.pack(codes, scale, zero), bias, gated=True, backend=backend)
+    actual = linear_quantized(x, Int4Weight.pack(codes, scale, zero), bias, gated=True, backend=backend)
     assert relative_error(actual, gate * gate.sigmoid() * up) < 1e-5
 
 
@@ -215,8 +219,8 @@ def test_cuda_equals_the_definition(rows: int, outputs: int, inputs: int, group:
     x = torch.randn(rows, inputs, device="cuda").to(dtype) / 64 + 0.01  # sums that do not cancel, inside fp16's range
     assert runs_cuda(x, weight)
     expected = x.double() @ definition(codes, scale, zero).T + bias
-    assert relative_error(linear_int4(x, weight, bias), expected) < torch.finfo(dtype).eps
-    assert torch.equal(linear_int4(x, weight, bias), linear_int4(x, weight, bias))
+    assert relative_error(linear_quantized(x, weight, bias), expected) < torch.finfo(dtype).eps
+    assert torch.equal(linear_quantized(x, weight, bias), linear_quantized(x, weight, bias))
 
 
 @pytest.mark.gpu
@@ -229,10 +233,10 @@ def test_gated_in_cuda(rows: int, outputs: int, inputs: int) -> None:
     x = torch.randn(rows, inputs, device="cuda").bfloat16() / 64 + 0.01
     assert runs_cuda(x, weight, gated=True) == (rows <= MAX_GATED_ROWS)
     gate, up = (x.double() @ definition(codes, scale, zero).T + bias).chunk(2, dim=1)
-    actual = linear_int4(x, weight, bias, gated=True)
+    actual = linear_quantized(x, weight, bias, gated=True)
     rounded = 1 if rows <= MAX_GATED_ROWS else 3  # apart, products and gates are rounded before they meet
     assert relative_error(actual, gate * gate.sigmoid() * up) < rounded * torch.finfo(torch.bfloat16).eps
-    assert torch.equal(actual, linear_int4(x, weight, bias, gated=True))
+    assert torch.equal(actual, linear_quantized(x, weight, bias, gated=True))
 
 
 @pytest.mark.gpu
@@ -244,7 +248,7 @@ def test_what_the_cuda_kernel_leaves_to_others(rows: int) -> None:
     for x in (wide[1:].view(rows, 256), torch.randn(MAX_ROWS + rows, 256, device="cuda"), wide[:0].view(0, 256)):
         assert not runs_cuda(x, weight)
         expected = x.double() @ definition(codes, scale, zero).T
-        assert (linear_int4(x, weight) - expected).norm() <= 1e-2 * expected.norm()
+        assert (linear_quantized(x, weight) - expected).norm() <= 1e-2 * expected.norm()
     assert not runs_cuda(
         wide[: rows * 256].view(rows, 256), Int4Weight.pack(*parts(100, 256, 128))
     )  # of the host's memory
@@ -255,14 +259,14 @@ def test_a_captured_product_follows_its_inputs() -> None:
     """No state between calls and no host synchronization: replays equal fresh calls."""
     weight = Int4Weight.pack(*parts(512, 14336, 128, "cuda"))
     x = torch.randn(8, 14336, device="cuda", dtype=torch.bfloat16)
-    linear_int4(x, weight)  # compiles outside the capture
+    linear_quantized(x, weight)  # compiles outside the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = linear_int4(x, weight)
+        out = linear_quantized(x, weight)
     for _ in range(3):
         x.normal_()
         graph.replay()
-        assert torch.equal(out, linear_int4(x, weight))
+        assert torch.equal(out, linear_quantized(x, weight))
 
 
 @pytest.mark.gpu
@@ -273,7 +277,7 @@ def test_dependent_products_wait_for_each_other(rows: int, chained: Callable[...
         scale = torch.full((outputs, inputs // 128), 0.2 / inputs**0.5, device="cuda")
         return Int4Weight.pack(codes, scale, scale / 2)
 
-    chained(linear_int4, weight, rows)
+    chained(linear_quantized, weight, rows)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -283,7 +287,7 @@ def test_the_launch_passes_the_schedule(gated: bool, launches: Any) -> None:
     assert schedule is not None
     weight = Int4Weight(torch.zeros(128, 32, 8 * 128 + 64, dtype=torch.uint8), 128, 4096, 2048)
     x, bias = torch.zeros(8, 4096, dtype=torch.bfloat16), torch.zeros(2048, dtype=torch.bfloat16)
-    y = LinearKernel("linear", schedule).run(x, weight.packed, None if gated else bias)
+    y = LinearKernel("linear", schedule).run(x, weight.packed, bias=None if gated else bias)
     ((kernel, grid, threads, params, shared_bytes, early),) = launches.asked
     assert y.shape == (8, 1024 if gated else 2048)
     assert (kernel, grid, threads, early) == ("linear", (64 if gated else 128, 1, 1), 32 * (8 + 2), True)

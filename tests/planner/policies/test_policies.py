@@ -112,7 +112,7 @@ def test_what_is_missing_is_named():
     assert not missing_execution(preset("dapq", WORKLOAD))
     estimated = Plan(WORKLOAD, speculation=Speculation(4, selection=named("retrieval-head")))
     assert missing_execution(estimated) == ["draft selection 'retrieval-head'"]
-    assert missing_execution(Plan(WORKLOAD, Weights(8, 8))) == ["8-bit target weights"]
+    assert missing_execution(Plan(WORKLOAD, Weights(8, 8))) == missing_execution(Plan(WORKLOAD, Weights(4, 4))) == []
     assert not missing_execution(preset("int4-weights", WORKLOAD))
     assert not missing_execution(preset("quantspec", WORKLOAD))
 

@@ -137,10 +137,12 @@ def test_recommend_states_what_the_user_measured(tmp_path, monkeypatch, h200_pro
     before = planner.recommend(*asked, batch=4, profile=h200_profile)
     assert all(loss.endswith("[not measured]") for loss in before.losses)
     target = target_values(before.plan)
-    assert target == {"kv.target_bits": 8, "kv.group": 128}
-    path.write_text(rows_json([row(value=0.987, name="int8", context=65536)]), encoding="utf-8")
+    eight_bits = {"weights.target_bits": 8, "weights.group": 128, "kv.target_bits": 8, "kv.group": 128}
+    assert target == {**eight_bits, "weights.hierarchical": 1}
+    rows = [row(value=0.977, name=name, context=65536) for name in ("int8-weights-int8", "quantspec-int8")]
+    path.write_text(rows_json([dataclasses.replace(rows[0], value=0.5), rows[1]]), encoding="utf-8")
     after = planner.recommend(*asked, batch=4, profile=h200_profile)
     assert after.plan == before.plan
     (loss,) = after.losses
-    assert "fidelity 0.987" in loss
+    assert "fidelity 0.977" in loss
     assert loss in after.explain()

@@ -1,6 +1,7 @@
 """Inverse questions: what they name fits, and one more does not."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -37,14 +38,15 @@ def test_of_a_preset_the_largest_sizes_fit_to_the_last_token(name):
 @pytest.mark.parametrize("batch", [1, 2, 8])
 def test_it_agrees_with_recommend(batch):
     """`recommend` also tries other sizes of quantization groups, which matter most where the cache is small."""
-    found = planner.fit(LLAMA, "rtx4090", batches=(batch,), contexts=(8192,))
+    recommend = partial(planner.recommend, LLAMA, "rtx4090", memory_limit=16e9, offload=False)
+    found = planner.fit(LLAMA, "rtx4090", batches=(batch,), contexts=(8192,), memory_limit=16e9)
     (row,), (rows,) = found.contexts, found.batches
-    assert planner.recommend(LLAMA, "rtx4090", row.context, batch=batch, offload=False)
+    assert recommend(row.context, batch=batch)
     with pytest.raises(planner.NothingFits, match=f"context up to {row.context} with batch {batch}"):
-        planner.recommend(LLAMA, "rtx4090", row.context + 1, batch=batch, offload=False)
-    assert planner.recommend(LLAMA, "rtx4090", 8192, batch=rows.batch, offload=False)
+        recommend(row.context + 1, batch=batch)
+    assert recommend(8192, batch=rows.batch)
     with pytest.raises(planner.NothingFits, match=f"batch up to {rows.batch} with context 8192"):
-        planner.recommend(LLAMA, "rtx4090", 8192, batch=rows.batch + 1, offload=False)
+        recommend(8192, batch=rows.batch + 1)
 
 
 def test_the_model_limits_what_memory_does_not():
@@ -52,7 +54,7 @@ def test_the_model_limits_what_memory_does_not():
     assert (found.contexts[0].context, found.contexts[0].limited_by) == (131_072, "model")
     assert found.contexts[0].plan == "autoregressive"  # all plans reach it, this is the most exact and simplest
     assert found.contexts[1].limited_by == "memory"
-    assert found.contexts[1].plan == "int8"
+    assert found.contexts[1].plan == "int8-weights-int8"
     stretched = planner.fit(LLAMA, "h200", batches=(1,), yarn=True).contexts[0]
     assert stretched.context > 131_072
     assert stretched.limited_by == "memory"
@@ -89,7 +91,7 @@ def test_converted_weights_take_what_they_are_converted_to(preset):
 
 
 def test_limits_and_reserves_are_recommends():
-    roomy, tight = (planner.fit(LLAMA, "rtx4090", batches=(1,), memory_utilization=share) for share in (1.0, 0.9))
+    roomy, tight = (planner.fit(LLAMA, "rtx4090", batches=(4,), memory_utilization=share) for share in (1.0, 0.9))
     assert roomy.contexts[0].context > tight.contexts[0].context
     limited = planner.fit(LLAMA, "h200", batches=(1,), memory_limit=20e9)
     assert limited.memory_limit_bytes == 20e9

@@ -255,7 +255,7 @@ def test_full_precision_is_the_machines_own():
 
 def test_loading_converts_some_formats():
     assert WeightBits(mlp=4.5, format="gguf").as_loaded == WeightBits(format="gguf")
-    kept = WeightBits(mlp=4.5, format="awq")
+    kept = WeightBits(mlp=4.5, format="bitsandbytes")
     assert kept.as_loaded is kept
 
 

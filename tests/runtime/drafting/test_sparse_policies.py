@@ -192,6 +192,7 @@ def test_every_query_and_head_chooses_for_itself():
             cache.store_prompt(layer, 0, prompt, prompt)
         cache.finish_prompt(0, 70)
         policy.before_round()
+        policy.draft_metadata(0)
         index = policy.select(1, torch.ones(1, 1, 4, 8))
         for head, expected in ((0, 20), (1, 9)):
             found = chosen(index, head=head)

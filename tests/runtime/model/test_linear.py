@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from ridgeplan.kernels.linear.int4_weight import Int4Weight
+from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
 from ridgeplan.runtime.model.linear import Dense, Int4, LibraryInt4Weight
+from ridgeplan.runtime.model.weights import WeightFormat
 from ridgeplan.runtime.quantization.gptq import quantize_weight
-from ridgeplan.runtime.quantization.pack import int4_linear
+from ridgeplan.runtime.quantization.pack import quantized_linear
 
 
 def random(*shape, seed=0):
@@ -40,13 +41,20 @@ def test_int4_equals_its_dequantized_weight(outputs, inputs, group, rows):
     assert scale.shape == zero.shape == (outputs, inputs // group)
     scale, zero = scale.unsqueeze(2), zero.unsqueeze(2)
     decoded = ((codes.unflatten(1, (-1, group)) - 8) * scale + zero).flatten(1)
-    actual = int4_linear(Dense(weight, bias), group)(x)
+    actual = quantized_linear(Dense(weight, bias), WeightFormat(4, group))(x)
     expected = x.bfloat16().float() @ decoded.T + bias
     assert actual.shape == (2, rows, outputs)
     assert (actual - expected).abs().max() < 0.02 * expected.std() + 0.01 * expected.abs().max()
 
 
-@pytest.mark.parametrize("linear", [Dense, lambda *parts: int4_linear(Dense(*parts), 32)], ids=["dense", "int4"])
+FORMATS = [WeightFormat(4, 32), WeightFormat(8, 32), WeightFormat(8, 32, hierarchical=True)]
+
+
+@pytest.mark.parametrize(
+    "linear",
+    [Dense, *((lambda *parts, kind=kind: quantized_linear(Dense(*parts), kind)) for kind in FORMATS)],
+    ids=["dense", "int4", "int8", "hierarchical"],
+)
 @pytest.mark.parametrize("rows", [1, 70])
 def test_gated_layers_activate_their_outputs(linear, rows):
     layer, x = linear(random(48, 64), random(48, seed=1)), random(2, rows, 64, seed=2)
@@ -69,7 +77,7 @@ def test_int4_on_cuda_equals_the_cpu(dtype, rows):
 
 
 def test_storage_is_four_bits_a_weight_and_a_pair_for_each_group():
-    packed = int4_linear(Dense(random(23, 96), random(23, seed=1)), 32)
+    packed = quantized_linear(Dense(random(23, 96), random(23, seed=1)), WeightFormat(4, 32))
     # 23 outputs are padded to 32; each has 3 groups of a scale and a zero in 16 bits.
     assert packed.bytes == 32 * 96 // 2 + 32 * 3 * 2 * 2 + 23 * 4
     assert Dense(random(23, 96), random(23, seed=1)).bytes == 23 * 96 * 4 + 23 * 4
@@ -78,4 +86,4 @@ def test_storage_is_four_bits_a_weight_and_a_pair_for_each_group():
 def test_constant_groups_stay_finite():
     weight = torch.full((16, 64), 0.25)
     x = torch.ones(1, 64)
-    assert torch.allclose(int4_linear(Dense(weight), 64)(x), torch.full((1, 16), 16.0), rtol=0.01)
+    assert torch.allclose(quantized_linear(Dense(weight), WeightFormat(4, 64))(x), torch.full((1, 16), 16.0), rtol=0.01)

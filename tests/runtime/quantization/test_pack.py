@@ -5,8 +5,9 @@ import torch
 
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model.linear import Dense, LibraryInt4Weight
+from ridgeplan.runtime.model.weights import WeightFormat
 from ridgeplan.runtime.quantization.gptq import quantize_weight
-from ridgeplan.runtime.quantization.pack import fitting_group, int4_linear
+from ridgeplan.runtime.quantization.pack import fitting_group, quantized_linear
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_a_layer_is_quantized_for_its_inputs():
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (torch.randn(*shape, generator=generator) for shape in [(16, 64), (16,), (100, 64)])
     hessian = x.T @ x
-    packed = int4_linear(Dense(weight, bias), 128, hessian)
+    packed = quantized_linear(Dense(weight, bias), WeightFormat(4, 128), hessian)
     expected = LibraryInt4Weight.pack(*quantize_weight(weight, 64, hessian))
     assert torch.equal(packed.weight.packed, expected.packed)
     assert torch.equal(packed.weight.scales, expected.scales)

@@ -17,7 +17,7 @@ from ridgeplan.roofline.catalog.profile import Profile, load_profile
 from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
 from ridgeplan.roofline.latency import KERNEL_CLASSES
 from ridgeplan.validate.calibration.attention import DecodeSize, Heads, decode_trial
-from ridgeplan.validate.calibration.linear import int4_trials
+from ridgeplan.validate.calibration.linear import quantized_trials
 from ridgeplan.validate.calibration.profile import class_trials
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
 from ridgeplan.validate.random_decoder import llama_like_shape
@@ -25,7 +25,7 @@ from ridgeplan.validate.timing import Bench, Trial
 
 TINY = Suite(
     pool_bytes=8 << 20, trial_s=0.002, matmul_size=128,
-    linear_shapes=((64, 64), (256, 128)), linear_rows=(1, 5), int4_rows=(1,),
+    linear_shapes=((64, 64), (256, 128)), linear_rows=(1, 5), quantized_rows=(1,),
     head_shapes=((512, 64),), head_rows=(1,),
     heads=(Heads(3, 1, 32), Heads(2, 1, 128)), batches=(1, 2), tokens=(64, 512), queries=(1, 5),
     prefill_shapes=((64, 64),), prefill_rows=(64, 128), prefill_tokens=(64,),
@@ -49,7 +49,7 @@ def profile(calibrated: tuple[Profile, list[tuple[str, int, int]]]) -> Profile:
 
 
 def test_every_class_is_measured(profile: Profile) -> None:
-    not_executed = {"linear_int8", "grouped_linear", "attention_mla"}
+    not_executed = {"grouped_linear", "attention_mla"}
     assert set(KERNEL_CLASSES) - set(profile.classes) == {*not_executed, "gap"}  # a CPU's rounds have no such gaps
     assert profile.source == "calibrated"
     assert not profile.asynchronous
@@ -105,6 +105,27 @@ def test_a_failed_save_keeps_the_old_profile(profile: Profile, tmp_path: Path, m
     assert [file.name for file in tmp_path.iterdir()] == ["machine.json"]
 
 
+def test_classes_are_measured_again_into_a_profile(profile: Profile) -> None:
+    """Only those; whole rounds and the machine stay as they are."""
+    told: list[str] = []
+    noise = validate.NoiseCheck(allowed=True)
+    found = validate.recalibrate(profile, ["rope", "top_k"], True, lambda what, *_: told.append(what), TINY, noise)
+    assert told == ["rope", "top_k"]
+    assert set(noise.spreads) == {"rope", "top_k"}
+    kept = {kind: rates for kind, rates in profile.classes.items() if kind not in told}
+    assert {kind: found.classes[kind] for kind in kept} == kept
+    assert list(found.classes) == list(profile.classes)
+    assert (found.hardware, found.portable) == (profile.hardware, profile.portable)
+
+
+def test_an_unknown_class_and_another_machines_profile_are_refused(profile: Profile) -> None:
+    with pytest.raises(ValueError, match=r"^class 'ropes' is none of: linear, head, .*portable$"):
+        validate.recalibrate(profile, ["ropes"], True, suite=TINY)
+    other = replace(profile, device="NVIDIA H200")
+    with pytest.raises(ValueError, match=r"^the profile is of NVIDIA H200, this machine is "):
+        validate.recalibrate(other, ["rope"], True, suite=TINY)
+
+
 def test_an_unknown_device_names_the_allowed() -> None:
     with pytest.raises(ValueError, match=r"device is 'tpu'; allowed here: cpu"):
         validate.calibrate(True, "tpu", suite=TINY)
@@ -147,7 +168,7 @@ def test_caches_that_a_trial_rotates_over_amount_to_what_is_asked(bench: Bench, 
 
 
 def test_packed_weights_rotate(bench: Bench) -> None:
-    (trial,) = int4_trials(bench, [(128, 128)], [1])
+    (trial,) = quantized_trials(bench, 4, [(128, 128)], [1])
     assert trial.variants > 100
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ridgeplan.kernels.linear.int4_weight import Int4Weight
+from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
 from ridgeplan.planner.plan import DraftCodes, KVFormat, Workload
 from ridgeplan.planner.policies.selection.quantspec import quantspec_kv
 from ridgeplan.roofline.catalog.models import load_shape

@@ -207,7 +207,7 @@ def test_only_the_target_in_use_is_kept(smollm2, monkeypatch):
     plain, quantized = (preset(name, Workload("m", "cpu", 64, 8)) for name in ("autoregressive", "int4-weights"))
     dense = model.engine(plain).weights
     assert model.engine(plain).weights is dense
-    assert dense.group is None
+    assert dense.format.group is None
     int4 = model.engine(quantized).weights
-    assert (int4.group, int4.bytes < 0.5 * dense.bytes) == (128, True)
+    assert (int4.format.group, int4.bytes < 0.5 * dense.bytes) == (128, True)
     assert list(model.targets.values()) == [int4]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ridgeplan.kernels.attention.schedule import CTAS_PER_SM, AttentionVariant, Occupancy, fuses_reduction
-from ridgeplan.kernels.linear import dense_schedule, int4_schedule
+from ridgeplan.kernels.linear.dense import schedule as dense_schedule
+from ridgeplan.kernels.linear.quantized import schedule as quantized_schedule
 from ridgeplan.kernels.linear.schedule import SUM_BUFFERS, DeviceLimits, LinearSchedule
 from ridgeplan.validate.kernel_bench.linear import GROUP
 from ridgeplan.validate.kernel_bench.sizes import TINY, LinearSize
@@ -50,7 +51,11 @@ def dense(rows: int, outputs: int, inputs: int, gated: bool = False) -> LinearSc
 
 
 def int4(rows: int, outputs: int, inputs: int, gated: bool = False) -> LinearSchedule | None:
-    return int4_schedule.make_schedule(rows, outputs, inputs, GROUP, True, gated, H200)
+    return quantized_schedule.make_schedule(rows, outputs, inputs, GROUP, True, gated, H200)
+
+
+def int8(rows: int, outputs: int, inputs: int, gated: bool = False) -> LinearSchedule | None:
+    return quantized_schedule.make_schedule(rows, outputs, inputs, GROUP, True, gated, H200, 8)
 
 
 def clusters(found: list[LinearSchedule]) -> set[tuple[int, int]]:
@@ -65,7 +70,9 @@ def stages_of_a_cta(schedule: LinearSchedule) -> int:
 
 
 FORMATS = pytest.mark.parametrize(
-    "found", [schedules(TINY.linear_dense, dense), schedules(TINY.linear_int4, int4)], ids=["dense", "int4"]
+    "found",
+    [schedules(TINY.linear_dense, dense), schedules(TINY.linear_int4, int4), schedules(TINY.linear_int8, int8)],
+    ids=["dense", "int4", "int8"],
 )
 
 
@@ -96,8 +103,9 @@ def test_gated_products_share_x() -> None:
     """A gate and what it multiplies are in one CTA, so the inputs are never split; many rows are not gated."""
     found_dense = schedules(TINY.gated_dense, partial(dense, gated=True))
     found_int4 = schedules(TINY.gated_int4, partial(int4, gated=True))
-    assert clusters(found_dense) == clusters(found_int4) == {(1, 1), (1, 2)}
-    assert {s.rows for s in found_dense} == {s.rows for s in found_int4} == {1, 5}
+    found_int8 = schedules(TINY.gated_int8, partial(int8, gated=True))
+    assert clusters(found_dense) == clusters(found_int4) == clusters(found_int8) == {(1, 1), (1, 2)}
+    assert {s.rows for s in found_dense} == {s.rows for s in found_int4} == {s.rows for s in found_int8} == {1, 5}
 
 
 def test_rows_of_logits_are_aligned_or_not() -> None:

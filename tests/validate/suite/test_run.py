@@ -18,7 +18,7 @@ SHAPE = llama_like_shape(1, 64, 96, 4, 2, 32)
 SIZES = SuiteSizes(
     kernels=replace(
         sizes_for("smoke", "cpu").kernels, pool_bytes=8 << 20, trial_s=0.002, linear_shapes=((64, 64),),
-        linear_rows=(1,), int4_rows=(1,), head_shapes=((512, 64),), head_rows=(1,), heads=(Heads(2, 1, 64),),
+        linear_rows=(1,), quantized_rows=(1,), head_shapes=((512, 64),), head_rows=(1,), heads=(Heads(2, 1, 64),),
         batches=(1,), tokens=(64,), queries=(1,), prefill_shapes=((64, 64),), prefill_rows=(64,), prefill_tokens=(64,),
         quantize_tokens=(128,), gather_rows=(16,), elementwise=(SHAPE,), elementwise_rows=(1,),
     ),

@@ -9,6 +9,7 @@ from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
 from ridgeplan.validate.suite.sizes import SuiteSizes, sizes_for
 
+INTEGERS = ("linear_int4", "linear_int8")
 ALL = [(suite, device) for suite in ("smoke", "full") for device in ("cpu", "cuda")]
 
 
@@ -18,7 +19,7 @@ def sizes_of(suite: Suite) -> set[tuple[object, ...]]:
     layers = [(one.hidden, one.intermediate, one.q_heads, one.kv_heads, one.head_dim) for one in suite.elementwise]
     return {
         *(("linear", *key) for key in product(suite.linear_shapes, suite.linear_rows)),
-        *(("linear_int4", *key) for key in product(suite.linear_shapes, suite.int4_rows)),
+        *((kind, *key) for kind in INTEGERS for key in product(suite.linear_shapes, suite.quantized_rows)),
         *(("head", *key) for key in product(suite.head_shapes, suite.head_rows)),
         *(("attention", size) for sizes in suite.decode_sizes().values() for size in sizes),
         *(("elementwise", *key) for key in product(layers, suite.elementwise_rows)),

@@ -1,11 +1,14 @@
-"""Dense linear layers: y = x W^T + bias, with a CUDA kernel for few rows, which are bound by reading the weight."""
+"""Dense linear layers: y = x W^T + bias, with a CUDA kernel for few rows, which are bound by reading the weight.
+
+Not here: what both kinds of products share, the CUDA sources and their launch (kernels/linear).
+"""
 
 from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.layer.swiglu import swiglu
-from ridgeplan.kernels.linear.dense_cuda import find_kernel
+from ridgeplan.kernels.linear.dense.cuda import find_kernel
 from ridgeplan.roofline.cost import Cost
 
 
@@ -30,7 +33,7 @@ def linear_dense(
     kernel = find_kernel(rows, weight, gated) if backend == "auto" else None
     if kernel is not None:
         narrow = None if bias is None else bias.to(x.dtype).contiguous()
-        return kernel.run(rows, weight, narrow).view(*x.shape[:-1], -1)
+        return kernel.run(rows, weight, bias=narrow).view(*x.shape[:-1], -1)
     if gated:
         return swiglu(linear_dense(x, weight, bias, backend=backend), backend=backend)
     return linear_dense_reference(x, weight, bias)

@@ -58,6 +58,11 @@ class Int4Weight:
         packed = torch.cat([_code_bytes(codes, group), _pair_bytes(scale, zero)], dim=2)
         return cls(packed, group, inputs, outputs)
 
+    @property
+    def planes(self) -> tuple[Int4Weight, ...]:
+        """What a product reads: itself, or both planes of an 8-bit weight."""
+        return (self,)
+
     def unpack(self) -> Tensor:
         """Codes, uint8 [outputs, inputs]."""
         chunk = min(self.group, CHUNK)

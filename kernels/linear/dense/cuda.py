@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.linear.cuda_launch import LinearKernel, accepts, compiled_for, device_limits
-from ridgeplan.kernels.linear.dense_schedule import K_TILE_INPUTS, MAX_ROWS, make_schedule
+from ridgeplan.kernels.linear.dense.schedule import K_TILE_INPUTS, MAX_ROWS, make_schedule
 
 FALLBACK = "the CUDA dense linear kernel does not compile, the library's product runs instead"
 

@@ -1,17 +1,23 @@
-"""Linear layers with 4-bit weights: y = x W^T + bias, reading the weight once, as codes."""
+"""Linear layers with 4-bit and 8-bit weights: y = x W^T + bias, reading the weight once, as codes.
+
+Not here: how codes are chosen (runtime/quantization), the CUDA sources and their launch (kernels/linear).
+"""
 
 from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.layer.swiglu import swiglu
-from ridgeplan.kernels.linear.int4_cuda import find_kernel
-from ridgeplan.kernels.linear.int4_weight import Int4Weight
+from ridgeplan.kernels.linear.quantized.cuda import find_kernel
+from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
+from ridgeplan.kernels.linear.quantized.int8_weight import Int8Weight
 from ridgeplan.roofline.cost import Cost
 
+QuantizedWeight = Int4Weight | Int8Weight
 
-def linear_int4(
-    x: Tensor, weight: Int4Weight, bias: Tensor | None = None, *, gated: bool = False, backend: Backend = "auto"
+
+def linear_quantized(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, *, gated: bool = False, backend: Backend = "auto"
 ) -> Tensor:
     """x W^T + bias -> [..., outputs] in x's dtype, sums in float32; gated, `swiglu` of that, [..., outputs / 2].
 
@@ -31,25 +37,25 @@ def linear_int4(
     on_gpu = uses_gpu_kernel(backend, x)
     kernel = find_kernel(rows, weight, gated) if on_gpu and backend == "auto" else None
     if kernel is not None:
-        return kernel.run(rows, weight.packed, bias).view(*x.shape[:-1], -1)
+        return kernel.run(rows, *(plane.packed for plane in weight.planes), bias=bias).view(*x.shape[:-1], -1)
     if gated:
-        return swiglu(linear_int4(x, weight, bias, backend=backend), backend=backend)
+        return swiglu(linear_quantized(x, weight, bias, backend=backend), backend=backend)
     if not on_gpu:
-        out = linear_int4_reference(rows, weight, bias)
+        out = linear_quantized_reference(rows, weight, bias)
     else:
-        from ridgeplan.kernels.linear.int4_triton import linear_int4_triton
+        from ridgeplan.kernels.linear.quantized.triton import linear_quantized_triton
 
-        out = linear_int4_triton(rows, weight, bias)
+        out = linear_quantized_triton(rows, weight, bias)
     return out.view(*x.shape[:-1], weight.outputs)
 
 
-def linear_int4_reference(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
+def linear_quantized_reference(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """The same in plain torch, in float32 throughout."""
     return functional.linear(x.float(), weight.dequantize(), None if bias is None else bias.float()).to(x.dtype)
 
 
-def linear_int4_cost(x: Tensor, weight: Int4Weight, gated: bool = False) -> Cost:
-    """Declared cost of `linear_int4`: the weight and x read once; outputs, or their gated half, written once."""
+def linear_quantized_cost(x: Tensor, weight: QuantizedWeight, gated: bool = False) -> Cost:
+    """Declared cost of `linear_quantized`: the weight and x read once; outputs, or their gated half, written once."""
     rows = x.numel() // weight.inputs
     return Cost(
         flops=2 * rows * weight.outputs * weight.inputs,

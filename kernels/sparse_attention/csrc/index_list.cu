@@ -1,0 +1,97 @@
+// Attention of one query per sequence to an index list of tokens or pages, read as INT4, for Hopper and newer.
+//
+// A row is a (batch row, KV head). Each warp of its `parts` CTAs takes an equal range of its list. Tokens of one group
+// that are near in the list share a tile; several tiles are copied ahead. The last CTA of a row joins the partial results.
+
+#include "partial_results.cuh"
+
+constexpr int TILES = 3;  // of a warp in flight
+
+// A warp's walk along its range of a list.
+struct Walk {
+    const SparseParams& p;
+    const int* index;
+    i64 first_group;  // of the row
+    int position, stop, limit;
+    int token;      // of this lane, of the 32 at hand
+    u32 remaining;  // which of them are still to be copied
+
+    __device__ __forceinline__ Walk(const SparseParams& p, int row, int part)
+        : p(p), first_group(i64(row) * p.group_capacity), remaining(0) {
+        const int b = row / p.kv_heads, list = b * p.sets + row % p.kv_heads % p.sets;
+        index = p.index + i64(list) * p.index_capacity;
+        limit = min(__ldcg(p.groups + b), p.group_capacity) * GROUP;
+        const int tokens = min(__ldcg(p.count + list), p.index_capacity) * p.page;
+        const int own = (tokens + p.parts * WARPS - 1) / (p.parts * WARPS);
+        position = min((part * WARPS + int(threadIdx.x) / 32) * own, tokens);
+        stop = min(position + own, tokens);
+    }
+    // Starts copying the next tokens of one group into the tile; false at the end of the range.
+    __device__ __forceinline__ bool copy_next(TokenTile& tile) {
+        const int lane = threadIdx.x % 32;
+        while (!remaining) {
+            if (position >= stop) return false;
+            const int own = position + lane;
+            token = own < stop ? __ldcg(index + own / p.page) * p.page + own % p.page : limit;
+            remaining = __ballot_sync(FULL_MASK, token < limit);
+            position += 32;
+        }
+        const int group = __shfl_sync(FULL_MASK, token, __ffs(remaining) - 1) / GROUP;
+        const u32 same = __ballot_sync(FULL_MASK, token / GROUP == group) & remaining;
+        const int place = __popc(same & ((1u << lane) - 1));
+        const bool taken = (same >> lane & 1) && place < TILE;
+        if (taken) tile.places[place] = token % GROUP;
+        if (lane == 0) tile.count = min(__popc(same), TILE);
+        remaining &= ~__ballot_sync(FULL_MASK, taken);
+        __syncwarp();
+        start_copy(tile, p, first_group + group);
+        return true;
+    }
+};
+
+__device__ __forceinline__ void attend_listed(
+    Partial& partial, const SparseParams& p, const ChosenTokens& chosen, TokenTile* tiles, int row, int part
+) {
+    Walk walk(p, row, part);
+    int copied = 0;
+#pragma unroll
+    for (int i = 0; i < TILES - 1; i++) {
+        copied += walk.copy_next(tiles[i]);
+        cp_async_commit();
+    }
+    int to = TILES - 1;
+    for (int i = 0, from = 0; i < copied; i++) {
+        copied += walk.copy_next(tiles[to]);
+        cp_async_commit();
+        cp_async_wait<TILES - 1>();
+        __syncwarp();
+        chosen.attend(partial, tiles[from]);
+        __syncwarp();
+        from = from + 1 == TILES ? 0 : from + 1, to = to + 1 == TILES ? 0 : to + 1;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) index_list(const __grid_constant__ SparseParams p) {
+    extern __shared__ __align__(16) u8 dynamic[];
+    __shared__ Shared shared;
+    const int row = blockIdx.x / p.parts, part = blockIdx.x % p.parts, warp = threadIdx.x / 32;
+    pdl_launch_dependents();
+    pdl_wait();
+
+    if (warp == 0) shared.queries.copy(p, row / p.kv_heads, row % p.kv_heads);
+    __syncthreads();
+    const Query query(shared.queries);
+    if (warp == 0) shared.attending.store<ChosenTokens::PLANES, true>(query);
+    __syncthreads();
+    Partial partial;
+    attend_recent(partial, p, query, row, part);
+    const ChosenTokens chosen(p, query, shared.attending);
+    attend_listed(partial, p, chosen, reinterpret_cast<TokenTile*>(dynamic) + warp * TILES, row, part);
+
+    __syncthreads();  // all have read their tiles, which `out` overwrites
+    float* const out = reinterpret_cast<float*>(dynamic);  // the warps' sums over values
+    store_partial(partial, shared, out);
+    __syncthreads();
+    store_part(p, shared, out);
+    if (is_last_part(p, shared, row)) join_parts(p, out, row);
+}

@@ -1,0 +1,110 @@
+// Partial results: of warps, joined by their CTA, and of the CTAs of a row, joined by the last one of them.
+#pragma once
+
+#include "attend.cuh"
+
+struct Shared {
+    Queries queries;
+    LaneQueries attending;  // queries as the attention to chosen tokens takes them
+    float row_max[WARPS][8], row_sum[WARPS][8];
+    bool last;  // whether this CTA is the last of its row to arrive
+};
+
+// Sums over values are stored in the order of registers and lanes, whose banks differ: entry (i, j, g, c) is
+// Partial::out[i][j] of lane 4 g + c. Lanes without heads leave nothing.
+struct Entry {
+    static constexpr int COLUMNS = (HEADS + 1) / 2, COUNT = 4 * OUT_TILES * 8 * COLUMNS;
+    int head, channel;
+
+    __device__ __forceinline__ Entry(int entry) {
+        const int c = entry % COLUMNS, g = entry / COLUMNS % 8, j = entry / COLUMNS / 8 % 4, i = entry / COLUMNS / 32;
+        head = 2 * c + j % 2, channel = HALF_DIM / 8 * g + i + j / 2 * HALF_DIM;
+    }
+    __device__ __forceinline__ static int of(int i, int j, int g, int c) { return ((i * 4 + j) * 8 + g) * COLUMNS + c; }
+};
+
+// Leaves a warp's partial result for its CTA.
+__device__ __forceinline__ void store_partial(Partial& partial, Shared& shared, float* out) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+        partial.row_sum += __shfl_xor_sync(FULL_MASK, partial.row_sum, step);
+        partial.zero_sum += __shfl_xor_sync(FULL_MASK, partial.zero_sum, step);
+    }
+    if (c == 0) shared.row_max[warp][g] = partial.row_max, shared.row_sum[warp][g] = partial.row_sum;
+    float zero[2];
+#pragma unroll
+    for (int e = 0; e < 2; e++) zero[e] = __shfl_sync(FULL_MASK, partial.zero_sum, 8 * c + 4 * e);
+    if (c >= Entry::COLUMNS) return;
+    out += warp * Entry::COUNT;
+#pragma unroll
+    for (int i = 0; i < OUT_TILES; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) out[Entry::of(i, j, g, c)] = partial.out[i][j] + zero[j % 2];
+}
+
+// Joins the warps' partial results, relative to each warp's maximum in `out` [warp, entry], and leaves them in global
+// memory for the last CTA of the row.
+__device__ __forceinline__ void store_part(const SparseParams& p, const Shared& shared, const float* out) {
+    const i64 part = blockIdx.x;
+    for (int i = threadIdx.x; i < Entry::COUNT; i += THREADS) {
+        const int head = Entry(i).head;
+        float row_max = negative_infinity(), row_sum = 0, value = 0;
+#pragma unroll
+        for (int warp = 0; warp < WARPS; warp++) row_max = fmaxf(row_max, shared.row_max[warp][head]);
+        const float shift = row_max == negative_infinity() ? 0 : row_max;
+#pragma unroll
+        for (int warp = 0; warp < WARPS; warp++) {
+            const float weight = exp2_approx(shared.row_max[warp][head] - shift);
+            row_sum += weight * shared.row_sum[warp][head];
+            value += weight * out[warp * Entry::COUNT + i];
+        }
+        p.partial[part * Entry::COUNT + i] = value;
+        if (Entry(i).channel || head >= HEADS) continue;
+        p.part_max[part * HEADS + head] = row_max;
+        p.part_sum[part * HEADS + head] = row_sum;
+    }
+}
+
+// Whether this is the last CTA of its row; what the others wrote before is then visible.
+__device__ __forceinline__ bool is_last_part(const SparseParams& p, Shared& shared, int row) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) shared.last = atomic_inc_acq_rel(p.arrivals + row, p.parts - 1) == u32(p.parts - 1);
+    __syncthreads();
+    return shared.last;
+}
+
+// Joins the partial results of the row's CTAs into its output. scratch: shared memory for two floats per part and head.
+__device__ __forceinline__ void join_parts(const SparseParams& p, float* scratch, int row) {
+    constexpr int AHEAD = 16;  // loads in flight
+    const i64 first = i64(row) * p.parts;
+    float *const maxima = scratch, *const sums = scratch + p.parts * HEADS;
+    for (int i = threadIdx.x; i < p.parts * HEADS; i += THREADS) {
+        maxima[i] = __ldcg(p.part_max + first * HEADS + i);
+        sums[i] = __ldcg(p.part_sum + first * HEADS + i);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < Entry::COUNT; i += THREADS) {
+        const Entry entry(i);
+        if (entry.head >= HEADS) continue;
+        float row_max = negative_infinity(), row_sum = 0, value = 0;
+        for (int part = 0; part < p.parts; part++) row_max = fmaxf(row_max, maxima[part * HEADS + entry.head]);
+        const float shift = row_max == negative_infinity() ? 0 : row_max;
+        for (int from = 0; from < p.parts; from += AHEAD) {
+            float x[AHEAD];
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++)
+                if (from + j < p.parts) x[j] = __ldcg(p.partial + (first + from + j) * Entry::COUNT + i);
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++) {
+                if (from + j >= p.parts) break;
+                const float weight = exp2_approx(maxima[(from + j) * HEADS + entry.head] - shift);
+                row_sum += weight * sums[(from + j) * HEADS + entry.head];
+                value += weight * x[j];
+            }
+        }
+        p.out[(i64(row) * HEADS + entry.head) * HEAD_DIM + entry.channel] =
+            Elem::from_float(row_sum > 0 ? value / row_sum : 0);
+    }
+}

@@ -1,0 +1,197 @@
+"""What the CUDA C++ kernels of attention to chosen tokens (csrc/) share: arguments, variants, and what they support."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.device.kernel_params import KernelParams
+from ridgeplan.kernels.device.launch import launch_with_pdl
+from ridgeplan.kernels.device.nvrtc import compile_kernel, program
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.quantized_planes import GROUP, HEAD_DIMS, QuantizedPlanes, key_planes, value_planes
+
+THREADS, WARPS, TILE = 512, 16, 16
+MAX_HEADS = 8  # query heads of a KV head
+MAX_ROWS = 4096  # (batch row, KV head) pairs, whose counters are allocated once
+ALIGNMENT = 8  # elements of 16 bytes
+POINTERS = (
+    *("q", "keys", "values", "begin", "end", "groups"),
+    *("arrivals", "partial", "part_max", "part_sum", "out", "value_rows"),
+)
+CHOICE = ("index", "count", "k", "lse", "threshold", "histogram", "scan_sum", "two_bit")
+SIZES = ("batch", "kv_heads", "capacity", "group_capacity", "parts", "sinks", "sets", "index_capacity", "page")
+STRIDES = (
+    *("q_batch_stride", "q_head_stride"),
+    *(f"{x}_{axis}stride" for x in ("key", "value") for axis in ("batch_", "head_", "")),
+)
+NO_CHOICE = MappingProxyType(
+    {**dict.fromkeys(CHOICE, None), **dict.fromkeys(("sinks", "sets", "index_capacity", "page"), 0)}
+)
+
+
+class SparseParams(KernelParams):
+    """See csrc/sparse_params.cuh."""
+
+    constants = MappingProxyType({"THREADS": THREADS, "WARPS": WARPS, "TILE": TILE, "GROUP": GROUP})
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        ("key_codes", QuantizedPlanes),
+        ("value_codes", QuantizedPlanes),
+        *((name, ctypes.c_void_p) for name in CHOICE),
+        *((name, ctypes.c_int) for name in (*SIZES, *STRIDES)),
+        ("scale", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True)
+class SparseVariant:
+    """What a compiled kernel is specialized for. heads: query heads of a KV head."""
+
+    head_dim: int
+    heads: int
+    bf16: bool
+
+    @property
+    def options(self) -> list[str]:
+        """Compile-time configuration (csrc/config.cuh)."""
+        sizes = [f"-DTILE_BYTES={self.tile_bytes}", f"-DSTAGE_BYTES={self.stage_bytes}"]
+        return [f"-DHEAD_DIM={self.head_dim}", f"-DHEADS={self.heads}", f"-DBF16={int(self.bf16)}", *sizes]
+
+    @property
+    def tile_bytes(self) -> int:
+        """A tile of chosen tokens: codes, the group's scales and minima, places and their number, in 16 bytes each."""
+        return 2 * TILE * self.head_dim // 2 + 2 * 2 * (self.head_dim + GROUP) + 16 + 16
+
+    @property
+    def stage_bytes(self) -> int:
+        """What the scan reads of a group: 2-bit keys, scales and minima."""
+        return GROUP * self.head_dim // 4 + 2 * 2 * self.head_dim
+
+    def shared_bytes(self, buffers: int) -> int:
+        """Dynamic shared memory of a CTA whose warps have `buffers` bytes each, and later their results in it."""
+        return WARPS * max(buffers, 4 * self.entries)
+
+    @property
+    def entries(self) -> int:
+        """Sums over values of a partial result; query heads come in pairs."""
+        return (self.heads + 1) // 2 * 2 * self.head_dim
+
+
+def parts_of(rows: int, num_sms: int) -> int:
+    """CTAs of a row: as many as run at once."""
+    return max(1, num_sms // rows)
+
+
+@dataclass(frozen=True)
+class SparseKernel:
+    """A kernel compiled for a variant on one device.
+
+    counters: what calls leave at zero, by the field's name. Calls on one device must not overlap (on several streams,
+    for example): they share the counters.
+    """
+
+    compiled: Any
+    variant: SparseVariant
+    num_sms: int
+    shared_bytes: int
+    counters: dict[str, Tensor]
+
+    def run(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        lengths: tuple[Tensor, Tensor, Tensor],
+        codes: QuantizedKV,
+        value_rows: Tensor,
+        scale: float,
+        choice: Callable[[Tensor], dict[str, Any]],
+    ) -> Tensor:
+        """Output [B, 1, Hq, D]. lengths: begin, end and groups. choice: fields by which tokens are chosen, of a float32
+        scratch tensor [rows, parts, heads].
+        """
+        rows = codes.batch * codes.kv_heads
+        parts = parts_of(rows, self.num_sms)
+        heads = torch.empty(3, rows, parts, self.variant.heads, dtype=torch.float32, device=q.device)
+        partial = torch.empty(rows, parts, self.variant.entries, dtype=torch.float32, device=q.device)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        fields = {
+            **NO_CHOICE,
+            **dict(zip(("begin", "end", "groups"), (x.contiguous() for x in lengths), strict=True)),
+            **dict(zip(SIZES, (codes.batch, codes.kv_heads, keys.shape[2], codes.groups, parts), strict=False)),
+            **dict(zip(STRIDES, _strides(q, keys, values), strict=True)),
+            **self.counters,
+            **choice(heads[2]),
+        }
+        params = SparseParams(
+            q=q,
+            keys=keys,
+            values=values,
+            partial=partial,
+            part_max=heads[0],
+            part_sum=heads[1],
+            out=out,
+            value_rows=value_rows,
+            key_codes=key_planes(codes),
+            value_codes=value_planes(codes),
+            scale=scale,
+            **fields,
+        )
+        with torch.cuda.device(q.device):
+            launch_with_pdl(self.compiled, (rows * parts, 1, 1), (THREADS, 1, 1), params, self.shared_bytes)
+        return out
+
+
+def supported_variant(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV) -> SparseVariant | None:
+    """The variant for a call, or None: then Triton's kernels run.
+
+    It needs Hopper or newer, one query per row, codes in groups of 128, head_dim 64 or 128, at most 8 query heads per
+    KV head, one 16-bit dtype, and rows of the buffers that 16-byte loads can read.
+    """
+    if not q.is_cuda or torch.version.cuda is None or codes.group != GROUP or q.shape[3] not in HEAD_DIMS:
+        return None
+    if q.dtype not in (torch.bfloat16, torch.float16) or keys.dtype != q.dtype or values.dtype != q.dtype:
+        return None
+    heads = q.shape[2] // codes.kv_heads
+    if q.shape[1] > 1 or heads > MAX_HEADS or torch.cuda.get_device_capability(q.device) < (9, 0):
+        return None
+    if codes.batch * codes.kv_heads > MAX_ROWS or not all(map(_aligned, (q, keys, values))):
+        return None
+    return SparseVariant(q.shape[3], heads, q.dtype == torch.bfloat16)
+
+
+@cache
+def compiled_kernel(
+    source: str, entry: str, variant: SparseVariant, device: torch.device, buffers: int, bins: int = 0
+) -> SparseKernel | None:
+    """The kernel `entry`, with histograms of `bins` counters. None, with one warning, if it does not compile."""
+    shared_bytes = variant.shared_bytes(buffers)
+    fallback = f"the CUDA kernel {entry} does not compile, Triton's run instead"
+    text = program(source, SparseParams)
+    kernel = compile_kernel(text, entry, variant.options, device, shared_bytes=shared_bytes, fallback=fallback)
+    if kernel is None:
+        return None
+    widths = {"arrivals": 1, **({"histogram": bins} if bins else {})}
+    counters = {name: torch.zeros(MAX_ROWS * width, dtype=torch.int32, device=device) for name, width in widths.items()}
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return SparseKernel(kernel, variant, num_sms, shared_bytes, counters)
+
+
+def _aligned(tensor: Tensor) -> bool:
+    strides = tensor.stride()
+    return strides[-1] == 1 and tensor.data_ptr() % 16 == 0 and not any(s % ALIGNMENT for s in strides[:-1])
+
+
+def _strides(q: Tensor, keys: Tensor, values: Tensor) -> list[int]:
+    """Of all axes but the channels (and of q's queries), in units of 16 bytes."""
+    strides = (q.stride(0), q.stride(2), *keys.stride()[:3], *values.stride()[:3])
+    return [stride // ALIGNMENT for stride in strides]

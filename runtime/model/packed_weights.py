@@ -1,0 +1,118 @@
+"""Weights of quantized checkpoints, decoded to float32 from the tensors of one module.
+
+Every function takes the tensors of a linear layer by the suffix of their names, and returns [outputs, inputs]. Layouts
+are those that AutoGPTQ, AutoAWQ, compressed-tensors and DeepSeek's fp8 checkpoints publish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgeplan.roofline.catalog.mistakes import brief
+
+Parts = Mapping[str, Tensor]
+Settings = Mapping[str, Any]  # `quantization_config` of the checkpoint's config.json
+WORD_BITS = 32
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each 4 bits of a word
+
+
+def decode_gptq(parts: Parts, settings: Settings) -> Tensor:
+    """qweight [inputs / pack, outputs]; qzeros [groups, outputs / pack]; scales [groups, outputs]; g_idx [inputs].
+
+    Zeros are stored less 1, but not by `gptq_v2`.
+    """
+    bits = _bits(settings)
+    codes, zeros = _fields(parts["qweight"].t(), bits).t(), _fields(parts["qzeros"], bits)
+    zeros = zeros + (0 if settings.get("checkpoint_format") == "gptq_v2" else 1)
+    group = parts["g_idx"].long() if "g_idx" in parts else _groups(len(codes), len(zeros))
+    return ((codes - zeros[group]) * parts["scales"].float()[group]).t()
+
+
+def decode_awq(parts: Parts, settings: Settings) -> Tensor:
+    """qweight [inputs, outputs / 8]; qzeros [groups, outputs / 8]; scales [groups, outputs]. Raises ValueError."""
+    version = settings.get("version", "gemm")
+    if settings.get("bits", 4) != 4 or str(version).lower() != "gemm":
+        raise ValueError(f"AWQ has {brief(settings.get('bits'))} bits, version {brief(version)}; allowed: 4 bits, gemm")
+    order = torch.tensor(AWQ_COLUMNS).argsort()
+
+    def columns(words: Tensor) -> Tensor:
+        return _fields(words, 4).unflatten(1, (-1, 8))[:, :, order].flatten(1)
+
+    codes, zeros = columns(parts["qweight"]), columns(parts["qzeros"])
+    group = _groups(len(codes), len(zeros))
+    return ((codes - zeros[group]) * parts["scales"].float()[group]).t()
+
+
+def decode_compressed(parts: Parts, settings: Settings) -> Tensor:
+    """compressed-tensors: weight_packed [outputs, inputs / pack], or weight as int8 or fp8 [outputs, inputs].
+
+    weight_scale [outputs, groups], [outputs, 1] or [1]; weight_zero_point like it, packed along the outputs if the
+    weight is packed. Packed codes are stored with their middle added.
+    """
+    scale = parts["weight_scale"].float()
+    scale = scale if scale.dim() == 2 else scale.reshape(-1, 1)
+    if "weight_packed" not in parts:
+        codes, zeros = parts["weight"].float(), parts.get("weight_zero_point", torch.zeros(())).float()
+        zeros = zeros if zeros.dim() == 2 else zeros.reshape(-1, 1)
+    else:
+        outputs, inputs = parts["weight_shape"].tolist()
+        bits = _compressed_bits(settings)
+        codes = _fields(parts["weight_packed"], bits)[:, :inputs]
+        zeros = torch.full((1, 1), float(1 << bits - 1))
+        if "weight_zero_point" in parts:
+            zeros = _fields(parts["weight_zero_point"].t(), bits).t()[:outputs]
+    group = parts["weight_g_idx"].long() if "weight_g_idx" in parts else _groups(codes.shape[1], scale.shape[1])
+    zeros = zeros.expand(-1, scale.shape[1])
+    return (codes - zeros[:, group]) * scale[:, group]
+
+
+def decode_fp8(parts: Parts, settings: Settings) -> Tensor:
+    """weight [outputs, inputs] in fp8; weight_scale_inv per block, or weight_scale of the whole or of each output."""
+    weight = parts["weight"].float()
+    if "weight_scale_inv" not in parts:
+        scale = parts["weight_scale"].float()
+        return weight * (scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(()))
+    scale, block = parts["weight_scale_inv"].float(), settings.get("weight_block_size") or weight.shape
+    for axis, size in enumerate(block):
+        scale = scale.repeat_interleave(int(size), dim=axis).narrow(axis, 0, weight.shape[axis])
+    return weight * scale
+
+
+# By `quant_method`: how a module is decoded, and the tensor that tells a quantized one.
+Decoder = Callable[[Parts, Settings], Tensor]
+DECODERS: dict[str, tuple[Decoder, tuple[str, ...]]] = {
+    "gptq": (decode_gptq, ("qweight",)),
+    "awq": (decode_awq, ("qweight",)),
+    "compressed-tensors": (decode_compressed, ("weight_scale",)),
+    "fp8": (decode_fp8, ("weight_scale_inv", "weight_scale")),
+}
+
+
+def _fields(words: Tensor, bits: int) -> Tensor:
+    """Unsigned fields of `bits` bits of int32 words [rows, n], lowest first: float32 [rows, n * 32 / bits]."""
+    shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32)
+    return (words[:, :, None] >> shifts & (1 << bits) - 1).flatten(1).float()
+
+
+def _groups(inputs: int, groups: int) -> Tensor:
+    """The group of each input. Raises ValueError where groups are not of one size."""
+    if groups < 1 or inputs % groups:
+        raise ValueError(f"{inputs} inputs have {groups} scales; allowed: groups of one size")
+    return torch.arange(inputs) // (inputs // groups)
+
+
+def _bits(settings: Settings) -> int:
+    bits = settings.get("bits")
+    if bits not in (2, 4, 8):
+        raise ValueError(f"bits is {brief(bits)}; allowed: 2, 4 or 8")
+    return int(bits)
+
+
+def _compressed_bits(settings: Settings) -> int:
+    """Bits of the only group of modules, which roofline/catalog/weight_formats has checked."""
+    (bits,) = {group["weights"]["num_bits"] for group in settings["config_groups"].values()}
+    return _bits({"bits": bits})

@@ -1,0 +1,144 @@
+"""Quantized target weights, saved once in the user's cache: fitting takes minutes, reading them seconds.
+
+A file appears under its name only when it is complete, and its header tells its length, so that a damaged one is made
+again. Its name is the identity of all that the weights depend on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
+from ridgeplan.kernels.linear.quantized.int8_weight import Int8Weight
+from ridgeplan.roofline.catalog import user_folders
+from ridgeplan.runtime.host_memory import available_bytes
+from ridgeplan.runtime.model.linear import Dense, Int4, Int8, LibraryInt4Weight, LibraryInt8Weight
+from ridgeplan.runtime.model.mlp import GatedMLP
+from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, WeightFormat
+from ridgeplan.runtime.quantization.calibration_text import CalibrationText
+
+VERSION = "1"  # part of the name: a change of what is fitted or written makes a new file
+STRUCTURE = "structure"  # the entry of a file's metadata that tells what its tensors are parts of
+PARTS = {
+    kind.__name__: kind
+    for kind in (
+        DecoderWeights, LayerWeights, GatedMLP, Dense, Int4, Int8, Int4Weight, Int8Weight, LibraryInt4Weight,
+        LibraryInt8Weight,
+    )
+}  # fmt: skip
+
+
+def saved_weights(path: Path | None, device: torch.device, make: Callable[[], DecoderWeights]) -> DecoderWeights:
+    """The weights in the file `path`, on `device`; made and saved there now unless it is whole.
+
+    Two processes that want the same weights make them once. Where they cannot be saved they are used as they are, after
+    a warning; without a path there is none.
+    """
+    if path is None:
+        return make()
+    found = _read(path, device)
+    if found is not None:
+        return found
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path.parent, os.W_OK):
+        return make()
+    with FileLock(path.with_suffix(".lock")):
+        found = _read(path, device)  # another process may have finished meanwhile
+        if found is None:
+            found = make()
+            _save(found, path)
+    return found
+
+
+def weights_path(
+    source: str, dtype: torch.dtype, device: torch.device, target: WeightFormat, text: CalibrationText | None
+) -> Path | None:
+    """Where weights are saved that are fitted from the folder `source` to a text, by default one of the model's own.
+
+    None for a user without a home folder.
+    """
+    try:
+        folder = user_folders.quantized_folder()
+    except user_folders.NoHomeFolder:
+        return None
+    files = sorted(Path(source).iterdir())
+    status = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+    # torch's layout of 4-bit weights for CPUs depends on their instructions.
+    layout = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device.type
+    tokens = b"" if text is None else text.tokens.cpu().numpy().tobytes()
+    identity = repr((VERSION, str(Path(source).resolve()), status, str(dtype), layout, target))
+    digest = hashlib.sha256(identity.encode("utf-8", "surrogateescape") + tokens).hexdigest()[:24]
+    return folder / f"{target.bits}-bit-{digest}.safetensors"
+
+
+def _read(path: Path, device: torch.device) -> DecoderWeights | None:
+    """The weights in a file; None where there is none, or a damaged one."""
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            structure = json.loads(file.metadata()[STRUCTURE])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        found = _restored(structure, tensors)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, DecoderWeights) else None
+
+
+def _save(weights: DecoderWeights, path: Path) -> None:
+    """Writes to a file beside `path` and renames it."""
+    for what, free_bytes in (("memory", available_bytes()), ("disk", shutil.disk_usage(path.parent).free)):
+        if free_bytes is not None and weights.bytes > free_bytes:
+            gb = weights.bytes / 1e9
+            warnings.warn(f"the fitted weights are not saved: {gb:.1f} GB of {what} are not free", stacklevel=2)
+            return
+    staging = path.with_suffix(".partial")  # the lock keeps others off; what a killed process left is overwritten
+    tensors: dict[int, tuple[str, Tensor]] = {}
+    structure = json.dumps(_described(weights, tensors))
+    named = {name: tensor.cpu().contiguous() for name, tensor in tensors.values()}
+    try:
+        save_file(named, staging, metadata={STRUCTURE: structure})
+        staging.replace(path)
+    except (OSError, SafetensorError) as error:
+        warnings.warn(f"the fitted weights cannot be saved to {path.parent}: {error}", stacklevel=2)
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+def _described(item: Any, tensors: dict[int, tuple[str, Tensor]]) -> Any:
+    """JSON values of weights or a part of them; their tensors get names, by address, so that tied ones stay tied."""
+    if isinstance(item, Tensor):
+        name, _ = tensors.setdefault(item.data_ptr(), (f"t{len(tensors)}", item))
+        return {"tensor": name}
+    if isinstance(item, tuple):
+        return [_described(one, tensors) for one in item]
+    if dataclasses.is_dataclass(item):
+        values = {field.name: _described(getattr(item, field.name), tensors) for field in dataclasses.fields(item)}
+        return {"part": type(item).__name__, "fields": values}
+    return item
+
+
+def _restored(described: Any, tensors: dict[str, Tensor]) -> Any:
+    """What `_described` turned into JSON."""
+    if isinstance(described, list):
+        return tuple(_restored(one, tensors) for one in described)
+    if not isinstance(described, dict):
+        return described
+    if "tensor" in described:
+        return tensors[described["tensor"]]
+    fields = {name: _restored(value, tensors) for name, value in described["fields"].items()}
+    return PARTS[described["part"]](**fields)

@@ -1,0 +1,94 @@
+"""Fitted weights are saved once, found again by all that they depend on, and never used half-written."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ridgeplan import runtime
+from ridgeplan.runtime import loading
+from ridgeplan.runtime.model.weights import WeightFormat
+from ridgeplan.runtime.quantization import saved
+from ridgeplan.runtime.quantization.calibration_text import CalibrationText
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fitted(monkeypatch):
+    """The number of times that weights were fitted."""
+    times = []
+    whole = loading.quantized_target
+
+    def counting(*arguments):
+        times.append(arguments[3])
+        return whole(*arguments)
+
+    monkeypatch.setattr(loading, "quantized_target", counting)
+    return times
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("options", [{"target_bits": 4}, {"gamma": 2, "target_bits": 8, "draft_bits": 4}])
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_read_again_as_they_were_fitted(options, tied, tiny_model, make_plan, saved_weights_folder, fitted):
+    folder, plan = tiny_model(tie_word_embeddings=tied).folder, make_plan(**options)
+    first, second = (runtime.load(plan, folder, device="cpu").weights for _ in range(2))
+    assert len(fitted) == len(files(saved_weights_folder)) == 1
+    assert second.format == first.format
+    assert second.bytes == first.bytes
+    ours, theirs = (list(one.tensors()) for one in (first, second))
+    assert len(ours) == len(theirs) > 20
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_a_half_written_file_is_never_used(tiny_model, make_plan, saved_weights_folder, fitted):
+    folder, plan = tiny_model().folder, make_plan(target_bits=4)
+    expected = runtime.load(plan, folder, device="cpu").weights.layers[0].qkv.weight.packed
+    [file] = files(saved_weights_folder)
+    whole = file.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:-1], b"", b"\0" * 100):
+        file.write_bytes(damaged)
+        again = runtime.load(plan, folder, device="cpu").weights
+        assert torch.equal(again.layers[0].qkv.weight.packed, expected)
+        assert file.read_bytes() == whole
+    assert len(fitted) == 5
+
+
+def test_what_a_killed_process_left_is_not_taken_for_weights(tiny_model, make_plan, saved_weights_folder, monkeypatch):
+    def killed(tensors, path, metadata):
+        Path(path).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    folder, plan = tiny_model().folder, make_plan(target_bits=4)
+    monkeypatch.setattr(saved, "save_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        runtime.load(plan, folder, device="cpu")
+    assert files(saved_weights_folder) == []
+
+
+def test_other_files_formats_and_texts_have_files_of_their_own(tmp_path):
+    model = tmp_path / "model.safetensors"
+    model.write_bytes(b"1")
+    texts = [None, *(CalibrationText(torch.tensor([[one, 2]]), natural=True) for one in (1, 3))]
+    formats = [WeightFormat(4, 64), WeightFormat(8, 64), WeightFormat(8, 64, hierarchical=True), WeightFormat(4, 32)]
+
+    def paths():
+        return {saved.weights_path(str(tmp_path), torch.float32, CPU, one, text) for one in formats for text in texts}
+
+    before = paths()
+    assert len(before) == len(texts) * len(formats)
+    assert paths() == before
+    os.utime(model, ns=(1, 1))
+    assert not paths() & before
+
+
+def test_a_full_disk_costs_only_a_warning(tiny_model, make_plan, saved_weights_folder, monkeypatch):
+    monkeypatch.setattr(saved, "available_bytes", lambda: 10)
+    with pytest.warns(UserWarning, match="the fitted weights are not saved: 0.0 GB of memory are not free"):
+        runtime.load(make_plan(target_bits=4), tiny_model().folder, device="cpu")
+    assert files(saved_weights_folder) == []
