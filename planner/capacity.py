@@ -103,10 +103,12 @@ def predicted_memory(plan: Plan, shape: ModelShape, device: Device) -> MemoryBre
 def offloaded_layers(plan: Plan, shape: ModelShape, device: Device) -> tuple[int, int]:
     """Layers that must be offloaded for the plan's workload to fit by the end of its generation, 0 if none may be.
 
-    And the bytes that are then left of the device's memory.
+    And the bytes that are then left of what the plan may use.
     """
-    found = offload_layers(shape, device, strategy_of(plan, shape, device, CERTAIN))
-    return int(found.host.layers), max(0, int(device.memory_bytes - found.memory.peak))
+    strategy = strategy_of(plan, shape, device, CERTAIN)
+    found = offload_layers(shape, device, strategy)
+    limit = min(device.memory_bytes, strategy.memory_limit_bytes)
+    return int(found.host.layers), max(0, int(limit - found.memory.peak))
 
 
 def peak_bytes(plan: Plan, shape: ModelShape, device: Device) -> float:

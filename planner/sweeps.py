@@ -61,7 +61,7 @@ def placement_times(plan: Plan, shape: ModelShape, profile: Profile, contexts: S
     strategy = replace(_strategy(plan, shape, profile), context=np.array(contexts, dtype=float))
     rates = rates_of(plan, shape, machine)
     adaptive, static = (evaluate(shape, machine, replace(strategy, offload_all=every), rates) for every in (0, 1))
-    times = (tuple(1e3 * np.broadcast_to(one.tpot_s, len(contexts))) for one in (adaptive, static))
+    times = (tuple((1e3 * np.broadcast_to(one.tpot_s, len(contexts))).tolist()) for one in (adaptive, static))
     layers = np.broadcast_to(np.asarray(adaptive.offloaded_layers, dtype=int), len(contexts))
     return PlacementTimes(tuple(contexts), tuple(layers.tolist()), *times)
 

@@ -15,6 +15,9 @@ SLOTS |= dict.fromkeys(("wanted", "loaded"), "*i64")
 GATHER = dict.fromkeys(("units", "into", "count"), "*i32") | dict.fromkeys(("width", *STRIDES), "i32")
 GATHER |= dict.fromkeys(("keys", "values", "slot_keys", "slot_values"), "*bf16")
 GATHER |= dict.fromkeys(("token_stride", "slot_stride"), "i32")
+STORE_STRIDES = [f"{prefix}{axis}stride" for prefix in ("", "out_") for axis in ("batch_", "head_")]
+STORE = {"recent": "*bf16", "out": "*bf16", "first": "*i32", "mask": "*i1", "slot_stride": "i32", "out_stride": "i32"}
+STORE |= dict.fromkeys(STORE_STRIDES, "i32")
 COPY = {"source": "*i32", "out": "*i32", "count": "*i32", "source_entries": "i32", "out_entries": "i32"}
 
 
@@ -28,7 +31,9 @@ def test_every_residency_kernel_compiles_for_hopper(
     compiled_for_hopper: Callable[[dict[str, Any]], dict[str, int]],
 ) -> None:
     gather = {"KV_HEADS": 8, "PARTS": 9, "ROWS": 16, "HEAD_DIM": 128, "PADDED": 128}
+    store = {name: value for name, value in gather.items() if name not in ("PARTS", "ROWS")}
     jobs = {
+        "group store": job("group_store_triton", "_store_group_kernel", 4, STORE, GROUP=128, BLOCK=32, **store),
         "leading copy": job(
             "leading_copy_triton", "_copy_leading_kernel", 8, COPY, ENTRY_WORDS=2048, HEADS=8, PARTS=9, BLOCK=4096
         ),

@@ -63,12 +63,17 @@ class MovableCodes:
 
     def capacity(self, resident: int) -> int:
         """Groups that rows may have while `resident` layers are on the device."""
-        most = self.config.groups(self.config.longest)
-        return min(most, self.units // resident) if resident else most
+        return min(self.most_groups, self.units // resident) if resident else self.most_groups
+
+    @property
+    def most_groups(self) -> int:
+        """Groups that a row may ever have."""
+        return self.config.groups(self.config.longest)
 
     def resident(self, groups: int) -> int:
-        """The most layers that may be on the device with rows of up to `groups` groups."""
-        fitting = (count for count in range(self.layers, self.staying, -1) if self.capacity(count) >= groups)
+        """The most layers that may be on the device with rows of up to `groups` groups, or as many as rows may have."""
+        wanted = min(groups, self.most_groups)
+        fitting = (count for count in range(self.layers, self.staying, -1) if self.capacity(count) >= wanted)
         return next(fitting, self.staying)
 
     def coded(self, resident: int) -> tuple[CodedLayers, ...]:

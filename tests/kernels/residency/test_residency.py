@@ -1,5 +1,7 @@
 """Copies from the host and residency of chosen tokens: against a simulation of least-recently-used slots in Python."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,13 @@ from torch import Tensor
 from ridgeplan.kernels.residency.gather import gather_cost, gather_into_slots
 from ridgeplan.kernels.residency.leading_copy import copy_leading, copy_leading_cost
 from ridgeplan.kernels.residency.slots import SlotTable, take_slots, take_slots_cost
+from ridgeplan.planner.lowering import strategy_of
+from ridgeplan.planner.plan import Workload
+from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.cost import Cost
+from ridgeplan.roofline.host_link import HostLayers, load_seconds, stream_seconds
+from ridgeplan.roofline.latency import Machine
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])
 
@@ -132,6 +140,24 @@ def test_declared_costs_are_counts_of_bytes() -> None:
     table = SlotTable.allocate(2, 8, 1000, 200, torch.device("cpu"))
     index = torch.zeros(2, 8, 100, dtype=torch.int32)
     assert take_slots_cost(table, index).read_bytes == 2 * 8 * 4 * (2 * 100 + 200)
+
+
+def test_the_cost_model_moves_what_the_kernels_declare() -> None:
+    """At a link of 1 byte a second, seconds are bytes: those of a stream, and of the loads of a step."""
+    link = Machine(
+        memory_bytes=0, element_bytes=2, num_sms=1, bandwidth_bytes_per_s=1, compute_flops=1, host_link_bytes_per_s=1,
+        rates={}, pass_dispatch_s=0, layer_dispatch_s=0, prefill_layer_dispatch_s=0, decode_gemm_rows=1,
+        fused_swiglu_rows=0,
+    )  # fmt: skip
+    shape = load_shape("Llama-3.1-8B")
+    plan = preset("specontext", Workload("m", "h200", 4096, batch=2))
+    strategy, host = strategy_of(plan, shape, link, 1.0), HostLayers(3, 2 * 4096)
+    keys = torch.zeros(2, 8, 4096, 128, dtype=torch.bfloat16)
+    missing = round(2048 * (1 - strategy.overlap))
+    loaded = load_seconds(link, shape, replace(strategy, overlap=1 - missing / 2048), host, 2048, 1)
+    assert loaded == pytest.approx(gather_cost((keys, keys), missing).read_bytes)
+    streamed = stream_seconds(link, strategy, host, 4096)
+    assert streamed == 2 * copy_leading_cost(keys, 4096 - 192).read_bytes
 
 
 def test_errors_name_the_shapes() -> None:

@@ -6,9 +6,7 @@ import pytest
 
 from ridgeplan import runtime
 from ridgeplan.planner.axes.offload import HostPart
-from ridgeplan.planner.capacity import offloaded_layers, peak_bytes
 from ridgeplan.planner.plan import Placement
-from ridgeplan.roofline.device import Device
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.kv.offload import host_memory
 from ridgeplan.runtime.model.checkpoint import load_config
@@ -28,34 +26,17 @@ def shape(folder):
     return decoder_config(load_config(folder), folder, 1.0).shape
 
 
-def limited(plan, shape, layers, part, budget=64, **placement):
-    """The plan with so little memory that at least `layers` layers must leave, and their number.
-
-    Slots for the layers on their way take the memory of two or more.
-    """
-    whole = Placement(True, budget if part is HostPart.ALL else 0, part, **placement)
-    most = int(peak_bytes(plan, shape, device(10**12)))
-    for memory_bytes in range(most, 0, -most // 100):
-        placed = replace(plan, placement=replace(whole, memory_bytes=memory_bytes))
-        found, _ = offloaded_layers(placed, shape, device(memory_bytes))
-        if found >= layers:
-            return placed, found
-    raise AssertionError(f"no limit offloads {layers} layers")
-
-
-def device(memory_bytes):
-    return Device(memory_bytes=memory_bytes, element_bytes=4, num_sms=1, asynchronous=0)
-
-
 @pytest.mark.parametrize("prefetch", [1, 3])
 @pytest.mark.parametrize("kv, gamma", [("int4x2", 4), ("int4x2", 0)])
 @pytest.mark.parametrize("part", list(HostPart))
 @pytest.mark.parametrize("layers", [1, LAYERS])
-def test_the_same_tokens_as_without_a_limit(layers, part, kv, gamma, prefetch, folder, shape, make_plan, prompts):
+def test_the_same_tokens_as_without_a_limit(
+    layers, part, kv, gamma, prefetch, folder, shape, limited, make_plan, prompts
+):
     plan, ids = make_plan(kv, gamma, batch=3), prompts(*LENGTHS)
-    expected = runtime.load(plan, folder).generate(ids, NEW)
+    expected = runtime.load(plan, folder, device="cpu").generate(ids, NEW)
     placed, host_layers = limited(plan, shape, layers, part, prefetch=prefetch)
-    engine = runtime.load(placed, folder)
+    engine = runtime.load(placed, folder, device="cpu")
     assert engine.cache.config.host_layers == host_layers
     found = engine.generate(ids, NEW)
     assert found.tokens == expected.tokens
@@ -77,12 +58,12 @@ SPARSE = {"ratio": 0.3, "floor": 40, "sinks": 2}
     ],
     ids=lambda value: value.get("selection", "all") if isinstance(value, dict) else None,
 )
-def test_full_precision_layers_too(gamma, changes, folder, shape, make_plan, prompts):
+def test_full_precision_layers_too(gamma, changes, folder, shape, limited, make_plan, prompts):
     """Verification streams their old tokens; drafts read the latest ones, or have what they choose loaded."""
     plan, ids = make_plan("bf16", gamma, batch=2, new_tokens=96, **changes), prompts(100, 37)
-    expected = runtime.load(plan, folder).generate(ids, 70)
+    expected = runtime.load(plan, folder, device="cpu").generate(ids, 70)
     placed, host_layers = limited(plan, shape, 1, HostPart.ALL, budget=128)
-    engine = runtime.load(placed, folder)
+    engine = runtime.load(placed, folder, device="cpu")
     assert engine.cache.config.host_layers == host_layers
     found = engine.generate(ids, 70)
     assert found.tokens == expected.tokens
@@ -90,12 +71,12 @@ def test_full_precision_layers_too(gamma, changes, folder, shape, make_plan, pro
 
 
 @pytest.mark.parametrize("kv, gamma", [("int4x2", 3), ("int8", 0)])
-def test_layers_leave_while_tokens_are_generated(kv, gamma, folder, shape, make_plan, prompts):
+def test_layers_leave_while_tokens_are_generated(kv, gamma, folder, shape, limited, make_plan, prompts):
     """From a prompt for which all fit to a length where few do, layers leave one by one, and no token differs."""
     plan, ids = make_plan(kv, gamma, batch=2, context=64, new_tokens=400), prompts(60, 37)
-    expected = runtime.load(plan, folder).generate(ids, 400)
+    expected = runtime.load(plan, folder, device="cpu").generate(ids, 400)
     placed, _ = limited(plan, shape, 4, HostPart.ALL, adaptive=True)
-    engine = runtime.load(placed, folder)
+    engine = runtime.load(placed, folder, device="cpu")
     found = engine.generate(ids, 400)
     assert found.tokens == expected.tokens
     assert engine.statistics.moved_layers > 1
@@ -104,40 +85,40 @@ def test_layers_leave_while_tokens_are_generated(kv, gamma, folder, shape, make_
     assert again.tokens == [tokens[:100] for tokens in expected.tokens[::-1]]
 
 
-def test_what_steps_have_in_common_is_not_loaded_again(folder, shape, make_plan, prompts):
+def test_what_steps_have_in_common_is_not_loaded_again(folder, shape, limited, make_plan, prompts):
     """Drafts that choose half of the tokens of layers on the host mostly find them there (SpeContext, Fig 6b)."""
     plan = make_plan("bf16", 3, batch=2, selection="streamingllm", ratio=0.5, floor=40, sinks=2)
     placed, host_layers = limited(plan, shape, 1, HostPart.ALL, budget=128)
-    statistics = runtime.load(placed, folder).generate(prompts(100, 60), 60).statistics
+    statistics = runtime.load(placed, folder, device="cpu").generate(prompts(100, 60), 60).statistics
     assert host_layers > 0
     assert 0 < statistics.loads < statistics.wanted_loads
     assert statistics.overlap == 1 - statistics.loads / statistics.wanted_loads > 0.8
 
 
 def test_without_pinned_memory_one_line_says_so_and_nothing_is_left_behind(
-    folder, shape, make_plan, prompts, monkeypatch
+    folder, shape, limited, make_plan, prompts, monkeypatch
 ):
     placed, _ = limited(make_plan("int4x2", 2, batch=2), shape, 1, HostPart.ALL)
     with monkeypatch.context() as patched:
         patched.setattr(host_memory, "available_bytes", lambda: 1000)
         with pytest.raises(WorkloadError, match=r"GB of pinned host memory and 0\.0 GB are free") as refused:
-            runtime.load(placed, folder)
+            runtime.load(placed, folder, device="cpu")
         assert "\n" not in str(refused.value)
-    assert runtime.load(placed, folder).generate(prompts(50, 20), 5).statistics.generated == 10
+    assert runtime.load(placed, folder, device="cpu").generate(prompts(50, 20), 5).statistics.generated == 10
 
 
-def test_a_prompt_beyond_what_fits_with_all_layers_away_is_refused(folder, shape, make_plan):
+def test_a_prompt_beyond_what_fits_with_all_layers_away_is_refused(folder, make_plan):
     plan = make_plan("int4x2", 2, context=512)
     least = replace(plan, placement=Placement(True, 64, memory_bytes=10**5))
     with pytest.raises(WorkloadError, match=r"the plan needs .* may be used"):
-        runtime.load(least, folder)
+        runtime.load(least, folder, device="cpu")
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_an_abandoned_generation_disturbs_no_later_one(adaptive, folder, shape, make_plan, prompts):
+def test_an_abandoned_generation_disturbs_no_later_one(adaptive, folder, shape, limited, make_plan, prompts):
     plan, ids = make_plan("int4x2", 3, batch=2, context=64, new_tokens=200), prompts(60, 37)
     placed, _ = limited(plan, shape, 2, HostPart.ALL, adaptive=adaptive)
-    engine = runtime.load(placed, folder)
+    engine = runtime.load(placed, folder, device="cpu")
     expected = engine.generate(ids, 120).tokens
     steps = engine.stream_batch(ids, 200)
     for _ in range(20):
