@@ -9,17 +9,16 @@ import numpy as np
 
 from ridgeplan.planner.interface.quantities import GB, LEAST_BARE_BYTES
 from ridgeplan.planner.lowering import stack, strategy_of
-from ridgeplan.planner.plan import MAX_BATCH, Plan, Workload, require
+from ridgeplan.planner.plan import MAX_BATCH, MAX_MEMORY_BYTES, Plan, Workload, require
 from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, MAX_TOKENS, uses_draft_swap
 from ridgeplan.roofline.memory import MemoryBreakdown
-from ridgeplan.roofline.placement import peak_memory, resident_memory
+from ridgeplan.roofline.placement import offload_layers, resident_memory
 
 MEMORY_UTILIZATION = 0.9  # vLLM's default; the rest is for the driver, fragments and other processes
-MAX_MEMORY_BYTES = 10**18
 CERTAIN = 1.0  # memory does not depend on acceptance
 ModelReference = str | ModelShape
 
@@ -60,7 +59,7 @@ class Capacity:
         strategies = [strategy_of(plan, self.shape, self.device, CERTAIN) for plan in self.plans]
         sizes = {name: size for name, size in (("context", context), ("batch", batch)) if size is not None}
         strategy = replace(stack(strategies, [1] * len(strategies)), **sizes)
-        peaks = np.asarray(peak_memory(self.shape, self.device, strategy), dtype=float)
+        peaks = np.asarray(offload_layers(self.shape, self.device, strategy).memory.peak, dtype=float)
         return np.broadcast_to(peaks, (len(self.plans),))
 
     def largest_contexts(self, limits: np.ndarray) -> np.ndarray:
@@ -101,6 +100,17 @@ def swaps_draft_weights(plan: Plan) -> bool:
 def predicted_memory(plan: Plan, shape: ModelShape, device: Device) -> MemoryBreakdown:
     """Bytes by purpose, with nothing offloaded."""
     return resident_memory(shape, device, strategy_of(plan, shape, device, CERTAIN))
+
+
+def offloaded_layers(plan: Plan, shape: ModelShape, device: Device) -> tuple[int, int]:
+    """Layers that must be offloaded for the plan's workload to fit by the end of its generation, 0 if none may be.
+
+    And the bytes that are then left of what the plan may use.
+    """
+    strategy = strategy_of(plan, shape, device, CERTAIN)
+    found = offload_layers(shape, device, strategy)
+    limit = min(device.memory_bytes, strategy.memory_limit_bytes)
+    return int(found.host.layers), max(0, int(limit - found.memory.peak))
 
 
 def peak_bytes(plan: Plan, shape: ModelShape, device: Device) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ridgeplan.planner.axes.offload import HostPart
 from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan, require
 from ridgeplan.planner.policies import draft_selection, evicted_to, eviction_settings, target_selection
 from ridgeplan.planner.policies.eviction.budgets import kept_tokens
@@ -25,7 +26,7 @@ from ridgeplan.roofline.latency import (
 )
 from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.roofline.sparsity.sparse_ops import TWO_BITS, UPPER_BITS
-from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
+from ridgeplan.roofline.strategy import UNLIMITED_BYTES, UNLIMITED_TOKENS, Strategy
 
 DRAFT_PLANE_BITS = TWO_BITS + UPPER_BITS  # of keys, and of values by token, per element of the keys
 CODE_PLANES = {KVFormat.FULL: 0, KVFormat.SHADOW: 1, KVFormat.INT8: 2, KVFormat.HIERARCHICAL: 2}
@@ -69,9 +70,14 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         appended_tokens=evicting.appended_tokens if evicting else 0,
         offload=int(plan.placement.offload),
         offload_budget=plan.placement.budget or UNLIMITED_TOKENS,
+        offload_lower=int(plan.placement.part is HostPart.LOWER),
+        offload_prefetch=plan.placement.prefetch,
+        memory_limit_bytes=plan.placement.memory_bytes or UNLIMITED_BYTES,
+        draft_loads=int(plan.loads_chosen and speculation.sparse),
         target_budget=plan.attention.budget or UNLIMITED_TOKENS,
         draft_ratio=speculation.ratio,
         draft_floor_tokens=speculation.selection.least_tokens,
+        target_ahead=int(target_choosing.scores_one_layer),
         target_run_tokens=target_choosing.run_of(shape.kv_heads),
         draft_run_tokens=choosing.run_of(shape.kv_heads),
         target_scored_keys=target_choosing.scored_keys_of(shape.layers),

@@ -17,6 +17,7 @@ from ridgeplan.planner.axes.draft_selection import (
     DraftSelection,
     SparseSelection,
 )
+from ridgeplan.planner.axes.offload import HostPart
 from ridgeplan.planner.axes.part import PlanError, PlanPart
 from ridgeplan.roofline.catalog.checks import build, flag, number, one_of, part, text, values_by_name, variant, whole
 from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json
@@ -27,6 +28,8 @@ SCHEMA = 1
 MAX_BATCH = 4096
 MAX_DEVICES = 64
 MAX_YARN_FACTOR = 64
+MAX_MEMORY_BYTES = 10**18
+MAX_PREFETCH = 8  # offloaded layers; each takes a slot on the device
 
 
 class KVFormat(StrEnum):
@@ -194,12 +197,26 @@ class Eviction(PlanPart):
 
 @dataclass(frozen=True)
 class Placement(PlanPart):
-    """Where KV is kept: all on the GPU, or layers are offloaded at Algorithm 1's thresholds (SpeContext)."""
+    """Where KV is kept: all on the GPU, or layers are offloaded at Algorithm 1's thresholds (SpeContext).
+
+    The last layer leaves first. A target that reads everything has offloaded codes streamed to it at every step or
+    round; one that selects has only the tokens loaded that are missing (SpeContext, section 5.4).
+    """
 
     offload: bool = flag(False)
     budget: int = _budget()  # tokens per offloaded layer that are on the GPU at a step
+    part: HostPart = one_of(HostPart, default=HostPart.ALL)
+    memory_bytes: int = whole(0, MAX_MEMORY_BYTES, default=0)  # what the GPU may use; 0: all that it has
+    prefetch: int = whole(1, MAX_PREFETCH, default=1)  # offloaded layers copied ahead of the one that is read
+    adaptive: bool = flag(False)  # layers leave while tokens are generated, not all at the start (Algorithm 2)
 
     def _contradiction(self) -> str | None:
+        if not self.offload and (self.part, self.memory_bytes, self.prefetch, self.adaptive) != (HostPart.ALL, 0, 1, 0):
+            return "part, memory_bytes, prefetch or adaptive is set; allowed: only where offload is true"
+        if self.adaptive and self.part is HostPart.LOWER:
+            return "adaptive is true with part 'lower'; allowed: part 'all'"
+        if self.part is HostPart.LOWER:
+            return None if self.budget == 0 else f"budget is {self.budget}; allowed: 0 when lower codes are offloaded"
         return _budget_problem("placement", self.offload, self.budget)
 
 
@@ -301,6 +318,12 @@ class Plan(PlanPart):
         chosen_by = (self.attention.selection, self.speculation.selection)
         return (self.speculation.sparse and upper) or any(one.needs_codes for one in chosen_by)
 
+    @property
+    def loads_chosen(self) -> bool:
+        """Whether what steps choose of layers on the host is loaded to the device, token by token."""
+        chooses = self.speculation.sparse or self.attention.active
+        return chooses and not self.kv.format.quantized
+
     def _contradiction(self) -> str | None:
         upper = self.speculation.codes is DraftCodes.UPPER
         if upper and self.kv.format not in (KVFormat.SHADOW, KVFormat.HIERARCHICAL):
@@ -309,6 +332,10 @@ class Plan(PlanPart):
         for selection in (self.attention.selection, self.speculation.selection):
             if selection.needs_codes and not self.kv.format.quantized:
                 return f"selection is {selection.name!r} with kv format 'bf16'; allowed: formats with codes"
+        if self.placement.part is HostPart.LOWER and (
+            self.kv.format is not KVFormat.HIERARCHICAL or (self.speculation.active and not upper)
+        ):
+            return "part is 'lower'; allowed: with kv format 'int4x2', and drafts that read upper codes"
         if not self.speculation.active and (upper or self.weights.draft_differs):
             return "gamma is 0 with draft codes or draft weights set; allowed: gamma of 1 or more"
         return None

@@ -17,7 +17,7 @@ from ridgeplan.roofline.catalog.profile import SOURCES, Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.evaluate import Estimate, at_acceptance, evaluate, pass_ops
-from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
+from ridgeplan.roofline.latency import LINK_CLASSES, Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.passes import Op
 from ridgeplan.roofline.speculative_round import draft_rates, prefill_rates, target_rates
 from ridgeplan.roofline.strategy import Strategy
@@ -304,8 +304,8 @@ def _source(plan: Plan, head_dim: int, profile: Profile, acceptance: Acceptance)
     if plan.speculation.active:
         used.append(acceptance.source)
     selecting = plan.speculation.sparse or plan.attention.active
-    if selecting or plan.placement.offload:
-        used.append("prior")  # selection costs and elastic overlap follow the papers' descriptions
+    if selecting or (plan.placement.offload and LINK_CLASSES[0] not in profile.classes):
+        used.append("prior")  # selection costs follow the papers' descriptions, the link its datasheet
     return max(used, key=SOURCES.index)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
+from ridgeplan.planner.axes.offload import HostPart
 from ridgeplan.planner.plan import DraftCodes, Plan, PlanError, Workload
 from ridgeplan.planner.policies import POLICIES
 from ridgeplan.planner.policies.policy import Preset
 from ridgeplan.roofline.catalog.mistakes import brief
 
+OFFLOADED = {HostPart.ALL: "offload", HostPart.LOWER: "offloaded lower codes"}
 PRESETS: dict[str, Preset] = {name: make for policy in POLICIES for name, make in policy.presets.items()}
 
 
@@ -34,7 +36,7 @@ def describe(plan: Plan) -> str:
         f"w{plan.weights.target_bits}" if plan.weights.target_bits != 16 else "",
         f"{plan.kv.format.value} KV" if plan.kv.format.quantized else "",
         plan.eviction.policy.value if plan.eviction.active else "",
-        "offload" if plan.placement.offload else "",
+        OFFLOADED[plan.placement.part] if plan.placement.offload else "",
         f"target on {plan.attention.selection.name}" if plan.attention.active else "",
     ]
     if speculation.active:
@@ -54,6 +56,7 @@ def family_key(plan: Plan) -> tuple[object, ...]:
         plan.kv.format,
         plan.eviction.policy,
         plan.placement.offload,
+        plan.placement.part,
         plan.attention.selection.name,
         speculation.active,
         speculation.codes,

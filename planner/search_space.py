@@ -9,6 +9,7 @@ from itertools import product
 import numpy as np
 
 from ridgeplan.planner.axes.draft_selection import draft_selection
+from ridgeplan.planner.axes.offload import HostPart
 from ridgeplan.planner.plan import (
     MAX_GAMMA,
     DraftCodes,
@@ -62,12 +63,14 @@ class Family:
 def families(workload: Workload, *, offload: bool, quality: Quality = Quality.NEAR_LOSSLESS) -> tuple[Family, ...]:
     """Every preset, and the joint space of weights, cache formats, draft codes and selections that `quality` allows.
 
-    `offload` repeats the joint space with offloading allowed, for plans that would not fit otherwise.
+    `offload` adds plans with layers on the host, for what would not fit otherwise: plain decoding on all formats, and
+    drafts where only lower codes leave. How often drafts are accepted that read a few tokens of some layers is not
+    known, so that such plans are run but not searched.
     """
     named = {
         family_key(plan): (name, plan) for name, plan in ((name, make(workload)) for name, make in PRESETS.items())
     }
-    for plan in _joint(workload, (False, True) if offload else (False,), quality):
+    for plan in (*_joint(workload, quality), *(_offloaded(workload, quality) if offload else ())):
         named.setdefault(family_key(plan), (describe(plan), plan))
     return tuple(family_of(name, plan) for name, plan in named.values())
 
@@ -83,18 +86,31 @@ DRAFT_READS = (
 WEIGHT_BITS = ((16, 16), (16, 4), (8, 8), (8, 4), (4, 4))
 
 
-def _joint(workload: Workload, placements: tuple[bool, ...], quality: Quality) -> Iterator[Plan]:
+def _joint(workload: Workload, quality: Quality) -> Iterator[Plan]:
     evicted = dapq(workload).eviction  # the policy that loses least, by published figures
-    for offload, eviction in (*product(placements, (Eviction(),)), (False, evicted)):
-        placement = Placement(offload, min(KV_BUDGET, workload.context) if offload else 0)
-        for (kv, codes), (target_bits, draft_bits) in product(DRAFT_READS, WEIGHT_BITS):
-            weights = Weights(target_bits, target_bits)
-            target = Plan(workload, weights, KVCache(kv), eviction=eviction, placement=placement)
-            if not quality.allows(quality_of(target)):
-                continue
-            if codes is DraftCodes.FULL and draft_bits == target_bits:
-                yield target
-            yield from _drafting(target, Weights(target_bits, draft_bits), codes)
+    for eviction, (kv, codes), (target_bits, draft_bits) in product((Eviction(), evicted), DRAFT_READS, WEIGHT_BITS):
+        target = Plan(workload, Weights(target_bits, target_bits), KVCache(kv), eviction=eviction)
+        if not quality.allows(quality_of(target)):
+            continue
+        if codes is DraftCodes.FULL and draft_bits == target_bits:
+            yield target
+        yield from _drafting(target, Weights(target_bits, draft_bits), codes)
+
+
+def _offloaded(workload: Workload, quality: Quality) -> Iterator[Plan]:
+    budget = min(KV_BUDGET, workload.context)
+    for target_bits, draft_bits in WEIGHT_BITS:
+        weights = Weights(target_bits, target_bits)
+        for kv in (KVFormat.FULL, KVFormat.INT8) if draft_bits == target_bits else ():
+            plain = Plan(workload, weights, KVCache(kv), placement=Placement(True, budget))
+            if quality.allows(quality_of(plain)):
+                yield plain
+        lower = Placement(True, part=HostPart.LOWER)
+        halved = Plan(workload, weights, KVCache(KVFormat.HIERARCHICAL), placement=lower)
+        if quality.allows(quality_of(halved)):
+            yield replace(
+                halved, weights=Weights(target_bits, draft_bits), speculation=Speculation(1, DraftCodes.UPPER)
+            )
 
 
 def _drafting(plain: Plan, weights: Weights, codes: DraftCodes) -> Iterator[Plan]:

@@ -62,7 +62,7 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
     held = shape.weight_bits.format if shape and shape.weight_bits.converted else None
     checks = {
         f"eviction {plan.eviction.policy.value!r}": evicting and not evicting.executable,
-        "offloaded KV": plan.placement.offload,
+        **_missing_offload(plan),
         f"target selection {plan.attention.selection.name!r}": target and Role.TARGET not in target.executable,
         f"draft selection {drafts.name!r}": Role.DRAFT not in drafts.executable,
         f"draft selection {drafts.name!r} after an eviction that leaves layers of different lengths": _ragged(plan)
@@ -77,6 +77,18 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         and exceeds_window(plan, shape),
     }
     return [name for name, missing in checks.items() if missing]
+
+
+def _missing_offload(plan: Plan) -> dict[str, object]:
+    """Of offloaded layers, what cannot be executed, and whether the plan has it."""
+    offload = plan.placement.offload
+    return {
+        f"offloaded KV in {plan.kv.format.value!r}": offload and plan.kv.format is KVFormat.SHADOW,
+        f"adaptive placement of {plan.kv.format.value!r} KV": plan.placement.adaptive and not plan.kv.format.buffered,
+        "adaptive placement with drafts that gather codes": plan.placement.adaptive and plan.gathers_codes,
+        "offloaded KV after an eviction": offload and plan.eviction.active,
+        "a target's selection from offloaded KV": offload and plan.attention.active,
+    }
 
 
 def only_estimated(plan: Plan, shape: ModelShape | None = None) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
+from ridgeplan.roofline.host_link import prompt_to_host_seconds
 from ridgeplan.roofline.latency import Machine, StrategyRates
 from ridgeplan.roofline.memory import MemoryBreakdown, layer_parameters
 from ridgeplan.roofline.passes import Op, decode_pass, prefill_pass
@@ -52,15 +53,15 @@ def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy, rates: Str
     offloading = offload_layers(shape, machine, strategy)
     passes = round_rates(shape, machine, strategy, rates)
     early, late = (
-        round_at(shape, machine, strategy, passes, strategy.context + node * strategy.new_tokens, offloading.transfer_s)
+        round_at(shape, machine, strategy, passes, strategy.context + node * strategy.new_tokens, offloading.host)
         for node in GENERATION_NODES
     )
     return Estimate(
-        ttft_s=prefill_seconds(shape, machine, strategy),
+        ttft_s=prefill_seconds(shape, machine, strategy) + prompt_to_host_seconds(machine, strategy, offloading.host),
         round=_mean(early, late),
         tokens_per_round=round_tokens(strategy),
         memory=offloading.memory,
-        offloaded_layers=offloading.offloaded_layers,
+        offloaded_layers=offloading.host.layers,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from ridgeplan.roofline.catalog.profile import MAX_ROW_STEPS, Profile, Rates
 from ridgeplan.roofline.cost import Cost, Term
@@ -75,6 +75,9 @@ class RateTerms:
         )
 
 
+FULL_LINK = RateTerms(1.0, 1.0, 0.0)
+
+
 @dataclass(frozen=True)
 class PassRates:
     """Rates of the classes that depend on the formats a decode pass reads: bits of weights and of codes."""
@@ -106,6 +109,7 @@ class Machine(Device):
     draft_gap_s: Term = 0.0  # what a draft's pass takes on the device beyond its kernels
     target_gap_s: Term = 0.0
     round_s: Term = 0.0  # what a round takes beyond its passes
+    link_rates: Mapping[str, RateTerms] = field(default_factory=dict)  # of `LINK_CLASSES`, as shares of the link
     decode_gemm_rows: Term  # most rows of dense products with a decode pass's rates; beyond, they have prefill's
     fused_swiglu_rows: Term  # most rows for which the gate and up product applies SwiGLU
 
@@ -122,6 +126,7 @@ class Machine(Device):
             compute_flops=hardware.compute_flops,
             host_link_bytes_per_s=hardware.host_link_bytes_per_s * profile.host_link_utilization,
             rates={kernel_class: RateTerms.of(profile.rates(kernel_class)) for kernel_class in KERNEL_CLASSES},
+            link_rates={kind: RateTerms.of(profile.classes[kind]) for kind in LINK_CLASSES if kind in profile.classes},
             pass_dispatch_s=profile.pass_dispatch_s,
             layer_dispatch_s=profile.layer_dispatch_s,
             prefill_layer_dispatch_s=profile.prefill_layer_dispatch_s,
@@ -137,6 +142,15 @@ class Machine(Device):
         memory_s = cost.bytes / (self.bandwidth_bytes_per_s * rates.bandwidth_utilization)
         compute_s = cost.flops / (self.compute_flops * rates.compute_utilization)
         return rates.launch_s + maximum(memory_s, compute_s) + width * rates.width_s + depth * rates.depth_s
+
+    def link_seconds(self, kind: str, moved_bytes: Term) -> Term:
+        """The time to move bytes over the link to the host, by a class of `LINK_CLASSES`; 0 for none.
+
+        A class that is not calibrated moves them as fast as copies of pinned memory do.
+        """
+        rates = self.link_rates.get(kind, FULL_LINK)
+        launch_s = rates.launch_s * minimum(moved_bytes, 1)
+        return launch_s + moved_bytes / (self.host_link_bytes_per_s * rates.bandwidth_utilization)
 
     def op_seconds(self, op: Op, pass_rates: Mapping[str, RateTerms]) -> Term:
         """Seconds of all launches of one operation of a pass; `pass_rates` as for `rates_for`."""
@@ -203,6 +217,11 @@ KERNEL_CLASSES = (
     "quantize", "sampling", "gather", "prefill_attention", "prefill_attention_d64", "prefill_linear",
     "two_bit_scan", "top_k", "sparse_attention", "progressive_attention",
 )  # fmt: skip
+
+
+# Classes of kernels that move bytes over the link to the host: copies of whole layers, gathers of chosen tokens, and
+# writes.
+LINK_CLASSES = ("host_copy", "host_gather", "host_store")
 
 
 def linear_kind(bits: int) -> str:

@@ -1,4 +1,4 @@
-"""A strategy's memory, the layers that must be offloaded, and the time that offloading adds to a step."""
+"""A strategy's memory, and the layers that must be offloaded."""
 
 from __future__ import annotations
 
@@ -18,36 +18,27 @@ from ridgeplan.roofline.execution import (
     choose_splits,
     uses_draft_swap,
 )
-from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.host_link import HostLayers, reads_all
 from ridgeplan.roofline.memory import MemoryBreakdown
 from ridgeplan.roofline.sparsity.eviction import appended_tokens, eviction_workspace
-from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
+from ridgeplan.roofline.strategy import Strategy
 from ridgeplan.roofline.term_math import indicator, is_symbolic, maximum, minimum, where
-
-# Share of an offloaded layer's budget that the previous step already loaded (SpeContext, section 5.4 and Fig 6b).
-ELASTIC_OVERLAP = 0.9
 
 
 @dataclass(frozen=True)
 class Offloading:
-    """Memory with as many layers offloaded as needed, and the seconds of their traffic at every target step."""
+    """Memory with as many layers offloaded as needed, and these layers."""
 
     memory: MemoryBreakdown
-    offloaded_layers: Term
-    transfer_s: Term
+    host: HostLayers
 
 
-def offload_layers(shape: ModelShape, machine: Machine, strategy: Strategy) -> Offloading:
+def offload_layers(shape: ModelShape, device: Device, strategy: Strategy) -> Offloading:
     """Offloads just enough layers for the peak to fit (SpeContext, Eq 8), where the strategy allows any."""
-    parts = resident_memory(shape, machine, strategy)
-    memory, layers = _offloaded(shape, machine, strategy, parts)
-    return Offloading(memory, layers, layers * _transfer_s_per_layer(shape, machine, strategy, parts))
-
-
-def peak_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
-    """Peak bytes on the device, with layers offloaded as in `offload_layers`."""
-    memory, _ = _offloaded(shape, device, strategy, resident_memory(shape, device, strategy))
-    return memory.peak
+    parts = resident_memory(shape, device, strategy)
+    memory, layers = _offloaded(shape, device, strategy, parts)
+    token_bytes = _host_bytes_per_layer(shape, strategy, parts) / strategy.held_tokens
+    return Offloading(memory, HostLayers(layers, token_bytes))
 
 
 def _offloaded(
@@ -55,9 +46,14 @@ def _offloaded(
 ) -> tuple[MemoryBreakdown, Term]:
     """`parts` without the layers that must be offloaded, and the number of these."""
     freed_bytes = _freed_bytes_per_layer(shape, strategy, parts)
-    excess_bytes = maximum(parts.peak - device.memory_bytes, 0)
-    layers = strategy.offload * minimum(_ceiling(excess_bytes / maximum(freed_bytes, 1)), shape.layers)
-    return replace(parts, kv=parts.kv - layers * freed_bytes), layers
+    staged_bytes = _staged_bytes(shape, strategy, parts)
+    limit_bytes = minimum(device.memory_bytes, strategy.memory_limit_bytes)
+    excess_bytes = maximum(parts.peak - limit_bytes, 0)
+    some = minimum(excess_bytes, 1)
+    wanted = _ceiling((excess_bytes + some * staged_bytes) / maximum(freed_bytes, 1))
+    layers = strategy.offload * minimum(where(strategy.offload_all, shape.layers * some, wanted), shape.layers)
+    buffers = parts.buffers + strategy.offload * some * staged_bytes
+    return replace(parts, kv=parts.kv - layers * freed_bytes, buffers=buffers), layers
 
 
 def offload_thresholds(
@@ -77,7 +73,8 @@ def offload_thresholds(
         at_length = replace(strategy, context=middle, new_tokens=0)
         parts = resident_memory(shape, device, at_length)
         peak = parts.peak - layers * _freed_bytes_per_layer(shape, at_length, parts)
-        ok = peak <= device.memory_bytes
+        peak = peak + np.minimum(layers, 1) * _staged_bytes(shape, at_length, parts)
+        ok = peak <= min(device.memory_bytes, strategy.memory_limit_bytes)
         fits, too_long = np.where(ok, middle, fits), np.where(ok, too_long, middle)
         middle = np.floor((fits + too_long) / 2)
     lengths = np.maximum.accumulate(np.maximum(fits - reserved_tokens, 0))
@@ -147,22 +144,25 @@ def _arena_capacity_bytes(shape: ModelShape, device: Device, strategy: Strategy)
     return device.asynchronous * uses_draft_swap(strategy.context) * _draft_weights(shape, strategy)
 
 
+def _host_bytes_per_layer(shape: ModelShape, strategy: Strategy, parts: MemoryBreakdown) -> Term:
+    """Bytes of one offloaded layer that lie on the host: all of its old tokens, or their lower codes."""
+    lower = strategy.batch * strategy.held_tokens * shape.kv_elements_per_token_per_layer / 2
+    return strategy.offload_lower * lower + (1 - strategy.offload_lower) * parts.kv / shape.layers
+
+
 def _freed_bytes_per_layer(shape: ModelShape, strategy: Strategy, parts: MemoryBreakdown) -> Term:
-    """Bytes of KV freed by offloading one layer; its budget stays on the device (SpeContext, Eq 7)."""
+    """Bytes freed by offloading one layer. What drafts or the target read at a step stays (SpeContext, Eq 7)."""
     kept = minimum(strategy.offload_budget / (strategy.context + strategy.new_tokens), 1)
-    return parts.kv / shape.layers * (1 - kept)
+    of_codes = strategy.draft_bits / maximum(4 * strategy.code_planes, 1)
+    draft_share = minimum(strategy.gamma, 1) * where(minimum(strategy.draft_bits, 1), of_codes, 1)
+    stays = (1 - strategy.offload_lower) * kept * where(reads_all(strategy), draft_share, 1)
+    return _host_bytes_per_layer(shape, strategy, parts) * (1 - stays)
 
 
-def _transfer_s_per_layer(shape: ModelShape, machine: Machine, strategy: Strategy, parts: MemoryBreakdown) -> Term:
-    """Seconds to load one offloaded layer's tokens, in their stored format.
-
-    Only the part of its budget that changed is loaded, or every token if the target has no budget.
-    """
-    reads_all = minimum(strategy.target_budget / UNLIMITED_TOKENS, 1)  # 1 without a budget, about 0 with one
-    budget = minimum(strategy.offload_budget, strategy.context)
-    tokens = where(reads_all, strategy.context, budget * (1 - ELASTIC_OVERLAP))
-    token_bytes = parts.kv / shape.layers / (strategy.context + strategy.new_tokens)
-    return tokens * token_bytes / machine.host_link_bytes_per_s
+def _staged_bytes(shape: ModelShape, strategy: Strategy, parts: MemoryBreakdown) -> Term:
+    """Slots that layers are copied to from the host, if the target reads all of them."""
+    slots = strategy.offload_prefetch + 1
+    return reads_all(strategy) * slots * _host_bytes_per_layer(shape, strategy, parts)
 
 
 def _ceiling(value: Term) -> Term:

@@ -9,6 +9,7 @@ from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.execution import GATHER_ROW_BYTES, PREFILL_CHUNK_TOKENS, mean_quantized_tokens, mean_splits
+from ridgeplan.roofline.host_link import NO_LAYERS, HostLayers, load_seconds, target_with_host_seconds
 from ridgeplan.roofline.latency import Machine, PassRates, RateTerms, StrategyRates, prefill_attention_kind
 from ridgeplan.roofline.passes import Op, PassTerms, decode_pass
 from ridgeplan.roofline.speculation import flush_capped, tokens_per_round
@@ -58,9 +59,9 @@ def round_at(
     strategy: Strategy,
     rates: tuple[PassRatesByKind, PassRatesByKind],
     context: Term,
-    transfer_s: Term,
+    host: HostLayers = NO_LAYERS,
 ) -> Round:
-    """A round whose sequences hold `context` tokens before it; `transfer_s` overlaps the target's pass.
+    """A round whose sequences hold `context` tokens before it, with layers on the `host`.
 
     rates: as `round_rates` makes them.
     """
@@ -80,11 +81,16 @@ def round_at(
     target_scoring_s = _scoring_seconds(machine, key_bytes * strategy.target_scored_keys)
     target_scoring_s += _choice_seconds(machine, score_count * strategy.target_score_bytes, strategy.target_choices)
     target_scoring_s *= _reads(strategy)
-    drafting = minimum(strategy.gamma, 1)
+    chosen = minimum(strategy.draft_ratio * tokens, strategy.offload_budget)
+    loaded_s = load_seconds(machine, shape, strategy, host, chosen, strategy.draft_run_tokens)
+    draft_s += strategy.draft_loads * host.layers * loaded_s
+    one_draft_s = draft_s + draft_scoring_s + sampling_seconds(shape, machine, strategy.batch)
+    draft_s = minimum(strategy.gamma, 1) * one_draft_s
+    pass_s = target_s + target_scoring_s
     return Round(
         gamma=strategy.gamma,
-        draft_s=drafting * (draft_s + draft_scoring_s + sampling_seconds(shape, machine, strategy.batch)),
-        verify_s=maximum(target_s + target_scoring_s, transfer_s),
+        draft_s=draft_s,
+        verify_s=target_with_host_seconds(machine, shape, strategy, host, tokens, pass_s, strategy.gamma * draft_s),
         accept_s=rejection_sampling_seconds(shape, machine, strategy),
         select_s=_scoring_seconds(machine, _stored_share(machine, strategy) * key_bytes * strategy.round_scored_keys)
         + _choice_seconds(machine, score_count * strategy.round_score_bytes, shape.layers),

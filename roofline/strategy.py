@@ -9,6 +9,11 @@ from ridgeplan.roofline.term_math import maximum, minimum
 
 UNLIMITED_TOKENS = float(1 << 40)  # a budget that never binds
 
+UNLIMITED_BYTES = float(1 << 60)
+
+# Share of an offloaded layer's budget that the previous step already loaded (SpeContext, section 5.4 and Fig 6b).
+ELASTIC_OVERLAP = 0.9
+
 
 @dataclass(frozen=True)
 class Strategy:
@@ -42,10 +47,14 @@ class Strategy:
     # Offload
     offload: Term
     offload_budget: Term
+    offload_lower: Term  # lower codes alone leave the device
+    offload_prefetch: Term  # layers copied ahead
+    draft_loads: Term  # drafts have what they choose loaded to the device
     # Sparse attention: tokens read at a step, and the traffic of choosing them
     target_budget: Term
     draft_ratio: Term  # share of the cached tokens
     draft_floor_tokens: Term  # which drafts read at least
+    target_ahead: Term  # its choice is known before its first layer
     target_run_tokens: Term  # selected tokens that lie together, of one KV head
     draft_run_tokens: Term
     target_scored_keys: Term  # keys of one layer scored per cached token and step, summed over layers
@@ -59,6 +68,9 @@ class Strategy:
     # Speculation
     gamma: Term
     acceptance: Term  # conditional acceptance
+    offload_all: Term = 0  # all layers leave as soon as one must, as strategies that are decided ahead do
+    memory_limit_bytes: Term = UNLIMITED_BYTES  # of the device, for layers to leave
+    overlap: Term = ELASTIC_OVERLAP  # share of what a step chooses that the previous one had chosen too
     reserved_gamma: Term = 0  # drafts that memory is kept for, where rounds of an adaptive gamma may have more
     # Choices of what is read
     target_selects: Term = 0  # each of the target's queries reads tokens of its own choice
@@ -70,6 +82,11 @@ class Strategy:
     def kept_tokens(self) -> Term:
         """Tokens of a prompt that stay in the cache."""
         return minimum(self.context, self.eviction_budget)
+
+    @property
+    def held_tokens(self) -> Term:
+        """Tokens of a sequence in the cache when generation ends."""
+        return self.kept_tokens + self.new_tokens
 
     @property
     def queries(self) -> Term:

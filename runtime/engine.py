@@ -26,6 +26,7 @@ from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.eviction import eviction_policy
+from ridgeplan.runtime.kv.offload.layer_mover import layer_mover
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.decoder import Decoder
@@ -40,7 +41,8 @@ from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.statistics import Statistics, Tally
 from ridgeplan.runtime.stopwatch import Stopwatch
 
-GraphKey = tuple[int, tuple[float, int | None, float | None]]  # rows, and the sampling parameters
+# Rows, layers on the device, and the sampling parameters.
+GraphKey = tuple[int, int, tuple[float, int | None, float | None]]
 # Kinds of rounds whose graphs are kept. Each holds a round's workspace; a plan's predicted memory counts one.
 KEPT_GRAPHS = 8
 
@@ -68,12 +70,15 @@ class Engine:
         text: CalibrationText | None = None,
         profile: Profile | None = None,
         head: Head | None = None,
+        host_layers: int = 0,
+        spare_bytes: int = 0,
     ) -> None:
         """weights: the target's, in the plan's format. draft_weights: those of the plan's drafts if they have a copy of
         their own, by default quantized from `weights` and `text`, by default one of the model's own. profile: the
         device's rates, by default this machine's, from which an adaptive gamma knows what rounds take. head: a
-        retrieval head for plans that choose by one. Raises ModelError for a head of another model, and WorkloadError
-        without one.
+        retrieval head for plans that choose by one. host_layers: the last layers, which are offloaded. spare_bytes:
+        memory that the others leave to them, if they leave one by one. Raises ModelError for a head of another model,
+        and WorkloadError without one.
 
         If prompts use their memory, swappable weights of another engine are shared, and others copied.
         """
@@ -86,9 +91,10 @@ class Engine:
         elif plan.weights.draft_copy:
             self.draft_weights = self._drafts(draft_weights, text)
         self.eviction = eviction_policy(plan)
-        cache_config, own = KVCacheConfig.of(plan, config.shape.layers), weights.embedding
+        cache_config, own = KVCacheConfig.of(plan, config.shape.layers, host_layers, spare_bytes), weights.embedding
         head = head and head.for_model(config.shape, own)
         self.cache: Cache | None = Cache(config.shape, cache_config, device, own.dtype)
+        self._mover = layer_mover(self.cache)
         self._policy: DraftPolicy | None = draft_policy(plan.speculation.selection, self.cache, head)
         self._reads = TargetReads.of(plan.attention.chosen, self.cache, head)
         self._meter = meter
@@ -162,7 +168,7 @@ class Engine:
         """
         request = Request.build(prompt, len(tokens) + 1, None)
         with self._exclusive(request) as cache:
-            speculator = self._begun(request, cache)
+            speculator = self._begun(request, cache, request.longest)
             logits = [self._prompt_logits(request, speculator)[0]]
             for token in torch.tensor(list(tokens), dtype=torch.int64, device=self.device):
                 logits.append(speculator.target_logits(token.view(1, 1))[0, 0])
@@ -176,7 +182,9 @@ class Engine:
 
     def close(self) -> None:
         """Releases the caches and captured graphs. The weights are freed with their last reference."""
-        self.cache = self._policy = self._reads = None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # rounds of an abandoned generation may still read the host's memory
+        self.cache = self._policy = self._reads = self._mover = None
         self._graphs.clear()
 
     def _drafts(self, given: DecoderWeights | None, text: CalibrationText | None) -> DecoderWeights:
@@ -226,10 +234,15 @@ class Engine:
         tally, stopwatch = Tally(cache.config.gamma, tuple(map(len, request.prompts))), Stopwatch(self.device)
         schedule = self._schedule(request)
         try:
-            pending, rounds = self._start(request, cache, stopwatch)
+            speculator = self._begun(request, cache, max(map(len, request.prompts)))
+            pending, rounds = self._start(request, speculator, stopwatch)
             yield _extend(rows, [[token] for token in pending], cache)
+            following: Rounds | None = None  # where a layer is about to leave
             while not all(row.done for row in rows):
-                gamma, results = self._round(rounds, rows, schedule, stopwatch)
+                following = following or self._following(rounds, rows, speculator, stopwatch)
+                if following is not None and not rounds.in_flight:
+                    rounds, following = self._switched(rounds, following, rows), None
+                gamma, results = self._round(rounds, rows, schedule, stopwatch, launch=following is None)
                 schedule.add(gamma, results)
                 tally.add(gamma, results)
                 for row, result in zip(rows, results, strict=True):
@@ -237,18 +250,24 @@ class Engine:
                 yield _extend(rows, [result.tokens for result in results], cache)
         finally:
             tally.flushes = sum(_flushes(row, cache.config) for row in rows)
+            tally.moved_layers = self._mover.moved if self._mover is not None else 0
+            tally.wanted_loads, tally.loads = cache.loads()
             generated = sum(len(row.tokens) for row in rows)
             self._statistics = tally.statistics(generated, stopwatch, self._meter.peak())
 
     @torch.inference_mode()
-    def _start(self, request: Request, cache: Cache, stopwatch: Stopwatch) -> tuple[list[int], Rounds]:
+    def _start(self, request: Request, speculator: Speculator, stopwatch: Stopwatch) -> tuple[list[int], Rounds]:
         """Prefills; returns the first token of each sequence, and the rounds that continue them."""
-        speculator = self._begun(request, cache)
         self._generator.manual_seed(request.sampling.seed)
         pending = self._prefill(request, speculator, stopwatch)
         # Prefill already draws the first token, and the last one never enters the cache.
-        cache.limit(request.max_new_tokens - 1)
+        speculator.cache.limit(request.max_new_tokens - 1)
+        if self._mover is not None:
+            with self._mover.next_placement(request.longest):
+                self._prepared(speculator, stopwatch)
         rounds = self._prepared(speculator, stopwatch)
+        # Capturing draws random numbers; a generation must not depend on whether it was the first of its kind.
+        self._generator.manual_seed(request.sampling.seed + 1)
         rounds.start(pending)
         return pending.tolist(), rounds
 
@@ -265,9 +284,11 @@ class Engine:
         costs = round_costs(replace(self.plan, workload=actual, eviction=eviction), shape, self.profile)
         return AdaptiveGamma(costs, request.max_new_tokens)
 
-    def _begun(self, request: Request, cache: Cache) -> Speculator:
-        """Empties the cache for a request, and forgets what drafts chose by."""
+    def _begun(self, request: Request, cache: Cache, longest: int) -> Speculator:
+        """Empties the cache for a request, and forgets what drafts chose by. longest: tokens that it has room for."""
         cache.reset(len(request.prompts))
+        if self._mover is not None:
+            self._mover.start(longest)
         speculator = self._speculator(cache, request.sampling)
         speculator.policy.start()
         if self._reads is not None:
@@ -284,7 +305,7 @@ class Engine:
         """Rounds for this number of rows and these sampling parameters; on CUDA their graphs are captured once."""
         if self.device.type != "cuda":
             return EagerRounds(speculator)
-        kind = speculator.cache.rows, speculator.sampling.graph_key
+        kind = speculator.cache.rows, speculator.cache.first_on_host, speculator.sampling.graph_key
         rounds = self._graphs.pop(kind, None)
         if rounds is None:
             with stopwatch.measure_wall("capture"):
@@ -292,8 +313,6 @@ class Engine:
         self._graphs[kind] = rounds
         if len(self._graphs) > KEPT_GRAPHS:
             del self._graphs[next(iter(self._graphs))]  # least recently used; the capture waited for its last replay
-        # Capturing draws random numbers; a generation must not depend on whether it was the first of its kind.
-        self._generator.manual_seed(speculator.sampling.seed + 1)
         return rounds
 
     def _prefill(self, request: Request, speculator: Speculator, stopwatch: Stopwatch) -> Tensor:
@@ -316,16 +335,43 @@ class Engine:
             return torch.stack(logits)
 
     @torch.inference_mode()
+    def _following(
+        self, rounds: Rounds, rows: list[SequenceState], speculator: Speculator, stopwatch: Stopwatch
+    ) -> Rounds | None:
+        """The rounds to go on with once those in flight have ended, if a layer is about to leave for the host."""
+        ahead = rounds.depth * (self.plan.speculation.gamma + 1)
+        if self._mover is None or not self._mover.ready([row.stored for row in rows], ahead):
+            return None
+        self._mover.begin_switch()
+        drawn = self._generator.get_state()
+        following = self._prepared(speculator, stopwatch)
+        self._generator.set_state(drawn)  # capturing draws random numbers
+        return following
+
+    @torch.inference_mode()
+    def _switched(self, rounds: Rounds, following: Rounds, rows: list[SequenceState]) -> Rounds:
+        """Goes on with other rounds, behind those that have ended."""
+        assert self._mover is not None, "a layer leaves"
+        self._mover.finish_switch([row.stored for row in rows])
+        following.start(rounds.pending)
+        return following
+
+    @torch.inference_mode()
     def _round(
-        self, rounds: Rounds, rows: list[SequenceState], schedule: GammaSchedule, stopwatch: Stopwatch
+        self,
+        rounds: Rounds,
+        rows: list[SequenceState],
+        schedule: GammaSchedule,
+        stopwatch: Stopwatch,
+        launch: bool = True,
     ) -> tuple[int, list[RowResult]]:
         """Launches as many rounds as may be in flight and waits for the oldest: its gamma, and its result by row.
 
-        Finished rows return nothing.
+        Finished rows return nothing. launch: whether any may be launched.
         """
         with stopwatch.measure_wall("round"):
             # A round adds at least one token per row, so a row needs at most `left` more rounds.
-            while rounds.in_flight < rounds.depth and any(row.left > rounds.in_flight for row in rows):
+            while launch and rounds.in_flight < rounds.depth and any(row.left > rounds.in_flight for row in rows):
                 rounds.launch(schedule.next())
             result = rounds.collect()
         stopwatch.add(result.seconds)

@@ -87,10 +87,11 @@ def load(
         # Weights that will be quantized stay on the host until then.
         whole = plan.weights.target_bits == 16
         require_weight_memory(source, config.shape, place if whole else HOST, dtype, whole)
-    require_memory(plan, config.shape, place, dtype, weights.bytes if weights else 0, memory_utilization)
+    shared_bytes = weights.bytes if weights else 0
+    offloading = require_memory(plan, config.shape, place, dtype, shared_bytes, memory_utilization)
     with readable_out_of_memory(place):
         target = weights or _target(plan, source, config, place, dtype, text)
-        return Engine(plan, source, config, target, place, meter, draft_weights, text, profile, head)
+        return Engine(plan, source, config, target, place, meter, draft_weights, text, profile, head, *offloading)
 
 
 def _require_described_memory(

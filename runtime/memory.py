@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from ridgeplan.planner.capacity import MEMORY_UTILIZATION, missing_memory, usable_bytes
+from ridgeplan.planner.capacity import MEMORY_UTILIZATION, missing_memory, offloaded_layers, usable_bytes
 from ridgeplan.planner.plan import Plan
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
@@ -82,16 +82,23 @@ def require_memory(
     dtype: torch.dtype,
     shared_bytes: int,
     memory_utilization: float = MEMORY_UTILIZATION,
-) -> None:
-    """Raises WorkloadError if the plan's predicted peak exceeds what may be used, before anything is allocated.
+) -> tuple[int, int]:
+    """How many layers must be offloaded for the plan's predicted peak to stay within what may be used; bytes then left.
 
-    That is what is free, and on a GPU at most `memory_utilization` of its memory. shared_bytes: weights that are on the
-    device already. Nothing is checked on a host that does not report its available memory.
+    What may be used is what is free, at most `memory_utilization` of a GPU's memory, and at most what the plan's
+    placement allows. shared_bytes: weights that are on the device already.
+    Raises WorkloadError if the plan does not fit, before anything is allocated. Nothing is checked on a host that does
+    not report its available memory.
     """
     available = _available(device, dtype, shared_bytes, memory_utilization)
-    missing = None if available is None else missing_memory(plan, shape, available)
+    if available is None:
+        return 0, 0
+    limit = plan.placement.memory_bytes or available.memory_bytes
+    available = replace(available, memory_bytes=min(available.memory_bytes, limit))
+    missing = missing_memory(plan, shape, available)
     if missing:
         raise WorkloadError(missing)
+    return offloaded_layers(plan, shape, available)
 
 
 def require_weight_memory(

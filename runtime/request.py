@@ -37,6 +37,11 @@ class Request:
             if not prompt:
                 raise WorkloadError(f"prompt {index} is empty; allowed: one token or more")
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence when it ends."""
+        return max(map(len, self.prompts)) + self.max_new_tokens
+
     def check(self, workload: Workload, vocab: int) -> None:
         """Raises WorkloadError for values that the plan's workload or the vocabulary does not allow."""
         _require_most("the batch", len(self.prompts), workload.batch)
@@ -62,6 +67,11 @@ class SequenceState:
     def left(self) -> int:
         """New tokens until the limit."""
         return 0 if self.stopped else self.limit - len(self.tokens)
+
+    @property
+    def stored(self) -> int:
+        """Tokens in the cache, as far as the host knows."""
+        return self.prompt_tokens + self.cached
 
     @property
     def done(self) -> bool:

@@ -21,6 +21,8 @@ class Statistics:
     draft_s, verify_s: medians of one drafted token and of one verification; flush_s, decode_s, prefill_s: sums.
     idle_s: sum of the device's waits between rounds, 0 on a CPU.
     capture_s: time spent capturing CUDA graphs, 0 if an earlier generation's graph was reused.
+    moved_layers: that left for the host. wanted_loads, loads: tokens or pages that steps chose of layers on the host,
+    and those that had to be loaded, summed over layers and heads.
     peak_memory_bytes, peak_device_bytes, outside_bytes: allocated, device and outside of `memory.PeakMemory`.
     """
 
@@ -45,6 +47,14 @@ class Statistics:
     outside_bytes: int | None = None
     rounds_at: tuple[int, ...] = ()
     drafted: int = 0
+    moved_layers: int = 0
+    wanted_loads: int = 0
+    loads: int = 0
+
+    @property
+    def overlap(self) -> float:
+        """Share of the tokens that steps chose that were on the device already (SpeContext, Fig 6b)."""
+        return 1 - self.loads / self.wanted_loads if self.wanted_loads else 0.0
 
     @property
     def judged(self) -> int:
@@ -98,6 +108,9 @@ class Tally:
     decoded: int = 0
     drafted: int = 0
     flushes: int = 0
+    moved_layers: int = 0
+    wanted_loads: int = 0
+    loads: int = 0
     gammas: list[int] = field(default_factory=list)  # of the rounds, in order
     judged_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
@@ -143,6 +156,9 @@ class Tally:
             outside_bytes=peak.outside,
             rounds_at=tuple(map(self.gammas.count, range(self.gamma + 1))),
             drafted=self.drafted,
+            moved_layers=self.moved_layers,
+            wanted_loads=self.wanted_loads,
+            loads=self.loads,
         )
 
 

@@ -105,6 +105,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         {"torch", "triton"},
     ),
+    "kernels.residency": ({"kernels.device", "kernels.kv_cache", "roofline.cost"}, {"torch", "triton"}),
     "kernels.layer": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
     "kernels.linear": ({"kernels.device", "roofline.cost", "roofline.execution"}, {"torch", "triton"}),
     "kernels.linear.dense": (
@@ -118,8 +119,16 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "kernels.sampling": ({"kernels.device", "roofline.cost"}, {"torch", "triton"}),
     "runtime.kv": (
         {
-            "kernels.attention", "kernels.kv_cache", "kernels.selection", "planner.plan", "planner.policies",
-            "planner.policies.eviction", "roofline.catalog", "roofline.execution",
+            "kernels.attention", "kernels.kv_cache", "kernels.selection", "planner.axes", "planner.plan",
+            "planner.policies", "planner.policies.eviction", "roofline.catalog", "roofline.execution",
+            "runtime.kv.offload",
+        },
+        RUNTIME,
+    ),
+    "runtime.kv.offload": (
+        {
+            "kernels.kv_cache", "kernels.residency", "roofline.catalog", "roofline.execution", "runtime.arena",
+            "runtime.errors", "runtime.host_memory", "runtime.kv",
         },
         RUNTIME,
     ),
@@ -186,7 +195,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
             "planner.support", "roofline.catalog", "roofline.catalog.model_files",
             "roofline.catalog.weight_formats", "roofline.device",
             "roofline.execution", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
-            "runtime.kv.eviction", "runtime.model", "runtime.quantization", "runtime.retrieval",
+            "runtime.kv.eviction", "runtime.kv.offload", "runtime.model", "runtime.quantization", "runtime.retrieval",
         },
         RUNTIME,
     ),
@@ -194,9 +203,10 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {
             "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.layer", "kernels.linear.dense",
             "kernels.linear.quantized", "kernels.sampling", "kernels.selection", "kernels.sparse_attention", "planner",
-            "roofline", "roofline.catalog", "roofline.sparsity", "runtime.model", "runtime.quantization",
+            "roofline", "roofline.catalog", "roofline.sparsity", "runtime.kv", "runtime.kv.offload", "runtime.model",
+            "runtime.quantization",
             "validate.machine", "validate.progress", "validate.random_decoder", "validate.random_rounds",
-            "validate.timing",
+            "validate.segments", "validate.timing", "kernels.residency",
         },
         VALIDATE,
     ),
@@ -211,9 +221,10 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate.decode_bench": (
         {
-            "planner", "planner.export", "roofline", "roofline.catalog", "runtime", "runtime.drafting", "runtime.model",
-            "runtime.quantization", "validate.comparison", "validate.machine", "validate.measure", "validate.progress",
-            "validate.prompts",
+            "planner", "planner.axes", "planner.export", "roofline", "roofline.catalog", "runtime",
+            "runtime.drafting", "runtime.model", "runtime.quantization", "validate.calibration",
+            "validate.comparison", "validate.machine", "validate.measure", "validate.progress", "validate.prompts",
+            "validate.random_rounds",
         },
         VALIDATE,
     ),
@@ -253,9 +264,9 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "validate": (
         {
-            "planner", "planner.acceptance", "planner.axes", "planner.interface", "planner.policies.selection",
-            "planner.questions", "planner.search", "roofline", "roofline.catalog",
-            "runtime", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
+            "kernels.kv_cache", "planner", "planner.acceptance", "planner.axes", "planner.interface",
+            "planner.policies.selection", "planner.questions", "planner.search", "roofline", "roofline.catalog",
+            "runtime", "runtime.drafting", "runtime.drafting.policies", "runtime.kv", "runtime.kv.offload",
             "runtime.model", "runtime.quantization", "validate.calibration",
         },
         VALIDATE,

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ridgeplan.planner.capacity import peak_bytes
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.planner.capacity import offloaded_layers, peak_bytes
 from ridgeplan.planner.plan import Plan
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
@@ -24,6 +25,7 @@ from ridgeplan.runtime.drafting.round_runner import EagerRounds, GraphRounds, Ro
 from ridgeplan.runtime.drafting.speculator import Speculator
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.offload.host_store import HostKVStore
 from ridgeplan.runtime.kv.store import KVStore
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense, Linear
@@ -104,6 +106,10 @@ class RandomModel:
         """Whether the plan's predicted peak is within the memory."""
         return peak_bytes(plan, self.shape, self.machine) <= self.machine.memory_bytes
 
+    def cache_config(self, plan: Plan) -> KVCacheConfig:
+        """The cache that executes the plan, with the layers on the host that have to be."""
+        return KVCacheConfig.of(plan, self.shape.layers, *offloaded_layers(plan, self.shape, self.machine))
+
     def target(self, plan: Plan) -> DecoderWeights:
         """The weights that the plan's verification reads; 4-bit ones have a dense head."""
         if plan.weights.target_bits == 16:
@@ -159,11 +165,17 @@ def _round_times(model: RandomModel, plan: Plan) -> RoundTimes:
     return RoundTimes.of(plan.speculation.gamma, results[WARM_ROUNDS:])
 
 
+def random_cache(model: RandomModel, plan: Plan) -> Cache:
+    """A cache that holds random prompts of the plan's context."""
+    cache = Cache(model.shape, model.cache_config(plan), model.device, model.weights.embedding.dtype)
+    fill(cache, plan.workload.context)
+    return cache
+
+
 def _prepared(model: RandomModel, plan: Plan) -> Rounds:
     """The plan's rounds, as an engine has them after prefill."""
     workload = plan.workload
-    cache = Cache(model.shape, KVCacheConfig.of(plan, model.shape.layers), model.device, model.weights.embedding.dtype)
-    fill(cache, workload.context)
+    cache = random_cache(model, plan)
     generator = torch.Generator(model.device).manual_seed(0)
     policy = draft_policy(plan.speculation.selection, cache)
     policy.start()
@@ -187,11 +199,17 @@ def fill(cache: Cache, tokens: int) -> None:
         _fill(store)
 
 
-def _fill(store: KVStore) -> None:
-    store.keys.normal_()
-    store.values.normal_()
-    codes = store.all_codes
-    for item in dataclasses.fields(codes) if codes is not None else ():
+def _fill(store: KVStore | HostKVStore) -> None:
+    on_host = [part for pair in store.on_host for part in pair] if isinstance(store, HostKVStore) else []
+    for tensor in (store.keys, store.values, *on_host):
+        tensor.normal_()
+    for coded in store.coded:
+        for codes in (coded.codes, coded.window.codes) if coded.window else (coded.codes,):
+            _fill_codes(codes)
+
+
+def _fill_codes(codes: QuantizedKV) -> None:
+    for item in dataclasses.fields(codes):
         plane = getattr(codes, item.name)
         if plane is None:
             continue

@@ -94,6 +94,7 @@ class Case:
         machine = replace(
             self.machine,
             rates=dict.fromkeys(self.machine.rates, RateTerms(1.0, 1.0, 0.0)),
+            link_rates={},
             **dict.fromkeys(HOST_AND_GAPS, 0.0),
         )
         plan = plan_of(self.row, self.shape)

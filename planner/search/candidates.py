@@ -50,7 +50,8 @@ class Candidate:
 def search(question: Question, searched: tuple[Family, ...] | None = None) -> list[Candidate]:
     """The best plan of every family of the search space, or of those given."""
     if searched is None:
-        known = families(question.workload, offload=not fits_whole(question), quality=question.quality)
+        offload = question.offload and not fits_whole(question)
+        known = families(question.workload, offload=offload, quality=question.quality)
         searched = tuple(family for family in known if unpriced(family.template, question.shape) is None)
     model = AcceptanceModel.of_profile(question.shape, question.workload.context, question.profile)
     machine = question.machine
@@ -98,8 +99,15 @@ def _best_of_each(
         best = part.start + int(np.argmin(ranked))
         if family.template.placement.offload and family.name not in PRESETS and not offloaded[best]:
             continue
-        plan = family.plan(*(axis[best] for axis in grid))
+        plan = _within(family.plan(*(axis[best] for axis in grid)), question)
         yield Candidate(family.name, plan, float(score[best]), float(tpot[best]), float(peak[best]))
+
+
+def _within(plan: Plan, question: Question) -> Plan:
+    """The plan with the question's limit, at which layers leave, if any may."""
+    if not plan.placement.offload:
+        return plan
+    return replace(plan, placement=replace(plan.placement, memory_bytes=int(question.memory_limit_bytes)))
 
 
 def _score(estimate: Estimate, question: Question, size: int) -> np.ndarray:

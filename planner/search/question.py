@@ -41,6 +41,7 @@ class Question:
     memory_limit_bytes: float
     backend: Backend = Backend.RIDGEPLAN
     kv_format: KVFormat | None = None
+    offload: bool = True  # plans may leave KV on the host
 
     def unwanted(self, plan: Plan) -> str | None:
         """Why a plan is no answer, on whatever backend; None if it may be one."""
@@ -85,6 +86,7 @@ def ask(
     yarn: bool = False,
     backend: str = "ridgeplan",
     kv_format: str | None = None,
+    offload: bool = True,
 ) -> Question:
     """A question from what a user gives, as `recommend` documents it. Raises ValueErrors that name what is wrong."""
     wanted, aim = choice(Quality, "quality", quality), choice(Objective, "objective", objective)
@@ -93,7 +95,7 @@ def ask(
     shape, used = resolve(model, gpu, profile, acceptance)
     workload = workload_for(shape, used, tokens(context), new_tokens, batch, yarn=yarn)
     limit = usable_bytes(used.hardware.memory_bytes, memory_utilization, _bytes(memory_limit))
-    return Question(shape, used, workload, wanted, aim, limit, runs_on, only)
+    return Question(shape, used, workload, wanted, aim, limit, runs_on, only, offload)
 
 
 def _bytes(limit: float | str | None) -> float | None:

@@ -42,6 +42,7 @@ def recommend(
     yarn: bool = False,
     backend: str = "ridgeplan",
     kv_format: str | None = None,
+    offload: bool = True,
 ) -> Recommendation:
     """The best plan that runs for a model on a machine at a context and batch, and the best of all, with predictions.
 
@@ -50,13 +51,14 @@ def recommend(
     take `memory_utilization` of the machine's memory, or `memory_limit` bytes where that is less. `profile` is a
     calibration or its file, `acceptance` a file of `ridgeplan acceptance`. A context beyond the model's is stretched
     if `yarn`. `backend` is what is to execute the plan ("vllm", "sglang", or "any"), by default this package, and
-    `kv_format` the only cache format that is wanted. Sizes may be texts, such as "128k" and "24GB". Raises PlanError,
+    `kv_format` the only cache format that is wanted. Layers are offloaded to the host where plans would not fit, unless
+    `offload` is False. Sizes may be texts, such as "128k" and "24GB". Raises PlanError,
     UnknownModel, UnknownHardware, ProfileError (all ValueError) for bad input, and NothingFits.
     """
     asked = ask(
         model, gpu, ctx, batch=batch, new_tokens=new_tokens, quality=quality, objective=objective,
         memory_limit=memory_limit, memory_utilization=memory_utilization, profile=profile,
-        acceptance=acceptance, yarn=yarn, backend=backend, kv_format=kv_format,
+        acceptance=acceptance, yarn=yarn, backend=backend, kv_format=kv_format, offload=offload,
     )  # fmt: skip
     question = asked.as_executed
     candidates = _ranked(search(question))

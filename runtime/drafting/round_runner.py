@@ -24,6 +24,10 @@ class Rounds(Protocol):
 
     depth: int  # most rounds in flight
 
+    @property
+    def pending(self) -> Tensor:
+        """The tokens [rows] that the next round starts from; its values are only valid in the order of the device."""
+
     def start(self, pending: Tensor) -> None:
         """Begins a generation after prefill; `pending` [rows] are the first tokens."""
 
@@ -47,6 +51,10 @@ class EagerRounds:
         self._speculator = speculator
         self._pending = torch.empty(0)
         self._results: deque[RoundResult] = deque()
+
+    @property
+    def pending(self) -> Tensor:
+        return self._pending
 
     def start(self, pending: Tensor) -> None:
         self._pending = pending
@@ -94,6 +102,10 @@ class GraphRounds:
         # The largest first: the others then fit into its memory.
         pool = torch.cuda.graph_pool_handle()
         self._graphs = {gamma: self._capture(speculator, gamma, pool) for gamma in sorted(gammas, reverse=True)}
+
+    @property
+    def pending(self) -> Tensor:
+        return self._pending
 
     def start(self, pending: Tensor) -> None:
         # Results of an abandoned generation are dropped; the device finishes its rounds first.

@@ -69,6 +69,7 @@ class Speculator:
         """Drafts gamma tokens, with one forward pass each; the cache has slots for up to `config.gamma`."""
         token, tokens, choices = pending, [], []
         uniform = self._uniform(gamma, len(pending))
+        self.cache.begin_streaming()
         self.policy.before_round()
         for ahead in range(gamma):
             self.policy.before_pass(token[:, None], ahead)

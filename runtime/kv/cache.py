@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -20,10 +20,16 @@ from torch import Tensor
 
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes
+from ridgeplan.planner.axes.offload import HostPart
 from ridgeplan.planner.plan import DraftCodes
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.runtime.kv.codes import CodedLayers
 from ridgeplan.runtime.kv.config import KVCacheConfig
-from ridgeplan.runtime.kv.metadata import AttentionMetadata
+from ridgeplan.runtime.kv.metadata import AttentionMetadata, LayerReads
+from ridgeplan.runtime.kv.offload.host_store import HostKVStore
+from ridgeplan.runtime.kv.offload.layer_stream import LayerStream
+from ridgeplan.runtime.kv.offload.movable import MovableCodes
+from ridgeplan.runtime.kv.offload.slot_loader import Choice, SlotLoader
 from ridgeplan.runtime.kv.store import KVStore
 
 
@@ -41,36 +47,44 @@ class Cache:
         self.config = config
         self.rows = config.batch
         self.layers, self.q_heads, self.kv_heads = model.layers, model.q_heads, model.kv_heads
-        sizes = [(tokens, len(list(same))) for tokens, same in groupby(map(config.capacity, range(model.layers)))]
-        self.stores = [KVStore.allocate(model, config, layers, tokens, device, dtype) for tokens, layers in sizes]
-        self._places = [(store, layer) for store in range(len(sizes)) for layer in range(sizes[store][1])]
+        self.first_on_host = model.layers - config.host_layers
+        self.stores: list[KVStore | HostKVStore] = [
+            (HostKVStore if on_host else KVStore).allocate(model, config, len(list(same)), tokens, device, dtype)
+            for (tokens, on_host), same in groupby(map(self._kind, range(model.layers)))
+        ]
+        self._places = [(place, layer) for place, store in enumerate(self.stores) for layer in range(store.layers)]
         self.lengths = torch.zeros(config.batch, dtype=torch.int32, device=device)
         self.ends = torch.full_like(self.lengths, config.longest)
         self.evicted = torch.zeros_like(self.lengths)
-        self.fewer = self.lengths.new_zeros(len(sizes), config.batch)
+        self.fewer = self.lengths.new_zeros(len(self.stores), config.batch)
+        self.stream = self._stream(device) if config.host_layers else None
+        self.loader: SlotLoader | None = None
+        last = self.stores[-1]
+        if config.elastic and isinstance(last, HostKVStore):
+            self.loader = SlotLoader(last, config.prefetch, device)
 
     @property
     def bytes(self) -> int:
-        """Storage of keys, values, codes and planes."""
-        return sum(store.bytes for store in self.stores)
+        """Storage on the device of keys, values, codes and planes, and of layers on their way from the host."""
+        return sum(store.bytes for store in self.stores) + (self.stream.bytes if self.stream else 0)
 
     @property
     def keys(self) -> Tensor:
-        """Keys of all layers, of a cache whose layers hold equally many tokens."""
+        """Keys of all layers, of a cache that has one store."""
         (store,) = self.stores
         return store.keys
 
     @property
     def values(self) -> Tensor:
-        """Values of all layers, of a cache whose layers hold equally many tokens."""
+        """Values of all layers, of a cache that has one store."""
         (store,) = self.stores
         return store.values
 
     @property
     def all_codes(self) -> QuantizedKV | None:
-        """Codes of all layers, of a cache whose layers hold equally many tokens."""
+        """Codes of all layers, of a cache that has one store."""
         (store,) = self.stores
-        return store.all_codes
+        return store.all_codes if isinstance(store, KVStore) else None
 
     def reset(self, rows: int) -> None:
         """Empties the cache and activates its first `rows` rows, each up to the full context."""
@@ -78,6 +92,26 @@ class Cache:
         for tensor in (self.lengths, self.evicted, self.fewer, self.ends):
             tensor.zero_()
         self.ends[:rows] = self.config.longest
+        for store in self.stores:
+            store.reset()
+        for mover in (self.stream, self.loader):
+            if mover is not None:
+                mover.reset()
+
+    @property
+    def movable(self) -> MovableCodes | None:
+        """Codes of layers that may leave the device during a generation, if any."""
+        store = self.stores[0]
+        return store.movable if isinstance(store, KVStore) else None
+
+    def place(self, resident: int) -> None:
+        """From now on the first `resident` layers are on the device; of a cache whose placement adapts."""
+        (store,) = self.stores
+        assert isinstance(store, KVStore), "only layers with codes move"
+        assert self.stream is not None, "layers are offloaded"
+        self.stores = [store.placed(resident)]
+        self.first_on_host = resident
+        self.stream.layers = self._host_parts()
 
     def limit(self, new_tokens: int) -> None:
         """Ends every row `new_tokens` tokens after its current length."""
@@ -136,13 +170,76 @@ class Cache:
 
     def codes(self, layer: int) -> QuantizedKV:
         """Quantized groups of a layer."""
-        store, index = self._place(layer)
-        return store.codes(index, 0, self.rows)
+        coded, index = self._coded(layer)
+        return coded.codes.rows(coded.rows(index, 0, self.rows))
+
+    @contextlib.contextmanager
+    def layer_reads(self, layer: int, metadata: AttentionMetadata) -> Iterator[LayerReads]:
+        """What a pass with this metadata reads of a layer, inside the body: what lies on the host as copies."""
+        keys, values = self.full(layer)
+        if layer < self.first_on_host or not metadata.streamed:
+            codes = None if metadata.groups is None else self.near_codes(layer)
+            yield LayerReads(keys, values, metadata.begin, metadata.end, codes, metadata.groups)
+            return
+        assert self.stream is not None, "layers are offloaded"
+        if not self.stream.begun:
+            self.begin_streaming()
+        number = layer - self.first_on_host
+        copies = self.stream.fetch(number)
+        if metadata.groups is None:
+            yield self._with_recent(layer, copies, metadata)
+        else:
+            coded, index = self._coded(layer)
+            codes = coded.staged(index, self.rows, copies)
+            yield LayerReads(keys, values, metadata.begin, metadata.end, codes, metadata.groups)
+        self.stream.release(number)
+
+    def _with_recent(self, layer: int, copies: Sequence[Tensor], metadata: AttentionMetadata) -> LayerReads:
+        """Old tokens of a full-precision layer, copied from the host, with its recent ones behind them."""
+        rows, first_recent = self.rows, self.config.window_slots
+        old = self.quantized(self.lengths[:rows])
+        for old_tokens, slots in zip(copies, self.full(layer), strict=True):
+            recent = slots[:, :, first_recent:]
+            places = old[:, None] + torch.arange(recent.shape[2], device=old.device)
+            old_tokens[:rows].scatter_(2, places[:, None, :, None].expand(recent.shape).long(), recent)
+        begin, end = torch.zeros_like(old), metadata.end - first_recent + old
+        return LayerReads(copies[0][:rows], copies[1][:rows], begin, end, None, None)
+
+    def near_codes(self, layer: int) -> QuantizedKV:
+        """Codes of a layer that drafts read: those that stay on the device, where all others lie on the host."""
+        window = self._coded(layer)[0].window
+        return window.codes.rows(slice(0, self.rows)) if window else self.codes(layer)
+
+    def begin_streaming(self) -> None:
+        """Starts copies of the first offloaded layers, for the next pass of the target."""
+        if self.stream and self.first_on_host < self.layers:
+            old = self.quantized(self.lengths)
+            self.stream.begin(old // self.config.group if self.config.format.quantized else old)
+
+    def load_chosen(self, layer: int, index: Tensor, count: Tensor, page: int) -> Tensor:
+        """Where the chosen old tokens, or pages of them, are in `full`; of a layer on the host they are loaded first.
+
+        index, count: as `sparse_decode_attention` has them.
+        """
+        if self.loader is None or layer < self.first_on_host:
+            return index
+        return self.loader.slots(layer - self.first_on_host, (index, count, page))
+
+    def begin_loading(self, choose: Callable[[int], Choice]) -> None:
+        """A pass begins whose choice in a layer, by its number, is known: layers on the host are loaded ahead."""
+        if self.loader is not None:
+            self.loader.begin(lambda layer: choose(layer + self.first_on_host))
+
+    def loads(self) -> tuple[int, int]:
+        """Tokens or pages that steps have chosen of layers on the host, and those that had to be loaded."""
+        stores = [store for store in self.stores if isinstance(store, HostKVStore)]
+        tables = [table for store in stores for table in store.tables.values()]
+        return sum(int(table.wanted.sum()) for table in tables), sum(int(table.loaded.sum()) for table in tables)
 
     def planes(self, layer: int) -> DraftPlanes | None:
         """Quantized groups of a layer by token, if they are kept."""
-        store, index = self._place(layer)
-        return store.planes(index, 0, self.rows)
+        coded, index = self._coded(layer)
+        return coded.planes.rows(coded.rows(index, 0, self.rows)) if coded.planes else None
 
     def oldest_group(self) -> tuple[Tensor, Tensor]:
         """Keys [layers, batch, kv_heads, group, head_dim] of the group that grows old next, and its first token.
@@ -150,28 +247,65 @@ class Cache:
         Of a cache whose layers hold equally many tokens. The latter is int32 [batch]. Keys of rows that do not hold the
         whole group are undefined.
         """
-        keys, group, first = self.keys, self.config.group, self.quantized(self.lengths)
-        slots = torch.arange(group, device=first.device) + (0 if self.config.buffered else first[:, None])
-        slots = slots.expand(len(first), group).clamp_max(keys.shape[3] - 1).long()
-        sizes = (*keys.shape[:3], group, keys.shape[4])
-        return keys.gather(3, slots[None, :, None, :, None].expand(sizes)), first
+        first = self.quantized(self.lengths)
+        keys = [self._oldest(store, first) for store in self.stores]
+        return torch.cat(keys) if len(keys) > 1 else keys[0], first
+
+    def _oldest(self, store: KVStore | HostKVStore, first: Tensor) -> Tensor:
+        keys = store.keys
+        slots = torch.arange(self.config.group, device=first.device).expand(len(first), -1)
+        if isinstance(store, HostKVStore):
+            slots = slots + self.config.window_slots
+        elif not self.config.buffered:
+            slots = slots + first[:, None]
+        slots = slots.clamp_max(keys.shape[3] - 1).long()
+        sizes = (*keys.shape[:3], self.config.group, keys.shape[4])
+        return keys.gather(3, slots[None, :, None, :, None].expand(sizes))
 
     def target_metadata(self, queries: int) -> AttentionMetadata:
         """For a pass of the target over `queries` tokens that follow the cached ones."""
-        return self._metadata(queries, 0, coded=self.config.buffered, lower=True)
+        every = self._metadata(queries, 0, coded=self.config.buffered, lower=True)
+        return every.changed(streamed=self.first_on_host < self.layers)
 
     def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
         """For a draft's pass over `queries` tokens, from `ahead` after the cached ones on, that reads every token."""
         upper = self.config.drafts_read_upper
-        return self._metadata(queries, ahead, coded=self.config.buffered or upper, lower=not upper)
+        every = self._metadata(queries, ahead, coded=self.config.buffered or upper, lower=not upper)
+        return self._on_host(every, self._near) if self.config.keeps_window else every
+
+    def _near(self, reads: AttentionMetadata) -> AttentionMetadata:
+        """What drafts read of a layer on the host: the tokens that stay on the device."""
+        most = self.config.window_groups
+        if reads.groups is not None:
+            lower_only = self.config.host_part is HostPart.LOWER
+            return reads if lower_only else replace(reads, groups=reads.groups.clamp_max(most))
+        old_groups = self.quantized(self.lengths[: self.rows]) // self.config.group
+        return replace(reads, begin=reads.begin - old_groups.clamp_max(most) * self.config.group)
+
+    def _on_host(
+        self, every: AttentionMetadata, change: Callable[[AttentionMetadata], AttentionMetadata]
+    ) -> AttentionMetadata:
+        """The metadata with that of layers on the host changed."""
+        if self.first_on_host == self.layers:
+            return every
+        changed = change(every.at(self.first_on_host))
+        return replace(every, by_layer=dict.fromkeys(range(self.first_on_host, self.layers), changed))
 
     def _metadata(self, queries: int, ahead: int, coded: bool, lower: bool) -> AttentionMetadata:
         """Of all layers; where they hold different numbers of tokens, `by_layer` has each store's."""
-        if len(self.stores) == 1:
-            return self._reads(self.lengths[: self.rows], queries, ahead, coded, lower)
+        if not self.config.budgets:
+            every = self._reads(self.lengths[: self.rows], queries, ahead, coded, lower)
+            return every if self.config.format.quantized else self._on_host(every, self._buffered)
         all_stores = self._reads((self.lengths - self.fewer)[:, : self.rows], queries, ahead, coded, lower)
         each = [all_stores.of_store(index) for index in range(len(self.stores))]
-        return replace(each[0], by_layer=tuple(each[store] for store, _ in self._places))
+        return replace(each[0], by_layer={layer: each[store] for layer, (store, _) in enumerate(self._places)})
+
+    def _buffered(self, reads: AttentionMetadata) -> AttentionMetadata:
+        """The same for full-precision layers on the host, where a buffer of recent tokens follows slots for others."""
+        first_recent, old = self.config.window_slots, self.quantized(self.lengths[: self.rows])
+        moved = first_recent - old
+        begin = torch.full_like(old, first_recent)
+        return replace(reads, slots=reads.slots + moved[:, None], begin=begin, end=reads.end + moved)
 
     def _reads(self, stored: Tensor, queries: int, ahead: int, coded: bool, lower: bool) -> AttentionMetadata:
         """For rows that hold `stored` tokens, int32 [rows] or [stores, rows]."""
@@ -206,16 +340,38 @@ class Cache:
 
     def advance(self, tokens: Tensor) -> None:
         """Extends each row by `tokens`, int32 [rows], and quantizes groups that are no longer recent."""
-        before = self.quantized(self.lengths - self.fewer)
+        flushing = self.config.format.quantized or isinstance(self.stores[-1], HostKVStore)
+        before = self.quantized(self.lengths - self.fewer) if flushing else None
         self.lengths[: self.rows] += tokens
-        if not self.config.format.quantized:
+        if before is None:
             return
         crossed = self.quantized(self.lengths - self.fewer) > before
         if not crossed.is_cuda and not bool(crossed.any()):
             return  # on a GPU, masked kernels are cheaper than a synchronization
         for store, was, crosses in zip(self.stores, before, crossed, strict=True):
-            store.flush(was, crosses)
+            if self.config.format.quantized or isinstance(store, HostKVStore):
+                store.flush(was, crosses)
 
-    def _place(self, layer: int) -> tuple[KVStore, int]:
+    def _kind(self, layer: int) -> tuple[int, bool]:
+        """What stores differ by: tokens that a layer holds, and whether all of it lies on the host."""
+        return self.config.capacity(layer), layer >= self.first_on_host and not self.config.format.quantized
+
+    def _stream(self, device: torch.device) -> LayerStream:
+        spare = 0 if self.config.format.quantized else self.config.buffer_slots
+        return LayerStream(self._host_parts(), self.config.prefetch + 1, device, spare)
+
+    def _host_parts(self) -> Sequence[Sequence[Tensor]]:
+        """What lies on the host of every layer that does."""
+        store = self.stores[-1]
+        if isinstance(store, HostKVStore):
+            return store.on_host
+        return [self._coded(layer)[0].host_parts for layer in range(self.first_on_host, self.layers)]
+
+    def _coded(self, layer: int) -> tuple[CodedLayers, int]:
+        store, index = self._place(layer)
+        assert isinstance(store, KVStore), "a full-precision layer on the host has no codes"
+        return store.coded_layer(index)
+
+    def _place(self, layer: int) -> tuple[KVStore | HostKVStore, int]:
         store, index = self._places[layer]
         return self.stores[store], index

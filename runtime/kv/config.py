@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ridgeplan.planner.axes.offload import HostPart
 from ridgeplan.planner.plan import DraftCodes, KVCache, KVFormat, Plan
 from ridgeplan.planner.policies import evicted_to
 from ridgeplan.planner.policies.eviction.budgets import kept_tokens
@@ -18,6 +19,11 @@ class KVCacheConfig:
     codes are also kept by token, for those that choose by them or gather them. target_chooses_by_codes: whether the
     target does. budgets: the most tokens of a prompt
     that each layer keeps, of which there are `new_tokens` fewer than `context`; empty if layers keep all.
+    host_layers: the last layers, of which `host_part` lies on the host. window_tokens: of such a layer, tokens in codes
+    that stay on the device for drafts. prefetch: offloaded layers that are copied ahead of the one that is read.
+    offload: whether the plan allows layers to be offloaded. elastic: whether a full-precision layer on the host has the
+    tokens that a step chooses loaded into slots. adaptive: whether these layers leave one by one as rows grow; until
+    then they may use the memory of the others, and `spare_bytes` more.
     """
 
     batch: int
@@ -30,11 +36,19 @@ class KVCacheConfig:
     target_chooses_by_codes: bool = False
     budgets: tuple[int, ...] = ()
     new_tokens: int = 0
+    host_layers: int = 0
+    host_part: HostPart = HostPart.ALL
+    window_tokens: int = 0
+    prefetch: int = 1
+    offload: bool = False
+    elastic: bool = False
+    adaptive: bool = False
+    spare_bytes: int = 0
 
     @classmethod
-    def of(cls, plan: Plan, layers: int) -> KVCacheConfig:
-        """The cache that executes a plan with a model of `layers` layers."""
-        workload, speculation = plan.workload, plan.speculation
+    def of(cls, plan: Plan, layers: int, host_layers: int = 0, spare_bytes: int = 0) -> KVCacheConfig:
+        """The cache that executes a plan with a model of `layers` layers, the last `host_layers` of them offloaded."""
+        workload, speculation, placement = plan.workload, plan.speculation, plan.placement
         return cls(
             batch=workload.batch,
             context=workload.final_context,
@@ -46,6 +60,14 @@ class KVCacheConfig:
             target_chooses_by_codes=plan.attention.selection.needs_codes,
             budgets=evicted_to(plan, layers),
             new_tokens=workload.new_tokens,
+            host_layers=host_layers,
+            host_part=placement.part,
+            window_tokens=placement.budget,
+            prefetch=placement.prefetch,
+            offload=placement.offload,
+            elastic=placement.offload and plan.loads_chosen,
+            adaptive=placement.adaptive and host_layers > 0,
+            spare_bytes=spare_bytes,
         )
 
     @property
@@ -68,6 +90,28 @@ class KVCacheConfig:
         """Whether drafts read old tokens as codes, upper ones alone or both."""
         return self.buffered or self.drafts_read_upper
 
+    @property
+    def buffer_slots(self) -> int:
+        """Slots for recent tokens where old ones are elsewhere: two groups, and a round's tokens."""
+        return 2 * self.group + self.gamma + 1
+
+    @property
+    def keeps_window(self) -> bool:
+        """Whether the latest groups of a layer on the host stay on the device, for drafts."""
+        return self.gamma > 0 and not self.elastic
+
+    @property
+    def window_slots(self) -> int:
+        """Slots for old tokens of a full-precision layer on the host, whole groups."""
+        if self.elastic:
+            return -(-self.window_tokens // self.group) * self.group
+        return self.window_groups * self.group if self.keeps_window else 0
+
+    @property
+    def window_groups(self) -> int:
+        """Groups of an offloaded layer that drafts read: the first, and at least one of the latest."""
+        return max(2, self.window_tokens // self.group)
+
     def kept(self, tokens: int) -> tuple[int, ...]:
         """Tokens of a prompt of `tokens` that each layer keeps; empty if layers keep all."""
         return kept_tokens(tokens, self.budgets, self._step) if self.budgets else ()
@@ -85,7 +129,7 @@ class KVCacheConfig:
 
     def slots(self, tokens: int) -> int:
         """Full-precision slots for `tokens` tokens and a round's: for all of them, or two groups for a buffer."""
-        return (2 * self.group if self.buffered else tokens) + self.gamma + 1
+        return self.buffer_slots if self.buffered else tokens + self.gamma + 1
 
     def groups(self, tokens: int) -> int:
         """Groups of codes allocated for `tokens` tokens and a round's."""

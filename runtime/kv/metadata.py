@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
 from ridgeplan.kernels.attention.scores import ScoreRequest
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+
+
+@dataclass(frozen=True, eq=False)
+class LayerReads:
+    """What attention reads of one layer: full-precision slots and codes, as `decode_attention` takes them."""
+
+    keys: Tensor
+    values: Tensor
+    begin: Tensor
+    end: Tensor
+    codes: QuantizedKV | None
+    groups: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +33,8 @@ class AttentionMetadata:
     more. groups: int32 [rows], leading groups that are read as codes, or None for no codes. lower: whether lower codes
     are read with the upper ones. attend: attention of a layer, by its number, queries and this metadata, for passes
     that read only some of the tokens in the groups or before `begin`. scores: where attention leaves a layer's scores
-    of what it read, if asked. by_layer: each layer's own metadata where layers hold different numbers of tokens.
+    of what it read, if asked. streamed: whether codes on the host are brought to the device, of a pass that reads all
+    of them. by_layer: metadata of the layers that differ, as they hold, or read, another number of tokens.
     """
 
     positions: Tensor
@@ -30,11 +45,17 @@ class AttentionMetadata:
     lower: bool
     attend: Callable[[int, Tensor, AttentionMetadata], Tensor] | None = None
     scores: Callable[[int], ScoreRequest] | None = None
-    by_layer: tuple[AttentionMetadata, ...] = ()
+    streamed: bool = False
+    by_layer: Mapping[int, AttentionMetadata] = field(default_factory=dict)
 
     def at(self, layer: int) -> AttentionMetadata:
         """The metadata of one layer."""
-        return self.by_layer[layer] if self.by_layer else self
+        return self.by_layer.get(layer, self)
+
+    def changed(self, **changes: Any) -> AttentionMetadata:
+        """The same with other values of some fields, in every layer."""
+        by_layer = {layer: replace(own, **changes) for layer, own in self.by_layer.items()}
+        return replace(self, by_layer=by_layer, **changes)
 
     def of_store(self, index: int) -> AttentionMetadata:
         """One of several whose slots and ranges are stacked along a first dimension."""

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.shift import shift_slots
-from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes
+from ridgeplan.kernels.selection.draft_planes import DraftPlanes
 from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.runtime.kv.codes import CodedLayers
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.offload.movable import MovableCodes
 
 
 @dataclass(frozen=True, eq=False)
 class KVStore:
-    """keys, values: [layers, batch, kv_heads, slots, head_dim]. codes: of all its layers, concatenated along the batch;
-    None if nothing is quantized. all_planes: the same groups by token, if drafts need them.
+    """keys, values: [layers, batch, kv_heads, slots, head_dim]. coded: codes of all its layers, in order; empty if
+    nothing is quantized. Layers that are offloaded are apart from the others, and from each other. movable: where their
+    places change.
     """
 
     config: KVCacheConfig
     keys: Tensor
     values: Tensor
-    all_codes: QuantizedKV | None
-    all_planes: DraftPlanes | None = None
+    coded: tuple[CodedLayers, ...] = ()
+    movable: MovableCodes | None = None
 
     @classmethod
     def allocate(
@@ -38,14 +40,17 @@ class KVStore:
         dtype: torch.dtype,
     ) -> KVStore:
         """Zero-filled storage of `layers` layers for rows of up to `tokens` tokens."""
-        heads, rows = (model.kv_heads, model.head_dim), layers * config.batch
-        sizes = (layers, config.batch, heads[0], config.slots(tokens), heads[1])
+        sizes = (layers, config.batch, model.kv_heads, config.slots(tokens), model.head_dim)
         keys, values = (torch.zeros(sizes, dtype=dtype, device=device) for _ in "kv")
         if not config.format.quantized:
-            return cls(config, keys, values, None)
-        groups = config.groups(tokens)
-        codes = QuantizedKV.allocate(rows, heads[0], groups, config.group, heads[1], device, lower=config.buffered)
-        return cls(config, keys, values, codes, DraftPlanes.allocate(codes) if config.draft_planes else None)
+            return cls(config, keys, values)
+        if config.adaptive:
+            movable = MovableCodes.allocate(model, config, tokens, device)
+            return cls(config, keys, values, movable.coded(movable.staying), movable)
+        resident = layers - config.host_layers  # without codes the others are elsewhere (offload/host_store.py)
+        coded = [CodedLayers.on_device(model, config, resident, tokens, device)] if resident else []
+        coded += [CodedLayers.offloaded(model, config, tokens, device) for _ in range(config.host_layers)]
+        return cls(config, keys, values, tuple(coded))
 
     @property
     def layers(self) -> int:
@@ -53,29 +58,56 @@ class KVStore:
         return len(self.keys)
 
     @property
+    def all_codes(self) -> QuantizedKV | None:
+        """Codes of all layers, concatenated along the batch, where none is offloaded; None if nothing is quantized."""
+        if not self.coded:
+            return None
+        (whole,) = self.coded
+        return whole.codes
+
+    @property
     def bytes(self) -> int:
-        """Storage of keys, values, codes and planes."""
-        return self.keys.nbytes + self.values.nbytes + sum(x.bytes for x in (self.all_codes, self.all_planes) if x)
+        """Storage on the device of keys, values, codes and planes."""
+        if self.movable:
+            codes = self.movable.bytes + sum(coded.bytes for coded in self.movable.away)
+        else:
+            codes = sum(coded.bytes for coded in self.coded)
+        return self.keys.nbytes + self.values.nbytes + codes
+
+    def placed(self, resident: int) -> KVStore:
+        """The same storage with the first `resident` layers on the device."""
+        assert self.movable is not None, "only adaptive placements change"
+        return replace(self, coded=self.movable.coded(resident))
+
+    def reset(self) -> None:
+        """Nothing to forget: lengths say what is held."""
+
+    def coded_layer(self, layer: int) -> tuple[CodedLayers, int]:
+        """Where a layer's codes are, and its number there."""
+        assert self.coded, "this KV format holds no codes"
+        for coded in self.coded:
+            if layer < coded.layers:
+                break
+            layer -= coded.layers
+        return coded, layer
 
     def codes(self, layer: int, first: int, count: int) -> QuantizedKV:
         """Quantized groups of `count` rows of a layer."""
-        assert self.all_codes is not None, "this KV format holds no codes"
-        return self.all_codes.rows(self._rows(layer, first, count))
+        coded, index = self.coded_layer(layer)
+        return coded.codes.rows(coded.rows(index, first, count))
 
     def planes(self, layer: int, first: int, count: int) -> DraftPlanes | None:
         """The same groups by token, if they are kept."""
-        return self.all_planes.rows(self._rows(layer, first, count)) if self.all_planes else None
+        coded, index = self.coded_layer(layer)
+        return coded.planes.rows(coded.rows(index, first, count)) if coded.planes else None
 
     def store_prompt(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
         """Stores what a layer keeps of a row's prompt, [kv_heads, tokens, head_dim]."""
         tokens = keys.shape[1]
         whole = self.config.quantized_groups(tokens) * self.config.group
         if whole:
-            codes, planes = self.codes(layer, row, 1), self.planes(layer, row, 1)
-            first = torch.zeros(1, dtype=torch.int32, device=keys.device)
-            quantize(keys[None, :, :whole], values[None, :, :whole], codes, first)
-            if planes:
-                pack_draft_planes(codes, planes, first, whole // self.config.group)
+            coded, index = self.coded_layer(layer)
+            coded.store_prompt(index, row, keys[:, :whole], values[:, :whole])
         start = whole if self.config.buffered else 0
         self.keys[layer, row, :, : tokens - start] = keys[:, start:]
         self.values[layer, row, :, : tokens - start] = values[:, start:]
@@ -85,17 +117,13 @@ class KVStore:
 
         before: int32 [batch], tokens that were codes until now.
         """
-        assert self.all_codes is not None, "this KV format holds no codes"
-        mask = crossed.repeat(self.layers)
-        keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
+        assert self.coded, "this KV format holds no codes"
         first_slot = torch.zeros_like(before) if self.config.buffered else before
-        index = (before // self.config.group).repeat(self.layers)
-        quantize(keys, values, self.all_codes, index, mask, first_slot=first_slot.repeat(self.layers))
-        if self.all_planes:
-            pack_draft_planes(self.all_codes, self.all_planes, index, mask=mask)
+        index, start = before // self.config.group, 0
+        for coded in self.coded:
+            own = slice(start, start + coded.layers)
+            coded.flush(self.keys[own], self.values[own], index, first_slot, crossed)
+            start += coded.layers
         if self.config.buffered:
-            shift_slots(keys, values, self.config.group, mask)
-
-    def _rows(self, layer: int, first: int, count: int) -> slice:
-        start = layer * self.config.batch + first
-        return slice(start, start + count)
+            keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
+            shift_slots(keys, values, self.config.group, crossed.repeat(self.layers))

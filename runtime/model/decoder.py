@@ -53,10 +53,8 @@ class Decoder:
     def _attend(self, index: int, cache: Cache, metadata: AttentionMetadata, q: Tensor) -> Tensor:
         if metadata.attend is not None:  # drafts, which no sliding window limits
             return metadata.attend(index, q, metadata)
-        keys, values = cache.full(index)
-        window = self.config.windows[index]
-        begin = metadata.begin if window is None else torch.maximum(metadata.begin, metadata.end - window)
-        codes = None if metadata.groups is None else cache.codes(index)
-        scores = metadata.scores(index) if metadata.scores is not None else None
-        read = (q, keys, values, begin, metadata.end, codes, metadata.groups)
-        return decode_attention(*read, lower=metadata.lower, scores=scores)
+        window, scores = self.config.windows[index], metadata.scores(index) if metadata.scores is not None else None
+        with cache.layer_reads(index, metadata) as reads:
+            begin = reads.begin if window is None else torch.maximum(reads.begin, reads.end - window)
+            read = (q, reads.keys, reads.values, begin, reads.end, reads.codes, reads.groups)
+            return decode_attention(*read, lower=metadata.lower, scores=scores)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ridgeplan.planner.axes.draft_selection import SpecAttn
+from ridgeplan.planner.axes.offload import HostPart
 from ridgeplan.planner.plan import (
     DraftCodes,
     Eviction,
@@ -86,11 +87,15 @@ def test_drafts_differ_from_the_target(found):
         assert not (plan.speculation.active and same_reads and not plan.weights.draft_differs), family.name
 
 
-def test_offloading_adds_the_joint_space_once_more(found):
-    both = families(WORKLOAD, offload=True)
-    added = [family for family in both if family.name not in found]
-    assert len(added) == JOINT
-    assert all(family.template.placement.offload and family.template.placement.budget == 2048 for family in added)
+def test_offloading_adds_plain_decoding_and_drafts_on_upper_codes(found):
+    """Plain on bf16 and on int8; drafts on the target's weights and on 4-bit ones, with lower codes on the host."""
+    added = [family.template for family in families(WORKLOAD, offload=True) if family.name not in found]
+    assert all(plan.placement.offload for plan in added)
+    plain = {(plan.kv.format, plan.placement.budget) for plan in added if not plan.speculation.active}
+    assert plain == {(KVFormat.FULL, 2048), (KVFormat.INT8, 2048)}
+    drafting = [plan for plan in added if plan.speculation.active]
+    assert {plan.placement.part for plan in drafting} == {HostPart.LOWER}
+    assert {(16, 16), (16, 4)} <= {(plan.weights.target_bits, plan.weights.draft_bits) for plan in drafting}
 
 
 def test_preset_names_survive_other_hyperparameters():

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from ridgeplan.planner import predict, sweep, thresholds
-from ridgeplan.planner.plan import Placement, Workload
+from ridgeplan.planner.plan import KVCache, KVFormat, Placement, Plan, Workload
 from ridgeplan.planner.presets import preset
+from ridgeplan.planner.sweeps import placement_times
 from ridgeplan.roofline.catalog.models import load_shape
 
 LLAMA = load_shape("Llama-3.1-8B")
@@ -38,3 +39,18 @@ def test_thresholds_leave_room_for_a_rounds_tokens(h200_profile):
     assert first > 10_000
     assert offloaded(first + 7) == 0
     assert offloaded(first + 9) > 0
+
+
+def test_a_static_placement_falls_off_a_cliff_and_an_adaptive_one_does_not(h200_profile):
+    """SpeContext, section 6.1: with all layers on the host a slightly longer context loses most of the speed."""
+    shape = load_shape("Llama-3.1-8B")
+    placement = Placement(True, 2048, memory_bytes=24 * 10**9)
+    plan = Plan(Workload("m", "h200", 4096, new_tokens=64, batch=4), kv=KVCache(KVFormat.INT8), placement=placement)
+    first = thresholds(plan, shape, h200_profile)[0]
+    found = placement_times(plan, shape, h200_profile, [first - 200, first + 600, 2 * first])
+    assert found.host_layers[0] == 0 < found.host_layers[1] < found.host_layers[2] <= 32
+    assert found.adaptive_ms[0] == found.static_ms[0]
+    before, after, _ = found.static_ms
+    assert after > 5 * before  # more than 80% of the speed is lost
+    assert found.adaptive_ms[1] < after / 5
+    assert found.adaptive_ms[1] < found.adaptive_ms[2] <= found.static_ms[2]

@@ -44,7 +44,7 @@ def test_a_round_is_the_mean_over_the_generation(ideal, name):
     strategy = replace(strategy, target_budget=np.minimum(strategy.target_budget, 800))
     steps = (strategy.context + (step + 0.5) / 500 * strategy.new_tokens for step in range(500))
     rounds = [
-        round_at(shape, ideal, strategy, round_rates(shape, ideal, strategy, rates), context, 0) for context in steps
+        round_at(shape, ideal, strategy, round_rates(shape, ideal, strategy, rates), context) for context in steps
     ]
     found = evaluate(shape, ideal, strategy, rates).round
     for part in ("draft_s", "verify_s", "accept_s", "select_s", "flush_s", "total_s"):

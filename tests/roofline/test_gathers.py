@@ -25,7 +25,7 @@ def draft_s(machine: Machine, run_tokens: float) -> float:
     plan = preset("specattn", Workload("Llama-3.1-8B", "h200", 32768))
     strategy = replace(strategy_of(plan, SHAPE, machine, 0.9), draft_run_tokens=run_tokens, round_score_bytes=0)
     rates = round_rates(SHAPE, machine, strategy, rates_of(plan, SHAPE, machine))
-    return float(round_at(SHAPE, machine, strategy, rates, 32768, 0.0).draft_s)
+    return float(round_at(SHAPE, machine, strategy, rates, 32768).draft_s)
 
 
 def read_s(machine: Machine) -> float:
@@ -54,7 +54,7 @@ def test_scores_are_scanned_as_attention_streams(machine: Machine) -> None:
     strategy = strategy_of(plan, SHAPE, slow, 0.9)
     rates = round_rates(SHAPE, slow, strategy, rates_of(plan, SHAPE, slow))
     scored, free = (
-        round_at(SHAPE, slow, replace(strategy, draft_scored_keys=keys), rates, 32768, 0.0)
+        round_at(SHAPE, slow, replace(strategy, draft_scored_keys=keys), rates, 32768)
         for keys in (strategy.draft_scored_keys, 0)
     )
     keys_bytes = 32 * 32768 * 8 * 128 * 2 / 8

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from ridgeplan.planner.axes.offload import HostPart
 from ridgeplan.planner.lowering import strategy_of
 from ridgeplan.planner.plan import KVCache, KVFormat, Placement, Plan, Workload
 from ridgeplan.planner.presets import preset
@@ -98,60 +99,89 @@ def test_partials_are_those_of_the_splits_that_the_device_chooses(shape, machine
 
 def test_nothing_leaves_while_everything_fits(shape, small):
     found = placed(offloading(16384), shape, small)
-    assert (found.offloaded_layers, found.transfer_s) == (0, 0)
+    assert found.host.layers == 0
 
 
 def test_just_enough_layers_leave(shape, small):
     found = placed(offloading(65536), shape, small)
-    assert 0 < found.offloaded_layers < 32
+    assert 0 < found.host.layers < 32
     assert found.memory.peak <= LIMIT
     one_layer = 65536 * 2 * 8 * 128 * 2
     assert found.memory.peak + one_layer > LIMIT
 
 
 def test_a_layer_that_leaves_keeps_its_budget(shape, small):
-    """65536 + 1 tokens and one more slot of 4096 bytes a layer; 2048 tokens of it stay."""
-    found = placed(offloading(65536), shape, small)
+    """65536 + 1 tokens and one more slot of 4096 bytes a layer; 2048 tokens of it stay for what is selected."""
+    found = placed(preset("specontext", Workload("m", "h200", 65536, new_tokens=1)), shape, small)
     layer_bytes = 65538 * 4096
     freed_bytes = layer_bytes * (1 - 2048 / 65537)
-    assert found.memory.kv == pytest.approx(32 * layer_bytes - found.offloaded_layers * freed_bytes)
+    assert found.memory.kv == pytest.approx(32 * layer_bytes - found.host.layers * freed_bytes)
+    assert found.memory.buffers == 0
+
+
+def test_a_layer_that_is_streamed_keeps_nothing_and_takes_two_slots(shape, small):
+    found = placed(offloading(65536), shape, small)
+    layer_bytes = 65538 * 4096
+    assert found.memory.kv == pytest.approx((32 - found.host.layers) * layer_bytes)
+    assert found.memory.buffers == pytest.approx(2 * layer_bytes)
+
+
+def test_lower_codes_are_half_a_layer_and_its_drafts_lose_nothing(shape, small):
+    """Of 264 bytes of a token and KV head the lower codes are 128."""
+    kv = KVCache(KVFormat.HIERARCHICAL)
+    plan = replace(offloading(131072), kv=kv, placement=Placement(True, part=HostPart.LOWER))
+    found, whole = placed(plan, shape, small), placed(replace(plan, placement=Placement()), shape, small)
+    lower = 131073 * 8 * 128
+    assert whole.memory.kv - found.memory.kv == found.host.layers * lower
+    assert found.memory.buffers - whole.memory.buffers == 2 * lower
+    assert found.host.token_bytes == 8 * 128
+
+
+def test_drafts_keep_the_upper_codes_of_their_budget(shape, small):
+    """With drafts on upper codes, 2048 of 131073 tokens stay, in half of the bits."""
+    plan = preset("quantspec-kv", Workload("m", "h200", 131072, new_tokens=1))
+    plan = replace(plan, placement=Placement(True, 2048))
+    found, whole = placed(plan, shape, small), placed(replace(plan, placement=Placement()), shape, small)
+    freed = whole.memory.kv / 32 * (1 - 2048 / 131073 / 2)
+    assert whole.memory.kv - found.memory.kv == pytest.approx(found.host.layers * freed)
 
 
 def test_plans_that_keep_everything_on_the_device_offload_nothing_even_where_they_do_not_fit(shape, small):
     found = placed(replace(offloading(65536), placement=Placement()), shape, small)
-    assert (found.offloaded_layers, found.transfer_s) == (0, 0)
+    assert found.host.layers == 0
     assert found.memory.peak > LIMIT
 
 
 def test_no_more_layers_leave_than_there_are(shape, h200_profile):
     tiny = replace(h200_profile, hardware=replace(h200_profile.hardware, memory_bytes=10**9))
-    assert placed(offloading(65536), shape, tiny).offloaded_layers == 32
+    assert placed(offloading(65536), shape, tiny).host.layers == 32
 
 
-def test_without_a_selection_a_whole_layer_travels_and_with_one_the_changed_budget(shape, small):
+def test_a_token_of_a_layer_lies_on_the_host_in_its_stored_format(shape, small):
     whole = placed(offloading(65536), shape, small)
-    selected = placed(preset("specontext", Workload("m", "h200", 65536, new_tokens=1)), shape, small)
-    per_layer = [one.transfer_s / one.offloaded_layers for one in (whole, selected)]
-    link = small.hardware.host_link_bytes_per_s
-    assert per_layer[0] == pytest.approx(65536 * 4096 / link, rel=1e-3)
-    assert per_layer[1] == pytest.approx(0.1 * 2048 * 4096 / link, rel=1e-3)
-
-
-def test_offloaded_codes_travel_as_codes(shape, small):
-    whole = placed(offloading(131072), shape, small)
     codes = placed(replace(offloading(131072), kv=KVCache(KVFormat.INT8)), shape, small)
-    per_layer = [one.transfer_s / one.offloaded_layers for one in (whole, codes)]
-    assert per_layer[1] / per_layer[0] == pytest.approx(1.03125 / 2, rel=1e-3)
+    assert whole.host.token_bytes == pytest.approx(4096, rel=1e-4)
+    assert codes.host.token_bytes / whole.host.token_bytes == pytest.approx(1.03125 / 2, rel=1e-4)
 
 
 def test_thresholds_agree_with_the_placement_at_every_length(shape, small):
-    plan = offloading(1000)
+    plan = preset("specontext", Workload("m", "h200", 4096, new_tokens=1))
     lengths = thresholds(plan, shape, small)
     assert list(lengths) == sorted(lengths)
     for cpu_layers in (0, 7, 20):
         for length, layers in ((lengths[cpu_layers] + 1, cpu_layers), (lengths[cpu_layers] + 3, cpu_layers + 1)):
             held = replace(plan, workload=replace(plan.workload, context=length - 1))
-            assert placed(held, shape, small).offloaded_layers == layers
+            assert placed(held, shape, small).host.layers == layers
+
+
+def test_the_first_layer_that_is_streamed_takes_two_more_with_it(shape, small):
+    """The slots for layers on their way take the memory of two, so that one or two alone would free nothing."""
+    plan = offloading(1000)
+    first, second, third, fourth, *_ = thresholds(plan, shape, small)
+    assert first == second == third < fourth
+    for length, layers in ((first + 1, 0), (first + 3, 3), (fourth + 1, 3), (fourth + 3, 4)):
+        held = replace(plan, workload=replace(plan.workload, context=length - 1))
+        assert placed(held, shape, small).host.layers == layers
 
 
 def test_thresholds_of_a_model_that_does_not_fit_are_zero(shape, h200_profile):

@@ -52,11 +52,11 @@ def lowered(name, machine, batch=1, context=4096):
     return strategy_of(plan, SHAPE, machine, 0.9), rates_of(plan, SHAPE, machine)
 
 
-def round_of(name, machine, batch=1, context=4096, transfer_s=0.0, **changes):
+def round_of(name, machine, batch=1, context=4096, **changes):
     """A round at the end of the prompt."""
     strategy, rates = lowered(name, machine, batch, context)
     changed = replace(strategy, **changes)
-    return round_at(SHAPE, machine, changed, round_rates(SHAPE, machine, changed, rates), context, transfer_s)
+    return round_at(SHAPE, machine, changed, round_rates(SHAPE, machine, changed, rates), context)
 
 
 def test_products_of_gate_and_up_fit_the_kernels_up_to_the_priced_rows():
@@ -167,12 +167,6 @@ def test_specattn_reads_keys_once_more_adds_up_the_scores_of_8_heads_and_ranks_t
     assert round_of("specattn", launched, 3).select_s - round_of("specattn", ideal, 3).select_s == pytest.approx(
         32 * 5e-6
     )
-
-
-def test_the_transfer_of_offloaded_layers_runs_beside_the_target(ideal):
-    alone = round_of("specontext", ideal).verify_s
-    assert round_of("specontext", ideal, transfer_s=alone / 2).verify_s == alone
-    assert round_of("specontext", ideal, transfer_s=2 * alone).verify_s == 2 * alone
 
 
 def test_a_round_is_gamma_drafts_and_everything_else_once():

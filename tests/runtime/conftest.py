@@ -1,7 +1,7 @@
 """Tiny random models saved as transformers would, plans for them, and the embedded real model."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -9,18 +9,23 @@ import torch
 import transformers
 
 from ridgeplan.planner.axes.draft_selection import draft_selection
+from ridgeplan.planner.axes.offload import HostPart
+from ridgeplan.planner.capacity import offloaded_layers, predicted_memory
 from ridgeplan.planner.plan import (
     DraftCodes,
     Eviction,
     EvictionPolicy,
     KVCache,
     KVFormat,
+    Placement,
     Plan,
     Speculation,
     TargetAttention,
     Weights,
     Workload,
 )
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.device import Device
 from ridgeplan.runtime.retrieval.file import save_head
 from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of
 
@@ -128,6 +133,7 @@ def make_plan() -> Callable[..., Plan]:
         target: str = "all",
         target_budget: int = 0,
         target_options: Mapping[str, Any] | None = None,
+        placement: Placement | None = None,
         **hyperparameters: Any,
     ) -> Plan:
         stored = gamma > 0 and kv in ("int4x2", "bf16+int4")
@@ -137,6 +143,7 @@ def make_plan() -> Callable[..., Plan]:
             kv=KVCache(KVFormat(kv), group),
             eviction=Eviction(EvictionPolicy(evict), budget, settings=settings or {}),
             attention=TargetAttention(draft_selection(target, **(target_options or {})), target_budget),
+            placement=placement or Placement(),
             speculation=Speculation(
                 gamma,
                 DraftCodes(codes or ("upper" if stored else "full")),
@@ -157,3 +164,28 @@ def prompts() -> Callable[..., list[list[int]]]:
         return [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def limited() -> Callable[..., tuple[Plan, int]]:
+    """Gives a plan so little memory that at least `layers` layers must leave; returns it with their number.
+
+    Slots for the layers on their way take the memory of two or more, so that one alone cannot leave.
+    """
+
+    def limit(
+        plan: Plan, shape: ModelShape, layers: int, part: HostPart, budget: int = 64, *, cuda: bool = False, **more: Any
+    ) -> tuple[Plan, int]:
+        sms = torch.cuda.get_device_properties(0).multi_processor_count if cuda else 1
+        roomy = Device(memory_bytes=10**12, element_bytes=4, num_sms=sms, asynchronous=int(cuda))
+        memory = predicted_memory(plan, shape, roomy)
+        whole = Placement(True, budget if part is HostPart.ALL else 0, part, **more)
+        for percent in range(1, 100):
+            memory_bytes = int(memory.peak - percent / 100 * memory.kv)
+            placed = replace(plan, placement=replace(whole, memory_bytes=memory_bytes))
+            found, _ = offloaded_layers(placed, shape, replace(roomy, memory_bytes=memory_bytes))
+            if found >= layers:
+                return placed, found
+        raise AssertionError(f"no limit offloads {layers} layers")
+
+    return limit

@@ -103,9 +103,9 @@ def test_the_graphs_of_the_latest_kinds_are_kept(monkeypatch):
     engine = SimpleNamespace(device=device, plan=plan, _graphs={}, _generator=generator)
     stopwatch = Stopwatch(torch.device("cpu"))
 
-    def prepared(temperature, seed=0, rows=1):
+    def prepared(temperature, seed=0, rows=1, near=2):
         sampling = SamplingParams(temperature, seed=seed, stop_token_ids=(seed,))
-        speculator = SimpleNamespace(cache=SimpleNamespace(rows=rows), sampling=sampling)
+        speculator = SimpleNamespace(cache=SimpleNamespace(rows=rows, first_on_host=near), sampling=sampling)
         return engine_module.Engine._prepared(engine, speculator, stopwatch)
 
     first = prepared(1)
@@ -115,7 +115,8 @@ def test_the_graphs_of_the_latest_kinds_are_kept(monkeypatch):
     assert prepared(1) is first
     prepared(2)
     prepared(2, rows=2)
-    assert captured == [(1, 1), (1, 2), (1, 3), (1, 4), (1, 2), (2, 2)]
+    prepared(2, rows=2, near=1)  # with one more layer on the host
+    assert captured == [(1, 1), (1, 2), (1, 3), (1, 4), (1, 2), (2, 2), (2, 2)]
 
 
 def test_seeds_reproduce_and_differ(engine, prompts):

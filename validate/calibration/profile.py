@@ -22,6 +22,7 @@ from ridgeplan.validate.calibration.fit import Ceilings, Sample, fit_rates
 from ridgeplan.validate.calibration.fit_steps import fit_steps
 from ridgeplan.validate.calibration.gaps import with_gaps
 from ridgeplan.validate.calibration.host_overhead import with_dispatch
+from ridgeplan.validate.calibration.link import link_classes
 from ridgeplan.validate.calibration.noise import NoiseCheck
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
 from ridgeplan.validate.calibration.sparse import sparse_trials, top_k_trials
@@ -58,6 +59,9 @@ def measure_profile(
         portable=_portable(bench, suite, hardware.num_sms, ceilings),
         host_link_utilization=_host_link_utilization(bench, hardware) if cuda else 1.0,
     )
+    if cuda:
+        link = link_classes(place, hardware.host_link_bytes_per_s * profile.host_link_utilization)
+        profile = replace(profile, classes={**profile.classes, **link})
     on_progress("whole rounds", len(samples), len(samples) + 1)
     dispatched = with_dispatch(bench, profile, suite.dispatch_shape, suite.dispatch_layers)
     return with_gaps(dispatched, suite.gap_shapes, place)

@@ -89,14 +89,16 @@ class InflatedModel:
         for other in self.targets.keys() - {kind}:
             del self.targets[other]
         held = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-        require_memory(plan, self.shape, self.device, self.dtype, held)
+        offloading = require_memory(plan, self.shape, self.device, self.dtype, held)
         with readable_out_of_memory(self.device):
             text = self._text(plan, calibration)
             if kind not in self.targets:
                 self.targets[kind] = self._target(plan, text)
             weights = self.targets[kind]
             meter, config = MemoryMeter(self.device, weights.bytes), self.config(plan.workload.yarn_factor)
-            return Engine(plan, self.source, config, weights, self.device, meter, draft_weights, text, profile)
+            return Engine(
+                plan, self.source, config, weights, self.device, meter, draft_weights, text, profile, None, *offloading
+            )
 
     def _text(self, plan: Plan, calibration: Sequence[int] | None) -> CalibrationText | None:
         if not plan.weights.quantized:

@@ -22,6 +22,7 @@ class RankedPolicy(SparsePolicy):
 
     page = 1
     shared = True
+    known_ahead = True
 
     def __init__(self, selection: SparseSelection, cache: Cache) -> None:
         super().__init__(selection, cache)

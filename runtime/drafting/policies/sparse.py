@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,17 +37,21 @@ class SparsePolicy(DraftPolicy):
     """
 
     selection: SparseSelection
+    known_ahead: ClassVar[bool] = False  # a draft's choice, in all layers, before its first one
 
     def __init__(self, selection: SparseSelection, cache: Cache) -> None:
         super().__init__(selection, cache)
         config = cache.config
         self.reads_codes = config.drafts_read_codes
+        # What is offloaded leaves in whole groups, so that tokens are old as they are in formats with codes.
+        self.whole_groups = self.reads_codes or config.offload
         coded = config.groups(config.longest) * config.group
-        self.candidates = coded if config.buffered else max(coded, config.slots(config.longest))
+        copied = 2 * config.group if config.offload else 0  # behind copies of layers from the host
+        self.candidates = coded if config.buffered else max(coded, config.slots(config.longest) + copied)
 
     def old_of(self, lengths: Tensor) -> Tensor:
         """Tokens that may be chosen at these lengths, int32 [n]: those in codes, or all but the recent ones."""
-        return self.cache.quantized(lengths) if self.reads_codes else (lengths - self.selection.recent).clamp_min(0)
+        return self.cache.quantized(lengths) if self.whole_groups else (lengths - self.selection.recent).clamp_min(0)
 
     def total_of(self, lengths: Tensor) -> Tensor:
         """Tokens that drafts read at these lengths, recent ones included, int32 [n]: clamp(ceil(ratio n), floor, n)."""
@@ -95,8 +100,17 @@ class SparsePolicy(DraftPolicy):
 
     def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
         every = super().draft_metadata(ahead, queries)
+        if self.known_ahead:
+            self.cache.begin_loading(self._known_choice)
         begin = every.begin if self.reads_codes else self.old()[: self.cache.rows]
-        return replace(every, begin=begin, attend=self.attend)
+        by_layer = every.by_layer
+        if self.cache.config.elastic:
+            by_layer = {layer: replace(reads, attend=self.attend) for layer, reads in by_layer.items()}
+        return replace(every, begin=begin, attend=self.attend, by_layer=by_layer)
+
+    def _known_choice(self, layer: int) -> tuple[Tensor, Tensor, int]:
+        chosen = self.select(layer, self.cache.lengths)  # any tensor: no query is asked
+        return chosen.index, chosen.count, chosen.page
 
     def select(self, layer: int, query: Tensor) -> TokenIndex:
         """The old tokens that a draft's queries [rows, queries, q_heads, head_dim] read in a layer."""
@@ -109,9 +123,10 @@ class SparsePolicy(DraftPolicy):
     def read(self, layer: int, query: Tensor, metadata: AttentionMetadata, chosen: TokenIndex) -> Tensor:
         """Attention of queries in a layer to `chosen` and to the recent tokens; same shape."""
         cache = self.cache
+        index = cache.load_chosen(layer, chosen.index, chosen.count, chosen.page)
         codes = None if metadata.groups is None else cache.codes(layer)
         planes = cache.planes(layer) if cache.config.drafts_read_upper else None
         return sparse_decode_attention(
-            query, *cache.full(layer), metadata.begin, metadata.end, chosen.index, chosen.count, codes, metadata.groups,
+            query, *cache.full(layer), metadata.begin, metadata.end, index, chosen.count, codes, metadata.groups,
             value_rows=planes.value_rows if planes else None, page=chosen.page, lower=metadata.lower,
         )  # fmt: skip

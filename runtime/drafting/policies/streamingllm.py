@@ -13,12 +13,14 @@ from ridgeplan.runtime.kv.cache import Cache
 class StreamingLLM(SparsePolicy):
     """In a full-precision cache the latest tokens are one run, so that only the sinks are gathered."""
 
+    known_ahead = True
+
     def __init__(self, selection: SparseSelection, cache: Cache) -> None:
         super().__init__(selection, cache)
         self._chosen: tuple[Tensor, Tensor] | None = None
 
     def old_of(self, lengths: Tensor) -> Tensor:
-        if self.reads_codes:
+        if self.whole_groups:
             return super().old_of(lengths)
         run = (self.total_of(lengths) - self.selection.sinks).clamp_min(self.selection.recent)
         return (lengths - run).clamp_min(0)

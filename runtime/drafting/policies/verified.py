@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from ridgeplan.kernels.attention.scores import Rows, ScoreRequest, What
@@ -24,7 +22,7 @@ class VerifiedPolicy(RankedPolicy):
         self.scores[layer, row, :, :kept] = scores[:, :kept]
 
     def target_metadata(self, queries: int) -> AttentionMetadata:
-        return replace(super().target_metadata(queries), scores=self.request)
+        return super().target_metadata(queries).changed(scores=self.request)
 
     def request(self, layer: int) -> ScoreRequest:
         """Where verification writes a layer's scores."""

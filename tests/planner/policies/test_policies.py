@@ -115,7 +115,7 @@ def test_presets_run_unless_they_need_a_policy_that_is_only_estimated(name):
 
 
 def test_what_is_missing_is_named():
-    assert missing_execution(preset("specontext", WORKLOAD)) == ["offloaded KV"]
+    assert missing_execution(preset("specontext", WORKLOAD)) == ["a target's selection from offloaded KV"]
     assert not missing_execution(preset("specontext-resident", WORKLOAD))
     assert not missing_execution(preset("dapq", WORKLOAD))
     evicted = replace(preset("dapq", WORKLOAD), attention=preset("quest", WORKLOAD).attention)

@@ -38,7 +38,7 @@ def test_of_a_preset_the_largest_sizes_fit_to_the_last_token(name):
 @pytest.mark.parametrize("batch", [1, 2, 8])
 def test_it_agrees_with_recommend(batch):
     """`recommend` also tries other sizes of quantization groups, which matter most where the cache is small."""
-    recommend = partial(planner.recommend, LLAMA, "rtx4090", memory_limit=16e9)
+    recommend = partial(planner.recommend, LLAMA, "rtx4090", memory_limit=16e9, offload=False)
     found = planner.fit(LLAMA, "rtx4090", batches=(batch,), contexts=(8192,), memory_limit=16e9)
     (row,), (rows,) = found.contexts, found.batches
     assert recommend(row.context, batch=batch)

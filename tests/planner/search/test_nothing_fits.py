@@ -23,7 +23,7 @@ LLAMA = "meta-llama/Llama-3.1-8B"
 
 def refusal(gpu, context, **changes):
     with pytest.raises(planner.NothingFits) as caught:
-        planner.recommend(LLAMA, gpu, context, **changes)
+        planner.recommend(LLAMA, gpu, context, offload=False, **changes)
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -48,11 +48,11 @@ def test_the_sizes_that_it_offers_fit_to_the_token():
     context = int(re.search(r"context up to (\d+) with batch 4", text).group(1))
     batch = int(re.search(r"batch up to (\d+) with context 60000", text).group(1))
     for changes in ({"ctx": context, "batch": 4}, {"ctx": 60_000, "batch": batch}):
-        fitting = planner.recommend(LLAMA, "rtx4090", **changes)
+        fitting = planner.recommend(LLAMA, "rtx4090", offload=False, **changes)
         assert fitting.predicted.best.peak_memory_bytes <= fitting.memory_limit_bytes
     for changes in ({"ctx": context + 1, "batch": 4}, {"ctx": 60_000, "batch": batch + 1}):
         with pytest.raises(planner.NothingFits):
-            planner.recommend(LLAMA, "rtx4090", **changes)
+            planner.recommend(LLAMA, "rtx4090", offload=False, **changes)
 
 
 def test_the_gpu_that_it_names_is_enough_and_smaller_ones_are_not():
@@ -67,7 +67,7 @@ def test_the_gpu_that_it_names_is_enough_and_smaller_ones_are_not():
 
 def test_no_gpu_is_named_where_none_is_enough():
     with pytest.raises(planner.NothingFits, match="no GPU of the catalog"):
-        planner.recommend("meta-llama/Llama-3.1-70B", "h200", 131_072, batch=64)
+        planner.recommend("meta-llama/Llama-3.1-70B", "h200", 131_072, batch=64, offload=False)
 
 
 def test_a_lower_quality_is_offered_where_it_fits():
@@ -92,7 +92,7 @@ def test_groups_of_other_sizes_are_searched_before_giving_up(h200_profile):
     question = ask(LLAMA, "h200", 131_072, profile=h200_profile)
     usual = Capacity(smallest_plans(runnable_families(question)), question.shape, question.machine).peaks().min()
     limit = usual - 250e6
-    found = planner.recommend(LLAMA, "h200", 131_072, profile=h200_profile, memory_limit=limit)
+    found = planner.recommend(LLAMA, "h200", 131_072, profile=h200_profile, memory_limit=limit, offload=False)
     assert (found.plan.kv.group, found.plan.weights.group) == (256, 256)
     assert found.predicted.best.peak_memory_bytes <= limit
     tight = replace(question, memory_limit_bytes=limit)

@@ -70,3 +70,23 @@ def test_algorithm_2_offloads_one_layer_more_than_the_text_says():
 def test_reserved_tokens_bring_every_threshold_forward():
     plain, reserved = llama_8b().thresholds(80 * GB), llama_8b().thresholds(80 * GB, reserved_tokens=5)
     assert [early - late for early, late in zip(plain, reserved, strict=True)] == [5] * 33
+
+
+@pytest.mark.parametrize(
+    "gpu, weights, form, by_hand",
+    [
+        # What 1.3 (M_O + M_D) leaves, 59.044 GB of 80, over (32 + extra - i) layers of 4 x 4 x 8 x 128 bytes a token.
+        (80, 16.06, "paper", {0: 97_398, 1: 100_090, 16: 171_217, 32: 717_475}),
+        (80, 16.06, "corrected", {0: 110_884, 1: 114_340, 16: 216_423, 32: 7_076_447}),
+        # In bf16 the model exceeds 8 GB; with weights of 4.65 GB 1.877 GB are left.
+        (8, 16.06, "paper", dict.fromkeys((0, 1, 16, 32), 0)),
+        (8, 16.06, "corrected", dict.fromkeys((0, 1, 16, 32), 0)),
+        (8, 4.65, "paper", {0: 3_096, 1: 3_168, 16: 5_065, 32: 19_635}),
+        (8, 4.65, "corrected", {0: 3_525, 1: 3_571, 16: 4_957, 32: 98_053}),
+    ],
+)
+def test_thresholds_of_llama_8b_by_hand(gpu, weights, form, by_hand):
+    """4 requests, 2048 tokens. The paper adds 1 + 4 layers and takes i B R H D off, we add 0.5 and take 4 i B R H D."""
+    layers = {"retrieval_layers": 1, "repeat_buffers": 4, "paper_form": True} if form == "paper" else {}
+    found = llama_8b(requests=4, model_bytes=weights * GB, **layers).thresholds(gpu * GB)
+    assert {layer: found[layer] for layer in by_hand} == by_hand

@@ -23,8 +23,9 @@ class Bounded(PerQueryPolicy):
         self.page = page
         super().__init__(selection, cache)
         groups = -(-self.candidates // cache.config.group) + 1  # one more, which is not old yet
-        sizes = (*cache.keys.shape[:3], groups * cache.config.group // page, 2, cache.keys.shape[4])
-        self.bounds = torch.zeros(sizes, dtype=cache.keys.dtype, device=cache.keys.device)
+        keys, pages = cache.stores[0].keys, groups * cache.config.group // page
+        sizes = (cache.layers, *keys.shape[1:3], pages, 2, keys.shape[4])
+        self.bounds = torch.zeros(sizes, dtype=keys.dtype, device=keys.device)
 
     def bounds_of(self, keys: Tensor) -> Tensor:
         """Bounds [..., pages, 2, head_dim] of keys [rows, kv_heads, tokens, head_dim], whole pages."""

@@ -1,0 +1,87 @@
+"""Triton kernel of `gather_into_slots`: for each row and KV head a fixed number of programs share its loads.
+
+A program copies ROWS tokens at once, so that enough loads are in flight to cover PCIe's latency.
+"""
+
+import triton
+import triton.language as tl
+
+from ridgeplan.kernels.residency.gather import KeysAndValues
+from ridgeplan.kernels.residency.slots import SlotLoads
+
+PROGRAMS = 264  # in all: two per SM of a Hopper GPU
+ROWS = 16
+WARPS = 4
+
+
+@triton.jit
+def _gather_kernel(
+    keys,
+    values,
+    slot_keys,
+    slot_values,
+    units,
+    into,
+    count,
+    width,
+    batch_stride,
+    head_stride,
+    token_stride,
+    slot_batch_stride,
+    slot_head_stride,
+    slot_stride,
+    KV_HEADS: tl.constexpr,
+    SETS: tl.constexpr,
+    PAGE: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    batch = (tl.program_id(0) // KV_HEADS).to(tl.int64)
+    head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
+    own = batch * SETS + head % SETS
+    tokens = tl.load(count + own) * PAGE
+    keys += batch * batch_stride + head * head_stride
+    values += batch * batch_stride + head * head_stride
+    slot_keys += batch * slot_batch_stride + head * slot_head_stride
+    slot_values += batch * slot_batch_stride + head * slot_head_stride
+    channel = tl.arange(0, PADDED)[None, :]
+    for first in range(tl.program_id(1) * ROWS, tokens, PARTS * ROWS):
+        place = first + tl.arange(0, ROWS)
+        inside = place < tokens
+        unit = tl.load(units + own * width + place // PAGE, mask=inside, other=0).to(tl.int64)
+        slot = tl.load(into + own * width + place // PAGE, mask=inside, other=0).to(tl.int64)
+        at = ((unit * PAGE + place % PAGE) * token_stride)[:, None] + channel
+        to = ((slot * PAGE + place % PAGE) * slot_stride)[:, None] + channel
+        mask = inside[:, None] & (channel < HEAD_DIM)
+        key = tl.load(keys + at, mask=mask)
+        value = tl.load(values + at, mask=mask)
+        tl.store(slot_keys + to, key, mask=mask)
+        tl.store(slot_values + to, value, mask=mask)
+
+
+def gather_into_slots_triton(source: KeysAndValues, out: KeysAndValues, loads: SlotLoads, page: int) -> None:
+    """See `ridgeplan.kernels.residency.gather.gather_into_slots`."""
+    batch, kv_heads, _, head_dim = source[0].shape
+    assert source[0].stride() == source[1].stride(), "keys and values lie alike"
+    assert out[0].stride() == out[1].stride(), "slots of keys and values lie alike"
+    parts = triton.cdiv(PROGRAMS, batch * kv_heads)
+    _gather_kernel[(batch * kv_heads, parts)](
+        *source,
+        *out,
+        loads.units,
+        loads.into,
+        loads.count,
+        loads.units.shape[2],
+        *source[0].stride()[:3],
+        *out[0].stride()[:3],
+        KV_HEADS=kv_heads,
+        SETS=loads.count.shape[1],
+        PAGE=page,
+        PARTS=parts,
+        ROWS=ROWS,
+        HEAD_DIM=head_dim,
+        PADDED=triton.next_power_of_2(head_dim),
+        num_warps=WARPS,
+    )

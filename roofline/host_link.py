@@ -1,0 +1,97 @@
+"""Time of layers on the host: their copies over PCIe, as a pipeline with the layers that are on the device.
+
+A layer is copied while those before it are computed. Copies of the first ones start before the pass, as far as there
+are slots for them; each later one starts once a slot is free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.cost import Term
+from ridgeplan.roofline.execution import GATHER_ROW_BYTES, mean_quantized_tokens
+from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
+from ridgeplan.roofline.term_math import indicator, maximum, minimum, where
+
+
+@dataclass(frozen=True)
+class HostLayers:
+    """Layers on the host. token_bytes: of one token of one layer, of all sequences, that lie there."""
+
+    layers: Term
+    token_bytes: Term
+
+    @property
+    def some(self) -> Term:
+        """1 if there are any, else 0."""
+        return minimum(self.layers, 1)
+
+
+NO_LAYERS = HostLayers(0, 0)
+
+
+def reads_all(strategy: Strategy) -> Term:
+    """1 where the target reads every token, 0 where it has a budget."""
+    return indicator(UNLIMITED_TOKENS, strategy.target_budget)
+
+
+def stream_seconds(machine: Machine, strategy: Strategy, host: HostLayers, context: Term) -> Term:
+    """Seconds to copy all old tokens of one layer, at `context` tokens."""
+    return machine.link_seconds("host_copy", mean_quantized_tokens(context, strategy.kv_group) * host.token_bytes)
+
+
+def load_seconds(
+    machine: Machine, shape: ModelShape, strategy: Strategy, host: HostLayers, chosen: Term, run_tokens: Term
+) -> Term:
+    """Seconds to load what one layer's slots miss of `chosen` tokens, in runs of `run_tokens` that lie together.
+
+    Only the tokens that the last step did not choose are loaded (SpeContext, section 5.4). Pieces of less than
+    GATHER_ROW_BYTES take as long as such a row.
+    """
+    piece_bytes = minimum(run_tokens, chosen) * shape.head_dim * machine.element_bytes
+    missed_bytes = chosen * (1 - strategy.overlap) * host.token_bytes
+    return machine.link_seconds("host_gather", missed_bytes * maximum(GATHER_ROW_BYTES / piece_bytes, 1))
+
+
+def pass_with_host_seconds(
+    shape: ModelShape, strategy: Strategy, host: HostLayers, pass_s: Term, copy_s: Term, before_s: Term
+) -> Term:
+    """A pass that takes `pass_s` with all layers on the device, of which those on the host take `copy_s` each to copy.
+
+    before_s: how long before the pass the first copies may start. The layers on the device come first.
+    """
+    layer_s = pass_s / shape.layers
+    first_s = (shape.layers - host.layers) * layer_s
+    ahead_s = minimum(minimum(strategy.offload_prefetch + 1, host.layers) * copy_s, before_s + first_s)
+    pipelined_s = first_s + host.layers * copy_s - ahead_s + layer_s
+    return where(host.some, maximum(pass_s, pipelined_s), pass_s)
+
+
+def target_with_host_seconds(
+    machine: Machine,
+    shape: ModelShape,
+    strategy: Strategy,
+    host: HostLayers,
+    context: Term,
+    pass_s: Term,
+    drafting_s: Term,
+) -> Term:
+    """The target's pass with layers on the host; `drafting_s` is what comes before it in a round.
+
+    A target that reads all tokens has layers streamed. One that selects has missing tokens loaded: ahead if its choice
+    is known before the first layer, else each layer waits for its own.
+    """
+    stream_s = stream_seconds(machine, strategy, host, context)
+    chosen = minimum(strategy.target_budget, context)
+    load_s = load_seconds(machine, shape, strategy, host, chosen, strategy.target_run_tokens)
+    streamed_s = pass_with_host_seconds(shape, strategy, host, pass_s, stream_s, drafting_s)
+    ahead_s = pass_with_host_seconds(shape, strategy, host, pass_s, load_s, 0)
+    selected_s = where(strategy.target_ahead, ahead_s, pass_s + host.layers * load_s)
+    return where(reads_all(strategy), streamed_s, selected_s)
+
+
+def prompt_to_host_seconds(machine: Machine, strategy: Strategy, host: HostLayers) -> Term:
+    """Seconds to write the prompts' tokens of all layers on the host there, behind each layer's prefill."""
+    return host.layers * machine.link_seconds("host_store", strategy.context * host.token_bytes)

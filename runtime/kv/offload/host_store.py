@@ -1,0 +1,130 @@
+"""Layers whose full-precision KV lies on the host, but for slots on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.kv_cache.shift import shift_slots
+from ridgeplan.kernels.residency.gather import KeysAndValues, gather_into_slots
+from ridgeplan.kernels.residency.group_store import store_group
+from ridgeplan.kernels.residency.slots import SlotLoads, SlotTable, take_slots
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.execution import quantized_groups
+from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.kv.codes import CodedLayers
+from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.offload.host_memory import HostMemory, split_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class HostKVStore:
+    """keys, values: on the device, [layers, batch, kv_heads, slots, head_dim]: `config.window_slots` slots for old
+    tokens, then the buffer of recent ones, as in formats with codes. on_host: old tokens of every layer, keys and
+    values [batch, kv_heads, tokens, head_dim].
+
+    Slots for old tokens hold the latest groups and the first one, for drafts that choose nothing: filled from the end,
+    so that with the buffer they are one run. Or they hold what is chosen at each step, by `tables`.
+    """
+
+    config: KVCacheConfig
+    keys: Tensor
+    values: Tensor
+    on_host: tuple[KeysAndValues, ...]
+    tables: dict[int, SlotTable] = field(default_factory=dict)
+    coded: tuple[CodedLayers, ...] = ()  # none: nothing is quantized
+
+    @classmethod
+    def allocate(
+        cls,
+        model: ModelShape,
+        config: KVCacheConfig,
+        layers: int,
+        tokens: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> HostKVStore:
+        """Zero-filled storage of `layers` layers for rows of up to `tokens` tokens. Raises WorkloadError."""
+        slots = config.window_slots + config.buffer_slots
+        sizes = (layers, config.batch, model.kv_heads, slots, model.head_dim)
+        keys, values = (torch.zeros(sizes, dtype=dtype, device=device) for _ in "kv")
+        old = max(1, quantized_groups(tokens + config.gamma + 1, config.group)) * config.group
+        shape = torch.Size((config.batch, model.kv_heads, old, model.head_dim))
+        pair = [(shape, dtype)] * 2
+        held = [HostMemory.allocate(split_bytes(pair), device).split(pair) for _ in range(layers)]
+        return cls(config, keys, values, tuple((one[0], one[1]) for one in held))
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.on_host)
+
+    @property
+    def bytes(self) -> int:
+        """Storage on the device."""
+        return self.keys.nbytes + self.values.nbytes + sum(table.bytes for table in self.tables.values())
+
+    def reset(self) -> None:
+        """Forgets what slots hold."""
+        for table in self.tables.values():
+            table.reset()
+
+    def store_prompt(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
+        """Stores a row's prompt, [kv_heads, tokens, head_dim]."""
+        tokens, group, first_recent = keys.shape[1], self.config.group, self.config.window_slots
+        whole = quantized_groups(tokens, group) * group
+        for new, slots, held in zip((keys, values), (self.keys, self.values), self.on_host[layer], strict=True):
+            held[row, :, :whole] = new[:, :whole]
+            slots[layer, row, :, first_recent : first_recent + tokens - whole] = new[:, whole:]
+            if self.config.keeps_window:
+                last, groups = whole // group, self.config.window_groups
+                for number in {*range(min(1, last)), *range(max(1, last - groups + 1), last)}:
+                    start = int(self.window_slot(torch.tensor(number)))
+                    slots[layer, row, :, start : start + group] = new[:, number * group : (number + 1) * group]
+
+    def flush(self, before: Tensor, crossed: Tensor) -> None:
+        """Moves the oldest group of recent tokens to the host, of the rows in `crossed`, bool [batch], of all layers.
+
+        before: int32 [batch], old tokens until now.
+        """
+        group, first_recent = self.config.group, self.config.window_slots
+        window_slot = self.window_slot(before // group)
+        for slots, held in ((self.keys, 0), (self.values, 1)):
+            for layer, on_host in enumerate(self.on_host):
+                recent = slots[layer, :, :, first_recent:]
+                store_group(recent, on_host[held], before, group, crossed)
+                if self.config.keeps_window:
+                    store_group(recent, slots[layer], window_slot, group, crossed)
+        keys, values = (x[:, :, :, first_recent:].flatten(0, 1) for x in (self.keys, self.values))
+        shift_slots(keys, values, group, crossed.repeat(self.layers))
+
+    def window_slot(self, group: Tensor) -> Tensor:
+        """The first slot of a group of the text: group 0 lies last, later ones before it, in turns."""
+        groups = self.config.window_groups
+        place = torch.where(group < groups, group, (group - 1) % (groups - 1) + 1)
+        return self.config.window_slots - (place + 1) * self.config.group
+
+    def load(self, layer: int, index: Tensor, count: Tensor, page: int) -> SlotLoads:
+        """Loads the chosen tokens that are missing into slots; index and count as `sparse_decode_attention` has them.
+
+        Raises WorkloadError where a step may choose more than there are slots.
+        """
+        rows = len(index)
+        loads = take_slots(self._table(layer, index, page).first(rows), index, count)
+        source = self.on_host[layer][0][:rows], self.on_host[layer][1][:rows]
+        gather_into_slots(source, (self.keys[layer, :rows], self.values[layer, :rows]), loads, page)
+        return loads
+
+    def _table(self, layer: int, index: Tensor, page: int) -> SlotTable:
+        if layer not in self.tables:
+            slots, chosen = self.config.window_slots // page, index.shape[2]
+            if chosen > slots:
+                raise WorkloadError(
+                    f"the placement's budget is {self.config.window_slots} tokens and a step may choose "
+                    f"{chosen * page}; allowed: a budget of that many"
+                )
+            units = self.on_host[layer][0].shape[2] // page
+            self.tables[layer] = SlotTable.allocate(self.config.batch, index.shape[1], units, slots, index.device)
+        return self.tables[layer]

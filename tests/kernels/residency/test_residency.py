@@ -1,0 +1,173 @@
+"""Copies from the host and residency of chosen tokens: against a simulation of least-recently-used slots in Python."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.residency.gather import gather_cost, gather_into_slots
+from ridgeplan.kernels.residency.leading_copy import copy_leading, copy_leading_cost
+from ridgeplan.kernels.residency.slots import SlotTable, take_slots, take_slots_cost
+from ridgeplan.planner.lowering import strategy_of
+from ridgeplan.planner.plan import Workload
+from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.cost import Cost
+from ridgeplan.roofline.host_link import HostLayers, load_seconds, stream_seconds
+from ridgeplan.roofline.latency import Machine
+
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])
+
+
+@pytest.mark.parametrize("dtype, entry", [(torch.uint8, (32, 16)), (torch.float16, (6,)), (torch.bfloat16, (10,))])
+@pytest.mark.parametrize("spare", [0, 3])
+@BACKENDS
+def test_the_leading_entries_are_copied_and_no_others(
+    backend: str, spare: int, dtype: torch.dtype, entry: tuple[int, ...], device: str
+) -> None:
+    source = torch.arange(3 * 2 * 9 * torch.Size(entry).numel(), device=device).reshape(3, 2, 9, *entry).to(dtype)
+    out = torch.full((3, 2, 9 + spare, *entry), 77, dtype=dtype, device=device)
+    copy_leading(source, out, torch.tensor([4, 0, 9], dtype=torch.int32, device=device), backend=backend)
+    for row, count in enumerate([4, 0, 9]):
+        assert torch.equal(out[row, :, :count], source[row, :, :count])
+        assert (out[row, :, count:] == 77).all()
+
+
+def test_a_copy_of_entries_that_are_no_whole_words_is_refused() -> None:
+    tensor = torch.zeros(1, 1, 4, 3, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="entries of 3 bytes; allowed: contiguous multiples of 4"):
+        copy_leading(tensor, tensor.clone(), torch.ones(1, dtype=torch.int32))
+    with pytest.raises(ValueError, match="allowed: equal, or more entries in out"):
+        copy_leading(tensor, tensor[:, :, :2], torch.ones(1, dtype=torch.int32))
+
+
+class Simulated:
+    """Slots of one set, by the words of `take_slots`."""
+
+    def __init__(self, slots: int) -> None:
+        self.units: list[int | None] = [None] * slots
+        self.used = [0] * slots
+        self.now = 0
+
+    def take(self, chosen: list[int]) -> list[tuple[int, int]]:
+        """The loads of a step, (unit, slot)."""
+        self.now += 1
+        for unit in set(chosen) & set(self.units):
+            self.used[self.units.index(unit)] = self.now
+        missing = [unit for unit in chosen if unit not in self.units]
+        oldest = sorted(range(len(self.units)), key=lambda slot: (self.used[slot], slot))[: len(missing)]
+        for unit, slot in zip(missing, sorted(oldest), strict=True):
+            self.units[slot], self.used[slot] = unit, self.now
+        return list(zip(missing, sorted(oldest), strict=True))
+
+
+def choices(generator: torch.Generator, units: int, most: int, sets: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Distinct units of every set, in random order, and how many hold."""
+    index = torch.rand(*sets, units, generator=generator).argsort(-1)[..., :most].int().contiguous()
+    return index, torch.randint(0, most + 1, sets, generator=generator, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("units, slots, most", [(40, 12, 9), (40, 40, 17), (200, 33, 33), (9, 4, 4)])
+@BACKENDS
+def test_slots_hold_what_was_chosen_and_forget_what_was_used_least_recently(
+    backend: str, units: int, slots: int, most: int, device: str
+) -> None:
+    generator = torch.Generator().manual_seed(units + slots)
+    batch, sets = 2, 3
+    table = SlotTable.allocate(batch, sets, units, slots, torch.device(device))
+    simulated = {(row, own): Simulated(slots) for row in range(batch) for own in range(sets)}
+    wanted = loaded = 0
+    for _ in range(12):
+        index, count = choices(generator, units, most, (batch, sets))
+        loads = take_slots(table, index.to(device), count.to(device), backend=backend)
+        for (row, own), one in simulated.items():
+            chosen = index[row, own, : count[row, own]].tolist()
+            expected = one.take(chosen)
+            found = int(loads.count[row, own])
+            pairs = zip(loads.units[row, own, :found].tolist(), loads.into[row, own, :found].tolist(), strict=True)
+            assert list(pairs) == expected
+            assert loads.slots[row, own, : len(chosen)].tolist() == [one.units.index(unit) for unit in chosen]
+            wanted, loaded = wanted + len(chosen), loaded + found
+    assert int(table.wanted.sum()) == wanted
+    assert int(table.loaded.sum()) == loaded < wanted
+    for (row, own), one in simulated.items():
+        assert table.unit_of[row, own].tolist() == [-1 if unit is None else unit for unit in one.units]
+        held = {unit: slot for slot, unit in enumerate(one.units) if unit is not None}
+        assert table.slot_of[row, own].tolist() == [held.get(unit, -1) for unit in range(units)]
+    table.reset()
+    assert int(table.step) == 0
+    assert (table.slot_of == -1).all() and (table.unit_of == -1).all()
+
+
+def test_the_same_choice_again_loads_nothing() -> None:
+    table = SlotTable.allocate(1, 1, 100, 10, torch.device("cpu"))
+    index, count = torch.arange(10, dtype=torch.int32)[None, None], torch.tensor([[10]], dtype=torch.int32)
+    assert int(take_slots(table, index, count).count) == 10
+    assert int(take_slots(table, index.flip(2), count).count) == 0
+    assert int(take_slots(table, index + 2, count).count) == 2  # two of ten differ
+
+
+@pytest.mark.parametrize("sets", [1, 2])
+@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("head_dim", [16, 24])
+@BACKENDS
+def test_units_are_gathered_into_their_slots(backend: str, head_dim: int, page: int, sets: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(page)
+    source = tuple(torch.randn(2, 2, 30 * page, head_dim, generator=generator).to(device) for _ in "kv")
+    out = tuple(torch.zeros(2, 2, 20 * page + 5, head_dim, device=device) for _ in "kv")
+    table = SlotTable.allocate(2, sets, 30, 20, torch.device(device))
+    for _ in range(4):
+        index, count = choices(generator, 30, 18, (2, sets))
+        loads = take_slots(table, index.to(device), count.to(device), backend=backend)
+        gather_into_slots(source, out, loads, page, backend=backend)
+        for row in range(2):
+            for head in range(2):
+                own = row, head % sets
+                for unit, slot in zip(index[own][: count[own]], loads.slots[own][: count[own]], strict=True):
+                    for held, slots in zip(source, out, strict=True):
+                        unit_tokens = held[row, head, unit * page : (unit + 1) * page]
+                        assert torch.equal(slots[row, head, slot * page : (slot + 1) * page], unit_tokens)
+    assert all((store[:, :, 20 * page :] == 0).all() for store in out)
+
+
+def test_declared_costs_are_counts_of_bytes() -> None:
+    """8 heads of 128 channels in bf16, two rows: a token is 2 x 256 bytes in every head."""
+    keys = torch.zeros(2, 8, 1000, 128, dtype=torch.bfloat16)
+    assert gather_cost((keys, keys), 100) == Cost(read_bytes=2 * 8 * 100 * 512, write_bytes=2 * 8 * 100 * 512)
+    assert gather_cost((keys, keys), 10, page=16).read_bytes == 2 * 8 * 160 * 512
+    assert copy_leading_cost(keys, 300) == Cost(read_bytes=2 * 8 * 300 * 256, write_bytes=2 * 8 * 300 * 256)
+    table = SlotTable.allocate(2, 8, 1000, 200, torch.device("cpu"))
+    index = torch.zeros(2, 8, 100, dtype=torch.int32)
+    assert take_slots_cost(table, index).read_bytes == 2 * 8 * 4 * (2 * 100 + 200)
+
+
+def test_the_cost_model_moves_what_the_kernels_declare() -> None:
+    """At a link of 1 byte a second, seconds are bytes: those of a stream, and of the loads of a step."""
+    link = Machine(
+        memory_bytes=0, element_bytes=2, num_sms=1, bandwidth_bytes_per_s=1, compute_flops=1, host_link_bytes_per_s=1,
+        rates={}, pass_dispatch_s=0, layer_dispatch_s=0, prefill_layer_dispatch_s=0, decode_gemm_rows=1,
+        fused_swiglu_rows=0,
+    )  # fmt: skip
+    shape = load_shape("Llama-3.1-8B")
+    plan = preset("specontext", Workload("m", "h200", 4096, batch=2))
+    strategy, host = strategy_of(plan, shape, link, 1.0), HostLayers(3, 2 * 4096)
+    keys = torch.zeros(2, 8, 4096, 128, dtype=torch.bfloat16)
+    missing = round(2048 * (1 - strategy.overlap))
+    loaded = load_seconds(link, shape, replace(strategy, overlap=1 - missing / 2048), host, 2048, 1)
+    assert loaded == pytest.approx(gather_cost((keys, keys), missing).read_bytes)
+    streamed = stream_seconds(link, strategy, host, 4096)
+    assert streamed == 2 * copy_leading_cost(keys, 4096 - 192).read_bytes
+
+
+def test_errors_name_the_shapes() -> None:
+    table = SlotTable.allocate(1, 1, 100, 10, torch.device("cpu"))
+    index, count = torch.zeros(1, 1, 11, dtype=torch.int32), torch.ones(1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"index \[1, 1, 11\] of slots \[1, 1, 10\]; allowed: no more than slots"):
+        take_slots(table, index, count)
+    with pytest.raises(ValueError, match="0 slots on the device; allowed: 1 to 16384"):
+        SlotTable.allocate(1, 1, 100, 0, torch.device("cpu"))
+    loads = take_slots(table, index[:, :, :4], count)
+    keys = torch.zeros(1, 2, 100, 8)
+    with pytest.raises(ValueError, match="disagree, or have strides"):
+        gather_into_slots((keys, keys), (keys[..., :4], keys[..., :4]), loads)

@@ -1,0 +1,100 @@
+"""Time of layers on the host: counted by hand, and against a simulation of the pipeline event by event."""
+
+from dataclasses import replace
+
+import pytest
+
+from ridgeplan.planner.lowering import rates_of, strategy_of
+from ridgeplan.planner.plan import Placement, Workload
+from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.host_link import (
+    NO_LAYERS,
+    HostLayers,
+    load_seconds,
+    pass_with_host_seconds,
+    prompt_to_host_seconds,
+    stream_seconds,
+)
+from ridgeplan.roofline.latency import RateTerms
+from ridgeplan.roofline.speculative_round import round_at, round_rates
+
+SHAPE = load_shape("Llama-3.1-8B")
+TOKEN_BYTES = 4096  # of a layer of the 8B shape in bf16
+
+
+def strategy(name, machine, **changes):
+    workload = Workload("Llama-3.1-8B", "h200", 65536)
+    return replace(strategy_of(preset(name, workload), SHAPE, machine, 0.9), **changes)
+
+
+def test_a_stream_copies_all_old_tokens(ideal):
+    """Of 65536 tokens the latest 192, one and a half groups, are on the device; the ideal link moves 10 GB/s."""
+    streamed = stream_seconds(ideal, strategy("autoregressive", ideal), HostLayers(5, TOKEN_BYTES), 65536)
+    assert streamed == pytest.approx((65536 - 192) * TOKEN_BYTES / 1e10)
+
+
+def test_loads_are_what_the_last_step_did_not_choose(ideal):
+    held = strategy("specontext", ideal, overlap=0.75)
+    seconds = load_seconds(ideal, SHAPE, held, HostLayers(5, TOKEN_BYTES), 2048, 1)
+    assert seconds == pytest.approx(512 * TOKEN_BYTES / 1e10)
+    narrow = replace(SHAPE, head_dim=32)  # rows of 64 bytes take as long as 256
+    assert load_seconds(ideal, narrow, held, HostLayers(5, TOKEN_BYTES), 2048, 1) == pytest.approx(4 * seconds)
+    assert load_seconds(ideal, narrow, held, HostLayers(5, TOKEN_BYTES), 2048, 16) == pytest.approx(seconds)
+
+
+def test_calibrated_classes_of_the_link_replace_the_datasheet(ideal):
+    calibrated = replace(ideal, link_rates={"host_copy": RateTerms(0.5, 1.0, 1e-5)})
+    held, host = strategy("autoregressive", ideal), HostLayers(5, TOKEN_BYTES)
+    plain, slow = (stream_seconds(machine, held, host, 65536) for machine in (ideal, calibrated))
+    assert slow == pytest.approx(2 * plain + 1e-5)
+    assert prompt_to_host_seconds(calibrated, held, host) == pytest.approx(5 * 65536 * TOKEN_BYTES / 1e10)
+
+
+def simulated(layers, on_host, layer_s, copy_s, slots, before_s):
+    """End of a pass that begins at 0, where copies may begin at -before_s and need one of `slots` free slots."""
+    copied, computed, link, end = [], [], -before_s, 0.0
+    for number in range(layers):
+        host = number - (layers - on_host)
+        if host < 0:
+            end += layer_s
+            continue
+        free = -before_s if host < slots else computed[host - slots]
+        link = max(link, free) + copy_s
+        copied.append(link)
+        end = max(end, copied[host]) + layer_s
+        computed.append(end)
+    return end
+
+
+@pytest.mark.parametrize("before_s", [0.0, 0.5, 7.0])
+@pytest.mark.parametrize("prefetch", [1, 3])
+@pytest.mark.parametrize("on_host", [1, 5, 32])
+@pytest.mark.parametrize("copy_s", [0.02, 0.1, 0.6, 3.0])
+def test_the_pipeline_is_the_simulation_s_within_one_layer(copy_s, on_host, prefetch, before_s, ideal):
+    held = strategy("autoregressive", ideal, offload_prefetch=prefetch)
+    pass_s = 3.2
+    found = pass_with_host_seconds(SHAPE, held, HostLayers(on_host, 1), pass_s, copy_s, before_s)
+    expected = simulated(32, on_host, pass_s / 32, copy_s, prefetch + 1, before_s)
+    assert found == pytest.approx(expected, abs=pass_s / 32 + 1e-9)
+
+
+def test_without_layers_on_the_host_a_pass_is_as_before(ideal):
+    assert pass_with_host_seconds(SHAPE, strategy("autoregressive", ideal), NO_LAYERS, 3.2, 1.0, 0.0) == 3.2
+
+
+def test_a_choice_known_ahead_hides_loads_and_a_layer_s_own_choice_waits(ideal):
+    """Both target selections load the same tokens; only the retrieval head's are known before the first layer."""
+    host = HostLayers(20, TOKEN_BYTES)
+    rounds = {}
+    for name in ("specontext", "quest"):
+        plan = preset(name, Workload("Llama-3.1-8B", "h200", 65536))
+        plan = replace(plan, placement=Placement(True, 2048))
+        held, rates = strategy_of(plan, SHAPE, ideal, 0.9), rates_of(plan, SHAPE, ideal)
+        held = replace(held, target_run_tokens=1)
+        passes = round_rates(SHAPE, ideal, held, rates)
+        near, far = (round_at(SHAPE, ideal, held, passes, 65536, layers) for layers in (NO_LAYERS, host))
+        rounds[name] = far.verify_s - near.verify_s
+    load_s = 0.1 * 2048 * TOKEN_BYTES / 1e10
+    assert rounds["quest"] == pytest.approx(20 * load_s)
+    assert 0 <= rounds["specontext"] < rounds["quest"]

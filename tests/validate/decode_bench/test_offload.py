@@ -1,0 +1,75 @@
+"""The benchmark of offloading runs on a CPU at small sizes; its plans are executable."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ridgeplan.planner.plan import KVFormat
+from ridgeplan.planner.support import missing_execution
+from ridgeplan.roofline.latency import Machine
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.validate.calibration.link import LinkTimes, measured_link, random_loads, streaming_seconds
+from ridgeplan.validate.decode_bench.offload import OffloadBench, limited_plans
+from ridgeplan.validate.random_decoder import llama_like_shape
+from ridgeplan.validate.random_rounds import fill
+
+CPU = torch.device("cpu")
+SHAPE = llama_like_shape(layers=6, hidden=64, intermediate=96, q_heads=4, kv_heads=2, head_dim=32)
+
+
+def test_the_lossless_plans_run():
+    plans = limited_plans("Llama-3.1-8B", 131072, 4)
+    missing = {name: missing_execution(plan) for name, plan in plans.items()}
+    assert not any(found for name, found in missing.items() if name != "specontext")
+    assert all(plan.placement.memory_bytes == 40e9 for plan in plans.values())
+
+
+def test_the_link_is_measured_by_every_kind_of_transfer():
+    found = measured_link(CPU, size=1 << 20)
+    moved = {kind: times.moved for kind, times in found.items()}
+    quarter = 1 << 18
+    whole = {"host_copy": 1 << 20, "host_store": 1 << 20}
+    assert moved == {**whole, "host_gather": quarter, "host_gather_pages": quarter}
+    assert all(times.bytes_per_s > 0 and times.empty_s > 0 for times in found.values())
+
+
+def test_rates_are_shares_of_the_link_beyond_the_launch():
+    """A megabyte in 21 us, of which 1 us moves nothing: 50 GB/s of a link of 55."""
+    rates = LinkTimes(10**6, (21e-6,) * 5, 1e-6).rates(55e9)
+    assert rates.bandwidth_utilization == pytest.approx(50 / 55)
+    assert (rates.launch_s, rates.spread) == (1e-6, 0.0)
+
+
+def test_loads_count_a_quarter_of_the_tokens():
+    """256 tokens: 64 single ones of 8 heads, keys and values of 256 bytes; or 4 pages of 16."""
+    for page, units in ((1, 64), (16, 4)):
+        loads, moved = random_loads(256, page, CPU)
+        assert loads.count.tolist() == [[units] * 8]
+        assert moved == 2 * 8 * 64 * 256
+
+
+@pytest.mark.parametrize("kv", [KVFormat.INT8, KVFormat.FULL])
+def test_a_stream_moves_what_rows_hold(kv):
+    """Two layers of two rows of 160 tokens: 4 groups of 32 in each of 2 heads; recent ones are on the device.
+
+    In fp32 a key and a value of 32 channels; or their codes, 4 bytes of a group's scales, and the value's own.
+    """
+    config = KVCacheConfig(2, 320, kv, 32, host_layers=2, offload=True)
+    cache = Cache(SHAPE, config, CPU, torch.float32)
+    fill(cache, 160)
+    seconds, moved = streaming_seconds(cache)
+    token_bytes = 2 * 32 * 4 if kv is KVFormat.FULL else 2 * 32 + 4 + 4
+    assert seconds > 0
+    assert moved == 2 * 2 * 2 * 4 * 32 * token_bytes
+
+
+def test_a_crossing_is_counted_in_steps(h200_profile):
+    hardware = replace(h200_profile.hardware, element_bytes=4, num_sms=1)
+    profile = replace(h200_profile, hardware=hardware, asynchronous=False)
+    bench = OffloadBench(SHAPE, profile, CPU, None, None)
+    assert Machine.of(profile).asynchronous == 0
+    found = bench.crossing(context=512, new_tokens=768)
+    assert found["moved"] == len(found["crossings"]) > 0
+    assert found["median_step_ms"] > 0

@@ -1,0 +1,118 @@
+"""The link to the host as this package uses it: copies of layers, gathers of tokens, writes, and a cache's streams."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.residency.gather import KeysAndValues, gather_into_slots
+from ridgeplan.kernels.residency.leading_copy import copy_leading
+from ridgeplan.kernels.residency.slots import SlotLoads
+from ridgeplan.roofline.catalog.profile import MAX_UTILIZATION, Rates
+from ridgeplan.roofline.latency import LINK_CLASSES
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.offload.host_memory import HostMemory
+from ridgeplan.validate.segments import spread_of
+
+SIZE = 1 << 29  # bytes that a copy moves
+HEADS, HEAD_DIM = 8, 128
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class LinkTimes:
+    """One kind of transfer. times: seconds of runs that each move `moved` bytes; empty_s: of one that moves none."""
+
+    moved: int
+    times: tuple[float, ...]
+    empty_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate beyond the launch, of the median run."""
+        return self.moved / max(statistics.median(self.times) - self.empty_s, 1e-9)
+
+    def rates(self, link_bytes_per_s: float) -> Rates:
+        """As a share of what copies of pinned memory reach."""
+        spread = spread_of(self.times) or 0.0
+        return Rates(min(self.bytes_per_s / link_bytes_per_s, MAX_UTILIZATION), 1.0, self.empty_s, spread)
+
+
+def link_classes(device: torch.device, link_bytes_per_s: float) -> dict[str, Rates]:
+    """Rates of `LINK_CLASSES`."""
+    found = measured_link(device)
+    return {kind: found[kind].rates(link_bytes_per_s) for kind in LINK_CLASSES}
+
+
+@torch.inference_mode()
+def measured_link(device: torch.device, size: int = SIZE) -> dict[str, LinkTimes]:
+    """Copies to the device by this package's kernel, gathers of tokens and of pages of 16, and writes to the host."""
+    tokens = size // (2 * HEADS * HEAD_DIM * 2)
+    shapes = [(torch.Size((1, HEADS, tokens, HEAD_DIM)), torch.bfloat16)] * 2
+    keys, values = HostMemory.allocate(size, device).split(shapes)
+    held = keys, values
+    out = torch.zeros_like(keys, device=device), torch.zeros_like(values, device=device)
+    every, none = (torch.full((1,), count, dtype=torch.int32, device=device) for count in (tokens, 0))
+    found = {}
+    for kind, source, target in (("host_copy", held, out), ("host_store", out, held)):
+        empty_s = statistics.median(_times(device, partial(_copy, source, target, none)))
+        found[kind] = LinkTimes(size, _times(device, partial(_copy, source, target, every)), empty_s)
+    for kind, page in (("host_gather", 1), ("host_gather_pages", 16)):
+        loads, moved = random_loads(tokens, page, device)
+        nothing = replace(loads, count=torch.zeros_like(loads.count))
+        empty_s = statistics.median(_times(device, partial(gather_into_slots, held, out, nothing, page)))
+        found[kind] = LinkTimes(moved, _times(device, partial(gather_into_slots, held, out, loads, page)), empty_s)
+    return found
+
+
+def _copy(source: KeysAndValues, out: KeysAndValues, count: Tensor) -> None:
+    for held, copied in zip(source, out, strict=True):
+        copy_leading(held, copied, count)
+
+
+def random_loads(tokens: int, page: int, device: torch.device) -> tuple[SlotLoads, int]:
+    """Loads of a quarter of the tokens, in random units, and the bytes that they move."""
+    units = tokens // page
+    wanted = units // 4
+    chosen = torch.stack([torch.randperm(units)[:wanted] for _ in range(HEADS)])[None].int().to(device)
+    into = torch.arange(wanted, dtype=torch.int32, device=device).expand(1, HEADS, wanted).contiguous()
+    count = torch.full((1, HEADS), wanted, dtype=torch.int32, device=device)
+    return SlotLoads(into, chosen, into, count), 2 * HEADS * wanted * page * HEAD_DIM * 2
+
+
+@torch.inference_mode()
+def streaming_seconds(cache: Cache) -> tuple[float, int]:
+    """Seconds to bring all layers on the host to the device once, without any computation, and the bytes moved."""
+    stream = cache.stream
+    if stream is None:
+        return 0.0, 0
+    old = cache.quantized(cache.lengths)
+    entries = old // cache.config.group if cache.config.format.quantized else old
+
+    def once() -> None:
+        stream.begin(entries)
+        for layer in range(len(stream.layers)):
+            stream.fetch(layer)
+            stream.release(layer)
+
+    seconds = statistics.median(_times(cache.lengths.device, once))
+    held = sum(part.nbytes for parts in stream.layers for part in parts)
+    return seconds, int(held * float(entries.float().mean()) / stream.layers[0][0].shape[2])
+
+
+def _times(device: torch.device, run: Callable[[], object]) -> tuple[float, ...]:
+    """Seconds of some runs, after one that compiles kernels."""
+    times = []
+    for _ in range(REPEATS + 1):
+        started = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return tuple(times[1:])

@@ -1,0 +1,312 @@
+"""Decoding with layers on the host, measured on this machine's GPU beside predictions.
+
+    python -m ridgeplan.validate.decode_bench.offload results.json --model small.gguf --text book.txt
+
+Sections (`--only` names some): link (copies, gathers), rounds (a round of each plan with random weights and caches, at
+128k x 4 under 40 GB), tokens (a real generation with and without the limit), fits (what the machinery costs where
+everything fits), crossing (a layer leaves while tokens are generated), cliff (static against adaptive placement over
+the context), soak (5,000 rounds without growth of memory).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeplan.planner.axes.offload import HostPart
+from ridgeplan.planner.capacity import offloaded_layers
+from ridgeplan.planner.plan import KVCache, KVFormat, Placement, Plan, Speculation, Workload
+from ridgeplan.planner.prediction import predict
+from ridgeplan.planner.presets import preset
+from ridgeplan.planner.resolution import this_machine
+from ridgeplan.planner.support import missing_execution
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.latency import Machine
+from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.memory import MemoryMeter
+from ridgeplan.runtime.model_config import DecoderConfig
+from ridgeplan.validate.calibration.link import measured_link, streaming_seconds
+from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
+from ridgeplan.validate.prompts import prompt_batch
+from ridgeplan.validate.random_rounds import RandomModel, measured_round, random_cache
+
+LIMIT_BYTES, CONTEXT, BATCH = 40 * 10**9, 131072, 4
+GAMMAS = (8, 12)
+TOKENS = 96  # generated where real text is
+SOAK_ROUNDS = 5000
+CLIFF_CONTEXTS = (24576, 28672, 32768, 36864, 40960, 49152, 65536)
+
+
+@dataclass(frozen=True, eq=False)
+class OffloadBench:
+    """Sections of the benchmark, each a method that returns JSON values."""
+
+    shape: ModelShape
+    profile: Profile
+    device: torch.device
+    model: str | None
+    text: str | None
+
+    @cached_property
+    def random(self) -> RandomModel:
+        """A model of the shape with random weights."""
+        return RandomModel.build(self.shape, self.device, Machine.of(self.profile))
+
+    def link(self) -> Any:
+        """Copies and gathers over the link, in GB/s."""
+        return {kind: found.bytes_per_s / 1e9 for kind, found in measured_link(self.device).items()}
+
+    def rounds(self) -> Iterator[dict[str, Any]]:
+        """Rounds of each plan with random weights: time, its prediction, and what the copies alone take."""
+        for name, plan in limited_plans(self.shape.name, CONTEXT, BATCH).items():
+            missing = missing_execution(plan)
+            yield {"plan": name, "missing": missing} if missing else {"plan": name, **self._round(plan)}
+            _free()
+
+    def _round(self, plan: Plan) -> dict[str, Any]:
+        predicted = predict(plan, self.shape, self.profile)
+        times = measured_round(self.random, plan)
+        _free()
+        cache = random_cache(self.random, plan)
+        copies_s, copied = streaming_seconds(cache)
+        del cache
+        _free()
+        roomy = replace(plan, placement=Placement())
+        alone = measured_round(self.random, roomy) if self.random.fits(roomy) else None
+        return {
+            "host_layers": predicted.offloaded_layers,
+            "round_ms": 1e3 * times.total_s,
+            "predicted_round_ms": predicted.round_ms,
+            "tokens_per_round": predicted.tokens_per_round,
+            "tpot_ms_at_predicted_acceptance": 1e3 * times.total_s / predicted.tokens_per_round,
+            "verify_ms": 1e3 * times.verify_s,
+            "draft_ms": 1e3 * times.draft_s,
+            "copies_alone_ms": 1e3 * copies_s,
+            "copied_gb": copied / 1e9,
+            "link_gb_s": copied / copies_s / 1e9 if copied else None,
+            "link_gb_s_in_round": copied / times.verify_s / 1e9 if copied else None,
+            "round_without_limit_ms": 1e3 * alone.total_s if alone else None,
+            "hidden_share": _hidden(times.total_s, copies_s, alone.total_s) if alone and copied else None,
+        }
+
+    def tokens(self) -> Iterator[dict[str, Any]]:
+        """A real generation with the limit and without: equal greedy tokens, time per token, acceptance, memory."""
+        if self.model is None:
+            return
+        inflated = InflatedModel.load(self.model, self.shape)
+        ids = prompt_batch(inflated.tokenizer, CONTEXT, BATCH, text=self.text)
+        for name, plan in limited_plans(self.shape.name, CONTEXT, BATCH, TOKENS, yarn=4.0).items():
+            if name.startswith("plain") or missing_execution(plan):
+                continue
+            results = {}
+            for kind, one in (("limited", plan), ("unlimited", _unlimited(plan))):
+                with inflated.shared_engine(one, {}, profile=self.profile) as engine:
+                    results[kind] = engine.generate(ids, TOKENS)
+                _free()
+            yield {"plan": name, "equal": results["limited"].tokens == results["unlimited"].tokens} | {
+                kind: _figures(found.statistics) for kind, found in results.items()
+            }
+
+    def fits(self) -> list[dict[str, Any]]:
+        """Where everything fits: rounds of plans that may offload over those of plans that may not."""
+        found = []
+        for kv, gamma, placement in (
+            (KVFormat.INT8, 0, Placement(True, 2048)),
+            (KVFormat.INT8, 0, Placement(True, 2048, adaptive=True)),
+            (KVFormat.HIERARCHICAL, 8, Placement(True, part=HostPart.LOWER)),
+            (KVFormat.FULL, 0, Placement(True, 2048)),
+        ):
+            context = CONTEXT // 4 if kv is KVFormat.FULL else CONTEXT
+            plan = _plan(self.shape.name, context, BATCH, kv, gamma, Placement())
+            plain = measured_round(self.random, plan)
+            _free()
+            offering = measured_round(self.random, replace(plan, placement=placement))
+            _free()
+            cost = offering.total_s / plain.total_s - 1
+            found.append({"kv": kv.value, "gamma": gamma, "adaptive": placement.adaptive, "cost": cost})
+        return found
+
+    def crossing(self, context: int = 32768, new_tokens: int = 768) -> dict[str, Any]:
+        """The times of rounds while layers leave, one by one; the excess over the median is what crossings cost."""
+        placement = Placement(True, 2048, adaptive=True)
+        plan = _plan(self.shape.name, context, BATCH, KVFormat.INT8, 0, placement, new_tokens)
+        plan = replace(plan, placement=replace(plan.placement, memory_bytes=self._just_below(plan)))
+        meter, config = MemoryMeter(self.device), DecoderConfig.plain(self.shape)
+        sizes = offloaded_layers(plan, self.shape, Machine.of(self.profile))
+        weights = self.random.weights
+        engine = Engine(plan, "", config, weights, self.device, meter, None, None, self.profile, None, *sizes)
+        prompts = [[1 + row] * context for row in range(BATCH)]
+        gaps, placements, last = [], [], time.perf_counter()
+        for _ in engine.stream_batch(prompts, new_tokens):
+            now = time.perf_counter()
+            gaps.append(now - last)
+            assert engine.cache is not None
+            placements.append(engine.cache.first_on_host)
+            last = now
+        engine.close()
+        steps = gaps[2:]
+        median = statistics.median(steps)
+        moved = [index for index in range(3, len(placements)) if placements[index] != placements[index - 1]]
+        excess = {index: sum(gap - median for gap in gaps[max(2, index - 4) : index + 4]) for index in moved}
+        return {
+            "host_layers_at_end": sizes[0],
+            "moved": engine.statistics.moved_layers,
+            "median_step_ms": 1e3 * median,
+            "crossings": [{"step": at, "steps_lost": lost / median} for at, lost in excess.items()],
+            "predicted_peak": predict(plan, self.shape, self.profile).best.peak_memory_bytes,
+            "measured_peak": engine.statistics.peak_memory_bytes,
+            "limit": plan.placement.memory_bytes,
+        }
+
+    def cliff(self) -> list[dict[str, Any]]:
+        """Steps over the context: with just as many layers on the host as needed, and with all once not all fit."""
+        rows = []
+        for context in CLIFF_CONTEXTS:
+            limit = Placement(True, 2048, memory_bytes=24 * 10**9)
+            plan = _plan(self.shape.name, context, BATCH, KVFormat.INT8, 0, limit, 64)
+            adaptive = predict(plan, self.shape, self.profile)
+            layers = self.shape.layers if adaptive.offloaded_layers else 0
+            static = replace(plan, placement=replace(limit, memory_bytes=self._all_away(plan))) if layers else plan
+            rows.append({
+                "context": context,
+                "host_layers": adaptive.offloaded_layers,
+                "predicted_adaptive_ms": adaptive.best.tpot_ms,
+                "predicted_static_ms": predict(static, self.shape, self.profile).best.tpot_ms,
+                "adaptive_ms": 1e3 * measured_round(self.random, plan).total_s,
+                "static_ms": 1e3 * measured_round(self.random, static).total_s,
+            })  # fmt: skip
+            _free()
+        return rows
+
+    def soak(self) -> dict[str, Any]:
+        """Rounds of a small model with lower codes on the host: no growth of device or host memory."""
+        shape = replace(self.shape, layers=4, vocab=32000)
+        small = RandomModel.build(shape, self.device, Machine.of(self.profile))
+        lower = Placement(True, part=HostPart.LOWER)
+        plan = _plan(shape.name, 4096, BATCH, KVFormat.HIERARCHICAL, 4, lower, 5 * SOAK_ROUNDS)
+        needed = predict(replace(plan, placement=Placement()), shape, self.profile).best.peak_memory_bytes
+        plan = replace(plan, placement=replace(plan.placement, memory_bytes=int(0.999 * needed)))
+        sizes = offloaded_layers(plan, shape, small.machine)
+        meter, config = MemoryMeter(self.device), DecoderConfig.plain(shape)
+        engine = Engine(plan, "", config, small.weights, self.device, meter, None, None, self.profile, None, *sizes)
+        marks = []
+        for index, _ in enumerate(engine.stream_batch([[1] * 4000] * BATCH, plan.workload.new_tokens)):
+            if index == SOAK_ROUNDS:
+                break
+            if index % 500 == 10:
+                rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                marks.append({"round": index, "allocated": torch.cuda.memory_allocated(), "rss_kb": rss})
+        engine.close()
+        return {"host_layers": sizes[0], "marks": marks}
+
+    def _just_below(self, plan: Plan) -> int:
+        """Memory in which all layers have room for the prompt and a few groups, but not for what is generated."""
+        grown = 2 * plan.workload.new_tokens // 3
+        early = replace(plan, workload=replace(plan.workload, new_tokens=grown), placement=Placement())
+        return int(predict(early, self.shape, self.profile).best.peak_memory_bytes)
+
+    def _all_away(self, plan: Plan) -> int:
+        """The most memory with which every layer must leave."""
+        machine, low, high = Machine.of(self.profile), 0, plan.placement.memory_bytes
+        while high - low > 10**6:
+            middle = (low + high) // 2
+            placed = replace(plan, placement=replace(plan.placement, memory_bytes=middle))
+            every = offloaded_layers(placed, self.shape, machine)[0] == self.shape.layers
+            low, high = (middle, high) if every else (low, middle)
+        return low
+
+
+def limited_plans(model: str, context: int, batch: int, new_tokens: int = 1024, yarn: float = 1.0) -> dict[str, Plan]:
+    """The plans of step 8's comparison, under 40 GB."""
+
+    def plan(kv: KVFormat, gamma: int, part: HostPart, budget: int) -> Plan:
+        placement = Placement(True, budget, part, LIMIT_BYTES)
+        found = _plan(model, context, batch, kv, gamma, placement, new_tokens)
+        return replace(found, workload=replace(found.workload, yarn_factor=yarn))
+
+    specontext = preset("specontext", plan(KVFormat.FULL, 0, HostPart.ALL, 2048).workload)
+    return {
+        **{f"lossless, lower codes, gamma {g}": plan(KVFormat.HIERARCHICAL, g, HostPart.LOWER, 0) for g in GAMMAS},
+        "lossless, whole layers, gamma 6": plan(KVFormat.HIERARCHICAL, 6, HostPart.ALL, 2048),
+        "plain, int8": plan(KVFormat.INT8, 0, HostPart.ALL, 2048),
+        "plain, bf16: everything is fetched at each step": plan(KVFormat.FULL, 0, HostPart.ALL, 2048),
+        "specontext": replace(specontext, placement=replace(specontext.placement, memory_bytes=LIMIT_BYTES)),
+    }
+
+
+def _plan(
+    model: str, context: int, batch: int, kv: KVFormat, gamma: int, placement: Placement, new_tokens: int = 1024
+) -> Plan:
+    workload = Workload(model, "here", context, new_tokens, batch)
+    plan = preset("quantspec-kv", workload) if gamma else Plan(workload, kv=KVCache(kv))
+    speculation = replace(plan.speculation, gamma=gamma) if gamma else Speculation()
+    return replace(plan, kv=KVCache(kv), speculation=speculation, placement=placement)
+
+
+def _unlimited(plan: Plan) -> Plan:
+    return replace(plan, placement=replace(plan.placement, memory_bytes=0))
+
+
+def _hidden(round_s: float, copies_s: float, alone_s: float) -> float:
+    """Share of the shorter of copies and computation that ran beside the longer one."""
+    return (copies_s + alone_s - round_s) / min(copies_s, alone_s)
+
+
+def _figures(found: Any) -> dict[str, Any]:
+    names = ("tpot_ms", "ttft_ms", "acceptance", "tokens_per_round", "overlap", "peak_memory_bytes", "verify_s")
+    return {name: getattr(found, name) for name in names}
+
+
+def _free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _collected(name: str, found: Any) -> Any:
+    """A section's result; rows that it yields are printed as they come."""
+    if isinstance(found, (dict, list)):
+        return found
+    rows = []
+    for row in found:
+        rows.append(row)
+        print(name, json.dumps(row), flush=True)
+    return rows
+
+
+def main() -> None:
+    """Runs the sections and saves each as it ends."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--model", help="A small model, for the section of tokens.")
+    parser.add_argument("--text", type=Path, help="A long text for its prompts.")
+    sections = ("link", "rounds", "fits", "crossing", "cliff", "soak", "tokens")
+    parser.add_argument("--only", nargs="+", choices=sections, default=sections)
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a GPU")
+    text = given.text.read_text(encoding="utf-8") if given.text else None
+    device, shape = torch.device("cuda"), load_shape("Llama-3.1-8B")
+    bench = OffloadBench(shape, this_machine(), device, given.model, text)
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name()}
+    for name in given.only:
+        section: Callable[[], Any] = getattr(bench, name)
+        results[name] = _collected(name, section())
+        given.results.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()
