@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ridgeplan.planner.display.marks import Bars
 from ridgeplan.planner.display.rows import plan_row, plan_text
-from ridgeplan.planner.display.table import Bars, Table
+from ridgeplan.planner.display.table import Table
 from ridgeplan.planner.interface.quantities import size_text, time_text
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.prediction import Prediction

@@ -6,13 +6,10 @@ Copies by the DMA engines reach a tenth of PCIe's bandwidth at such sizes; loads
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
-from ridgeplan.kernels.residency.slots import SlotLoads
+from ridgeplan.kernels.residency.slot_table import KeysAndValues, SlotLoads
 from ridgeplan.roofline.cost import Cost
-
-KeysAndValues = tuple[Tensor, Tensor]
 
 
 def gather_into_slots(

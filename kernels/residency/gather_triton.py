@@ -6,8 +6,7 @@ A program copies ROWS tokens at once, so that enough loads are in flight to cove
 import triton
 import triton.language as tl
 
-from ridgeplan.kernels.residency.gather import KeysAndValues
-from ridgeplan.kernels.residency.slots import SlotLoads
+from ridgeplan.kernels.residency.slot_table import KeysAndValues, SlotLoads
 
 PROGRAMS = 264  # in all: two per SM of a Hopper GPU
 ROWS = 16

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ridgeplan.kernels.residency.slots import SlotLoads, SlotTable
+from ridgeplan.kernels.residency.slot_table import SlotLoads, SlotTable
 
 WARPS = 8
 

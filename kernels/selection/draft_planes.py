@@ -70,7 +70,7 @@ def pack_draft_planes(
         return
     from ridgeplan.kernels.selection.draft_planes_triton import pack_draft_planes_triton
 
-    pack_draft_planes_triton(codes, out, group_index, groups, mask)
+    pack_draft_planes_triton(codes, (out.key_two_bit, out.value_rows), group_index, groups, mask)
 
 
 def pack_draft_planes_reference(

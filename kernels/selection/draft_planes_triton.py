@@ -5,7 +5,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.selection.draft_planes import DraftPlanes
 
 WARPS = 4
 
@@ -46,14 +45,13 @@ def _pack_kernel(
 
 
 def pack_draft_planes_triton(
-    codes: QuantizedKV, out: DraftPlanes, group_index: Tensor, groups: int, mask: Tensor | None
+    codes: QuantizedKV, out: tuple[Tensor, Tensor], group_index: Tensor, groups: int, mask: Tensor | None
 ) -> None:
-    """See `ridgeplan.kernels.selection.draft_planes.pack_draft_planes`."""
+    """See `ridgeplan.kernels.selection.draft_planes.pack_draft_planes`; out: the 2-bit keys and the rows of values."""
     _pack_kernel[(codes.batch * codes.kv_heads, groups)](
         codes.key_upper,
         codes.value_upper,
-        out.key_two_bit,
-        out.value_rows,
+        *out,
         group_index.contiguous(),
         mask,
         codes.groups,

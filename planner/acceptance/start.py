@@ -1,7 +1,7 @@
 """Where the regression over the shipped rows starts: the effects that it ended at when start.json was written.
 
 From there it takes one step instead of eighteen. Once rows have changed it starts from nothing, until
-`python -P -c "from ridgeplan.planner.acceptance import start; start.write_start()"` has written the file anew.
+`python -P -m ridgeplan.planner.acceptance.write_start` has written the file anew.
 """
 
 from __future__ import annotations
@@ -37,13 +37,3 @@ def start_json(fitted: Fit, rows: Sequence[AcceptanceRow]) -> str:
     effects = ",\n".join(json.dumps([*effect, round(value, DIGITS)]) for effect, value in pairs)
     variances = json.dumps({name: round(value, DIGITS) for name, value in fitted.variances.items()})
     return f'{{"rows": "{digest(rows)}",\n"variances": {variances},\n"effects": [\n{effects}\n]}}\n'
-
-
-def write_start() -> None:
-    """Writes start.json from a fit that starts from nothing."""
-    from ridgeplan.planner.acceptance.model import observation
-    from ridgeplan.planner.acceptance.regression import fit
-    from ridgeplan.planner.acceptance.rows import shipped_rows
-
-    rows = shipped_rows()
-    START.write_text(start_json(fit([observation(row) for row in rows]), rows), encoding="utf-8")

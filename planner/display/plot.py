@@ -7,7 +7,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from ridgeplan.planner.display.table import Bars, Lines, labels
+from ridgeplan.planner.display.marks import Bars, Lines, labels
 
 Rows = Sequence[Mapping[str, Any]]
 COLOR, BAND_COLOR = "#0072b2", "#444444"

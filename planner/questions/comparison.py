@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ridgeplan.planner.display.marks import Bars
 from ridgeplan.planner.display.rows import plan_row, plan_text
-from ridgeplan.planner.display.table import Bars, Table
+from ridgeplan.planner.display.table import Table
 from ridgeplan.planner.interface.plan_file import SavedPlan
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.policies.selection.all import autoregressive

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ridgeplan.planner.display.table import Lines, Table
+from ridgeplan.planner.display.marks import Lines
+from ridgeplan.planner.display.table import Table
 from ridgeplan.planner.interface.quantities import tokens
 from ridgeplan.planner.plan import Plan, require
 from ridgeplan.planner.search.plan_map import PlanMap, plan_map

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ridgeplan.planner.display.marks import Bars
 from ridgeplan.planner.display.rows import plan_row, plan_text
-from ridgeplan.planner.display.table import Bars, Table
+from ridgeplan.planner.display.table import Table
 from ridgeplan.planner.measured_quality import saved_rows
 from ridgeplan.planner.plan import Plan, require
 from ridgeplan.planner.policies.selection.all import autoregressive

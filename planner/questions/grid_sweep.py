@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from ridgeplan.planner.display.table import Lines, Table
+from ridgeplan.planner.display.marks import Lines
+from ridgeplan.planner.display.table import Table
 from ridgeplan.planner.interface.quantities import count, time_text, tokens, values
 from ridgeplan.planner.plan import require
 from ridgeplan.planner.search.plan_map import PlanMap, plan_map

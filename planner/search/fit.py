@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION, Capacity
-from ridgeplan.planner.display.table import Lines, Table
+from ridgeplan.planner.display.marks import Lines
+from ridgeplan.planner.display.table import Table
 from ridgeplan.planner.interface.quantities import size_text
 from ridgeplan.planner.plan import MAX_BATCH, Plan
 from ridgeplan.planner.presets import preset as preset_of

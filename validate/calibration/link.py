@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.residency.gather import KeysAndValues, gather_into_slots
+from ridgeplan.kernels.residency.gather import gather_into_slots
 from ridgeplan.kernels.residency.leading_copy import copy_leading
-from ridgeplan.kernels.residency.slots import SlotLoads
+from ridgeplan.kernels.residency.slot_table import KeysAndValues, SlotLoads
 from ridgeplan.roofline.catalog.profile import MAX_UTILIZATION, Rates
 from ridgeplan.roofline.latency import LINK_CLASSES
 from ridgeplan.runtime.kv.cache import Cache

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.kv_cache.shift import shift_slots
-from ridgeplan.kernels.residency.gather import KeysAndValues, gather_into_slots
+from ridgeplan.kernels.residency.gather import gather_into_slots
 from ridgeplan.kernels.residency.group_store import store_group
-from ridgeplan.kernels.residency.slots import SlotLoads, SlotTable, take_slots
+from ridgeplan.kernels.residency.slot_table import KeysAndValues, SlotLoads, SlotTable
+from ridgeplan.kernels.residency.slots import take_slots
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.execution import quantized_groups
 from ridgeplan.runtime.errors import WorkloadError

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ridgeplan.kernels.residency.gather import gather_cost, gather_into_slots
 from ridgeplan.kernels.residency.leading_copy import copy_leading, copy_leading_cost
-from ridgeplan.kernels.residency.slots import SlotTable, take_slots, take_slots_cost
+from ridgeplan.kernels.residency.slot_table import SlotTable
+from ridgeplan.kernels.residency.slots import take_slots, take_slots_cost
 from ridgeplan.planner.lowering import strategy_of
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
