@@ -34,16 +34,21 @@ def number(value: float) -> str:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a titled table on stdout; the first and the last column hold words, the others figures."""
+    """Prints a titled table on stdout; the first and the last column hold words, the others figures.
+
+    Nothing is drawn between columns, so that most tables fit 80 of them; a last column without any word is left out.
+    """
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table()
-    for index, column in enumerate(columns):
+    body = list(rows)
+    shown = len(columns) if any(row[-1] for row in body) else len(columns) - 1
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, column in enumerate(columns[:shown]):
         words = index in (0, len(columns) - 1)
         table.add_column(column, justify="left" if words else "right", overflow="fold", no_wrap=not words)
-    for row in rows:
-        table.add_row(*map(escape, row))
+    for row in body:
+        table.add_row(*map(escape, row[:shown]))
     click.echo(title)
     console().print(table)
 

@@ -118,14 +118,11 @@ def notes(
         yield missing
     elif shape.weight_bits.converted:
         stored = shape.weight_bits.format
-        yield f"the runtime decodes this checkpoint's {stored} weights and holds them in the plan's format"
+        yield f"weights stored as {stored} are decoded and held in the plan's format"
     if workload.yarn_factor > 1:
         yield f"rotary embeddings are stretched {workload.yarn_factor:g}x by YaRN"
     elif workload.final_context > shape.max_context:
-        yield (
-            f"{workload.final_context} tokens are beyond the model's limit of {shape.max_context}; "
-            "ask for YaRN to stretch its rotary embedding"
-        )
+        yield f"{workload.final_context} tokens exceed the model's limit of {shape.max_context}; YaRN stretches it"
     if profile.hardware.is_amd:
         yield f"{profile.hardware.name} is an AMD GPU, on which this package's kernels have not run"
     if profile.transferred_from:
