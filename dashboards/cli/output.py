@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 PIPE_COLUMNS = 140  # width of tables without a terminal
+TEXT_COLUMNS = 80  # of paragraphs
 
 
 def print_json(data: Any) -> None:
@@ -31,6 +33,12 @@ def print_json(data: Any) -> None:
 def number(value: float) -> str:
     """Three significant digits below 1000, all whole digits above."""
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
+
+
+def wrapped(line: str) -> str:
+    """A line in as many as 80 columns need, those after the first further in. Words stay whole."""
+    inner = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.fill(line, TEXT_COLUMNS, subsequent_indent=inner, break_long_words=False, break_on_hyphens=False)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
