@@ -36,15 +36,15 @@ def answer_lines(found: Recommendation) -> list[str]:
     """What was asked, the plan, how soon and how fast, memory, what it gives up, and what else there is."""
     workload, predicted, best = found.plan.workload, found.predicted, found.predicted.best
     low, high = time_text(predicted.low.tpot_ms).removesuffix(" ms"), time_text(predicted.high.tpot_ms)
-    first = time_text(best.ttft_ms)
     many = workload.batch > 1
-    each = f" of the batch, {best.tokens_per_s / workload.batch:.0f} per request" if many else ""
+    each = f", {best.tokens_per_s / workload.batch:.0f} per request" if many else ""
     size = f"{tokens_text(workload.context)} tokens, batch {workload.batch}"
     name = shortened(briefly(found.name), LONGEST_NAME) + _gamma(predicted)
     return [
         f"{workload.model} on {workload.hardware}, {size}, {tokens_text(workload.new_tokens)} new",
-        f"{_verb(found)} {name}: {time_text(best.tpot_ms)} per token ({low} to {high}), {predicted.speedup:.2f}x plain",
-        f"First token{'s of the batch' if many else ''} after {first}; {best.tokens_per_s:,.0f} tokens/s{each}",
+        f"{_verb(found)} {name}: {time_text(best.tpot_ms)} per token ({low} to {high})",
+        f"{predicted.speedup:.2f}x plain; first token{'s' if many else ''} after {time_text(best.ttft_ms)}; "
+        f"{best.tokens_per_s:,.0f} tokens/s{each}",
         f"Memory {size_text(best.peak_memory_bytes)} of {size_text(found.memory_limit_bytes)} "
         f"({best.peak_memory_bytes / GIB:.1f} of {found.memory_limit_bytes / GIB:.1f} GiB)",
         f"Gives up {'; '.join(found.losses) if found.losses else 'nothing: the output keeps its distribution'}",

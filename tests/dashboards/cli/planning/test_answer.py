@@ -38,7 +38,7 @@ def test_its_figures_are_those_of_its_json(invoke: Any, question: tuple[object, 
     assert briefly(told["preset"])[:27] in lines[1]
     assert f"{predicted['tpot_ms']:.3g} ms per token" in lines[1] or predicted["tpot_ms"] >= 999.5
     assert f"{predicted['tokens_per_s']:,.0f} tokens/s" in lines[2]
-    assert (" tokens/s of the batch" in lines[2]) is (batch > 1)
+    assert f"{predicted['speedup']:.2f}x plain" in lines[2]
     assert f"{predicted['peak_memory_bytes'] / 1e9:.3g} GB" in lines[3]
     assert (f"{predicted['tokens_per_s'] / batch:.0f} per request" in lines[2]) is (batch > 1)
     assert f"[{predicted['source']}]: " in text
