@@ -102,7 +102,7 @@ def missing_head(plan: Plan) -> str | None:
     chosen_by = (plan.speculation.selection.name, plan.attention.selection.name)
     if RETRIEVAL_HEAD.name not in chosen_by:
         return None
-    return "estimated only here: it needs a retrieval head for this model, which `ridgeplan distill` trains"
+    return "estimated only: it needs a retrieval head for this model, which `ridgeplan distill` trains"
 
 
 def uncalibrated(plan: Plan, profile: Profile) -> str | None:

@@ -71,22 +71,23 @@ def round_at(
     target_gap_s, layers = machine.target_gap_s, shape.layers
     drafting_rates, verifying_rates = rates
     draft_s = machine.pass_seconds(draft, drafting_rates, layers, machine.draft_gap_s)
-    draft_s += _gather_seconds(machine, draft, drafting_rates, shape, strategy.draft_run_tokens)
+    draft_s = draft_s + _gather_seconds(machine, draft, drafting_rates, shape, strategy.draft_run_tokens)
     target_s = machine.pass_seconds(target, verifying_rates, layers, target_gap_s)
-    target_s += _gather_seconds(machine, target, verifying_rates, shape, strategy.target_run_tokens)
+    target_s = target_s + _gather_seconds(machine, target, verifying_rates, shape, strategy.target_run_tokens)
     key_bytes = strategy.batch * tokens * shape.kv_elements_per_token_per_layer / 2 * machine.element_bytes
     score_count = strategy.batch * tokens
-    draft_scoring_s = _scoring_seconds(machine, key_bytes * strategy.draft_scored_keys)
-    draft_scoring_s += _choice_seconds(machine, score_count * strategy.step_score_bytes, strategy.draft_choices)
-    target_scoring_s = _scoring_seconds(machine, key_bytes * strategy.target_scored_keys)
-    target_scoring_s += _choice_seconds(machine, score_count * strategy.target_score_bytes, strategy.target_choices)
-    target_scoring_s *= _reads(strategy)
+    draft_scoring_s = _scoring_seconds(machine, key_bytes * strategy.draft_scored_keys) + _choice_seconds(
+        machine, score_count * strategy.step_score_bytes, strategy.draft_choices
+    )
+    target_scoring_s = _scoring_seconds(machine, key_bytes * strategy.target_scored_keys) + _choice_seconds(
+        machine, score_count * strategy.target_score_bytes, strategy.target_choices
+    )
     chosen = minimum(strategy.draft_ratio * tokens, strategy.offload_budget)
     loaded_s = load_seconds(machine, shape, strategy, host, chosen, strategy.draft_run_tokens)
-    draft_s += strategy.draft_loads * host.layers * loaded_s
+    draft_s = draft_s + strategy.draft_loads * host.layers * loaded_s
     one_draft_s = draft_s + draft_scoring_s + sampling_seconds(shape, machine, strategy.batch)
     draft_s = minimum(strategy.gamma, 1) * one_draft_s
-    pass_s = target_s + target_scoring_s
+    pass_s = target_s + _reads(strategy) * target_scoring_s
     return Round(
         gamma=strategy.gamma,
         draft_s=draft_s,

@@ -280,8 +280,9 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "dashboards.cli.study": (
         {
-            "dashboards.cli", "dashboards.cli.acceptance", "dashboards.draft_study_page", "dashboards.html_page",
-            "dashboards.charts", "roofline.catalog", "validate", "validate.studies",
+            "dashboards.charts", "dashboards.cli", "dashboards.cli.acceptance", "dashboards.draft_study_page",
+            "dashboards.html_page", "dashboards.retrieval_study_page", "roofline.catalog", "validate",
+            "validate.studies",
         },
         None,
     ),

@@ -25,7 +25,7 @@ def test_commands_with_their_output_run(line: str) -> None:
 @pytest.mark.parametrize("line", sorted({line.replace("\\|", "|") for line in TABLED}))
 def test_commands_of_the_table_take_the_options_that_it_names(line: str) -> None:
     words = [word.strip("[]") for word in line.split()]
-    groups = [word.split("|") for word in words if word.replace("|", "").isalpha() and word.islower()]
+    groups = [word.split("|") for word in words if re.fullmatch(r"[a-z][a-z|-]*", word)]
     for name in groups[1] if len(groups) > 1 else [""]:
         command: Any = main.get_command(click.Context(main), groups[0][0])
         command = command.get_command(click.Context(command), name) if name else command

@@ -18,6 +18,7 @@ BENCHMARKS = {
 STUDIES = {
     "Studies": {
         "drafts": ("study.drafts:drafts", "How often sparse drafts are accepted, by policy and ratio."),
+        "retrieval": ("study.retrieval:retrieval", "What selections find of what the model attends to."),
         "dapq": ("study.dapq:dapq", "Whether queries follow positions more than content."),
     }
 }

@@ -134,6 +134,6 @@ def _point(
 ) -> SweepPoint:
     asked = {"model": model, "gpu": gpu, **options, **turn}
     preset = asked.pop("preset", None)
-    question = ask(asked.pop("model"), asked.pop("gpu"), max(sizes["ctx"]), **asked)  # whether YaRN is needed
+    question = ask(asked.pop("model"), asked.pop("gpu"), 1, **asked)
     shown = {name: value for name, value in turn.items() if name in SHOWN_TURNS}
     return SweepPoint(shown, question, plan_map(question, sizes["ctx"], sizes["batch"], preset))

@@ -4,15 +4,15 @@ The squared error of an output is e^T H e, with e the rounding errors of a row a
 error, the second moment of the layer's inputs. The method depends on what is known of H:
 
     H's diagonal   it weights the fit of each group's scale and zero; codes are rounded to nearest
-    H              the same fit, and GPTQ: the error of each rounded column is compensated by the columns after it; then
-                   coordinate descent, in which each is compensated by all others (coordinate_descent.py)
+    H              the same fit, and GPTQ: the error of each rounded column is compensated by the columns after it
 
 Source: GPTQ (Frantar et al. 2023, arXiv 2210.17323, equations 2 and 3), the same as LDLQ (QuIP, Chee et al. 2023).
 The diagonal is robust; the full Hessian is better if the calibration text resembles what is decoded. Experiments are in
 docs/kernels/gptq.md.
 
 Hierarchical 8-bit weights are a 4-bit weight and, as another 4-bit weight, what that lacks. What is compensated adds to
-what is lacking, so upper codes are held within `REACH` steps of the weights' own values.
+what is lacking, so upper codes are held within `REACH` steps of the weights' own values. After GPTQ both planes are
+improved by coordinate descent (coordinate_descent.py).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def quantize_planes(weight: Tensor, group: int, hessian: Tensor | None = None) -
 
     The sum of the planes is fitted to the weight, and the upper plane serves drafts by itself.
     """
-    upper = _quantize(weight, group, hessian, top=15, bounded=True)
-    return upper, quantize_weight(weight.float() - decoded(*upper), group, hessian)
+    upper = _quantize(weight, group, hessian, top=15, sweeps=SWEEPS, bounded=True)
+    return upper, _quantize(weight.float() - decoded(*upper), group, hessian, top=15, sweeps=SWEEPS)
 
 
 def decoded(codes: Tensor, scale: Tensor, zero: Tensor, bits: int = 4) -> Tensor:
@@ -63,8 +63,13 @@ def decoded(codes: Tensor, scale: Tensor, zero: Tensor, bits: int = 4) -> Tensor
     return (centred * scale.unsqueeze(2) + zero.unsqueeze(2)).flatten(1)
 
 
-def _quantize(weight: Tensor, group: int, hessian: Tensor | None, top: int, bounded: bool = False) -> Parts:
-    """`quantize_weight` to codes up to `top`; bounded: each within `REACH` steps of its weight's own value."""
+def _quantize(
+    weight: Tensor, group: int, hessian: Tensor | None, top: int, sweeps: int = 0, bounded: bool = False
+) -> Parts:
+    """`quantize_weight` to codes up to `top`; bounded: each within `REACH` steps of its weight's own value.
+
+    sweeps: of coordinate descent after GPTQ.
+    """
     importance = weight.new_ones(weight.shape[1]) if hessian is None else hessian
     known = None
     if importance.dim() == 2:
@@ -73,11 +78,7 @@ def _quantize(weight: Tensor, group: int, hessian: Tensor | None, top: int, boun
     importance = importance.float().unflatten(0, (-1, group))
     rows = max(1, CHUNK_ELEMENTS[weight.device.type] // weight.shape[1])
     parts = [
-        _to_nearest(chunk, importance, top)
-        if known is None
-        else _descended(
-            chunk, _gptq_order(chunk, importance, known.feedback, top, bounded), known.hessian, top, bounded
-        )
+        _to_nearest(chunk, importance, top) if known is None else _gptq(chunk, importance, known, top, sweeps, bounded)
         for chunk in weight.split(rows)
     ]
     codes, scale, zero = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -119,11 +120,13 @@ def _near(steps: Tensor) -> Tensor:
     return torch.where((steps - nearest).abs() < 1 - REACH, nearest, steps)
 
 
-def _descended(weight: Tensor, parts: Parts, hessian: Tensor, top: int, bounded: bool) -> Parts:
-    """The parts after coordinate descent on grids and codes."""
-    codes, scale, zero = parts
-    rows = QuantizedRows(weight.float(), codes.float(), scale, zero, hessian, top)
-    for _ in range(SWEEPS):
+def _gptq(weight: Tensor, importance: Tensor, known: _Known, top: int, sweeps: int, bounded: bool) -> Parts:
+    """GPTQ, and as many `sweeps` of coordinate descent on grids and codes."""
+    codes, scale, zero = _gptq_order(weight, importance, known.feedback, top, bounded)
+    if not sweeps:
+        return codes, scale, zero
+    rows = QuantizedRows(weight.float(), codes.float(), scale, zero, known.hessian, top)
+    for _ in range(sweeps):
         rows.refit()
         rows.sweep(_near(rows.steps()) if bounded else None)
     return rows.codes.to(torch.int16), scale, zero

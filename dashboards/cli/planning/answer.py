@@ -38,14 +38,17 @@ def answer_text(found: Recommendation) -> str:
 
 def answer_lines(found: Recommendation) -> list[str]:
     """What was asked, the plan, how soon and how fast, memory, what it gives up, and what else there is."""
-    workload, best = found.plan.workload, found.predicted.best
-    first, many = time_text(best.ttft_ms), workload.batch > 1
-    each = f" of the batch, {number(best.tokens_per_s / workload.batch)} per request" if many else ""
+    workload, predicted, best = found.plan.workload, found.predicted, found.predicted.best
+    low, high = time_text(predicted.low.tpot_ms).removesuffix(" ms"), time_text(predicted.high.tpot_ms)
+    many = workload.batch > 1
+    each = f", {number(best.tokens_per_s / workload.batch)} per request" if many else ""
     size = f"{tokens_text(workload.context)} tokens, batch {workload.batch}"
+    name = shortened(briefly(found.name), LONGEST_NAME) + _gamma(predicted)
     return [
         f"{workload.model} on {workload.hardware}, {size}, {tokens_text(workload.new_tokens)} new",
-        _headline(found),
-        f"{'All first tokens' if many else 'First token'} after {first}; {number(best.tokens_per_s)} tokens/s{each}",
+        f"{_verb(found)} {name}: {time_text(best.tpot_ms)} per token ({low} to {high})",
+        f"{predicted.speedup:.2f}x plain; first token{'s' if many else ''} after {time_text(best.ttft_ms)}; "
+        f"{number(best.tokens_per_s)} tokens/s{each}",
         f"Memory {size_text(best.peak_memory_bytes)} of {size_text(found.memory_limit_bytes)} "
         f"({best.peak_memory_bytes / GIB:.1f} of {found.memory_limit_bytes / GIB:.1f} GiB)",
         _losses(found.losses),
@@ -81,14 +84,8 @@ def _verb(found: Recommendation) -> str:
     return f"For {found.backend}:"
 
 
-def _headline(found: Recommendation) -> str:
-    """The plan and its times. Only its name is shortened, which the first row holds with its gamma."""
-    predicted = found.predicted
-    low, high = time_text(predicted.low.tpot_ms), time_text(predicted.high.tpot_ms)
-    band = f"{low.removesuffix(' ms')} to {high}"
-    times = f": {time_text(predicted.best.tpot_ms)} per token ({band}), {predicted.speedup:.2f}x plain"
-    start = f"{_verb(found)} "
-    return start + shortened(briefly(found.name), WIDTH - len(start) - len(times)) + times
+def _gamma(predicted: Prediction) -> str:
+    return f", gamma {predicted.gamma}" if predicted.gamma else ""
 
 
 def _losses(losses: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.options import (
     SIZE,
     OutputFile,
@@ -33,7 +34,14 @@ from ridgeplan.roofline.device import GIB
 COLUMNS = 78
 
 
-@click.command("export")
+@click.command(
+    "export",
+    epilog=examples(
+        "ridgeplan export plan.json --to vllm",
+        "ridgeplan export plan.json --to vllm --draft-model my/Llama-3.1-8B-AWQ -o serve.yaml",
+        "ridgeplan export plan.json --to sglang --kv-cache-dtype bf16 --json",
+    ),
+)
 @click.argument("plan", type=SavedPlanFile())
 @options(
     click.option("--to", "target", type=click.Choice([*ENGINES]), required=True, help="The engine."),
@@ -58,13 +66,7 @@ def export_plan(
     draft_method: str, kv_cache_dtype: str | None, host_cache: float | None, host_cache_backend: str, gpu: str | None,
     memory_utilization: float, profile: str | None, acceptance: str | None, output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """PLAN as the serve command of vLLM or SGLang: what it carries, what it cannot, and what the engine will reach.
-
-    \b
-    ridgeplan export plan.json --to vllm
-    ridgeplan export plan.json --to vllm --draft-model my/Llama-3.1-8B-AWQ -o serve.yaml
-    ridgeplan export plan.json --to sglang --kv-cache-dtype bf16 --json
-    """
+    """PLAN as the serve command of vLLM or SGLang: what it carries, what it cannot, and what the engine will reach."""
     shape, used = plan.resolve(gpu=gpu, profile=profile, acceptance=acceptance)
     exported = export(
         Request(

@@ -8,13 +8,20 @@ from typing import Any
 
 import click
 
+from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.options import OutputFile, options
 from ridgeplan.dashboards.cli.output import progress, warnings_as_notes
 
 MAX_TEXT_TOKENS = 1 << 22
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "ridgeplan distill model.gguf --text book.txt --output head.safetensors",
+        "ridgeplan distill Qwen/Qwen3-8B --text book.txt --output head.safetensors --checkpoint run.safetensors",
+        "ridgeplan run plan.json --prompt-file notes.txt --retrieval-head head.safetensors",
+    )
+)
 @click.argument("model")
 @options(
     click.option("--text", metavar="FILE", required=True, help="UTF-8 text to train on."),

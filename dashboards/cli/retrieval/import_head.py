@@ -6,10 +6,17 @@ from pathlib import Path
 
 import click
 
+from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.options import OutputFile, options
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "ridgeplan import-head eagle3/ --model meta-llama/Llama-3.1-8B-Instruct --output head.safetensors",
+        "ridgeplan import-head eagle3/ --model model.gguf --inputs full --output full.safetensors",
+        "ridgeplan study retrieval --text book.txt --retrieval-head full.safetensors",
+    )
+)
 @click.argument("checkpoint")
 @options(
     click.option("--model", required=True, help="The checkpoint's target: a folder, a GGUF file or a hub id."),

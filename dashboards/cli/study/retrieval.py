@@ -11,8 +11,9 @@ from typing import Any
 import click
 
 from ridgeplan.dashboards.cli.acceptance.lists import ListCommand
+from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.model_inputs import embedded_or
-from ridgeplan.dashboards.cli.options import OutputFile, as_json, model_to_run, options, retrieval_head, yarn
+from ridgeplan.dashboards.cli.options import TOKENS, OutputFile, as_json, model_to_run, options, retrieval_head, yarn
 from ridgeplan.dashboards.cli.output import print_json, print_table, progress, warnings_as_notes, write_atomically
 
 SCHEMA = 1
@@ -22,14 +23,21 @@ METHODS = (
 FIGURES = ("hit", "distant", "mass", "overlap")
 
 
-@click.command(cls=ListCommand)
+@click.command(
+    cls=ListCommand,
+    epilog=examples(
+        "ridgeplan study retrieval --text book.txt --ctx 4k",
+        "ridgeplan study retrieval --text book.txt --retrieval-head head.safetensors --budgets 512 2k",
+        "ridgeplan study retrieval --text book.txt --methods quest clusterkv --html retrieval.html",
+    ),
+)
 @options(
     model_to_run,
     click.option("--text", metavar="FILE", required=True, help="UTF-8 text."),
     retrieval_head,
-    click.option("--ctx", type=int, multiple=True, default=(4096,), show_default=True,
+    click.option("--ctx", type=TOKENS, multiple=True, default=(4096,), show_default=True,
                  help="Tokens of context, a list."),
-    click.option("--budgets", type=int, multiple=True, default=(512, 1024, 2048), show_default=True,
+    click.option("--budgets", type=TOKENS, multiple=True, default=(512, 1024, 2048), show_default=True,
                  help="Tokens that each method reads, a list."),
     click.option("--methods", multiple=True,
                  help=f"A list of {', '.join(METHODS)}.  [default: all; the first two with a head]"),

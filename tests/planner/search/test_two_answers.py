@@ -40,7 +40,7 @@ def test_the_best_of_all_is_the_fastest_that_fits_and_is_allowed(h200_profile):
 def test_plans_that_need_a_head_are_compared_but_not_recommended(h200_profile):
     answer = ask(h200_profile, quality="lossy")
     needing = [one for one in answer.alternatives if one.preset == "specontext-resident"]
-    assert [one.rejected.partition(":")[0] for one in needing] == ["estimated only here"]
+    assert [one.rejected.partition(":")[0] for one in needing] == ["estimated only"]
     assert not missing_head(answer.plan)
 
 

@@ -92,13 +92,6 @@ def test_grids_come_close_to_the_best_of_all(spread, bound):
     assert 1 <= float(errors.sum() / least_errors(weight, importance, group).sum()) < bound
 
 
-@pytest.fixture
-def gptq_alone(monkeypatch):
-    """No coordinate descent after it."""
-    monkeypatch.setattr(gptq, "SWEEPS", 0)
-
-
-@pytest.mark.usefixtures("gptq_alone")
 def test_feedback_follows_the_formula():
     """GPTQ, equations 2 and 3, with the inverse of what is left computed anew for every input."""
     outputs, inputs, group = 5, 64, 32
@@ -116,7 +109,6 @@ def test_feedback_follows_the_formula():
     assert (codes == expected).float().mean() > 0.99  # float32 may tip a value that lies between two codes
 
 
-@pytest.mark.usefixtures("gptq_alone")
 def test_uncorrelated_inputs_need_no_feedback():
     weight, importance = random(20, 128), random(128, seed=1).square()
     full = quantize_weight(weight, 64, importance.diag())
@@ -186,11 +178,13 @@ def test_upper_codes_stay_within_reach(sweeps, monkeypatch):
     assert REACH - 0.02 < steps[inside].max() < REACH + 0.001  # what is compensated takes the farther neighbour
 
 
-def test_sweeps_lower_the_error(monkeypatch):
+def test_sweeps_lower_the_error_of_both_planes(monkeypatch):
     weight, x = random(48, 256), correlated(600, 256)
     errors = []
     for sweeps in (0, 1, 2):
         monkeypatch.setattr(gptq, "SWEEPS", sweeps)
-        errors.append(float((x @ (decoded(*quantize_weight(weight, 64, x.T @ x)) - weight).T).square().sum()))
-    assert errors[0] > 1.1 * errors[1]
-    assert errors[1] > 1.01 * errors[2]
+        upper, lower = (decoded(*plane) for plane in quantize_planes(weight, 64, x.T @ x))
+        errors.append([float((x @ (found - weight).T).square().sum()) for found in (upper, upper + lower)])
+    for gptq_alone, once, twice in zip(*errors, strict=True):
+        assert gptq_alone > 1.1 * once
+        assert once > 1.01 * twice

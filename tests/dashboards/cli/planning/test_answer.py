@@ -37,11 +37,10 @@ def test_its_figures_are_those_of_its_json(invoke: Any, question: tuple[object, 
     told = json.loads(invoke("plan", *question, "--json").stdout)
     predicted, batch = told["predicted"], told["plan"]["workload"]["batch"]
     lines = text.splitlines()
-    assert briefly(told["preset"])[:10] in lines[1]
+    assert briefly(told["preset"])[:27] in lines[1]
     assert f"{predicted['tpot_ms']:.3g} ms per token" in lines[1] or predicted["tpot_ms"] >= 999.5
-    assert lines[1].endswith(f", {predicted['speedup']:.2f}x plain")
     assert f"{number(predicted['tokens_per_s'])} tokens/s" in lines[2]
-    assert (" tokens/s of the batch" in lines[2]) is (batch > 1)
+    assert f"{predicted['speedup']:.2f}x plain" in lines[2]
     assert f"{predicted['peak_memory_bytes'] / 1e9:.3g} GB" in lines[3]
     assert lines[2].endswith(f"{number(predicted['tokens_per_s'] / batch)} per request") is (batch > 1)
     assert f"[{predicted['source']}]: " in text
