@@ -68,12 +68,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         eviction_budget=_mean_kept(plan, shape.layers),
         scored_queries=evicting.scored_queries if evicting else 0,
         appended_tokens=evicting.appended_tokens if evicting else 0,
-        offload=int(plan.placement.offload),
-        offload_budget=plan.placement.budget or UNLIMITED_TOKENS,
-        offload_lower=int(plan.placement.part is HostPart.LOWER),
-        offload_prefetch=plan.placement.prefetch,
-        memory_limit_bytes=plan.placement.memory_bytes or UNLIMITED_BYTES,
-        draft_loads=int(plan.loads_chosen and speculation.sparse),
+        **_placement_terms(plan),
         target_budget=plan.attention.budget or UNLIMITED_TOKENS,
         draft_ratio=speculation.ratio,
         draft_floor_tokens=speculation.selection.least_tokens,
@@ -97,6 +92,19 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         draft_choices=choices,
         target_choices=target_choices,
     )
+
+
+def _placement_terms(plan: Plan) -> dict[str, float]:
+    """What of the strategy is about layers on the host."""
+    placement = plan.placement
+    return {
+        "offload": int(placement.offload),
+        "offload_budget": placement.budget or UNLIMITED_TOKENS,
+        "offload_lower": int(placement.part is HostPart.LOWER),
+        "offload_prefetch": placement.prefetch,
+        "memory_limit_bytes": placement.memory_bytes or UNLIMITED_BYTES,
+        "draft_loads": int(plan.loads_chosen and plan.speculation.sparse),
+    }
 
 
 def _mean_kept(plan: Plan, layers: int) -> float:

@@ -99,15 +99,15 @@ def _best_of_each(
         best = part.start + int(np.argmin(ranked))
         if family.template.placement.offload and family.name not in PRESETS and not offloaded[best]:
             continue
-        plan = _within(family.plan(*(axis[best] for axis in grid)), question)
+        plan = within_limit(family.plan(*(axis[best] for axis in grid)), question.memory_limit_bytes)
         yield Candidate(family.name, plan, float(score[best]), float(tpot[best]), float(peak[best]))
 
 
-def _within(plan: Plan, question: Question) -> Plan:
-    """The plan with the question's limit, at which layers leave, if any may."""
+def within_limit(plan: Plan, limit_bytes: float) -> Plan:
+    """The plan with a limit of memory, at which layers leave, if any may."""
     if not plan.placement.offload:
         return plan
-    return replace(plan, placement=replace(plan.placement, memory_bytes=int(question.memory_limit_bytes)))
+    return replace(plan, placement=replace(plan.placement, memory_bytes=int(limit_bytes)))
 
 
 def _score(estimate: Estimate, question: Question, size: int) -> np.ndarray:

@@ -19,6 +19,7 @@ from ridgeplan.planner.plan import Plan, Workload, require
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.presets import preset as preset_of
 from ridgeplan.planner.resolution import workload_for
+from ridgeplan.planner.search.candidates import within_limit
 from ridgeplan.planner.search.choice import preference
 from ridgeplan.planner.search.question import Question
 from ridgeplan.planner.search.runnable import regrouped, runs
@@ -36,8 +37,8 @@ NEAR_FASTEST = 1.05  # times the fastest there
 class PlanMap:
     """The fastest plans of a grid, beside plain decoding. Arrays are [contexts, batches]; seconds and bytes.
 
-    workloads: one per context. index: the plan's place in `families`. fits: whether any plan does; where none does, the figures are those of the
-    plan that needs the least memory.
+    workloads: one per context. index: the plan's place in `families`. fits: whether any plan does; where none does, the
+    figures are those of the plan that needs the least memory.
     """
 
     workloads: tuple[Workload, ...]
@@ -79,7 +80,8 @@ class PlanMap:
         family = self.families[self.index[row, column]]
         workload = replace(self.workloads[row], batch=self.batches[column])
         resized = replace(family, template=at_workload(family.template, workload))
-        return resized.plan(int(self.gamma[row, column]), float(self.ratio[row, column]))
+        plan = resized.plan(int(self.gamma[row, column]), float(self.ratio[row, column]))
+        return within_limit(plan, self.memory_limit_bytes)
 
 
 def plan_map(question: Question, contexts: Sequence[int], batches: Sequence[int], preset: str | None = None) -> PlanMap:
@@ -168,7 +170,7 @@ def _searched(grid: _Grid, preset: str | None) -> list[Family]:
     shortest, longest = ordered[0], ordered[-1]
     if preset:
         return [family_of(preset, preset_of(preset, longest))]
-    known = families(longest, offload=True, quality=grid.question.quality)
+    known = families(longest, offload=grid.question.offload, quality=grid.question.quality)
     found = [one for one in known if runs(at_workload(one.template, shortest), grid.question)]
     return sorted(found, key=lambda one: preference(one.template))  # of equally fast plans the first is taken
 

@@ -36,9 +36,9 @@ GAP = "between kernels"  # predicted only: no kernel runs meanwhile
 STAMP = "_stamp_kernel"
 # Regular expressions for the names of kernels by class: this package's, and cuBLAS's.
 KERNELS = {
-    "attention": r"attend|progressive|_(sparse_)?attention_kernel|merge|_merge_kernel",
+    "attention": r"attend|progressive|index_list|_(sparse_)?attention_kernel|merge|_merge_kernel",
     SELECTION: r"_(scores|two_bit|lse|page_scores|histogram|count|write)_kernel",
-    LINEAR: r"linear|_product_kernel|_copy_kernel|.*(nvjet|gemm|gemv|cutlass|xmma|splitKreduce).*",
+    LINEAR: r"linear|_(product|sum)_kernel|_copy_kernel|.*(nvjet|gemm|gemv|cutlass|xmma|splitKreduce).*",
     "norm": r"_add_rms_norm_kernel",
     "rope + append": r"_rope_append_kernel|_tables_kernel",
     "swiglu": r"_swiglu_kernel",

@@ -23,7 +23,7 @@ from ridgeplan.planner.measured_quality import saved_rows
 from ridgeplan.planner.prediction import predict_all
 from ridgeplan.planner.presets import describe, preset_name
 from ridgeplan.planner.quality import stated_losses
-from ridgeplan.planner.support import as_loaded, only_estimated, uncalibrated
+from ridgeplan.planner.support import Backend, as_loaded, unsupported
 from ridgeplan.roofline.latency import Machine
 
 LONGEST_OPERATIONS = 5
@@ -51,12 +51,12 @@ def explain(subject: tuple[str, ...], memory_utilization: float, memory_limit: f
     if as_json:
         print_json({"plan": plan.to_dict(), "predicted": compared.to_dict(), "baseline": plain.to_dict()})
         return
-    runs = only_estimated(plan, held) or uncalibrated(plan, profile)
-    click.echo("\n".join(map(wrapped, _lines(plan, compared, plain, usable, runs))))
+    missing = unsupported(plan, Backend.RIDGEPLAN, held, profile)
+    click.echo("\n".join(map(wrapped, _lines(plan, compared, plain, usable, missing))))
 
 
 def _lines(
-    plan: Plan, predicted: Prediction, plain: Prediction, usable_bytes: float, unsupported: str | None
+    plan: Plan, predicted: Prediction, plain: Prediction, usable_bytes: float, missing: str | None
 ) -> Iterator[str]:
     workload = plan.workload
     yield (
@@ -64,7 +64,7 @@ def _lines(
         f"batch {workload.batch}, {tokens_text(workload.new_tokens)} new"
     )
     known, meaning = preset_name(plan), describe(plan)
-    yield "  " + (f"it is {meaning}; " if known != meaning else "") + (unsupported or "it runs here")
+    yield "  " + (f"it is {meaning}; " if known != meaning else "") + (missing or "it runs here")
     yield from _time(plan, predicted, plain)
     yield from _memory(predicted, usable_bytes)
     for loss in stated_losses(plan, saved_rows()):

@@ -25,7 +25,7 @@ from ridgeplan.planner.capacity import usable_bytes
 from ridgeplan.planner.interface.quantities import tokens_text
 from ridgeplan.planner.search import notes
 from ridgeplan.planner.search.best_gamma import BATCHES, GammaCell
-from ridgeplan.planner.support import as_loaded, only_estimated, uncalibrated
+from ridgeplan.planner.support import Backend, as_loaded, unsupported
 
 
 @click.command(
@@ -83,9 +83,9 @@ def _notes(
     usable = usable_bytes(used.hardware.memory_bytes, memory_utilization, memory_limit)
     yield from notes(shape, used, workload, memory_limit, usable)
     plan = planner.preset(preset, workload)
-    unsupported = only_estimated(plan, as_loaded(shape)) or uncalibrated(plan, used)
-    if unsupported:
-        yield unsupported
+    missing = unsupported(plan, Backend.RIDGEPLAN, as_loaded(shape), used)
+    if missing:
+        yield missing
 
 
 def _text(cell: GammaCell) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,10 @@ def test_bad_requests_are_refused(refuses: Any, plan_path: Path, arguments: tupl
 
 def test_a_plan_that_cannot_be_executed_says_why(refuses: Any, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    path.write_text(preset("specontext", Workload("m", "h", 64, 8)).to_json())
-    assert "can be estimated but not executed: offloaded KV; target" in refuses("run", path, "--prompt", "a")
+    evicting, choosing = (preset(name, Workload("m", "h", 64, 8)) for name in ("dapq", "quest"))
+    path.write_text(replace(evicting, attention=choosing.attention, tensor_parallel=2).to_json())
+    refused = refuses("run", path, "--prompt", "a")
+    assert "can be estimated but not executed: target selection 'quest' after an eviction; tensor" in refused
 
 
 @pytest.mark.parametrize(

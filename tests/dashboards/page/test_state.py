@@ -58,7 +58,7 @@ def test_a_slider_stands_next_to_its_text_and_writes_it() -> None:
 
 TIGHT = (
     {"memory_limit": "10GB"},
-    {"model": "meta-llama/Llama-3.1-70B", "memory_limit": "100GB"},  # which would not fit without the limit either
+    {"model": "mistralai/Mixtral-8x22B-v0.1", "context": "32k", "memory_limit": "100GB"},  # nor would it without
     {"batch": "4000"},
     {"gpu": "rtx4090", "context": "64k", "batch": "16"},
 )

@@ -54,7 +54,7 @@ def test_gpus_are_compared_with_one_plan() -> None:
 def test_plans_are_compared_at_their_fastest() -> None:
     page = tab("Compare", compare="Plans", plans="autoregressive")
     table = page.dataframe[0].value
-    assert list(table[""]) == ["quantspec", "autoregressive"]
+    assert list(table[""]) == ["quantspec-int8", "autoregressive"]
     assert table["ms per token"][0] == pytest.approx(float(page.metric[0].value.removesuffix(" ms")), rel=0.005)
 
 

@@ -22,19 +22,18 @@ def test_a_preset_is_compared_as_recommend_lists_it() -> None:
     names = ("quantspec", "int8", "magicdec-quest")
     found = compare([LLAMA], ["h200"], 131_072, presets=names)
     listed = {one.preset: one for one in recommend(LLAMA, "h200", 131_072).alternatives}
-    listed["quantspec"] = recommend(LLAMA, "h200", 131_072)  # type: ignore[assignment]
     assert [one.name for one in found.plans] == list(names)
     for one in found.plans:
         assert one.plan == listed[one.name].plan
         assert one.predicted.best.tpot_ms == pytest.approx(listed[one.name].predicted.best.tpot_ms)
-    assert "not calibrated" in found.plans[2].note
+    assert [one.note for one in found.plans] == ["", "", ""]
 
 
 def test_models_are_the_outer_loop_and_what_does_not_fit_is_missing() -> None:
-    found = compare([LLAMA, "meta-llama/Llama-3.1-70B", QWEN], ["h200"], 8192)
+    found = compare([LLAMA, "meta-llama/Llama-3.1-70B", QWEN], ["rtx4090"], 8192)
     assert [one.plan.workload.model for one in found.plans] == [LLAMA, QWEN]
     ((what, why),) = found.missing
-    assert what == "meta-llama/Llama-3.1-70B on h200"
+    assert what == "meta-llama/Llama-3.1-70B on rtx4090"
     assert why.startswith("nothing fits")
 
 
