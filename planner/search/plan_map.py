@@ -75,6 +75,12 @@ class PlanMap:
         """Of the whole batch."""
         return np.asarray(np.asarray(self.batches) / self.tpot_s)
 
+    @property
+    def served_tokens_per_s(self) -> np.ndarray:
+        """Of a batch that is served at a time: its prompts one after another, then all its tokens."""
+        new_tokens = self.workloads[0].new_tokens
+        return np.asarray(np.asarray(self.batches) * new_tokens / (self.ttft_s + new_tokens * self.tpot_s))
+
     def plan(self, row: int, column: int) -> Plan:
         """The plan of the context and the batch with these indices."""
         family = self.families[self.index[row, column]]
