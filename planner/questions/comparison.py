@@ -73,25 +73,27 @@ class PlanComparison(Table):
 
 
 def compare(
-    models: Sequence[ModelReference],
-    gpus: Sequence[str],
+    models: ModelReference | Sequence[ModelReference],
+    gpus: str | Sequence[str],
     context: int | str,
     *,
-    presets: Sequence[str] = (),
+    presets: str | Sequence[str] = (),
     batch: int = 1,
     **options: Any,
 ) -> PlanComparison:
     """Every model on every GPU, by each preset at its fastest gamma; without presets by the recommended plan.
 
+    One model, GPU or preset may stand alone instead of in a list.
     `options` are those of `recommend`. What has no answer is listed as missing. Raises as `recommend` does, and
     NothingFits where nothing has an answer.
     """
+    names = (presets,) if isinstance(presets, str) else presets
     plans: list[ComparedPlan] = []
     missing: list[tuple[str, str]] = []
-    for model in models:
-        for gpu in gpus:
+    for model in (models,) if isinstance(models, str | ModelShape) else models:
+        for gpu in (gpus,) if isinstance(gpus, str) else gpus:
             try:
-                plans += _answers(model, gpu, context, presets, {"batch": batch, **options})
+                plans += _answers(model, gpu, context, names, {"batch": batch, **options})
             except NothingFits as error:
                 missing.append((f"{model if isinstance(model, str) else model.name} on {gpu}", str(error)))
     if not plans:

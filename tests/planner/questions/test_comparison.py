@@ -18,6 +18,12 @@ def test_each_gpu_has_its_recommended_plan() -> None:
     assert [one.note for one in found.plans] == ["", ""]
 
 
+def test_what_there_is_one_of_needs_no_list() -> None:
+    alone = compare(LLAMA, "h200", 8192, presets="int8")
+    assert alone.plans == compare([LLAMA], ["h200"], 8192, presets=["int8"]).plans
+    assert compare(resolve(LLAMA, "h200")[0], "h200", 8192).plans[0].plan == recommend(LLAMA, "h200", 8192).plan
+
+
 def test_a_preset_is_compared_as_recommend_lists_it() -> None:
     names = ("quantspec", "int8", "magicdec-quest")
     found = compare([LLAMA], ["h200"], 131_072, presets=names)
