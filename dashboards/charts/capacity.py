@@ -48,8 +48,8 @@ def capacity_map(
 
 
 def dollars_per_million(found: PlanMap, dollars_per_hour: float) -> np.ndarray:
-    """Dollars per million output tokens at a GPU's hourly price: [contexts, batches]."""
-    return np.asarray(1e6 * dollars_per_hour / 3600 / found.tokens_per_s)
+    """Dollars per million output tokens at a GPU's hourly price, as by `serving_cost`: [contexts, batches]."""
+    return np.asarray(1e6 * dollars_per_hour / 3600 / found.served_tokens_per_s)
 
 
 def no_fit_runs(found: PlanMap, x: np.ndarray) -> Iterator[tuple[float, float, int]]:
@@ -65,12 +65,13 @@ def no_fit_runs(found: PlanMap, x: np.ndarray) -> Iterator[tuple[float, float, i
 def _heat(found: PlanMap, x: np.ndarray, y: np.ndarray) -> go.Heatmap:
     tpot_ms = np.where(found.fits, 1e3 * found.tpot_s, np.nan)
     lowest, highest = (np.nanmin(tpot_ms), np.nanmax(tpot_ms)) if found.fits.any() else (1.0, 10.0)
-    ticks = [tick for tick in ROUND if lowest <= tick <= highest] or [lowest]
+    rounded = ROUND[::3] if highest > 1000 * lowest else ROUND  # only powers of ten, where they are enough
+    ticks = [tick for tick in rounded if lowest <= tick <= highest] or [lowest]
     return go.Heatmap(
         x=x, y=y, z=np.log10(tpot_ms).T, colorscale=HEAT, reversescale=True, text=_hover(found), hoverongaps=False,
         hovertemplate="%{text}<extra></extra>",
         colorbar=bar_above("ms per token")
-        | {"tickvals": np.log10(ticks), "ticktext": [f"{tick:.3g}" for tick in ticks]},
+        | {"tickvals": np.log10(ticks), "ticktext": [f"{tick:,.0f}" if tick >= 1 else f"{tick:g}" for tick in ticks]},
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 PIPE_COLUMNS = 140  # width of tables without a terminal
+TEXT_COLUMNS = 80  # of paragraphs
 
 
 def print_json(data: Any) -> None:
@@ -33,17 +35,28 @@ def number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 
+def wrapped(line: str) -> str:
+    """A line in as many as 80 columns need, those after the first further in. Words stay whole."""
+    inner = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.fill(line, TEXT_COLUMNS, subsequent_indent=inner, break_long_words=False, break_on_hyphens=False)
+
+
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a titled table on stdout; the first and the last column hold words, the others figures."""
+    """Prints a titled table on stdout; the first and the last column hold words, the others figures.
+
+    Nothing is drawn between columns, so that most tables fit 80 of them; a last column without any word is left out.
+    """
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table()
-    for index, column in enumerate(columns):
+    body = list(rows)
+    shown = len(columns) if any(row[-1] for row in body) else len(columns) - 1
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, column in enumerate(columns[:shown]):
         words = index in (0, len(columns) - 1)
         table.add_column(column, justify="left" if words else "right", overflow="fold", no_wrap=not words)
-    for row in rows:
-        table.add_row(*map(escape, row))
+    for row in body:
+        table.add_row(*map(escape, row[:shown]))
     click.echo(title)
     console().print(table)
 

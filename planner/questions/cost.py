@@ -116,16 +116,15 @@ def serving_cost(
         found = plan_map(question, (size,), batches, preset)
         new_tokens, name = question.workload.new_tokens, question.profile.hardware.name
         notes += question.notes()
-        rows += [_row(found, place, name, price, new_tokens, limits) for place in range(len(batches))]
+        rows += [_row(found, place, name, price, limits) for place in range(len(batches))]
     told = tuple(dict.fromkeys(notes))
     return ServingCost(question.shape.name, size, new_tokens, limits, tuple(rows), told)
 
 
-def _row(found: PlanMap, place: int, gpu: str, price: float, new_tokens: int, limits: Limits) -> CostRow:
+def _row(found: PlanMap, place: int, gpu: str, price: float, limits: Limits) -> CostRow:
     batch, at = found.batches[place], (0, place)
-    prompts_s, tpot_s = float(found.ttft_s[at]), float(found.tpot_s[at])
-    per_second = batch * new_tokens / (prompts_s + new_tokens * tpot_s)
-    first_s = prompts_s / batch
+    first_s, tpot_s = float(found.ttft_s[at]) / batch, float(found.tpot_s[at])
+    per_second = float(found.served_tokens_per_s[at])
     checks = {"TTFT": (first_s, limits.ttft_s), "TPOT": (tpot_s, limits.tpot_s)}
     return CostRow(
         gpu=gpu,

@@ -37,11 +37,11 @@ NEAR_FASTEST = 1.05  # times the fastest there
 class PlanMap:
     """The fastest plans of a grid, beside plain decoding. Arrays are [contexts, batches]; seconds and bytes.
 
-    index: the plan's place in `families`. fits: whether any plan does; where none does, the figures are those of the
-    plan that needs the least memory.
+    workloads: one per context. index: the plan's place in `families`. fits: whether any plan does; where none does, the
+    figures are those of the plan that needs the least memory.
     """
 
-    contexts: tuple[int, ...]
+    workloads: tuple[Workload, ...]
     batches: tuple[int, ...]
     memory_limit_bytes: float
     families: tuple[Family, ...]
@@ -54,6 +54,11 @@ class PlanMap:
     fits: np.ndarray
     plain_tpot_s: np.ndarray
     plain_fits: np.ndarray
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Tokens of a prompt, by row."""
+        return tuple(one.context for one in self.workloads)
 
     @property
     def names(self) -> np.ndarray:
@@ -70,11 +75,17 @@ class PlanMap:
         """Of the whole batch."""
         return np.asarray(np.asarray(self.batches) / self.tpot_s)
 
+    @property
+    def served_tokens_per_s(self) -> np.ndarray:
+        """Of a batch that is served at a time: its prompts one after another, then all its tokens."""
+        new_tokens = self.workloads[0].new_tokens
+        return np.asarray(np.asarray(self.batches) * new_tokens / (self.ttft_s + new_tokens * self.tpot_s))
+
     def plan(self, row: int, column: int) -> Plan:
         """The plan of the context and the batch with these indices."""
         family = self.families[self.index[row, column]]
-        batch = replace(family.template.workload, context=self.contexts[row], batch=self.batches[column])
-        resized = replace(family, template=at_workload(family.template, batch))
+        workload = replace(self.workloads[row], batch=self.batches[column])
+        resized = replace(family, template=at_workload(family.template, workload))
         plan = resized.plan(int(self.gamma[row, column]), float(self.ratio[row, column]))
         return within_limit(plan, self.memory_limit_bytes)
 
@@ -156,8 +167,7 @@ class _Figures:
 
 def _workload(question: Question, context: int, batch: int) -> Workload:
     asked = question.workload
-    stretched = asked.yarn_factor > 1
-    return workload_for(question.shape, question.profile, context, asked.new_tokens, batch, yarn=stretched)
+    return workload_for(question.shape, question.profile, context, asked.new_tokens, batch, yarn=question.yarn)
 
 
 def _searched(grid: _Grid, preset: str | None) -> list[Family]:
@@ -203,7 +213,7 @@ def _fastest(grid: _Grid, points: _Points) -> PlanMap:
         return np.asarray(np.take_along_axis(values, best[:, None], axis=1)[:, 0])
 
     return PlanMap(
-        contexts=tuple(one.context for one in grid.workloads),
+        workloads=grid.workloads,
         batches=grid.batches,
         memory_limit_bytes=grid.question.memory_limit_bytes,
         families=points.families,

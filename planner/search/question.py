@@ -31,7 +31,10 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True)
 class Question:
-    """The inputs of a search. kv_format: the only one that is wanted, None for any."""
+    """The inputs of a search. kv_format: the only one that is wanted, None for any.
+
+    yarn: contexts beyond the model's limit are reached by YaRN, where others than the workload's are asked for too.
+    """
 
     shape: ModelShape
     profile: Profile
@@ -42,6 +45,7 @@ class Question:
     backend: Backend = Backend.RIDGEPLAN
     kv_format: KVFormat | None = None
     offload: bool = True  # plans may leave KV on the host
+    yarn: bool = False
 
     def unwanted(self, plan: Plan) -> str | None:
         """Why a plan is no answer, on whatever backend; None if it may be one."""
@@ -95,7 +99,7 @@ def ask(
     shape, used = resolve(model, gpu, profile, acceptance)
     workload = workload_for(shape, used, tokens(context), new_tokens, batch, yarn=yarn)
     limit = usable_bytes(used.hardware.memory_bytes, memory_utilization, _bytes(memory_limit))
-    return Question(shape, used, workload, wanted, aim, limit, runs_on, only, offload)
+    return Question(shape, used, workload, wanted, aim, limit, runs_on, only, offload, yarn)
 
 
 def _bytes(limit: float | str | None) -> float | None:
@@ -118,14 +122,11 @@ def notes(
         yield missing
     elif shape.weight_bits.converted:
         stored = shape.weight_bits.format
-        yield f"the runtime decodes this checkpoint's {stored} weights and holds them in the plan's format"
+        yield f"weights stored as {stored} are decoded and held in the plan's format"
     if workload.yarn_factor > 1:
         yield f"rotary embeddings are stretched {workload.yarn_factor:g}x by YaRN"
     elif workload.final_context > shape.max_context:
-        yield (
-            f"{workload.final_context} tokens are beyond the model's limit of {shape.max_context}; "
-            "ask for YaRN to stretch its rotary embedding"
-        )
+        yield f"{workload.final_context} tokens exceed the model's limit of {shape.max_context}; YaRN stretches it"
     if profile.hardware.is_amd:
         yield f"{profile.hardware.name} is an AMD GPU, on which this package's kernels have not run"
     if profile.transferred_from:

@@ -45,7 +45,7 @@ def models(as_json: bool) -> None:
             for shape in shapes
         ])  # fmt: skip
         return
-    columns = ("model", "size", "layers", "heads", "KV", "context", "runs", "attention")
+    columns = ("model", "size", "layers", "heads/KV", "context", "runs", "attention")
     print_table("Models", columns, map(_model_row, shapes))
 
 
@@ -113,7 +113,7 @@ def _model_row(shape: ModelShape) -> tuple[str, ...]:
     window = f", {shape.window_layers} layers read {shape.window_tokens}" if shape.window_tokens else ""
     experts = f", {shape.experts} experts" if shape.is_moe else ""
     return (
-        shape.name, f"{shape.parameters / 1e9:.3g}B", f"{shape.layers}", f"{shape.q_heads}", f"{shape.kv_heads}",
-        tokens_text(shape.max_context), "yes" if missing_architecture(shape) is None else "no",
+        shape.name.rpartition("/")[2], f"{shape.parameters / 1e9:.3g}B", f"{shape.layers}",
+        f"{shape.q_heads}/{shape.kv_heads}", tokens_text(shape.max_context), "yes" if missing_architecture(shape) is None else "no",
         attention + window + experts,
     )  # fmt: skip

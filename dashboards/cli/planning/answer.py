@@ -22,6 +22,10 @@ BRIEFLY = (
     (" KV", ""), (" + ", "+"),
 )  # fmt: skip
 
+SHORT_VERDICTS = {
+    "within the noise": "within noise", "estimated only here": "estimated only", "quality": "gives up more",
+}  # fmt: skip
+
 
 def answer_text(found: Recommendation) -> str:
     """The answer, the first rows of the ranking, and what the word of its source means."""
@@ -37,17 +41,17 @@ def answer_lines(found: Recommendation) -> list[str]:
     workload, predicted, best = found.plan.workload, found.predicted, found.predicted.best
     low, high = time_text(predicted.low.tpot_ms).removesuffix(" ms"), time_text(predicted.high.tpot_ms)
     many = workload.batch > 1
-    each = f", {best.tokens_per_s / workload.batch:.0f} per request" if many else ""
+    each = f", {number(best.tokens_per_s / workload.batch)} per request" if many else ""
     size = f"{tokens_text(workload.context)} tokens, batch {workload.batch}"
     name = shortened(briefly(found.name), LONGEST_NAME) + _gamma(predicted)
     return [
         f"{workload.model} on {workload.hardware}, {size}, {tokens_text(workload.new_tokens)} new",
         f"{_verb(found)} {name}: {time_text(best.tpot_ms)} per token ({low} to {high})",
         f"{predicted.speedup:.2f}x plain; first token{'s' if many else ''} after {time_text(best.ttft_ms)}; "
-        f"{best.tokens_per_s:,.0f} tokens/s{each}",
+        f"{number(best.tokens_per_s)} tokens/s{each}",
         f"Memory {size_text(best.peak_memory_bytes)} of {size_text(found.memory_limit_bytes)} "
         f"({best.peak_memory_bytes / GIB:.1f} of {found.memory_limit_bytes / GIB:.1f} GiB)",
-        f"Gives up {'; '.join(found.losses) if found.losses else 'nothing: the output keeps its distribution'}",
+        _losses(found.losses),
         _caveat(found),
     ]
 
@@ -84,6 +88,13 @@ def _gamma(predicted: Prediction) -> str:
     return f", gamma {predicted.gamma}" if predicted.gamma else ""
 
 
+def _losses(losses: Sequence[str]) -> str:
+    """What is given up by name; each says how much after a colon."""
+    if not losses:
+        return "Gives up nothing: the output keeps its distribution"
+    return f"Gives up {', '.join(loss.partition(':')[0] for loss in losses)}; how much: --all"
+
+
 def _caveat(found: Recommendation) -> str:
     """The first note, else how sure the gain is."""
     if found.notes:
@@ -113,6 +124,7 @@ def _row(name: str, predicted: Prediction, verdict: str) -> tuple[str, ...]:
 
 def _verdict(other: Alternative) -> str:
     """The reason in a word or two: what stands before the first colon or comma."""
-    words = re.split(r"[:,]| on | has no ", other.rejected)
-    lacking = " has no " in other.rejected
-    return f"not in {words[0]}" if lacking else words[0].replace("within the noise", "within noise")
+    words = re.split(r"[:,]| on | has no ", other.rejected)[0]
+    if " has no " in other.rejected:
+        return f"not in {words}"
+    return SHORT_VERDICTS.get(words, words)

@@ -20,6 +20,7 @@ from ridgeplan.dashboards.cli.options import (
     yarn,
 )
 from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table
+from ridgeplan.dashboards.cli.planning.answer import LONGEST_NAME, briefly, shortened
 from ridgeplan.dashboards.cli.planning.options import (
     BATCH,
     context_of,
@@ -109,8 +110,9 @@ COLUMNS = ("plan", "batch", "TTFT ms", "TPOT ms", "tokens/s", "GB", "$/M tokens"
 
 
 def _cells(row: CostRow, several: bool) -> tuple[str, ...]:
+    name = shortened(briefly(row.name), LONGEST_NAME)
     verdict = "meets" if row.serves else "does not fit" if not row.fits else f"misses {', '.join(row.misses)}"
     return (
-        f"{row.gpu} {row.name}" if several else row.name, f"{row.batch}", number(row.ttft_ms), number(row.tpot_ms),
+        f"{row.gpu} {name}" if several else name, f"{row.batch}", number(row.ttft_ms), number(row.tpot_ms),
         number(row.tokens_per_s), number(row.peak_memory_bytes / GB), f"{row.dollars_per_million:,.3g}", verdict,
     )  # fmt: skip

@@ -132,7 +132,7 @@ def _print(found: PlanEstimate) -> None:
     for note in (*found.notes, *([unsupported] if unsupported else [])):
         click.echo(f"  note: {note}")
     rows = [(found.name, *figures(predicted), _adapting(found.plan)),
-            ("autoregressive", *figures(found.baseline), "plain decoding")]  # fmt: skip
+            ("plain decoding", *figures(found.baseline), "")]  # fmt: skip
     print_table("Prediction (TTFT and tokens/s of the whole batch)", ("plan", *FIGURES, ""), rows)
     print_table(
         "Operations of one prompt's prefill, a draft step and a target step",

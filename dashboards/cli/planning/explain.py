@@ -12,7 +12,7 @@ import click
 from ridgeplan import planner
 from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.options import SavedPlanFile, as_json, memory_utilization, options
-from ridgeplan.dashboards.cli.output import print_json
+from ridgeplan.dashboards.cli.output import print_json, wrapped
 from ridgeplan.dashboards.cli.planning.options import memory_limit
 from ridgeplan.planner import Plan, Prediction
 from ridgeplan.planner.capacity import usable_bytes
@@ -39,7 +39,7 @@ def explain(subject: tuple[str, ...], memory_utilization: float, memory_limit: f
     word = " ".join(subject)
     if Path(word).suffix != ".json":
         told = meaning_of(word)
-        print_json({"term": word, "meaning": told}) if as_json else click.echo(told)
+        print_json({"term": word, "meaning": told}) if as_json else click.echo(wrapped(told))
         return
     saved = SavedPlanFile().convert(word, None, None)
     shape, profile = saved.resolve()
@@ -52,7 +52,7 @@ def explain(subject: tuple[str, ...], memory_utilization: float, memory_limit: f
         print_json({"plan": plan.to_dict(), "predicted": compared.to_dict(), "baseline": plain.to_dict()})
         return
     missing = unsupported(plan, Backend.RIDGEPLAN, held, profile)
-    click.echo("\n".join(_lines(plan, compared, plain, usable, missing)))
+    click.echo("\n".join(map(wrapped, _lines(plan, compared, plain, usable, missing))))
 
 
 def _lines(
@@ -63,7 +63,8 @@ def _lines(
         f"{preset_name(plan)} for {workload.model} on {workload.hardware}, {tokens_text(workload.context)} tokens, "
         f"batch {workload.batch}, {tokens_text(workload.new_tokens)} new"
     )
-    yield f"  it is {describe(plan)}" + (f"; {missing}" if missing else "; it runs here")
+    known, meaning = preset_name(plan), describe(plan)
+    yield "  " + (f"it is {meaning}; " if known != meaning else "") + (missing or "it runs here")
     yield from _time(plan, predicted, plain)
     yield from _memory(predicted, usable_bytes)
     for loss in stated_losses(plan, saved_rows()):

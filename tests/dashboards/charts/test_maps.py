@@ -1,5 +1,6 @@
 """Charts over contexts, batches, gammas and acceptances hold what the planner computed."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,9 +73,17 @@ def test_limits_and_prices_are_contours(found: PlanMap) -> None:
 
 
 def test_dollars_per_million_tokens(found: PlanMap) -> None:
-    """At $3.60 an hour, a tenth of a cent a second: 1e-3 dollars buy as many tokens as a second makes."""
-    assert dollars_per_million(found, 3.6)[0, 0] == pytest.approx(1e3 * found.tpot_s[0, 0])
-    assert dollars_per_million(found, 3.6)[0, 1] == pytest.approx(1e3 * found.tpot_s[0, 1] / 4)
+    """At $3.60 an hour, 1e-3 dollars a second: a batch takes its prompts, then 1024 steps, for 1024 tokens each."""
+    seconds = found.ttft_s[0] + 1024 * found.tpot_s[0]
+    for column, batch in enumerate(found.batches):
+        tokens = 1024 * batch
+        assert dollars_per_million(found, 3.6)[0, column] == pytest.approx(1e-3 * seconds[column] / tokens * 1e6)
+
+
+def test_milliseconds_beside_the_colours_are_written_out(found: PlanMap) -> None:
+    slow = replace(found, tpot_s=np.geomspace(1e-3, 30.0, found.tpot_s.size).reshape(found.tpot_s.shape))
+    heat = charts.capacity_map(replace(slow, fits=np.ones_like(found.fits)), (65_536, 4)).data[0]
+    assert list(heat.colorbar.ticktext) == ["1", "10", "100", "1,000", "10,000"]
 
 
 def test_curves_end_where_memory_does_and_lie_in_their_bands(question: Question) -> None:

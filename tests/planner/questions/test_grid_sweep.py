@@ -70,3 +70,13 @@ def test_grids_out_of_range_are_refused(over: dict[str, Any], words: str) -> Non
     with pytest.raises(PlanError) as refusal:
         grid_sweep(LLAMA, "h200", over)
     assert words in str(refusal.value)
+
+
+def test_contexts_beyond_the_limit_are_stretched_by_yarn() -> None:
+    """Llama-3.1's limit is 131072; each context has the factor that its own last token needs."""
+    swept = grid_sweep(LLAMA, "h200", {"ctx": (8192, 262_144)}, yarn=True)
+    (point,) = swept.points
+    assert [row["context"] for row in swept.table()] == [8192, 262_144]
+    assert [point.found.plan(row, 0).workload.yarn_factor for row in (0, 1)] == [1.0, 2.5]
+    with pytest.raises(PlanError, match="context 262144 is beyond the limit"):
+        grid_sweep(LLAMA, "h200", {"ctx": (8192, 262_144)})

@@ -92,7 +92,7 @@ def test_a_converted_checkpoint_runs_in_the_plans_format_and_is_estimated_as_it_
     assert "gguf weights as they are stored" in best.rejected
     assert best.predicted.memory_bytes["weights"] < 0.6 * found.predicted.memory_bytes["weights"]
     assert best.predicted.best.tpot_ms < found.predicted.best.tpot_ms
-    assert any("decodes this checkpoint's gguf weights" in note for note in found.notes)
+    assert any("weights stored as gguf are decoded" in note for note in found.notes)
 
 
 def test_a_checkpoint_that_the_runtime_does_not_load_is_planned_as_it_is_with_a_note(h200_profile):

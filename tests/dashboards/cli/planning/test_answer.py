@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ridgeplan.dashboards.cli.output import number
 from ridgeplan.dashboards.cli.planning.answer import briefly
 
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -17,6 +18,7 @@ QUESTIONS: dict[str, tuple[object, ...]] = {
     "not run here": ("openai/gpt-oss-20b", "--gpu", "h200", "--ctx", "64k"),
     "for vllm": (LLAMA, "--gpu", "h200", "--ctx", "64k", "--backend", "vllm"),
     "stretched": (LLAMA, "--gpu", "h200", "--ctx", "1M", "--yarn"),
+    "layers on the host": (LLAMA, "--gpu", "h200", "--ctx", "1M", "--yarn", "--batch", 16),
 }
 
 
@@ -37,10 +39,10 @@ def test_its_figures_are_those_of_its_json(invoke: Any, question: tuple[object, 
     lines = text.splitlines()
     assert briefly(told["preset"])[:27] in lines[1]
     assert f"{predicted['tpot_ms']:.3g} ms per token" in lines[1] or predicted["tpot_ms"] >= 999.5
-    assert f"{predicted['tokens_per_s']:,.0f} tokens/s" in lines[2]
+    assert f"{number(predicted['tokens_per_s'])} tokens/s" in lines[2]
     assert f"{predicted['speedup']:.2f}x plain" in lines[2]
     assert f"{predicted['peak_memory_bytes'] / 1e9:.3g} GB" in lines[3]
-    assert (f"{predicted['tokens_per_s'] / batch:.0f} per request" in lines[2]) is (batch > 1)
+    assert lines[2].endswith(f"{number(predicted['tokens_per_s'] / batch)} per request") is (batch > 1)
     assert f"[{predicted['source']}]: " in text
 
 
@@ -54,9 +56,18 @@ def test_times_are_milliseconds_below_ten_seconds(invoke: Any, batch: int) -> No
     assert float(number.replace(",", "")) == pytest.approx(ttft_ms / (1 if unit == "ms" else 1e3), rel=5e-3)
 
 
+@pytest.mark.parametrize("question", ["a long context", "lossy"])
+def test_everything_given_up_is_named(invoke: Any, question: str) -> None:
+    losses = json.loads(invoke("plan", *QUESTIONS[question], "--json").stdout)["losses"]
+    line = invoke("plan", *QUESTIONS[question]).stdout.splitlines()[4]
+    assert len(losses) > 1
+    assert [name for name in (loss.partition(":")[0] for loss in losses) if name not in line] == []
+
+
 def test_rows_of_the_ranking_can_be_told_apart(invoke: Any) -> None:
     ranking = invoke("plan", *QUESTIONS["a long context"]).stdout.split("\n\n")[1].splitlines()[1:]
     assert len({line[:35] for line in ranking}) == 5
+    assert [line for line in ranking if line.endswith("...")] == []
 
 
 def test_names_of_other_engines_mean_the_same(invoke: Any) -> None:
