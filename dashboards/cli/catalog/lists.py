@@ -114,6 +114,7 @@ def _model_row(shape: ModelShape) -> tuple[str, ...]:
     experts = f", {shape.experts} experts" if shape.is_moe else ""
     return (
         shape.name.rpartition("/")[2], f"{shape.parameters / 1e9:.3g}B", f"{shape.layers}",
-        f"{shape.q_heads}/{shape.kv_heads}", tokens_text(shape.max_context), "yes" if missing_architecture(shape) is None else "no",
+        f"{shape.q_heads}/{shape.kv_heads}", tokens_text(shape.max_context),
+        "yes" if missing_architecture(shape) is None else "no",
         attention + window + experts,
     )  # fmt: skip
