@@ -11,14 +11,18 @@ PACKAGES := roofline planner kernels runtime validate dashboards
 # Debian's chromium, or any other: `CHROMIUM=/path make test-browser`.
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: demo test test-browser fuzz lint docs notebooks mutants clean $(TYPED)
+.PHONY: demo test test-slow test-browser fuzz lint docs notebooks mutants clean $(TYPED)
 
 demo: $(INSTALLED)
 	$(BIN)/ridgeplan demo
 
 test: $(INSTALLED)
 	# One thread a process: OpenMP threads of several processes on the same cores wait for each other.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses auto --maxprocesses 4 --dist worksteal
+
+# Those that take minutes: every variant of the CUDA kernels compiled, the grid of machines, acceptance on real models.
+test-slow: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --numprocesses auto --maxprocesses 4 --dist worksteal
 
 # The page in a headless Chromium, which takes a few minutes. Playwright only drives it, and brings no browser.
 test-browser: $(INSTALLED)

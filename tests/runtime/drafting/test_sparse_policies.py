@@ -240,5 +240,6 @@ def test_landmarks_are_means_and_outliers_come_first():
     policy.after_prefill(0, 0, torch.ones(1, 4, 8), keys, torch.arange(-64, 0)[None])
     query = torch.zeros(1, 1, 4, 8)
     query[..., 0] = 1.0
+    policy.draft_metadata(0)
     scores = policy.query_scores(0, query)[0, 0, :8]
     assert scores.tolist() == [0, 0, torch.inf, 0, 0, 3.5, 0, 0]

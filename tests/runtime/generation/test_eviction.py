@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ridgeplan import runtime
+from ridgeplan.runtime.drafting.policies import DraftPolicy
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.eviction import EVICTION_POLICIES, Oracle
@@ -89,7 +90,7 @@ def test_draft_policies_learn_from_the_prompts_own_queries_and_what_stays_of_it(
         for name, budget, settings in (("none", 0, {}), ("dapq", 20, PSEUDO))
     ]
 
-    class Observer:
+    class Observer(DraftPolicy):
         window = 7
 
         def __init__(self):
