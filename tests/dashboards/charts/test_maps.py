@@ -28,7 +28,7 @@ CONTEXTS, BATCHES = (1024, 4096, 16_384, 65_536), (1, 4, 16, 64)
 
 @pytest.fixture(scope="module")
 def question(profile: Profile) -> Question:
-    return ask(MODEL, "h200", 65_536, profile=profile, memory_limit="40GB")
+    return ask(MODEL, "h200", 65_536, profile=profile, memory_limit="40GB", offload=False)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_the_staircase_climbs_beside_the_memory() -> None:
     memory = memory_over_contexts(plan, question, contexts)
     stairs = named(charts.memory_over_context(contexts, memory, 22e9, 40_000, steps))["layers that must leave the GPU"]
     assert stairs.line.shape == "hv"
-    assert stairs.y[0] == 1
+    assert stairs.y[0] == 3  # as two slots for what is streamed take the room of two layers
     assert stairs.x[0] == steps[0].last
     assert list(stairs.y) == sorted(stairs.y)
 

@@ -93,7 +93,14 @@ def test_on_a_cpu_nothing_starts_early() -> None:
 
 def test_cuda_sources_that_let_the_next_kernel_start_wait_for_the_last() -> None:
     kernels = {path.name: path.read_text(encoding="utf-8") for path in KERNELS.rglob("*.cu")}
-    assert kernels.keys() == {"attention.cu", "linear.cu", "progressive.cu", "quantize.cu", "top_k_top_p.cu"}
+    assert kernels.keys() == {
+        "attention.cu",
+        "linear.cu",
+        "index_list.cu",
+        "progressive.cu",
+        "quantize.cu",
+        "top_k_top_p.cu",
+    }
     assert all("pdl_wait()" in text for text in kernels.values())
 
 
