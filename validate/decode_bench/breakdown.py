@@ -43,6 +43,7 @@ KERNELS = {
     "rope + append": r"_rope_append_kernel|_tables_kernel",
     "swiglu": r"_swiglu_kernel",
     SAMPLING: r"filter|_(best|join_best|agree|softmax|join|accept|weigh|pick)_kernel",
+    "host link": r"_(copy_leading|gather|store_group|take_slots)_kernel",
     "flush and shift": r"quantize|_(quantize|pack|shift)_kernel",
 }
 CLASSES = (*KERNELS, HEAD, OTHER, GAP)

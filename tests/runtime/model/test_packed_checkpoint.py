@@ -199,7 +199,7 @@ def test_no_more_than_a_layer_is_decoded_where_the_plan_has_codes(
     folder, _ = packed("gptq")
     parameters = load_shape(str(folder / "config.json")).parameters
     monkeypatch.setattr(memory, "available_bytes", lambda: 4 * parameters - 1)
-    monkeypatch.setattr(memory, "require_memory", lambda *_: None)
+    monkeypatch.setattr("ridgeplan.runtime.loading.require_memory", lambda *_: (0, 0))
     opened: list[object] = []
     monkeypatch.setattr("ridgeplan.runtime.loading.load_state_dict", lambda *given: opened.append(given))
     with pytest.raises(WorkloadError, match=r"^the weights in .* GB are free; allowed: a smaller model$"):
