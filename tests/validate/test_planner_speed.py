@@ -7,6 +7,7 @@ from ridgeplan.planner.search_space import families
 from ridgeplan.validate.planner_speed import CONTEXT, GPU, MODEL, measure_planner
 
 
+@pytest.mark.slow
 def test_the_planner_is_timed_on_the_plans_of_its_question() -> None:
     steps = []
     found = measure_planner(1, lambda what, done, total: steps.append((what, done, total)))

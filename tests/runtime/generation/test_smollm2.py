@@ -44,7 +44,7 @@ def test_logits_are_those_of_transformers(real):
         ("int4x2", "int4x2", 4, 16, [600], 80, 3, 0.9),
         # 200, 131 and 90 become 249, 180 and 139: flushes at 224; at 160; at 96 and 128.
         ("int4x2", "int8", 7, 16, [200, 131, 90], 50, 4, 0.9),
-        ("bf16+int4", "bf16", 3, 4, [200, 131, 90], 50, 4, 0.5),
+        pytest.param("bf16+int4", "bf16", 3, 4, [200, 131, 90], 50, 4, 0.5, marks=pytest.mark.slow),
     ],
     ids=["one row", "ragged rows", "a shadow and 4-bit weights"],
 )
@@ -61,6 +61,7 @@ def test_speculation_changes_nothing(
     assert len(set(plain.tokens[0])) > 10
 
 
+@pytest.mark.slow
 def test_int4_kv_drafts_are_accepted_at_4k(generate, real):
     statistics = generate("int4x2", 4, [real[1][:4096]], 160, temperature=1.0).statistics
     assert statistics.judged >= 120

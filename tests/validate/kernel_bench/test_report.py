@@ -163,7 +163,7 @@ def test_wrong_tokens_show(bench: Bench, monkeypatch: pytest.MonkeyPatch, name: 
 
 
 def test_a_flush_that_writes_no_codes_shows(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ridgeplan.runtime.kv.store.quantize", lambda *_, **__: None)
+    monkeypatch.setattr("ridgeplan.runtime.kv.codes.quantize", lambda *_, **__: None)
     errors = {one.shape.partition(", ")[2]: one.error() for one in cases_of(bench, TINY, ["flush"])}
     assert errors == {"taken": pytest.approx(1.0, rel=1e-5), "not taken": 0.0}
 

@@ -98,7 +98,9 @@ def test_a_users_model_runs_and_a_busy_machine_is_left_out(
     assert reason is None
     assert {"TPOT at the measured acceptance", "TPOT at another text's acceptance"} <= {row.kind for row in rows}
     assert all(row.case == "quantspec, gamma 3, 300 tokens, batch 2" for row in rows)
-    monkeypatch.setattr("ridgeplan.validate.comparison.is_busy", lambda spread: True)
+    compare = module.compare_measured
+    monkeypatch.setattr(module, "compare_measured", lambda *given: replace(compare(*given), spread=0.5))
+    monkeypatch.setattr("ridgeplan.validate.comparison.is_busy", lambda spread: spread == 0.5)
     rows, reason = generation_rows(model, case, h200_profile, 16, texts)
     assert rows == []
     assert reason is not None and "machine busy, spread" in reason
