@@ -1,7 +1,7 @@
 """Extracts the arguments of an engine's serve command from its wheel, without importing it.
 
     pip download --no-deps --dest /tmp/wheels vllm==0.33.0
-    python -m ridgeplan.validate.engine_arguments.extract /tmp/wheels/vllm-0.33.0-*.whl
+    python -m ridgeplan.validate.engine_arguments.extract wheels/vllm-0.33.0-*.whl
 
 writes planner/export/schemas/vllm-0.33.0.json, which exported commands are checked against.
 """

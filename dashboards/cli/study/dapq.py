@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,8 @@ import click
 from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.model_inputs import embedded_or
 from ridgeplan.dashboards.cli.options import TOKENS, OutputFile, as_json, model_to_run, options
-from ridgeplan.dashboards.cli.output import print_json, print_table, progress, warnings_as_notes, write_atomically
+from ridgeplan.dashboards.cli.output import print_table, progress, warnings_as_notes, write_atomically
+from ridgeplan.dashboards.cli.study.deliver import delivered
 
 SCHEMA = 1
 
@@ -63,17 +63,7 @@ def dapq(
         "figures": measured.summary(found),
         "claims": [asdict(claim) for claim in measured.claims(found)],
     }
-    _deliver(document, output, html, as_json)
-
-
-def _deliver(document: Mapping[str, Any], output: Path | None, html: Path | None, as_json: bool) -> None:
-    if output is not None:
-        write_atomically(output, json.dumps(document, indent=1, allow_nan=False) + "\n")
-    if html is not None:
-        _write_plots(document, html)
-    if as_json:
-        print_json(document)
-    else:
+    if not delivered(document, output, html, as_json, _write_plots):
         _print(document)
 
 

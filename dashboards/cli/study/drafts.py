@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,8 @@ from ridgeplan.dashboards.cli.acceptance.lists import ListCommand
 from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or
 from ridgeplan.dashboards.cli.options import TOKENS, OutputFile, as_json, calibration_file, model_to_run, options, yarn
-from ridgeplan.dashboards.cli.output import print_json, print_table, progress, warnings_as_notes, write_atomically
+from ridgeplan.dashboards.cli.output import print_table, progress, warnings_as_notes, write_atomically
+from ridgeplan.dashboards.cli.study.deliver import delivered
 
 if TYPE_CHECKING:
     from ridgeplan.validate.studies.drafts import DraftAcceptance
@@ -83,7 +83,8 @@ def drafts(
         "tokens": tokens,
         "rows": [_row(one) for one in found],
     }
-    _deliver(document, output, html, as_json)
+    if not delivered(document, output, html, as_json, _write_page):
+        _print(document)
 
 
 def _row(found: DraftAcceptance) -> dict[str, Any]:
@@ -100,16 +101,13 @@ def _row(found: DraftAcceptance) -> dict[str, Any]:
     }
 
 
-def _deliver(document: Mapping[str, Any], output: Path | None, html: Path | None, as_json: bool) -> None:
-    if output is not None:
-        write_atomically(output, json.dumps(document, indent=1, allow_nan=False) + "\n")
-    if html is not None:
-        from ridgeplan.dashboards.draft_study_page import page
+def _write_page(document: Mapping[str, Any], path: Path) -> None:
+    from ridgeplan.dashboards.draft_study_page import page
 
-        write_atomically(html, page(document))
-    if as_json:
-        print_json(document)
-        return
+    write_atomically(path, page(document))
+
+
+def _print(document: Mapping[str, Any]) -> None:
     for context in dict.fromkeys(row["context"] for row in document["rows"]):
         rows = [row for row in document["rows"] if row["context"] == context]
         title = f"Acceptance of {document['model']} on {document['text']}, {context} tokens, mean of 7 positions"

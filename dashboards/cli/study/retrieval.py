@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,8 @@ from ridgeplan.dashboards.cli.acceptance.lists import ListCommand
 from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.model_inputs import embedded_or
 from ridgeplan.dashboards.cli.options import TOKENS, OutputFile, as_json, model_to_run, options, retrieval_head, yarn
-from ridgeplan.dashboards.cli.output import print_json, print_table, progress, warnings_as_notes, write_atomically
+from ridgeplan.dashboards.cli.output import print_table, progress, warnings_as_notes, write_atomically
+from ridgeplan.dashboards.cli.study.deliver import delivered
 
 SCHEMA = 1
 METHODS = (
@@ -79,19 +79,17 @@ def retrieval(
         "sizes": asdict(asked),
         "rows": [asdict(row) for row in rows],
     }
-    _deliver(document, output, html, as_json)
+    if not delivered(document, output, html, as_json, _write_page):
+        _print(document)
 
 
-def _deliver(document: Mapping[str, Any], output: Path | None, html: Path | None, as_json: bool) -> None:
-    if output is not None:
-        write_atomically(output, json.dumps(document, indent=1, allow_nan=False) + "\n")
-    if html is not None:
-        from ridgeplan.dashboards.retrieval_study_page import page
+def _write_page(document: Mapping[str, Any], path: Path) -> None:
+    from ridgeplan.dashboards.retrieval_study_page import page
 
-        write_atomically(html, page(document))
-    if as_json:
-        print_json(document)
-        return
+    write_atomically(path, page(document))
+
+
+def _print(document: Mapping[str, Any]) -> None:
     for context in dict.fromkeys(row["context"] for row in document["rows"]):
         lines = (
             (row["method"], str(row["budget"]), *(f"{row[name]:.3f}" for name in FIGURES), "")
