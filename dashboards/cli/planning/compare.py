@@ -12,12 +12,8 @@ from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.options import (
     Names,
     SavedPlanFile,
-    acceptance_file,
     as_json,
-    memory_utilization,
     options,
-    profile_file,
-    yarn,
 )
 from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table
 from ridgeplan.dashboards.cli.planning.answer import LONGEST_NAME, briefly, shortened
@@ -28,8 +24,8 @@ from ridgeplan.dashboards.cli.planning.options import (
     ctx,
     limits,
     max_model_len,
-    memory_limit,
     new_tokens,
+    priced_by,
 )
 from ridgeplan.planner.interface.quantities import GB, tokens_text
 from ridgeplan.planner.questions.comparison import ComparedPlan, PlanComparison, compare_saved
@@ -55,11 +51,7 @@ COLUMNS = ("plan", "gamma", "ms/token", "TTFT ms", "tokens/s", "GB", "x plain", 
     batch,
     new_tokens,
     limits,
-    memory_utilization,
-    memory_limit,
-    profile_file,
-    acceptance_file,
-    yarn,
+    priced_by,
     as_json,
 )  # fmt: skip
 def compare(

@@ -12,12 +12,8 @@ from ridgeplan.dashboards.cli.options import (
     COUNT_LIST,
     TIME,
     Names,
-    acceptance_file,
     as_json,
-    memory_utilization,
     options,
-    profile_file,
-    yarn,
 )
 from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table
 from ridgeplan.dashboards.cli.planning.answer import LONGEST_NAME, briefly, shortened
@@ -27,8 +23,8 @@ from ridgeplan.dashboards.cli.planning.options import (
     ctx,
     limits,
     max_model_len,
-    memory_limit,
     new_tokens,
+    priced_by,
 )
 from ridgeplan.planner.interface.quantities import GB, tokens_text
 from ridgeplan.planner.questions.cost import BATCHES, CostRow, Limits, ServingCost, serving_cost
@@ -55,11 +51,7 @@ from ridgeplan.planner.questions.cost import BATCHES, CostRow, Limits, ServingCo
     click.option("--tpot-max", type=TIME, help="Longest time per token of a request, such as 20ms."),
     click.option("--preset", help="Only this named plan.  [default: the fastest that runs]"),
     limits,
-    memory_utilization,
-    memory_limit,
-    profile_file,
-    acceptance_file,
-    yarn,
+    priced_by,
     as_json,
 )  # fmt: skip
 def cost(

@@ -13,12 +13,8 @@ from ridgeplan.dashboards.cli.options import (
     TOKENS,
     OutputFile,
     SavedPlanFile,
-    acceptance_file,
     as_json,
-    memory_utilization,
     options,
-    profile_file,
-    yarn,
 )
 from ridgeplan.dashboards.cli.output import number, print_json, print_table, write_atomically
 from ridgeplan.dashboards.cli.planning.options import (
@@ -31,7 +27,7 @@ from ridgeplan.dashboards.cli.planning.options import (
     context_of,
     figures,
     max_model_len,
-    memory_limit,
+    priced_by,
 )
 from ridgeplan.planner import Plan
 from ridgeplan.planner.capacity import usable_bytes
@@ -62,11 +58,7 @@ from ridgeplan.planner.support import missing_head, only_estimated
     click.option(*NEW_TOKENS, type=TOKENS, help=f"Tokens to generate for each.  [default: {DEFAULT_NEW_TOKENS}]"),
     click.option("--gamma", type=int, help="Tokens drafted in a round.  [default: a preset's fastest, a plan's own]"),
     click.option("--adaptive", is_flag=True, help="Let gamma adapt to what is accepted, up to that many."),
-    memory_utilization,
-    memory_limit,
-    profile_file,
-    acceptance_file,
-    yarn,
+    priced_by,
     click.option("-o", "--output", type=OutputFile(), help="Write the plan to this file, for `ridgeplan run`."),
     as_json,
 )  # fmt: skip

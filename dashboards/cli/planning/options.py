@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 import click
 
-from ridgeplan.dashboards.cli.options import SIZE, TOKENS, options
+from ridgeplan.dashboards.cli.options import (
+    SIZE,
+    TOKENS,
+    acceptance_file,
+    memory_utilization,
+    options,
+    profile_file,
+    yarn,
+)
 from ridgeplan.dashboards.cli.output import number
 from ridgeplan.planner import Prediction
 from ridgeplan.planner.interface.quantities import GB
@@ -58,6 +66,7 @@ tensor_parallel = click.option(
     callback=_one_device, help="GPUs that share a model; only 1 is priced.",
 )  # fmt: skip
 limits = options(quality, kv_format, backend, tensor_parallel)  # of what may be answered
+priced_by = options(memory_utilization, memory_limit, profile_file, acceptance_file, yarn)  # what figures rest on
 
 
 def context_of(ctx: int | None, max_model_len: int | None, new_tokens: int) -> int:

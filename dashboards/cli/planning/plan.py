@@ -11,12 +11,8 @@ from ridgeplan import planner
 from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.options import (
     OutputFile,
-    acceptance_file,
     as_json,
-    memory_utilization,
     options,
-    profile_file,
-    yarn,
 )
 from ridgeplan.dashboards.cli.output import print_json, print_table, write_atomically
 from ridgeplan.dashboards.cli.planning.answer import answer_text
@@ -29,8 +25,8 @@ from ridgeplan.dashboards.cli.planning.options import (
     figures,
     limits,
     max_model_len,
-    memory_limit,
     new_tokens,
+    priced_by,
 )
 from ridgeplan.planner import Recommendation
 from ridgeplan.planner.interface.plan_file import plan_json
@@ -54,11 +50,7 @@ from ridgeplan.planner.search import Objective
     limits,
     click.option("--objective", type=click.Choice([*map(str, Objective)]), default="latency", show_default=True,
                  help="Minimize time per token, time of the whole request, or peak memory."),
-    memory_utilization,
-    memory_limit,
-    profile_file,
-    acceptance_file,
-    yarn,
+    priced_by,
     click.option("-o", "--output", type=OutputFile(), help="Write the plan to this file, for `ridgeplan run`."),
     click.option("--adaptive", is_flag=True, help="Write it with a gamma that adapts, where it drafts."),
     click.option("--all", "show_all", is_flag=True, help="Show every plan, with its band and the reason it lost."),

@@ -16,16 +16,12 @@ from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.options import (
     TOKENS,
     OutputFile,
-    acceptance_file,
     as_json,
-    memory_utilization,
     options,
-    profile_file,
-    yarn,
 )
 from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table, write_atomically
 from ridgeplan.dashboards.cli.planning.answer import LONGEST_NAME, briefly, shortened
-from ridgeplan.dashboards.cli.planning.options import BATCH, CTX, GPU_HELP, limits, memory_limit, new_tokens
+from ridgeplan.dashboards.cli.planning.options import BATCH, CTX, GPU_HELP, limits, new_tokens, priced_by
 from ridgeplan.planner.interface.quantities import GB, tokens_text
 from ridgeplan.planner.questions.grid_sweep import AXES, TURNS, GridSweep, grid_sweep, parse_axes
 
@@ -51,11 +47,7 @@ COLUMNS = ("plan", "context", "batch", "gamma", "ms/token", "tokens/s", "GB", "x
     click.option("--preset", help="Only this named plan, at its fastest gamma.  [default: the fastest that runs]"),
     new_tokens,
     limits,
-    memory_utilization,
-    memory_limit,
-    profile_file,
-    acceptance_file,
-    yarn,
+    priced_by,
     click.option("-o", "--output", type=OutputFile(), help="Write all rows here, as .csv, .json or .html."),
     as_json,
 )  # fmt: skip
