@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
@@ -26,11 +25,9 @@ def buffer_bytes(variant: SparseVariant) -> int:
 def find_kernel(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV) -> SparseKernel | None:
     """The kernel that computes this call, or None: then the separate kernels do."""
     variant = supported_variant(q, keys, values, codes)
-    return None if variant is None else _compiled(variant, q.device)
-
-
-def _compiled(variant: SparseVariant, device: torch.device) -> SparseKernel | None:
-    return compiled_kernel(SOURCE, ENTRY, variant, device, buffer_bytes(variant), BINS)
+    if variant is None:
+        return None
+    return compiled_kernel(SOURCE, ENTRY, variant, q.device, buffer_bytes(variant), BINS)
 
 
 def progressive_attention_cuda(

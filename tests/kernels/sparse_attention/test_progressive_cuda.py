@@ -1,6 +1,7 @@
 """The fused kernel of progressive attention against the reference, with queries so sharp that ties weigh nothing."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -68,27 +69,27 @@ class Problem:
         )  # fmt: skip
 
 
+class Case(NamedTuple):
+    """sizes: heads, groups, end and dtype of a problem. choice: k and sinks."""
+
+    sizes: tuple[tuple[int, int, int], tuple[int, ...], tuple[int, ...], torch.dtype]
+    choice: tuple[int, int]
+
+
 CASES = [
-    ((32, 8, 128), (40,), (150,), 500, 4, torch.bfloat16),
-    ((32, 8, 128), (33, 7, 0, 16), (130, 200, 90, 1), 300, 0, torch.bfloat16),
-    ((14, 2, 64), (50, 3), (20, 128), 200, 2, torch.bfloat16),
-    ((8, 1, 128), (200,), (140,), 2000, 4, torch.float16),
-    ((9, 9, 64), (5, 1), (3, 3), 64, 0, torch.float16),
-    ((4, 4, 128), tuple(range(1, 41)), (10,) * 40, 100, 1, torch.bfloat16),  # more rows than SMs
+    Case(((32, 8, 128), (40,), (150,), torch.bfloat16), (500, 4)),
+    Case(((32, 8, 128), (33, 7, 0, 16), (130, 200, 90, 1), torch.bfloat16), (300, 0)),
+    Case(((14, 2, 64), (50, 3), (20, 128), torch.bfloat16), (200, 2)),
+    Case(((8, 1, 128), (200,), (140,), torch.float16), (2000, 4)),
+    Case(((9, 9, 64), (5, 1), (3, 3), torch.float16), (64, 0)),
+    Case(((4, 4, 128), tuple(range(1, 41)), (10,) * 40, torch.bfloat16), (100, 1)),  # more rows than SMs
 ]
 
 
-@pytest.mark.parametrize(("heads", "groups", "end", "k", "sinks", "dtype"), CASES)
-def test_against_the_reference(
-    heads: tuple[int, int, int],
-    groups: tuple[int, ...],
-    end: tuple[int, ...],
-    k: int,
-    sinks: int,
-    dtype: torch.dtype,
-) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_against_the_reference(case: Case) -> None:
     """The first call reads all tokens, the next the best; calls repeat bit by bit and leave the counters at zero."""
-    problem = Problem.build(heads, groups, end, dtype)
+    problem, (k, sinks) = Problem.build(*case.sizes), case.choice
     kernel = find_kernel(problem.q, problem.keys, problem.values, problem.codes)
     assert kernel is not None
     everything = problem.run(1 << 20, sinks, "reference")
@@ -108,21 +109,14 @@ def test_against_the_reference(
     assert not any(counter.any() for counter in kernel.counters.values())
 
 
-@pytest.mark.parametrize(("heads", "groups", "end", "k", "sinks", "dtype"), CASES[:4])
-def test_the_threshold_is_the_score_of_rank_k(
-    heads: tuple[int, int, int],
-    groups: tuple[int, ...],
-    end: tuple[int, ...],
-    k: int,
-    sinks: int,
-    dtype: torch.dtype,
-) -> None:
+@pytest.mark.parametrize("case", CASES[:4])
+def test_the_threshold_is_the_score_of_rank_k(case: Case) -> None:
     """Of the tokens after the sinks: about k - sinks exact scores reach it. Rows without groups keep theirs."""
-    problem = Problem.build(heads, groups, end, dtype)
+    problem, (k, sinks) = Problem.build(*case.sizes), case.choice
     for _ in range(2):
         problem.run(k, sinks, "auto")
     scores = two_bit_scores(problem.q, problem.codes, problem.planes, problem.groups, problem.lse, backend="reference")
-    for b, count in enumerate(groups):
+    for b, count in enumerate(case.sizes[1]):
         if not count:
             assert problem.threshold[b].isinf().all()
             continue

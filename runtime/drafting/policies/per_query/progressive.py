@@ -54,7 +54,8 @@ class Progressive(PerQueryPolicy):
 
     def attend(self, layer: int, query: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Where drafts read upper codes, one operation scans, chooses and reads."""
-        if not self.cache.config.drafts_read_upper or len(self.lse) > 1:
+        is_target = len(self.lse) > 1
+        if is_target or not self.cache.config.drafts_read_upper:
             return super().attend(layer, query, metadata)
         (planes, groups), rows = self._scanned(layer), self.cache.rows
         return progressive_attention(
