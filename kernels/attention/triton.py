@@ -85,7 +85,7 @@ def _attention_kernel(
         tl.store(lse + result, row_max, mask=valid)
         return
 
-    if SUMMED != "":
+    if SUMMED is not None:
         counts = valid & ((QUERIES - 1 - query) % STEP == 0)
         earlier_lse = tl.zeros([ROWS], tl.float32)
         if SUMMED == "probabilities":
@@ -105,7 +105,7 @@ def _attention_kernel(
                 key_upper, key_lower, key_scale, key_min, value_upper, value_lower, value_scale, value_min,
                 GROUP, HEAD_DIM, BITS, q.dtype.element_ty,
             )  # fmt: skip
-            if SUMMED != "":
+            if SUMMED is not None:
                 to = scores + group * GROUP + tl.arange(0, GROUP // 2)
                 tl.store(to, sum_rows(scores0, counts, earlier_lse, SUMMED == "probabilities"))
                 tl.store(to + GROUP // 2, sum_rows(scores1, counts, earlier_lse, SUMMED == "probabilities"))
@@ -118,7 +118,7 @@ def _attention_kernel(
             row_max, row_sum, acc, q_tile, own + query, slots, last, scale, keys, values, key_stride, value_stride,
             HEAD_DIM,
         )  # fmt: skip
-        if SUMMED != "" and BITS == 0:
+        if SUMMED is not None and BITS == 0:
             total = sum_rows(logits, counts, earlier_lse, SUMMED == "probabilities")
             tl.store(scores + slots, total, mask=slots < tl.minimum(own, capacity))
 
@@ -193,7 +193,7 @@ def decode_attention_triton(
         BITS=bits,
         ROWS=rows,
         BLOCK=config.block,
-        SUMMED=scores.what if scores is not None else "",
+        SUMMED=scores.what if scores is not None else None,
         STEP=scores.step(queries) if scores is not None else 1,
         num_warps=config.warps * (2 if rows >= 64 else 1),
         num_stages=config.stages,

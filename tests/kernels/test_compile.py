@@ -19,11 +19,20 @@ PAIRS = {f"{x}_{pair}": "*fp16" for x in ("key", "value") for pair in ("scale", 
 STRIDES = [f"{x}{axis}_stride" for x in ("key", "value") for axis in ("", "_batch", "_head")]
 
 
-def attention(element: str, head_dim: int, bits: int, rows: int) -> dict[str, Any]:
+def attention(element: str, head_dim: int, bits: int, rows: int, summed: str | None = None) -> dict[str, Any]:
     from ridgeplan.kernels.attention.triton import CONFIGS, DEFAULT_CONFIG
 
     config = DEFAULT_CONFIG if element == "fp32" else CONFIGS[head_dim, bits]
-    integers = [*STRIDES, "q_batch_stride", "q_query_stride", "q_head_stride", "capacity", "group_capacity", "splits"]
+    integers = [
+        *STRIDES,
+        "q_batch_stride",
+        "q_query_stride",
+        "q_head_stride",
+        "capacity",
+        "group_capacity",
+        "splits",
+        "width",
+    ]
     types = dict.fromkeys(("q", "keys", "values"), "*" + element) | dict.fromkeys(integers, "i32")
     types |= dict.fromkeys(("begin", "end", "groups"), "*i32") | CODES | PAIRS
     types |= {"partial": "*fp32", "lse": "*fp32", "scale": "fp32"}
@@ -37,8 +46,11 @@ def attention(element: str, head_dim: int, bits: int, rows: int) -> dict[str, An
         "BITS": bits,
         "ROWS": rows,
         "BLOCK": config.block,
+        "SUMMED": summed,
+        "STEP": rows // 4 - 1,
         **dict.fromkeys(absent),
     }
+    types |= {"scores": "*fp32", "score_lse": "*fp32"} if summed else {}
     options = {"num_warps": config.warps * (2 if rows >= 64 else 1), "num_stages": config.stages}
     return job("attention.triton", "_attention_kernel", types, constants, options)
 

@@ -41,9 +41,7 @@ def test_selections(batch: int, kv_heads: int, q_heads: int, head_dim: int, grou
 
 @SHAPES
 @pytest.mark.parametrize(("what", "relative"), [("logits", 0), ("probabilities", 1)])
-def test_scores(
-    batch: int, kv_heads: int, q_heads: int, head_dim: int, group: int, what: What, relative: int
-) -> None:
+def test_scores(batch: int, kv_heads: int, q_heads: int, head_dim: int, group: int, what: What, relative: int) -> None:
     """Two of five queries, of six groups in a wider tensor."""
     q = torch.zeros(batch, 5, q_heads, head_dim)
     request = ScoreRequest(torch.zeros(batch, kv_heads, 900), "ends", what, torch.zeros(batch, q_heads))

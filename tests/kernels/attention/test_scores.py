@@ -76,7 +76,9 @@ def test_a_second_call_has_exact_probabilities(backend: Backend, device: str) ->
     generator = torch.Generator().manual_seed(5)
     q, keys = (torch.randn(shape, generator=generator).to(device) for shape in ((2, 1, 4, 32), (2, 2, 20, 32)))
     begin, end = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([3, 5], [17, 5]))
-    request = ScoreRequest(torch.zeros(2, 2, 20, device=device), "last", "probabilities", torch.zeros(2, 4, device=device))
+    request = ScoreRequest(
+        torch.zeros(2, 2, 20, device=device), "last", "probabilities", torch.zeros(2, 4, device=device)
+    )
     for _ in range(2):
         decode_attention(q, keys, keys, begin, end, scores=request, backend=backend)
     torch.testing.assert_close(request.out.sum(2), torch.tensor([[2.0, 2.0], [0.0, 0.0]], device=device))

@@ -67,7 +67,9 @@ def build(case: Case) -> Problem:
 
     q = 2 * random(batch, case.queries, case.q_heads, case.head_dim)
     keys, values = (random(batch, case.kv_heads, capacity, case.head_dim) for _ in range(2))
-    groups, begin, end = (x.contiguous() for x in torch.tensor(case.lengths, dtype=torch.int32, device="cuda").unbind(1))
+    groups, begin, end = (
+        x.contiguous() for x in torch.tensor(case.lengths, dtype=torch.int32, device="cuda").unbind(1)
+    )
     for b, (_, first, own) in enumerate(case.lengths):
         for buffer in (keys, values):
             buffer[b, :, :first] = torch.nan
