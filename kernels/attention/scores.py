@@ -18,13 +18,13 @@ class ScoreRequest:
     """Asks `decode_attention` to write each earlier token's score into `out`, float32 [B, Hkv, N], contiguous.
 
     A score is the sum over the query heads of the KV head and over the query `rows`: "ends" the first and the last
-    (equation 3; of one query, that one), "last", or "all" (equation 2). `what` is summed: "logits", scale * q . k, as in
-    the paper, or "probabilities", exp(logit - lse).
+    (equation 3; of one query, that one), "last", or "all" (equation 2). `what` is summed: "logits", scale * q . k, as
+    in the paper, or "probabilities", exp(logit - lse).
 
-    The log-sum-exp of all that a query sees is not known before its last token, but scores are written in the pass that
-    finds it. So `lse`, float32 [B, Hq], contiguous, holds one of each query head from the call before, and probabilities
-    are relative to that; the call leaves the last query's. A second call with the same queries has exact ones. Where the
-    last query sees nothing, `lse` stays.
+    Scores are written in the same pass that finds the log-sum-exp of all that a query sees, so that is not known yet.
+    Probabilities refer to `lse`, float32 [B, Hq], contiguous, instead: for each query head, what the call before left
+    there, its last query's. Of two calls with one query each, the same, the second has exact ones. Where the last query
+    sees nothing, `lse` stays.
 
     Entry n is token n of the row's first groups[b] quantized groups, for calls with codes; without codes it is slot n
     of the full-precision store, for begin[b] <= n < end[b]. Other entries are not written.

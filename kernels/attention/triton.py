@@ -58,7 +58,8 @@ DO_NOT_SPECIALIZE = ["scale", "capacity", "group_capacity", "splits", "width"]
 
 @triton.jit(launch_metadata=attention_metadata, do_not_specialize=DO_NOT_SPECIALIZE)
 def _attention_kernel(
-    q, keys, values, begin, end, groups, partial, lse, scores, score_lse, scale, capacity, group_capacity, splits, width,
+    q, keys, values, begin, end, groups, partial, lse, scores, score_lse,
+    scale, capacity, group_capacity, splits, width,
     q_batch_stride, q_query_stride, q_head_stride, key_batch_stride, key_head_stride, key_stride,
     value_batch_stride, value_head_stride, value_stride,
     key_upper, key_lower, key_scale, key_min, value_upper, value_lower, value_scale, value_min,

@@ -10,7 +10,6 @@ import triton.language as tl
 from ridgeplan.kernels.device.dot_triton import dot
 from ridgeplan.kernels.device.nibbles_triton import centred_affine, centred_codes
 
-
 LN_2 = tl.constexpr(0.6931471805599453)
 
 

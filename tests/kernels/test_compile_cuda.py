@@ -111,9 +111,10 @@ SCORED = [AttentionVariant(128, bits, True, rows, 2) for bits in (0, 8) for rows
 SCORED += [AttentionVariant(128, bits, True, 32, 1) for bits in (0, 4, 8)]
 
 
-@pytest.mark.parametrize(
-    "variant", [*MAIN, *(pytest.param(v, marks=pytest.mark.slow) for v in MORE + HALF + SCORED)], ids=str
-)
+SLOW = [pytest.param(variant, marks=pytest.mark.slow) for variant in MORE + HALF + SCORED]
+
+
+@pytest.mark.parametrize("variant", [*MAIN, *SLOW], ids=str)
 def test_attention(variant: AttentionVariant, compile_cuda: Compile) -> None:
     made = attention_kernel(compile_cuda, variant)
     assert made.warnings == []
