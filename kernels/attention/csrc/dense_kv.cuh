@@ -122,7 +122,7 @@ __device__ __forceinline__ void attend_dense(
         stage_probabilities(sums, scores, x, rows, nullptr, first, thread);
         pipeline.refill_after_keys(dense);
         const int c = thread.lane % 4;  // all queries see what the first one does
-        if (SCORES && !BITS && c < 2 && slot + c < rows.dense_end[0]) to[slot + c] = scores.own(c);
+        if (SCORES && !BITS && c < 2 && slot + c < rows.dense_end[0]) scores.store(to + slot + c, rows, c);
         stage = pipeline.wait();
         add_dense_values(sums, stage, own, thread);
         pipeline.advance();

@@ -246,7 +246,7 @@ __device__ __forceinline__ void attend_quantized(
         TokenScores<2> scores;
         stage_probabilities(sums, scores, x, rows, &values, first, thread);
         pipeline.refill_after_keys(dense);
-        if (SCORES) *to = scores.own(c);
+        scores.store(to, rows, c);
         add_values(sums, stage, thread);
         pipeline.advance();
         first = false;

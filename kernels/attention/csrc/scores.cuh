@@ -10,9 +10,9 @@ constexpr float MAX_LOG2_WEIGHT = 100;  // however far a log-sum-exp of the call
 
 struct ScoreRows {
 #if SCORES
-    alignas(8) float weight[ROWS];  // of what is summed: scores relative to the row's reference, or the probabilities of these
-    float lse[ROWS];                // base-2 log-sum-exp to which probabilities refer, infinite where the row does not count
-    alignas(16) float origin[4];    // for logits: what the references add, in parts
+    alignas(8) float weight[ROWS];  // of what is summed: scores less the row's reference, or 2^ of these
+    float lse[ROWS];                // base-2 log-sum-exp to which probabilities refer; infinite if the row is not summed
+    float origin;                   // what references add to a token's sum of logits
 #endif
     // By one thread for each row, before any tile.
     __device__ __forceinline__ void set(int row, bool counts, const float* head_lse) {
@@ -21,7 +21,7 @@ struct ScoreRows {
         if (SCORES == SUM_PROBABILITIES) lse[row] = counts ? __ldcg(head_lse) * LOG2_E : -negative_infinity();
 #endif
     }
-    // By four threads, c = 0 to 3, after the references changed.
+    // By a warp's first four lanes, c = 0 to 3, after the references changed.
     __device__ __forceinline__ void set_references(const float (&row_max)[ROWS], int c) {
 #if SCORES
         float sum = 0;
@@ -32,7 +32,9 @@ struct ScoreRows {
             if (SCORES == SUM_PROBABILITIES) weight[row] = exp2_approx(fminf(reference - lse[row], MAX_LOG2_WEIGHT));
             else sum = fmaf(weight[row], reference, sum);
         }
-        origin[c] = sum;
+        sum += __shfl_xor_sync(0xF, sum, 1);
+        sum += __shfl_xor_sync(0xF, sum, 2);
+        if (c == 0) origin = sum;
 #endif
     }
 };
@@ -41,16 +43,9 @@ struct ScoreRows {
 template <int HALVES> struct TokenScores {
     float sums[HALVES][4];
 
-    __device__ __forceinline__ void clear(const ScoreRows& rows) {
-#if SCORES
-        float origin = 0;
-        if (SCORES == SUM_LOGITS) {
-            const float4 parts = *reinterpret_cast<const float4*>(rows.origin);
-            origin = (parts.x + parts.y) + (parts.z + parts.w);
-        }
+    __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int i = 0; i < 4 * HALVES; i++) sums[i / 4][i % 4] = origin;
-#endif
+        for (int i = 0; i < 4 * HALVES; i++) sums[i / 4][i % 4] = 0;
     }
     // Adds query tile `t`, of which `a` are the scores or their probabilities.
     __device__ __forceinline__ void add(const ScoreRows& rows, int t, const float (&a)[HALVES][4], int c) {
@@ -61,10 +56,12 @@ template <int HALVES> struct TokenScores {
             mma_m16n8k8_tf32(sums[h], a[h][0], a[h][2], a[h][1], a[h][3], weight.x, weight.y);
 #endif
     }
-    // The sum that lane 4 g + c stores: of row g + 8 (c % 2) of product c / 2.
-    __device__ __forceinline__ float own(int c) const {
+    // Stores the sum of which lane 4 g + c is in charge: of row g + 8 (c % 2) of product c / 2.
+    __device__ __forceinline__ void store(float* to, const ScoreRows& rows, int c) const {
+#if SCORES
         const float first = c % 2 ? sums[0][2] : sums[0][0];
         const float last = c % 2 ? sums[HALVES - 1][2] : sums[HALVES - 1][0];
-        return c / 2 ? last : first;
+        *to = (c / 2 ? last : first) + (SCORES == SUM_LOGITS ? rows.origin : 0);
+#endif
     }
 };

@@ -169,7 +169,7 @@ __device__ __forceinline__ void stage_probabilities(
         const u32 unit = u32(29 - sums.exponent) * 0x04000400u;  // the half 2^(14 - exponent), twice
         const u32 units[2] = {unit, BITS == 4 ? mul_half2(unit, 0x2C002C00u) : unit};  // / 16, as `unpack` leaves INT4
         u32 largest = 0;
-        scores.clear(rows);
+        scores.clear();
 #pragma unroll
         for (int t = 0; t < Q_TILES; t++) {
             float summed[HALVES][4];
