@@ -11,8 +11,9 @@ struct Results {
     float* score_lse;  // of the KV head's query heads
 
     // Leaves a row's log-sum-exp, given in base 2, for the next call's scores, if it is the last query's.
-    __device__ __forceinline__ void keep_lse(int row, float log2_sum) const {
-        if (SCORES == SUM_PROBABILITIES && row % queries == queries - 1) score_lse[row / queries] = log2_sum * LN_2;
+    __device__ __forceinline__ void keep_lse(int row, float lse) const {
+        if (SCORES != SUM_PROBABILITIES || row % queries != queries - 1) return;
+        if (lse > negative_infinity()) score_lse[row / queries] = lse * LN_2;
     }
 };
 
@@ -52,7 +53,7 @@ __device__ __forceinline__ void store_split(
             if (split < 0) out[8 * k] = u16(Elem::pair_from_floats(x, 0));
             else partial[8 * k] = x;
         }
-        if (thread.warp == 0 && thread.lane < 4 && (split >= 0 || SCORES)) {
+        if (thread.warp == 0 && thread.lane < 4 && (split >= 0 || SCORES == SUM_PROBABILITIES)) {
             const float lse = row_sum > 0 ? rows.row_max[row] + log2f(row_sum) - LOG2_P_SCALE : negative_infinity();
             if (split >= 0) results.lse[split * results.num_rows + row] = lse;
             else results.keep_lse(row, lse);

@@ -11,7 +11,7 @@ constexpr float MAX_LOG2_WEIGHT = 100;  // however far a log-sum-exp of the call
 struct ScoreRows {
 #if SCORES
     alignas(8) float weight[ROWS];  // of what is summed: scores less the row's reference, or 2^ of these
-    float lse[ROWS];                // base-2 log-sum-exp to which probabilities refer; infinite if the row is not summed
+    float lse[ROWS];                // base-2 log-sum-exp to which probabilities refer; infinite if a row is not summed
     float origin;                   // what references add to a token's sum of logits
 #endif
     // By one thread for each row, before any tile.
