@@ -107,10 +107,9 @@ def _missing_loads(plan: Plan) -> dict[str, object]:
 def _choose_alike(plan: Plan) -> bool:
     """Whether drafts choose by the target's policy, but for how many tokens, and read what it reads."""
     target, drafts = plan.attention.selection, plan.speculation.selection
-    same = isinstance(drafts, SparseSelection) and isinstance(target, SparseSelection)
-    if not same or plan.speculation.codes is DraftCodes.UPPER:
+    if not isinstance(drafts, SparseSelection) or plan.speculation.codes is DraftCodes.UPPER:
         return False
-    return replace(drafts, ratio=1.0, floor=0) == replace(target, ratio=1.0, floor=0)
+    return replace(drafts, ratio=target.ratio, floor=target.least_tokens) == target
 
 
 def only_estimated(plan: Plan, shape: ModelShape | None = None) -> str | None:

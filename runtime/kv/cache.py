@@ -234,7 +234,7 @@ class Cache:
         return self.loader.load(number, choice) if ahead is None else ahead.slots(number)
 
     def begin_loading(self, choose: Callable[[int], Choice]) -> LoadsAhead | None:
-        """A query's pass begins whose choice in a layer, by its number, is known: layers on the host are loaded ahead."""
+        """A query's pass begins whose choice in a layer, by number, is known; layers on the host are loaded ahead."""
         if self.loader is None:
             return None
         return self.loader.ahead(lambda layer: choose(layer + self.first_on_host))

@@ -17,14 +17,15 @@ class KVCacheConfig:
 
     group: tokens that are quantized together. gamma: drafts per round, which need slots too. draft_planes: whether
     codes are also kept by token, for those that choose by them or gather them. target_chooses_by_codes: whether the
-    target does. budgets: the most tokens of a prompt that each layer keeps, of which there are `new_tokens` fewer than `context`; empty if layers keep all.
-    host_layers: the last layers, of which `host_part` lies on the host. window_tokens: of such a layer, tokens in codes
-    that stay on the device for drafts. prefetch: offloaded layers that are copied ahead of the one that is read.
-    offload: whether the plan allows layers to be offloaded. elastic: whether a full-precision layer on the host has the
-    tokens that a step chooses loaded into slots. target_loads: whether the target's steps are among them; it then reads
-    no whole layer. reuses_slots: whether slots keep what steps have chosen, so that only what they miss is loaded.
-    adaptive: whether these layers leave one by one as rows grow; until
-    then they may use the memory of the others, and `spare_bytes` more.
+    target does. budgets: the most tokens of a prompt that each layer keeps, of which there are `new_tokens` fewer than
+    `context`; empty if layers keep all.
+    host_layers: the last layers, of which `host_part` lies on the host. window_tokens: of such a layer, tokens that
+    stay on the device: in codes for drafts, or slots for what a query chooses. prefetch: offloaded layers that are
+    copied ahead of the one that is read. offload: whether the plan allows layers to be offloaded. elastic: whether a
+    full-precision layer on the host has the tokens that a step chooses loaded into slots. target_loads: whether the
+    target's steps are among them; it then reads no whole layer. reuses_slots: whether slots keep what steps have
+    chosen, so that only what they miss is loaded. adaptive: whether layers leave one by one as rows grow; until then
+    they may use the memory of the others, and `spare_bytes` more.
     """
 
     batch: int

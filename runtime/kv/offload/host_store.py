@@ -28,8 +28,8 @@ class HostKVStore:
     values [batch, kv_heads, tokens, head_dim].
 
     Slots for old tokens hold the latest groups and the first one, for drafts that choose nothing: filled from the end,
-    so that with the buffer they are one run. Or they hold what is chosen at each step, by `tables`. two_bit: keys of all
-    old tokens that stay on the device, where a target chooses by them.
+    so that with the buffer they are one run. Or they hold what is chosen at each step, by `tables`. two_bit: keys of
+    all old tokens that stay on the device, where a target chooses by them.
     """
 
     config: KVCacheConfig

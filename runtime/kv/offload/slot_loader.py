@@ -61,19 +61,20 @@ class LoadsAhead:
 
     def __init__(self, loader: SlotLoader, choose: Callable[[int], Choice]) -> None:
         self._loader, self._choose = loader, choose
-        self._begun: dict[int, tuple[Tensor, Any]] = {}
+        self._begun: dict[int, tuple[Choice, Tensor, Any]] = {}  # choices are kept while they are read
         self._next = 0
         for _ in range(loader.prefetch + 1):
             self._begin_next()
 
     def slots(self, layer: int) -> Tensor:
         """The slots that hold the chosen units of a layer, each layer in turn."""
-        slots, event = self._begun.pop(layer)
+        _, slots, event = self._begun.pop(layer)
         self._loader.arrived(event)
         self._begin_next()
         return slots
 
     def _begin_next(self) -> None:
         if self._next < self._loader.store.layers:
-            self._begun[self._next] = self._loader.begin(self._next, self._choose(self._next))
+            choice = self._choose(self._next)
+            self._begun[self._next] = choice, *self._loader.begin(self._next, choice)
             self._next += 1

@@ -138,5 +138,5 @@ def test_what_is_not_allowed(device: str) -> None:
     with pytest.raises(ValueError, match="lse"):
         two_bit_scores(torch.zeros(1, 1, 4, 64, device=device), keys, groups, lse.double())
     other = Store.build(1, 2, 2, 32, 64, device).planes
-    with pytest.raises(ValueError, match="2-bit keys of .* do not fit scales"):
+    with pytest.raises(ValueError, match=r"2-bit keys of .* do not fit scales"):
         TwoBitKeys.of(store.codes, other)
