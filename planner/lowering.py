@@ -26,7 +26,7 @@ from ridgeplan.roofline.latency import (
 )
 from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.roofline.sparsity.sparse_ops import TWO_BITS, UPPER_BITS
-from ridgeplan.roofline.strategy import UNLIMITED_BYTES, UNLIMITED_TOKENS, Strategy
+from ridgeplan.roofline.strategy import ELASTIC_OVERLAP, UNLIMITED_BYTES, UNLIMITED_TOKENS, Strategy
 
 DRAFT_PLANE_BITS = TWO_BITS + UPPER_BITS  # of keys, and of values by token, per element of the keys
 CODE_PLANES = {KVFormat.FULL: 0, KVFormat.SHADOW: 1, KVFormat.INT8: 2, KVFormat.HIERARCHICAL: 2}
@@ -90,6 +90,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         target_score_bytes=target_choosing.moved_score_bytes(shape.kv_heads) * target_choices,
         draft_choices=choices,
         target_choices=target_choices,
+        slot_table_bytes=target_choosing.slot_table_bytes(shape.kv_heads) if target_reads else 0,
     )
 
 
@@ -103,6 +104,7 @@ def _placement_terms(plan: Plan) -> dict[str, float]:
         "offload_prefetch": placement.prefetch,
         "memory_limit_bytes": placement.memory_bytes or UNLIMITED_BYTES,
         "draft_loads": int(plan.loads_chosen and plan.speculation.sparse),
+        "overlap": ELASTIC_OVERLAP * placement.elastic,
     }
 
 

@@ -37,10 +37,10 @@ class Round:
 
 
 def round_tokens(strategy: Strategy) -> Term:
-    """Tokens per round, minus the loss at flush boundaries if the target reads codes."""
+    """Tokens per round, minus the loss at flush boundaries if the target reads codes, or loads what it chooses."""
     tokens = tokens_per_round(strategy.acceptance, strategy.gamma)
-    reads_codes = minimum(strategy.target_bits, 1)
-    return reads_codes * flush_capped(tokens, strategy.kv_group) + (1 - reads_codes) * tokens
+    flushes = maximum(minimum(strategy.target_bits, 1), strategy.target_loads)
+    return flushes * flush_capped(tokens, strategy.kv_group) + (1 - flushes) * tokens
 
 
 PassRatesByKind = Mapping[str, RateTerms]
@@ -87,7 +87,7 @@ def round_at(
     draft_s = draft_s + strategy.draft_loads * host.layers * loaded_s
     one_draft_s = draft_s + draft_scoring_s + sampling_seconds(shape, machine, strategy.batch)
     draft_s = minimum(strategy.gamma, 1) * one_draft_s
-    pass_s = target_s + _reads(strategy) * target_scoring_s
+    pass_s = target_s + strategy.reads * target_scoring_s
     return Round(
         gamma=strategy.gamma,
         draft_s=draft_s,
@@ -109,7 +109,7 @@ def target_terms(shape: ModelShape, machine: Machine, strategy: Strategy, contex
     tokens = minimum(cached_tokens(strategy, context), strategy.target_budget)
     weights = (strategy.target_weight_bytes, strategy.target_head_bytes)
     terms = _pass_terms(shape, machine, strategy, strategy.queries, tokens, strategy.target_bits, weights)
-    return replace(terms, reads=_reads(strategy))
+    return replace(terms, reads=strategy.reads)
 
 
 def draft_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
@@ -241,8 +241,3 @@ def _choice_seconds(machine: Machine, score_bytes: Term, choices: Term) -> Term:
     rates = machine.rates["top_k"]
     moved_s = score_bytes / (machine.bandwidth_bytes_per_s * rates.bandwidth_utilization)
     return choices * minimum(score_bytes, 1) * rates.launch_s + moved_s
-
-
-def _reads(strategy: Strategy) -> Term:
-    """How often a pass of the target reads KV: once for all of its queries, or by each that chooses its own."""
-    return 1 + strategy.target_selects * strategy.gamma

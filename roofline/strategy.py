@@ -76,6 +76,7 @@ class Strategy:
     target_score_bytes: Term = 0  # of scores, per cached token and query of the target, summed over layers
     draft_choices: Term = 0  # top-k launches of a step
     target_choices: Term = 0
+    slot_table_bytes: Term = 0  # of what says which tokens are in slots, per token on the host, layer and sequence
 
     @property
     def kept_tokens(self) -> Term:
@@ -86,6 +87,16 @@ class Strategy:
     def held_tokens(self) -> Term:
         """Tokens of a sequence in the cache when generation ends."""
         return self.kept_tokens + self.new_tokens
+
+    @property
+    def target_loads(self) -> Term:
+        """1 where the target has tokens of its choice loaded from the host, else 0."""
+        return self.offload * self.target_selects
+
+    @property
+    def reads(self) -> Term:
+        """How often a pass of the target reads KV: once for all of its queries, or by each that chooses its own."""
+        return 1 + self.target_selects * self.gamma
 
     @property
     def queries(self) -> Term:

@@ -47,6 +47,12 @@ def top_k(rows: Term, scores: Term, chosen: Term) -> Cost:
     )
 
 
+def take_slots(batch: Term, sets: Term, chosen: Term, slots: Term) -> Cost:
+    """Slots of `chosen` tokens of each set, where all of them are there: two lists, and the times of use of `slots`."""
+    lists = 2 * batch * sets * chosen * INDEX_BYTES
+    return Cost(read_bytes=lists + batch * sets * slots * INDEX_BYTES, write_bytes=lists)
+
+
 def sparse_attention(
     batch: Term,
     queries: Term,

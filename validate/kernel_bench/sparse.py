@@ -17,6 +17,7 @@ from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.selection.cost import page_scores_cost, top_k_cost, two_bit_cost
 from ridgeplan.kernels.selection.pages import page_bounds, page_scores
 from ridgeplan.kernels.selection.top_k import top_k
+from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
 from ridgeplan.kernels.sparse_attention import sparse_decode_attention
 from ridgeplan.kernels.sparse_attention.cost import progressive_cost, sparse_attention_cost
 from ridgeplan.roofline.cost import Cost
@@ -38,7 +39,7 @@ def two_bit_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[KernelC
         store = Store.draw(bench, size)
         store.settle()
         codes, planes = store.variant(0)
-        cost = two_bit_cost(store.q, codes, planes, size.tokens)
+        cost = two_bit_cost(store.q, TwoBitKeys.of(codes, planes), size.tokens)
 
         def error(store: Store = store) -> float:
             return relative_error(store.scan(0), store.scan(0, "reference"))

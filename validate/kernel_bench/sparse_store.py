@@ -15,6 +15,7 @@ from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes
 from ridgeplan.kernels.selection.two_bit import two_bit_scores
+from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
 from ridgeplan.kernels.sparse_attention.progressive import progressive_attention
 from ridgeplan.validate.kernel_bench.case import fresh
 from ridgeplan.validate.kernel_bench.sizes import GROUP, SparseSize
@@ -106,9 +107,9 @@ class Store:
     def settle(self) -> None:
         """Leaves the queries' own log-sum-exps and thresholds, as calls before would."""
         for variant in range(self.variants):
-            codes, planes = self.variant(variant)
-            two_bit_scores(self.q, codes, planes, self.groups, self.lse[variant])
-            scores = two_bit_scores(self.q, codes, planes, self.groups, self.lse[variant])
+            keys = TwoBitKeys.of(*self.variant(variant))
+            two_bit_scores(self.q, keys, self.groups, self.lse[variant])
+            scores = two_bit_scores(self.q, keys, self.groups, self.lse[variant])
             self.threshold[variant] = scores.topk(self.chosen).values[..., -1]
 
     def full(self, variant: int) -> Tensor:
@@ -118,8 +119,8 @@ class Store:
 
     def scan(self, variant: int, backend: Backend = "auto") -> Tensor:
         """Scores of 2-bit keys."""
-        codes, planes = self.variant(variant)
-        return two_bit_scores(self.q, codes, planes, self.groups, self.lse[variant], backend=backend)
+        keys = TwoBitKeys.of(*self.variant(variant))
+        return two_bit_scores(self.q, keys, self.groups, self.lse[variant], backend=backend)
 
     def progressive(self, variant: int, backend: Backend = "auto") -> Tensor:
         """The whole draft attention."""

@@ -12,6 +12,7 @@ from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes
 from ridgeplan.kernels.selection.two_bit import two_bit_scores
+from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
 from ridgeplan.kernels.sparse_attention.progressive import progressive_attention
 from ridgeplan.kernels.sparse_attention.progressive_cuda import find_kernel
 
@@ -115,7 +116,8 @@ def test_the_threshold_is_the_score_of_rank_k(case: Case) -> None:
     problem, (k, sinks) = Problem.build(*case.sizes), case.choice
     for _ in range(2):
         problem.run(k, sinks, "auto")
-    scores = two_bit_scores(problem.q, problem.codes, problem.planes, problem.groups, problem.lse, backend="reference")
+    keys = TwoBitKeys.of(problem.codes, problem.planes)
+    scores = two_bit_scores(problem.q, keys, problem.groups, problem.lse, backend="reference")
     for b, count in enumerate(case.sizes[1]):
         if not count:
             assert problem.threshold[b].isinf().all()

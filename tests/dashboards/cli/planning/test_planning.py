@@ -81,9 +81,8 @@ def test_a_gguf_is_estimated_as_it_runs(invoke: Any, smollm2: Path) -> None:
 
 def test_a_plan_that_is_only_estimated_says_so(invoke: Any) -> None:
     line = ("estimate", *QUESTION, "--preset")
-    assert "cannot execute a target's selection from offloaded KV" in " ".join(
-        invoke(*line, "specontext").stdout.split()
-    )
+    needs = "it needs a retrieval head for this model"
+    assert needs in " ".join(invoke(*line, "specontext").stdout.split())
     assert "cannot execute" not in invoke(*line, "quantspec").stdout
 
 
