@@ -129,7 +129,7 @@ def _best_of_each(
         np.broadcast_to(np.asarray(one, dtype=float), grid.shape).reshape(len(searched), -1) for one in figures
     )
     fits = np.asarray(peak <= question.memory_limit_bytes)
-    ranked = np.where(fits.any(axis=1)[:, None], np.where(fits, score, math.inf), peak)
+    ranked = np.where(fits.any(axis=1, keepdims=True), np.where(fits, score, math.inf), peak)
     for index, (family, best) in enumerate(zip(searched, ranked.argmin(axis=1), strict=True)):
         if family.template.placement.offload and family.name not in PRESETS and not offloaded[index, best]:
             continue
