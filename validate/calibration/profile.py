@@ -149,12 +149,12 @@ def _ceilings(hardware: Hardware, copied: float, matmul: float, samples: Iterabl
     """Nothing is read faster than a copy, a sum or the fastest kernel that reads far more than a cache holds."""
     large = [one.cost.bytes / one.seconds for one in samples if one.cost.bytes > LARGE_READ_BYTES]
     peaks = hardware.bandwidth_bytes_per_s, hardware.compute_flops
-    return Ceilings(*peaks, matmul / peaks[1], min(1.0, max(copied, *large, 0.0) / peaks[0]))
+    return Ceilings(*peaks, matmul / peaks[1], min(1.0, max(copied, *large, 0.0) / peaks[0]), hardware.num_sms)
 
 
 def sample_of(trial: Trial) -> Sample:
     """A trial's sizes, not timed yet."""
-    return Sample(trial.cost, math.nan, trial.rows, trial.width, trial.depth)
+    return Sample(trial.cost, math.nan, trial.rows, trial.width, trial.depth, trial.tiles)
 
 
 def _fitted(kind: str, samples: Sequence[Sample], ceilings: Ceilings, suite: Suite) -> Rates:
