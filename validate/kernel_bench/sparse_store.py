@@ -34,7 +34,6 @@ class Store:
     codes: QuantizedKV
     planes: DraftPlanes
     lse: Tensor
-    threshold: Tensor
 
     @classmethod
     def draw(cls, bench: Bench, size: SparseSize, queries: int = 1, lower: bool = False) -> Store:
@@ -55,8 +54,7 @@ class Store:
         q = 4 * fresh(bench, size.batch, queries, size.q_heads, size.head_dim)
         keys, values = fresh(bench, 2, size.batch, size.kv_heads, BUFFER_SLOTS, size.head_dim)
         lse = torch.zeros(variants, size.batch, size.q_heads, device=bench.device)
-        threshold = torch.full((variants, size.batch, size.kv_heads), -torch.inf, device=bench.device)
-        return cls(size, q, keys, values, codes, planes, lse, threshold)
+        return cls(size, q, keys, values, codes, planes, lse)
 
     @property
     def variants(self) -> int:
@@ -104,12 +102,10 @@ class Store:
         return self.codes.rows(self.rows(variant)), self.planes.rows(self.rows(variant))
 
     def settle(self) -> None:
-        """Leaves the queries' own log-sum-exps and thresholds, as calls before would."""
+        """Leaves the queries' own log-sum-exps, as calls before would."""
         for variant in range(self.variants):
             codes, planes = self.variant(variant)
             two_bit_scores(self.q, codes, planes, self.groups, self.lse[variant])
-            scores = two_bit_scores(self.q, codes, planes, self.groups, self.lse[variant])
-            self.threshold[variant] = scores.topk(self.chosen).values[..., -1]
 
     def full(self, variant: int) -> Tensor:
         """Attention to all upper codes, the kernel that sparse drafts are compared with."""
@@ -126,5 +122,5 @@ class Store:
         codes, planes = self.variant(variant)
         return progressive_attention(
             self.q, self.keys, self.values, *self.window, codes, planes, self.groups, self.k, self.lse[variant],
-            self.threshold[variant], max_k=self.chosen, backend=backend,
+            max_k=self.chosen, backend=backend,
         )  # fmt: skip
