@@ -53,7 +53,7 @@ def problem() -> tuple[torch.Tensor, ...]:
 
 
 def test_the_launch_of_progressive_attention(launches) -> None:  # type: ignore[no-untyped-def]
-    codes = QuantizedKV.allocate(2, 8, 40, 128, 128, "cpu", lower=False)
+    codes = QuantizedKV.allocate(2, 8, 39, 128, 128, "cpu", lower=False)
     planes = DraftPlanes.allocate(codes)
     q, keys, values, begin, end, groups = problem()
     k, lse = torch.tensor([300, 60], dtype=torch.int32), torch.zeros(2, 32)
@@ -62,7 +62,7 @@ def test_the_launch_of_progressive_attention(launches) -> None:  # type: ignore[
     assert out.shape == (2, 1, 32, 128)
     [(compiled, grid, threads, params, shared_bytes, early)] = launches.asked
     assert (compiled, grid, threads, shared_bytes, early) == ("compiled", (16 * 8, 1, 1), 512, 1234 + 5 * 256, True)
-    assert (params.batch, params.kv_heads, params.capacity, params.group_capacity) == (2, 8, 300, 40)
+    assert (params.batch, params.kv_heads, params.capacity, params.group_capacity) == (2, 8, 300, 39)
     assert (params.parts, params.sinks, params.scale) == (8, 4, 0.5)
     assert (params.q_batch_stride, params.q_head_stride) == (48 * 16, 16)
     assert (params.key_batch_stride, params.key_head_stride, params.key_stride) == (8 * 300 * 16, 300 * 16, 16)
