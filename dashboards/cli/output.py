@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 PIPE_COLUMNS = 140  # width of tables without a terminal
 TEXT_COLUMNS = 80  # of paragraphs
+# What descriptions of plans say in fewer letters where columns are narrow.
+BRIEFLY = (
+    ("drafts on upper codes", "upper"), ("drafts on full codes", "full"), (" of ", ":"), (", w4 drafts", "/w4"),
+    (" KV", ""), (" + ", "+"),
+)  # fmt: skip
 
 
 def print_json(data: Any) -> None:
@@ -33,6 +38,13 @@ def print_json(data: Any) -> None:
 def number(value: float) -> str:
     """Three significant digits below 1000, all whole digits above."""
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
+
+
+def briefly(name: str) -> str:
+    """A plan's description for a narrow column: `w8+int4x2+upper:quest/w4`. Presets keep their names."""
+    for words, letters in BRIEFLY:
+        name = name.replace(words, letters)
+    return name
 
 
 def wrapped(line: str) -> str:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ridgeplan.planner.acceptance import AcceptanceModel
-from ridgeplan.planner.interface.quantities import size_text
 from ridgeplan.planner.lowering import rates_of, stack, strategy_of
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.policies.pricing import unpriced
@@ -24,13 +23,14 @@ from ridgeplan.roofline.placement import resident_memory
 
 @dataclass(frozen=True)
 class Candidate:
-    """The best plan of a family: its objective (lower is better) and its peak memory."""
+    """The best plan of a family: its objective (lower is better), its peak memory, and what it takes of the host."""
 
     name: str
     plan: Plan
     score: float
     tpot_s: float
     peak_bytes: float
+    host_bytes: float
 
     def rejection(self, question: Question) -> str | None:
         """Why this plan cannot be recommended, however fast; None if it can."""
@@ -38,9 +38,7 @@ class Candidate:
 
     def exclusion(self, question: Question) -> str | None:
         """Why this plan is no answer, on whatever runtime; None if it is one."""
-        if self.peak_bytes > question.memory_limit_bytes:
-            return f"does not fit: needs {size_text(self.peak_bytes)} of {size_text(question.memory_limit_bytes)}"
-        return question.unwanted(self.plan)
+        return question.misfit(self.peak_bytes, self.host_bytes) or question.unwanted(self.plan)
 
     def unsupported(self, question: Question) -> str | None:
         """What the backend lacks to execute this plan, or the profile to price it; None if nothing."""
@@ -88,9 +86,10 @@ def _best_of_each(
     """
     size = len(grid[0])
     offloaded = np.broadcast_to(estimate.offloaded_layers, (size,))
-    tpot, peak = (np.broadcast_to(array, (size,)) for array in (estimate.tpot_s, estimate.memory.peak))
+    figures = estimate.tpot_s, estimate.memory.peak, estimate.host_bytes
+    tpot, peak, host = (np.broadcast_to(array, (size,)) for array in figures)
     score = _score(estimate, question, size)
-    fits = peak <= question.memory_limit_bytes
+    fits = question.fitting(peak, host)
     start = 0
     for family in searched:
         part = slice(start, start + family.size)
@@ -100,7 +99,7 @@ def _best_of_each(
         if family.template.placement.offload and family.name not in PRESETS and not offloaded[best]:
             continue
         plan = within_limit(family.plan(*(axis[best] for axis in grid)), question.memory_limit_bytes)
-        yield Candidate(family.name, plan, float(score[best]), float(tpot[best]), float(peak[best]))
+        yield Candidate(family.name, plan, *(float(figure[best]) for figure in (score, tpot, peak, host)))
 
 
 def within_limit(plan: Plan, limit_bytes: float) -> Plan:

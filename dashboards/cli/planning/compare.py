@@ -15,8 +15,8 @@ from ridgeplan.dashboards.cli.options import (
     as_json,
     options,
 )
-from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table
-from ridgeplan.dashboards.cli.planning.answer import LONGEST_NAME, briefly, shortened
+from ridgeplan.dashboards.cli.output import briefly, number, print_json, print_notes, print_table
+from ridgeplan.dashboards.cli.planning.answer import LONGEST_NAME, shortened
 from ridgeplan.dashboards.cli.planning.options import (
     DEFAULT_NEW_TOKENS,
     batch,
@@ -65,7 +65,7 @@ def compare(
     if plans:
         _forbid(ctx, max_model_len, presets, rest)
         saved = [SavedPlanFile().convert(path, None, None) for path in plans]
-        held = {name: rest[name] for name in ("memory_utilization", "memory_limit")}
+        held = {name: rest[name] for name in ("memory_utilization", "memory_limit", "host_memory")}
         found = compare_saved(saved, gpus, **held)
     else:
         if not gpus:

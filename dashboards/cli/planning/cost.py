@@ -15,8 +15,8 @@ from ridgeplan.dashboards.cli.options import (
     as_json,
     options,
 )
-from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table
-from ridgeplan.dashboards.cli.planning.answer import LONGEST_NAME, briefly, shortened
+from ridgeplan.dashboards.cli.output import briefly, number, print_json, print_notes, print_table
+from ridgeplan.dashboards.cli.planning.answer import LONGEST_NAME, shortened
 from ridgeplan.dashboards.cli.planning.options import (
     BATCH,
     context_of,
@@ -47,7 +47,8 @@ from ridgeplan.planner.questions.cost import BATCHES, CostRow, Limits, ServingCo
     click.option(*BATCH[:-1], "batches", type=COUNT_LIST, default=",".join(map(str, BATCHES)), show_default=True,
                  help="Sequences at a time, such as 1..64 or 1,4,16."),
     new_tokens,
-    click.option("--ttft-max", type=TIME, help="Longest time to a request's first token, such as 2s."),
+    click.option("--ttft-max", type=TIME,
+                 help="Longest time of a request's own prompt, without waiting for others, such as 2s."),
     click.option("--tpot-max", type=TIME, help="Longest time per token of a request, such as 20ms."),
     click.option("--preset", help="Only this named plan.  [default: the fastest that runs]"),
     limits,
@@ -87,7 +88,7 @@ def _print(found: ServingCost) -> None:
     several = len({row.gpu for row in found.rows}) > 1
     rows = [_cells(row, several) for row in found.rows]
     print_notes(found.notes)
-    print_table("TTFT and TPOT of one request, tokens/s of a GPU", COLUMNS, rows)
+    print_table("TTFT of a request's own prompt, without waiting; tokens/s of a GPU", COLUMNS, rows)
     best = found.cheapest
     if best is None:
         click.echo("none fits and meets the limits; larger limits, a shorter --ctx or another --gpu may")

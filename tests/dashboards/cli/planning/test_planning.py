@@ -28,9 +28,12 @@ def test_both_answers_are_shown_and_marked(invoke: Any) -> None:
     assert not (missing_execution(running) or missing_head(running))
     assert best["predicted"]["tpot_ms"] < answer["predicted"]["tpot_ms"]
     assert 0 < answer["predicted"]["beats_plain"] <= 1
-    text = invoke("recommend", *QUESTION, "--all").stdout
+    lines = invoke("recommend", *QUESTION, "--all").stdout
+    text = " ".join(lines.split())  # as it is wrapped
     assert f"runs here: {answer['preset']}" in text
     assert f"best of all: {best['preset']}" in text
+    assert f"{answer['preset']}: recommended" in text
+    assert [line for line in lines.splitlines() if len(line) > 80] == []
 
 
 @pytest.mark.parametrize(("model", "runs"), [("Qwen/Qwen3-8B", True), ("openai/gpt-oss-20b", False)])
