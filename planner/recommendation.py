@@ -61,8 +61,7 @@ class Recommendation(Table):
     best_estimated: the best plan of all, which is only estimated; None where that is the plan itself, or one that runs
     as fast. adaptive: the plan with a gamma that adapts to what drafts are accepted; None where it drafts nothing or
     more memory does not fit. model_runs: whether the runtime executes the model at all; if not, every plan is only
-    estimated. backend: what is to execute the plan. on_device: where layers are on the host, what would make a plan fit
-    the device alone.
+    estimated. backend: what is to execute the plan. on_device: where no plan fits the device alone, what would.
     """
 
     plan: Plan
@@ -122,13 +121,11 @@ class Recommendation(Table):
 
     @property
     def warning(self) -> str | None:
-        """Where the plan is no plain success: that it does not fit the device alone, or is slower than people read."""
-        layers, predicted = self.predicted.offloaded_layers, self.predicted
-        slow = predicted.best.tpot_ms > READING_TPOT_MS
-        if not layers:
+        """Where the plan is no plain success: nothing fits the device alone, or it is slower than people read."""
+        slow = self.predicted.best.tpot_ms > READING_TPOT_MS
+        if not self.on_device:
             return "Slower than people read" if slow else None
-        on_host = f"{size_text(predicted.host_bytes)} of {size_text(self.host_limit_bytes)} there"
-        told = f"Does not fit the GPU alone: {_layers(layers)} on the host, {on_host}"
+        told = f"Does not fit the GPU alone: {on_host_text(self.predicted, self.host_limit_bytes)}"
         return f"{told}; slower than people read" if slow else told
 
     @property
@@ -222,8 +219,10 @@ class Recommendation(Table):
         return sum(op.seconds for op in target if category(op.kind) == "attention") / sum(op.seconds for op in target)
 
 
-def _layers(count: int) -> str:
-    return "KV of 1 layer is" if count == 1 else f"KV of {count} layers is"
+def on_host_text(predicted: Prediction, limit_bytes: float) -> str:
+    """How many layers are on the host, and what they take of it."""
+    layers = "1 layer" if predicted.offloaded_layers == 1 else f"{predicted.offloaded_layers} layers"
+    return f"KV of {layers} is on the host, {size_text(predicted.host_bytes)} of {size_text(limit_bytes)} there"
 
 
 def _bottleneck(attention_share: float) -> str:

@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 
 from ridgeplan.dashboards.charts.style import BLUE, GREEN, GREY, ORANGE, below, log_ticks, styled
 from ridgeplan.planner.curves.batches import BatchCurve, frontier
+from ridgeplan.planner.interface.short_names import briefly
 from ridgeplan.planner.quality import Quality, quality_of
 
 QUALITY_COLORS = {Quality.EXACT: GREEN, Quality.NEAR_LOSSLESS: BLUE, Quality.LOSSY: ORANGE}
@@ -54,8 +55,11 @@ def _add_frontier(figure: go.Figure, curves: Mapping[str, BatchCurve]) -> None:
         return
     names, x, y = zip(*points, strict=True)
     best = frontier(np.array(x), np.array(y))
-    labels = [names[place] if at == 0 or names[best[at - 1]] != names[place] else "" for at, place in enumerate(best)]
+    first = [at == 0 or names[best[at - 1]] != names[place] for at, place in enumerate(best)]
+    labels = [briefly(names[place]) if begins else "" for place, begins in zip(best, first, strict=True)]
     line = {"x": [x[place] for place in best], "y": [y[place] for place in best], "hoverinfo": "skip"}
     figure.add_scatter(name="best that runs and is allowed", mode="lines", opacity=0.5, **line,
                        line={"color": GREY, "width": 7})  # fmt: skip
-    figure.add_scatter(mode="text", text=labels, textposition="bottom left", showlegend=False, **line)
+    middle = (min(line["x"]) * max(line["x"])) ** 0.5
+    sides = ["top right" if value < middle else "bottom left" for value in line["x"]]  # away from the edges
+    figure.add_scatter(mode="text", text=labels, textposition=sides, showlegend=False, **line)

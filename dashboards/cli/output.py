@@ -23,11 +23,6 @@ if TYPE_CHECKING:
 
 PIPE_COLUMNS = 140  # width of tables without a terminal
 TEXT_COLUMNS = 80  # of paragraphs
-# What descriptions of plans say in fewer letters where columns are narrow.
-BRIEFLY = (
-    ("drafts on upper codes", "upper"), ("drafts on full codes", "full"), (" of ", ":"), (", w4 drafts", "/w4"),
-    (" KV", ""), (" + ", "+"),
-)  # fmt: skip
 
 
 def print_json(data: Any) -> None:
@@ -40,13 +35,6 @@ def number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 
-def briefly(name: str) -> str:
-    """A plan's description for a narrow column: `w8+int4x2+upper:quest/w4`. Presets keep their names."""
-    for words, letters in BRIEFLY:
-        name = name.replace(words, letters)
-    return name
-
-
 def wrapped(line: str) -> str:
     """A line in as many as 80 columns need, those after the first further in. Words stay whole."""
     inner = " " * (len(line) - len(line.lstrip()) + 2)
@@ -56,21 +44,23 @@ def wrapped(line: str) -> str:
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Prints a titled table on stdout; the first and the last column hold words, the others figures.
 
-    Nothing is drawn between columns, so that most tables fit 80 of them; a last column without any word is left out.
-    """
+    which stand one or two characters apart, so that most"""
     from rich.markup import escape
     from rich.table import Table
 
     body = list(rows)
     shown = len(columns) if any(row[-1] for row in body) else len(columns) - 1
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    widths = [max(map(len, column)) for column in zip(columns[:shown], *(row[:shown] for row in body), strict=True)]
+    screen = console()
+    gap = 2 if sum(widths) + 2 * (shown - 1) <= screen.width else 1
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for index, column in enumerate(columns[:shown]):
         words = index in (0, len(columns) - 1)
         table.add_column(column, justify="left" if words else "right", overflow="fold", no_wrap=not words)
     for row in body:
         table.add_row(*map(escape, row[:shown]))
     click.echo(title)
-    console().print(table)
+    screen.print(table)
 
 
 def print_notes(notes: Iterable[str]) -> None:

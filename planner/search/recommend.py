@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION, peak_bytes
@@ -12,7 +12,7 @@ from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.prediction import Prediction, predict_all
 from ridgeplan.planner.presets import PRESETS
 from ridgeplan.planner.quality import stated_losses
-from ridgeplan.planner.recommendation import Alternative, Recommendation
+from ridgeplan.planner.recommendation import Alternative, Recommendation, on_host_text
 from ridgeplan.planner.search.candidates import Candidate, search
 from ridgeplan.planner.search.choice import chosen, contenders, preference, sampled_scores, why_preferred
 from ridgeplan.planner.search.nothing_fits import on_device, tightest, why_nothing_fits
@@ -72,6 +72,7 @@ def _answer(asked: Question, memory_limit: float | str | None, memory_utilizatio
     possible = _possible(candidates, question)
     if not possible:
         raise why_nothing_fits(question, memory_utilization)
+    alone = any(not one.host_bytes for one in possible)  # whether anything fits without the host
     level, best_of_all = contenders(possible, question), _best_of_all(asked, candidates, possible[0])
     listed = _listed(candidates, [*possible[:MAX_UNNAMED], *level])
     plans = [autoregressive(asked.workload), *(one.plan for one in listed)]
@@ -86,10 +87,10 @@ def _answer(asked: Question, memory_limit: float | str | None, memory_utilizatio
         best_estimated=best_of_all and _estimated(*best_of_all, predictions, baseline),
         alternatives=tuple(_alternatives(listed, winner, predictions, baseline, question)),
         losses=tuple(stated_losses(winner.plan, saved_rows())),
-        notes=tuple(asked.notes(memory_limit)),
+        notes=(*_placed(predictions[winner], alone, question), *asked.notes(memory_limit)),
         memory_limit_bytes=question.memory_limit_bytes,
         host_limit_bytes=question.host_limit_bytes,
-        on_device=on_device(question, memory_utilization) if winner.host_bytes else (),
+        on_device=() if alone else on_device(question, memory_utilization),
         model_runs=missing_architecture(asked.shape) is None and not asked.profile.hardware.is_amd,
         backend=question.backend,
         adaptive=_adaptive(winner.plan, question),
@@ -100,6 +101,12 @@ def _possible(candidates: Sequence[Candidate], question: Question) -> list[Candi
     """Those that run and fit; with other sizes of groups, which may fit the device alone, where the best does not."""
     found = [one for one in candidates if one.rejection(question) is None]
     return found if found and not found[0].host_bytes else _ranked([*found, *tightest(question)])
+
+
+def _placed(predicted: Prediction, alone: bool, question: Question) -> Iterator[str]:
+    """That layers are on the host although plans without them fit, which are slower."""
+    if alone and predicted.offloaded_layers:
+        yield f"{on_host_text(predicted, question.host_limit_bytes)}; slower without"
 
 
 def _adaptive(plan: Plan, question: Question) -> Plan | None:

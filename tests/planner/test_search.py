@@ -144,6 +144,16 @@ def test_a_plan_with_layers_on_the_host_names_what_would_fit_without(h200_profil
             assert ask(h200_profile, **asked | one.changes).predicted.offloaded_layers == 0
 
 
+def test_layers_on_the_host_that_only_make_a_plan_faster_are_a_note(h200_profile):
+    """Of 20 sequences of 90,803 tokens INT8 KV fits; lower codes of a few layers on the host are faster."""
+    answer = ask(h200_profile, context=90_803, batch=20)
+    assert answer.predicted.offloaded_layers
+    assert (answer.warning, answer.on_device) == (None, ())
+    assert answer.notes[0].startswith(f"KV of {answer.predicted.offloaded_layers} layers is on the host")
+    slower = [one for one in answer.alternatives if one.rejected.startswith("slower")]
+    assert any(not one.predicted.offloaded_layers for one in slower)
+
+
 @pytest.mark.parametrize(("memory", "slow"), [(16e9, False), (21e9, True)])
 def test_a_plan_slower_than_people_read_says_so(h200_profile, memory, slow):
     answer = ask(h200_profile, memory_limit=memory, quality="exact" if slow else "near-lossless")

@@ -9,9 +9,10 @@ import click
 
 from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.options import as_json, options
-from ridgeplan.dashboards.cli.output import briefly, print_json, print_table, wrapped
+from ridgeplan.dashboards.cli.output import print_json, print_table, wrapped
 from ridgeplan.planner import PRESETS, Workload
 from ridgeplan.planner.interface.quantities import GB, tokens_text
+from ridgeplan.planner.interface.short_names import briefly
 from ridgeplan.planner.presets import describe
 from ridgeplan.planner.quality import quality_of
 from ridgeplan.planner.support import missing_architecture, missing_execution

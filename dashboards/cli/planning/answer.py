@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from ridgeplan.dashboards.cli.output import briefly, number, wrapped
+from ridgeplan.dashboards.cli.output import number, wrapped
 from ridgeplan.planner import Prediction, Recommendation
 from ridgeplan.planner.interface.glossary import SOURCE_WORDS
 from ridgeplan.planner.interface.quantities import GB, size_text, time_text, tokens_text
+from ridgeplan.planner.interface.short_names import briefly
 from ridgeplan.planner.recommendation import Alternative
 from ridgeplan.roofline.device import GIB
 

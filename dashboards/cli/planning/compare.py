@@ -15,7 +15,7 @@ from ridgeplan.dashboards.cli.options import (
     as_json,
     options,
 )
-from ridgeplan.dashboards.cli.output import briefly, number, print_json, print_notes, print_table
+from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table
 from ridgeplan.dashboards.cli.planning.answer import LONGEST_NAME, shortened
 from ridgeplan.dashboards.cli.planning.options import (
     DEFAULT_NEW_TOKENS,
@@ -28,6 +28,7 @@ from ridgeplan.dashboards.cli.planning.options import (
     priced_by,
 )
 from ridgeplan.planner.interface.quantities import GB, tokens_text
+from ridgeplan.planner.interface.short_names import briefly
 from ridgeplan.planner.questions.comparison import ComparedPlan, PlanComparison, compare_saved
 from ridgeplan.planner.questions.comparison import compare as compared
 

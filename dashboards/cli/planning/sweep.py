@@ -19,10 +19,11 @@ from ridgeplan.dashboards.cli.options import (
     as_json,
     options,
 )
-from ridgeplan.dashboards.cli.output import briefly, number, print_json, print_notes, print_table, write_atomically
+from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table, write_atomically
 from ridgeplan.dashboards.cli.planning.answer import LONGEST_NAME, shortened
 from ridgeplan.dashboards.cli.planning.options import BATCH, CTX, GPU_HELP, limits, new_tokens, priced_by
 from ridgeplan.planner.interface.quantities import GB, tokens_text
+from ridgeplan.planner.interface.short_names import briefly
 from ridgeplan.planner.questions.grid_sweep import AXES, TURNS, GridSweep, grid_sweep, parse_axes
 
 FORMATS = (".csv", ".json", ".html")

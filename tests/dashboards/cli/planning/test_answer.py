@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from ridgeplan.dashboards.cli.output import briefly, number
+from ridgeplan.dashboards.cli.output import number
+from ridgeplan.planner.interface.short_names import briefly
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 QUESTIONS: dict[str, tuple[object, ...]] = {
