@@ -13,6 +13,7 @@ from ridgeplan.planner.interface.short_names import briefly
 from ridgeplan.planner.quality import Quality, quality_of
 
 QUALITY_COLORS = {Quality.EXACT: GREEN, Quality.NEAR_LOSSLESS: BLUE, Quality.LOSSY: ORANGE}
+LABEL_ABOVE = -38  # pixels from a point to its name, clear of the other lines
 QUALITY_SYMBOLS = {Quality.EXACT: "circle", Quality.NEAR_LOSSLESS: "square", Quality.LOSSY: "diamond"}
 
 
@@ -55,11 +56,12 @@ def _add_frontier(figure: go.Figure, curves: Mapping[str, BatchCurve]) -> None:
         return
     names, x, y = zip(*points, strict=True)
     best = frontier(np.array(x), np.array(y))
-    first = [at == 0 or names[best[at - 1]] != names[place] for at, place in enumerate(best)]
-    labels = [briefly(names[place]) if begins else "" for place, begins in zip(best, first, strict=True)]
-    line = {"x": [x[place] for place in best], "y": [y[place] for place in best], "hoverinfo": "skip"}
-    figure.add_scatter(name="best that runs and is allowed", mode="lines", opacity=0.5, **line,
+    x, y = ([axis[place] for place in best] for axis in (x, y))
+    figure.add_scatter(name="best that runs and is allowed", mode="lines", opacity=0.5, x=x, y=y, hoverinfo="skip",
                        line={"color": GREY, "width": 7})  # fmt: skip
-    middle = (min(line["x"]) * max(line["x"])) ** 0.5
-    sides = ["top right" if value < middle else "bottom left" for value in line["x"]]  # away from the edges
-    figure.add_scatter(mode="text", text=labels, textposition=sides, showlegend=False, **line)
+    middle = (x[0] * x[-1]) ** 0.5
+    for at, place in enumerate(best):
+        if at == 0 or names[best[at - 1]] != names[place]:
+            side = "left" if x[at] < middle else "right"  # away from the edge
+            figure.add_annotation(text=briefly(names[place]), x=np.log10(x[at]), y=np.log10(y[at]), xanchor=side,
+                                  ax=0, ay=LABEL_ABOVE, arrowwidth=1, arrowhead=0, arrowcolor=GREY)  # fmt: skip

@@ -66,7 +66,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 def print_notes(notes: Iterable[str]) -> None:
     """Prints caveats, one to a line."""
     for note in notes:
-        click.echo(f"note: {note}")
+        click.echo(wrapped(f"note: {note}"))
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -15,7 +15,7 @@ from ridgeplan.planner.published.case import Case
 from ridgeplan.planner.published.memory import fits
 from ridgeplan.planner.published.metrics import METRICS
 
-ROW_HEIGHT = 26  # pixels of a line of `dumbbells`
+ROW_HEIGHT = 30  # pixels of a line of `dumbbells`
 
 
 def table_rows(paper: str, table: str, metric: str, *, case: str = "", **changes: Any) -> list[Row]:

@@ -16,7 +16,7 @@ from ridgeplan.dashboards.cli.options import (
     as_json,
     options,
 )
-from ridgeplan.dashboards.cli.output import number, print_json, print_table, write_atomically
+from ridgeplan.dashboards.cli.output import number, print_json, print_table, wrapped, write_atomically
 from ridgeplan.dashboards.cli.planning.options import (
     BATCH,
     CTX,
@@ -120,13 +120,13 @@ def _print(found: PlanEstimate) -> None:
     workload, predicted = found.plan.workload, found.predicted
     size = f"{workload.context} tokens of context, batch {workload.batch}"
     misfit = "" if found.fits else f"; does not fit {size_text(found.question.memory_limit_bytes)}"
-    click.echo(f"{workload.model} on {workload.hardware}, {size} [{predicted.source}]{misfit}")
+    click.echo(wrapped(f"{workload.model} on {workload.hardware}, {size} [{predicted.source}]{misfit}"))
     click.echo(f"  [{predicted.source}]: {SOURCE_WORDS[predicted.source]}")
     for loss in found.losses:
-        click.echo(f"  gives up: {loss}")
+        click.echo(wrapped(f"  gives up: {loss}"))
     unsupported = only_estimated(found.plan, found.shape) or missing_head(found.plan)
     for note in (*found.notes, *([unsupported] if unsupported else [])):
-        click.echo(f"  note: {note}")
+        click.echo(wrapped(f"  note: {note}"))
     rows = [(found.name, *figures(predicted), _adapting(found.plan)),
             ("plain decoding", *figures(found.baseline), "")]  # fmt: skip
     print_table("Prediction (TTFT and tokens/s of the whole batch)", ("plan", *FIGURES, ""), rows)
