@@ -54,9 +54,9 @@ def _add_frontier(figure: go.Figure, curves: Mapping[str, BatchCurve]) -> None:
     points = [(name, *pair) for name, one in curves.items() for pair in zip(one.per_user, one.per_gpu, strict=True)]
     if not points:
         return
-    names, x, y = zip(*points, strict=True)
-    best = frontier(np.array(x), np.array(y))
-    x, y = ([axis[place] for place in best] for axis in (x, y))
+    names, per_user, per_gpu = zip(*points, strict=True)
+    best = frontier(np.array(per_user), np.array(per_gpu))
+    x, y = ([axis[place] for place in best] for axis in (per_user, per_gpu))
     figure.add_scatter(name="best that runs and is allowed", mode="lines", opacity=0.5, x=x, y=y, hoverinfo="skip",
                        line={"color": GREY, "width": 7})  # fmt: skip
     middle = (x[0] * x[-1]) ** 0.5
