@@ -29,18 +29,19 @@ from ridgeplan.roofline.term_math import indicator, is_symbolic, maximum, minimu
 
 @dataclass(frozen=True)
 class Offloading:
-    """Memory with as many layers offloaded as needed, and these layers."""
+    """Memory with as many layers offloaded as needed, and these layers. host_bytes: what they take of the host."""
 
     memory: MemoryBreakdown
     host: HostLayers
+    host_bytes: Term
 
 
 def offload_layers(shape: ModelShape, device: Device, strategy: Strategy) -> Offloading:
     """Offloads just enough layers for the peak to fit (SpeContext, Eq 8), where the strategy allows any."""
     parts = resident_memory(shape, device, strategy)
     memory, layers = _offloaded(shape, device, strategy, parts)
-    token_bytes = _host_bytes_per_layer(shape, strategy, parts) / strategy.held_tokens
-    return Offloading(memory, HostLayers(layers, token_bytes))
+    layer_bytes = _host_bytes_per_layer(shape, strategy, parts)
+    return Offloading(memory, HostLayers(layers, layer_bytes / strategy.held_tokens), layers * layer_bytes)
 
 
 def _offloaded(
