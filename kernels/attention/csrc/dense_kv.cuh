@@ -108,7 +108,7 @@ __device__ __forceinline__ void attend_dense(
 ) {
     stage_queries(rows, q, num_rows, thread);
     const DenseLayout own(thread);
-    slot += thread.lane / 4 * PIECE + 2 * thread.warp;
+    const int token = thread.lane / 4 * PIECE + 2 * thread.warp;  // of a tile, the lane's first
 #pragma unroll 1
     for (; tiles > 0; tiles--, slot += DENSE_TILE) {
         float x[1][Q_TILES][4];
@@ -117,12 +117,12 @@ __device__ __forceinline__ void attend_dense(
         pipeline.refill_after_values(dense);
         multiply_dense_keys(x, stage, own, thread);
         pipeline.advance();
-        scale_and_mask(x, rows, scale, slot, own, thread);
-        TokenScores<1> scores;
-        stage_probabilities(sums, scores, x, rows, nullptr, first, thread);
+        scale_and_mask(x, rows, scale, slot + token, own, thread);
+        stage_probabilities(sums, x, rows, nullptr, token, first, thread);
         pipeline.refill_after_keys(dense);
-        const int c = thread.lane % 4;  // all queries see what the first one does
-        if (SCORES && !BITS && c < 2 && slot + c < rows.dense_end[0]) scores.store(to + slot + c, rows, c);
+        const int scored = slot + threadIdx.x;  // all queries see what the first one does
+        if (TokenScores<1>::WANTED && threadIdx.x < DENSE_TILE && scored < rows.dense_end[0])
+            to[scored] = rows.sum_of(threadIdx.x);
         stage = pipeline.wait();
         add_dense_values(sums, stage, own, thread);
         pipeline.advance();

@@ -228,10 +228,9 @@ __device__ __forceinline__ void attend_quantized(
     load_queries(own, rows, q, num_rows, scale, thread);
     __syncthreads();
     bool first = true;
-    const int c = thread.lane % 4;
-    if (SCORES) to += group * GROUP + thread.first_token() + 64 * (c / 2) + c % 2;
+    to += group * GROUP + threadIdx.x;
 #pragma unroll 1
-    for (; group < end; group++, to += SCORES ? GROUP : 0) {
+    for (; group < end; group++, to += GROUP) {
         float x[2][Q_TILES][4];
         u32 stage = pipeline.wait();
         scale_queries(rows, own, stage, thread);
@@ -243,10 +242,9 @@ __device__ __forceinline__ void attend_quantized(
         stage = pipeline.wait();
         ValueScales values;
         values.load(stage, thread);
-        TokenScores<2> scores;
-        stage_probabilities(sums, scores, x, rows, &values, first, thread);
+        stage_probabilities(sums, x, rows, &values, thread.first_token(), first, thread);
         pipeline.refill_after_keys(dense);
-        scores.store(to, rows, c);
+        if (SCORES) *to = rows.sum_of(threadIdx.x);
         add_values(sums, stage, thread);
         pipeline.advance();
         first = false;

@@ -158,12 +158,13 @@ struct Accumulator {
 // Turns scores into probabilities and stages them as B operands of the output, times the values' scales where these are
 // codes; `values` is null for full precision. A warp stages before it knows whether a score exceeds its row's
 // reference: one barrier carries that vote. Where it does, or where the `first` tile has no reference yet, all warps
-// update the references and stage again. Leaves the tokens' scores, where these are asked for.
+// update the references and stage again. `token`: of the tile, the first that the lane has scored.
 template <int HALVES>
 __device__ __forceinline__ void stage_probabilities(
-    Accumulator& sums, TokenScores<HALVES>& scores, float (&x)[HALVES][Q_TILES][4], QueryRows& rows,
-    const ValueScales* values, bool first, const ThreadLayout& thread
+    Accumulator& sums, float (&x)[HALVES][Q_TILES][4], QueryRows& rows, const ValueScales* values, int token, bool first,
+    const ThreadLayout& thread
 ) {
+    TokenScores<HALVES> scores;
     float row_sum[Q_TILES][2], zero_sum[Q_TILES][2];
     for (bool may_exceed = true;; may_exceed = first = false) {
         const u32 unit = u32(29 - sums.exponent) * 0x04000400u;  // the half 2^(14 - exponent), twice
@@ -196,6 +197,7 @@ __device__ __forceinline__ void stage_probabilities(
             // Summed up here, or the compiler carries all probabilities across the barrier and spills.
             asm volatile("" : "+f"(row_sum[t][0]), "+f"(row_sum[t][1]), "+f"(zero_sum[t][0]), "+f"(zero_sum[t][1]));
         }
+        scores.stage(rows, token, thread.lane % 4);
         const u32 limit = values || !BF16 ? MAX_P_HALF : MAX_P_BF16;
         bool exceeds = max(largest & 0xFFFF, largest >> 16) > limit;
         if (values) exceeds |= values->exponent > sums.exponent;
