@@ -100,6 +100,14 @@ __device__ __forceinline__ void add_dense_values(
     }
 }
 
+// Stores the scores of a tile that begins at `slot`, a token per thread; all queries see what the first one does.
+__device__ __forceinline__ void store_dense_scores(
+    float* to, const QueryRows& rows, int slot, const ThreadLayout& thread
+) {
+    const int token = 32 * thread.warp + thread.lane;
+    if (token < DENSE_TILE && slot + token < rows.dense_end[0]) to[slot + token] = rows.sum_of(token);
+}
+
 // Attends to `tiles` dense tiles from slot `slot` on; `first`: nothing was attended to before. scale: to base 2. to:
 // score of slot 0; where there are codes, these tokens have none.
 __device__ __forceinline__ void attend_dense(
@@ -113,19 +121,20 @@ __device__ __forceinline__ void attend_dense(
     for (; tiles > 0; tiles--, slot += DENSE_TILE) {
         float x[1][Q_TILES][4];
         u32 stage = pipeline.wait();
-        __syncthreads();  // queries are staged, and the last tile's values were read
+        __syncthreads();  // queries and the last tile's scores are staged, and its values were read
+        if (TokenScores<1>::WANTED && !first) store_dense_scores(to, rows, slot - DENSE_TILE, thread);
         pipeline.refill_after_values(dense);
         multiply_dense_keys(x, stage, own, thread);
         pipeline.advance();
         scale_and_mask(x, rows, scale, slot + token, own, thread);
         stage_probabilities(sums, x, rows, nullptr, token, first, thread);
         pipeline.refill_after_keys(dense);
-        const int scored = slot + threadIdx.x;  // all queries see what the first one does
-        if (TokenScores<1>::WANTED && threadIdx.x < DENSE_TILE && scored < rows.dense_end[0])
-            to[scored] = rows.sum_of(threadIdx.x);
         stage = pipeline.wait();
         add_dense_values(sums, stage, own, thread);
         pipeline.advance();
         first = false;
     }
+    if (!TokenScores<1>::WANTED) return;
+    __syncthreads();
+    store_dense_scores(to, rows, slot - DENSE_TILE, thread);
 }

@@ -228,13 +228,15 @@ __device__ __forceinline__ void attend_quantized(
     load_queries(own, rows, q, num_rows, scale, thread);
     __syncthreads();
     bool first = true;
-    to += group * GROUP + threadIdx.x;
+    const int token = 32 * thread.warp + thread.lane;  // whose score the thread stores
+    to += group * GROUP + token;
 #pragma unroll 1
-    for (; group < end; group++, to += GROUP) {
+    for (; group < end; group++) {
         float x[2][Q_TILES][4];
         u32 stage = pipeline.wait();
         scale_queries(rows, own, stage, thread);
-        __syncthreads();  // queries are staged, and the last tile's values were read
+        __syncthreads();  // queries and the last tile's scores are staged, and its values were read
+        if (SCORES && !first) *to = rows.sum_of(token), to += GROUP;
         pipeline.refill_after_values(dense);
         multiply_keys(x, stage, thread);
         pipeline.advance();
@@ -242,11 +244,13 @@ __device__ __forceinline__ void attend_quantized(
         stage = pipeline.wait();
         ValueScales values;
         values.load(stage, thread);
-        stage_probabilities(sums, x, rows, &values, thread.first_token(), first, thread);
+        stage_probabilities(sums, x, rows, &values, thread.scored_token(), first, thread);
         pipeline.refill_after_keys(dense);
-        if (SCORES) *to = rows.sum_of(threadIdx.x);
         add_values(sums, stage, thread);
         pipeline.advance();
         first = false;
     }
+    if (!SCORES) return;
+    __syncthreads();
+    *to = rows.sum_of(token);
 }

@@ -22,7 +22,7 @@ struct ScoreRows {
         if (SCORES == SUM_PROBABILITIES) lse[row] = counts ? __ldcg(head_lse) * LOG2_E : -negative_infinity();
 #endif
     }
-    // The sum of a tile's token, after a barrier that follows its staging.
+    // The sum of a token of the last tile, after a barrier that follows its staging.
     __device__ __forceinline__ float sum_of(int token) const {
 #if SCORES
         return staged[token] + (SCORES == SUM_LOGITS ? origin : 0);
@@ -48,14 +48,16 @@ struct ScoreRows {
     }
 };
 
-// Sums of the tokens of a tile that a warp has scored: rows g and g + 8 of each of `HALVES` products.
+// Sums of the tokens of a tile that a warp has scored: rows g and g + 8 of each of `HALVES` products. The four lanes of a
+// row have the same. Many query tiles form two chains of products, as each waits for the one before.
 template <int HALVES> struct TokenScores {
     static constexpr bool WANTED = SCORES && (HALVES == 2) == (BITS > 0);  // beside codes, dense tokens have none
-    float sums[HALVES][4];
+    static constexpr int CHAINS = Q_TILES >= 4 ? 2 : 1;
+    float sums[CHAINS][HALVES][4];
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int i = 0; i < 4 * HALVES; i++) sums[i / 4][i % 4] = 0;
+        for (int i = 0; i < 4 * HALVES * CHAINS; i++) sums[i / (4 * HALVES)][i / 4 % HALVES][i % 4] = 0;
     }
     // Adds query tile `t`, of which `a` are the scores or their probabilities.
     __device__ __forceinline__ void add(const ScoreRows& rows, int t, const float (&a)[HALVES][4], int c) {
@@ -64,17 +66,20 @@ template <int HALVES> struct TokenScores {
         const float2 weight = *reinterpret_cast<const float2*>(rows.weight + 8 * t + 2 * c);
 #pragma unroll
         for (int h = 0; h < HALVES; h++)
-            mma_m16n8k8_tf32(sums[h], a[h][0], a[h][2], a[h][1], a[h][3], weight.x, weight.y);
+            mma_m16n8k8_tf32(sums[t % CHAINS][h], a[h][0], a[h][2], a[h][1], a[h][3], weight.x, weight.y);
 #endif
     }
     // Stages them; `token`: the tile's that row g of the first product has. Row g + 8 has the next, and the second
     // product those half a group after.
-    __device__ __forceinline__ void stage(ScoreRows& rows, int token, int c) const {
+    __device__ __forceinline__ void stage(ScoreRows& rows, int token) const {
 #if SCORES
-        if (!WANTED || c > 0) return;
+        if (!WANTED) return;
 #pragma unroll
-        for (int h = 0; h < HALVES; h++)
-            *reinterpret_cast<float2*>(rows.staged + token + h * (GROUP / 2)) = make_float2(sums[h][0], sums[h][2]);
+        for (int h = 0; h < HALVES; h++) {
+            float2 sum = make_float2(sums[0][h][0], sums[0][h][2]);
+            if (CHAINS == 2) sum.x += sums[CHAINS - 1][h][0], sum.y += sums[CHAINS - 1][h][2];
+            *reinterpret_cast<float2*>(rows.staged + token + h * (GROUP / 2)) = sum;
+        }
 #endif
     }
 };

@@ -50,6 +50,8 @@ struct ThreadLayout {
     __device__ __forceinline__ int first_token() const {
         return 16 * (lane / 8) + 4 * warp + 2 * (lane / 4 % 2);
     }
+    // The same, from a register that is there anyway.
+    __device__ __forceinline__ int scored_token() const { return int(value_scales - CODE_BYTES) / 2; }
     __device__ __forceinline__ static u32 opaque(u32 x) {
         asm volatile("" : "+r"(x));
         return x;
@@ -197,13 +199,13 @@ __device__ __forceinline__ void stage_probabilities(
             // Summed up here, or the compiler carries all probabilities across the barrier and spills.
             asm volatile("" : "+f"(row_sum[t][0]), "+f"(row_sum[t][1]), "+f"(zero_sum[t][0]), "+f"(zero_sum[t][1]));
         }
-        scores.stage(rows, token, thread.lane % 4);
         const u32 limit = values || !BF16 ? MAX_P_HALF : MAX_P_BF16;
         bool exceeds = max(largest & 0xFFFF, largest >> 16) > limit;
         if (values) exceeds |= values->exponent > sums.exponent;
         if (!__syncthreads_or(may_exceed && (first || exceeds))) break;
         sums.update_row_max(x, rows, values ? values->exponent : 0, first, thread);
     }
+    scores.stage(rows, token);
 #pragma unroll
     for (int i = 0; i < 2 * Q_TILES; i++) {
         sums.row_sum[i / 2][i % 2] += row_sum[i / 2][i % 2];
