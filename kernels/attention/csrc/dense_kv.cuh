@@ -101,18 +101,15 @@ __device__ __forceinline__ void add_dense_values(
 }
 
 // Stores the scores of a tile that begins at `slot`, a token per thread; all queries see what the first one does.
-__device__ __forceinline__ void store_dense_scores(
-    float* to, const QueryRows& rows, int slot, const ThreadLayout& thread
-) {
+__device__ __forceinline__ void store_dense_scores(const QueryRows& rows, int slot, const ThreadLayout& thread) {
     const int token = 32 * thread.warp + thread.lane;
-    if (token < DENSE_TILE && slot + token < rows.dense_end[0]) to[slot + token] = rows.sum_of(token);
+    if (token < DENSE_TILE && slot + token < rows.dense_end[0]) rows.store(slot, token);
 }
 
-// Attends to `tiles` dense tiles from slot `slot` on; `first`: nothing was attended to before. scale: to base 2. to:
-// score of slot 0; where there are codes, these tokens have none.
+// Attends to `tiles` dense tiles from slot `slot` on; `first`: nothing was attended to before. scale: to base 2.
 __device__ __forceinline__ void attend_dense(
     Accumulator& sums, KVPipeline& pipeline, QueryRows& rows, const DenseKV& dense, const u16* q, int num_rows,
-    float scale, int slot, int tiles, bool first, float* to, const ThreadLayout& thread
+    float scale, int slot, int tiles, bool first, const ThreadLayout& thread
 ) {
     stage_queries(rows, q, num_rows, thread);
     const DenseLayout own(thread);
@@ -122,7 +119,7 @@ __device__ __forceinline__ void attend_dense(
         float x[1][Q_TILES][4];
         u32 stage = pipeline.wait();
         __syncthreads();  // queries and the last tile's scores are staged, and its values were read
-        if (TokenScores<1>::WANTED && !first) store_dense_scores(to, rows, slot - DENSE_TILE, thread);
+        if (TokenScores<1>::WANTED && !first) store_dense_scores(rows, slot - DENSE_TILE, thread);
         pipeline.refill_after_values(dense);
         multiply_dense_keys(x, stage, own, thread);
         pipeline.advance();
@@ -136,5 +133,5 @@ __device__ __forceinline__ void attend_dense(
     }
     if (!TokenScores<1>::WANTED) return;
     __syncthreads();
-    store_dense_scores(to, rows, slot - DENSE_TILE, thread);
+    store_dense_scores(rows, slot - DENSE_TILE, thread);
 }

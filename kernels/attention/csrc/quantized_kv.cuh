@@ -219,24 +219,22 @@ __device__ __forceinline__ void add_values(Accumulator& sums, u32 stage, const T
     for (int i = 0; i < 4 && TWO_CHAINS; i++) sums.out[0][0][i] += other[0][0][i];
 }
 
-// Attends to groups `group` to `end` of a row, whose queries are the `num_rows` from `q` on. to: score of its token 0.
+// Attends to groups `group` to `end` of a row, whose queries are the `num_rows` from `q` on.
 __device__ __forceinline__ void attend_quantized(
     Accumulator& sums, KVPipeline& pipeline, QueryRows& rows, const DenseKV& dense, const u16* q, int num_rows,
-    float scale, int group, int end, float* to, const ThreadLayout& thread
+    float scale, int group, int end, const ThreadLayout& thread
 ) {
     u32 own[OWN_TILES][OWN_WORDS][4];
     load_queries(own, rows, q, num_rows, scale, thread);
     __syncthreads();
     bool first = true;
-    const int token = 32 * thread.warp + thread.lane;  // whose score the thread stores
-    to += group * GROUP + token;
 #pragma unroll 1
     for (; group < end; group++) {
         float x[2][Q_TILES][4];
         u32 stage = pipeline.wait();
         scale_queries(rows, own, stage, thread);
         __syncthreads();  // queries and the last tile's scores are staged, and its values were read
-        if (SCORES && !first) *to = rows.sum_of(token), to += GROUP;
+        if (SCORES && !first) rows.store((group - 1) * GROUP, 32 * thread.warp + thread.lane);
         pipeline.refill_after_values(dense);
         multiply_keys(x, stage, thread);
         pipeline.advance();
@@ -252,5 +250,5 @@ __device__ __forceinline__ void attend_quantized(
     }
     if (!SCORES) return;
     __syncthreads();
-    *to = rows.sum_of(token);
+    rows.store((end - 1) * GROUP, 32 * thread.warp + thread.lane);
 }

@@ -163,8 +163,8 @@ struct Accumulator {
 // update the references and stage again. `token`: of the tile, the first that the lane has scored.
 template <int HALVES>
 __device__ __forceinline__ void stage_probabilities(
-    Accumulator& sums, float (&x)[HALVES][Q_TILES][4], QueryRows& rows, const ValueScales* values, int token, bool first,
-    const ThreadLayout& thread
+    Accumulator& sums, float (&x)[HALVES][Q_TILES][4], QueryRows& rows, const ValueScales* values, int token,
+    bool first, const ThreadLayout& thread
 ) {
     TokenScores<HALVES> scores;
     float row_sum[Q_TILES][2], zero_sum[Q_TILES][2];
