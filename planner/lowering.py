@@ -79,7 +79,6 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         draft_scored_keys=choosing.scored_keys_of(shape.layers),
         step_score_bytes=moved_bytes * per_query,
         round_score_bytes=moved_bytes * (not per_query),
-        round_scored_keys=shape.layers * draft_selection(plan).from_verification,
         held_plane_bits=DRAFT_PLANE_BITS * shape.layers * plan.gathers_codes,
         held_keys=choosing.held_keys * choices + target_choosing.held_keys * target_choices,
         held_score_bytes=choosing.held_score_bytes(shape.kv_heads) * (1 if per_query else shape.layers)

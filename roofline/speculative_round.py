@@ -93,8 +93,7 @@ def round_at(
         draft_s=draft_s,
         verify_s=target_with_host_seconds(machine, shape, strategy, host, tokens, pass_s, strategy.gamma * draft_s),
         accept_s=rejection_sampling_seconds(shape, machine, strategy),
-        select_s=_scoring_seconds(machine, _stored_share(machine, strategy) * key_bytes * strategy.round_scored_keys)
-        + _choice_seconds(machine, score_count * strategy.round_score_bytes, shape.layers),
+        select_s=_choice_seconds(machine, score_count * strategy.round_score_bytes, shape.layers),
         flush_s=flush_seconds(shape, machine, strategy) * round_tokens(strategy) / strategy.kv_group,
         overhead_s=machine.round_s,
     )
@@ -235,12 +234,6 @@ def _gather_seconds(
 def _scoring_seconds(machine: Machine, read_bytes: Term) -> Term:
     """Traffic of a selection, which scans what it scores as attention streams; 0 where nothing is scored."""
     return read_bytes / (machine.bandwidth_bytes_per_s * machine.rates["attention"].bandwidth_utilization)
-
-
-def _stored_share(machine: Machine, strategy: Strategy) -> Term:
-    """Bytes of a key that the target reads, over those of one in full precision."""
-    quantized = minimum(strategy.target_bits, 1)
-    return quantized * strategy.target_bits / (8 * machine.element_bytes) + (1 - quantized)
 
 
 def _choice_seconds(machine: Machine, score_bytes: Term, choices: Term) -> Term:

@@ -61,7 +61,6 @@ class Strategy:
     draft_scored_keys: Term
     step_score_bytes: Term  # of scores, per cached token and draft step, summed over layers
     round_score_bytes: Term  # per cached token, once a round, summed over layers
-    round_scored_keys: Term  # keys of one layer that verification reads once more to score them, summed over layers
     held_keys: Term  # kept to choose by, in multiples of one layer's keys, summed over layers
     held_plane_bits: Term  # of codes kept by token, per element of the keys, summed over layers
     held_score_bytes: Term  # kept scores, per cached token

@@ -227,9 +227,9 @@ def report(
             inflated, cases, calibrated, new_tokens, text=text, random_tokens=random_tokens, temperature=temperature,
             calibration=fitted,
             on_progress=lambda what, done, total: bars.update(bar, description=what, completed=done, total=total),
+            on_report=lambda so_far: save(output, so_far.to_dict()),
         )  # fmt: skip
     data = found.to_dict()
-    save(output, data)
     if not as_json:
         print_report(data)
     if breakdown:

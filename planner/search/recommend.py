@@ -169,7 +169,10 @@ def _alternatives(
 def _lost(one: Candidate, winner: Candidate, question: Question) -> str:
     times, memory = one.score / winner.score, question.objective is Objective.MEMORY
     figure = "memory" if memory else "time"
-    if times < 1 or (times == 1 and preference(winner.plan) < preference(one.plan)):
+    preferred = preference(winner.plan) < preference(one.plan)
+    if times < 1 and not preferred:
+        return f"surely slower than the fastest plan: {times:.2f}x the recommended plan's {figure}"
+    if times <= 1 and preferred:
         reason = f"the recommended plan is {why_preferred(winner.plan, one.plan)}"
         return f"within the noise: {times:.2f}x the recommended plan's {figure}, and {reason}"
     return f"{'larger' if memory else 'slower'}: {times:.2f}x the recommended plan's {figure}"

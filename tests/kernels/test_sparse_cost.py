@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ridgeplan.kernels.attention.cost import split_attention_cost
+from ridgeplan.kernels.attention.cost import scores_cost, split_attention_cost
+from ridgeplan.kernels.attention.scores import ScoreRequest, What
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.cost import pack_cost, page_scores_cost, top_k_cost, two_bit_cost
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes
@@ -37,6 +38,16 @@ def test_selections(batch: int, kv_heads: int, q_heads: int, head_dim: int, grou
     scores, index = torch.zeros(batch * kv_heads, 100), torch.zeros(batch * kv_heads, 7, dtype=torch.int32)
     assert top_k_cost(scores, index) == sparse_ops.top_k(batch * kv_heads, 100, 7)
     assert pack_cost(codes, planes) == sparse_ops.pack_draft_planes(batch, kv_heads, head_dim, 6 * group)
+
+
+@SHAPES
+@pytest.mark.parametrize(("what", "relative"), [("logits", 0), ("probabilities", 1)])
+def test_scores(batch: int, kv_heads: int, q_heads: int, head_dim: int, group: int, what: What, relative: int) -> None:
+    """Two of five queries, of six groups in a wider tensor."""
+    q = torch.zeros(batch, 5, q_heads, head_dim)
+    request = ScoreRequest(torch.zeros(batch, kv_heads, 900), "ends", what, torch.zeros(batch, q_heads))
+    expected = sparse_ops.collect_scores(batch, q_heads, kv_heads, 6 * group, 2, relative)
+    assert scores_cost(request, q, 6 * group) == expected
 
 
 @SHAPES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import metadata
@@ -146,13 +146,15 @@ def bench_decode(
     temperature: float = 0.0,
     calibration: Sequence[int] = (),
     on_progress: Progress | None = None,
+    on_report: Callable[[DecodeReport], None] | None = None,
 ) -> DecodeReport:
     """Runs `cases`; those of one context and batch use the same prompts: of `text`, or `random_tokens`.
 
     Plain decoding runs first, as the baseline of its context and batch. Cases with 4-bit drafts run last, so that the
     draft weights take no memory of other cases and are quantized once, which takes up to a minute. Of these the longest
     run first, as their prompts use the memory of the draft weights. calibration: tokens as for
-    `ridgeplan.runtime.load`.
+    `ridgeplan.runtime.load`. on_report: takes the report of the cases so far after each of them, as a run takes minutes
+    and may be interrupted.
     Raises PlanError, UnsupportedPlan or PromptError before anything runs, and WorkloadError for a case that does not
     fit into memory.
     """
@@ -175,6 +177,14 @@ def bench_decode(
         rows[index] = bench.row(case, plans[index], prompts[case.context, case.batch])
         if on_progress is not None:
             on_progress(f"{case.preset}, context {case.context}, batch {case.batch}", len(rows), len(cases))
+        if on_report is not None:
+            on_report(_report(model, temperature, calibration, rows))
+    return _report(model, temperature, calibration, rows)
+
+
+def _report(
+    model: InflatedModel, temperature: float, calibration: Sequence[int], rows: Mapping[int, DecodeRow]
+) -> DecodeReport:
     return DecodeReport(
         device=_device_name(model),
         model=f"{model.hub.model_type}, {model.hub.num_hidden_layers} layers of {model.hub.hidden_size}",
@@ -183,7 +193,7 @@ def bench_decode(
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         temperature=temperature,
         calibration_tokens=len(calibration),
-        rows=tuple(rows[index] for index in range(len(cases))),
+        rows=tuple(rows[index] for index in sorted(rows)),
     )
 
 
