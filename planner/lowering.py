@@ -90,7 +90,9 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         target_score_bytes=target_choosing.moved_score_bytes(shape.kv_heads) * target_choices,
         draft_choices=choices,
         target_choices=target_choices,
-        slot_table_bytes=target_choosing.slot_table_bytes(shape.kv_heads) if target_reads else 0,
+        slot_table_bytes=target_choosing.slot_table_bytes(shape.kv_heads) * target_choices / shape.layers
+        if target_reads
+        else 0,
     )
 
 

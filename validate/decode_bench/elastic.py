@@ -15,6 +15,8 @@ from ridgeplan.planner.prediction import predict
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.execution import quantized_groups
 from ridgeplan.roofline.strategy import ELASTIC_OVERLAP
+from ridgeplan.runtime.drafting.policies import POLICIES
+from ridgeplan.runtime.drafting.policies.sparse import SparsePolicy
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.validate.decode_bench.drifting_cache import DriftingCache
 from ridgeplan.validate.random_rounds import RandomModel, measured_round
@@ -74,9 +76,13 @@ def loading_ms(cache: Cache, plan: Plan, chosen: int) -> tuple[float, float]:
     index = torch.zeros(cache.rows, cache.kv_heads, plan.attention.budget, dtype=torch.int32, device=device)
     count = torch.full(index.shape[:2], chosen, dtype=torch.int32, device=device)
 
+    policy, choice = POLICIES[plan.attention.selection.name], (index, count, 1)
+    assert isinstance(policy, type) and issubclass(policy, SparsePolicy), "a target's selection is a class"
+
     def once() -> None:
+        ahead = cache.begin_loading(lambda _: choice, policy.alike) if policy.known_ahead else None
         for layer in range(cache.first_on_host, cache.layers):
-            cache.load_chosen(layer, (index, count, 1))
+            cache.load_chosen(layer, choice, ahead)
 
     once()
     run = captured(once).replay if device.type == "cuda" else once
