@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ridgeplan.planner.axes.draft_selection import RetrievalHead
 from ridgeplan.planner.plan import Placement, Plan
 from ridgeplan.planner.prediction import predict
 from ridgeplan.roofline.catalog.profile import Profile
@@ -73,7 +74,9 @@ def round_without_limit_ms(model: RandomModel, plan: Plan) -> float | None:
 def loading_ms(cache: Cache, plan: Plan, chosen: int) -> tuple[float, float]:
     """Milliseconds of a step's loads in all layers on the host, without any computation, and the bytes they move."""
     device = cache.lengths.device
-    index = torch.zeros(cache.rows, cache.kv_heads, plan.attention.budget, dtype=torch.int32, device=device)
+    shared = plan.attention.selection == RetrievalHead(level="batch")  # one set for all KV heads
+    sets = 1 if shared else cache.kv_heads
+    index = torch.zeros(cache.rows, sets, plan.attention.budget, dtype=torch.int32, device=device)
     count = torch.full(index.shape[:2], chosen, dtype=torch.int32, device=device)
 
     policy, choice = POLICIES[plan.attention.selection.name], (index, count, 1)
@@ -88,7 +91,8 @@ def loading_ms(cache: Cache, plan: Plan, chosen: int) -> tuple[float, float]:
     run = captured(once).replay if device.type == "cuda" else once
     before, seconds = cache.loads()[1], [_seconds(run, device) for _ in range(REPEATS)]
     store = cache.stores[-1].keys
-    moved = (cache.loads()[1] - before) / REPEATS * 2 * store.shape[4] * store.element_size()
+    token_bytes = 2 * cache.kv_heads // sets * store.shape[4] * store.element_size()
+    moved = (cache.loads()[1] - before) / REPEATS * token_bytes
     return 1e3 * statistics.median(seconds), moved
 
 
