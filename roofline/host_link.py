@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
-from ridgeplan.roofline.execution import GATHER_ROW_BYTES, mean_quantized_tokens
+from ridgeplan.roofline.execution import HOST_PIECE_BYTES, mean_quantized_tokens
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.sparsity.sparse_ops import take_slots
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
@@ -48,12 +48,14 @@ def load_seconds(
 ) -> Term:
     """Seconds to load what one layer's slots miss of `chosen` tokens, in runs of `run_tokens` that lie together.
 
-    Only the tokens that the last step did not choose are loaded (SpeContext, section 5.4). Pieces of less than
-    GATHER_ROW_BYTES take as long as such a row.
+    Only the tokens that the last step did not choose are loaded (SpeContext, section 5.4). Every piece takes as long as
+    one of HOST_PIECE_BYTES, as walks of page tables bound the link, and all of them at least what a copy takes. A
+    token's key and value adjoin.
     """
-    piece_bytes = minimum(run_tokens, chosen) * shape.head_dim * machine.element_bytes
+    piece_bytes = 2 * minimum(run_tokens, chosen) * shape.head_dim * machine.element_bytes
     missed_bytes = chosen * (1 - strategy.overlap) * host.token_bytes
-    return machine.link_seconds("host_gather", missed_bytes * maximum(GATHER_ROW_BYTES / piece_bytes, 1))
+    pieces_s = machine.link_seconds("host_gather", missed_bytes * HOST_PIECE_BYTES / piece_bytes)
+    return maximum(pieces_s, machine.link_seconds("host_copy", missed_bytes))
 
 
 def residency_seconds(machine: Machine, shape: ModelShape, strategy: Strategy, chosen: Term) -> Term:

@@ -203,8 +203,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {
             "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.layer", "kernels.linear.dense",
             "kernels.linear.quantized", "kernels.sampling", "kernels.selection", "kernels.sparse_attention", "planner",
-            "roofline", "roofline.catalog", "roofline.sparsity", "runtime.kv", "runtime.kv.offload", "runtime.model",
-            "runtime.quantization",
+            "roofline", "roofline.catalog", "roofline.sparsity", "runtime.host_memory", "runtime.kv",
+            "runtime.kv.offload", "runtime.model", "runtime.quantization",
             "validate.machine", "validate.progress", "validate.random_decoder", "validate.random_rounds",
             "validate.segments", "validate.timing", "kernels.residency",
         },
