@@ -192,6 +192,11 @@ def mapped(change: Callable[[Any], Any], values: Any) -> Any:
     return change(values)
 
 
+def reshaped(values: Any, shape: tuple[int, ...]) -> Any:
+    """Dataclasses and tuples of numbers and arrays, the arrays in another shape; numbers stay."""
+    return mapped(lambda one: one.reshape(shape) if isinstance(one, np.ndarray) else one, values)
+
+
 def _stacked(items: Sequence[Any], index: np.ndarray) -> Any:
     """Items stacked by index; what is equal in all of them stays as it is."""
     first = items[0]

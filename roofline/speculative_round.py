@@ -156,7 +156,7 @@ def prefill_rates(shape: ModelShape, machine: Machine) -> dict[str, RateTerms]:
 def sampling_seconds(shape: ModelShape, machine: Machine, rows: Term) -> Term:
     """Drawing a token for each of `rows` rows of logits, at a temperature; greedy is faster."""
     sizes = rows, shape.vocab, machine.element_bytes
-    return machine.seconds(ops.filter_logits(*sizes) + ops.draw(*sizes), machine.rates["sampling"], rows)
+    return machine.seconds(ops.filter_logits(*sizes) + ops.draw(*sizes), machine.rates["sampling"], rows, depth=1)
 
 
 def rejection_sampling_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
@@ -165,7 +165,8 @@ def rejection_sampling_seconds(shape: ModelShape, machine: Machine, strategy: St
     filtered = ops.filter_logits(rows, shape.vocab, machine.element_bytes)
     distributions = 1 + minimum(strategy.gamma, 1)  # the residual needs the draft's beside the target's
     drawn = ops.draw(strategy.batch, shape.vocab, machine.element_bytes, distributions)
-    return machine.seconds(filtered + drawn, machine.rates["sampling"], rows)
+    rates = machine.rates["sampling"].at_rows(strategy.queries)
+    return machine.seconds(filtered + drawn, rates, rows, depth=strategy.queries)
 
 
 def quantize_cost(shape: ModelShape, machine: Machine, strategy: Strategy, batch: Term, tokens: Term) -> Cost:

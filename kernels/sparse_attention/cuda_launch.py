@@ -19,6 +19,7 @@ from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.quantized_planes import GROUP, HEAD_DIMS, QuantizedPlanes, key_planes, value_planes
 
 THREADS, WARPS, TILE = 512, 16, 16
+TILES = 3  # of a warp: one that it attends to, and those that are being copied
 MAX_HEADS = 8  # query heads of a KV head
 MAX_ROWS = 4096  # (batch row, KV head) pairs, whose counters are allocated once
 ALIGNMENT = 8  # elements of 16 bytes
@@ -26,7 +27,7 @@ POINTERS = (
     *("q", "keys", "values", "begin", "end", "groups"),
     *("arrivals", "partial", "part_max", "part_sum", "out", "value_rows"),
 )
-CHOICE = ("index", "count", "k", "lse", "threshold", "histogram", "scan_sum", "two_bit")
+CHOICE = ("index", "count", "k", "lse", "scan_sum", "two_bit")
 SIZES = ("batch", "kv_heads", "capacity", "group_capacity", "parts", "sinks", "sets", "index_capacity", "page")
 STRIDES = (
     *("q_batch_stride", "q_head_stride"),
@@ -40,7 +41,7 @@ NO_CHOICE = MappingProxyType(
 class SparseParams(KernelParams):
     """See csrc/sparse_params.cuh."""
 
-    constants = MappingProxyType({"THREADS": THREADS, "WARPS": WARPS, "TILE": TILE, "GROUP": GROUP})
+    constants = MappingProxyType({"THREADS": THREADS, "WARPS": WARPS, "TILE": TILE, "TILES": TILES, "GROUP": GROUP})
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in POINTERS),
@@ -86,24 +87,28 @@ class SparseVariant:
         return (self.heads + 1) // 2 * 2 * self.head_dim
 
 
-def parts_of(rows: int, num_sms: int) -> int:
-    """CTAs of a row: as many as run at once."""
-    return max(1, num_sms // rows)
+def parts_of(rows: int, num_sms: int, least: int = 1) -> int:
+    """CTAs of a row, at least `least`: as many as run at once, or in the fewest turns that give enough."""
+    turns = -(-least * rows // num_sms)  # rounded up
+    return turns * num_sms // rows
 
 
 @dataclass(frozen=True)
 class SparseKernel:
     """A kernel compiled for a variant on one device.
 
-    counters: what calls leave at zero, by the field's name. Calls on one device must not overlap (on several streams,
-    for example): they share the counters.
+    shared_bytes: dynamic shared memory of a CTA, whatever it reads. group_bytes: more for each of its groups, of which it
+    may have most_groups (None: any number). arrivals: int32 [MAX_ROWS], which calls leave at zero. Calls on one device
+    must not overlap (on several streams, for example): they share them.
     """
 
     compiled: Any
     variant: SparseVariant
     num_sms: int
     shared_bytes: int
-    counters: dict[str, Tensor]
+    arrivals: Tensor
+    group_bytes: int = 0
+    most_groups: int | None = None
 
     def run(
         self,
@@ -120,7 +125,8 @@ class SparseKernel:
         scratch tensor [rows, parts, heads].
         """
         rows = codes.batch * codes.kv_heads
-        parts = parts_of(rows, self.num_sms)
+        parts = self.parts(rows, codes.groups)
+        shared_bytes = self.shared_bytes + self.group_bytes * -(-codes.groups // parts)
         heads = torch.empty(3, rows, parts, self.variant.heads, dtype=torch.float32, device=q.device)
         partial = torch.empty(rows, parts, self.variant.entries, dtype=torch.float32, device=q.device)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -129,7 +135,6 @@ class SparseKernel:
             **dict(zip(("begin", "end", "groups"), (x.contiguous() for x in lengths), strict=True)),
             **dict(zip(SIZES, (codes.batch, codes.kv_heads, keys.shape[2], codes.groups, parts), strict=False)),
             **dict(zip(STRIDES, _strides(q, keys, values), strict=True)),
-            **self.counters,
             **choice(heads[2]),
         }
         params = SparseParams(
@@ -143,12 +148,18 @@ class SparseKernel:
             value_rows=value_rows,
             key_codes=key_planes(codes),
             value_codes=value_planes(codes),
+            arrivals=self.arrivals,
             scale=scale,
             **fields,
         )
         with torch.cuda.device(q.device):
-            launch_with_pdl(self.compiled, (rows * parts, 1, 1), (THREADS, 1, 1), params, self.shared_bytes)
+            launch_with_pdl(self.compiled, (rows * parts, 1, 1), (THREADS, 1, 1), params, shared_bytes)
         return out
+
+    def parts(self, rows: int, groups: int) -> int:
+        """CTAs of each of `rows` rows of up to `groups` groups."""
+        least = -(-groups // self.most_groups) if self.most_groups else 1
+        return parts_of(rows, self.num_sms, max(1, least))
 
 
 def supported_variant(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV) -> SparseVariant | None:
@@ -171,19 +182,25 @@ def supported_variant(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedK
 
 @cache
 def compiled_kernel(
-    source: str, entry: str, variant: SparseVariant, device: torch.device, buffers: int, bins: int = 0
+    source: str,
+    entry: str,
+    variant: SparseVariant,
+    device: torch.device,
+    buffers: int,
+    group_bytes: int = 0,
+    most_groups: int | None = None,
 ) -> SparseKernel | None:
-    """The kernel `entry`, with histograms of `bins` counters. None, with one warning, if it does not compile."""
+    """The kernel `entry`, whose warps have `buffers` bytes each. None, with one warning, if it does not compile."""
     shared_bytes = variant.shared_bytes(buffers)
     fallback = f"the CUDA kernel {entry} does not compile, Triton's run instead"
+    largest = shared_bytes + group_bytes * (most_groups or 0)
     text = program(source, SparseParams)
-    kernel = compile_kernel(text, entry, variant.options, device, shared_bytes=shared_bytes, fallback=fallback)
-    if kernel is None:
+    compiled = compile_kernel(text, entry, variant.options, device, shared_bytes=largest, fallback=fallback)
+    if compiled is None:
         return None
-    widths = {"arrivals": 1, **({"histogram": bins} if bins else {})}
-    counters = {name: torch.zeros(MAX_ROWS * width, dtype=torch.int32, device=device) for name, width in widths.items()}
+    arrivals = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return SparseKernel(kernel, variant, num_sms, shared_bytes, counters)
+    return SparseKernel(compiled, variant, num_sms, shared_bytes, arrivals, group_bytes, most_groups)
 
 
 def _aligned(tensor: Tensor) -> bool:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.sparse_attention.cuda_launch import SparseKernel, compiled_kernel, supported_variant
+from ridgeplan.kernels.sparse_attention.cuda_launch import TILES, SparseKernel, compiled_kernel, supported_variant
 
 SOURCE, ENTRY = "sparse_attention/csrc/index_list.cu", "index_list"
-TILES = 3  # of a warp in flight
 
 
 def find_kernel(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV) -> SparseKernel | None:

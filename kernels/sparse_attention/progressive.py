@@ -25,7 +25,6 @@ def progressive_attention(
     groups: Tensor,
     k: Tensor,
     lse: Tensor,
-    threshold: Tensor,
     *,
     max_k: int,
     sinks: int = 0,
@@ -39,25 +38,23 @@ def progressive_attention(
     tokens each KV head chooses of its row's first `groups` groups, at most max_k. The first `sinks` tokens are always
     among them. The chosen ones are read as INT4.
 
-    On Hopper, where it supports the shapes, backend "auto" is one fused kernel. It reads the tokens whose score
-    reaches `threshold`, float32 [B, Hkv] on the device, -inf at first: the k-th best score of the call before, of which
-    it leaves the next one's, in steps of 1/16 of a power of two. So about k tokens are read, the first time all. The
-    other kernels choose the k best, and use no threshold. Calls of the fused kernel on one device must not overlap.
+    On Hopper, where it supports the shapes, backend "auto" is one fused kernel, whose choice is stratified: the row's
+    groups are dealt in turn to `parts` CTAs (group g to part g % parts), and each chooses its share of k among its own
+    groups, shares adding up to k. Scores are compared in steps of 1/8 of a power of two; of those that tie with a part's
+    last one, tokens of its first groups are chosen. The other kernels choose the k best of all. Calls of the fused
+    kernel on one device must not overlap.
 
-    Raises ValueError as `two_bit_scores` and `sparse_decode_attention` do, for k that is not int32 [B], and for another
-    threshold.
+    Raises ValueError as `two_bit_scores` and `sparse_decode_attention` do, and for k that is not int32 [B].
     """
     two_bit_keys = TwoBitKeys.of(codes, planes)
     check_scan(q, two_bit_keys, groups, lse)
     require_rows(codes.batch, torch.int32, begin=begin, end=end, k=k)
     sets = (codes.batch, codes.kv_heads)
-    if threshold.dtype != torch.float32 or threshold.shape != sets or not threshold.is_contiguous():
-        raise ValueError(f"threshold is {threshold.dtype} {list(threshold.shape)}; allowed: float32 {list(sets)}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kernel = find_kernel(q, keys, values, codes) if backend == "auto" else None
     if kernel is not None:
         return progressive_attention_cuda(
-            kernel, q, keys, values, (begin, end, groups), codes, planes, k, lse, threshold, sinks, scale
+            kernel, q, keys, values, (begin, end, groups), codes, planes, k, lse, sinks, scale
         )
     scores = two_bit_scores(q, two_bit_keys, groups, lse, scale=scale, backend=backend)
     scores[:, :, :sinks] = torch.inf

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.quantized_planes import GROUP
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes
 from ridgeplan.kernels.sparse_attention.cuda_launch import (
+    TILES,
     SparseKernel,
     SparseVariant,
     compiled_kernel,
@@ -14,12 +17,20 @@ from ridgeplan.kernels.sparse_attention.cuda_launch import (
 )
 
 SOURCE, ENTRY = "sparse_attention/csrc/progressive.cu", "progressive"
-STAGES, BINS = 2, 1024
+STAGES = 2  # groups of a warp that are being scanned or copied
+GROUP_BYTES = 2 * GROUP  # bins of a group's scores
+MOST_GROUPS = 512  # of a CTA
+STATIC_BYTES = 15 * 1024  # shared memory of a CTA beside its warps' buffers and the bins, at most
 
 
 def buffer_bytes(variant: SparseVariant) -> int:
-    """A warp's buffers: two groups to scan, and a tile of chosen tokens."""
-    return STAGES * variant.stage_bytes + variant.tile_bytes
+    """A warp's buffers: groups to scan, then tiles of chosen tokens."""
+    return max(STAGES * variant.stage_bytes, TILES * variant.tile_bytes)
+
+
+def most_groups(variant: SparseVariant, cta_bytes: int) -> int:
+    """Groups of a CTA whose bins fit into its shared memory of `cta_bytes`."""
+    return min(MOST_GROUPS, (cta_bytes - STATIC_BYTES - variant.shared_bytes(buffer_bytes(variant))) // GROUP_BYTES)
 
 
 def find_kernel(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV) -> SparseKernel | None:
@@ -27,7 +38,8 @@ def find_kernel(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV) -> 
     variant = supported_variant(q, keys, values, codes)
     if variant is None:
         return None
-    return compiled_kernel(SOURCE, ENTRY, variant, q.device, buffer_bytes(variant), BINS)
+    groups = most_groups(variant, torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin)
+    return compiled_kernel(SOURCE, ENTRY, variant, q.device, buffer_bytes(variant), GROUP_BYTES, groups)
 
 
 def progressive_attention_cuda(
@@ -40,12 +52,11 @@ def progressive_attention_cuda(
     planes: DraftPlanes,
     k: Tensor,
     lse: Tensor,
-    threshold: Tensor,
     sinks: int,
     scale: float,
 ) -> Tensor:
     """See `ridgeplan.kernels.sparse_attention.progressive.progressive_attention`; lengths: begin, end and groups."""
-    fields = {"two_bit": planes.key_two_bit, "k": k.contiguous(), "lse": lse, "threshold": threshold, "sinks": sinks}
+    fields = {"two_bit": planes.key_two_bit, "k": k.contiguous(), "lse": lse, "sinks": sinks}
     return kernel.run(
         q, keys, values, lengths, codes, planes.value_rows, scale, lambda scratch: {**fields, "scan_sum": scratch}
     )

@@ -83,11 +83,6 @@ class SparseDraft:
         return torch.zeros(self.size.batch, self.size.heads.q_heads, device=self.bench.device)
 
     @cached_property
-    def threshold(self) -> Tensor:
-        """The least score that is chosen; all variants' are alike."""
-        return torch.full((self.size.batch, self.size.heads.kv_heads), -torch.inf, device=self.bench.device)
-
-    @cached_property
     def index(self) -> Tensor:
         """Random distinct tokens for every KV head, in ascending order."""
         sets = (self.size.batch, self.size.heads.kv_heads)
@@ -116,7 +111,7 @@ class SparseDraft:
         """Scan, choice and attention."""
         begin, end, groups, k = self.lengths
         return progressive_attention(
-            *self.tensors, begin, end, *self.cache(variant), groups, k, self.lse, self.threshold, max_k=self.chosen
+            *self.tensors, begin, end, *self.cache(variant), groups, k, self.lse, max_k=self.chosen
         )
 
     @property

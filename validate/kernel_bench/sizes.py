@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import product
 
 GROUP = 128  # tokens, or inputs of a weight, per scale and minimum
@@ -96,7 +96,10 @@ class SamplingSize:
 
 @dataclass(frozen=True)
 class SparseSize:
-    """A sparse draft's step: each KV head reads `ratio` of `tokens` quantized tokens per sequence."""
+    """A sparse draft's step: each KV head reads `ratio` of `tokens` quantized tokens per sequence.
+
+    clustered: whether those that it scores highest are neighbors, as passages of a text are.
+    """
 
     q_heads: int
     kv_heads: int
@@ -104,6 +107,7 @@ class SparseSize:
     batch: int
     tokens: int
     ratio: float
+    clustered: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,7 +226,7 @@ FULL = Sizes(
     page_scores=_SPARSE[:2],
     top_k=(*_SPARSE[:2], SparseSize(1, 1, 128, 1, 1 << 20, 0.03), SparseSize(32, 256, 128, 1, 131072, 0.07)),
     sparse_attention=_SPARSE,
-    progressive=_SPARSE,
+    progressive=(*_SPARSE, *(replace(size, clustered=True) for size in _SPARSE[:3])),
     scores=_SPARSE[:2],
     host_copy=_RESIDENCY[:2],
     host_store=_RESIDENCY[:2],

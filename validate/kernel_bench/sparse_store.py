@@ -35,7 +35,6 @@ class Store:
     codes: QuantizedKV
     planes: DraftPlanes
     lse: Tensor
-    threshold: Tensor
 
     @classmethod
     def draw(cls, bench: Bench, size: SparseSize, queries: int = 1, lower: bool = False) -> Store:
@@ -43,21 +42,22 @@ class Store:
         heads = (size.kv_heads, size.tokens, size.head_dim)
         variants = bench.variants(size.batch * math.prod(heads) / 4)
         rows = variants * size.batch
+        # Sharp queries, as models have: tokens at the edge of what is chosen weigh little.
+        q = 4 * fresh(bench, size.batch, queries, size.q_heads, size.head_dim)
         codes = QuantizedKV.allocate(
             rows, size.kv_heads, size.tokens // GROUP, GROUP, size.head_dim, bench.device, lower
         )
         first = torch.zeros(1, dtype=torch.int32, device=bench.device)
         for row in range(rows):
             drawn = fresh(bench, 2, 1, *heads)
+            if size.clustered:
+                drawn[0, 0, :, _cluster(size)] += _towards(q[row % size.batch], size.kv_heads)
             quantize(drawn[0], drawn[1], codes.rows(slice(row, row + 1)), first)
         planes = DraftPlanes.allocate(codes)
         pack_draft_planes(codes, planes, first.expand(rows).contiguous(), codes.groups)
-        # Sharp queries, as models have: tokens at the edge of what is chosen weigh little.
-        q = 4 * fresh(bench, size.batch, queries, size.q_heads, size.head_dim)
         keys, values = fresh(bench, 2, size.batch, size.kv_heads, BUFFER_SLOTS, size.head_dim)
         lse = torch.zeros(variants, size.batch, size.q_heads, device=bench.device)
-        threshold = torch.full((variants, size.batch, size.kv_heads), -torch.inf, device=bench.device)
-        return cls(size, q, keys, values, codes, planes, lse, threshold)
+        return cls(size, q, keys, values, codes, planes, lse)
 
     @property
     def variants(self) -> int:
@@ -67,15 +67,14 @@ class Store:
     @property
     def chosen(self) -> int:
         """Tokens that a KV head chooses."""
-        return max(1, int(self.size.ratio * self.size.tokens))
+        return _chosen(self.size)
 
     @property
     def name(self) -> str:
         """The size as shown in tables."""
-        size = self.size
-        return (
-            f"{size.q_heads}/{size.kv_heads} x {size.head_dim}, B{size.batch}, {size.tokens} tokens, {size.ratio:.0%}"
-        )
+        size, neighbors = self.size, ", neighbors" if self.size.clustered else ""
+        heads = f"{size.q_heads}/{size.kv_heads} x {size.head_dim}"
+        return f"{heads}, B{size.batch}, {size.tokens} tokens, {size.ratio:.0%}{neighbors}"
 
     def integers(self, value: int, count: int | None = None) -> Tensor:
         """int32 [count] filled with `value`, by default one per row of the batch."""
@@ -105,12 +104,9 @@ class Store:
         return self.codes.rows(self.rows(variant)), self.planes.rows(self.rows(variant))
 
     def settle(self) -> None:
-        """Leaves the queries' own log-sum-exps and thresholds, as calls before would."""
+        """Leaves the queries' own log-sum-exps, as calls before would."""
         for variant in range(self.variants):
-            keys = TwoBitKeys.of(*self.variant(variant))
-            two_bit_scores(self.q, keys, self.groups, self.lse[variant])
-            scores = two_bit_scores(self.q, keys, self.groups, self.lse[variant])
-            self.threshold[variant] = scores.topk(self.chosen).values[..., -1]
+            two_bit_scores(self.q, TwoBitKeys.of(*self.variant(variant)), self.groups, self.lse[variant])
 
     def full(self, variant: int) -> Tensor:
         """Attention to all upper codes, the kernel that sparse drafts are compared with."""
@@ -127,5 +123,19 @@ class Store:
         codes, planes = self.variant(variant)
         return progressive_attention(
             self.q, self.keys, self.values, *self.window, codes, planes, self.groups, self.k, self.lse[variant],
-            self.threshold[variant], max_k=self.chosen, backend=backend,
+            max_k=self.chosen, backend=backend,
         )  # fmt: skip
+
+
+def _chosen(size: SparseSize) -> int:
+    return max(1, int(size.ratio * size.tokens))
+
+
+def _cluster(size: SparseSize) -> slice:
+    """As many neighbors as are chosen, in the middle."""
+    return slice(size.tokens // 2, size.tokens // 2 + _chosen(size))
+
+
+def _towards(q: Tensor, kv_heads: int) -> Tensor:
+    """A share of each KV head's mean query [Hkv, 1, D], which raises keys' logits by some deviations."""
+    return q.unflatten(1, (kv_heads, -1)).mean((0, 2))[:, None] / 4

@@ -34,6 +34,7 @@ struct Partial {
             x[i] = exp2_approx(x[i] - shift);
             row_sum += x[i];
         }
+        if (!__any_sync(FULL_MASK, rescale != 1)) return;
         const int c = threadIdx.x % 4;
         const float even = __shfl_sync(FULL_MASK, rescale, 8 * c), odd = __shfl_sync(FULL_MASK, rescale, 8 * c + 4);
 #pragma unroll

@@ -1,95 +1,189 @@
-// What a call of progressive attention leaves for the next one to choose by.
+// The choice of a CTA: the best of its own tokens, as a list of tiles for its warps.
 #pragma once
 
 #include "partial_results.cuh"
 #include "scan.cuh"
+#include "tile_pipeline.cuh"
 
-constexpr int COUNTED_LOG2 = 4;  // scores are counted down to the threshold / 2 ** COUNTED_LOG2
+constexpr int MOST_GROUPS = THREADS;       // of a CTA: each has a thread
+constexpr int GROUP_TILES = GROUP / TILE;  // of a group at most
+static_assert(MOST_GROUPS * GROUP_TILES * sizeof(u16) <= BINS * sizeof(u32), "the list lies in the histogram");
 
-struct Choice {
-    LaneQueries scanning;  // queries as the scan takes them
-    u32 histogram[BINS];
-    float scores[WARPS][GROUP];
-    float scan_sums[WARPS][8];
-    u32 later[WARPS];
-    float mean;
+// The groups of a CTA: a row's are dealt to its parts in turn, so each part has an even sample of the row.
+struct OwnGroups {
+    const SparseParams& p;
+    int row, part, row_groups;
+
+    __device__ __forceinline__ OwnGroups(const SparseParams& p)
+        : p(p), row(blockIdx.x / p.parts), part(blockIdx.x % p.parts),
+          row_groups(min(__ldcg(p.groups + row / p.kv_heads), p.group_capacity)) {}
+    __device__ __forceinline__ int count() const { return max(row_groups - part + p.parts - 1, 0) / p.parts; }
+    // The i-th one's number in the row, and among all rows' groups.
+    __device__ __forceinline__ int in_row(int i) const { return part + i * p.parts; }
+    __device__ __forceinline__ i64 stored(int i) const { return i64(row) * p.group_capacity + in_row(i); }
+    // This part's of the row's k: the parts' add up to k. Rows have fewer than 65536 groups.
+    __device__ __forceinline__ int share(int k) const {
+        if (part >= row_groups) return 0;
+        const u32 wanted = min(max(k, 0), row_groups * GROUP), all = row_groups, each = wanted / all, rest = wanted % all;
+        const u32 before = part * (row_groups / p.parts) + min(part, row_groups % p.parts), end = before + count();
+        return each * count() + rest * end / all - rest * before / all;
+    }
 };
 
-// Adds up the CTA's counts and sums in global memory.
-__device__ __forceinline__ void store_counts(const SparseParams& p, const Choice& choice, int row) {
-    u32* const histogram = p.histogram + i64(row) * BINS;
-    for (int i = threadIdx.x; i < BINS; i += THREADS)
-        if (choice.histogram[i]) atomicAdd(histogram + i, choice.histogram[i]);
-    if (threadIdx.x < HEADS) {
-        float sum = 0;
-#pragma unroll
-        for (int warp = 0; warp < WARPS; warp++) sum += choice.scan_sums[warp][threadIdx.x];
-        p.scan_sum[i64(blockIdx.x) * HEADS + threadIdx.x] = sum;
-    }
-}
+struct Choice {
+    union {
+        u32 histogram[BINS];
+        u16 tiles[BINS * 2];  // the list: group * GROUP_TILES + number of the tile in its group
+    };
+    u16 counts[MOST_GROUPS];  // of a group: tokens above the bin, and << 8 those in it; later the chosen ones
+    float scan_sums[WARPS][8];
+    u32 warp_sums[3][WARPS];
+    int bin, ties;  // chosen are all tokens above this bin, and this many of those in it
 
-// Sums of exp(logit - lse) become the next call's log-sum-exps. Far from the last ones they are brought nearer only, as
-// sums of floats may have overflown or vanished. Returns the mean over the query heads: 1 where nothing has changed.
-__device__ __forceinline__ float update_lse(const SparseParams& p, int row) {
-    const int head = threadIdx.x % 32;
-    float sum = 0;
-    if (head < HEADS) {
-#pragma unroll 8
-        for (int part = 0; part < p.parts; part++)
-            sum += __ldcg(p.scan_sum + (i64(row) * p.parts + part) * HEADS + head);
-        sum = fminf(fmaxf(sum, 1e-30f), 1e30f);
-        float* const lse = p.lse + i64(row) * HEADS + head;
-        *lse = __ldcg(lse) + LN_2 * log2f(sum);
+    // Before the scan, by all threads.
+    __device__ __forceinline__ void clear() {
+        for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
+        if (threadIdx.x == 0) bin = BINS, ties = 0;
     }
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(FULL_MASK, sum, step);
-    return sum / HEADS;
-}
+};
 
-// The bin that the score of rank `k` (from 1) falls into, counted from the top, by the thread that finds it; -1 for the
-// others. Leaves zeros in the histogram.
-__device__ __forceinline__ int find_bin(Choice& choice, u32* histogram, int k) {
-    constexpr int OWN = BINS / THREADS;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    u32 counts[OWN], own = 0;
-#pragma unroll
-    for (int i = 0; i < OWN; i++) own += counts[i] = __ldcg(histogram + threadIdx.x * OWN + i);
-#pragma unroll
-    for (int i = 0; i < OWN; i++) histogram[threadIdx.x * OWN + i] = 0;
-    u32 sum = own;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const u32 other = __shfl_down_sync(FULL_MASK, sum, step);
-        if (lane + step < 32) sum += other;
-    }
-    if (lane == 0) choice.later[warp] = sum;
-    __syncthreads();
-    u32 above = sum - own;
-    for (int other = warp + 1; other < WARPS; other++) above += choice.later[other];
-    if (k < 1 || above >= u32(k) || u32(k) > above + own) return -1;
-    int bin = OWN - 1;
-    for (; above + counts[bin] < u32(k); bin--) above += counts[bin];
-    return threadIdx.x * OWN + bin;
-}
+// Bins of a group's tokens, and later the places of those that may be chosen, the ones above the bin first.
+union GroupBins {
+    u16 bins[GROUP];
+    u8 places[GROUP];
+};
 
-// Updates what the next call chooses by: log-sum-exps, and the row's threshold, the k-th best score relative to these.
-// Where fewer than k were counted, the threshold was too high. Scores by log-sum-exps that were far off say nothing: the
-// next call then reads all tokens.
-__device__ __forceinline__ void update_choice(const SparseParams& p, Choice& choice, int row, int tokens) {
-    constexpr float MOST = 16;
-    if (tokens == 0) return;
-    const int sinks = min(p.sinks, tokens), k = __ldcg(p.k + row / p.kv_heads) - sinks;
-    const int bin = find_bin(choice, p.histogram + i64(row) * BINS, k);
-    if (threadIdx.x < 32) {
-        const float mean = update_lse(p, row);
-        if (threadIdx.x == 0) {
-            const bool settled = 1 / MOST < mean && mean < MOST && k < tokens - sinks;
-            choice.mean = settled ? mean : 0;
-            p.threshold[row] = k < 1 ? -negative_infinity()
-                               : settled ? __ldcg(p.threshold + row) - LN_2 * (COUNTED_LOG2 + log2f(mean))
-                                         : negative_infinity();
+// Sums over the CTA's threads: of those before this one, and of all.
+struct BlockSum {
+    u32 before, all;
+
+    __device__ __forceinline__ BlockSum(u32 own, u32 (&warp_sums)[WARPS]) : before(0), all(0) {
+        const int lane = threadIdx.x % 32, own_warp = threadIdx.x / 32;
+        u32 sum = own;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const u32 other = __shfl_up_sync(FULL_MASK, sum, step);
+            if (lane >= step) sum += other;
         }
+        if (lane == 31) warp_sums[own_warp] = sum;
+        __syncthreads();
+#pragma unroll
+        for (int warp = 0; warp < WARPS; warp++) {
+            before += warp < own_warp ? warp_sums[warp] : 0;
+            all += warp_sums[warp];
+        }
+        before += sum - own;
     }
+};
+
+// Finds the bin of the token of rank `share`, from the top. Sinks, which are in the last bin, are chosen anyway.
+__device__ __forceinline__ void find_bin(Choice& choice, int share, int k) {
+    constexpr int OWN = BINS / THREADS;
+    const int first = BINS - OWN * (threadIdx.x + 1);
+    u32 counts[OWN], own = 0;
+    ld_shared(counts, choice.histogram + first);
+#pragma unroll
+    for (int i = 0; i < OWN; i++) own += counts[i];
+    const u32 rank = max(share, min(k, int(choice.histogram[BINS - 1])));
+    u32 above = BlockSum(own, choice.warp_sums[0]).before;
+#pragma unroll
+    for (int i = OWN - 1; i >= 0; i--) {
+        if (above < rank && rank <= above + counts[i]) choice.bin = first + i, choice.ties = rank - above;
+        above += counts[i];
+    }
+}
+
+// Appends the marked tokens of a group to the `count` places there are.
+__device__ __forceinline__ int append(u8* places, int count, const u32 (&marked)[GROUP / 32]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < GROUP / 32; r++) {
+        if (marked[r] >> lane & 1) places[count + __popc(marked[r] & ((1u << lane) - 1))] = 32 * r + lane;
+        count += __popc(marked[r]);
+    }
+    return count;
+}
+
+// Replaces a group's bins by the places of its tokens above the chosen bin and of those in it, and counts both.
+__device__ __forceinline__ void list_places(Choice& choice, GroupBins& group, int i) {
+    const int lane = threadIdx.x % 32, bin = choice.bin;
+    u32 above[GROUP / 32], tied[GROUP / 32], any_tied = 0;
+#pragma unroll
+    for (int r = 0; r < GROUP / 32; r++) {
+        const int own = group.bins[32 * r + lane];
+        above[r] = __ballot_sync(FULL_MASK, own > bin);
+        any_tied |= tied[r] = __ballot_sync(FULL_MASK, own == bin);
+    }
+    __syncwarp();  // all have read the bins
+    const int num_above = append(group.places, 0, above);
+    const int count = any_tied ? append(group.places, num_above, tied) : num_above;
+    if (lane == 0) choice.counts[i] = num_above | (count - num_above) << 8;
+}
+
+// Lists the tiles of the chosen tokens; returns how many there are. Of ties, the first groups' are chosen.
+__device__ __forceinline__ int list_tiles(Choice& choice, int groups) {
+    const int group = threadIdx.x, counts = group < groups ? choice.counts[group] : 0;
+    const int above = counts & 0xFF, tied = counts >> 8;
+    const int ties_before = BlockSum(tied, choice.warp_sums[1]).before;
+    const int taken = above + min(tied, max(choice.ties - ties_before, 0)), tiles = (taken + TILE - 1) / TILE;
+    const BlockSum sum(tiles, choice.warp_sums[2]);
+    choice.counts[group] = taken;
+    for (int i = 0; i < tiles; i++) choice.tiles[sum.before + i] = group * GROUP_TILES + i;
+    return sum.all;
+}
+
+// Chooses among the CTA's tokens, whose bins all its threads have counted; returns how many tiles there are to attend to.
+__device__ __forceinline__ int choose(Choice& choice, const SparseParams& p, const OwnGroups& own, GroupBins* groups) {
+    const int k = __ldcg(p.k + own.row / p.kv_heads);
+    find_bin(choice, own.share(k), k);
     __syncthreads();
-    if (bin >= 0 && choice.mean > 0) p.threshold[row] = LN_2 * log2f(edge_of(max(bin, 1)) / choice.mean);
+    const int count = own.count();
+    for (int i = threadIdx.x / 32; i < count; i += WARPS) list_places(choice, groups[i], i);
+    __syncthreads();
+    const int tiles = list_tiles(choice, count);
+    __syncthreads();
+    return tiles;
+}
+
+// The tiles of a warp: every WARPS-th of the list.
+struct ChosenTiles {
+    const Choice& choice;
+    const OwnGroups& own;
+    const GroupBins* groups;
+    int next, count;
+
+    __device__ __forceinline__ bool copy_next(TokenTile& tile) {
+        if (next >= count) return false;
+        const int lane = threadIdx.x % 32, listed = choice.tiles[next];
+        const int group = listed / GROUP_TILES, first = listed % GROUP_TILES * TILE;
+        next += WARPS;
+        if (lane < TILE) tile.places[lane] = groups[group].places[first + lane];
+        if (lane == 0) tile.count = min(choice.counts[group] - first, TILE);
+        __syncwarp();
+        start_copy(tile, own.p, own.stored(group));
+        return true;
+    }
+};
+
+// Leaves the CTA's sums of exp(logit - lse) for the last CTA of the row.
+__device__ __forceinline__ void store_scan_sums(const SparseParams& p, const Choice& choice) {
+    if (threadIdx.x >= HEADS) return;
+    float sum = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) sum += choice.scan_sums[warp][threadIdx.x];
+    p.scan_sum[i64(blockIdx.x) * HEADS + threadIdx.x] = sum;
+}
+
+// The row's sums become the next call's log-sum-exps. Far from the last ones they are brought nearer only, as sums of
+// floats may have overflown or vanished. By the last warp, as the first ones have more of the output to join.
+__device__ __forceinline__ void update_lse(const SparseParams& p, const OwnGroups& own) {
+    const int head = int(threadIdx.x) - (THREADS - 32);
+    if (own.row_groups == 0 || head < 0 || head >= HEADS) return;
+    float* const lse = p.lse + i64(own.row) * HEADS + head;
+    const float before = __ldcg(lse);
+    float sum = 0;
+#pragma unroll 8
+    for (int part = 0; part < p.parts; part++)
+        sum += __ldcg(p.scan_sum + (i64(own.row) * p.parts + part) * HEADS + head);
+    *lse = before + LN_2 * log2f(fminf(fmaxf(sum, 1e-30f), 1e30f));
 }

@@ -21,9 +21,8 @@ constexpr int WARPS = 16;
 constexpr int THREADS = 32 * WARPS;
 constexpr int HALF_DIM = HEAD_DIM / 2, QUARTER = HEAD_DIM / 4;
 constexpr int TILE = 16;           // tokens that a warp attends to at a time
-constexpr int BINS = 1024;         // of a score's quantized value, see scan.cuh
-constexpr int STEPS_LOG2 = 4;      // bins per power of two: 16
-constexpr int LOWEST_LOG2 = -56;   // of the scores that are told apart
+constexpr int STEPS_LOG2 = 3;      // bins of a score per power of two: 8, over all positive floats
+constexpr int BINS = 256 << STEPS_LOG2;
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 static_assert(HEADS >= 1 && HEADS <= 8, "query heads are the columns of one product");

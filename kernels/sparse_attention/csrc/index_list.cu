@@ -4,8 +4,7 @@
 // that are near in the list share a tile; several tiles are copied ahead. The last CTA of a row joins the partial results.
 
 #include "partial_results.cuh"
-
-constexpr int TILES = 3;  // of a warp in flight
+#include "tile_pipeline.cuh"
 
 // A warp's walk along its range of a list.
 struct Walk {
@@ -49,28 +48,6 @@ struct Walk {
     }
 };
 
-__device__ __forceinline__ void attend_listed(
-    Partial& partial, const SparseParams& p, const ChosenTokens& chosen, TokenTile* tiles, int row, int part
-) {
-    Walk walk(p, row, part);
-    int copied = 0;
-#pragma unroll
-    for (int i = 0; i < TILES - 1; i++) {
-        copied += walk.copy_next(tiles[i]);
-        cp_async_commit();
-    }
-    int to = TILES - 1;
-    for (int i = 0, from = 0; i < copied; i++) {
-        copied += walk.copy_next(tiles[to]);
-        cp_async_commit();
-        cp_async_wait<TILES - 1>();
-        __syncwarp();
-        chosen.attend(partial, tiles[from]);
-        __syncwarp();
-        from = from + 1 == TILES ? 0 : from + 1, to = to + 1 == TILES ? 0 : to + 1;
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) index_list(const __grid_constant__ SparseParams p) {
     extern __shared__ __align__(16) u8 dynamic[];
     __shared__ Shared shared;
@@ -81,12 +58,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) index_list(const __grid
     if (warp == 0) shared.queries.copy(p, row / p.kv_heads, row % p.kv_heads);
     __syncthreads();
     const Query query(shared.queries);
-    if (warp == 0) shared.attending.store<ChosenTokens::PLANES, true>(query);
+    if (warp == 0) shared.queries_of_lanes.store<ChosenTokens::PLANES, true>(query);
     __syncthreads();
+    Walk walk(p, row, part);
+    TilePipeline pipeline(walk, reinterpret_cast<TokenTile*>(dynamic) + warp * TILES);
     Partial partial;
     attend_recent(partial, p, query, row, part);
-    const ChosenTokens chosen(p, query, shared.attending);
-    attend_listed(partial, p, chosen, reinterpret_cast<TokenTile*>(dynamic) + warp * TILES, row, part);
+    pipeline.attend(partial, ChosenTokens(p, query, shared.queries_of_lanes));
 
     __syncthreads();  // all have read their tiles, which `out` overwrites
     float* const out = reinterpret_cast<float*>(dynamic);  // the warps' sums over values

@@ -5,7 +5,7 @@
 
 struct Shared {
     Queries queries;
-    LaneQueries attending;  // queries as the attention to chosen tokens takes them
+    LaneQueries queries_of_lanes;  // as the scan or the attention to chosen tokens takes them
     float row_max[WARPS][8], row_sum[WARPS][8];
     bool last;  // whether this CTA is the last of its row to arrive
 };

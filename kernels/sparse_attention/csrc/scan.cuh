@@ -1,18 +1,13 @@
-// The scan: logits of a group's tokens from 2-bit keys, and of each token the sum over the query heads of
+// The scan: logits of a group's tokens from 2-bit keys, and of each token the score, the sum over the query heads of
 // exp(logit - lse). A operands are 16 tokens, B the query heads, times the group's scales and rounded to 8 bits.
 #pragma once
 
 #include "queries.cuh"
 #include "stages.cuh"
 
-// Bin of a sum of probabilities: its float's exponent and first bits, so equal steps for every power of two.
-__device__ __forceinline__ int bin_of(float sum) {
-    return min(max(int(__float_as_uint(sum) >> (23 - STEPS_LOG2)) - ((127 + LOWEST_LOG2) << STEPS_LOG2), 0), BINS - 1);
-}
-// The least sum that falls into a bin.
-__device__ __forceinline__ float edge_of(int bin) {
-    return __uint_as_float(u32(bin + ((127 + LOWEST_LOG2) << STEPS_LOG2)) << (23 - STEPS_LOG2));
-}
+// Bin of a sum of probabilities: its float's exponent and first bits, so equal steps for every power of two. The last
+// bin is left to sinks.
+__device__ __forceinline__ int bin_of(float sum) { return __float_as_uint(sum) >> (23 - STEPS_LOG2); }
 
 struct Scan {
     static constexpr int PLANES = 4, WORDS = Runs<PLANES>::WORDS, COUNT = Runs<PLANES>::COUNT;
@@ -45,7 +40,7 @@ struct Scan {
         const int c = threadIdx.x % 4;
         u32 own[COUNT][2], scaled[COUNT][2], largest = 0;
         queries.load(own);
-        float rest[4] = {};
+        float rest[2][4] = {};  // two sums, as products of one depend on each other
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             const int channel = Runs<PLANES>::channel(i, c);
@@ -58,7 +53,7 @@ struct Scan {
                 largest = max_abs_half2(largest, scaled[i][h]);
                 z[h] = fma_half2(s[h], 0x3E003E00u, z[h]);  // 3/2
             }
-            mma_half(rest, z[0], 0, z[1], 0, own[i][0], own[i][1]);
+            mma_half(rest[i % 2], z[0], 0, z[1], 0, own[i][0], own[i][1]);
         }
         float most = fmaxf(fabsf(half_to_float(u16(largest))), fabsf(half_to_float(u16(largest >> 16))));
         most = fmaxf(most, __shfl_xor_sync(FULL_MASK, most, 1));
@@ -77,21 +72,23 @@ struct Scan {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             slope[e] = __shfl_sync(FULL_MASK, unit, 4 * (2 * c + e)) * logit_scale[e];
-            start[e] = fmaf(rest[e], logit_scale[e], -norm[e]) - ZERO * slope[e];
+            start[e] = fmaf(rest[0][e] + rest[1][e], logit_scale[e], -norm[e]) - ZERO * slope[e];
         }
     }
-    // Scores the 128 tokens of a group into `scores`: sums of probabilities by the log-sum-exps of the call before.
-    __device__ __forceinline__ void group(const ScanStage& stage, float* scores) {
-        const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    // Leaves the bins of a group's tokens, by the log-sum-exps of the call before, and counts them. Its first `sinks`
+    // tokens are sinks.
+    __device__ __forceinline__ void group(const ScanStage& stage, u16* bins, u32* histogram, int sinks) {
+        const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
         u32 bytes[COUNT];
         float slope[2], start[2];
         scale_queries(bytes, slope, start, stage);
+        int bin[GROUP / 32];  // stored at the end, as loads of shared memory do not pass stores to it
         // Two tiles at a time, as products of one depend on each other.
 #pragma unroll
-        for (int tile = 0; tile < GROUP / 16; tile += 2) {
+        for (int pair = 0; pair < GROUP / 32; pair++) {
             u32 words[4][WORDS];
 #pragma unroll
-            for (int r = 0; r < 4; r++) load_shared(words[r], &stage.codes[16 * tile + 8 * r + g][4 * WORDS * c]);
+            for (int r = 0; r < 4; r++) load_shared(words[r], &stage.codes[32 * pair + 8 * r + g][4 * WORDS * c]);
             int x[2][4];
 #pragma unroll
             for (int i = 0; i < 8; i++) x[i / 4][i % 4] = ZERO_BITS;
@@ -101,28 +98,37 @@ struct Scan {
                 for (int t = 0; t < 2; t++)
                     mma_bytes(x[t], part(words[2 * t], i), part(words[2 * t + 1], i), part(words[2 * t], i + 1),
                               part(words[2 * t + 1], i + 1), bytes[i], bytes[i + 1]);
+            bin[pair] = bin_of(score(x, slope, start));
+        }
 #pragma unroll
-            for (int t = 0; t < 2; t++) {
-                const float own_token = probability(x[t], slope, start);
-                if (c < 2) scores[16 * (tile + t) + 8 * c + g] = own_token;
-            }
+        for (int pair = 0; pair < GROUP / 32; pair++) {
+            const int token = 32 * pair + 16 * (c / 2) + 8 * (c % 2) + g;
+            if (token < sinks) bin[pair] = BINS - 1;
+            bins[token] = bin[pair];
+            atomicAdd(histogram + bin[pair], 1u);
         }
     }
-    // Of tokens g and g + 8, the sum over the heads of one: lanes of even c return token g's, odd ones the other's.
-    __device__ __forceinline__ float probability(const int (&x)[4], const float (&slope)[2], const float (&start)[2]) {
-        float of_token[2];
+    // The score of one of 32 tokens: lane 4 g + c returns that of tile c / 2, row 8 * (c % 2) + g.
+    __device__ __forceinline__ float score(const int (&x)[2][4], const float (&slope)[2], const float (&start)[2]) {
+        const bool second_row = threadIdx.x & 1, second_tile = threadIdx.x & 2;
+        float of_tile[2];
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const float even = exp2_approx(fmaf(__int_as_float(x[2 * r]), slope[0], start[0]));
-            const float odd = exp2_approx(fmaf(__int_as_float(x[2 * r + 1]), slope[1], start[1]));
-            sums[0] += even, sums[1] += odd;
-            of_token[r] = even + odd;
+        for (int t = 0; t < 2; t++) {
+            float of_token[2];
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float even = exp2_approx(fmaf(__int_as_float(x[t][2 * r]), slope[0], start[0]));
+                const float odd = exp2_approx(fmaf(__int_as_float(x[t][2 * r + 1]), slope[1], start[1]));
+                sums[0] += even, sums[1] += odd;
+                of_token[r] = even + odd;
+            }
+            of_tile[t] = add_other(of_token, second_row, 1);
         }
-        const bool is_odd = threadIdx.x % 2;
-        float own_token = is_odd ? of_token[1] : of_token[0];
-        own_token += __shfl_xor_sync(FULL_MASK, is_odd ? of_token[0] : of_token[1], 1);
-        if (HEADS > 4) own_token += __shfl_xor_sync(FULL_MASK, own_token, 2);
-        return own_token;
+        return add_other(of_tile, second_tile, 2);
+    }
+    // Of two values one for this lane and one for the lane `distance` away: both lanes' of this one's.
+    __device__ __forceinline__ static float add_other(const float (&x)[2], bool own, int distance) {
+        return (own ? x[1] : x[0]) + __shfl_xor_sync(FULL_MASK, own ? x[0] : x[1], distance);
     }
     // Codes of run i, in bytes; those of odd parts of the channels times 4.
     __device__ __forceinline__ static u32 part(const u32 (&words)[WORDS], int i) {

@@ -14,11 +14,10 @@ struct SparseParams {
     QuantizedPlanes key_codes, value_codes;
     // Of an index list: pages of `page` tokens [batch, sets, index_capacity], and how many are listed [batch, sets].
     const int *index, *count;
-    // Of progressive attention: how many tokens to choose, per batch row. Of the call before, and this one's at the end,
-    // natural logarithms: log-sum-exps of the scan [batch, q_heads], and the least score that is chosen [row].
+    // Of progressive attention: how many tokens to choose, per batch row; the scan's log-sum-exps of the call before, and
+    // this one's at the end [batch, q_heads], natural logarithms.
     const int* k;
-    float *lse, *threshold;
-    u32* histogram;   // [row, BINS], zero before and after the call
+    float* lse;
     float* scan_sum;  // [row, part, HEADS]
     const u8* two_bit;
     int batch, kv_heads, capacity, group_capacity;

@@ -20,8 +20,7 @@ class Progressive(PerQueryPolicy):
     KV head in the next query's. A draft's query has those of the draft before it, in one place. A target's query has
     those of the token before it, so that what it chooses depends on the text alone, not on how rounds fell: the token
     at position p has the place p % places, and places outnumber the queries of a pass.
-    threshold: float32 [layers, batch, kv_heads], see `progressive_attention`. own, before: the places of a query's
-    token and of the one before it, with their rows.
+    own, before: the places of a query's token and of the one before it, with their rows.
     """
 
     own: tuple[Tensor, Tensor]
@@ -31,11 +30,9 @@ class Progressive(PerQueryPolicy):
         super().__init__(selection, cache)
         sizes = (1, cache.layers, cache.config.batch, cache.q_heads)
         self.lse = torch.zeros(sizes, dtype=torch.float32, device=cache.lengths.device)
-        self.threshold = torch.empty(*sizes[1:3], cache.kv_heads, dtype=torch.float32, device=self.lse.device)
 
     def start(self) -> None:
         self.lse.zero_()
-        self.threshold.fill_(-torch.inf)
 
     def for_target(self, queries: int) -> None:
         self.lse = self.lse.repeat(queries + 1, 1, 1, 1)
@@ -65,8 +62,7 @@ class Progressive(PerQueryPolicy):
         assert planes is not None, "plans that choose by 2-bit keys hold codes"
         return progressive_attention(
             query, *self.cache.full(layer), metadata.begin, metadata.end, self.cache.codes(layer), planes, self.groups,
-            self.budgets, self.lse[0, layer, :rows], self.threshold[layer, :rows], max_k=self.max_budget,
-            sinks=self.selection.sinks,
+            self.budgets, self.lse[0, layer, :rows], max_k=self.max_budget, sinks=self.selection.sinks,
         )  # fmt: skip
 
     @property
