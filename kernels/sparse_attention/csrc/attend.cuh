@@ -54,23 +54,35 @@ struct ChosenTokens {
     ) : queries(queries), logit_scale(p.scale * LOG2_E * power_of_two(query.exponent)) {}
     // Scaled queries of a group, and what its products start from; a code arrives as 1024 + U or 1024 + 16 U.
     __device__ __forceinline__ float scale_queries(u32 (&scaled)[COUNT][2], const TokenTile& tile) const {
-        u32 own[COUNT][2];
+        u32 own[COUNT][2], z[COUNT][2];
         queries.load(own);
-        float start[4] = {};
+        float bias[4] = {}, rest[2][4] = {};
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             const int channel = Runs<PLANES>::channel(i, threadIdx.x % 4);
-            u32 s[2], z[2];
+            u32 s[2], m[2];
             load_shared(s, tile.key_scale + channel);
-            load_shared(z, tile.key_minimum + channel);
+            load_shared(m, tile.key_minimum + channel);
+            z[i][0] = first_pair(m[0], m[1]), z[i][1] = second_pair(m[0], m[1]);
             scaled[i][0] = mul_half2(own[i][0], first_pair(s[0], s[1]));
             scaled[i][1] = mul_half2(own[i][1], second_pair(s[0], s[1]));
             if (i >= WORDS) scaled[i][0] = mul_half2(scaled[i][0], 0x2C002C00u);  // / 16
             if (i >= WORDS) scaled[i][1] = mul_half2(scaled[i][1], 0x2C002C00u);
-            mma_half(start, scaled[i][0], 0, scaled[i][1], 0, 0xE400E400u, 0xE400E400u);  // - 1024
-            mma_half(start, own[i][0], 0, own[i][1], 0, first_pair(z[0], z[1]), second_pair(z[0], z[1]));
         }
-        return start[0];
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 2) {
+            mma_half(bias, scaled[i][0], scaled[i][1], scaled[i + 1][0], scaled[i + 1][1], 0xE400E400u, 0xE400E400u);
+            mma_two_runs(rest, own, i, z[i][0], z[i + 1][0], z[i][1], z[i + 1][1]);
+        }
+        return bias[0] + bias[2] + rest[0][0] + rest[1][2];  // bias: times - 1024
+    }
+    // d[0][0..1] + d[1][2..3] += two runs of queries by their first and second pairs of channels. The first pairs are
+    // the operand's rows 0 to 7 and the second ones the others, so that none is empty; half of each d is not used.
+    __device__ __forceinline__ static void mma_two_runs(
+        float (&d)[2][4], const u32 (&q)[COUNT][2], int i, u32 first, u32 next_first, u32 second, u32 next_second
+    ) {
+        mma_half(d[0], q[i][0], q[i][1], q[i + 1][0], q[i + 1][1], first, next_first);
+        mma_half(d[1], q[i][0], q[i][1], q[i + 1][0], q[i + 1][1], second, next_second);
     }
     __device__ __forceinline__ void attend(Partial& partial, const TokenTile& tile) const {
         const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
@@ -102,19 +114,22 @@ struct ChosenTokens {
     __device__ __forceinline__ void scores(
         float (&x)[4], const u32 (&k)[2][WORDS], const u32 (&scaled)[COUNT][2], float start
     ) const {
-        float d[2][4] = {};  // rows 8 to 15 stay zero
+        float d[2][2][4] = {};
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            d[r][0] = d[r][1] = start;
+        for (int r = 0; r < 2; r++)
 #pragma unroll
-            for (int i = 0; i < COUNT; i++) {
-                const u32 word = k[r][i % WORDS], mask = i < WORDS ? 0x000F000Fu : 0x00F000F0u;
-                mma_half(d[r], scaled[i][0], 0, scaled[i][1], 0, lop3_and_or(word, mask, 0x64006400u),
-                         lop3_and_or(word >> 8, mask, 0x64006400u));
+            for (int i = 0; i < COUNT; i += 2) {
+                u32 pairs[2][2];
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    const u32 word = k[r][(i + j) % WORDS], mask = i + j < WORDS ? 0x000F000Fu : 0x00F000F0u;
+                    pairs[j][0] = lop3_and_or(word, mask, 0x64006400u);
+                    pairs[j][1] = lop3_and_or(word >> 8, mask, 0x64006400u);
+                }
+                mma_two_runs(d[r], scaled, i, pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]);
             }
-        }
 #pragma unroll
-        for (int i = 0; i < 4; i++) x[i] = d[i / 2][i % 2] * logit_scale;
+        for (int i = 0; i < 4; i++) x[i] = (d[i / 2][0][i % 2] + d[i / 2][1][2 + i % 2] + start) * logit_scale;
     }
     // Adds values times probabilities; codes less 8 of a byte's low and high nibbles, of two tokens each.
     __device__ __forceinline__ static void add_values(
