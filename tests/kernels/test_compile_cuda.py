@@ -179,7 +179,9 @@ def test_top_k_and_top_p(dtype: torch.dtype, aligned: bool, cluster: int, compil
     assert made.shared <= 17 * 1024  # what test_top_k_top_p_cuda.py leaves to it
 
 
-@pytest.mark.parametrize(("head_dim", "heads", "bf16"), [(128, 4, True), (128, 8, False), (64, 7, True), (64, 1, False)])
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "bf16"), [(128, 4, True), (128, 8, False), (64, 7, True), (64, 1, False)]
+)
 def test_attention_to_chosen_tokens(head_dim: int, heads: int, bf16: bool, compile_cuda: Compile) -> None:
     variant = cuda_launch.SparseVariant(head_dim, heads, bf16)
     cta_bytes = H200.sm_bytes - 1024  # the driver keeps 1 KiB
@@ -194,9 +196,9 @@ def test_attention_to_chosen_tokens(head_dim: int, heads: int, bf16: bool, compi
         assert made.warnings == []
         assert made.registers * cuda_launch.THREADS <= REGISTERS
         assert made.shared + dynamic <= cta_bytes
-        print("REGS", kernel.ENTRY, made.registers, made.spilled, made.shared)
+        assert made.spilled <= 4  # not in a loop over tokens
         if kernel is progressive:
-            assert made.shared <= progressive.STATIC_BYTES and made.spilled <= 200
+            assert made.shared <= progressive.STATIC_BYTES
 
 
 def test_another_layout_of_the_arguments_does_not_compile(compile_cuda: Compile) -> None:
