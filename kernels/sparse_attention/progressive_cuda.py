@@ -41,6 +41,8 @@ def find_kernel(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV) -> 
         return None
     sm_bytes = torch.cuda.get_device_properties(q.device).shared_memory_per_multiprocessor
     groups = most_groups(variant, sm_bytes - RESERVED_BYTES)
+    if groups < 1:
+        return None
     return compiled_kernel(SOURCE, ENTRY, variant, q.device, buffer_bytes(variant), GROUP_BYTES, groups)
 
 

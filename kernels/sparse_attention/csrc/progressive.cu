@@ -62,6 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) progressive(const __gri
     choice.clear();
     pdl_wait();
 
+    if (threadIdx.x == THREADS - 1) choice.k = __ldcg(p.k + own.row / p.kv_heads);
     if (warp == 0) shared.queries.copy(p, own.row / p.kv_heads, own.row % p.kv_heads);
     __syncthreads();
     const Query query(shared.queries);
@@ -70,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) progressive(const __gri
     scan.run(choice, groups, query, shared.queries_of_lanes);
     __syncthreads();
     if (warp == 0) shared.queries_of_lanes.store<ChosenTokens::PLANES, true>(query);
-    const int tiles = choose(choice, p, own, groups);
+    const int tiles = choose(choice, own, groups);
 
     ChosenTiles source{choice, own, groups, warp, tiles};
     TilePipeline pipeline(source, buffers[warp].tiles);
