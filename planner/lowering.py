@@ -26,7 +26,7 @@ from ridgeplan.roofline.latency import (
 )
 from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.roofline.sparsity.sparse_ops import TWO_BITS, UPPER_BITS
-from ridgeplan.roofline.strategy import UNLIMITED_BYTES, UNLIMITED_TOKENS, Strategy
+from ridgeplan.roofline.strategy import ELASTIC_OVERLAP, UNLIMITED_BYTES, UNLIMITED_TOKENS, Strategy
 
 DRAFT_PLANE_BITS = TWO_BITS + UPPER_BITS  # of keys, and of values by token, per element of the keys
 CODE_PLANES = {KVFormat.FULL: 0, KVFormat.SHADOW: 1, KVFormat.INT8: 2, KVFormat.HIERARCHICAL: 2}
@@ -79,7 +79,6 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         draft_scored_keys=choosing.scored_keys_of(shape.layers),
         step_score_bytes=moved_bytes * per_query,
         round_score_bytes=moved_bytes * (not per_query),
-        round_scored_keys=shape.layers * draft_selection(plan).from_verification,
         held_plane_bits=DRAFT_PLANE_BITS * shape.layers * plan.gathers_codes,
         held_keys=choosing.held_keys * choices + target_choosing.held_keys * target_choices,
         held_score_bytes=choosing.held_score_bytes(shape.kv_heads) * (1 if per_query else shape.layers)
@@ -91,6 +90,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         target_score_bytes=target_choosing.moved_score_bytes(shape.kv_heads) * target_choices,
         draft_choices=choices,
         target_choices=target_choices,
+        slot_table_bytes=target_choosing.slot_table_bytes(shape.kv_heads) if target_reads else 0,
     )
 
 
@@ -104,6 +104,7 @@ def _placement_terms(plan: Plan) -> dict[str, float]:
         "offload_prefetch": placement.prefetch,
         "memory_limit_bytes": placement.memory_bytes or UNLIMITED_BYTES,
         "draft_loads": int(plan.loads_chosen and plan.speculation.sparse),
+        "overlap": ELASTIC_OVERLAP * placement.elastic,
     }
 
 
@@ -187,6 +188,11 @@ def mapped(change: Callable[[Any], Any], values: Any) -> Any:
     if is_dataclass(values) and not isinstance(values, type):
         return type(values)(**{f.name: mapped(change, getattr(values, f.name)) for f in fields(values)})
     return change(values)
+
+
+def reshaped(values: Any, shape: tuple[int, ...]) -> Any:
+    """Dataclasses and tuples of numbers and arrays, the arrays in another shape; numbers stay."""
+    return mapped(lambda one: one.reshape(shape) if isinstance(one, np.ndarray) else one, values)
 
 
 def _stacked(items: Sequence[Any], index: np.ndarray) -> Any:

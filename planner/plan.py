@@ -209,10 +209,12 @@ class Placement(PlanPart):
     memory_bytes: int = whole(0, MAX_MEMORY_BYTES, default=0)  # what the GPU may use; 0: all that it has
     prefetch: int = whole(1, MAX_PREFETCH, default=1)  # offloaded layers copied ahead of the one that is read
     adaptive: bool = flag(False)  # layers leave while tokens are generated, not all at the start (Algorithm 2)
+    elastic: bool = flag(True)  # of chosen tokens only those are loaded that the slots on the GPU lack (section 5.4)
 
     def _contradiction(self) -> str | None:
-        if not self.offload and (self.part, self.memory_bytes, self.prefetch, self.adaptive) != (HostPart.ALL, 0, 1, 0):
-            return "part, memory_bytes, prefetch or adaptive is set; allowed: only where offload is true"
+        details = self.part, self.memory_bytes, self.prefetch, self.adaptive, self.elastic
+        if not self.offload and details != (HostPart.ALL, 0, 1, False, True):
+            return "part, memory_bytes, prefetch, adaptive or elastic is set; allowed: only where offload is true"
         if self.adaptive and self.part is HostPart.LOWER:
             return "adaptive is true with part 'lower'; allowed: part 'all'"
         if self.part is HostPart.LOWER:
@@ -322,7 +324,7 @@ class Plan(PlanPart):
     def loads_chosen(self) -> bool:
         """Whether what steps choose of layers on the host is loaded to the device, token by token."""
         chooses = self.speculation.sparse or self.attention.active
-        return chooses and not self.kv.format.quantized
+        return chooses and not self.kv.format.buffered
 
     def _contradiction(self) -> str | None:
         upper = self.speculation.codes is DraftCodes.UPPER

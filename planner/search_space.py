@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
@@ -60,6 +61,7 @@ class Family:
         return replace(self.template, speculation=speculation.with_ratio(float(ratio)))
 
 
+@lru_cache(maxsize=16)
 def families(workload: Workload, *, offload: bool, quality: Quality = Quality.NEAR_LOSSLESS) -> tuple[Family, ...]:
     """Every preset, and the joint space of weights, cache formats, draft codes and selections that `quality` allows.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import StrEnum
 
-from ridgeplan.planner.plan import KVFormat, Plan
+from ridgeplan.planner.axes.draft_selection import SparseSelection
+from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan
 from ridgeplan.planner.policies import draft_selection, evicted_to, eviction, target_selection
 from ridgeplan.planner.policies.policy import Role
 from ridgeplan.planner.policies.selection.retrieval_head import RETRIEVAL_HEAD
@@ -81,14 +82,34 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
 
 def _missing_offload(plan: Plan) -> dict[str, object]:
     """Of offloaded layers, what cannot be executed, and whether the plan has it."""
-    offload = plan.placement.offload
+    if not plan.placement.offload:
+        return {}
+    kv, adaptive = plan.kv.format, plan.placement.adaptive
+    chosen_by = plan.attention.selection.name, plan.speculation.selection.name
     return {
-        f"offloaded KV in {plan.kv.format.value!r}": offload and plan.kv.format is KVFormat.SHADOW,
-        f"adaptive placement of {plan.kv.format.value!r} KV": plan.placement.adaptive and not plan.kv.format.buffered,
-        "adaptive placement with drafts that gather codes": plan.placement.adaptive and plan.gathers_codes,
-        "offloaded KV after an eviction": offload and plan.eviction.active,
-        "a target's selection from offloaded KV": offload and plan.attention.active,
+        f"adaptive placement of {kv.value!r} KV": adaptive and not kv.buffered,
+        "adaptive placement with drafts that gather codes": adaptive and plan.gathers_codes,
+        "offloaded KV after an eviction": plan.eviction.active,
+        "a selection by 'oracle' from offloaded KV": "oracle" in chosen_by,  # it scores by every key
+        **(_missing_loads(plan) if plan.attention.active else {f"offloaded KV in {kv.value!r}": kv is KVFormat.SHADOW}),
     }
+
+
+def _missing_loads(plan: Plan) -> dict[str, object]:
+    """The same of a target that has what it chooses loaded to slots, which drafts share with it."""
+    drafts_differ = plan.speculation.active and not _choose_alike(plan)
+    return {
+        f"a target's selection from offloaded KV in {plan.kv.format.value!r}": plan.kv.format.buffered,
+        "drafts that choose by other means than a target that reads a selection of offloaded KV": drafts_differ,
+    }
+
+
+def _choose_alike(plan: Plan) -> bool:
+    """Whether drafts choose by the target's policy, but for how many tokens, and read what it reads."""
+    target, drafts = plan.attention.selection, plan.speculation.selection
+    if not isinstance(drafts, SparseSelection) or plan.speculation.codes is DraftCodes.UPPER:
+        return False
+    return replace(drafts, ratio=target.ratio, floor=target.least_tokens) == target
 
 
 def only_estimated(plan: Plan, shape: ModelShape | None = None) -> str | None:

@@ -59,6 +59,28 @@ STARTING_LOSS = 0.01
 GATHER_ROW_BYTES = 256  # of the rows that calibration gathers: one token's key of 128 channels in 16 bits
 SPLIT_TOKENS = 256  # fewest tokens per split of split-KV attention
 
+# Tiles that an SM works on at once: outputs by inputs of a product, the latter what one stage of a pipeline holds of
+# 4-bit weights; tokens of a KV head in decode attention.
+TILE_OUTPUTS = 16
+TILE_INPUTS = 4096
+TILE_TOKENS = 128
+FULL_TILES = 8  # tiles per SM from which on its pipelines are full
+
+
+def product_tiles(outputs: Term, inputs: Term) -> Term:
+    """Tiles of a product with a weight of `outputs` x `inputs`."""
+    return outputs / TILE_OUTPUTS * -(-inputs // TILE_INPUTS)
+
+
+def attention_tiles(kv_rows: Term, tokens: Term) -> Term:
+    """Tiles of a decode attention that reads `tokens` tokens for each of `kv_rows` (batch row, KV head) pairs."""
+    return kv_rows * -(-tokens // TILE_TOKENS)
+
+
+def filled(tiles: Term) -> Term:
+    """How far an SM's pipelines are filled by `tiles` tiles of its own: 1 with FULL_TILES or more."""
+    return minimum(tiles / FULL_TILES, 1)
+
 
 def adaptive_gammas(largest: int) -> tuple[int, ...]:
     """The gammas of a plan whose gamma adapts up to `largest`, ascending; 0 is plain decoding."""

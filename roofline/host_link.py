@@ -12,6 +12,7 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.execution import GATHER_ROW_BYTES, mean_quantized_tokens
 from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.sparsity.sparse_ops import take_slots
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
 from ridgeplan.roofline.term_math import indicator, maximum, minimum, where
 
@@ -55,6 +56,12 @@ def load_seconds(
     return machine.link_seconds("host_gather", missed_bytes * maximum(GATHER_ROW_BYTES / piece_bytes, 1))
 
 
+def residency_seconds(machine: Machine, shape: ModelShape, strategy: Strategy, chosen: Term) -> Term:
+    """Seconds to find which of a layer's `chosen` tokens are in slots, and room for the others; as a top-k takes."""
+    slots = maximum(strategy.offload_budget, chosen)
+    return machine.seconds(take_slots(strategy.batch, shape.kv_heads, chosen, slots), machine.rates["top_k"])
+
+
 def pass_with_host_seconds(
     shape: ModelShape, strategy: Strategy, host: HostLayers, pass_s: Term, copy_s: Term, before_s: Term
 ) -> Term:
@@ -80,12 +87,13 @@ def target_with_host_seconds(
 ) -> Term:
     """The target's pass with layers on the host; `drafting_s` is what comes before it in a round.
 
-    A target that reads all tokens has layers streamed. One that selects has missing tokens loaded: ahead if its choice
-    is known before the first layer, else each layer waits for its own.
+    A target that reads all tokens has layers streamed. One that selects has missing tokens loaded for each of its
+    queries: ahead if its choice is known before the first layer, else each layer waits for its own.
     """
     stream_s = stream_seconds(machine, strategy, host, context)
     chosen = minimum(strategy.target_budget, context)
-    load_s = load_seconds(machine, shape, strategy, host, chosen, strategy.target_run_tokens)
+    gather_s = load_seconds(machine, shape, strategy, host, chosen, strategy.target_run_tokens)
+    load_s = strategy.reads * (gather_s + residency_seconds(machine, shape, strategy, chosen))
     streamed_s = pass_with_host_seconds(shape, strategy, host, pass_s, stream_s, drafting_s)
     ahead_s = pass_with_host_seconds(shape, strategy, host, pass_s, load_s, 0)
     selected_s = where(strategy.target_ahead, ahead_s, pass_s + host.layers * load_s)

@@ -8,9 +8,14 @@ from dataclasses import dataclass, field, fields, replace
 from ridgeplan.roofline.catalog.profile import MAX_ROW_STEPS, Profile, Rates
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.device import Device
-from ridgeplan.roofline.execution import CPU_SKINNY_GEMM_ROWS, CUDA_FUSED_SWIGLU_ROWS, CUDA_LIBRARY_GEMM_ROWS
+from ridgeplan.roofline.execution import (
+    CPU_SKINNY_GEMM_ROWS,
+    CUDA_FUSED_SWIGLU_ROWS,
+    CUDA_LIBRARY_GEMM_ROWS,
+    filled,
+)
 from ridgeplan.roofline.passes import Op
-from ridgeplan.roofline.term_math import indicator, maximum, minimum, where
+from ridgeplan.roofline.term_math import hypot, indicator, maximum, minimum, where
 
 UNLIMITED_ROWS = 1 << 40
 
@@ -22,11 +27,15 @@ class StepTerms:
     above_rows: Term
     launch_s: Term
     inverse_utilization: Term
+    tile_s: Term
+    fill_s: Term
     width_s: Term
     depth_s: Term
 
 
-NO_STEP = StepTerms(UNLIMITED_ROWS, 0.0, 0.0, 0.0, 0.0)
+NO_STEP = StepTerms(UNLIMITED_ROWS, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+# Parts of a class's time that each step of rows adds to.
+STEPPED_PARTS = ("launch_s", "tile_s", "fill_s", "width_s", "depth_s")
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,8 @@ class RateTerms:
     compute_utilization: Term
     launch_s: Term
     spread: Term = 0.0  # relative standard deviation of the fit
+    tile_s: Term = 0.0
+    fill_s: Term = 0.0
     width_s: Term = 0.0
     depth_s: Term = 0.0
     steps: tuple[StepTerms, ...] = ()
@@ -48,31 +59,28 @@ class RateTerms:
     def of(cls, rates: Rates) -> RateTerms:
         """A profile's rates."""
         steps = [StepTerms(**vars(step)) for step in rates.steps]
-        return cls(
-            bandwidth_utilization=rates.bandwidth_utilization,
-            compute_utilization=rates.compute_utilization,
-            launch_s=rates.launch_s,
-            spread=rates.spread,
-            width_s=rates.width_s,
-            depth_s=rates.depth_s,
-            steps=(*steps, *[NO_STEP] * (MAX_ROW_STEPS - len(steps))),
-        )
+        own = {item.name: getattr(rates, item.name) for item in fields(cls)}
+        return cls(**own | {"steps": (*steps, *[NO_STEP] * (MAX_ROW_STEPS - len(steps)))})
 
     def at_rows(self, rows: Term) -> RateTerms:
         """The rates of calls with `rows` rows: every step below them is added."""
         taken = [(step, 1 - indicator(rows, step.above_rows)) for step in self.steps if step is not NO_STEP]
 
         def total(first: Term, name: str) -> Term:
-            return first + sum(getattr(step, name) * reached for step, reached in taken)
+            added = [(getattr(step, name), reached) for step, reached in taken]
+            return first + sum(value * reached for value, reached in added if not _is_zero(value))
 
         return replace(
             self,
             bandwidth_utilization=1 / total(1 / self.bandwidth_utilization, "inverse_utilization"),
-            launch_s=total(self.launch_s, "launch_s"),
-            width_s=total(self.width_s, "width_s"),
-            depth_s=total(self.depth_s, "depth_s"),
+            **{name: total(getattr(self, name), name) for name in STEPPED_PARTS},
             steps=(),
         )
+
+
+def _is_zero(value: Term) -> bool:
+    """Whether a number, not an array or a symbol, is 0: most parts of most steps are, and cost time to add."""
+    return isinstance(value, float) and value == 0
 
 
 FULL_LINK = RateTerms(1.0, 1.0, 0.0)
@@ -137,11 +145,14 @@ class Machine(Device):
             fused_swiglu_rows=CUDA_FUSED_SWIGLU_ROWS if profile.asynchronous else 0,
         )
 
-    def seconds(self, cost: Cost, rates: RateTerms, width: Term = 0, depth: Term = 0) -> Term:
-        """The time of one launch, by the formula of `ridgeplan.roofline.catalog.profile.Rates`."""
+    def seconds(self, cost: Cost, rates: RateTerms, width: Term = 0, depth: Term = 0, tiles: Term = 0) -> Term:
+        """The time of one launch, by the formula of `ridgeplan.roofline.catalog.profile.Rates`; `tiles` of all SMs."""
         memory_s = cost.bytes / (self.bandwidth_bytes_per_s * rates.bandwidth_utilization)
         compute_s = cost.flops / (self.compute_flops * rates.compute_utilization)
-        return rates.launch_s + maximum(memory_s, compute_s) + width * rates.width_s + depth * rates.depth_s
+        own_tiles = tiles / self.num_sms
+        work_s = hypot(maximum(memory_s, compute_s), own_tiles * rates.tile_s)
+        fill_s = filled(own_tiles) * rates.fill_s
+        return rates.launch_s + fill_s + work_s + width * rates.width_s + depth * rates.depth_s
 
     def link_seconds(self, kind: str, moved_bytes: Term) -> Term:
         """The time to move bytes over the link to the host, by a class of `LINK_CLASSES`; 0 for none.
@@ -154,7 +165,7 @@ class Machine(Device):
 
     def op_seconds(self, op: Op, pass_rates: Mapping[str, RateTerms]) -> Term:
         """Seconds of all launches of one operation of a pass; `pass_rates` as for `rates_for`."""
-        return op.launches * self.seconds(op.cost, self.rates_for(op, pass_rates), op.width, op.depth)
+        return op.launches * self.seconds(op.cost, self.rates_for(op, pass_rates), op.width, op.depth, op.tiles)
 
     def rates_for(self, op: Op, pass_rates: Mapping[str, RateTerms]) -> RateTerms:
         """The pass's own rates for the operation's class if it has any, else the machine's."""

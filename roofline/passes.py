@@ -12,6 +12,7 @@ from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.catalog.weight_formats.weight_bits import FULL_BITS
 from ridgeplan.roofline.cost import Cost, Term
+from ridgeplan.roofline.execution import attention_tiles, product_tiles
 from ridgeplan.roofline.term_math import minimum
 
 
@@ -38,6 +39,11 @@ class Op:
         return self.cost * self.launches
 
     @property
+    def tiles(self) -> Term:
+        """Tiles of one launch on all SMs."""
+        return tiles(self.kind, self.width, self.depth)
+
+    @property
     def category(self) -> str:
         """ "linear", "attention" or "other": QuantSpec's split of a transformer's operations (section 3.1)."""
         return category(self.kind)
@@ -48,6 +54,12 @@ def category(kind: str) -> str:
     if "attention" in kind:
         return "attention"
     return "linear" if "linear" in kind or kind == "head" else "other"
+
+
+def tiles(kind: str, width: Term, depth: Term) -> Term:
+    """Tiles of a call of a kernel class; 0 where it has no width or depth, or neither is a weight's nor a cache's."""
+    count = {"linear": product_tiles, "attention": attention_tiles}.get(category(kind))
+    return 0 if count is None else count(width, depth)
 
 
 @dataclass(frozen=True)

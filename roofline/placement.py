@@ -20,7 +20,9 @@ from ridgeplan.roofline.execution import (
 )
 from ridgeplan.roofline.host_link import HostLayers, reads_all
 from ridgeplan.roofline.memory import MemoryBreakdown
+from ridgeplan.roofline.ops import METADATA_BYTES
 from ridgeplan.roofline.sparsity.eviction import appended_tokens, eviction_workspace
+from ridgeplan.roofline.sparsity.sparse_ops import TWO_BITS, UPPER_BITS
 from ridgeplan.roofline.strategy import Strategy
 from ridgeplan.roofline.term_math import indicator, is_symbolic, maximum, minimum, where
 
@@ -45,15 +47,15 @@ def _offloaded(
     shape: ModelShape, device: Device, strategy: Strategy, parts: MemoryBreakdown
 ) -> tuple[MemoryBreakdown, Term]:
     """`parts` without the layers that must be offloaded, and the number of these."""
-    freed_bytes = _freed_bytes_per_layer(shape, strategy, parts)
+    kv_bytes, plane_bytes = _freed_kv_bytes(shape, device, strategy, parts), _value_plane_bytes(shape, strategy)
     staged_bytes = _staged_bytes(shape, strategy, parts)
     limit_bytes = minimum(device.memory_bytes, strategy.memory_limit_bytes)
     excess_bytes = maximum(parts.peak - limit_bytes, 0)
     some = minimum(excess_bytes, 1)
-    wanted = _ceiling((excess_bytes + some * staged_bytes) / maximum(freed_bytes, 1))
+    wanted = _ceiling((excess_bytes + some * staged_bytes) / maximum(kv_bytes + plane_bytes, 1))
     layers = strategy.offload * minimum(where(strategy.offload_all, shape.layers * some, wanted), shape.layers)
-    buffers = parts.buffers + strategy.offload * some * staged_bytes
-    return replace(parts, kv=parts.kv - layers * freed_bytes, buffers=buffers), layers
+    buffers = parts.buffers + strategy.offload * some * staged_bytes - layers * plane_bytes
+    return replace(parts, kv=parts.kv - layers * kv_bytes, buffers=buffers), layers
 
 
 def offload_thresholds(
@@ -72,7 +74,8 @@ def offload_thresholds(
     while (too_long - fits > 1).any():
         at_length = replace(strategy, context=middle, new_tokens=0)
         parts = resident_memory(shape, device, at_length)
-        peak = parts.peak - layers * _freed_bytes_per_layer(shape, at_length, parts)
+        freed = _freed_kv_bytes(shape, device, at_length, parts) + _value_plane_bytes(shape, at_length)
+        peak = parts.peak - layers * freed
         peak = peak + np.minimum(layers, 1) * _staged_bytes(shape, at_length, parts)
         ok = peak <= min(device.memory_bytes, strategy.memory_limit_bytes)
         fits, too_long = np.where(ok, middle, fits), np.where(ok, too_long, middle)
@@ -145,18 +148,50 @@ def _arena_capacity_bytes(shape: ModelShape, device: Device, strategy: Strategy)
 
 
 def _host_bytes_per_layer(shape: ModelShape, strategy: Strategy, parts: MemoryBreakdown) -> Term:
-    """Bytes of one offloaded layer that lie on the host: all of its old tokens, or their lower codes."""
-    lower = strategy.batch * strategy.held_tokens * shape.kv_elements_per_token_per_layer / 2
-    return strategy.offload_lower * lower + (1 - strategy.offload_lower) * parts.kv / shape.layers
+    """Bytes of one offloaded layer that lie on the host: all of its old tokens, or their lower codes.
+
+    Of a target that has what it chooses loaded, none are codes: these only served to choose.
+    """
+    tokens, code_planes, group = strategy.held_tokens, strategy.code_planes, strategy.kv_group
+    codes = strategy.target_loads * memory.code_memory(shape, strategy.batch, tokens, code_planes, group)
+    lower = strategy.batch * tokens * shape.kv_elements_per_token_per_layer / 2
+    return strategy.offload_lower * lower + (1 - strategy.offload_lower) * (parts.kv - codes) / shape.layers
 
 
-def _freed_bytes_per_layer(shape: ModelShape, strategy: Strategy, parts: MemoryBreakdown) -> Term:
-    """Bytes freed by offloading one layer. What drafts or the target read at a step stays (SpeContext, Eq 7)."""
+def _freed_kv_bytes(shape: ModelShape, device: Device, strategy: Strategy, parts: MemoryBreakdown) -> Term:
+    """Bytes of KV freed by offloading one layer. What drafts or the target read at a step stays (SpeContext, Eq 7)."""
     kept = minimum(strategy.offload_budget / (strategy.context + strategy.new_tokens), 1)
     of_codes = strategy.draft_bits / maximum(4 * strategy.code_planes, 1)
     draft_share = minimum(strategy.gamma, 1) * where(minimum(strategy.draft_bits, 1), of_codes, 1)
-    stays = (1 - strategy.offload_lower) * kept * where(reads_all(strategy), draft_share, 1)
-    return _host_bytes_per_layer(shape, strategy, parts) * (1 - stays)
+    stays = (1 - strategy.offload_lower) * kept * draft_share
+    streamed = _host_bytes_per_layer(shape, strategy, parts) * (1 - stays)
+    loaded = parts.kv / shape.layers - _slots_bytes(shape, device, strategy)
+    return where(strategy.target_loads, loaded, streamed)
+
+
+def _slots_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
+    """Slots of a layer on the host whose chosen tokens are loaded: a budget for each query, and recent ones.
+
+    And the tables of what the slots hold, and the scales of 2-bit keys, if there are any.
+    """
+    group, queries = strategy.kv_group, strategy.most_queries
+    budget = minimum(strategy.offload_budget, MAX_TOKENS)
+    slots = queries * _ceiling(budget / group) * group + 2 * group + queries
+    token_bytes = shape.kv_elements_per_token_per_layer * device.element_bytes
+    tables = strategy.held_tokens * strategy.slot_table_bytes
+    scales = minimum(strategy.code_planes, 1) * 2 * METADATA_BYTES / group
+    return strategy.batch * (slots * token_bytes + tables) + _key_elements(shape, strategy) * scales
+
+
+def _value_plane_bytes(shape: ModelShape, strategy: Strategy) -> Term:
+    """Bytes by token of a layer's values in 4 bits, which leave with it: only the 2-bit keys beside them stay."""
+    bits = strategy.held_plane_bits / shape.layers * UPPER_BITS / (UPPER_BITS + TWO_BITS)
+    return strategy.target_loads * _key_elements(shape, strategy) * bits / 8
+
+
+def _key_elements(shape: ModelShape, strategy: Strategy) -> Term:
+    """Of a layer's old tokens; the values have as many."""
+    return strategy.batch * strategy.held_tokens * shape.kv_elements_per_token_per_layer / 2
 
 
 def _staged_bytes(shape: ModelShape, strategy: Strategy, parts: MemoryBreakdown) -> Term:

@@ -37,10 +37,10 @@ class Round:
 
 
 def round_tokens(strategy: Strategy) -> Term:
-    """Tokens per round, minus the loss at flush boundaries if the target reads codes."""
+    """Tokens per round, minus the loss at flush boundaries if the target reads codes, or loads what it chooses."""
     tokens = tokens_per_round(strategy.acceptance, strategy.gamma)
-    reads_codes = minimum(strategy.target_bits, 1)
-    return reads_codes * flush_capped(tokens, strategy.kv_group) + (1 - reads_codes) * tokens
+    flushes = maximum(minimum(strategy.target_bits, 1), strategy.target_loads)
+    return flushes * flush_capped(tokens, strategy.kv_group) + (1 - flushes) * tokens
 
 
 PassRatesByKind = Mapping[str, RateTerms]
@@ -87,14 +87,13 @@ def round_at(
     draft_s = draft_s + strategy.draft_loads * host.layers * loaded_s
     one_draft_s = draft_s + draft_scoring_s + sampling_seconds(shape, machine, strategy.batch)
     draft_s = minimum(strategy.gamma, 1) * one_draft_s
-    pass_s = target_s + _reads(strategy) * target_scoring_s
+    pass_s = target_s + strategy.reads * target_scoring_s
     return Round(
         gamma=strategy.gamma,
         draft_s=draft_s,
         verify_s=target_with_host_seconds(machine, shape, strategy, host, tokens, pass_s, strategy.gamma * draft_s),
         accept_s=rejection_sampling_seconds(shape, machine, strategy),
-        select_s=_scoring_seconds(machine, _stored_share(machine, strategy) * key_bytes * strategy.round_scored_keys)
-        + _choice_seconds(machine, score_count * strategy.round_score_bytes, shape.layers),
+        select_s=_choice_seconds(machine, score_count * strategy.round_score_bytes, shape.layers),
         flush_s=flush_seconds(shape, machine, strategy) * round_tokens(strategy) / strategy.kv_group,
         overhead_s=machine.round_s,
     )
@@ -110,7 +109,7 @@ def target_terms(shape: ModelShape, machine: Machine, strategy: Strategy, contex
     tokens = minimum(cached_tokens(strategy, context), strategy.target_budget)
     weights = (strategy.target_weight_bytes, strategy.target_head_bytes)
     terms = _pass_terms(shape, machine, strategy, strategy.queries, tokens, strategy.target_bits, weights)
-    return replace(terms, reads=_reads(strategy))
+    return replace(terms, reads=strategy.reads)
 
 
 def draft_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
@@ -158,7 +157,7 @@ def prefill_rates(shape: ModelShape, machine: Machine) -> dict[str, RateTerms]:
 def sampling_seconds(shape: ModelShape, machine: Machine, rows: Term) -> Term:
     """Drawing a token for each of `rows` rows of logits, at a temperature; greedy is faster."""
     sizes = rows, shape.vocab, machine.element_bytes
-    return machine.seconds(ops.filter_logits(*sizes) + ops.draw(*sizes), machine.rates["sampling"], rows)
+    return machine.seconds(ops.filter_logits(*sizes) + ops.draw(*sizes), machine.rates["sampling"], rows, depth=1)
 
 
 def rejection_sampling_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
@@ -167,7 +166,8 @@ def rejection_sampling_seconds(shape: ModelShape, machine: Machine, strategy: St
     filtered = ops.filter_logits(rows, shape.vocab, machine.element_bytes)
     distributions = 1 + minimum(strategy.gamma, 1)  # the residual needs the draft's beside the target's
     drawn = ops.draw(strategy.batch, shape.vocab, machine.element_bytes, distributions)
-    return machine.seconds(filtered + drawn, machine.rates["sampling"], rows)
+    rates = machine.rates["sampling"].at_rows(strategy.queries)
+    return machine.seconds(filtered + drawn, rates, rows, depth=strategy.queries)
 
 
 def quantize_cost(shape: ModelShape, machine: Machine, strategy: Strategy, batch: Term, tokens: Term) -> Cost:
@@ -237,19 +237,8 @@ def _scoring_seconds(machine: Machine, read_bytes: Term) -> Term:
     return read_bytes / (machine.bandwidth_bytes_per_s * machine.rates["attention"].bandwidth_utilization)
 
 
-def _stored_share(machine: Machine, strategy: Strategy) -> Term:
-    """Bytes of a key that the target reads, over those of one in full precision."""
-    quantized = minimum(strategy.target_bits, 1)
-    return quantized * strategy.target_bits / (8 * machine.element_bytes) + (1 - quantized)
-
-
 def _choice_seconds(machine: Machine, score_bytes: Term, choices: Term) -> Term:
     """`choices` launches of top-k, whose scores move `score_bytes` in all; 0 without any."""
     rates = machine.rates["top_k"]
     moved_s = score_bytes / (machine.bandwidth_bytes_per_s * rates.bandwidth_utilization)
     return choices * minimum(score_bytes, 1) * rates.launch_s + moved_s
-
-
-def _reads(strategy: Strategy) -> Term:
-    """How often a pass of the target reads KV: once for all of its queries, or by each that chooses its own."""
-    return 1 + strategy.target_selects * strategy.gamma

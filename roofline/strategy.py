@@ -61,7 +61,6 @@ class Strategy:
     draft_scored_keys: Term
     step_score_bytes: Term  # of scores, per cached token and draft step, summed over layers
     round_score_bytes: Term  # per cached token, once a round, summed over layers
-    round_scored_keys: Term  # keys of one layer that verification reads once more to score them, summed over layers
     held_keys: Term  # kept to choose by, in multiples of one layer's keys, summed over layers
     held_plane_bits: Term  # of codes kept by token, per element of the keys, summed over layers
     held_score_bytes: Term  # kept scores, per cached token
@@ -77,6 +76,7 @@ class Strategy:
     target_score_bytes: Term = 0  # of scores, per cached token and query of the target, summed over layers
     draft_choices: Term = 0  # top-k launches of a step
     target_choices: Term = 0
+    slot_table_bytes: Term = 0  # of what says which tokens are in slots, per token on the host, layer and sequence
 
     @property
     def kept_tokens(self) -> Term:
@@ -87,6 +87,16 @@ class Strategy:
     def held_tokens(self) -> Term:
         """Tokens of a sequence in the cache when generation ends."""
         return self.kept_tokens + self.new_tokens
+
+    @property
+    def target_loads(self) -> Term:
+        """1 where the target has tokens of its choice loaded from the host, else 0."""
+        return self.offload * self.target_selects
+
+    @property
+    def reads(self) -> Term:
+        """How often a pass of the target reads KV: once for all of its queries, or by each that chooses its own."""
+        return 1 + self.target_selects * self.gamma
 
     @property
     def queries(self) -> Term:

@@ -30,6 +30,15 @@ def minimum(a: Term, b: Term) -> Term:
     return np.minimum(a, b)
 
 
+def hypot(a: Term, b: Term) -> Term:
+    """The square root of a^2 + b^2: a smooth maximum of two terms that are not negative."""
+    if is_symbolic(a, b):
+        from sympy import sqrt
+
+        return sqrt(a**2 + b**2)
+    return np.sqrt(a * a + b * b)
+
+
 def indicator(a: Term, b: Term) -> Term:
     """1 if `a <= b`, else 0."""
     if is_symbolic(a, b):

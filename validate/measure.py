@@ -94,7 +94,7 @@ def last_run(engine: Engine) -> Measured:
 class Run:
     """A generation that advances segment by segment. Prefill and the first round are not part of any segment.
 
-    others_bytes: memory on a GPU that belongs to other runs, which the peak leaves out.
+    others_bytes: weights of other formats that other runs hold, which the peak on a GPU leaves out.
     """
 
     def __init__(
@@ -134,8 +134,11 @@ class Run:
         if rounds:
             self._segments.append(Segment(time.perf_counter() - start, rounds))
 
-    def measured(self, *, alone: bool) -> Measured:
+    def measured(self, *, alone: bool, freed_bytes: int = 0) -> Measured:
         """The finished generation. alone: whether nothing else ran on the device between its rounds.
+
+        freed_bytes: what runs that had begun before this one held beside their targets' weights, known once they are
+        freed. The peak leaves it out.
 
         If not, the engine's own peak and times include the others', and those of the segments replace them. The last
         segment does not count if there are others: its last round was launched in the one before (GraphRounds).
@@ -143,14 +146,14 @@ class Run:
         timed = tuple(self._segments[:-1] or self._segments)
         found = replace(last_run(self.engine), tokens=tuple(map(tuple, self._tokens)), segments=timed)
         if not alone:
-            found = replace(found, statistics=self._own(found.statistics))
+            found = replace(found, statistics=self._own(found.statistics, freed_bytes))
         return replace(found, driver_bytes=self._driver_bytes)
 
-    def _own(self, statistics: Statistics) -> Statistics:
+    def _own(self, statistics: Statistics, freed_bytes: int) -> Statistics:
         """The engine's statistics without what other runs did between its rounds; its waits are not known then."""
         rounds = sum(segment.rounds for segment in self._segments)
         mean_s = sum(segment.seconds for segment in self._segments) / rounds if rounds else 0.0
-        peak = self._peak_bytes
+        peak = None if self._peak_bytes is None else self._peak_bytes - freed_bytes
         return replace(statistics, decode_s=mean_s * statistics.rounds, idle_s=0.0, peak_memory_bytes=peak)
 
     def _round(self) -> bool:

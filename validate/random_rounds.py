@@ -13,16 +13,19 @@ import statistics
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.planner.capacity import offloaded_layers, peak_bytes
 from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.support import missing_head
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
 from ridgeplan.runtime.drafting.policies import draft_policy
 from ridgeplan.runtime.drafting.round_result import RoundResult
 from ridgeplan.runtime.drafting.round_runner import EagerRounds, GraphRounds, Rounds
 from ridgeplan.runtime.drafting.speculator import Speculator
+from ridgeplan.runtime.drafting.target_reads import TargetReads, observers
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.offload.host_store import HostKVStore
@@ -32,6 +35,7 @@ from ridgeplan.runtime.model.linear import Dense, Linear
 from ridgeplan.runtime.model.weights import DecoderWeights, WeightFormat
 from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.runtime.quantization.pack import quantized_linear
+from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.validate.random_decoder import RandomDecoder
 from ridgeplan.validate.segments import is_busy, spread_of
@@ -144,22 +148,24 @@ class BusyMachine(ValueError):
 
 
 @torch.inference_mode()
-def measured_round(model: RandomModel, plan: Plan) -> RoundTimes:
+def measured_round(model: RandomModel, plan: Plan, cache: Cache | None = None) -> RoundTimes:
     """A round of `plan` at its context, on CUDA as the graph that the runtime replays, with all layers.
 
-    Measured again while the spread says that the machine is busy; raises BusyMachine if it stays so.
+    cache: one of the plan that has been filled; by default it is made here. Measured again while the spread says that
+    the machine is busy; raises BusyMachine if it stays so.
     """
     for _ in range(MOST_TRIES):
-        times = _round_times(model, plan)
+        times = _round_times(model, plan, cache)
         if not is_busy(times.spread):
             return times
     raise BusyMachine(f"machine busy, spread {times.spread:.0%}")
 
 
-def _round_times(model: RandomModel, plan: Plan) -> RoundTimes:
+def _round_times(model: RandomModel, plan: Plan, cache: Cache | None) -> RoundTimes:
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # of the last plan's cache and graph
-    rounds = _prepared(model, plan)
+    speculator = _speculator(model, plan, cache or random_cache(model, plan))  # graphs do not keep what they read
+    rounds = _prepared(speculator, plan)
     count = TIMED_ROUNDS[model.device.type]
     results = [_next_round(rounds, plan.speculation.gamma) for _ in range(WARM_ROUNDS + count)]
     return RoundTimes.of(plan.speculation.gamma, results[WARM_ROUNDS:])
@@ -172,18 +178,37 @@ def random_cache(model: RandomModel, plan: Plan) -> Cache:
     return cache
 
 
-def _prepared(model: RandomModel, plan: Plan) -> Rounds:
-    """The plan's rounds, as an engine has them after prefill."""
-    workload = plan.workload
-    cache = random_cache(model, plan)
-    generator = torch.Generator(model.device).manual_seed(0)
-    policy = draft_policy(plan.speculation.selection, cache)
-    policy.start()
+def random_head(shape: ModelShape, embedding: Tensor) -> Head:
+    """A retrieval head with random weights for a model of `shape`, with as many heads as it has."""
+    config = HeadConfig(
+        model=shape.name, hidden=shape.hidden, vocab=shape.vocab, q_heads=shape.q_heads, kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim, context=shape.max_context,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    heads = (shape.q_heads, shape.kv_heads)
+    q, k = (torch.randn(count * shape.head_dim, shape.hidden, generator=generator) for count in heads)
+    scale = shape.hidden**-0.5
+    return Head(config, HeadWeights(torch.ones(shape.hidden), q * scale, k * scale, probe_of(embedding)))
+
+
+def _speculator(model: RandomModel, plan: Plan, cache: Cache) -> Speculator:
+    """The plan's parts of a round, over a cache that is filled."""
+    generator, embedding = torch.Generator(model.device).manual_seed(0), model.weights.embedding
+    head = random_head(model.shape, embedding).for_model(model.shape, embedding) if missing_head(plan) else None
+    policy = draft_policy(plan.speculation.selection, cache, head)
+    reads = TargetReads.of(plan.attention.chosen, cache, head)
+    for one in observers(policy, reads):
+        one.start()
     target, drafter = model.target(plan), model.drafter(plan)
-    speculator = Speculator(model.decoder, target, drafter, cache, policy, SAMPLING, generator)
-    graphs = model.device.type == "cuda"
+    return Speculator(model.decoder, target, drafter, cache, policy, SAMPLING, generator, reads)
+
+
+def _prepared(speculator: Speculator, plan: Plan) -> Rounds:
+    """The plan's rounds, as an engine has them after prefill."""
+    device = speculator.cache.lengths.device
+    graphs = device.type == "cuda"
     rounds = GraphRounds(speculator, plan.speculation.gammas) if graphs else EagerRounds(speculator)
-    rounds.start(torch.zeros(workload.batch, dtype=torch.int64, device=model.device))
+    rounds.start(torch.zeros(plan.workload.batch, dtype=torch.int64, device=device))
     return rounds
 
 
@@ -203,6 +228,11 @@ def _fill(store: KVStore | HostKVStore) -> None:
     on_host = [part for pair in store.on_host for part in pair] if isinstance(store, HostKVStore) else []
     for tensor in (store.keys, store.values, *on_host):
         tensor.normal_()
+    if isinstance(store, HostKVStore) and store.two_bit:
+        keys = store.two_bit.keys
+        keys.codes.random_(0, 256)
+        keys.minimum.fill_(-1.0)
+        keys.scale.fill_(2 / 15)
     for coded in store.coded:
         for codes in (coded.codes, coded.window.codes) if coded.window else (coded.codes,):
             _fill_codes(codes)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.roofline.cost import Cost
+from ridgeplan.roofline.passes import tiles
 
 WARM_CALLS = 1
 LEAST_CALLS = 5
@@ -40,6 +41,11 @@ class Trial:
     rows: int = 1  # this and the next two as in `ridgeplan.roofline.catalog.profile.Rates`
     width: float = 0.0
     depth: float = 0.0
+
+    @property
+    def tiles(self) -> float:
+        """Tiles of a call on all SMs, as the cost model counts them."""
+        return float(tiles(self.kind, self.width, self.depth))
 
     @property
     def chain(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -117,7 +118,10 @@ class Request:
 
 @dataclass(eq=False)
 class _Lanes:
-    """Engines of several plans. weights: by format, for plans that share them; plain: the first measurement."""
+    """Engines of several plans. weights: by format, for plans that share them; plain: the first measurement.
+
+    freed_bytes: what the engines that have ended held on a GPU beside those weights.
+    """
 
     plans: Sequence[Plan]
     model: str
@@ -127,6 +131,7 @@ class _Lanes:
     request: Request
     weights: dict[tuple[int, int | None, bool], DecoderWeights] = field(default_factory=dict)
     plain: Measured | None = None
+    freed_bytes: int = 0
 
     def run(self) -> PlanRuns:
         """All plans in turns, else one after another."""
@@ -140,7 +145,8 @@ class _Lanes:
             return PlanRuns(tuple(self._one_by_one(runs)), False)
         take_turns(runs)
         alone = len(runs) == 1
-        return PlanRuns(tuple(self._ended(*pair, alone) for pair in zip(self.plans, runs, strict=True)), True)
+        runs.reverse()  # the first one ends first: what it held is not the later ones'
+        return PlanRuns(tuple(self._freed(plan, runs, alone) for plan in self.plans), True)
 
     def _one_by_one(self, begun: list[Run]) -> Iterator[PlanRun]:
         """The first run goes on alone; the others start again, each once the one before is closed."""
@@ -148,13 +154,14 @@ class _Lanes:
             run.engine.close()
         del begun[1:]
         take_turns(begun)
-        yield self._ended(self.plans[0], begun.pop(), alone=False)  # others had begun
+        yield self._freed(self.plans[0], begun, alone=False)  # others had begun
         for index in range(1, len(self.plans)):
             kept = self.plans[index].weights.target_format
             self.weights = {kind: weights for kind, weights in self.weights.items() if kind == kept}
             run = self._begun(index)
             take_turns([run])
             yield self._ended(self.plans[index], run, alone=True)
+            del run
 
     def _begun(self, index: int) -> Run:
         """The run of a plan after its prefill."""
@@ -162,7 +169,8 @@ class _Lanes:
 
         plan, request = self.plans[index], self.request
         shared = self.weights.get(plan.weights.target_format)
-        others_bytes = self._others_bytes(shared)
+        others = (held for held in self.weights.values() if held is not shared and held.embedding.is_cuda)
+        others_bytes = sum(held.bytes for held in others)
         fitted = self.calibration if plan.weights.quantized else None
         engine = runtime.load(
             plan, self.model, device=self.device, weights=shared, calibration=fitted, profile=self.profile
@@ -175,18 +183,30 @@ class _Lanes:
             engine.close()
             raise
 
-    def _others_bytes(self, shared: DecoderWeights | None) -> int:
-        """Memory that earlier runs hold on a GPU, beside the weights that the next one shares."""
-        held = next(iter(self.weights.values()), None)
-        if held is None or not held.embedding.is_cuda:
+    def _freed(self, plan: Plan, runs: list[Run], alone: bool) -> PlanRun:
+        """The comparison of the last of the finished runs, which is then freed.
+
+        What that frees is what it held: not the workspaces that libraries keep, which every run's peak contains,
+        whichever run was the first to need them.
+        """
+        before_bytes = self._allocated_bytes()
+        found = self._ended(plan, runs.pop(), alone)
+        gc.collect()
+        self.freed_bytes += before_bytes - self._allocated_bytes()
+        return found
+
+    def _allocated_bytes(self) -> int:
+        """Memory that torch has allocated on the weights' GPU; 0 on a CPU."""
+        device = next(iter(self.weights.values())).embedding.device
+        if device.type != "cuda":
             return 0
         import torch
 
-        return torch.cuda.memory_allocated(held.embedding.device) - (shared.bytes if shared else 0)
+        return torch.cuda.memory_allocated(device)
 
     def _ended(self, plan: Plan, run: Run, alone: bool) -> PlanRun:
         """The comparison of a finished run, whose engine is closed."""
-        engine, measured = run.engine, run.measured(alone=alone)
+        engine, measured = run.engine, run.measured(alone=alone, freed_bytes=self.freed_bytes)
         engine.close()
         self.plain = self.plain or measured
         texts = tuple(engine.tokenizer.batch_decode([list(tokens) for tokens in measured.tokens]))

@@ -8,16 +8,20 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.options import OutputFile, as_json, options
-from ridgeplan.dashboards.cli.output import print_json, print_table, progress, require_writable
+from ridgeplan.dashboards.cli.output import print_json, print_table, progress, require_writable, write_atomically
 from ridgeplan.dashboards.user_errors import FileProblem
 from ridgeplan.roofline.catalog.profile import Profile, load_profile
 from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
 from ridgeplan.validate.calibration.noise import NoiseCheck
+
+if TYPE_CHECKING:
+    from ridgeplan.validate.calibration.samples import Samples
 
 APP = Path(__file__).parents[1] / "app.py"
 ADDRESS = "127.0.0.1"
@@ -41,6 +45,7 @@ SERVER = {
         "ridgeplan calibrate --quick",
         "ridgeplan calibrate --output machine.json",
         "ridgeplan calibrate --allow-noisy --json",
+        "ridgeplan calibrate --samples samples.json",
     )
 )
 @options(
@@ -48,15 +53,33 @@ SERVER = {
     click.option("--allow-noisy", is_flag=True, help="Keep classes whose readings differ, with a wider band."),
     click.option("--only", multiple=True, metavar="CLASS",
                  help="Measure this class of kernels again, into the profile that is there. May be repeated."),
+    click.option("--samples", type=OutputFile(), help="Also save what was measured, for a later --refit."),
+    click.option("--refit", type=click.Path(path_type=Path), metavar="FILE",
+                 help="Measure nothing: fit the profile that is there again to the samples of a full calibration."),
     click.option("--output", type=OutputFile(), help="Where to save it.  [default: where --gpu auto looks for it]"),
     as_json,
 )  # fmt: skip
-def calibrate(quick: bool, allow_noisy: bool, only: tuple[str, ...], output: Path | None, as_json: bool) -> None:
+def calibrate(
+    quick: bool,
+    allow_noisy: bool,
+    only: tuple[str, ...],
+    samples: Path | None,
+    refit: Path | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
     """Measure this machine's bandwidth, compute and kernels, and save the profile that predictions use.
 
     Every size is measured again until two readings agree. Where they do not, nothing is saved: exit code 4.
     """
-    profile, noise = calibrate_with_progress(quick, output, allow_noisy, only)
+    if refit and (quick or only or samples):
+        raise click.UsageError("--refit measures nothing; it takes neither --quick, --only nor --samples")
+    if only and samples:
+        raise click.UsageError("--samples needs all classes; it does not go with --only")
+    if refit:
+        profile, noise = _refitted(refit, output), NoiseCheck()
+    else:
+        profile, noise = calibrate_with_progress(quick, output, allow_noisy, only, samples)
     if as_json:
         path = str(output or user_profile_path())
         print_json({"path": path, "noise": noise.spreads, "profile": json.loads(profile.to_json())})
@@ -121,16 +144,30 @@ def _why_not(port: int) -> str:
     return ""
 
 
+def _refitted(samples: Path, output: Path | None) -> Profile:
+    """The profile that is there, fitted to samples again and saved in its place."""
+    target = output or user_profile_path()
+    require_writable(target)
+    from ridgeplan import validate
+    from ridgeplan.validate.calibration.calibrate import refit
+
+    profile = refit(load_profile(target), samples)
+    validate.save_profile(profile, target)
+    return profile
+
+
 def calibrate_with_progress(
-    quick: bool, output: Path | None, allow_noisy: bool, only: Sequence[str] = ()
+    quick: bool, output: Path | None, allow_noisy: bool, only: Sequence[str] = (), samples: Path | None = None
 ) -> tuple[Profile, NoiseCheck]:
     """The profile of this machine, measured with a progress bar and saved, and how noisy its classes were.
 
-    only: classes that are measured again; the others are those of the profile that is there.
+    only: classes that are measured again; the others are those of the profile that is there. samples: where to save
+    what was measured.
     Raises FileProblem, and NoisyMachine unless that is allowed; ProfileError where there is no profile to start from.
     """
     target = output or user_profile_path()
-    require_writable(target)
+    for path in (target, samples) if samples else (target,):
+        require_writable(path)
     base = load_profile(target) if only else None
     from ridgeplan import validate
 
@@ -141,8 +178,12 @@ def calibrate_with_progress(
         def on_progress(what: str, done: int, total: int) -> None:
             bars.update(bar, description=f"calibrating {what}", completed=done, total=total)
 
+        def keep(found: Samples) -> None:
+            if samples:
+                write_atomically(samples, found.to_json())
+
         if base is None:
-            profile = validate.calibrate(quick, noise=noise, on_progress=on_progress)
+            profile = validate.calibrate(quick, noise=noise, on_progress=on_progress, keep=keep)
         else:
             profile = validate.recalibrate(base, only, quick, noise=noise, on_progress=on_progress)
     try:

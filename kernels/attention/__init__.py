@@ -45,31 +45,26 @@ def decode_attention(
     latter must not let the next kernel start early, and at least one other kernel should run in between.
 
     Raises ValueError when heads do not divide, shapes disagree, lengths are not int32 [B], or `lower` is set for codes
-    that hold the upper plane only, or the scores' tensor is too small.
+    that hold the upper plane only, or the scores' tensors do not fit.
     """
     _check(q, keys, values, codes, groups)
     require_rows(len(q), torch.int32, begin=begin, end=end, groups=groups)
     if codes is not None:
         require_lower(codes, lower)
     if scores is not None:
-        scores.require(len(q), keys.shape[1], keys.shape[2] if codes is None else codes.groups * codes.group)
+        tokens = keys.shape[2] if codes is None else codes.groups * codes.group
+        scores.require(len(q), q.shape[2], keys.shape[1], tokens)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not uses_gpu_kernel(backend, q):
         if scores is not None:
             collect_scores_reference(scores, q, keys, begin, end, codes, groups, lower, scale)
         return decode_attention_reference(q, keys, values, begin, end, codes, groups, lower, scale)
-    # Probabilities need the queries' log-sum-exps, which the CUDA kernel does not keep.
-    finds = backend == "auto" and (scores is None or scores.what == "logits")
-    kernel = find_kernel(q, keys, values, codes, lower, scale) if finds else None
+    kernel = find_kernel(q, keys, values, codes, lower, scale, scores) if backend == "auto" else None
     if kernel is None:
         from ridgeplan.kernels.attention.triton import decode_attention_triton
 
         return decode_attention_triton(q, keys, values, begin, end, codes, groups, lower, scale, splits, scores)
-    if scores is not None:
-        from ridgeplan.kernels.attention.scores_triton import collect_scores_triton
-
-        collect_scores_triton(scores, q, keys, begin, end, codes, groups, lower, scale, None)
-    return kernel.run(q, keys, values, begin, end, codes, groups, scale, splits)
+    return kernel.run(q, keys, values, begin, end, codes, groups, scale, splits, scores)
 
 
 def _check(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV | None, groups: Tensor | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.attention.scores import ScoreRequest
 from ridgeplan.kernels.device.launch_metadata import launch_metadata
 from ridgeplan.kernels.kv_cache.cost import codes_of, group_bytes
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
@@ -57,6 +58,19 @@ def split_attention_cost(
         flops=4 * q.numel() * (quantized_tokens + full_tokens),
         read_bytes=read_bytes,
         write_bytes=4 * (lse * q.shape[3] + lse),
+    )
+
+
+def scores_cost(request: ScoreRequest, q: Tensor, tokens: int) -> Cost:
+    """What attention adds to leave the scores of `tokens` tokens of each row."""
+    lse = request.lse if request.what == "probabilities" else None
+    lse_bytes = 0 if lse is None else lse.nbytes
+    batch, _, width = request.out.shape
+    summed = len(request.summed(q.shape[1]))
+    return Cost(
+        flops=2 * batch * q.shape[2] * summed * tokens,
+        read_bytes=lse_bytes,
+        write_bytes=request.out.nbytes // width * tokens + lse_bytes,
     )
 
 

@@ -26,6 +26,7 @@ from ridgeplan.kernels.attention.schedule import (
     fuses_reduction,
     merge_parts,
 )
+from ridgeplan.kernels.attention.scores import ScoreRequest
 from ridgeplan.kernels.device.kernel_params import KernelParams
 from ridgeplan.kernels.device.launch import launch_with_pdl
 from ridgeplan.kernels.device.nvrtc import compile_kernel, program
@@ -37,7 +38,10 @@ MAX_ROWS = 64  # query rows (query heads of a KV head times queries) of one CTA
 THREADS = 128
 ALIGNMENT = 8  # elements of 16 bytes: the least that bulk copies move
 TENSORS = ("q", "keys", "values", "begin", "end", "groups", "partial", "lse", "row_ctas", "out", "arrivals")
+SCORE_TENSORS = ("scores", "score_lse")
 SIZES = ("batch", "kv_heads", "q_heads_per_kv", "queries", "capacity", "group_capacity")
+SCORE_SIZES = ("score_capacity", "score_step")
+SUMMED = {"logits": 1, "probabilities": 2}  # values of SCORES in csrc/config.cuh
 STRIDES = (
     *("q_batch_stride", "q_query_stride", "q_head_stride"),
     *(f"{x}_{axis}stride" for x in ("key", "value") for axis in ("batch_", "head_", "")),
@@ -50,10 +54,10 @@ class AttentionParams(KernelParams):
     constants = MappingProxyType({"GROUP": GROUP, "THREADS": THREADS, "MERGE_GROUPS": MERGE_GROUPS})
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in TENSORS),
+        *((name, ctypes.c_void_p) for name in (*TENSORS, *SCORE_TENSORS)),
         ("key_codes", QuantizedPlanes),
         ("value_codes", QuantizedPlanes),
-        *((name, ctypes.c_int) for name in (*SIZES, *STRIDES, "fuse_reduction")),
+        *((name, ctypes.c_int) for name in (*SIZES, *SCORE_SIZES, *STRIDES, "fuse_reduction")),
         ("scale", ctypes.c_float),
     )
 
@@ -83,6 +87,7 @@ class AttentionKernel:
         groups: Tensor | None,
         scale: float,
         splits: int | None,
+        scores: ScoreRequest | None = None,
     ) -> Tensor:
         """See `ridgeplan.kernels.attention.decode_attention`."""
         batch, queries, q_heads, head_dim = q.shape
@@ -100,6 +105,7 @@ class AttentionKernel:
             values=values,
             **lengths,
             **outputs,
+            **_score_fields(scores, queries),
             key_codes=key_planes(codes),
             value_codes=value_planes(codes),
             **dict(zip(SIZES, sizes, strict=True)),
@@ -137,7 +143,13 @@ class AttentionKernel:
 
 
 def find_kernel(
-    q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV | None, lower: bool, scale: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    codes: QuantizedKV | None,
+    lower: bool,
+    scale: float,
+    scores: ScoreRequest | None = None,
 ) -> AttentionKernel | None:
     """The kernel that computes this call, or None: then Triton's does.
 
@@ -152,14 +164,17 @@ def find_kernel(
         return None
     if torch.cuda.get_device_capability(q.device) < (9, 0) or not all(map(_aligned, (q, keys, values))):
         return None
-    return _compiled(_variant(q, keys, codes, lower), q.device)
+    return _compiled(_variant(q, keys, codes, lower, scores), q.device)
 
 
-def _variant(q: Tensor, keys: Tensor, codes: QuantizedKV | None, lower: bool) -> AttentionVariant:
+def _variant(
+    q: Tensor, keys: Tensor, codes: QuantizedKV | None, lower: bool, scores: ScoreRequest | None
+) -> AttentionVariant:
     rows = q.shape[1] * q.shape[2] // keys.shape[1]
     bits = 0 if codes is None else 8 if lower else 4
     padded_rows = next(size for size in CTAS_PER_SM if size >= rows)
-    return AttentionVariant(q.shape[3], bits, q.dtype == torch.bfloat16, padded_rows)
+    summed = 0 if scores is None else SUMMED[scores.what]
+    return AttentionVariant(q.shape[3], bits, q.dtype == torch.bfloat16, padded_rows, summed)
 
 
 @cache
@@ -181,6 +196,13 @@ def _compiled(variant: AttentionVariant, device: torch.device) -> AttentionKerne
     if attend is None or None in merges.values():
         return None
     return AttentionKernel(attend, merges, occupancy, torch.zeros(MAX_FUSED_KV_ROWS, dtype=torch.int32, device=device))
+
+
+def _score_fields(request: ScoreRequest | None, queries: int) -> dict[str, Tensor | int | None]:
+    if request is None:
+        return dict.fromkeys(SCORE_TENSORS) | dict.fromkeys(SCORE_SIZES, 0)
+    tensors, sizes = (request.out, request.lse), (request.out.shape[2], request.step(queries))
+    return dict(zip(SCORE_TENSORS, tensors, strict=True)) | dict(zip(SCORE_SIZES, sizes, strict=True))
 
 
 def _aligned(tensor: Tensor) -> bool:

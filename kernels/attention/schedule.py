@@ -27,12 +27,16 @@ MAX_FUSED_KV_ROWS = 4096  # arrival counters: (batch row, KV head) pairs whose r
 
 @dataclass(frozen=True)
 class AttentionVariant:
-    """What a compiled kernel is specialized for. bits: 0 without codes; rows: query rows, a key of CTAS_PER_SM."""
+    """What a compiled kernel is specialized for.
+
+    bits: 0 without codes. rows: query rows, a key of CTAS_PER_SM. scores: left of each token, see csrc/scores.cuh.
+    """
 
     head_dim: int
     bits: int
     bf16: bool
     rows: int
+    scores: int = 0
 
     @property
     def ctas_per_sm(self) -> int:
@@ -77,6 +81,7 @@ class AttentionVariant:
             "CTAS_PER_SM": self.ctas_per_sm,
             "STAGES": stages,
             "DENSE_TILE": self.dense_tile,
+            "SCORES": self.scores,
             "MERGE_PARTS": merge_parts,
         }
         return [f"-D{name}={value}" for name, value in macros.items()] + [f"-DKERNEL_{kernel.upper()}"]

@@ -18,18 +18,25 @@ class ScoreRequest:
     """Asks `decode_attention` to write each earlier token's score into `out`, float32 [B, Hkv, N], contiguous.
 
     A score is the sum over the query heads of the KV head and over the query `rows`: "ends" the first and the last
-    (equation 3; of one query, that one), "last", or "all" (equation 2). `what` is summed: "logits", scale * q . k, or
-    "probabilities", exp(logit - lse) with the log-sum-exp of all that the query sees.
+    (equation 3; of one query, that one), "last", or "all" (equation 2). `what` is summed: "logits", scale * q . k, as
+    in the paper, or "probabilities", exp(logit - lse).
+
+    Scores are written in the same pass that finds the log-sum-exp of all that a query sees, so that is not known yet.
+    Probabilities refer to `lse`, float32 [B, Hq], contiguous, instead: for each query head, what the call before left
+    there, its last query's. Of two calls with one query each, the same, the second has exact ones. Where the last query
+    sees nothing, `lse` stays.
+
     Entry n is token n of the row's first groups[b] quantized groups, for calls with codes; without codes it is slot n
     of the full-precision store, for begin[b] <= n < end[b]. Other entries are not written.
 
     For a set shared by all heads of a layer, sum `out` over the KV heads. Raises ValueError for another dtype, layout
-    or choice.
+    or choice, or probabilities without `lse`.
     """
 
     out: Tensor
     rows: Rows = "ends"
     what: What = "logits"
+    lse: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.out.dtype != torch.float32 or self.out.dim() != 3 or not self.out.is_contiguous():
@@ -38,6 +45,10 @@ class ScoreRequest:
             raise ValueError(f"rows {self.rows!r} is none of: ends, last, all")
         if self.what not in ("logits", "probabilities"):
             raise ValueError(f"what {self.what!r} is none of: logits, probabilities")
+        if self.what == "probabilities" and self.lse is None:
+            raise ValueError("probabilities need lse, the log-sum-exps of the call before")
+        if self.lse is not None and (self.lse.dtype != torch.float32 or not self.lse.is_contiguous()):
+            raise ValueError(f"lse is contiguous float32 [B, Hq], not {self.lse.dtype} {self.lse.shape}")
 
     def step(self, queries: int) -> int:
         """Distance between the summed ones of `queries` queries, which are counted from the last one down."""
@@ -47,12 +58,19 @@ class ScoreRequest:
         """Numbers of the summed queries, of `queries`."""
         return list(range(queries - 1, -1, -self.step(queries)))
 
-    def require(self, batch: int, kv_heads: int, tokens: int) -> None:
-        """Raises ValueError where `out` has no room for `tokens` tokens of these rows and heads."""
+    def keep_lse(self, found: Tensor) -> None:
+        """Leaves the last query's log-sum-exps [B, Hq]; -inf where it sees nothing."""
+        if self.lse is not None and self.what == "probabilities":
+            self.lse.copy_(torch.where(found.isfinite(), found, self.lse))
+
+    def require(self, batch: int, q_heads: int, kv_heads: int, tokens: int) -> None:
+        """Raises ValueError where `out` has no room for `tokens` tokens of these rows and heads, or `lse` for these."""
         if self.out.shape[:2] != (batch, kv_heads) or self.out.shape[2] < tokens:
             raise ValueError(
                 f"scores {list(self.out.shape)} do not fit; allowed: [{batch}, {kv_heads}, {tokens} or more]"
             )
+        if self.lse is not None and self.lse.shape != (batch, q_heads):
+            raise ValueError(f"lse {list(self.lse.shape)} does not fit; allowed: [{batch}, {q_heads}]")
 
 
 def collect_scores_reference(
@@ -77,11 +95,13 @@ def collect_scores_reference(
             seen = torch.cat([earlier, seen], dim=1)
         heads = (q[b].float() * scale).unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)  # [Hkv, heads, T, D]
         logits = heads @ seen.mT[:, None]
-        if request.what == "probabilities":
-            limit = count + int(end[b]) - first + torch.arange(q.shape[1], device=q.device)
-            hidden = torch.arange(seen.shape[1], device=q.device) >= limit[:, None]
-            logits = logits.masked_fill(hidden, -torch.inf).softmax(-1)
-        total = logits[:, :, request.summed(q.shape[1])].sum((1, 2))
+        summed = logits[:, :, request.summed(q.shape[1])]
+        if request.lse is not None and request.what == "probabilities":
+            earlier_lse = request.lse[b].view(keys.shape[1], -1, 1, 1)
+            summed = (summed - earlier_lse).exp()
+            if seen.shape[1]:
+                request.lse[b] = logits[:, :, -1].logsumexp(-1).flatten()
+        total = summed.sum((1, 2))
         if codes is not None:
             request.out[b, :, :count] = total[:, :count]
         else:

@@ -17,13 +17,11 @@ from torch import Tensor
 from ridgeplan.kernels.attention.cost import attention_metadata
 from ridgeplan.kernels.attention.merge import merge
 from ridgeplan.kernels.attention.scores import ScoreRequest
-from ridgeplan.kernels.attention.scores_triton import collect_scores_triton
-from ridgeplan.kernels.attention.triton_blocks import full_block, quantized_block
+from ridgeplan.kernels.attention.triton_blocks import LN_2, full_block, quantized_block, sum_rows
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.roofline.execution import choose_splits
 
 LOG2_E = 1.4426950408889634
-LN_2 = tl.constexpr(0.6931471805599453)
 MAX_ROWS = 128  # query rows per tile; with more (wide MQA with many queries) further tiles read KV again
 
 
@@ -54,15 +52,19 @@ def _split_range(blocks, split, splits):
     return blocks * split // splits, blocks * (split + 1) // splits
 
 
-# Arguments that change within a generation (cache sizes, splits) must not trigger recompilation.
-@triton.jit(launch_metadata=attention_metadata, do_not_specialize=["scale", "capacity", "group_capacity", "splits"])
+# Arguments that change within a generation (cache sizes, splits, the scores' width) must not trigger recompilation.
+DO_NOT_SPECIALIZE = ["scale", "capacity", "group_capacity", "splits", "width"]
+
+
+@triton.jit(launch_metadata=attention_metadata, do_not_specialize=DO_NOT_SPECIALIZE)
 def _attention_kernel(
-    q, keys, values, begin, end, groups, partial, lse, scale, capacity, group_capacity, splits,
+    q, keys, values, begin, end, groups, partial, lse, scores, score_lse,
+    scale, capacity, group_capacity, splits, width,
     q_batch_stride, q_query_stride, q_head_stride, key_batch_stride, key_head_stride, key_stride,
     value_batch_stride, value_head_stride, value_stride,
     key_upper, key_lower, key_scale, key_min, value_upper, value_lower, value_scale, value_min,
     QUERIES: tl.constexpr, RATIO: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SUMMED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     flat = tl.program_id(0).to(tl.int64)
     batch, kv_head, split = flat // KV_HEADS, flat % KV_HEADS, tl.program_id(1)
@@ -84,6 +86,12 @@ def _attention_kernel(
         tl.store(lse + result, row_max, mask=valid)
         return
 
+    if SUMMED is not None:
+        counts = valid & ((QUERIES - 1 - query) % STEP == 0)
+        earlier_lse = tl.zeros([ROWS], tl.float32)
+        if SUMMED == "probabilities":
+            earlier_lse = tl.load(score_lse + batch * KV_HEADS * RATIO + head, mask=valid, other=0.0) / LN_2
+        scores += flat * width
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     q += batch * q_batch_stride
@@ -93,20 +101,27 @@ def _attention_kernel(
         q_first = tl.load(q + at, mask=valid[:, None], other=0.0).to(tl.float32)
         q_second = tl.load(q + at + HEAD_DIM // 2, mask=valid[:, None], other=0.0).to(tl.float32)
         for group in range(start, tl.minimum(stop, visible)):
-            row_max, row_sum, acc = quantized_block(
+            row_max, row_sum, acc, scores0, scores1 = quantized_block(
                 row_max, row_sum, acc, q_first, q_second, flat * group_capacity + group, scale,
                 key_upper, key_lower, key_scale, key_min, value_upper, value_lower, value_scale, value_min,
                 GROUP, HEAD_DIM, BITS, q.dtype.element_ty,
             )  # fmt: skip
+            if SUMMED is not None:
+                to = scores + group * GROUP + tl.arange(0, GROUP // 2)
+                tl.store(to, sum_rows(scores0, counts, earlier_lse, SUMMED == "probabilities"))
+                tl.store(to + GROUP // 2, sum_rows(scores1, counts, earlier_lse, SUMMED == "probabilities"))
     q_tile = tl.load(q + row[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=valid[:, None], other=0.0)
     keys += batch * key_batch_stride + kv_head * key_head_stride
     values += batch * value_batch_stride + kv_head * value_head_stride
     for block in range(tl.maximum(start, visible), stop):
         slots = first + (block - visible) * BLOCK + tl.arange(0, BLOCK)
-        row_max, row_sum, acc = full_block(
+        row_max, row_sum, acc, logits = full_block(
             row_max, row_sum, acc, q_tile, own + query, slots, last, scale, keys, values, key_stride, value_stride,
             HEAD_DIM,
         )  # fmt: skip
+        if SUMMED is not None and BITS == 0:
+            total = sum_rows(logits, counts, earlier_lse, SUMMED == "probabilities")
+            tl.store(scores + slots, total, mask=slots < tl.minimum(own, capacity))
 
     divisor = tl.where(row_sum > 0, row_sum, 1.0)
     tl.store(lse + result, (row_max + tl.log2(divisor)) * LN_2, mask=valid)
@@ -146,7 +161,9 @@ def decode_attention_triton(
     config = CONFIGS.get((head_dim, bits), DEFAULT_CONFIG) if q.element_size() == 2 else DEFAULT_CONFIG
     group_capacity = codes.groups if codes is not None else 0
     splits = splits or int(choose_splits(batch, kv_heads, group_capacity * group + capacity, _num_sms(q.device)))
-    rows = min(MAX_ROWS, max(16, triton.next_power_of_2(queries * (q_heads // kv_heads))))
+    rows = max(16, triton.next_power_of_2(queries * (q_heads // kv_heads)))
+    if scores is None:  # which one program sums over all rows
+        rows = min(MAX_ROWS, rows)
     partial = torch.empty(batch, queries, q_heads, splits, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
     planes = vars(codes) if codes is not None else {field.name: None for field in fields(QuantizedKV)}
@@ -160,10 +177,13 @@ def decode_attention_triton(
         groups.contiguous() if groups is not None else None,
         partial,
         lse,
+        scores.out if scores is not None else None,
+        scores.lse if scores is not None else None,
         scale * LOG2_E,
         capacity,
         group_capacity,
         splits,
+        scores.out.shape[2] if scores is not None else 0,
         *(stride for tensor in (q, keys, values) for stride in tensor.stride()[:3]),
         **planes,
         QUERIES=queries,
@@ -174,11 +194,13 @@ def decode_attention_triton(
         BITS=bits,
         ROWS=rows,
         BLOCK=config.block,
+        SUMMED=scores.what if scores is not None else None,
+        STEP=scores.step(queries) if scores is not None else 1,
         num_warps=config.warps * (2 if rows >= 64 else 1),
         num_stages=config.stages,
     )
     if scores is not None:
-        collect_scores_triton(scores, q, keys, begin, end, codes, groups, lower, scale, lse)
+        scores.keep_lse(lse[:, -1].logsumexp(-1))
     return merge(partial, lse, q.dtype, backend="triton")
 
 

@@ -1,6 +1,7 @@
 """The two steps of the attention kernel's online softmax: a quantized group and a block of full-precision tokens.
 
 A tile of query rows carries `row_max` (largest score, base 2), `row_sum` (of probabilities) and `acc` [rows, head_dim].
+Steps return these and the tokens' base-2 scores, of a group in halves.
 """
 
 import triton
@@ -8,6 +9,8 @@ import triton.language as tl
 
 from ridgeplan.kernels.device.dot_triton import dot
 from ridgeplan.kernels.device.nibbles_triton import centred_affine, centred_codes
+
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -75,7 +78,7 @@ def quantized_block(
     acc = acc * rescale[:, None] + bias[:, None]
     acc = dot((p0 * step0[None, :]).to(dtype), tl.trans(first), acc)
     acc = dot((p1 * step1[None, :]).to(dtype), tl.trans(second), acc)
-    return new_max, row_sum, acc
+    return new_max, row_sum, acc, scores0, scores1
 
 
 @triton.jit
@@ -116,4 +119,12 @@ def full_block(
     row_max, row_sum, rescale, p = softmax_step(row_max, row_sum, scores)
     tile = tl.load(values + far * value_stride + channels[None, :], mask=inside[:, None], other=0.0)
     acc = dot(p.to(q.dtype), tile.to(q.dtype), acc * rescale[:, None])
-    return row_max, row_sum, acc
+    return row_max, row_sum, acc, scores
+
+
+@triton.jit
+def sum_rows(scores, counts, lse, PROBABILITIES: tl.constexpr):
+    """What rows that count give each token (`ScoreRequest`): base-2 `scores` [rows, tokens] as logits, or exp2 of these
+    less `lse` [rows]."""
+    part = tl.exp2(scores - lse[:, None]) if PROBABILITIES else scores * LN_2
+    return tl.sum(tl.where(counts[:, None], part, 0.0), 0)

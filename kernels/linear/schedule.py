@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ridgeplan.roofline.execution import CUDA_FUSED_SWIGLU_ROWS
+from ridgeplan.roofline.execution import CUDA_FUSED_SWIGLU_ROWS, TILE_OUTPUTS
 
-TILE_OUTPUTS = 16  # outputs of an output tile: the rows of an mma
 CLUSTER_SIZES = (1, 2, 4, 8)
 SUM_BUFFERS = 2  # buffers of an output tile's sums, as in csrc/config.cuh
 X_PARTS = 4  # parts in which many rows of x arrive

@@ -41,10 +41,14 @@ class SlotTable:
         step = torch.zeros(1, dtype=torch.int32, device=device)
         return cls(filled(EMPTY, units), filled(EMPTY, slots), filled(0, slots), step, *counters)
 
-    def reset(self) -> None:
-        """Empties the slots."""
+    def forget(self) -> None:
+        """Empties the slots, of which those used last are still the last to be used again."""
         self.slot_of.fill_(EMPTY)
         self.unit_of.fill_(EMPTY)
+
+    def reset(self) -> None:
+        """As they were made."""
+        self.forget()
         for tensor in (self.used, self.step, self.wanted, self.loaded):
             tensor.zero_()
 

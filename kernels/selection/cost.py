@@ -7,17 +7,17 @@ from torch import Tensor
 
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes
+from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
 from ridgeplan.roofline.cost import Cost
 
 SCORE_BYTES = 4
 TOP_K_PASSES = 6  # four histograms, a count and a compaction
 
 
-def two_bit_cost(q: Tensor, codes: QuantizedKV, planes: DraftPlanes, tokens: int) -> Cost:
+def two_bit_cost(q: Tensor, keys: TwoBitKeys, tokens: int) -> Cost:
     """`two_bit_scores` of `tokens` tokens of each row; lengths are on the device, so the caller passes them."""
-    share = tokens / (codes.groups * codes.group)
-    read = planes.key_two_bit.nbytes + codes.key_scale.nbytes + codes.key_min.nbytes
-    return Cost(2 * q.numel() * tokens, read * share, codes.batch * codes.kv_heads * tokens * SCORE_BYTES)
+    share = tokens / (keys.groups * keys.group)
+    return Cost(2 * q.numel() * tokens, keys.bytes * share, keys.batch * keys.kv_heads * tokens * SCORE_BYTES)
 
 
 def page_scores_cost(q: Tensor, bounds: Tensor) -> Cost:

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.kv_cache import require_rows
-from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.selection.draft_planes import DraftPlanes, unpack_two_bit
+from ridgeplan.kernels.selection.draft_planes import unpack_two_bit
+from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
 
 LEAST_HEAD_DIM = (
     64  # of the kernel: a quarter of the channels, those of one place in a byte, fills a tensor core's tile
@@ -15,8 +15,7 @@ LEAST_HEAD_DIM = (
 
 def two_bit_scores(
     q: Tensor,
-    codes: QuantizedKV,
-    planes: DraftPlanes,
+    keys: TwoBitKeys,
     groups: Tensor,
     lse: Tensor,
     *,
@@ -35,46 +34,42 @@ def two_bit_scores(
 
     Raises ValueError for more than one query, and when shapes disagree.
     """
-    check_scan(q, codes, planes, groups, lse)
+    check_scan(q, keys, groups, lse)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not uses_gpu_kernel(backend, q) or (backend == "auto" and q.shape[3] < LEAST_HEAD_DIM):
-        return two_bit_scores_reference(q, codes, planes, groups, lse, scale)
+        return two_bit_scores_reference(q, keys, groups, lse, scale)
     from ridgeplan.kernels.selection.two_bit_triton import two_bit_scores_triton
 
-    return two_bit_scores_triton(q, codes, planes, groups, lse, scale)
+    return two_bit_scores_triton(q, keys, groups, lse, scale)
 
 
-def two_bit_scores_reference(
-    q: Tensor, codes: QuantizedKV, planes: DraftPlanes, groups: Tensor, lse: Tensor, scale: float
-) -> Tensor:
+def two_bit_scores_reference(q: Tensor, keys: TwoBitKeys, groups: Tensor, lse: Tensor, scale: float) -> Tensor:
     """The same in plain torch."""
-    logits = two_bit_logits(q, codes, planes, scale)
+    logits = two_bit_logits(q, keys, scale)
     before = lse.view(*logits.shape[:3], 1)
     scores = (logits - before).logsumexp(2)
-    seen = torch.arange(logits.shape[3], device=q.device) < codes.group * groups[:, None]
+    seen = torch.arange(logits.shape[3], device=q.device) < keys.group * groups[:, None]
     after = logits.masked_fill(~seen[:, None, None], -torch.inf).logsumexp(3)
     lse.copy_(torch.where(groups[:, None] > 0, after.flatten(1), lse))
     return scores
 
 
-def two_bit_logits(q: Tensor, codes: QuantizedKV, planes: DraftPlanes, scale: float) -> Tensor:
+def two_bit_logits(q: Tensor, keys: TwoBitKeys, scale: float) -> Tensor:
     """scale * q_h . k with 2-bit keys, of all groups -> float32 [B, Hkv, query heads of a KV head, groups * G]."""
-    heads = (q[:, 0].float() * scale).unflatten(1, (codes.kv_heads, -1))[:, :, None]  # [B, Hkv, 1, heads, D]
-    step, low = codes.key_scale.float()[..., None, :], codes.key_min.float()[..., None, :]
-    middle = unpack_two_bit(planes.key_two_bit) * 4 + 1.5
+    heads = (q[:, 0].float() * scale).unflatten(1, (keys.kv_heads, -1))[:, :, None]  # [B, Hkv, 1, heads, D]
+    step, low = keys.scale.float()[..., None, :], keys.minimum.float()[..., None, :]
+    middle = unpack_two_bit(keys.codes) * 4 + 1.5
     return (heads @ (middle * step + low).mT).transpose(2, 3).flatten(3)
 
 
-def check_scan(q: Tensor, codes: QuantizedKV, planes: DraftPlanes, groups: Tensor, lse: Tensor) -> None:
+def check_scan(q: Tensor, keys: TwoBitKeys, groups: Tensor, lse: Tensor) -> None:
     """Raises ValueError where a scan's arguments disagree."""
     batch, queries, q_heads, head_dim = q.shape
-    if queries != 1 or q_heads % codes.kv_heads or (batch, head_dim) != (codes.batch, codes.head_dim):
+    if queries != 1 or q_heads % keys.kv_heads or (batch, head_dim) != (keys.batch, keys.head_dim):
         raise ValueError(
-            f"q {list(q.shape)} does not fit codes of batch {codes.batch}, {codes.kv_heads} KV heads and head_dim "
-            f"{codes.head_dim}; allowed: one query per row"
+            f"q {list(q.shape)} does not fit keys of batch {keys.batch}, {keys.kv_heads} KV heads and head_dim "
+            f"{keys.head_dim}; allowed: one query per row"
         )
-    if planes.key_two_bit.shape[:4] != codes.key_upper.shape[:4]:
-        raise ValueError(f"planes of {list(planes.key_two_bit.shape)} do not fit codes {list(codes.key_upper.shape)}")
     if lse.dtype != torch.float32 or lse.shape != (batch, q_heads) or not lse.is_contiguous():
         raise ValueError(f"lse is {lse.dtype} {list(lse.shape)}; allowed: contiguous float32 {[batch, q_heads]}")
     require_rows(batch, torch.int32, groups=groups)

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.device.dot_triton import dot
 from ridgeplan.kernels.device.nibbles_triton import INTERPRETED
-from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.selection.draft_planes import DraftPlanes
+from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
 
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -145,31 +144,29 @@ def _lse_kernel(partial_max, partial_sum, groups, lse, parts, HEADS: tl.constexp
         tl.store(lse + head, top + tl.log(total))
 
 
-def two_bit_scores_triton(
-    q: Tensor, codes: QuantizedKV, planes: DraftPlanes, groups: Tensor, lse: Tensor, scale: float
-) -> Tensor:
+def two_bit_scores_triton(q: Tensor, keys: TwoBitKeys, groups: Tensor, lse: Tensor, scale: float) -> Tensor:
     """See `ridgeplan.kernels.selection.two_bit.two_bit_scores`."""
     q, groups = q.contiguous(), groups.contiguous()
     batch, _, q_heads, head_dim = q.shape
-    ratio, parts = q_heads // codes.kv_heads, triton.cdiv(codes.groups, GROUPS)
-    scores = torch.empty(batch, codes.kv_heads, codes.groups * codes.group, dtype=torch.float32, device=q.device)
+    ratio, parts = q_heads // keys.kv_heads, triton.cdiv(keys.groups, GROUPS)
+    scores = torch.empty(batch, keys.kv_heads, keys.groups * keys.group, dtype=torch.float32, device=q.device)
     partial = torch.empty(2, batch * q_heads, parts, dtype=torch.float32, device=q.device)
-    _two_bit_kernel[(batch * codes.kv_heads, parts)](
+    _two_bit_kernel[(batch * keys.kv_heads, parts)](
         q,
-        planes.key_two_bit,
-        codes.key_scale,
-        codes.key_min,
+        keys.codes,
+        keys.scale,
+        keys.minimum,
         groups,
         lse,
         scores,
         *partial,
         scale * LOG2_E,
-        codes.groups,
+        keys.groups,
         q.stride(0),
         q.stride(2),
-        KV_HEADS=codes.kv_heads,
+        KV_HEADS=keys.kv_heads,
         RATIO=ratio,
-        GROUP=codes.group,
+        GROUP=keys.group,
         HEAD_DIM=head_dim,
         ROWS=max(16, triton.next_power_of_2(ratio)),
         GROUPS=GROUPS,

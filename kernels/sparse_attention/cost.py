@@ -14,6 +14,7 @@ from ridgeplan.kernels.device.launch_metadata import launch_metadata
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.cost import two_bit_cost
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes
+from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
 from ridgeplan.roofline.cost import Cost
 
 INDEX_BYTES = 4
@@ -59,7 +60,7 @@ def progressive_cost(
     splits: int,
 ) -> Cost:
     """`progressive_attention` as one kernel: scores and choices are neither written nor read."""
-    scan = two_bit_cost(q, codes, planes, tokens)
+    scan = two_bit_cost(q, TwoBitKeys.of(codes, planes), tokens)
     none = torch.empty(0, 1, 0, dtype=torch.int32, device="meta")
     attending = sparse_attention_cost(q, keys, codes, False, none, chosen_tokens, full_tokens, splits)
     return Cost(scan.flops, scan.read_bytes) + attending

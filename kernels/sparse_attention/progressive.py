@@ -9,6 +9,7 @@ from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes
 from ridgeplan.kernels.selection.top_k import top_k
 from ridgeplan.kernels.selection.two_bit import check_scan, two_bit_scores
+from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
 from ridgeplan.kernels.sparse_attention import sparse_decode_attention
 from ridgeplan.kernels.sparse_attention.progressive_cuda import find_kernel, progressive_attention_cuda
 
@@ -45,7 +46,8 @@ def progressive_attention(
 
     Raises ValueError as `two_bit_scores` and `sparse_decode_attention` do, and for k that is not int32 [B].
     """
-    check_scan(q, codes, planes, groups, lse)
+    two_bit_keys = TwoBitKeys.of(codes, planes)
+    check_scan(q, two_bit_keys, groups, lse)
     require_rows(codes.batch, torch.int32, begin=begin, end=end, k=k)
     sets = (codes.batch, codes.kv_heads)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -54,7 +56,7 @@ def progressive_attention(
         return progressive_attention_cuda(
             kernel, q, keys, values, (begin, end, groups), codes, planes, k, lse, sinks, scale
         )
-    scores = two_bit_scores(q, codes, planes, groups, lse, scale=scale, backend=backend)
+    scores = two_bit_scores(q, two_bit_keys, groups, lse, scale=scale, backend=backend)
     scores[:, :, :sinks] = torch.inf
     tokens, wanted = ((x[:, None].expand(-1, codes.kv_heads).flatten()) for x in (groups * codes.group, k))
     index, count = top_k(scores.flatten(0, 1), tokens.int(), wanted, max_k, backend=backend)

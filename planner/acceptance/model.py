@@ -85,7 +85,7 @@ class AcceptanceModel:
             return CERTAIN
         best, deviation = float(self.fitted.disagreement(parts)), self.fitted.deviation(parts)
         low, high = (1 - min(1.0, best * math.exp(sign * BAND * deviation)) for sign in (1, -1))
-        found = [self._provenance(name, ratio) for name, ratio in self._known_as(plan)]
+        found = [self._provenance(*draft) for draft in self._known_as(plan)]
         source = max((one for one, _ in found), key=SOURCES.index)
         return Acceptance(low, 1 - best, high, source, "; ".join(dict.fromkeys(where for _, where in found)))
 

@@ -20,7 +20,7 @@ from ridgeplan.planner.plan import (
     Workload,
 )
 from ridgeplan.roofline.catalog.checks import Checked, build
-from ridgeplan.roofline.sparsity.sparse_ops import SCORE_BYTES, TOP_K_PASSES
+from ridgeplan.roofline.sparsity.sparse_ops import INDEX_BYTES, SCORE_BYTES, TOP_K_PASSES
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS
 
 Preset = Callable[[Workload], Plan]
@@ -71,6 +71,12 @@ class SelectionCost:
     def run_of(self, kv_heads: int) -> float:
         """Tokens of one KV head that lie together, or as many tokens' keys of several heads."""
         return self.run_tokens * (kv_heads if self.shared_by_heads else 1)
+
+    def slot_table_bytes(self, kv_heads: int) -> float:
+        """Bytes per token of a table of the slots that hold it: an entry for each set, and page of a set."""
+        if self.run_tokens == UNLIMITED_TOKENS:
+            return INDEX_BYTES
+        return INDEX_BYTES * (1 if self.shared_by_heads else kv_heads) / self.run_tokens
 
     def scored_keys_of(self, layers: int) -> float:
         """Keys scored at a step of a model with `layers` layers, in multiples of one layer's keys."""

@@ -56,7 +56,6 @@ class Case:
         own = {
             "scored_queries": minimum(strategy.scored_queries, OBSERVATION_WINDOW),
             "round_score_bytes": _ranked_bytes(plan, shape),
-            "round_scored_keys": 0,
         }
         return cls(row, engine, shape, machine, replace(strategy, **own), dense_rates_of(plan, shape, machine))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ridgeplan.roofline.catalog.checks import Checked, build, flag, number, text
 from ridgeplan.roofline.catalog.hardware import Hardware
@@ -15,7 +16,7 @@ from ridgeplan.roofline.catalog.named_tables import read_tables
 from ridgeplan.roofline.catalog.profile import NO_GAP, Profile, Rates
 from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles
 from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.latency import KERNEL_CLASSES
+from ridgeplan.roofline.latency import KERNEL_CLASSES, STEPPED_PARTS
 
 # Classes where libraries' kernels run, and the class of the library's products of the same kind.
 LIBRARY_CLASSES = {
@@ -97,8 +98,9 @@ class Engine(Checked):
 
 def _launched_in(launch_s: float, rates: Rates) -> Rates:
     """These rates with `launch_s` for all that a launch takes beyond its bytes and FLOPs."""
-    steps = tuple(replace(step, launch_s=0.0, width_s=0.0, depth_s=0.0) for step in rates.steps)
-    return replace(rates, launch_s=launch_s, width_s=0.0, depth_s=0.0, steps=steps)
+    none: dict[str, Any] = dict.fromkeys(STEPPED_PARTS, 0.0)
+    steps = tuple(replace(step, **none) for step in rates.steps)
+    return replace(rates, **none | {"launch_s": launch_s}, steps=steps)
 
 
 def _read_times(passes: float, rates: Rates) -> Rates:

@@ -195,7 +195,7 @@ def _kv_bytes(case: Case) -> float:
 def _attention_s(case: Case, part: str) -> float:
     rates = {"target": target_rates, "draft": draft_rates}[part](case.shape, case.machine, case.strategy, case.rates)
     (op,) = (op for op in pass_ops(case.shape, case.machine, case.strategy)[part] if op.name == "attention")
-    return float(case.machine.seconds(op.cost, case.machine.rates_for(op, rates), op.width, op.depth))
+    return float(case.machine.seconds(op.cost, case.machine.rates_for(op, rates), op.width, op.depth, op.tiles))
 
 
 METRICS = {

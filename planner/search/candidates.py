@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.interface.quantities import size_text
-from ridgeplan.planner.lowering import rates_of, stack, strategy_of
+from ridgeplan.planner.lowering import rates_of, reshaped, stack, strategy_of
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.policies.pricing import unpriced
 from ridgeplan.planner.policies.selection.all import autoregressive
@@ -18,6 +18,7 @@ from ridgeplan.planner.presets import PRESETS
 from ridgeplan.planner.presets import preset as preset_of
 from ridgeplan.planner.search.question import Objective, Question
 from ridgeplan.planner.search_space import Family, families, family_of
+from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.placement import resident_memory
 
@@ -53,17 +54,54 @@ def search(question: Question, searched: tuple[Family, ...] | None = None) -> li
         offload = question.offload and not fits_whole(question)
         known = families(question.workload, offload=offload, quality=question.quality)
         searched = tuple(family for family in known if unpriced(family.template, question.shape) is None)
-    model = AcceptanceModel.of_profile(question.shape, question.workload.context, question.profile)
-    machine = question.machine
+    machine, grid = question.machine, _Grid.of(searched)
     templates = [strategy_of(family.template, question.shape, machine, 1.0) for family in searched]
     rates = [rates_of(family.template, question.shape, machine) for family in searched]
-    grids = [family.grid() for family in searched]
-    gamma, ratio = (np.concatenate(axis) for axis in zip(*grids, strict=True))
-    acceptance = np.concatenate(model.best_of_all([family.template for family in searched], grids))
-    sizes = [family.size for family in searched]
-    strategy = replace(stack(templates, sizes), gamma=gamma, draft_ratio=ratio, acceptance=acceptance)
-    estimate = evaluate(question.shape, machine, strategy, stack(rates, sizes))
-    return list(_best_of_each(searched, (gamma, ratio), estimate, question))
+    once, column = [1] * len(searched), (len(searched), 1, 1)
+    axes = {"gamma": grid.gamma, "draft_ratio": grid.ratio, "acceptance": _acceptance(searched, grid, question)}
+    strategy = replace(reshaped(stack(templates, once), column), **axes)
+    estimate = evaluate(question.shape, machine, strategy, reshaped(stack(rates, once), column))
+    return list(_best_of_each(searched, grid, estimate, question))
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """gamma [families, gammas, 1] and ratio [families, 1, ratios], so that what depends on one is computed for it only.
+
+    Families with fewer values repeat their last one.
+    """
+
+    gamma: np.ndarray
+    ratio: np.ndarray
+
+    @classmethod
+    def of(cls, searched: Sequence[Family]) -> _Grid:
+        """The grids of some families."""
+        gamma, ratio = (_padded([getattr(family, axis) for family in searched]) for axis in ("gammas", "ratios"))
+        return cls(gamma[:, :, None], ratio[:, None, :])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[families, gammas, ratios]."""
+        return np.broadcast_shapes(self.gamma.shape, self.ratio.shape)
+
+    def plan(self, family: Family, index: int, point: int) -> Plan:
+        """The plan of the family with an index, at one point of its grid."""
+        gamma, ratio = divmod(point, self.shape[2])
+        return family.plan(self.gamma[index, gamma, 0], self.ratio[index, 0, ratio])
+
+
+def _padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    longest = max(map(len, rows))
+    return np.array([[*row, *[row[-1]] * (longest - len(row))] for row in rows], dtype=float)
+
+
+def _acceptance(searched: Sequence[Family], grid: _Grid, question: Question) -> np.ndarray:
+    """Conditional acceptance of every plan's drafts, in the shape of the grid."""
+    model = AcceptanceModel.of_profile(question.shape, question.workload.context, question.profile)
+    gamma, ratio = (np.broadcast_to(axis, grid.shape).reshape(len(searched), -1) for axis in (grid.gamma, grid.ratio))
+    found = model.best_of_all([family.template for family in searched], list(zip(gamma, ratio, strict=True)))
+    return np.reshape(found, grid.shape)
 
 
 def best_of_preset(name: str, question: Question) -> Candidate:
@@ -80,27 +118,23 @@ def fits_whole(question: Question) -> bool:
 
 
 def _best_of_each(
-    searched: tuple[Family, ...], grid: tuple[np.ndarray, ...], estimate: Estimate, question: Question
+    searched: tuple[Family, ...], grid: _Grid, estimate: Estimate, question: Question
 ) -> Iterator[Candidate]:
     """For each family, the fitting plan with the lowest objective; if none fits, the one that needs least memory.
 
     Plans of the joint space that may offload but need not are skipped, as they are listed without offloading too.
     """
-    size = len(grid[0])
-    offloaded = np.broadcast_to(estimate.offloaded_layers, (size,))
-    tpot, peak = (np.broadcast_to(array, (size,)) for array in (estimate.tpot_s, estimate.memory.peak))
-    score = _score(estimate, question, size)
-    fits = peak <= question.memory_limit_bytes
-    start = 0
-    for family in searched:
-        part = slice(start, start + family.size)
-        start += family.size
-        ranked = np.where(fits[part], score[part], math.inf) if fits[part].any() else peak[part]
-        best = part.start + int(np.argmin(ranked))
-        if family.template.placement.offload and family.name not in PRESETS and not offloaded[best]:
+    figures = _score(estimate, question), estimate.tpot_s, estimate.memory.peak, estimate.offloaded_layers
+    score, tpot, peak, offloaded = (
+        np.broadcast_to(np.asarray(one, dtype=float), grid.shape).reshape(len(searched), -1) for one in figures
+    )
+    fits = np.asarray(peak <= question.memory_limit_bytes)
+    ranked = np.where(fits.any(axis=1, keepdims=True), np.where(fits, score, math.inf), peak)
+    for index, (family, best) in enumerate(zip(searched, ranked.argmin(axis=1), strict=True)):
+        if family.template.placement.offload and family.name not in PRESETS and not offloaded[index, best]:
             continue
-        plan = within_limit(family.plan(*(axis[best] for axis in grid)), question.memory_limit_bytes)
-        yield Candidate(family.name, plan, float(score[best]), float(tpot[best]), float(peak[best]))
+        plan = within_limit(grid.plan(family, index, int(best)), question.memory_limit_bytes)
+        yield Candidate(family.name, plan, *(float(one[index, best]) for one in (score, tpot, peak)))
 
 
 def within_limit(plan: Plan, limit_bytes: float) -> Plan:
@@ -110,10 +144,9 @@ def within_limit(plan: Plan, limit_bytes: float) -> Plan:
     return replace(plan, placement=replace(plan.placement, memory_bytes=int(limit_bytes)))
 
 
-def _score(estimate: Estimate, question: Question, size: int) -> np.ndarray:
-    value = {
+def _score(estimate: Estimate, question: Question) -> Term:
+    return {
         Objective.LATENCY: estimate.tpot_s,
         Objective.TOTAL: estimate.ttft_s + question.workload.new_tokens * estimate.tpot_s,
         Objective.MEMORY: estimate.memory.peak,
     }[question.objective]
-    return np.broadcast_to(np.asarray(value, dtype=float), (size,))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.acceptance import AcceptanceModel
-from ridgeplan.planner.lowering import mapped, rates_of, stack, strategy_of
+from ridgeplan.planner.lowering import rates_of, reshaped, stack, strategy_of
 from ridgeplan.planner.plan import Plan, Workload, require
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.presets import preset as preset_of
@@ -248,7 +248,7 @@ def _figures(grid: _Grid, points: _Points) -> _Figures:
     shaped = (len(grid.workloads), len(points.gamma), 1)
     flat = [strategy_of(plan, shape, machine, 1.0) for row in templates for plan in row]
     strategy = replace(
-        _reshaped(stack(flat, list(counts) * len(templates)), shaped),
+        reshaped(stack(flat, list(counts) * len(templates)), shaped),
         context=np.array([one.context for one in grid.workloads], dtype=float)[:, None, None],
         batch=np.array(grid.batches, dtype=float),
         gamma=points.gamma[:, None],
@@ -256,7 +256,7 @@ def _figures(grid: _Grid, points: _Points) -> _Figures:
         acceptance=_acceptance(question, templates, points)[:, :, None],
     )
     rates = stack([rates_of(family.template, shape, machine) for family in points.families], list(counts))
-    estimate = evaluate(shape, machine, strategy, _reshaped(rates, shaped[1:]))
+    estimate = evaluate(shape, machine, strategy, reshaped(rates, shaped[1:]))
     full = (*shaped[:2], len(grid.batches))
     tpot_s, ttft_s, peak = (
         np.broadcast_to(np.asarray(one, dtype=float), full)
@@ -276,8 +276,3 @@ def _acceptance(question: Question, templates: Sequence[Sequence[Plan]], points:
         np.concatenate(at_context.best_of_all(row, grids))
         for at_context, row in zip(at_contexts, templates, strict=True)
     ])  # fmt: skip
-
-
-def _reshaped(values: Any, shape: tuple[int, ...]) -> Any:
-    """A dataclass of numbers and arrays, its arrays in another shape; numbers stay."""
-    return mapped(lambda one: one.reshape(shape) if isinstance(one, np.ndarray) else one, values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import TypeVar
 
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION, usable_bytes
@@ -59,7 +60,7 @@ class Question:
         """What the backend lacks to execute a plan, or the profile to price it; None if nothing."""
         return unsupported(plan, self.backend, self.shape, self.profile)
 
-    @property
+    @cached_property
     def machine(self) -> Machine:
         """The profile's machine with the memory limit."""
         return replace(Machine.of(self.profile), memory_bytes=self.memory_limit_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION, peak_bytes
 from ridgeplan.planner.measured_quality import saved_rows
@@ -101,7 +102,17 @@ def _adaptive(plan: Plan, question: Question) -> Plan | None:
 
 def _ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     """From the best to the worst; of equally good plans the preferred one first."""
-    return sorted(candidates, key=lambda one: (one.score, preference(one.plan)))
+    by_score = groupby(sorted(candidates, key=_score), _score)
+    groups = (list(group) for _, group in by_score)
+    return [one for group in groups for one in (sorted(group, key=_preference) if len(group) > 1 else group)]
+
+
+def _score(candidate: Candidate) -> float:
+    return candidate.score
+
+
+def _preference(candidate: Candidate) -> tuple[float, ...]:
+    return preference(candidate.plan)
 
 
 def _listed(candidates: Sequence[Candidate], possible: Sequence[Candidate]) -> list[Candidate]:
@@ -152,7 +163,7 @@ def _alternatives(
     question: Question,
 ) -> list[Alternative]:
     """First the plans that only lost, then those that are ruled out; each from the best to the worst."""
-    others = sorted((one for one in listed if one is not winner), key=lambda one: (one.score, preference(one.plan)))
+    others = _ranked([one for one in listed if one is not winner])
     reasons = {one.plan: one.rejection(question) for one in others}
     others.sort(key=lambda one: reasons[one.plan] is not None)
     return [
@@ -169,7 +180,10 @@ def _alternatives(
 def _lost(one: Candidate, winner: Candidate, question: Question) -> str:
     times, memory = one.score / winner.score, question.objective is Objective.MEMORY
     figure = "memory" if memory else "time"
-    if times < 1 or (times == 1 and preference(winner.plan) < preference(one.plan)):
+    preferred = preference(winner.plan) < preference(one.plan)
+    if times < 1 and not preferred:
+        return f"surely slower than the fastest plan: {times:.2f}x the recommended plan's {figure}"
+    if times <= 1 and preferred:
         reason = f"the recommended plan is {why_preferred(winner.plan, one.plan)}"
         return f"within the noise: {times:.2f}x the recommended plan's {figure}, and {reason}"
     return f"{'larger' if memory else 'slower'}: {times:.2f}x the recommended plan's {figure}"

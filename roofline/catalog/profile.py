@@ -87,6 +87,8 @@ class RowStep(Checked):
     above_rows: int = whole(1, 1 << 20)
     launch_s: float = number(0, MAX_PART_S, default=0.0)
     inverse_utilization: float = number(0, 1 / MIN_UTILIZATION, default=0.0)
+    tile_s: float = number(0, MAX_PART_S, default=0.0)
+    fill_s: float = number(0, MAX_PART_S, default=0.0)
     width_s: float = number(0, MAX_PART_S, default=0.0)
     depth_s: float = number(0, MAX_PART_S, default=0.0)
 
@@ -95,10 +97,14 @@ class RowStep(Checked):
 class Rates(Checked):
     """What one class of kernels reaches for one row; `steps` say what more rows add.
 
-    time = launch_s + max(bytes / (bandwidth x u), FLOPs / (peak x v)) + width x width_s + depth x depth_s.
+    time = launch_s + fill x fill_s + hypot(max(bytes / (bandwidth x u), FLOPs / (peak x v)), tiles x tile_s)
+    + width x width_s + depth x depth_s.
+    tiles: what each SM works on, `ridgeplan.roofline.execution.product_tiles` and `attention_tiles` over the SMs. Their
+    instructions overlap with the reading of others, so the longer of the two counts most. fill: tiles / FULL_TILES, at
+    most 1: how far pipelines are filled, and partial results of splits are merged.
     width: outputs of a product, (batch row, KV head) pairs of an attention, rows of logits that are sampled from: what
-    takes time of its own, however few bytes it reads. depth: inputs of a product, tokens of an attention: the length of
-    each output's chain.
+    takes time of its own, however few bytes it reads. depth: inputs of a product, tokens of an attention, queries that
+    are verified: the length of each output's chain.
     `spread` is the relative standard deviation of the fit's residuals.
     """
 
@@ -108,6 +114,8 @@ class Rates(Checked):
     launch_s: float = number(0, MAX_PART_S)
     spread: float = number(0, MAX_SPREAD)
     source: str = one_of(SOURCES, default="calibrated")
+    tile_s: float = number(0, MAX_PART_S, default=0.0)
+    fill_s: float = number(0, MAX_PART_S, default=0.0)
     width_s: float = number(0, MAX_PART_S, default=0.0)
     depth_s: float = number(0, MAX_PART_S, default=0.0)
     steps: tuple[RowStep, ...] = parts(RowStep, default=())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.profile import (
@@ -12,6 +13,7 @@ from ridgeplan.roofline.catalog.profile import (
     RELATIVES,
     Profile,
     Rates,
+    RowStep,
     transferred_spread,
 )
 
@@ -29,17 +31,18 @@ class _Limits:
     bandwidth: float
     compute: float
     issue: float  # of instructions: SMs x clock
+    clock: float  # of instructions of one SM
 
     def inverse_utilization(self, found: float) -> float:
         """The inverse utilization there of one whose inverse here is `found`."""
         bound_by_memory = found * self.streaming <= 1 / BOUND_SHARE
-        if bound_by_memory:
-            return found
-        return min(max(1 / self.streaming, found * self.bandwidth / self.issue), 1 / MIN_UTILIZATION)
+        reached = min(max(1 / self.streaming, found * self.bandwidth / self.issue), 1 / MIN_UTILIZATION)
+        return min(found, reached) if bound_by_memory else reached
 
-    def width_s(self, found: float) -> float:
-        """The time per output there."""
-        return min(found / self.issue, MAX_PART_S)
+    def parts(self, found: Rates | RowStep) -> dict[str, Any]:
+        """The times there of what instructions bind: per tile of one SM, and per output of all SMs."""
+        times = {"tile_s": found.tile_s / self.clock, "width_s": found.width_s / self.issue}
+        return {name: min(seconds, MAX_PART_S) for name, seconds in times.items()}
 
     def compute_utilization(self, found: float) -> float:
         """The share there of a share here. None gets smaller: kernels are written anew for higher peaks."""
@@ -71,7 +74,8 @@ def transferred_classes(profile: Profile, hardware: Hardware) -> dict[str, Rates
     bandwidth = hardware.bandwidth_bytes_per_s / source.bandwidth_bytes_per_s
     compute = hardware.compute_flops / source.compute_flops
     issue = _issue_ratio(source, hardware) or compute
-    limits = {name: _Limits(_streaming(name, kernels), peak, bandwidth, compute, issue) for name in kernels}
+    clock = issue * source.num_sms / hardware.num_sms
+    limits = {name: _Limits(_streaming(name, kernels), peak, bandwidth, compute, issue, clock) for name in kernels}
     return {**classes, **{name: _transferred(rates, limits[name]) for name, rates in kernels.items()}}
 
 
@@ -86,16 +90,12 @@ def _issue_ratio(source: Hardware, target: Hardware) -> float:
 
 
 def _streaming(name: str, kernels: Mapping[str, Rates]) -> float:
-    """The most of the bandwidth that a class can reach: that of its nearest relative that memory binds.
-
-    Attention over codes streams no better than over 16-bit keys and values, which need no unpacking.
-    """
-    best = min(1.0, max(rates.bandwidth_utilization for rates in kernels.values()))
-    while name not in kernels or kernels[name].bandwidth_utilization < BOUND_SHARE * best:
-        if name not in RELATIVES:
-            return best
+    """The most of the bandwidth that a class can reach: what it, or one of its relatives, does."""
+    found = [kernels[name].bandwidth_utilization]
+    while name in RELATIVES:
         name = RELATIVES[name]
-    return min(1.0, kernels[name].bandwidth_utilization)
+        found += [kernels[name].bandwidth_utilization] if name in kernels else []
+    return min(1.0, max(found))
 
 
 def _transferred(rates: Rates, limits: _Limits) -> Rates:
@@ -105,12 +105,12 @@ def _transferred(rates: Rates, limits: _Limits) -> Rates:
     for step in rates.steps:
         measured += step.inverse_utilization
         reached = max(total, limits.inverse_utilization(measured))
-        steps.append(replace(step, inverse_utilization=reached - total, width_s=limits.width_s(step.width_s)))
+        steps.append(replace(step, inverse_utilization=reached - total, **limits.parts(step)))
         total = reached
     return replace(
         rates,
         bandwidth_utilization=1 / first,
         compute_utilization=limits.compute_utilization(rates.compute_utilization),
-        width_s=limits.width_s(rates.width_s),
         steps=tuple(steps),
+        **limits.parts(rates),
     )

@@ -47,6 +47,12 @@ def top_k(rows: Term, scores: Term, chosen: Term) -> Cost:
     )
 
 
+def take_slots(batch: Term, sets: Term, chosen: Term, slots: Term) -> Cost:
+    """Slots of `chosen` tokens of each set, where all of them are there: two lists, and the times of use of `slots`."""
+    lists = 2 * batch * sets * chosen * INDEX_BYTES
+    return Cost(read_bytes=lists + batch * sets * slots * INDEX_BYTES, write_bytes=lists)
+
+
 def sparse_attention(
     batch: Term,
     queries: Term,
@@ -112,9 +118,17 @@ def progressive_attention(
     return Cost(scan.flops, scan.read_bytes) + chosen
 
 
-def collect_scores(batch: Term, kv_heads: Term, tokens: Term) -> Cost:
-    """What a verification pass adds to leave the scores of `tokens` tokens per KV head."""
-    return Cost(write_bytes=batch * kv_heads * tokens * SCORE_BYTES)
+def collect_scores(batch: Term, q_heads: Term, kv_heads: Term, tokens: Term, summed: Term, relative: Term) -> Cost:
+    """What attention adds to leave a score of each of `tokens` tokens per KV head, over `summed` queries.
+
+    relative: 1 for probabilities, whose log-sum-exps are read and written; 0 for logits.
+    """
+    lse_bytes = relative * batch * q_heads * SCORE_BYTES
+    return Cost(
+        flops=2 * batch * q_heads * summed * tokens,
+        read_bytes=lse_bytes,
+        write_bytes=batch * kv_heads * tokens * SCORE_BYTES + lse_bytes,
+    )
 
 
 def pack_draft_planes(batch: Term, kv_heads: Term, head_dim: Term, tokens: Term) -> Cost:

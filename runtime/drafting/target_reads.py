@@ -7,7 +7,7 @@ tokens reads gamma + 1 selections.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class TargetReads:
         """For a pass over tokens [rows, queries] that follow the cached ones."""
         self.policy.before_pass(tokens, 0)
         self.steps = tuple(self._step(query) for query in range(tokens.shape[1]))
-        return replace(self.policy.cache.target_metadata(tokens.shape[1]), attend=self._attend)
+        return self.policy.cache.target_metadata(tokens.shape[1]).changed(attend=self._attend)
 
     def _step(self, query: int) -> QueryReads:
         policy = self.policy.at(query)
@@ -70,7 +70,8 @@ class TargetReads:
 
     def _attend(self, layer: int, query: Tensor, _: AttentionMetadata) -> Tensor:
         parts = query.split(1, dim=1)
-        attended = [step.policy.attend(layer, one, step.metadata) for step, one in zip(self.steps, parts, strict=True)]
+        steps = zip(self.steps, parts, strict=True)
+        attended = [step.policy.attend(layer, one, step.metadata.at(layer)) for step, one in steps]
         return torch.cat(attended, dim=1)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes
+from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
 from ridgeplan.planner.axes.offload import HostPart
 from ridgeplan.planner.plan import DraftCodes
 from ridgeplan.roofline.catalog.shapes import ModelShape
@@ -29,7 +30,7 @@ from ridgeplan.runtime.kv.metadata import AttentionMetadata, LayerReads
 from ridgeplan.runtime.kv.offload.host_store import HostKVStore
 from ridgeplan.runtime.kv.offload.layer_stream import LayerStream
 from ridgeplan.runtime.kv.offload.movable import MovableCodes
-from ridgeplan.runtime.kv.offload.slot_loader import Choice, SlotLoader
+from ridgeplan.runtime.kv.offload.slot_loader import Choice, LoadsAhead, SlotLoader
 from ridgeplan.runtime.kv.store import KVStore
 
 
@@ -55,9 +56,10 @@ class Cache:
         self._places = [(place, layer) for place, store in enumerate(self.stores) for layer in range(store.layers)]
         self.lengths = torch.zeros(config.batch, dtype=torch.int32, device=device)
         self.ends = torch.full_like(self.lengths, config.longest)
+        self._old: Tensor | None = None  # int32 [batch], most old tokens, where they are fixed within a pass
         self.evicted = torch.zeros_like(self.lengths)
         self.fewer = self.lengths.new_zeros(len(self.stores), config.batch)
-        self.stream = self._stream(device) if config.host_layers else None
+        self.stream = self._stream(device) if config.streams else None
         self.loader: SlotLoader | None = None
         last = self.stores[-1]
         if config.elastic and isinstance(last, HostKVStore):
@@ -94,9 +96,8 @@ class Cache:
         self.ends[:rows] = self.config.longest
         for store in self.stores:
             store.reset()
-        for mover in (self.stream, self.loader):
-            if mover is not None:
-                mover.reset()
+        if self.stream is not None:
+            self.stream.reset()
 
     @property
     def movable(self) -> MovableCodes | None:
@@ -131,7 +132,8 @@ class Cache:
 
     def quantized(self, lengths: Tensor) -> Tensor:
         """Tokens held as codes at these lengths: `quantized_groups` on the device."""
-        return (lengths // self.config.group - 1).clamp_min(0) * self.config.group
+        found = (lengths // self.config.group - 1).clamp_min(0) * self.config.group
+        return found if self._old is None else torch.minimum(found, self._old[: found.shape[-1]])
 
     def active(self) -> Tensor:
         """bool [rows], whether a row has not reached its end."""
@@ -154,9 +156,14 @@ class Cache:
         return other
 
     def later(self, tokens: int) -> Cache:
-        """The same storage, of rows that hold `tokens` more tokens: those of a pass that are in their slots by then."""
+        """The same storage, of rows that hold `tokens` more tokens: those of a pass that are in their slots by then.
+
+        No group moves to the host within a pass: beyond it rounds end, and what later queries read does not matter.
+        """
         other = copy.copy(self)
         other.lengths = self.lengths + tokens
+        if self.config.target_loads:
+            other._old = self.quantized(self.lengths)
         return other
 
     def stored(self, layer: int) -> Tensor:
@@ -214,21 +221,23 @@ class Cache:
         """Starts copies of the first offloaded layers, for the next pass of the target."""
         if self.stream and self.first_on_host < self.layers:
             old = self.quantized(self.lengths)
-            self.stream.begin(old // self.config.group if self.config.format.quantized else old)
+            self.stream.begin(old // self.config.group if self.config.buffered else old)
 
-    def load_chosen(self, layer: int, index: Tensor, count: Tensor, page: int) -> Tensor:
+    def load_chosen(self, layer: int, choice: Choice, ahead: LoadsAhead | None = None) -> Tensor:
         """Where the chosen old tokens, or pages of them, are in `full`; of a layer on the host they are loaded first.
 
-        index, count: as `sparse_decode_attention` has them.
+        ahead: of `begin_loading`, if the choice was known then.
         """
         if self.loader is None or layer < self.first_on_host:
-            return index
-        return self.loader.slots(layer - self.first_on_host, (index, count, page))
+            return choice[0]
+        number = layer - self.first_on_host
+        return self.loader.load(number, choice) if ahead is None else ahead.slots(number)
 
-    def begin_loading(self, choose: Callable[[int], Choice]) -> None:
-        """A pass begins whose choice in a layer, by its number, is known: layers on the host are loaded ahead."""
-        if self.loader is not None:
-            self.loader.begin(lambda layer: choose(layer + self.first_on_host))
+    def begin_loading(self, choose: Callable[[int], Choice]) -> LoadsAhead | None:
+        """A query's pass begins whose choice in a layer, by number, is known; layers on the host are loaded ahead."""
+        if self.loader is None:
+            return None
+        return self.loader.ahead(lambda layer: choose(layer + self.first_on_host))
 
     def loads(self) -> tuple[int, int]:
         """Tokens or pages that steps have chosen of layers on the host, and those that had to be loaded."""
@@ -240,6 +249,16 @@ class Cache:
         """Quantized groups of a layer by token, if they are kept."""
         coded, index = self._coded(layer)
         return coded.planes.rows(coded.rows(index, 0, self.rows)) if coded.planes else None
+
+    def two_bit_keys(self, layer: int) -> TwoBitKeys:
+        """2-bit keys of a layer's quantized groups, of a cache that keeps them."""
+        store, index = self._place(layer)
+        if isinstance(store, HostKVStore):
+            assert store.two_bit is not None, "its format has codes"
+            return store.two_bit.of_layer(index, self.rows)
+        planes = self.planes(layer)
+        assert planes is not None, "plans that choose by 2-bit keys hold codes"
+        return TwoBitKeys.of(self.codes(layer), planes)
 
     def oldest_group(self) -> tuple[Tensor, Tensor]:
         """Keys [layers, batch, kv_heads, group, head_dim] of the group that grows old next, and its first token.
@@ -265,7 +284,7 @@ class Cache:
     def target_metadata(self, queries: int) -> AttentionMetadata:
         """For a pass of the target over `queries` tokens that follow the cached ones."""
         every = self._metadata(queries, 0, coded=self.config.buffered, lower=True)
-        return every.changed(streamed=self.first_on_host < self.layers)
+        return every.changed(streamed=self.config.streams and self.first_on_host < self.layers)
 
     def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
         """For a draft's pass over `queries` tokens, from `ahead` after the cached ones on, that reads every token."""
@@ -295,7 +314,7 @@ class Cache:
         """Of all layers; where they hold different numbers of tokens, `by_layer` has each store's."""
         if not self.config.budgets:
             every = self._reads(self.lengths[: self.rows], queries, ahead, coded, lower)
-            return every if self.config.format.quantized else self._on_host(every, self._buffered)
+            return every if self.config.buffered else self._on_host(every, self._buffered)
         all_stores = self._reads((self.lengths - self.fewer)[:, : self.rows], queries, ahead, coded, lower)
         each = [all_stores.of_store(index) for index in range(len(self.stores))]
         return replace(each[0], by_layer={layer: each[store] for layer, (store, _) in enumerate(self._places)})
@@ -354,10 +373,10 @@ class Cache:
 
     def _kind(self, layer: int) -> tuple[int, bool]:
         """What stores differ by: tokens that a layer holds, and whether all of it lies on the host."""
-        return self.config.capacity(layer), layer >= self.first_on_host and not self.config.format.quantized
+        return self.config.capacity(layer), layer >= self.first_on_host and not self.config.buffered
 
     def _stream(self, device: torch.device) -> LayerStream:
-        spare = 0 if self.config.format.quantized else self.config.buffer_slots
+        spare = 0 if self.config.buffered else self.config.buffer_slots
         return LayerStream(self._host_parts(), self.config.prefetch + 1, device, spare)
 
     def _host_parts(self) -> Sequence[Sequence[Tensor]]:

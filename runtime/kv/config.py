@@ -17,13 +17,15 @@ class KVCacheConfig:
 
     group: tokens that are quantized together. gamma: drafts per round, which need slots too. draft_planes: whether
     codes are also kept by token, for those that choose by them or gather them. target_chooses_by_codes: whether the
-    target does. budgets: the most tokens of a prompt
-    that each layer keeps, of which there are `new_tokens` fewer than `context`; empty if layers keep all.
-    host_layers: the last layers, of which `host_part` lies on the host. window_tokens: of such a layer, tokens in codes
-    that stay on the device for drafts. prefetch: offloaded layers that are copied ahead of the one that is read.
-    offload: whether the plan allows layers to be offloaded. elastic: whether a full-precision layer on the host has the
-    tokens that a step chooses loaded into slots. adaptive: whether these layers leave one by one as rows grow; until
-    then they may use the memory of the others, and `spare_bytes` more.
+    target does. budgets: the most tokens of a prompt that each layer keeps, of which there are `new_tokens` fewer than
+    `context`; empty if layers keep all.
+    host_layers: the last layers, of which `host_part` lies on the host. window_tokens: of such a layer, tokens that
+    stay on the device: in codes for drafts, or slots for what a query chooses. prefetch: offloaded layers that are
+    copied ahead of the one that is read. offload: whether the plan allows layers to be offloaded. elastic: whether a
+    full-precision layer on the host has the tokens that a step chooses loaded into slots. target_loads: whether the
+    target's steps are among them; it then reads no whole layer. reuses_slots: whether slots keep what steps have
+    chosen, so that only what they miss is loaded. adaptive: whether layers leave one by one as rows grow; until then
+    they may use the memory of the others, and `spare_bytes` more.
     """
 
     batch: int
@@ -42,6 +44,8 @@ class KVCacheConfig:
     prefetch: int = 1
     offload: bool = False
     elastic: bool = False
+    target_loads: bool = False
+    reuses_slots: bool = True
     adaptive: bool = False
     spare_bytes: int = 0
 
@@ -66,6 +70,8 @@ class KVCacheConfig:
             prefetch=placement.prefetch,
             offload=placement.offload,
             elastic=placement.offload and plan.loads_chosen,
+            target_loads=placement.offload and plan.attention.active,
+            reuses_slots=placement.elastic,
             adaptive=placement.adaptive and host_layers > 0,
             spare_bytes=spare_bytes,
         )
@@ -77,8 +83,8 @@ class KVCacheConfig:
 
     @property
     def target_uses_codes(self) -> bool:
-        """Whether a flush changes what the target reads."""
-        return self.buffered or self.target_chooses_by_codes
+        """Whether a flush changes what the target reads, or where it finds it."""
+        return self.buffered or self.target_chooses_by_codes or self.target_loads
 
     @property
     def drafts_read_upper(self) -> bool:
@@ -96,15 +102,23 @@ class KVCacheConfig:
         return 2 * self.group + self.gamma + 1
 
     @property
+    def streams(self) -> bool:
+        """Whether passes of the target have whole layers copied from the host."""
+        return self.host_layers > 0 and not self.target_loads
+
+    @property
     def keeps_window(self) -> bool:
         """Whether the latest groups of a layer on the host stay on the device, for drafts."""
         return self.gamma > 0 and not self.elastic
 
     @property
     def window_slots(self) -> int:
-        """Slots for old tokens of a full-precision layer on the host, whole groups."""
+        """Slots for old tokens of a full-precision layer on the host, whole groups.
+
+        For each query of a pass of the target as many as it may choose: all are loaded before the first one reads.
+        """
         if self.elastic:
-            return -(-self.window_tokens // self.group) * self.group
+            return -(-self.window_tokens // self.group) * self.group * (self.gamma + 1 if self.target_loads else 1)
         return self.window_groups * self.group if self.keeps_window else 0
 
     @property

@@ -47,9 +47,11 @@ class KVStore:
         if config.adaptive:
             movable = MovableCodes.allocate(model, config, tokens, device)
             return cls(config, keys, values, movable.coded(movable.staying), movable)
-        resident = layers - config.host_layers  # without codes the others are elsewhere (offload/host_store.py)
+        # Full-precision layers on the host are elsewhere (offload/host_store.py).
+        on_host = config.host_layers if config.buffered else 0
+        resident = layers - on_host
         coded = [CodedLayers.on_device(model, config, resident, tokens, device)] if resident else []
-        coded += [CodedLayers.offloaded(model, config, tokens, device) for _ in range(config.host_layers)]
+        coded += [CodedLayers.offloaded(model, config, tokens, device) for _ in range(on_host)]
         return cls(config, keys, values, tuple(coded))
 
     @property

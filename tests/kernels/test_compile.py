@@ -19,11 +19,12 @@ PAIRS = {f"{x}_{pair}": "*fp16" for x in ("key", "value") for pair in ("scale", 
 STRIDES = [f"{x}{axis}_stride" for x in ("key", "value") for axis in ("", "_batch", "_head")]
 
 
-def attention(element: str, head_dim: int, bits: int, rows: int) -> dict[str, Any]:
+def attention(element: str, head_dim: int, bits: int, rows: int, summed: str | None = None) -> dict[str, Any]:
     from ridgeplan.kernels.attention.triton import CONFIGS, DEFAULT_CONFIG
 
     config = DEFAULT_CONFIG if element == "fp32" else CONFIGS[head_dim, bits]
-    integers = [*STRIDES, "q_batch_stride", "q_query_stride", "q_head_stride", "capacity", "group_capacity", "splits"]
+    sizes = ("capacity", "group_capacity", "splits", "width")
+    integers = [*STRIDES, "q_batch_stride", "q_query_stride", "q_head_stride", *sizes]
     types = dict.fromkeys(("q", "keys", "values"), "*" + element) | dict.fromkeys(integers, "i32")
     types |= dict.fromkeys(("begin", "end", "groups"), "*i32") | CODES | PAIRS
     types |= {"partial": "*fp32", "lse": "*fp32", "scale": "fp32"}
@@ -37,8 +38,11 @@ def attention(element: str, head_dim: int, bits: int, rows: int) -> dict[str, An
         "BITS": bits,
         "ROWS": rows,
         "BLOCK": config.block,
+        "SUMMED": summed,
+        "STEP": rows // 4 - 1,
         **dict.fromkeys(absent),
     }
+    types |= {"scores": "*fp32", "score_lse": "*fp32"} if summed else {}
     options = {"num_warps": config.warps * (2 if rows >= 64 else 1), "num_stages": config.stages}
     return job("attention.triton", "_attention_kernel", types, constants, options)
 
@@ -149,6 +153,10 @@ def test_every_kernel_compiles_for_hopper(compiled_for_hopper: Callable[[dict[st
             ("bf16", 128, 0, 128),
             ("fp32", 64, 8, 16),
         ]
+    }
+    jobs |= {
+        f"attention with {summed} {bits}bit": attention("bf16", 128, bits, 32, summed)
+        for bits, summed in ((0, "logits"), (8, "probabilities"))
     }
     jobs |= {"quantize": quantization("bf16", True), "quantize upper": quantization("fp32", False)}
     jobs |= {"dequantize": dequantization(8), "merge": merging(), "shift": shift(), "swiglu": swiglu()}

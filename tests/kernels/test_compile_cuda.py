@@ -107,9 +107,14 @@ ATTENTION_SPILLS = {(128, 8, 8): 16, (128, 8, 16): 8, (128, 4, 24): 36, (128, 8,
 MAIN = [AttentionVariant(d, bits, True, 8) for d in (64, 128) for bits in (0, 4, 8)]
 MORE = [AttentionVariant(d, bits, True, rows) for d in (64, 128) for bits in (0, 4, 8) for rows in (16, 24, 32)]
 HALF = [AttentionVariant(64, bits, False, 8) for bits in (0, 4)]
+SCORED = [AttentionVariant(128, bits, True, rows, 2) for bits in (0, 8) for rows in (24, 32)]
+SCORED += [AttentionVariant(128, bits, True, 32, 1) for bits in (0, 4, 8)]
 
 
-@pytest.mark.parametrize("variant", [*MAIN, *(pytest.param(v, marks=pytest.mark.slow) for v in MORE + HALF)], ids=str)
+SLOW = [pytest.param(variant, marks=pytest.mark.slow) for variant in MORE + HALF + SCORED]
+
+
+@pytest.mark.parametrize("variant", [*MAIN, *SLOW], ids=str)
 def test_attention(variant: AttentionVariant, compile_cuda: Compile) -> None:
     made = attention_kernel(compile_cuda, variant)
     assert made.warnings == []

@@ -36,13 +36,6 @@ def sparse(bits: int, queries: int, rows: int, value_rows: bool = False, page: i
     return job("sparse_attention.triton", "_sparse_attention_kernel", 4, types, **constants, BLOCK=32)
 
 
-def scores(bits: int, summed: int, probabilities: bool) -> dict[str, Any]:
-    constants = {**HEADS, "QUERIES": 8, "SUMMED": summed, "STEP": 7 if summed == 2 else 1, "BITS": bits}
-    constants |= {"ROWS": max(16, 4 * summed), "BLOCK": 128 if bits else 64, "PROBABILITIES": probabilities}
-    types = TYPES | (LOWER if bits == 8 else {})
-    return job("attention.scores_triton", "_scores_kernel", 4, types, **constants)
-
-
 def selecting(kernel: str, **constants: int) -> dict[str, Any]:
     return job("selection.top_k_triton", kernel, 8, TYPES, PASSES=4, BLOCK=2048, CHUNK=8192, **constants)
 
@@ -56,9 +49,6 @@ def test_every_sparse_kernel_compiles_for_hopper(
         "sparse int4 rows": sparse(4, 1, 16, value_rows=True),
         "sparse int4 page 16": sparse(4, 1, 16, page=16),
         "sparse int8 8 queries": sparse(8, 8, 32),
-        "scores int8": scores(8, 2, False),
-        "scores int4 probabilities": scores(4, 8, True),
-        "scores bf16": scores(0, 2, False),
         "pages": job("selection.pages_triton", "_page_scores_kernel", 4, TYPES, **HEADS, PADDED=128, BLOCK=32),
         "pack": job("selection.draft_planes_triton", "_pack_kernel", 4, TYPES, **HEADS),
         "two-bit": job("selection.two_bit_triton", "_two_bit_kernel", 4, TYPES, **HEADS, ROWS=16, GROUPS=2),

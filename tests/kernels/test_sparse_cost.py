@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from ridgeplan.kernels.attention.cost import split_attention_cost
+from ridgeplan.kernels.attention.cost import scores_cost, split_attention_cost
+from ridgeplan.kernels.attention.scores import ScoreRequest, What
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.cost import pack_cost, page_scores_cost, top_k_cost, two_bit_cost
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes
 from ridgeplan.kernels.selection.pages import page_bounds
+from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
 from ridgeplan.kernels.sparse_attention.cost import progressive_cost, sparse_attention_cost, sparse_attention_metadata
 from ridgeplan.kernels.sparse_attention.triton import _sparse_attention_kernel
 from ridgeplan.roofline.ops import attention, merge
@@ -30,12 +32,22 @@ def test_selections(batch: int, kv_heads: int, q_heads: int, head_dim: int, grou
     codes, planes = store(batch, kv_heads, head_dim, group)
     q = torch.zeros(batch, 1, q_heads, head_dim, dtype=torch.bfloat16)
     expected = sparse_ops.two_bit_scan(batch, q_heads, kv_heads, head_dim, 2 * group, group)
-    assert two_bit_cost(q, codes, planes, 2 * group) == expected
+    assert two_bit_cost(q, TwoBitKeys.of(codes, planes), 2 * group) == expected
     bounds = page_bounds(torch.zeros(batch, kv_heads, 64, head_dim, dtype=torch.bfloat16), 16)
     assert page_scores_cost(q, bounds) == sparse_ops.page_scan(batch, q_heads, kv_heads, head_dim, 4, 2)
     scores, index = torch.zeros(batch * kv_heads, 100), torch.zeros(batch * kv_heads, 7, dtype=torch.int32)
     assert top_k_cost(scores, index) == sparse_ops.top_k(batch * kv_heads, 100, 7)
     assert pack_cost(codes, planes) == sparse_ops.pack_draft_planes(batch, kv_heads, head_dim, 6 * group)
+
+
+@SHAPES
+@pytest.mark.parametrize(("what", "relative"), [("logits", 0), ("probabilities", 1)])
+def test_scores(batch: int, kv_heads: int, q_heads: int, head_dim: int, group: int, what: What, relative: int) -> None:
+    """Two of five queries, of six groups in a wider tensor."""
+    q = torch.zeros(batch, 5, q_heads, head_dim)
+    request = ScoreRequest(torch.zeros(batch, kv_heads, 900), "ends", what, torch.zeros(batch, q_heads))
+    expected = sparse_ops.collect_scores(batch, q_heads, kv_heads, 6 * group, 2, relative)
+    assert scores_cost(request, q, 6 * group) == expected
 
 
 @SHAPES

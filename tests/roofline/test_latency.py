@@ -67,10 +67,33 @@ def test_outputs_and_chains_take_time_of_their_own(ideal):
     assert ideal.op_seconds(op, {"linear": rates}) == pytest.approx(7 * 4.4e-6)
 
 
+def test_tiles_overlap_with_reading_and_fill_pipelines(ideal):
+    """3 us of bytes beside 4 tiles of 1 us of each SM: 5 us. Half of the 8 tiles that fill an SM: half of 2 us."""
+    rates = RateTerms(1.0, 1.0, 1e-6, tile_s=1e-6, fill_s=2e-6)
+    assert ideal.seconds(Cost(read_bytes=3e6), rates, tiles=4 * ideal.num_sms) == pytest.approx(7e-6)
+    full = ideal.seconds(Cost(), replace(rates, tile_s=0.0), tiles=100 * ideal.num_sms)
+    assert full == pytest.approx(3e-6)
+
+
+@pytest.mark.parametrize(
+    "kind, tiles",
+    [("linear_int4", 3 * 2), ("attention_int8", 48 * 33), ("elementwise", 0), ("gap", 0)],
+    ids=["16 outputs by 4096 inputs", "128 tokens of a KV head", "no weights", "no kernel"],
+)
+def test_tiles_of_48_by_4200(kind, tiles, ideal):
+    op = Op("x", kind, Cost(), 5, width=48, depth=4200)
+    assert op.tiles == tiles
+    seconds = ideal.op_seconds(op, {kind: RateTerms(1.0, 1.0, 0.0, tile_s=ideal.num_sms * 1e-6)})
+    assert seconds == pytest.approx(5e-6 * tiles)
+
+
 STEPPED = RateTerms.of(
     Rates(
         0.5, 1.0, 1e-6, 0.1,
-        steps=(RowStep(8, launch_s=2e-6), RowStep(16, inverse_utilization=2.0, width_s=1e-9, depth_s=3e-9)),
+        steps=(
+            RowStep(8, launch_s=2e-6),
+            RowStep(16, inverse_utilization=2.0, tile_s=4e-9, fill_s=5e-9, width_s=1e-9, depth_s=3e-9),
+        ),
     )
 )  # fmt: skip
 
@@ -79,7 +102,7 @@ def test_each_step_of_rows_adds_to_those_below_it():
     assert [STEPPED.at_rows(rows).launch_s for rows in (1, 8, 9, 16, 17)] == pytest.approx([1e-6] * 2 + [3e-6] * 3)
     many = STEPPED.at_rows(17)
     assert (1 / many.bandwidth_utilization, many.width_s, many.depth_s) == pytest.approx((4.0, 1e-9, 3e-9))
-    assert many.spread == 0.1
+    assert (many.tile_s, many.fill_s, many.spread) == pytest.approx((4e-9, 5e-9, 0.1))
     np.testing.assert_allclose(STEPPED.at_rows(np.array([8, 9])).launch_s, [1e-6, 3e-6])
 
 

@@ -111,10 +111,13 @@ def test_just_enough_layers_leave(shape, small):
 
 
 def test_a_layer_that_leaves_keeps_its_budget(shape, small):
-    """65536 + 1 tokens and one more slot of 4096 bytes a layer; 2048 tokens of it stay for what is selected."""
+    """65536 + 1 tokens and one more slot of 4096 bytes a layer; slots stay for 2048 tokens, two groups and the next.
+
+    And a table of the slots of every token, for each of 8 KV heads.
+    """
     found = placed(preset("specontext", Workload("m", "h200", 65536, new_tokens=1)), shape, small)
     layer_bytes = 65538 * 4096
-    freed_bytes = layer_bytes * (1 - 2048 / 65537)
+    freed_bytes = layer_bytes - (2048 + 2 * 128 + 1) * 4096 - 65537 * 8 * 4
     assert found.memory.kv == pytest.approx(32 * layer_bytes - found.host.layers * freed_bytes)
     assert found.memory.buffers == 65537 * 8 * (128 * 2 + 4)  # the head's keys and scores, for each KV head
 

@@ -151,6 +151,17 @@ def test_acceptance_reads_all_queries_logits_and_both_distributions_of_one(ideal
     assert accept_s == pytest.approx(3 * logits * 128_256 * 2 / 1e12)
 
 
+def test_verification_of_drafts_launches_more_than_a_draw(ideal):
+    """5 us above one query, and 1 us for each query whose draft is looked at in turn; a draw has one query."""
+    sampling = RateTerms.of(Rates(1.0, 1.0, 0.0, 0.0, depth_s=1e-6, steps=(RowStep(1, launch_s=5e-6),)))
+    machine = replace(ideal, rates={**ideal.rates, "sampling": sampling})
+    others = {name: round_of(name, ideal) for name in ("autoregressive", "quantspec")}
+    plain, drafting = (round_of(name, machine).accept_s - others[name].accept_s for name in others)
+    gamma = others["quantspec"].gamma
+    assert (plain, drafting) == pytest.approx((1e-6, 5e-6 + 1e-6 * (gamma + 1)))
+    assert round_of("quantspec", machine).draft_s - others["quantspec"].draft_s == pytest.approx(1e-6)
+
+
 def test_quest_reads_4_layers_of_keys_at_every_draft_step(ideal):
     """2 of 16 keys in 32 layers; keys of a layer are 8 heads of 128 elements a token."""
     scored, free = (round_of("magicdec-quest", ideal, 3, **changes) for changes in ({}, {"draft_scored_keys": 0}))
@@ -159,10 +170,11 @@ def test_quest_reads_4_layers_of_keys_at_every_draft_step(ideal):
     assert scored.verify_s - free.verify_s == pytest.approx(3 * 4096 * 4 * 8 * 128 * 2 / 1e12)
 
 
-def test_specattn_reads_keys_once_more_adds_up_the_scores_of_8_heads_and_ranks_their_sums(ideal):
-    """Scores are written and read, their sums written once and read 6 times by top-k; in each of 32 layers."""
-    keys, scores = 8 * 128 * 2, (2 * 8 + 1 + 6) * 4
-    assert round_of("specattn", ideal, 3).select_s == pytest.approx(3 * 4096 * 32 * (keys + scores) / 1e12)
+def test_specattn_adds_up_the_scores_of_8_heads_and_ranks_their_sums(ideal):
+    """Verification writes scores as it reads the keys. They are read, and their sums written once and read 6 times by
+    top-k; in each of 32 layers."""
+    scores = (2 * 8 + 1 + 6) * 4
+    assert round_of("specattn", ideal, 3).select_s == pytest.approx(3 * 4096 * 32 * scores / 1e12)
     launched = replace(ideal, rates={**ideal.rates, "top_k": RateTerms(1.0, 1.0, 5e-6)})
     assert round_of("specattn", launched, 3).select_s - round_of("specattn", ideal, 3).select_s == pytest.approx(
         32 * 5e-6

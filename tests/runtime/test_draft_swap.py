@@ -10,6 +10,7 @@ import torch
 
 from ridgeplan import runtime
 from ridgeplan.planner.capacity import peak_bytes, swaps_draft_weights
+from ridgeplan.planner.support import as_loaded
 from ridgeplan.roofline import execution
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.device import Device
@@ -272,7 +273,7 @@ def test_the_peak_is_the_predicted_one(tiny_model, make_plan, prompts, monkeypat
     more = {"head_dim": 64, "vocab_size": 1 << 16, "max_position_embeddings": 2 * context, "initializer_range": 0.02}
     folder = tiny_model(**sizes, **more).folder
     ids = prompts(context, vocab=1 << 16)
-    shape, num_sms = load_shape(folder), torch.cuda.get_device_properties(0).multi_processor_count
+    shape, num_sms = as_loaded(load_shape(folder)), torch.cuda.get_device_properties(0).multi_processor_count
     gpu = Device(memory_bytes=0, element_bytes=2, num_sms=num_sms)
     runtime.load(plan, folder, device="cuda").generate(ids, 16)  # libraries keep what they allocate at first use
     gc.collect()

@@ -115,6 +115,7 @@ def test_in_turns_times_and_peak_are_the_runs_own(clock: Clock) -> None:
     assert statistics.peak_memory_bytes == 600
     assert statistics.decode_s == pytest.approx(40 * 0.5)
     assert statistics.idle_s == 0
+    assert run.measured(alone=False, freed_bytes=250).statistics.peak_memory_bytes == 350
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3])

@@ -1,5 +1,6 @@
 """Plain decoding and a plan on a tiny model, compared with predictions of a profile that is made up."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ridgeplan.roofline.catalog.profile import Profile, Rates
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.validate import compare, run_plans, validate_plan
 from ridgeplan.validate.machine import cpu_hardware
+from ridgeplan.validate.measure import Run
 from ridgeplan.validate.prompts import prompt_tokens
 
 PROFILE = Profile(
@@ -110,6 +112,31 @@ def test_a_target_with_4_bit_weights_has_its_own(
     assert first[:2] == (None, text)
     assert second[0] is first[2]
     assert second[2].format.group == 64  # of 64 channels
+
+
+def test_each_run_frees_what_the_later_ones_peaks_leave_out(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 1 MB for each engine that is not freed, the third of three runs leaves out 2 MB."""
+    engines: list[weakref.ref[runtime.Engine]] = []
+    left_out: list[int] = []
+    load, measured = runtime.load, Run.measured
+
+    def remembered(*arguments: Any, **options: Any) -> runtime.Engine:
+        engine = load(*arguments, **options)
+        engines.append(weakref.ref(engine))
+        return engine
+
+    def noted(run: Run, *, alone: bool, freed_bytes: int) -> Any:
+        left_out.append(freed_bytes)
+        return measured(run, alone=alone, freed_bytes=freed_bytes)
+
+    monkeypatch.setattr(runtime, "load", remembered)
+    monkeypatch.setattr(Run, "measured", noted)
+    alive = "ridgeplan.validate.validation._Lanes._allocated_bytes"
+    monkeypatch.setattr(alive, lambda lanes: 1_000_000 * sum(one() is not None for one in engines))
+    plans = [preset(name, PLAN.workload) for name in ("autoregressive", "int8", "quantspec")]
+    found = run_plans(plans, str(tiny_folder), [[1, 2, 3] * 50], NEW_TOKENS, profile=PROFILE)
+    assert left_out == [0, 1_000_000, 2_000_000]
+    assert [run.measured.statistics.gamma > 0 for run in found.runs] == [False, False, True]
 
 
 def test_a_request_that_no_plan_allows_is_refused(tiny_folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from ridgeplan.validate.calibration.noise import NoiseCheck
 from ridgeplan.validate.progress import Progress, silent
 
 if TYPE_CHECKING:
+    from ridgeplan.validate.calibration.samples import Samples
     from ridgeplan.validate.calibration.sizes import Suite
 
 
@@ -23,17 +24,34 @@ def calibrate(
     on_progress: Progress | None = None,
     suite: Suite | None = None,
     noise: NoiseCheck | None = None,
+    keep: Callable[[Samples], object] | None = None,
 ) -> Profile:
     """This machine's profile. Takes a few minutes, with `quick` well under one.
 
     device: by default "cuda" if available, else "cpu". suite: overrides the device's sizes. noise: how noisy classes
-    are treated, by default refused; it holds every class's spread afterwards.
+    are treated, by default refused; it holds every class's spread afterwards. keep: called with what was measured,
+    before it is fitted.
     Raises ValueError for a device that does not exist, NoisyMachine where readings do not agree.
     """
     # Importing torch takes seconds, which loading or comparing profiles should not need.
     from ridgeplan.validate.calibration.profile import measure_profile
 
-    return measure_profile(quick, device, on_progress or silent, suite, noise or NoiseCheck())
+    return measure_profile(
+        quick, device, on_progress or silent, suite, noise or NoiseCheck(), keep or (lambda samples: None)
+    )
+
+
+def refit(base: Profile, samples: Path) -> Profile:
+    """`base` with its rates fitted again to the samples of an earlier full calibration of the same machine.
+
+    Raises SamplesError for a file that is missing, damaged or of another machine.
+    """
+    from ridgeplan.validate.calibration.profile import fitted_again
+    from ridgeplan.validate.calibration.samples import read_samples
+    from ridgeplan.validate.calibration.sizes import suite_for
+
+    kind = "cpu" if base.hardware.kind == "cpu" else "cuda"
+    return fitted_again(base, read_samples(samples), suite_for(kind, quick=False))
 
 
 def recalibrate(

@@ -49,14 +49,14 @@ def sampling_trials(
 def _draw_trial(logits: Tensor, uniform: Tensor) -> Trial:
     rows, vocab = logits.shape
     cost = filter_cost(logits) + draw_cost(logits)
-    return Trial("sampling", f"{rows} draws from {vocab}", cost, _drawing(logits, uniform), width=rows)
+    return Trial("sampling", f"{rows} draws from {vocab}", cost, _drawing(logits, uniform), width=rows, depth=1)
 
 
 def _rejection_trial(logits: Tensor, uniform: Tensor) -> Trial:
     batch, queries, vocab = logits.shape
     cost = filter_cost(logits) + draw_cost(logits[:, 0], logits[:, 0])
     name = f"rejection sampling of {batch} x {queries} x {vocab}"
-    return Trial("sampling", name, cost, _rejecting(logits, uniform), width=batch * queries)
+    return Trial("sampling", name, cost, _rejecting(logits, uniform), 1, queries, batch * queries, queries)
 
 
 def _norm_trial(model: RandomDecoder, rows: int) -> Trial:

@@ -18,18 +18,19 @@ OUTLIER = 0.3  # log residual beyond which a sample counts linearly instead of s
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed call: its cost by the model's formulas, its seconds, and what `Rates` says of rows, width and depth."""
+    """One timed call: its cost by the model's formulas, its seconds, and what `Rates` says of its other sizes."""
 
     cost: Cost
     seconds: float
     rows: int = 1
     width: float = 0.0
     depth: float = 0.0
+    tiles: float = 0.0
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The peaks that utilizations are relative to, and the shares of them that anything reaches.
+    """The peaks that utilizations are relative to, the shares of them that anything reaches, and the number of SMs.
 
     matmul_utilization: a large matmul's share of the compute peak. read_utilization: the share of the bandwidth at
     which memory is read, at most.
@@ -39,6 +40,7 @@ class Ceilings:
     compute_flops: float
     matmul_utilization: float = 1.0
     read_utilization: float = 1.0
+    num_sms: int = 1
 
 
 def fit_rates(samples: Sequence[Sample], ceilings: Ceilings) -> Rates:

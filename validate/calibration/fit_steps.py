@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from scipy.optimize import lsq_linear
+from scipy.optimize import least_squares, lsq_linear
 
 from ridgeplan.roofline.catalog.profile import MAX_SPREAD, MAX_UTILIZATION, Rates, RowStep
+from ridgeplan.roofline.execution import filled
 from ridgeplan.validate.calibration.fit import OUTLIER, Ceilings, Sample
 
-REWEIGHTINGS = 10
-PARTS = ("launch_s", "inverse_utilization", "width_s", "depth_s")
+MOST_TRIALS = 300
+NEGLIGIBLE = 1e-4  # largest share of any sample's time
+PARTS = ("launch_s", "inverse_utilization", "tile_s", "fill_s", "width_s", "depth_s")
+READING, TILES = PARTS.index("inverse_utilization"), PARTS.index("tile_s")
 
 
 def fit_steps(samples: Sequence[Sample], ceilings: Ceilings, above_rows: Sequence[int]) -> Rates:
@@ -25,51 +29,79 @@ def fit_steps(samples: Sequence[Sample], ceilings: Ceilings, above_rows: Sequenc
     index = np.searchsorted(above_rows, [sample.rows for sample in samples])
     if not len(samples) or index.min() > 0:
         raise ValueError("a fit needs at least one sample of the fewest rows")
-    found = _coefficients(samples, index, ceilings, len(above_rows) + 1)
-    reached = np.cumsum(found, axis=0)[index]
-    terms = _parts(samples, ceilings) * reached
-    errors = np.log(terms.sum(1) / [sample.seconds for sample in samples])
-    first, *steps = found
+    sizes = _sizes(samples, ceilings)
+    seconds = np.array([sample.seconds for sample in samples])
+    found = _coefficients(sizes / seconds[:, None], index, ceilings.read_utilization, len(above_rows) + 1)
+    terms = sizes * np.cumsum(found, axis=0)[index]
+    errors = np.log((terms * _shares(terms)).sum(1) / seconds)
+    first, *steps = (_named(step) for step in found)
     return Rates(
-        bandwidth_utilization=min(MAX_UTILIZATION, 1 / first[1]),
-        compute_utilization=_arithmetic(samples, terms[:, 1], ceilings),
-        launch_s=first[0],
+        bandwidth_utilization=min(MAX_UTILIZATION, 1 / first.pop("inverse_utilization")),
+        compute_utilization=_arithmetic(samples, terms[:, READING], ceilings),
         spread=min(float(errors.std()), MAX_SPREAD),
-        width_s=first[2],
-        depth_s=first[3],
-        steps=tuple(
-            RowStep(rows, **{name: float(value) for name, value in zip(PARTS, step, strict=True)})
-            for rows, step in zip(above_rows, steps, strict=True)
-            if step.any()
-        ),
+        steps=tuple(RowStep(rows, **step) for rows, step in zip(above_rows, steps, strict=True) if any(step.values())),
+        **first,
     )
 
 
-def _parts(samples: Sequence[Sample], ceilings: Ceilings) -> np.ndarray:
-    """What a sample's time is made of, in the order of PARTS: one, seconds at full bandwidth, width, depth."""
-    bandwidth = ceilings.bandwidth_bytes_per_s
-    return np.array([(1.0, one.cost.bytes / bandwidth, one.width, one.depth) for one in samples], dtype=float)
+def _named(step: np.ndarray) -> dict[str, Any]:
+    return {name: float(value) for name, value in zip(PARTS, step, strict=True)}
 
 
-def _coefficients(samples: Sequence[Sample], index: np.ndarray, ceilings: Ceilings, count: int) -> np.ndarray:
-    """What each of `count` steps adds to the four parts: [count, 4]."""
-    seconds = np.array([sample.seconds for sample in samples])
-    relative = _parts(samples, ceilings) / seconds[:, None]
+def _sizes(samples: Sequence[Sample], ceilings: Ceilings) -> np.ndarray:
+    """What the parts of a sample's time are proportional to, in the order of PARTS: [samples, parts]."""
+    bandwidth, num_sms = ceilings.bandwidth_bytes_per_s, ceilings.num_sms
+    return np.array(
+        [
+            (1.0, one.cost.bytes / bandwidth, one.tiles / num_sms, filled(one.tiles / num_sms), one.width, one.depth)
+            for one in samples
+        ],
+        dtype=float,
+    )
+
+
+def _shares(terms: np.ndarray) -> np.ndarray:
+    """The share of each term [samples, parts] that the time holds: of reading and of tiles their share of the hypot."""
+    shares = np.ones_like(terms)
+    both = terms[:, [READING, TILES]]
+    shares[:, [READING, TILES]] = both / np.maximum(np.hypot(*both.T), np.finfo(float).tiny)[:, None]
+    return shares
+
+
+def _coefficients(relative: np.ndarray, index: np.ndarray, read_utilization: float, count: int) -> np.ndarray:
+    """What each of `count` steps adds to the parts: [count, parts]. relative: sizes per second [samples, parts].
+
+    It starts from the best sum of the parts, without hypot.
+    """
     reached = index[:, None] >= np.arange(count)
-    matrix = (reached[:, :, None] * relative[:, None, :]).reshape(len(samples), -1)
+    matrix = _by_step(reached, relative)
     scale = np.where(matrix.any(0), np.abs(matrix).max(0), 1.0)
     lowest = np.zeros(matrix.shape[1])
-    lowest[1] = scale[1] / ceilings.read_utilization
-    weights, found = np.ones(len(samples)), lowest
-    for _ in range(REWEIGHTINGS):
-        found = lsq_linear(matrix / scale * weights[:, None], weights, bounds=(lowest, np.inf)).x
-        errors = np.abs(matrix / scale @ found - 1)
-        weights = 1 / np.sqrt(np.maximum(errors / OUTLIER, 1))
-    present = matrix.any(0)
-    return np.where(present, np.where(found > 1e-9, found, 0.0) / scale, 0.0).reshape(count, 4)
+    lowest[READING] = scale[READING] / read_utilization
+
+    def terms(scaled: np.ndarray) -> np.ndarray:
+        return relative * np.cumsum((scaled / scale).reshape(count, -1), axis=0)[index]
+
+    def residuals(scaled: np.ndarray) -> np.ndarray:
+        found = terms(scaled)
+        return (found * _shares(found)).sum(1) - 1
+
+    def gradient(scaled: np.ndarray) -> np.ndarray:
+        return _by_step(reached, relative * _shares(terms(scaled))) / scale
+
+    start = lsq_linear(matrix / scale, np.ones(len(matrix)), bounds=(lowest, np.inf)).x
+    fit = least_squares(
+        residuals, start, jac=gradient, bounds=(lowest, np.inf), loss="soft_l1", f_scale=OUTLIER, max_nfev=MOST_TRIALS
+    )
+    return np.where(matrix.any(0) & (fit.x > NEGLIGIBLE), fit.x / scale, 0.0).reshape(count, -1)
+
+
+def _by_step(reached: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Values of parts [samples, parts] in the columns of every step that a sample has reached."""
+    return (reached[:, :, None] * values[:, None, :]).reshape(len(values), -1)
 
 
 def _arithmetic(samples: Sequence[Sample], reading_s: np.ndarray, ceilings: Ceilings) -> float:
-    """The lowest share of the compute peak at which no sample's FLOPs take longer than its bytes."""
+    """The lowest share of the compute peak at which no sample's FLOPs take longer than its bytes, as far as any is."""
     computing_s = np.array([one.cost.flops for one in samples], float) / ceilings.compute_flops
-    return float(np.clip(max(computing_s / reading_s), 1e-9, MAX_UTILIZATION))
+    return float(np.clip(max(computing_s / reading_s), 1e-9, ceilings.matmul_utilization))

@@ -20,10 +20,12 @@ from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.profile import Profile, Rates, RowStep
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.validate.random_rounds import RandomModel, RoundTimes, measured_round
+from ridgeplan.validate.calibration.samples import RoundSample
+from ridgeplan.validate.random_rounds import RandomModel, measured_round
 
 WORKLOADS = ((1800, 1), (7000, 3), (1800, 11))  # context, batch
 PRESETS = ("autoregressive", "quantspec")
+NEW_TOKENS = 256  # more than the timed rounds add
 GAP_STEPS = (4, 8, 16)  # rows above which gaps may be longer: kernels of libraries start later than this package's
 
 
@@ -39,22 +41,26 @@ class Unexplained:
     round_s: float
 
     @classmethod
-    def of(cls, model: RandomModel, plan: Plan, times: RoundTimes, profile: Profile) -> Unexplained:
-        """Of a measured round."""
-        ran = replace(plan, workload=replace(plan.workload, new_tokens=times.grown))
-        predicted = predict(ran, model.shape, profile)
-        target_s = 1e-3 * predicted.target_step_ms
-        draft_s = times.draft_s - 1e-3 * predicted.draft_step_ms if times.gamma else None
-        rest_s = times.keep_s + times.idle_s
-        sizes = model.shape.layers, plan.workload.batch, times.gamma + 1
-        return cls(*sizes, draft_s, times.verify_s - target_s, rest_s)
+    def of(cls, measured: RoundSample, shape: ModelShape, profile: Profile) -> Unexplained:
+        """Of a measured round of a model."""
+        plan = _plan(shape, profile, measured.preset, measured.context, measured.batch, measured.tokens)
+        predicted = predict(plan, shape, profile)
+        draft_s = measured.draft_s - 1e-3 * predicted.draft_step_ms if plan.speculation.gamma else None
+        target_s = measured.target_s - 1e-3 * predicted.target_step_ms
+        sizes = shape.layers, measured.batch, plan.speculation.gamma + 1
+        return cls(*sizes, draft_s, target_s, measured.rest_s)
 
 
-def with_gaps(profile: Profile, shapes: Sequence[ModelShape], device: torch.device) -> Profile:
-    """`profile` with the gaps of whole rounds on models of `shapes`, which must differ in layers; as it is without."""
-    if not shapes:
-        return profile
-    found = [item for shape in shapes for item in _unexplained(shape, profile, device)]
+def measured_rounds(profile: Profile, shapes: Sequence[ModelShape], device: torch.device) -> list[RoundSample]:
+    """Rounds of models of `shapes` on this machine."""
+    return [one for index, shape in enumerate(shapes) for one in _rounds(index, shape, profile, device)]
+
+
+def with_fitted_gaps(profile: Profile, shapes: Sequence[ModelShape], rounds: Sequence[RoundSample]) -> Profile:
+    """`profile` with the gaps of whole rounds on models of `shapes`, which must differ in layers."""
+    kernels = {kind: rates for kind, rates in profile.classes.items() if kind != "gap"}
+    profile = replace(profile, classes=kernels, draft_gap_s=0.0, target_gap_s=0.0, round_s=0.0)
+    found = [Unexplained.of(one, shapes[one.model], profile) for one in rounds]
     fitted = fit_gaps(found)
     round_s = float(np.median([item.round_s for item in found]))
     classes = {**profile.classes, "gap": fitted.layer}
@@ -84,9 +90,14 @@ def fit_gaps(found: Sequence[Unexplained]) -> Gaps:
     return Gaps(float(draft_s), float(target_s), layer)
 
 
-def _unexplained(shape: ModelShape, profile: Profile, device: torch.device) -> Iterator[Unexplained]:
+def _rounds(index: int, shape: ModelShape, profile: Profile, device: torch.device) -> Iterator[RoundSample]:
     model = RandomModel.build(shape, device, Machine.of(profile))
     for context, batch in WORKLOADS:
         for name in PRESETS:
-            plan = preset(name, Workload(shape.name, profile.hardware.name, context, 256, batch))
-            yield Unexplained.of(model, plan, measured_round(model, plan), profile)
+            times = measured_round(model, _plan(shape, profile, name, context, batch, NEW_TOKENS))
+            rest_s = times.keep_s + times.idle_s
+            yield RoundSample(index, name, context, batch, times.grown, times.draft_s, times.verify_s, rest_s)
+
+
+def _plan(shape: ModelShape, profile: Profile, name: str, context: int, batch: int, new_tokens: int) -> Plan:
+    return preset(name, Workload(shape.name, profile.hardware.name, context, new_tokens, batch))

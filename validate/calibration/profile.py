@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 
@@ -20,16 +20,18 @@ from ridgeplan.validate.calibration import elementwise as step_trials
 from ridgeplan.validate.calibration import linear as linear_trials
 from ridgeplan.validate.calibration.fit import Ceilings, Sample, fit_rates
 from ridgeplan.validate.calibration.fit_steps import fit_steps
-from ridgeplan.validate.calibration.gaps import with_gaps
+from ridgeplan.validate.calibration.gaps import measured_rounds, with_fitted_gaps
 from ridgeplan.validate.calibration.host_overhead import with_dispatch
 from ridgeplan.validate.calibration.link import link_classes
 from ridgeplan.validate.calibration.noise import NoiseCheck
+from ridgeplan.validate.calibration.samples import Samples, SamplesError
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
 from ridgeplan.validate.calibration.sparse import sparse_trials, top_k_trials
 from ridgeplan.validate.progress import Progress
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, Trial
 
 SPARSE_CLASSES = ("two_bit_scan", "sparse_attention", "progressive_attention")
+Keep = Callable[[Samples], object]  # called with what was measured
 PORTABLE = "portable"  # all classes of the kernels that older GPUs run
 LARGE_READ_BYTES = 200e6
 MOST_VARIANTS = 600  # so that even products of a megabyte find their weights cold, as in a step
@@ -37,7 +39,7 @@ MOST_VARIANTS = 600  # so that even products of a megabyte find their weights co
 
 @torch.inference_mode()
 def measure_profile(
-    quick: bool, device: str | None, on_progress: Progress, suite: Suite | None, noise: NoiseCheck
+    quick: bool, device: str | None, on_progress: Progress, suite: Suite | None, noise: NoiseCheck, keep: Keep
 ) -> Profile:
     """See `ridgeplan.validate.calibration.calibrate.calibrate`."""
     place = _device(device)
@@ -64,7 +66,9 @@ def measure_profile(
         profile = replace(profile, classes={**profile.classes, **link})
     on_progress("whole rounds", len(samples), len(samples) + 1)
     dispatched = with_dispatch(bench, profile, suite.dispatch_shape, suite.dispatch_layers)
-    return with_gaps(dispatched, suite.gap_shapes, place)
+    rounds = measured_rounds(dispatched, suite.gap_shapes, place)
+    keep(Samples.of(profile.device, profile.date, ceilings, samples).with_rounds(rounds))
+    return with_fitted_gaps(dispatched, suite.gap_shapes, rounds) if rounds else dispatched
 
 
 @torch.inference_mode()
@@ -89,6 +93,21 @@ def measure_again(
     return replace(
         base, software=_software(), date=_today(), classes={**base.classes, **fitted}, portable=dict(portable)
     )
+
+
+def fitted_again(base: Profile, samples: Samples, suite: Suite) -> Profile:
+    """`base` with the rates of the classes that have samples and whose time grows in steps, and the gaps of its rounds.
+
+    Everything else stays as it is. Raises SamplesError for samples of another machine.
+    """
+    if samples.device != base.device:
+        raise SamplesError(f"the samples are of {samples.device}, the profile is of {base.device}; allowed: the same")
+    hardware, reached = base.hardware, (samples.matmul_utilization, samples.read_utilization)
+    ceilings = Ceilings(hardware.bandwidth_bytes_per_s, hardware.compute_flops, *reached, hardware.num_sms)
+    stepped = {kind: found for kind, found in samples.by_kind().items() if suite.steps_of(kind) is not None}
+    fitted = {kind: _fitted(kind, found, ceilings, suite) for kind, found in stepped.items()}
+    profile = replace(base, classes={**base.classes, **fitted}, date=samples.date)
+    return with_fitted_gaps(profile, suite.gap_shapes, samples.rounds) if samples.rounds else profile
 
 
 def _software() -> dict[str, str]:
@@ -149,12 +168,12 @@ def _ceilings(hardware: Hardware, copied: float, matmul: float, samples: Iterabl
     """Nothing is read faster than a copy, a sum or the fastest kernel that reads far more than a cache holds."""
     large = [one.cost.bytes / one.seconds for one in samples if one.cost.bytes > LARGE_READ_BYTES]
     peaks = hardware.bandwidth_bytes_per_s, hardware.compute_flops
-    return Ceilings(*peaks, matmul / peaks[1], min(1.0, max(copied, *large, 0.0) / peaks[0]))
+    return Ceilings(*peaks, matmul / peaks[1], min(1.0, max(copied, *large, 0.0) / peaks[0]), hardware.num_sms)
 
 
 def sample_of(trial: Trial) -> Sample:
     """A trial's sizes, not timed yet."""
-    return Sample(trial.cost, math.nan, trial.rows, trial.width, trial.depth)
+    return Sample(trial.cost, math.nan, trial.rows, trial.width, trial.depth, trial.tiles)
 
 
 def _fitted(kind: str, samples: Sequence[Sample], ceilings: Ceilings, suite: Suite) -> Rates:

@@ -64,7 +64,7 @@ class Suite:
             return self.attention_steps
         if kind in ("elementwise", "rope"):
             return self.row_steps
-        return () if kind == "sampling" and self.linear_steps else None
+        return SAMPLING_STEPS if kind == "sampling" and self.linear_steps else None
 
     def prefill_heads(self) -> dict[str, list[Heads]]:
         """Heads of prompts' attention, by kernel class."""
@@ -123,8 +123,9 @@ _CPU_FULL = replace(
 # Rows at which the time of products and of decode attention may step up: tiles of 8 rows, passes over the weights, and
 # the library's or Triton's kernels beyond what this package's take.
 LINEAR_STEPS = (1, 2, 4, 8, 16, 32, 48, 64, 128)
-ATTENTION_STEPS = (8, 16, 24, 32, 64)
+ATTENTION_STEPS = (4, 8, 16, 24, 32, 48, 64, 128)
 ROW_STEPS = (4, 8, 16, 32, 64)
+SAMPLING_STEPS = (1,)  # verification of drafts launches more kernels than a draw of one token
 
 # Layers of four widths, and vocabularies, that are no well-known model's. Groups of 1, 4, 6, 7 and 8 query heads per KV
 # head in both head sizes, and of 3 and 12.

@@ -13,6 +13,7 @@ from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes
 from ridgeplan.kernels.selection.top_k import top_k
 from ridgeplan.kernels.selection.two_bit import two_bit_scores
+from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
 from ridgeplan.kernels.sparse_attention import sparse_decode_attention
 from ridgeplan.kernels.sparse_attention.progressive import progressive_attention
 from ridgeplan.roofline.cost import Cost
@@ -95,7 +96,7 @@ class SparseDraft:
 
     def scan(self, variant: int) -> Tensor:
         """Scores of 2-bit keys."""
-        return two_bit_scores(self.tensors[0], *self.cache(variant), self.lengths[2], self.lse)
+        return two_bit_scores(self.tensors[0], TwoBitKeys.of(*self.cache(variant)), self.lengths[2], self.lse)
 
     def attend(self, variant: int) -> Tensor:
         """Attention to the index list."""

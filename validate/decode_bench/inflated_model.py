@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.support import missing_head
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.memory import weight_memory
@@ -24,6 +26,7 @@ from ridgeplan.runtime.model.weights import DecoderWeights, WeightFormat
 from ridgeplan.runtime.model_config import DecoderConfig, decoder_config
 from ridgeplan.runtime.quantization.calibrate import quantized_target
 from ridgeplan.runtime.quantization.calibration_text import CalibrationText
+from ridgeplan.runtime.retrieval.head import Head
 from ridgeplan.validate.decode_bench.channel_map import ChannelMap, InflationError
 from ridgeplan.validate.decode_bench.inflate import Inflater, inflated_config, inflated_shape
 
@@ -79,9 +82,11 @@ class InflatedModel:
         draft_weights: DecoderWeights | None = None,
         calibration: Sequence[int] | None = None,
         profile: Profile | None = None,
+        make_head: Callable[[ModelShape, Tensor], Head] | None = None,
     ) -> Engine:
         """An engine of `plan`. draft_weights: those of another engine with the same draft format, by default quantized
         here. calibration: tokens to quantize for, by default `text`. profile: as for `ridgeplan.runtime.load`.
+        make_head: makes a retrieval head for the shape and its embedding [vocab, hidden], for plans that choose by one.
 
         Raises WorkloadError if the plan does not fit into memory.
         """
@@ -96,8 +101,9 @@ class InflatedModel:
                 self.targets[kind] = self._target(plan, text)
             weights = self.targets[kind]
             meter, config = MemoryMeter(self.device, weights.bytes), self.config(plan.workload.yarn_factor)
+            head = make_head(self.shape, weights.embedding) if make_head and missing_head(plan) else None
             return Engine(
-                plan, self.source, config, weights, self.device, meter, draft_weights, text, profile, None, *offloading
+                plan, self.source, config, weights, self.device, meter, draft_weights, text, profile, head, *offloading
             )
 
     def _text(self, plan: Plan, calibration: Sequence[int] | None) -> CalibrationText | None:
@@ -127,10 +133,11 @@ class InflatedModel:
         drafts: dict[int, DecoderWeights],
         calibration: Sequence[int] | None = None,
         profile: Profile | None = None,
+        make_head: Callable[[ModelShape, Tensor], Head] | None = None,
     ) -> Iterator[Engine]:
         """Like `engine`, closed after the body. drafts: a cache of 4-bit weights by group."""
         group, drafting = plan.weights.group, plan.weights.draft_copy
-        engine = self.engine(plan, drafts.get(group) if drafting else None, calibration, profile)
+        engine = self.engine(plan, drafts.get(group) if drafting else None, calibration, profile, make_head)
         if drafting:
             drafts[group] = engine.draft_weights
         try:

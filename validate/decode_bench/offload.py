@@ -3,9 +3,11 @@
     python -m ridgeplan.validate.decode_bench.offload results.json --model small.gguf --text book.txt
 
 Sections (`--only` names some): link (copies, gathers), rounds (a round of each plan with random weights and caches, at
-128k x 4 under 40 GB), tokens (a real generation with and without the limit), fits (what the machinery costs where
-everything fits), crossing (a layer leaves while tokens are generated), cliff (static against adaptive placement over
-the context), soak (5,000 rounds without growth of memory).
+128k x 4 under 40 GB), elastic (the same of targets that read a selection, with elastic loading and without), tokens (a
+real generation with and without the limit), fits (what the machinery costs where everything fits), crossing (a layer
+leaves while tokens are generated), cliff (static against adaptive placement over the context), soak (5,000 rounds
+without growth of memory). Every row is saved when it is measured, and rows that the file has are not measured again;
+`--rows` names some.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ import json
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,6 @@ from ridgeplan.planner.plan import KVCache, KVFormat, Placement, Plan, Speculati
 from ridgeplan.planner.prediction import predict
 from ridgeplan.planner.presets import preset
 from ridgeplan.planner.resolution import this_machine
-from ridgeplan.planner.support import missing_execution
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
@@ -39,15 +40,19 @@ from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.memory import MemoryMeter
 from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.validate.calibration.link import measured_link, streaming_seconds
+from ridgeplan.validate.decode_bench.elastic import elastic_round, round_without_limit_ms
 from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
 from ridgeplan.validate.prompts import prompt_batch
-from ridgeplan.validate.random_rounds import RandomModel, measured_round, random_cache
+from ridgeplan.validate.random_rounds import RandomModel, measured_round, random_cache, random_head
 
 LIMIT_BYTES, CONTEXT, BATCH = 40 * 10**9, 131072, 4
 GAMMAS = (8, 12)
 TOKENS = 96  # generated where real text is
 SOAK_ROUNDS = 5000
 CLIFF_CONTEXTS = (24576, 28672, 32768, 36864, 40960, 49152, 65536)
+
+Rows = dict[str, Callable[[], dict[str, Any]]]  # by name; each is measured when it is called
+ROWS = ("rounds", "elastic", "fits", "cliff", "tokens")  # sections that have some
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,12 +74,26 @@ class OffloadBench:
         """Copies and gathers over the link, in GB/s."""
         return {kind: found.bytes_per_s / 1e9 for kind, found in measured_link(self.device).items()}
 
-    def rounds(self) -> Iterator[dict[str, Any]]:
+    def rounds(self) -> Rows:
         """Rounds of each plan with random weights: time, its prediction, and what the copies alone take."""
-        for name, plan in limited_plans(self.shape.name, CONTEXT, BATCH).items():
-            missing = missing_execution(plan)
-            yield {"plan": name, "missing": missing} if missing else {"plan": name, **self._round(plan)}
-            _free()
+        return {name: partial(self._round, plan) for name, plan in limited_plans(self.shape.name).items()}
+
+    def elastic(self) -> Rows:
+        """Rounds of targets that read a selection: by a retrieval head or 2-bit keys, with elastic loading and without.
+
+        And without a limit.
+        """
+        plans = selecting_plans(self.shape.name)
+        found: Rows = {name: partial(elastic_round, self.random, plan, self.profile) for name, plan in plans.items()}
+        for name, plan in plans.items():
+            if plan.placement.elastic:
+                found[f"{name}, without a limit"] = partial(self._without_limit, plan)
+        return found
+
+    def _without_limit(self, plan: Plan) -> dict[str, Any]:
+        roomy = predict(replace(plan, placement=Placement()), self.shape, self.profile)
+        measured = round_without_limit_ms(self.random, plan)
+        return {"tpot_ms": measured, "predicted_tpot_ms": roomy.best.tpot_ms}
 
     def _round(self, plan: Plan) -> dict[str, Any]:
         predicted = predict(plan, self.shape, self.profile)
@@ -102,27 +121,36 @@ class OffloadBench:
             "hidden_share": _hidden(times.total_s, copies_s, alone.total_s) if alone and copied else None,
         }
 
-    def tokens(self) -> Iterator[dict[str, Any]]:
+    def tokens(self) -> Rows:
         """A real generation with the limit and without: equal greedy tokens, time per token, acceptance, memory."""
         if self.model is None:
-            return
-        inflated = InflatedModel.load(self.model, self.shape)
-        ids = prompt_batch(inflated.tokenizer, CONTEXT, BATCH, text=self.text)
-        for name, plan in limited_plans(self.shape.name, CONTEXT, BATCH, TOKENS, yarn=4.0).items():
-            if name.startswith("plain") or missing_execution(plan):
-                continue
-            results = {}
-            for kind, one in (("limited", plan), ("unlimited", _unlimited(plan))):
-                with inflated.shared_engine(one, {}, profile=self.profile) as engine:
-                    results[kind] = engine.generate(ids, TOKENS)
-                _free()
-            yield {"plan": name, "equal": results["limited"].tokens == results["unlimited"].tokens} | {
-                kind: _figures(found.statistics) for kind, found in results.items()
-            }
+            return {}
+        plans = limited_plans(self.shape.name, TOKENS, yarn=4.0) | selecting_plans(self.shape.name, TOKENS, yarn=4.0)
+        return {name: partial(self._tokens, plan) for name, plan in plans.items() if not name.startswith("plain")}
 
-    def fits(self) -> list[dict[str, Any]]:
+    @cached_property
+    def inflated(self) -> InflatedModel:
+        """The small model inside the shape."""
+        assert self.model is not None, "sections that need it say so"
+        return InflatedModel.load(self.model, self.shape)
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        """Parts of the text."""
+        return prompt_batch(self.inflated.tokenizer, CONTEXT, BATCH, text=self.text)
+
+    def _tokens(self, plan: Plan) -> dict[str, Any]:
+        results = {}
+        for kind, one in (("limited", plan), ("unlimited", _unlimited(plan))):
+            with self.inflated.shared_engine(one, {}, profile=self.profile, make_head=random_head) as engine:
+                results[kind] = engine.generate(self.prompts, TOKENS)
+            _free()
+        equal = results["limited"].tokens == results["unlimited"].tokens
+        return {"equal": equal} | {kind: _figures(found.statistics) for kind, found in results.items()}
+
+    def fits(self) -> Rows:
         """Where everything fits: rounds of plans that may offload over those of plans that may not."""
-        found = []
+        found: Rows = {}
         for kv, gamma, placement in (
             (KVFormat.INT8, 0, Placement(True, 2048)),
             (KVFormat.INT8, 0, Placement(True, 2048, adaptive=True)),
@@ -130,19 +158,25 @@ class OffloadBench:
             (KVFormat.FULL, 0, Placement(True, 2048)),
         ):
             context = CONTEXT // 4 if kv is KVFormat.FULL else CONTEXT
-            plan = _plan(self.shape.name, context, BATCH, kv, gamma, Placement())
-            plain = measured_round(self.random, plan)
-            _free()
-            offering = measured_round(self.random, replace(plan, placement=placement))
-            _free()
-            cost = offering.total_s / plain.total_s - 1
-            found.append({"kv": kv.value, "gamma": gamma, "adaptive": placement.adaptive, "cost": cost})
+            plan = _plan(self.shape.name, context, kv, gamma, Placement())
+            name = f"{kv.value}, gamma {gamma}{', adaptive' if placement.adaptive else ''}"
+            found[name] = partial(self._cost, plan, replace(plan, placement=placement))
+        for name, plan in selecting_plans(self.shape.name).items():
+            if plan.placement.elastic:
+                short = replace(plan, workload=replace(plan.workload, context=CONTEXT // 4))
+                found[name] = partial(self._cost, replace(short, placement=Placement()), _unlimited(short))
         return found
+
+    def _cost(self, plan: Plan, offering: Plan) -> dict[str, Any]:
+        """What a round of `offering` takes beyond one of `plan`, as a share."""
+        plain = measured_round(self.random, plan)
+        _free()
+        return {"cost": measured_round(self.random, offering).total_s / plain.total_s - 1}
 
     def crossing(self, context: int = 32768, new_tokens: int = 768) -> dict[str, Any]:
         """The times of rounds while layers leave, one by one; the excess over the median is what crossings cost."""
         placement = Placement(True, 2048, adaptive=True)
-        plan = _plan(self.shape.name, context, BATCH, KVFormat.INT8, 0, placement, new_tokens)
+        plan = _plan(self.shape.name, context, KVFormat.INT8, 0, placement, new_tokens)
         plan = replace(plan, placement=replace(plan.placement, memory_bytes=self._just_below(plan)))
         meter, config = MemoryMeter(self.device), DecoderConfig.plain(self.shape)
         sizes = offloaded_layers(plan, self.shape, Machine.of(self.profile))
@@ -171,32 +205,32 @@ class OffloadBench:
             "limit": plan.placement.memory_bytes,
         }
 
-    def cliff(self) -> list[dict[str, Any]]:
+    def cliff(self) -> Rows:
         """Steps over the context: with just as many layers on the host as needed, and with all once not all fit."""
-        rows = []
-        for context in CLIFF_CONTEXTS:
-            limit = Placement(True, 2048, memory_bytes=24 * 10**9)
-            plan = _plan(self.shape.name, context, BATCH, KVFormat.INT8, 0, limit, 64)
-            adaptive = predict(plan, self.shape, self.profile)
-            layers = self.shape.layers if adaptive.offloaded_layers else 0
-            static = replace(plan, placement=replace(limit, memory_bytes=self._all_away(plan))) if layers else plan
-            rows.append({
-                "context": context,
-                "host_layers": adaptive.offloaded_layers,
-                "predicted_adaptive_ms": adaptive.best.tpot_ms,
-                "predicted_static_ms": predict(static, self.shape, self.profile).best.tpot_ms,
-                "adaptive_ms": 1e3 * measured_round(self.random, plan).total_s,
-                "static_ms": 1e3 * measured_round(self.random, static).total_s,
-            })  # fmt: skip
-            _free()
-        return rows
+        return {str(context): partial(self._cliff, context) for context in CLIFF_CONTEXTS}
+
+    def _cliff(self, context: int) -> dict[str, Any]:
+        limit = Placement(True, 2048, memory_bytes=24 * 10**9)
+        plan = _plan(self.shape.name, context, KVFormat.INT8, 0, limit, 64)
+        adaptive = predict(plan, self.shape, self.profile)
+        layers = self.shape.layers if adaptive.offloaded_layers else 0
+        static = replace(plan, placement=replace(limit, memory_bytes=self._all_away(plan))) if layers else plan
+        found = {
+            "context": context,
+            "host_layers": adaptive.offloaded_layers,
+            "predicted_adaptive_ms": adaptive.best.tpot_ms,
+            "predicted_static_ms": predict(static, self.shape, self.profile).best.tpot_ms,
+            "adaptive_ms": 1e3 * measured_round(self.random, plan).total_s,
+        }
+        _free()
+        return found | {"static_ms": 1e3 * measured_round(self.random, static).total_s}
 
     def soak(self) -> dict[str, Any]:
         """Rounds of a small model with lower codes on the host: no growth of device or host memory."""
         shape = replace(self.shape, layers=4, vocab=32000)
         small = RandomModel.build(shape, self.device, Machine.of(self.profile))
         lower = Placement(True, part=HostPart.LOWER)
-        plan = _plan(shape.name, 4096, BATCH, KVFormat.HIERARCHICAL, 4, lower, 5 * SOAK_ROUNDS)
+        plan = _plan(shape.name, 4096, KVFormat.HIERARCHICAL, 4, lower, 5 * SOAK_ROUNDS)
         needed = predict(replace(plan, placement=Placement()), shape, self.profile).best.peak_memory_bytes
         plan = replace(plan, placement=replace(plan.placement, memory_bytes=int(0.999 * needed)))
         sizes = offloaded_layers(plan, shape, small.machine)
@@ -229,28 +263,35 @@ class OffloadBench:
         return low
 
 
-def limited_plans(model: str, context: int, batch: int, new_tokens: int = 1024, yarn: float = 1.0) -> dict[str, Plan]:
-    """The plans of step 8's comparison, under 40 GB."""
+def limited_plans(model: str, new_tokens: int = 1024, yarn: float = 1.0) -> dict[str, Plan]:
+    """Plans whose target reads everything, under LIMIT_BYTES."""
 
     def plan(kv: KVFormat, gamma: int, part: HostPart, budget: int) -> Plan:
-        placement = Placement(True, budget, part, LIMIT_BYTES)
-        found = _plan(model, context, batch, kv, gamma, placement, new_tokens)
+        found = _plan(model, CONTEXT, kv, gamma, Placement(True, budget, part, LIMIT_BYTES), new_tokens)
         return replace(found, workload=replace(found.workload, yarn_factor=yarn))
 
-    specontext = preset("specontext", plan(KVFormat.FULL, 0, HostPart.ALL, 2048).workload)
     return {
         **{f"lossless, lower codes, gamma {g}": plan(KVFormat.HIERARCHICAL, g, HostPart.LOWER, 0) for g in GAMMAS},
         "lossless, whole layers, gamma 6": plan(KVFormat.HIERARCHICAL, 6, HostPart.ALL, 2048),
         "plain, int8": plan(KVFormat.INT8, 0, HostPart.ALL, 2048),
         "plain, bf16: everything is fetched at each step": plan(KVFormat.FULL, 0, HostPart.ALL, 2048),
-        "specontext": replace(specontext, placement=replace(specontext.placement, memory_bytes=LIMIT_BYTES)),
     }
 
 
-def _plan(
-    model: str, context: int, batch: int, kv: KVFormat, gamma: int, placement: Placement, new_tokens: int = 1024
-) -> Plan:
-    workload = Workload(model, "here", context, new_tokens, batch)
+def selecting_plans(model: str, new_tokens: int = 1024, yarn: float = 1.0) -> dict[str, Plan]:
+    """Plans whose target reads 2048 tokens, under LIMIT_BYTES, with elastic loading and without."""
+    workload = Workload(model, "here", CONTEXT, new_tokens, BATCH, yarn)
+    found = {}
+    for kind, name in (("retrieval head", "specontext"), ("2-bit keys", "specontext-two-bit")):
+        plan = preset(name, workload)
+        placement = replace(plan.placement, memory_bytes=LIMIT_BYTES)
+        found[kind] = replace(plan, placement=placement)
+        found[f"{kind}, not elastic"] = replace(plan, placement=replace(placement, elastic=False))
+    return found
+
+
+def _plan(model: str, context: int, kv: KVFormat, gamma: int, placement: Placement, new_tokens: int = 1024) -> Plan:
+    workload = Workload(model, "here", context, new_tokens, BATCH)
     plan = preset("quantspec-kv", workload) if gamma else Plan(workload, kv=KVCache(kv))
     speculation = replace(plan.speculation, gamma=gamma) if gamma else Speculation()
     return replace(plan, kv=KVCache(kv), speculation=speculation, placement=placement)
@@ -275,37 +316,62 @@ def _free() -> None:
     torch.cuda.empty_cache()
 
 
-def _collected(name: str, found: Any) -> Any:
-    """A section's result; rows that it yields are printed as they come."""
-    if isinstance(found, (dict, list)):
-        return found
-    rows = []
-    for row in found:
-        rows.append(row)
-        print(name, json.dumps(row), flush=True)
-    return rows
+@dataclass(frozen=True)
+class ResultsFile:
+    """Results as JSON, by section; a file that is there is continued."""
+
+    path: Path
+    results: dict[str, Any]
+
+    @classmethod
+    def at(cls, path: Path) -> ResultsFile:
+        """The results that a file has, or none."""
+        return cls(path, json.loads(path.read_text(encoding="utf-8")) if path.exists() else {})
+
+    def save(self, section: str, found: Any) -> None:
+        """Adds a section, or replaces it."""
+        self.results[section] = found
+        self.path.write_text(json.dumps(self.results, indent=2) + "\n", encoding="utf-8")
+
+    def measure(self, section: str, rows: Rows, named: Sequence[str] = ()) -> None:
+        """Measures the rows that are missing, or of these the ones that are `named`, and saves each."""
+        found = self.results.get(section, [])
+        known = {row["row"] for row in found}
+        for name, make in rows.items():
+            if name in known or (named and name not in named):
+                continue
+            print(f"{section}: {name} ...", flush=True)
+            started = time.perf_counter()
+            found = [*found, {"row": name, **make(), "took_s": round(time.perf_counter() - started, 1)}]
+            print(json.dumps(found[-1]), flush=True)
+            self.save(section, found)
+            _free()
 
 
 def main() -> None:
-    """Runs the sections and saves each as it ends."""
+    """Runs the sections and saves each row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("--model", help="A small model, for the section of tokens.")
     parser.add_argument("--text", type=Path, help="A long text for its prompts.")
-    sections = ("link", "rounds", "fits", "crossing", "cliff", "soak", "tokens")
+    sections = ("link", "rounds", "elastic", "fits", "crossing", "cliff", "soak", "tokens")
     parser.add_argument("--only", nargs="+", choices=sections, default=sections)
+    parser.add_argument("--rows", nargs="+", default=(), help="Names of rows, of sections that have some.")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("needs a GPU")
     text = given.text.read_text(encoding="utf-8") if given.text else None
     device, shape = torch.device("cuda"), load_shape("Llama-3.1-8B")
     bench = OffloadBench(shape, this_machine(), device, given.model, text)
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name()}
+    results = ResultsFile.at(given.results)
+    results.save("device", torch.cuda.get_device_name())
     for name in given.only:
-        section: Callable[[], Any] = getattr(bench, name)
-        results[name] = _collected(name, section())
-        given.results.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(results, indent=2))
+        section: Rows | dict[str, Any] = getattr(bench, name)()
+        if name in ROWS:
+            results.measure(name, section, given.rows)
+        else:
+            results.save(name, section)
+            print(name, json.dumps(section), flush=True)
 
 
 if __name__ == "__main__":

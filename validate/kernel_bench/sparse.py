@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ridgeplan.kernels.attention import decode_attention
-from ridgeplan.kernels.attention.cost import attention_cost
-from ridgeplan.kernels.attention.scores import ScoreRequest
+from ridgeplan.kernels.attention.cost import attention_cost, scores_cost
+from ridgeplan.kernels.attention.scores import ScoreRequest, What
 from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.selection.cost import page_scores_cost, top_k_cost, two_bit_cost
 from ridgeplan.kernels.selection.pages import page_bounds, page_scores
 from ridgeplan.kernels.selection.top_k import top_k
+from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
 from ridgeplan.kernels.sparse_attention import sparse_decode_attention
 from ridgeplan.kernels.sparse_attention.cost import progressive_cost, sparse_attention_cost
 from ridgeplan.roofline.cost import Cost
@@ -38,7 +39,7 @@ def two_bit_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[KernelC
         store = Store.draw(bench, size)
         store.settle()
         codes, planes = store.variant(0)
-        cost = two_bit_cost(store.q, codes, planes, size.tokens)
+        cost = two_bit_cost(store.q, TwoBitKeys.of(codes, planes), size.tokens)
 
         def error(store: Store = store) -> float:
             return relative_error(store.scan(0), store.scan(0, "reference"))
@@ -203,24 +204,33 @@ def sparse_attention_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterato
 
 @dataclass(frozen=True, eq=False)
 class Verification:
-    """A verification of several queries over INT8, which leaves scores in `out`."""
+    """A verification of several queries over INT8, which leaves the scores that are asked for."""
 
     store: Store
-    out: Tensor
+    request: ScoreRequest
+
+    @classmethod
+    def asking(cls, store: Store, what: What) -> Verification:
+        """For scores of the first and the last query."""
+        size, device = store.size, store.q.device
+        out = torch.zeros(size.batch, size.kv_heads, size.tokens, device=device)
+        return cls(store, ScoreRequest(out, "ends", what, torch.zeros(size.batch, size.q_heads, device=device)))
 
     def __call__(self, variant: int) -> Tensor:
-        return self._verify(variant, ScoreRequest(self.out), "auto")
+        return self._verify(variant, self.request, "auto")
 
     def plain(self, variant: int) -> Tensor:
         """The same without scores."""
         return self._verify(variant, None, "auto")
 
     def error(self) -> float:
-        """Relative error of the scores against the reference's."""
-        expected = torch.zeros_like(self.out)
-        self._verify(0, ScoreRequest(expected), "reference")
+        """Relative error of the scores against the reference's, from log-sum-exps that are the queries' own."""
         self(0)
-        return relative_error(self.out, expected)
+        given, asked = self.request.lse, self.request
+        expected = replace(asked, out=torch.zeros_like(asked.out), lse=None if given is None else given.clone())
+        self._verify(0, expected, "reference")
+        self(0)
+        return relative_error(asked.out, expected.out)
 
     def _verify(self, variant: int, request: ScoreRequest | None, backend: Backend) -> Tensor:
         store, (codes, _) = self.store, self.store.variant(variant)
@@ -235,15 +245,17 @@ class Verification:
         codes, _ = self.store.variant(0)
         tokens = self.store.size.tokens
         attending = attention_cost(self.store.q, self.store.keys, codes, True, tokens, BUFFER_SLOTS, 16)
-        return attending + Cost(write_bytes=self.out.nbytes)
+        return attending + scores_cost(self.request, self.store.q, tokens)
 
 
 def scores_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[KernelCase]:
     """Verification of 8 queries that leaves the first and last one's scores, against one that does not."""
+    kinds: tuple[What, ...] = ("logits", "probabilities")
     for size in sizes:
         store = Store.draw(bench, size, QUERIES, lower=True)
-        call = Verification(store, torch.zeros(size.batch, size.kv_heads, size.tokens, device=bench.device))
-        name = f"{store.name.rpartition(',')[0]}, {QUERIES} queries, INT8"
-        peers: Peers = {WITHOUT: call.plain}
+        calls = [Verification.asking(store, what) for what in kinds]
+        peers: Peers = {WITHOUT: calls[0].plain}
         target = SpeedUp(1 / MOST_COLLECTING)
-        yield KernelCase("scores", name, call.cost, call, peers, call.error, target, WITHOUT, store.variants)
+        for call in calls:
+            name = f"{store.name.rpartition(',')[0]}, {QUERIES} queries, INT8, {call.request.what}"
+            yield KernelCase("scores", name, call.cost, call, peers, call.error, target, WITHOUT, store.variants)

@@ -15,6 +15,7 @@ from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes
 from ridgeplan.kernels.selection.two_bit import two_bit_scores
+from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
 from ridgeplan.kernels.sparse_attention.progressive import progressive_attention
 from ridgeplan.validate.kernel_bench.case import fresh
 from ridgeplan.validate.kernel_bench.sizes import GROUP, SparseSize
@@ -105,8 +106,7 @@ class Store:
     def settle(self) -> None:
         """Leaves the queries' own log-sum-exps, as calls before would."""
         for variant in range(self.variants):
-            codes, planes = self.variant(variant)
-            two_bit_scores(self.q, codes, planes, self.groups, self.lse[variant])
+            two_bit_scores(self.q, TwoBitKeys.of(*self.variant(variant)), self.groups, self.lse[variant])
 
     def full(self, variant: int) -> Tensor:
         """Attention to all upper codes, the kernel that sparse drafts are compared with."""
@@ -115,8 +115,8 @@ class Store:
 
     def scan(self, variant: int, backend: Backend = "auto") -> Tensor:
         """Scores of 2-bit keys."""
-        codes, planes = self.variant(variant)
-        return two_bit_scores(self.q, codes, planes, self.groups, self.lse[variant], backend=backend)
+        keys = TwoBitKeys.of(*self.variant(variant))
+        return two_bit_scores(self.q, keys, self.groups, self.lse[variant], backend=backend)
 
     def progressive(self, variant: int, backend: Backend = "auto") -> Tensor:
         """The whole draft attention."""

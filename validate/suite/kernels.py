@@ -35,7 +35,7 @@ class KernelPrediction:
     def of(cls, trial: Trial, machine: Machine, profile: Profile) -> KernelPrediction:
         """The prediction of a trial's class and cost."""
         rates = machine.rates[trial.kind].at_rows(trial.rows)
-        seconds = machine.seconds(trial.cost, rates, trial.width, trial.depth)
+        seconds = machine.seconds(trial.cost, rates, trial.width, trial.depth, trial.tiles)
         return cls(float(seconds), profile.rates(trial.kind).source)
 
 

@@ -27,8 +27,9 @@ NEAR_BEST = 1.2  # candidates up to this much slower than the best, as predicted
 QUALITY = Quality.NEAR_LOSSLESS  # the default of `recommend`
 METHOD = (
     "Measured time per token of the recommended plan over the best measured of all executable candidates of the same "
-    f"quality that are predicted within {NEAR_BEST - 1:.0%} of the best, the best of each family and the presets, "
-    "minus 1. Where others are more than the suite measures, the fastest are taken and the rest is counted. Rounds as "
+    f"quality that are predicted within {NEAR_BEST - 1:.0%} of the best, and the presets, "
+    "minus 1. Where they are more than the suite measures, the best of each family and the fastest are taken and the "
+    "rest is counted. Rounds as "
     "in steps, all layers, without flushes; tokens per round are the planner's estimate for prediction and measurement "
     "alike."
 )
@@ -122,14 +123,15 @@ def _presets(workload: Workload) -> list[Plan]:
 def to_measure(found: Sequence[Candidate], recommended: Plan, most: int) -> tuple[list[Candidate], int]:
     """The candidates to measure, and the number of those near the best that are left out.
 
-    found: the fastest first. most: of those near the best. The recommended plan, the presets and the best of each
-    family are always measured.
+    found: the fastest first. most: of those near the best, beside the best of each family there. The recommended plan
+    and the presets are always measured.
     """
     named = {recommended, *_presets(recommended.workload)}
-    best_of_family = {one.family: one for one in reversed(found)}
-    always = [one for one in found if one.plan in named or best_of_family[one.family] is one]
-    near = [one for one in found if one not in always and one.tpot_ms <= NEAR_BEST * found[0].tpot_ms]
-    return always + near[:most], max(0, len(near) - most)
+    near = [one for one in found if one.tpot_ms <= NEAR_BEST * found[0].tpot_ms]
+    best_of_family = {one.family: one for one in reversed(near)}
+    always = [one for one in found if one.plan in named or best_of_family.get(one.family) is one]
+    others = [one for one in near if one not in always]
+    return always + others[:most], max(0, len(others) - most)
 
 
 def _measured_ms(model: RandomModel, one: Candidate) -> float:

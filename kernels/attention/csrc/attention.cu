@@ -6,6 +6,11 @@
 #include "epilogue.cuh"
 #include "quantized_kv.cuh"
 
+// Log-sum-exps of the query heads of a (batch row, KV head).
+__device__ __forceinline__ float* score_lse(const AttentionParams& p, int kv_row) {
+    return p.score_lse + i64(kv_row) * p.q_heads_per_kv;
+}
+
 #ifdef KERNEL_ATTEND
 // Batch rows that see nothing have no tiles, so no CTA comes across them.
 __device__ __forceinline__ void clear_empty_rows(const SequenceLengths& lengths, u16* out, int row_elements) {
@@ -42,11 +47,17 @@ __device__ __forceinline__ void set_query_row(
     rows.dense_end[row] = min(lengths.first_query_end(b) + query, p.capacity);
 }
 
+// The same, after earlier kernels have ended: how much the row counts in scores, of a (batch row, KV head) `kv_row`.
+__device__ __forceinline__ void set_score_row(QueryRows& rows, int row, const AttentionParams& p, int kv_row) {
+    const bool counts = row < p.q_heads_per_kv * p.queries && (p.queries - 1 - row % p.queries) % p.score_step == 0;
+    rows.set(row, counts, score_lse(p, kv_row) + row / p.queries);
+}
+
 // Reduces the `count` splits of a row from `first` on, in the CTA that finished the last of them.
 __device__ __forceinline__ void reduce_row(const QueryRows& rows, const Results& results, i64 first, int count) {
     for (int i = threadIdx.x; i < results.num_rows * ROW_LANES; i += THREADS)
         SplitReduction(results, first, i / ROW_LANES, 0, 1, count, i % ROW_LANES)
-            .store(results.out + rows.out_offset[i / ROW_LANES], i % ROW_LANES);
+            .store(results, results.out + rows.out_offset[i / ROW_LANES], i / ROW_LANES, i % ROW_LANES);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attend(const __grid_constant__ AttentionParams p) {
@@ -89,22 +100,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attend(const 
         if (threadIdx.x == 0 && fuse_reduction)  // while the first copies are in flight
             row_ctas = make_int2(scheduler.cta_of(row_begin), scheduler.cta_of(row_begin + row_tiles - 1));
         pdl_wait();
+        if (SCORES && threadIdx.x >= THREADS - ROWS) set_score_row(rows, threadIdx.x - (THREADS - ROWS), p, row);
 
         const u16* q = p.q + (i64(b) * p.q_batch_stride + i64(kv_head) * p.q_heads_per_kv * p.q_head_stride) * 8;
+        float* const scores = SCORES ? p.scores + i64(row) * p.score_capacity : nullptr;
         Accumulator sums;
         sums.clear();
         if (BITS && first < num_groups)
-            attend_quantized(sums, pipeline, rows, dense, q, num_rows, scale, first, min(last, num_groups), thread);
+            attend_quantized(
+                sums, pipeline, rows, dense, q, num_rows, scale, first, min(last, num_groups), scores, thread);
         sums.normalize_out();
         const int first_dense = max(first, num_groups);
         if (first_dense < last)
             attend_dense(sums, pipeline, rows, dense, q, num_rows, scale * LOG2_E,
                          dense_begin + (first_dense - num_groups) * DENSE_TILE, last - first_dense,
-                         first >= num_groups, thread);
+                         first >= num_groups, scores, thread);
 
         // Splits are visited in the order of (CTA, row), of which one grows at each step, so indices are unique.
         u16* const out = p.out + (i64(b) * p.queries * p.kv_heads + kv_head) * p.q_heads_per_kv * HEAD_DIM;
-        const Results results{p.partial, p.lse, out, num_rows};
+        const Results results{p.partial, p.lse, out, num_rows, p.queries, score_lse(p, row)};
         const int count = fuse_reduction ? row_ctas.y - row_ctas.x + 1 : 0;
         store_split(sums, rows, results, count == 1 ? -1 : int(blockIdx.x) + row, thread);
         if (!fuse_reduction && threadIdx.x == 0) {
@@ -137,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_GROUPS * ROW_LANES, 1)
     const SequenceLengths lengths(p);
     const int2 ctas = p.row_ctas[row];  // unwritten where the row sees nothing
     const int count = lengths.num_tiles(b) ? ctas.y - ctas.x + 1 : 0, first = count ? ctas.x : 0;
-    const Results results{p.partial, p.lse, p.out, num_rows};
+    const Results results{p.partial, p.lse, p.out, num_rows, p.queries, score_lse(p, row)};
     const int read_row = ROWS_PER_CTA == 1 ? query_row : min(query_row, num_rows - 1);
     SplitReduction own(results, first + row, read_row, part, MERGE_PARTS, count, lane);
     reductions[group][lane] = own;
@@ -151,6 +165,6 @@ extern "C" __global__ void __launch_bounds__(MERGE_GROUPS * ROW_LANES, 1)
     }
     const int query = query_row % p.queries, head = kv_head * p.q_heads_per_kv + query_row / p.queries;
     const i64 at = (i64(b) * p.queries + query) * p.kv_heads * p.q_heads_per_kv + head;
-    own.store(p.out + at * HEAD_DIM, lane);
+    own.store(results, p.out + at * HEAD_DIM, query_row, lane);
 }
 #endif

@@ -11,6 +11,7 @@
 //   CTAS_PER_SM  resident at once
 //   STAGES       of the pipeline, each of which holds the keys or the values of a KV tile
 //   DENSE_TILE   full-precision tokens of a KV tile: 32 or 64
+//   SCORES       left of each token: 0 nothing, 1 a sum of logits, 2 of probabilities (scores.cuh)
 //   KERNEL_ATTEND or KERNEL_MERGE: which of the two kernels is compiled
 //   MERGE_PARTS  groups of threads of `merge` among which the splits of a query row are divided: 1, 4 or 16
 #ifndef __CUDACC_RTC__  // editors show one variant
@@ -21,11 +22,13 @@
 #define CTAS_PER_SM 4
 #define STAGES 4
 #define DENSE_TILE 64
+#define SCORES 0
 #define KERNEL_ATTEND
 #define MERGE_PARTS 16
 #endif
 
 constexpr int GROUP = 128;  // tokens of a quantized group
+constexpr int SUM_LOGITS = 1, SUM_PROBABILITIES = 2;  // values of SCORES
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
 constexpr int MERGE_GROUPS = 16;  // of threads in a CTA of the kernel `merge`, each with some splits of a query row

@@ -100,10 +100,11 @@ __device__ __forceinline__ void add_dense_values(
     }
 }
 
-// Attends to `tiles` dense tiles from slot `slot` on; `first`: nothing was attended to before. scale: to base 2.
+// Attends to `tiles` dense tiles from slot `slot` on; `first`: nothing was attended to before. scale: to base 2. to:
+// score of slot 0; where there are codes, these tokens have none.
 __device__ __forceinline__ void attend_dense(
     Accumulator& sums, KVPipeline& pipeline, QueryRows& rows, const DenseKV& dense, const u16* q, int num_rows,
-    float scale, int slot, int tiles, bool first, const ThreadLayout& thread
+    float scale, int slot, int tiles, bool first, float* to, const ThreadLayout& thread
 ) {
     stage_queries(rows, q, num_rows, thread);
     const DenseLayout own(thread);
@@ -117,8 +118,11 @@ __device__ __forceinline__ void attend_dense(
         multiply_dense_keys(x, stage, own, thread);
         pipeline.advance();
         scale_and_mask(x, rows, scale, slot, own, thread);
-        stage_probabilities(sums, x, rows, nullptr, first, thread);
+        TokenScores<1> scores;
+        stage_probabilities(sums, scores, x, rows, nullptr, first, thread);
         pipeline.refill_after_keys(dense);
+        const int c = thread.lane % 4;  // all queries see what the first one does
+        if (SCORES && !BITS && c < 2 && slot + c < rows.dense_end[0]) scores.store(to + slot + c, rows, c);
         stage = pipeline.wait();
         add_dense_values(sums, stage, own, thread);
         pipeline.advance();

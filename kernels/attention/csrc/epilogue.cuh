@@ -7,7 +7,14 @@
 struct Results {
     float *partial, *lse;  // partials of all splits, [split, row, HEAD_DIM]; base-2 log-sum-exps, [split, row]
     u16* out;              // output of the KV head's first query head and the first query
-    int num_rows;
+    int num_rows, queries;
+    float* score_lse;  // of the KV head's query heads
+
+    // Leaves a row's log-sum-exp, given in base 2, for the next call's scores, if it is the last query's.
+    __device__ __forceinline__ void keep_lse(int row, float lse) const {
+        if (SCORES != SUM_PROBABILITIES || row % queries != queries - 1) return;
+        if (lse > negative_infinity()) score_lse[row / queries] = lse * LN_2;
+    }
 };
 
 // The warps' sums as normalized outputs: partials of split `split`, or the final result where split < 0.
@@ -46,9 +53,11 @@ __device__ __forceinline__ void store_split(
             if (split < 0) out[8 * k] = u16(Elem::pair_from_floats(x, 0));
             else partial[8 * k] = x;
         }
-        if (split >= 0 && thread.warp == 0 && thread.lane < 4)
-            results.lse[split * results.num_rows + row] =
-                row_sum > 0 ? rows.row_max[row] + log2f(row_sum) - LOG2_P_SCALE : negative_infinity();
+        if (thread.warp == 0 && thread.lane < 4 && (split >= 0 || SCORES == SUM_PROBABILITIES)) {
+            const float lse = row_sum > 0 ? rows.row_max[row] + log2f(row_sum) - LOG2_P_SCALE : negative_infinity();
+            if (split >= 0) results.lse[split * results.num_rows + row] = lse;
+            else results.keep_lse(row, lse);
+        }
     }
 }
 
@@ -99,7 +108,8 @@ struct SplitReduction {
 #pragma unroll
         for (int i = 0; i < OWN; i++) acc[i] = fmaf(weight, part[i], acc[i]);
     }
-    __device__ __forceinline__ void store(u16* out, int lane) const {
+    __device__ __forceinline__ void store(const Results& results, u16* out, int row, int lane) const {
+        if (lane == 0) results.keep_lse(row, row_max + log2f(row_sum));
         const float inverse = row_sum > 0 ? 1 / row_sum : 0;
         *reinterpret_cast<uint2*>(out + OWN * lane) =
             make_uint2(Elem::pair_from_floats(acc[0] * inverse, acc[1] * inverse),

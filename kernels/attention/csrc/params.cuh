@@ -11,8 +11,11 @@ struct AttentionParams {
     int2* row_ctas;        // first and last CTA of each (batch row, KV head), if the reduction is not fused
     u16* out;              // [batch, queries, q_heads, HEAD_DIM]
     u32* arrivals;         // counter of each (batch row, KV head), zero before and after the call
+    float* scores;         // [batch, kv_heads, score_capacity], if any are left
+    float* score_lse;      // [batch, q_heads], log-sum-exps of the last query: of the call before, then of this one
     QuantizedPlanes key_codes, value_codes;
     int batch, kv_heads, q_heads_per_kv, queries, capacity, group_capacity;
+    int score_capacity, score_step;  // of the last query, and of each `score_step` before it, scores are summed
     // Strides in units of 8 elements, so that they fit 32 bits.
     int q_batch_stride, q_query_stride, q_head_stride;
     int key_batch_stride, key_head_stride, key_stride;

@@ -4,7 +4,7 @@
 // `g` = lane / 4 and `c` = lane % 4 throughout; columns of all products are query rows.
 #pragma once
 
-#include "config.cuh"
+#include "scores.cuh"
 
 // Warps that share the scaling of a query tile by key scales, and query tiles that a warp scales.
 constexpr int SCALE_WARPS = Q_TILES >= 4 ? 1 : 4 / Q_TILES < WORDS ? 4 / Q_TILES : WORDS;
@@ -13,7 +13,7 @@ constexpr int OWN_WORDS = WORDS / SCALE_WARPS;
 constexpr int P_BYTES = 8 * 2 * GROUP;  // bytes of a query tile's staged probabilities
 
 // What the warps of a CTA share about its query rows.
-struct QueryRows {
+struct QueryRows : ScoreRows {
     int q_offset[ROWS];                   // from the KV head's first query, in units of 8 elements
     int out_offset[ROWS];                 // from the KV head's first result, in elements
     float score_scale[ROWS];              // from a product with codes to a base-2 score
@@ -148,31 +148,40 @@ struct Accumulator {
             }
             rescale_out(rescale[0] * shrink, rescale[1] * shrink, t);
         }
+        if (SCORES) {
+            if (thread.warp == 0 && thread.lane < 4) rows.set_references(rows.row_max, c);
+            __syncthreads();
+        }
     }
 };
 
 // Turns scores into probabilities and stages them as B operands of the output, times the values' scales where these are
 // codes; `values` is null for full precision. A warp stages before it knows whether a score exceeds its row's
 // reference: one barrier carries that vote. Where it does, or where the `first` tile has no reference yet, all warps
-// update the references and stage again.
+// update the references and stage again. Leaves the tokens' scores, where these are asked for.
 template <int HALVES>
 __device__ __forceinline__ void stage_probabilities(
-    Accumulator& sums, float (&x)[HALVES][Q_TILES][4], QueryRows& rows, const ValueScales* values, bool first,
-    const ThreadLayout& thread
+    Accumulator& sums, TokenScores<HALVES>& scores, float (&x)[HALVES][Q_TILES][4], QueryRows& rows,
+    const ValueScales* values, bool first, const ThreadLayout& thread
 ) {
     float row_sum[Q_TILES][2], zero_sum[Q_TILES][2];
     for (bool may_exceed = true;; may_exceed = first = false) {
         const u32 unit = u32(29 - sums.exponent) * 0x04000400u;  // the half 2^(14 - exponent), twice
         const u32 units[2] = {unit, BITS == 4 ? mul_half2(unit, 0x2C002C00u) : unit};  // / 16, as `unpack` leaves INT4
         u32 largest = 0;
+        scores.clear();
 #pragma unroll
         for (int t = 0; t < Q_TILES; t++) {
+            float summed[HALVES][4];
             row_sum[t][0] = row_sum[t][1] = zero_sum[t][0] = zero_sum[t][1] = 0;
             u32 p[2 * HALVES];
 #pragma unroll
             for (int i = 0; i < 2 * HALVES; i++) {
                 const float even = exp2_approx(x[i / 2][t][i % 2 * 2]), odd = exp2_approx(x[i / 2][t][i % 2 * 2 + 1]);
                 row_sum[t][0] += even, row_sum[t][1] += odd;
+#pragma unroll
+                for (int e = 0; e < 2; e++)
+                    summed[i / 2][i % 2 * 2 + e] = SCORES == SUM_LOGITS ? x[i / 2][t][i % 2 * 2 + e] : e ? odd : even;
                 p[i] = values ? floats_to_half2(even, odd) : Elem::pair_from_floats(even, odd);
                 largest = __vmaxu2(largest, p[i]);  // positive numbers compare like their bits
                 if (values) {
@@ -183,6 +192,7 @@ __device__ __forceinline__ void stage_probabilities(
                 }
             }
             stmatrix_trans(thread.p_fragments() + t * P_BYTES + thread.warp * 512, p);
+            scores.add(rows, t, summed, thread.lane % 4);
             // Summed up here, or the compiler carries all probabilities across the barrier and spills.
             asm volatile("" : "+f"(row_sum[t][0]), "+f"(row_sum[t][1]), "+f"(zero_sum[t][0]), "+f"(zero_sum[t][1]));
         }

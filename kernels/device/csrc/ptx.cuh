@@ -116,6 +116,18 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], u32 a0, u32 a1, u32 
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// d += a b in TF32, with a of 16 rows by 8 and b of 8 by 8 columns, whose lower 13 bits are ignored. Lane 4 g + c holds
+// of d what m16n8k16 has; of a the rows g and g + 8 of k = c (a0, a1) and of k = c + 4 (a2, a3); of b k = c (b0) and
+// c + 4 (b1) of column g.
+__device__ __forceinline__ void mma_m16n8k8_tf32(
+    float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1
+) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(a2)), "r"(__float_as_uint(a3)),
+          "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+
 // ---------------------------------------------------------------- shared memory
 
 __device__ __forceinline__ u32 ld_shared(SharedAddress from) {

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ridgeplan.planner.axes.draft_selection import Progressive
-from ridgeplan.planner.plan import DraftCodes, KVCache, KVFormat, Plan, Speculation, Workload
-from ridgeplan.planner.policies.policy import Role, SelectionCost, TokenSelection, selecting
-from ridgeplan.planner.policies.selection.quantspec import quantspec
+from ridgeplan.planner.plan import DraftCodes, KVCache, KVFormat, Placement, Plan, Speculation, Workload
+from ridgeplan.planner.policies.policy import KV_BUDGET, Role, SelectionCost, TokenSelection, selecting
+from ridgeplan.planner.policies.selection.quantspec import quantspec, quantspec_int8
 from ridgeplan.roofline.sparsity.sparse_ops import two_bit_key_bits
 
 TWO_BIT_KEYS = two_bit_key_bits(128) / 16  # of keys in 16 bits
@@ -32,6 +32,20 @@ def progressive_exact(workload: Workload) -> Plan:
     return replace(progressive(workload), kv=KVCache(KVFormat.SHADOW))
 
 
+def progressive_int8(workload: Workload) -> Plan:
+    """The same with 8-bit weights, whose upper halves drafts read."""
+    return replace(quantspec_int8(workload), speculation=progressive(workload).speculation)
+
+
+def specontext_two_bit(workload: Workload) -> Plan:
+    """SpeContext with 2-bit keys in the place of its head: they stay on the device when their layer leaves it.
+
+    Every layer chooses by its own query, so that its loads wait for it.
+    """
+    chosen = selecting(Progressive(), KVFormat.SHADOW)(workload)
+    return replace(chosen, placement=Placement(True, min(KV_BUDGET, workload.context)))
+
+
 PROGRESSIVE = TokenSelection(
     name="progressive",
     roles=frozenset({Role.DRAFT, Role.TARGET}),
@@ -40,8 +54,10 @@ PROGRESSIVE = TokenSelection(
     presets={
         "progressive": progressive,
         "progressive-exact": progressive_exact,
+        "progressive-int8": progressive_int8,
         # 2-bit keys choose what the target itself reads, in full precision or as 8-bit codes; nothing is trained.
         "progressive-target": selecting(Progressive(), KVFormat.SHADOW),
         "progressive-target-int8": selecting(Progressive(), KVFormat.INT8),
+        "specontext-two-bit": specontext_two_bit,
     },
 )

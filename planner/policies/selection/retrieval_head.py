@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ridgeplan.planner.axes.draft_selection import RetrievalHead
-from ridgeplan.planner.plan import Placement, Plan, Workload
+from ridgeplan.planner.plan import MAX_PREFETCH, Placement, Plan, Workload
 from ridgeplan.planner.policies.policy import KV_BUDGET, Role, SelectionCost, TokenSelection, selecting
 
 
@@ -21,8 +21,12 @@ def cost(selection: RetrievalHead) -> SelectionCost:
 
 
 def specontext(workload: Workload) -> Plan:
-    """The head selects for the target; layers are offloaded at Algorithm 1's thresholds (SpeContext)."""
-    return replace(selecting(RetrievalHead())(workload), placement=Placement(True, min(KV_BUDGET, workload.context)))
+    """The head selects for the target; layers are offloaded at Algorithm 1's thresholds (SpeContext).
+
+    Its loads may run as far ahead as they can: their slots are there anyway.
+    """
+    placement = Placement(True, min(KV_BUDGET, workload.context), prefetch=MAX_PREFETCH)
+    return replace(selecting(RetrievalHead())(workload), placement=placement)
 
 
 RETRIEVAL_HEAD = TokenSelection(

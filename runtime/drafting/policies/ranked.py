@@ -66,3 +66,9 @@ def prompt_scores(queries: Tensor, keys: Tensor, positions: Tensor, what: str) -
             weights = weights.masked_fill(unseen, -torch.inf).softmax(-1).masked_fill(unseen, 0)
         out[head] = weights.sum((0, 1))
     return out
+
+
+def prompt_lse(query: Tensor, keys: Tensor) -> Tensor:
+    """Log-sum-exps of a prompt's last query [q_heads, head_dim] over its cached tokens -> float32 [q_heads]."""
+    heads = (query.float() * keys.shape[2] ** -0.5).unflatten(0, (len(keys), -1))
+    return torch.cat([(q @ k.float().mT).logsumexp(-1) for q, k in zip(heads, keys, strict=True)])

@@ -15,6 +15,7 @@ from ridgeplan.planner.axes.draft_selection import SparseSelection
 from ridgeplan.runtime.drafting.policies.base import DraftPolicy
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.metadata import AttentionMetadata
+from ridgeplan.runtime.kv.offload.slot_loader import Choice, LoadsAhead
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,11 @@ class TokenIndex:
     count: Tensor
     page: int = 1
 
+    @property
+    def choice(self) -> Choice:
+        """As loads take it."""
+        return self.index, self.count, self.page
+
 
 class SparsePolicy(DraftPolicy):
     """A policy that chooses among a row's first `old` tokens; drafts also read all later ones, in full precision.
@@ -37,11 +43,12 @@ class SparsePolicy(DraftPolicy):
     """
 
     selection: SparseSelection
-    known_ahead: ClassVar[bool] = False  # a draft's choice, in all layers, before its first one
+    known_ahead: ClassVar[bool] = False  # a query's choice, in all layers, before the first one
 
     def __init__(self, selection: SparseSelection, cache: Cache) -> None:
         super().__init__(selection, cache)
         config = cache.config
+        self._ahead: LoadsAhead | None = None
         self.reads_codes = config.drafts_read_codes
         # What is offloaded leaves in whole groups, so that tokens are old as they are in formats with codes.
         self.whole_groups = self.reads_codes or config.offload
@@ -101,16 +108,15 @@ class SparsePolicy(DraftPolicy):
     def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
         every = super().draft_metadata(ahead, queries)
         if self.known_ahead:
-            self.cache.begin_loading(self._known_choice)
+            self._ahead = self.cache.begin_loading(self._known_choice)
         begin = every.begin if self.reads_codes else self.old()[: self.cache.rows]
         by_layer = every.by_layer
         if self.cache.config.elastic:
             by_layer = {layer: replace(reads, attend=self.attend) for layer, reads in by_layer.items()}
         return replace(every, begin=begin, attend=self.attend, by_layer=by_layer)
 
-    def _known_choice(self, layer: int) -> tuple[Tensor, Tensor, int]:
-        chosen = self.select(layer, self.cache.lengths)  # any tensor: no query is asked
-        return chosen.index, chosen.count, chosen.page
+    def _known_choice(self, layer: int) -> Choice:
+        return self.select(layer, self.cache.lengths).choice  # any tensor: no query is asked
 
     def select(self, layer: int, query: Tensor) -> TokenIndex:
         """The old tokens that a draft's queries [rows, queries, q_heads, head_dim] read in a layer."""
@@ -123,7 +129,7 @@ class SparsePolicy(DraftPolicy):
     def read(self, layer: int, query: Tensor, metadata: AttentionMetadata, chosen: TokenIndex) -> Tensor:
         """Attention of queries in a layer to `chosen` and to the recent tokens; same shape."""
         cache = self.cache
-        index = cache.load_chosen(layer, chosen.index, chosen.count, chosen.page)
+        index = cache.load_chosen(layer, chosen.choice, self._ahead)
         codes = None if metadata.groups is None else cache.codes(layer)
         planes = cache.planes(layer) if cache.config.drafts_read_upper else None
         return sparse_decode_attention(

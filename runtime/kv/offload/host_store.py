@@ -18,6 +18,7 @@ from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.kv.codes import CodedLayers
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.offload.host_memory import HostMemory, split_bytes
+from ridgeplan.runtime.kv.offload.two_bit_layers import TwoBitLayers
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +28,8 @@ class HostKVStore:
     values [batch, kv_heads, tokens, head_dim].
 
     Slots for old tokens hold the latest groups and the first one, for drafts that choose nothing: filled from the end,
-    so that with the buffer they are one run. Or they hold what is chosen at each step, by `tables`.
+    so that with the buffer they are one run. Or they hold what is chosen at each step, by `tables`. two_bit: keys of
+    all old tokens that stay on the device, where a target chooses by them.
     """
 
     config: KVCacheConfig
@@ -35,7 +37,8 @@ class HostKVStore:
     values: Tensor
     on_host: tuple[KeysAndValues, ...]
     tables: dict[int, SlotTable] = field(default_factory=dict)
-    coded: tuple[CodedLayers, ...] = ()  # none: nothing is quantized
+    two_bit: TwoBitLayers | None = None
+    coded: tuple[CodedLayers, ...] = ()  # none: codes are not kept
 
     @classmethod
     def allocate(
@@ -55,7 +58,8 @@ class HostKVStore:
         shape = torch.Size((config.batch, model.kv_heads, old, model.head_dim))
         pair = [(shape, dtype)] * 2
         held = [HostMemory.allocate(split_bytes(pair), device).split(pair) for _ in range(layers)]
-        return cls(config, keys, values, tuple((one[0], one[1]) for one in held))
+        two_bit = TwoBitLayers.allocate(model, config, layers, tokens, device) if config.format.quantized else None
+        return cls(config, keys, values, tuple((one[0], one[1]) for one in held), two_bit=two_bit)
 
     @property
     def layers(self) -> int:
@@ -65,7 +69,8 @@ class HostKVStore:
     @property
     def bytes(self) -> int:
         """Storage on the device."""
-        return self.keys.nbytes + self.values.nbytes + sum(table.bytes for table in self.tables.values())
+        tables = sum(table.bytes for table in self.tables.values())
+        return self.keys.nbytes + self.values.nbytes + tables + (self.two_bit.bytes if self.two_bit else 0)
 
     def reset(self) -> None:
         """Forgets what slots hold."""
@@ -76,6 +81,8 @@ class HostKVStore:
         """Stores a row's prompt, [kv_heads, tokens, head_dim]."""
         tokens, group, first_recent = keys.shape[1], self.config.group, self.config.window_slots
         whole = quantized_groups(tokens, group) * group
+        if self.two_bit:
+            self.two_bit.store_prompt(layer, row, keys[:, :whole], values[:, :whole])
         for new, slots, held in zip((keys, values), (self.keys, self.values), self.on_host[layer], strict=True):
             held[row, :, :whole] = new[:, :whole]
             slots[layer, row, :, first_recent : first_recent + tokens - whole] = new[:, whole:]
@@ -91,6 +98,9 @@ class HostKVStore:
         before: int32 [batch], old tokens until now.
         """
         group, first_recent = self.config.group, self.config.window_slots
+        if self.two_bit:
+            first = torch.full_like(before, first_recent)
+            self.two_bit.flush(self.keys, self.values, before // group, first, crossed)
         window_slot = self.window_slot(before // group)
         for slots, held in ((self.keys, 0), (self.values, 1)):
             for layer, on_host in enumerate(self.on_host):
@@ -113,7 +123,10 @@ class HostKVStore:
         Raises WorkloadError where a step may choose more than there are slots.
         """
         rows = len(index)
-        loads = take_slots(self._table(layer, index, page).first(rows), index, count)
+        table = self._table(layer, index, page).first(rows)
+        if not self.config.reuses_slots:
+            table.forget()
+        loads = take_slots(table, index, count)
         source = self.on_host[layer][0][:rows], self.on_host[layer][1][:rows]
         gather_into_slots(source, (self.keys[layer, :rows], self.values[layer, :rows]), loads, page)
         return loads
@@ -127,5 +140,6 @@ class HostKVStore:
                     f"{chosen * page}; allowed: a budget of that many"
                 )
             units = self.on_host[layer][0].shape[2] // page
-            self.tables[layer] = SlotTable.allocate(self.config.batch, index.shape[1], units, slots, index.device)
+            with torch.inference_mode(False):  # it outlives this pass, and is emptied outside of one
+                self.tables[layer] = SlotTable.allocate(self.config.batch, index.shape[1], units, slots, index.device)
         return self.tables[layer]

@@ -22,46 +22,59 @@ class SlotLoader:
     """Of one store. prefetch: layers that are loaded ahead of the one that is read."""
 
     def __init__(self, store: HostKVStore, prefetch: int, device: torch.device) -> None:
-        self._store, self._ahead = store, prefetch + 1
+        self.store, self.prefetch = store, prefetch
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._joined = torch.zeros(1, device=device)
-        self._choose: Callable[[int], Choice] | None = None
-        self._loaded: dict[int, tuple[Tensor, Any]] = {}
-        self._next = 0
 
-    def reset(self) -> None:
-        """Forgets a pass that was not finished."""
-        self._choose, self._next = None, 0
-        self._loaded.clear()
+    def ahead(self, choose: Callable[[int], Choice]) -> LoadsAhead:
+        """A query's pass begins whose choice in every layer of the store is known; the first ones are loaded."""
+        return LoadsAhead(self, choose)
 
-    def begin(self, choose: Callable[[int], Choice]) -> None:
-        """A pass begins whose choice in every layer of the store is known; the first ones are loaded."""
-        self.reset()
-        self._choose = choose
-        for _ in range(min(self._ahead, self._store.layers)):
-            self._load_next()
+    def load(self, layer: int, choice: Choice) -> Tensor:
+        """The slots that hold the chosen units of a layer, once what they lack has been loaded."""
+        return self.store.load(layer, *choice).slots
 
-    def slots(self, layer: int, choice: Choice) -> Tensor:
-        """The slots that hold the chosen units of a layer; what is launched from now on reads them after the loads."""
-        if layer not in self._loaded:
-            return self._store.load(layer, *choice).slots
-        slots, arrived = self._loaded.pop(layer)
-        if self._side is not None:
-            torch.cuda.current_stream().wait_event(arrived)
-            self._joined.zero_()  # as in `LayerStream.fetch`
-        if self._next < self._store.layers:
-            self._load_next()
-        return slots
-
-    def _load_next(self) -> None:
-        assert self._choose is not None, "a pass has begun"
-        layer, self._next = self._next, self._next + 1
+    def begin(self, layer: int, choice: Choice) -> tuple[Tensor, Any]:
+        """Loads a layer beside the current stream, after all that it has been given; the slots, and for `arrived`."""
         with self._beside():
-            slots = self._store.load(layer, *self._choose(layer)).slots
-            self._loaded[layer] = slots, self._side.record_event() if self._side is not None else None
+            return self.load(layer, choice), self._side.record_event() if self._side is not None else None
+
+    def arrived(self, event: Any) -> None:
+        """What is launched from now on reads the slots after the loads."""
+        if self._side is not None:
+            torch.cuda.current_stream().wait_event(event)
+            self._joined.zero_()  # as in `LayerStream.fetch`
 
     def _beside(self) -> Any:
         if self._side is None:
             return contextlib.nullcontext()
         self._side.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._side)
+
+
+class LoadsAhead:
+    """The loads of one query in all layers of a store, in their order.
+
+    The queries of a pass have such loads each, and slots for all of them: what one loads evicts nothing that another
+    of the same pass has yet to read.
+    """
+
+    def __init__(self, loader: SlotLoader, choose: Callable[[int], Choice]) -> None:
+        self._loader, self._choose = loader, choose
+        self._begun: dict[int, tuple[Choice, Tensor, Any]] = {}  # choices are kept while they are read
+        self._next = 0
+        for _ in range(loader.prefetch + 1):
+            self._begin_next()
+
+    def slots(self, layer: int) -> Tensor:
+        """The slots that hold the chosen units of a layer, each layer in turn."""
+        _, slots, event = self._begun.pop(layer)
+        self._loader.arrived(event)
+        self._begin_next()
+        return slots
+
+    def _begin_next(self) -> None:
+        if self._next < self._loader.store.layers:
+            choice = self._choose(self._next)
+            self._begun[self._next] = choice, *self._loader.begin(self._next, choice)
+            self._next += 1

@@ -1,6 +1,7 @@
 """`ridgeplan quality`: its file, what it goes on from, its errors, and that recommend and estimate show it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,24 @@ def test_questions_that_cannot_be_had_are_skipped_with_one_line(
     assert "niah_single_1" in found.stdout
 
 
-def test_plans_that_are_only_estimated_are_skipped_with_one_line(run: Any) -> None:
-    found = run("specontext", "int8")
-    assert found.stderr.startswith("skipped: specontext ")
+def estimated_only(tmp_path: Path) -> Path:
+    """A plan that the runtime cannot execute."""
+    path = tmp_path / "two_gpus.json"
+    path.write_text(replace(Plan(Workload("tiny", "h200", 50)), tensor_parallel=2).to_json(), encoding="utf-8")
+    return path
+
+
+def test_plans_that_are_only_estimated_are_skipped_with_one_line(run: Any, tmp_path: Path) -> None:
+    found = run(estimated_only(tmp_path), "int8")
+    assert found.stderr.startswith("skipped: ")
+    assert "tensor parallelism 2" in found.stderr
     assert found.stderr.count("\n") == 1
-    assert "specontext" not in found.stdout
+    assert found.stdout.count("autoregressive ") == 1
+
+
+def test_only_estimated_plans_are_refused(refuses: Any, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
+    asked = ("quality", estimated_only(tmp_path), "--model", tiny_folder, "--text", text, "--tasks", "none")
+    assert "cannot execute" in refuses(*asked)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +116,6 @@ def test_plans_that_are_only_estimated_are_skipped_with_one_line(run: Any) -> No
     [
         ((), "Missing argument 'PLAN...'"),
         (("int9",), "unknown preset 'int9'. Did you mean int8"),
-        (("specontext",), "cannot execute"),
         (("int8", "--budgets", "64", "--tasks", "niah"), "task is 'niah'; allowed: niah_single_1"),
         (("int8", "--ctx", "100"), "context is 100; allowed: more than"),
         (("int8", "--ctx", "20000", "--tasks", "none"), "beyond the model's limit of 16384"),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ridgeplan.planner import Recommendation, Workload, preset
 from ridgeplan.roofline.catalog.profile import Profile, load_profile
 from ridgeplan.runtime import load
 from ridgeplan.validate import NoiseCheck
+from ridgeplan.validate.calibration.samples import Samples, read_samples
 
 WORKLOAD = Workload("HuggingFaceTB/SmolLM2-135M", "h200", 160, 6)
 PLAIN_ROWS = {"prefill", "decode step", "tpot", "peak memory", "speed-up over plain decoding"}
@@ -29,8 +31,11 @@ def plan_path(tmp_path: Path) -> Path:
 def measured_profile(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> Profile:
     """What calibrating gives, without measuring anything."""
 
-    def calibrate(quick: bool, noise: NoiseCheck, on_progress: Callable[[str, int, int], None]) -> Profile:
+    def calibrate(
+        quick: bool, noise: NoiseCheck, on_progress: Callable[[str, int, int], None], keep: Callable[[Samples], None]
+    ) -> Profile:
         assert quick
+        keep(Samples(profile.device, "2026-11-22", 0.8, 0.9, ()))
         on_progress("attention", 1, 2)
         noise.record("linear", [0.02])
         noise.record("linear_int4", [0.25])
@@ -176,6 +181,20 @@ def test_calibrate_saves_and_prints_the_profile(invoke: Any, measured_profile: P
     answer = json.loads(invoke("calibrate", "--quick", "--allow-noisy", "--output", path, "--json").stdout)
     noise = {"linear": 0.02, "linear_int4": 0.25}
     assert answer == {"path": str(path), "noise": noise, "profile": json.loads(measured_profile.to_json())}
+
+
+def test_calibrate_keeps_what_was_measured_and_fits_it_again(
+    invoke: Any, refuses: Any, measured_profile: Profile, tmp_path: Path
+) -> None:
+    path, samples = tmp_path / "own.json", tmp_path / "samples.json"
+    kept = invoke("calibrate", "--quick", "--allow-noisy", "--output", path, "--samples", samples)
+    assert kept.exit_code == 0
+    assert read_samples(samples).device == measured_profile.device
+    assert invoke("calibrate", "--refit", samples, "--output", path).exit_code == 0
+    assert load_profile(path) == replace(measured_profile, date="2026-11-22")  # there was nothing to fit
+    assert "--refit measures nothing" in refuses("calibrate", "--refit", samples, "--quick", "--output", path)
+    assert "--samples needs all classes" in refuses("calibrate", "--only", "rope", "--samples", samples)
+    assert "cannot read samples" in refuses("calibrate", "--refit", tmp_path / "none.json", "--output", path)
 
 
 def test_a_noisy_machine_is_not_calibrated(refuses: Any, measured_profile: Profile, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_cuda_equals_the_definition(
     weight, exact = made(kind, outputs, inputs, group, "cuda")
     bias = torch.randn(outputs, device="cuda").to(dtype)
     x = torch.randn(rows, inputs, device="cuda").to(dtype) / 4096 + 0.001  # sums inside fp16's range
-    assert find_kernel(x, weight) is not None
+    assert (find_kernel(x, weight) is None) == (group == 256 and dtype == torch.float16)
     expected = x.double() @ exact.T + bias
     assert relative_error(linear_quantized(x, weight, bias), expected) < torch.finfo(dtype).eps
     assert torch.equal(linear_quantized(x, weight, bias), linear_quantized(x, weight, bias))

@@ -17,6 +17,7 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.host_link import HostLayers, load_seconds, stream_seconds
 from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.sparsity.sparse_ops import take_slots as take_slots_formula
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])
 
@@ -141,6 +142,7 @@ def test_declared_costs_are_counts_of_bytes() -> None:
     table = SlotTable.allocate(2, 8, 1000, 200, torch.device("cpu"))
     index = torch.zeros(2, 8, 100, dtype=torch.int32)
     assert take_slots_cost(table, index).read_bytes == 2 * 8 * 4 * (2 * 100 + 200)
+    assert take_slots_cost(table, index) == take_slots_formula(2, 8, 100, 200)
 
 
 def test_the_cost_model_moves_what_the_kernels_declare() -> None:

@@ -12,6 +12,7 @@ from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.reference import unpack
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes, unpack_two_bit
 from ridgeplan.kernels.selection.two_bit import two_bit_scores
+from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -86,8 +87,8 @@ def test_scores_are_the_log_of_summed_probabilities(
     q = torch.randn(2, 1, kv_heads * ratio, head_dim, generator=torch.Generator().manual_seed(1)).to(device)
     groups = torch.tensor([4, 1], dtype=torch.int32, device=device)
     lse = torch.zeros(2, kv_heads * ratio, device=device)
-    first = two_bit_scores(q, store.codes, store.planes, groups, lse, backend=backend)
-    scores = two_bit_scores(q, store.codes, store.planes, groups, lse.clone(), backend=backend)
+    first = two_bit_scores(q, TwoBitKeys.of(store.codes, store.planes), groups, lse, backend=backend)
+    scores = two_bit_scores(q, TwoBitKeys.of(store.codes, store.planes), groups, lse.clone(), backend=backend)
     logits = exact_logits(store, q)
     for b, tokens in enumerate([4 * group, group]):
         row = logits[b, ..., :tokens]
@@ -103,7 +104,7 @@ def test_bfloat16_queries(device: str) -> None:
     store = Store.build(1, 2, 4, 128, 128, device)
     q = torch.randn(1, 1, 8, 128, generator=torch.Generator().manual_seed(1)).to(device).bfloat16()
     groups, lse = torch.full((1,), 4, dtype=torch.int32, device=device), torch.zeros(1, 8, device=device)
-    scores = two_bit_scores(q, store.codes, store.planes, groups, lse, backend="triton")
+    scores = two_bit_scores(q, TwoBitKeys.of(store.codes, store.planes), groups, lse, backend="triton")
     expected = exact_logits(store, q).logsumexp(2)
     assert (scores.double() - expected).abs().max() < 0.05
     assert torch.allclose(lse.double(), exact_logits(store, q).logsumexp(-1).flatten(1), atol=0.03)
@@ -114,7 +115,8 @@ def test_rows_without_groups_keep_their_log_sum_exps(backend: Backend, device: s
     store = Store.build(1, 1, 1, 32, 64, device)
     lse = torch.full((1, 2), 3.5, device=device)
     q = torch.ones(1, 1, 2, 64, device=device)
-    two_bit_scores(q, store.codes, store.planes, torch.zeros(1, dtype=torch.int32, device=device), lse, backend=backend)
+    keys = TwoBitKeys.of(store.codes, store.planes)
+    two_bit_scores(q, keys, torch.zeros(1, dtype=torch.int32, device=device), lse, backend=backend)
     assert lse.tolist() == [[3.5, 3.5]]
 
 
@@ -130,10 +132,11 @@ def test_two_bit_keys_are_nearer_than_the_spacing_of_four_codes(device: str) -> 
 def test_what_is_not_allowed(device: str) -> None:
     store = Store.build(1, 2, 1, 32, 64, device)
     groups, lse = torch.ones(1, dtype=torch.int32, device=device), torch.zeros(1, 4, device=device)
+    keys = TwoBitKeys.of(store.codes, store.planes)
     with pytest.raises(ValueError, match="one query"):
-        two_bit_scores(torch.zeros(1, 2, 4, 64, device=device), store.codes, store.planes, groups, lse)
+        two_bit_scores(torch.zeros(1, 2, 4, 64, device=device), keys, groups, lse)
     with pytest.raises(ValueError, match="lse"):
-        two_bit_scores(torch.zeros(1, 1, 4, 64, device=device), store.codes, store.planes, groups, lse.double())
-    with pytest.raises(ValueError, match="planes"):
-        other = Store.build(1, 2, 2, 32, 64, device).planes
-        two_bit_scores(torch.zeros(1, 1, 4, 64, device=device), store.codes, other, groups, lse)
+        two_bit_scores(torch.zeros(1, 1, 4, 64, device=device), keys, groups, lse.double())
+    other = Store.build(1, 2, 2, 32, 64, device).planes
+    with pytest.raises(ValueError, match=r"2-bit keys of .* do not fit scales"):
+        TwoBitKeys.of(store.codes, other)

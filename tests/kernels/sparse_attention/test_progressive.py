@@ -8,6 +8,7 @@ from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes
 from ridgeplan.kernels.selection.two_bit import two_bit_scores
+from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
 from ridgeplan.kernels.sparse_attention import sparse_decode_attention
 from ridgeplan.kernels.sparse_attention.progressive import progressive_attention
 
@@ -30,7 +31,7 @@ def test_progressive(sinks: int, k: int, backend: Backend, device: str) -> None:
     keys, values = (torch.randn(2, 2, 20, 64, generator=generator).to(device) for _ in range(2))
     groups, end = zero + torch.tensor([4, 1], device=device).int(), zero + 11
     lse = torch.randn(2, 8, generator=generator).to(device)
-    scores = two_bit_scores(q, codes, planes, groups, lse.clone(), backend="reference")
+    scores = two_bit_scores(q, TwoBitKeys.of(codes, planes), groups, lse.clone(), backend="reference")
     index = torch.zeros(2, 2, 128, dtype=torch.int32, device=device)
     for b, tokens in enumerate((128, 32)):
         for h in range(2):

@@ -14,6 +14,7 @@ from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes
 from ridgeplan.kernels.selection.two_bit import two_bit_scores
+from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
 from ridgeplan.kernels.sparse_attention import sparse_decode_attention
 from ridgeplan.kernels.sparse_attention.cuda_launch import SparseKernel
 from ridgeplan.kernels.sparse_attention.progressive import progressive_attention
@@ -81,7 +82,7 @@ class Problem:
     def expected(self, k: int, sinks: int = 0) -> Tensor:
         """Float32 attention to what sorting each part's scores chooses; leaves the reference's log-sum-exps."""
         q, keys, values = (x.float() for x in (self.q, self.keys, self.values))
-        scores = two_bit_scores(q, self.codes, self.planes, self.groups, self.lse, backend="reference")
+        scores = two_bit_scores(q, TwoBitKeys.of(self.codes, self.planes), self.groups, self.lse, backend="reference")
         scores[:, :, :sinks] = torch.inf
         sets, most = scores.shape[:2], scores.shape[2]
         index = torch.zeros(*sets, most, dtype=torch.int32, device="cuda")

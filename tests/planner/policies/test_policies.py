@@ -10,6 +10,7 @@ from ridgeplan.planner.axes.draft_selection import draft_selection as named
 from ridgeplan.planner.plan import (
     EvictionPolicy,
     KVCache,
+    Placement,
     Plan,
     Speculation,
     Weights,
@@ -106,7 +107,6 @@ def test_presets_run_unless_they_need_a_policy_that_is_only_estimated(name):
     plan = preset(name, WORKLOAD)
     target, evicting = target_selection(plan), eviction(plan)
     executed = (
-        not plan.placement.offload,
         Role.DRAFT in draft_selection(plan).executable,
         target is None or Role.TARGET in target.executable,
         evicting is None or evicting.executable,
@@ -115,9 +115,29 @@ def test_presets_run_unless_they_need_a_policy_that_is_only_estimated(name):
 
 
 def test_what_is_missing_is_named():
-    assert missing_execution(preset("specontext", WORKLOAD)) == ["a target's selection from offloaded KV"]
-    assert not missing_execution(preset("specontext-resident", WORKLOAD))
+    streamed = replace(preset("quantspec-exact", WORKLOAD), placement=Placement(True, 2048))
+    assert missing_execution(streamed) == ["offloaded KV in 'bf16+int4'"]
     assert not missing_execution(preset("dapq", WORKLOAD))
+
+
+def test_a_target_s_selection_of_offloaded_kv_runs_where_its_tokens_can_be_loaded_one_by_one():
+    """From full precision, with drafts that share the slots; not by a policy that scores every key."""
+    placement = Placement(True, 2048)
+    codes, oracle = (
+        replace(preset(name, WORKLOAD), placement=placement) for name in ("progressive-target-int8", "oracle-target")
+    )
+    assert missing_execution(codes) == ["a target's selection from offloaded KV in 'int8'"]
+    assert missing_execution(oracle) == ["a selection by 'oracle' from offloaded KV"]
+    for name in ("specontext", "specontext-two-bit"):
+        plan = preset(name, WORKLOAD)
+        same = replace(plan.attention.selection, ratio=0.02, floor=512)
+        assert not missing_execution(plan)
+        assert not missing_execution(replace(plan, speculation=Speculation(3, selection=same)))
+        for other in (replace(same, sinks=8), Quest()):
+            drafting = replace(plan, speculation=Speculation(3, selection=other))
+            assert missing_execution(drafting) == [
+                "drafts that choose by other means than a target that reads a selection of offloaded KV"
+            ]
     evicted = replace(preset("dapq", WORKLOAD), attention=preset("quest", WORKLOAD).attention)
     assert missing_execution(evicted) == ["target selection 'quest' after an eviction"]
     scored = replace(preset("specattn", WORKLOAD), attention=preset("quest", WORKLOAD).attention)

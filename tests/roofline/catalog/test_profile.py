@@ -68,6 +68,19 @@ def test_text_that_is_no_profile(text):
     assert "\n" not in str(caught.value)
 
 
+def test_profiles_from_before_tiles_were_timed_load_without_their_times():
+    """Files that were written before a class had `tile_s` and `fill_s` predict what they did."""
+    (shipped,) = shipped_profiles()
+    data = json.loads(shipped.to_json())
+    timed = [data["classes"]["linear_int4"], *data["classes"]["linear_int4"]["steps"]]
+    assert any(part["tile_s"] and part["fill_s"] for part in timed)
+    for part in timed:
+        del part["tile_s"], part["fill_s"]
+    older = Profile.from_json(json.dumps(data)).classes["linear_int4"]
+    assert {(part.tile_s, part.fill_s) for part in (older, *older.steps)} == {(0.0, 0.0)}
+    assert older.bandwidth_utilization == shipped.classes["linear_int4"].bandwidth_utilization
+
+
 def test_a_transferred_profile_round_trips_as_well(h200_profile):
     transferred = profile_for(load_hardware("a100"), (h200_profile,))
     assert Profile.from_json(transferred.to_json()) == transferred

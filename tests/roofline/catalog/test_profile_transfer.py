@@ -9,7 +9,7 @@ from ridgeplan.roofline.catalog.profile import NO_GAP, Rates, RowStep
 from ridgeplan.roofline.catalog.profile_transfer import transferred as transferred_profile
 
 STEPS = (
-    RowStep(above_rows=8, launch_s=1e-6, inverse_utilization=1.0, width_s=1e-9),
+    RowStep(above_rows=8, launch_s=1e-6, inverse_utilization=1.0, tile_s=1e-7, fill_s=5e-7, width_s=1e-9),
     RowStep(above_rows=16, inverse_utilization=2.0),
 )
 CLASSES = {
@@ -38,7 +38,13 @@ def test_what_memory_or_the_peak_binds_keeps_its_share(transferred):
     rates = transferred(bandwidth_bytes_per_s=1e12, compute_flops=1e14)
     assert rates["linear"].bandwidth_utilization == pytest.approx(0.9)
     assert rates["linear"].compute_utilization == 0.8
-    assert rates["attention"].bandwidth_utilization == pytest.approx(0.88)
+    fast = transferred(bandwidth_bytes_per_s=16e12)
+    assert fast["attention"].bandwidth_utilization == pytest.approx(0.88)
+
+
+def test_what_lacks_to_the_best_stream_is_instructions(transferred):
+    """0.88 of 4 TB/s are 3.52 TB/s; half the SMs would read 1.76 TB/s, more than the 0.9 TB/s that any reads."""
+    assert transferred(bandwidth_bytes_per_s=1e12)["attention"].bandwidth_utilization == pytest.approx(0.9)
 
 
 def test_what_instructions_bind_keeps_its_speed_per_sm_and_clock(transferred):
@@ -52,13 +58,20 @@ def test_what_instructions_bind_keeps_its_speed_per_sm_and_clock(transferred):
     both = step.inverse_utilization + next_step.inverse_utilization
     assert 1 / (1 / 0.6 + both) == pytest.approx(4 / (1 / 0.3 + 3) / 2)
     assert step.width_s == pytest.approx(2e-9)
-    assert (codes.launch_s, step.launch_s) == (3e-6, 1e-6)
+    assert (codes.launch_s, step.launch_s, step.fill_s) == (3e-6, 1e-6, 5e-7)
 
 
-def test_codes_stream_no_better_than_attention_over_16_bits(transferred):
+@pytest.mark.parametrize("clock_hz, seconds", [(2e9, 1e-7), (1e9, 2e-7)])
+def test_a_tile_takes_an_sm_as_many_cycles(transferred, clock_hz, seconds):
+    """However many SMs there are: each has its own tiles."""
+    step = transferred(sm_clock_hz=clock_hz)["attention_int4"].steps[0]
+    assert step.tile_s == pytest.approx(seconds)
+
+
+def test_codes_stream_no_better_than_what_needs_no_unpacking(transferred):
     """At 0.4 TB/s, instructions would allow 1.5 of the bandwidth. A gap moves no bytes, so its 1.0 is no limit."""
     slow = transferred(bandwidth_bytes_per_s=4e11)
-    assert slow["attention_int4"].bandwidth_utilization == pytest.approx(0.88)
+    assert slow["attention_int4"].bandwidth_utilization == pytest.approx(0.9)
     assert slow["gap"].launch_s == 4e-6
     assert slow["gap"].bandwidth_utilization == 1.0
 

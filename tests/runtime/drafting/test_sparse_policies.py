@@ -142,6 +142,27 @@ def test_prompt_scores_are_the_attention_of_its_last_queries():
     torch.testing.assert_close(prompt_scores(queries, keys, positions, "logits"), logits)
 
 
+def test_verification_continues_from_the_log_sum_exps_of_the_prompts_last_token():
+    policy, _ = made("specattn", [60, 60])
+    generator = torch.Generator().manual_seed(1)
+    queries, keys = (torch.randn(sizes, generator=generator) for sizes in ((1, 4, 8), (2, 20, 8)))
+    policy.after_prefill(1, 1, queries, keys, torch.arange(-20, 0)[None])
+    expected = torch.zeros(2, 4)
+    for head in range(4):
+        expected[1, head] = (keys[head // 2] @ queries[0, head] / 8**0.5).exp().sum().log()
+    torch.testing.assert_close(policy.target_metadata(4).scores(1).lse, expected)
+    assert (policy.target_metadata(4).scores(0).lse == 0).all()
+
+
+def test_an_oracles_scores_are_exact_probabilities():
+    """Of each of the two query heads of a KV head, those of all tokens it sees add up to one."""
+    policy, cache = made("oracle", [40])
+    query = torch.randn(1, 1, 4, 8, generator=torch.Generator().manual_seed(3))
+    seen = int(cache.draft_metadata(0).end[0])
+    scores = policy.query_scores(0, query)[..., :seen]
+    torch.testing.assert_close(scores.sum(2), torch.full((1, 2), 2.0))
+
+
 def test_queries_score_what_an_eviction_left_before_them():
     """Of 20 tokens, one head keeps 3, 17 and 19, the other 18 and 19; the queries are of tokens 17, 18 and 19."""
     kept = [[3, 17, 19], [18, 19, 19]]

@@ -109,14 +109,18 @@ def test_graphs_of_several_gammas_take_the_memory_of_the_largest(tiny_model, mak
     for adaptive in (False, True):
         plan = make_plan("int4x2", 6, batch=3, adaptive=adaptive)
         engine = runtime.load(plan, folder, device="cuda", profile=h200_profile)
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved()
+        before = graph_pool_bytes()
         engine.generate(ids, 20)
-        torch.cuda.empty_cache()
-        reserved.append(torch.cuda.memory_reserved() - before)
+        reserved.append(graph_pool_bytes() - before)
         engine.close()
         del engine
-    assert reserved[1] < 1.3 * reserved[0]
+    assert 0 < reserved[1] < 1.3 * reserved[0]
+
+
+def graph_pool_bytes():
+    """Memory of captured graphs' pools, apart from what other tests have left in the common one."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
 
 
 def test_plans_that_do_not_fit_are_refused_before_anything_is_allocated(tiny_model, make_plan):

@@ -226,5 +226,5 @@ def test_a_step_that_may_choose_more_than_fits_is_refused():
     prompt(cache, [300, 97])
     index = torch.zeros(2, 1, 100, dtype=torch.int32)
     with pytest.raises(WorkloadError, match="budget is 64 tokens and a step may choose 100; allowed: a budget of that"):
-        cache.load_chosen(3, index, torch.ones(2, 1, dtype=torch.int32), 1)
-    assert torch.equal(cache.load_chosen(0, index, torch.ones(2, 1, dtype=torch.int32), 1), index)
+        cache.load_chosen(3, (index, torch.ones(2, 1, dtype=torch.int32), 1))
+    assert torch.equal(cache.load_chosen(0, (index, torch.ones(2, 1, dtype=torch.int32), 1)), index)

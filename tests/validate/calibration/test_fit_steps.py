@@ -1,12 +1,15 @@
 """Fits of rates in steps, to times that follow from known rates."""
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from ridgeplan.roofline.catalog.profile import Rates, RowStep
 from ridgeplan.roofline.cost import Cost
+from ridgeplan.roofline.execution import product_tiles
 from ridgeplan.roofline.latency import RateTerms
 from ridgeplan.validate.calibration.fit import Ceilings, Sample
 from ridgeplan.validate.calibration.fit_steps import fit_steps
@@ -37,6 +40,30 @@ def test_rates_in_steps_are_found_again() -> None:
     assert (by_rows[8].inverse_utilization, by_rows[8].width_s) == pytest.approx((0.5, 2e-10), rel=1e-3)
     assert 16 not in by_rows  # no sample has as many rows
     assert found.spread < 1e-4
+
+
+TILED = Rates(
+    0.8, 0.4, 2e-6, 0.0, tile_s=3e-6, fill_s=1e-6, depth_s=3e-10, steps=(RowStep(8, tile_s=2e-6, fill_s=3e-6),),
+)  # fmt: skip
+
+
+def tiled_samples() -> Iterator[Sample]:
+    """Products whose tiles take up to twice as long as their bytes, on 10 SMs, from less than one tile each on."""
+    terms = RateTerms.of(TILED)
+    for count, outputs, inputs in product((1, 4, 12), (64, 300, 1000, 4000, 30_000), (700, 3000, 9000, 20_000)):
+        at, own = terms.at_rows(count), product_tiles(outputs, inputs) / 10
+        cost = Cost(read_bytes=2.0 * outputs * inputs)
+        reading_s = cost.bytes / 1e12 / at.bandwidth_utilization
+        seconds = at.launch_s + math.hypot(reading_s, own * at.tile_s) + min(1, own / 8) * at.fill_s
+        yield Sample(cost, float(seconds + inputs * at.depth_s), count, outputs, inputs, 10 * own)
+
+
+def test_tiles_are_found_beside_bytes() -> None:
+    found = fit_steps(list(tiled_samples()), replace(CEILINGS, num_sms=10), ABOVE)
+    assert (found.bandwidth_utilization, found.tile_s, found.fill_s) == pytest.approx((0.8, 3e-6, 1e-6), rel=1e-2)
+    (step,) = (step for step in found.steps if step.above_rows == 8)
+    assert (step.tile_s, step.fill_s) == pytest.approx((2e-6, 3e-6), rel=1e-2)
+    assert found.spread < 1e-3
 
 
 def test_no_time_shrinks_as_rows_grow() -> None:

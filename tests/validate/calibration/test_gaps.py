@@ -11,7 +11,7 @@ from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.latency import RateTerms
 from ridgeplan.validate.calibration import gaps
-from ridgeplan.validate.calibration.gaps import Unexplained, fit_gaps, with_gaps
+from ridgeplan.validate.calibration.gaps import Unexplained, fit_gaps, measured_rounds, with_fitted_gaps
 from ridgeplan.validate.random_decoder import llama_like_shape
 from ridgeplan.validate.random_rounds import RoundTimes
 
@@ -58,7 +58,7 @@ def test_a_profile_with_gaps_explains_the_rounds(h200_profile: Profile, monkeypa
         )  # fmt: skip
 
     monkeypatch.setattr(gaps, "measured_round", round_of)
-    found = with_gaps(bare, SHAPES, torch.device("cpu"))
+    found = with_fitted_gaps(bare, SHAPES, measured_rounds(bare, SHAPES, torch.device("cpu")))
     assert (found.draft_gap_s, found.target_gap_s, found.round_s) == pytest.approx((20e-6, 50e-6, 60e-6), rel=1e-3)
     workload = Workload("random", "h200", 3000, 100, 7)
     step, without = (predict(preset("autoregressive", workload), SHAPES[0], one) for one in (found, bare))
@@ -67,4 +67,4 @@ def test_a_profile_with_gaps_explains_the_rounds(h200_profile: Profile, monkeypa
 
 
 def test_without_shapes_nothing_is_measured(h200_profile: Profile) -> None:
-    assert with_gaps(h200_profile, (), torch.device("cpu")) is h200_profile
+    assert measured_rounds(h200_profile, (), torch.device("cpu")) == []

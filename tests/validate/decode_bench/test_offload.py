@@ -1,6 +1,8 @@
 """The benchmark of offloading runs on a CPU at small sizes; its plans are executable."""
 
+import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from ridgeplan.roofline.latency import Machine
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.validate.calibration.link import LinkTimes, measured_link, random_loads, streaming_seconds
-from ridgeplan.validate.decode_bench.offload import OffloadBench, limited_plans
+from ridgeplan.validate.decode_bench.offload import OffloadBench, ResultsFile, limited_plans, selecting_plans
 from ridgeplan.validate.random_decoder import llama_like_shape
 from ridgeplan.validate.random_rounds import fill
 
@@ -19,11 +21,30 @@ CPU = torch.device("cpu")
 SHAPE = llama_like_shape(layers=6, hidden=64, intermediate=96, q_heads=4, kv_heads=2, head_dim=32)
 
 
-def test_the_lossless_plans_run():
-    plans = limited_plans("Llama-3.1-8B", 131072, 4)
-    missing = {name: missing_execution(plan) for name, plan in plans.items()}
-    assert not any(found for name, found in missing.items() if name != "specontext")
+def test_the_plans_run():
+    plans = limited_plans("Llama-3.1-8B") | selecting_plans("Llama-3.1-8B")
+    assert not any(missing_execution(plan) for plan in plans.values())
     assert all(plan.placement.memory_bytes == 40e9 for plan in plans.values())
+
+
+def test_rows_are_saved_one_by_one_and_not_measured_again(tmp_path):
+    path, asked = tmp_path / "results.json", []
+
+    def row(name):
+        asked.append(name)
+        if name == "broken":
+            raise ValueError
+        return {"value": len(asked)}
+
+    rows = {name: partial(row, name) for name in ("first", "second", "broken", "last")}
+    with pytest.raises(ValueError):
+        ResultsFile.at(path).measure("some", rows)
+    del rows["broken"]
+    ResultsFile.at(path).measure("some", rows, ["last"])
+    ResultsFile.at(path).measure("some", rows)
+    assert asked == ["first", "second", "broken", "last"]
+    saved = json.loads(path.read_text())["some"]
+    assert [(one["row"], one["value"]) for one in saved] == [("first", 1), ("second", 2), ("last", 4)]
 
 
 def test_the_link_is_measured_by_every_kind_of_transfer():

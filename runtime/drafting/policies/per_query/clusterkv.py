@@ -26,10 +26,11 @@ class ClusterKV(PerQueryPolicy):
 
     def __init__(self, selection: selections.ClusterKV, cache: Cache) -> None:
         super().__init__(selection, cache)
-        sets, group, device = cache.keys.shape[:3], cache.config.group, cache.keys.device
+        keys, group, device = cache.stores[0].keys, cache.config.group, cache.lengths.device
+        sets = cache.layers, *keys.shape[1:3]
         groups = -(-self.candidates // group) + 1  # one more, which is not old yet
         most = -(-self.candidates // selection.cluster)
-        self.centroids = torch.zeros(*sets, most, cache.keys.shape[4], dtype=cache.keys.dtype, device=device)
+        self.centroids = torch.zeros(*sets, most, keys.shape[4], dtype=keys.dtype, device=device)
         self.labels = torch.zeros(*sets, groups * group, dtype=torch.int32, device=device)
         self.clusters = torch.zeros_like(cache.lengths)
 

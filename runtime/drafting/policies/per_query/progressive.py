@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.selection.draft_planes import DraftPlanes
 from ridgeplan.kernels.selection.two_bit import two_bit_scores
 from ridgeplan.kernels.sparse_attention.progressive import progressive_attention
 from ridgeplan.planner.axes import draft_selection as selections
@@ -40,12 +39,11 @@ class Progressive(PerQueryPolicy):
         return metadata
 
     def query_scores(self, layer: int, query: Tensor) -> Tensor:
-        codes, (planes, groups) = self.cache.codes(layer), self._scanned(layer)
         rows, places = self.cache.rows, len(self.lse)
         own = (self.cache.lengths[:rows] % places).long()
         lse, row = self.lse[:, layer], torch.arange(rows, device=own.device)
         weights = lse[(own - 1) % places, row]
-        scores = two_bit_scores(query, codes, planes, groups, weights)
+        scores = two_bit_scores(query, self.cache.two_bit_keys(layer), self.groups, weights)
         lse[own, row] = weights
         return scores
 
@@ -54,14 +52,9 @@ class Progressive(PerQueryPolicy):
         is_target = len(self.lse) > 1
         if is_target or not self.cache.config.drafts_read_upper:
             return super().attend(layer, query, metadata)
-        (planes, groups), rows = self._scanned(layer), self.cache.rows
+        planes, rows = self.cache.planes(layer), self.cache.rows
+        assert planes is not None, "plans that choose by 2-bit keys hold codes"
         return progressive_attention(
-            query, *self.cache.full(layer), metadata.begin, metadata.end, self.cache.codes(layer), planes, groups,
+            query, *self.cache.full(layer), metadata.begin, metadata.end, self.cache.codes(layer), planes, self.groups,
             self.budgets, self.lse[0, layer, :rows], max_k=self.max_budget, sinks=self.selection.sinks,
         )  # fmt: skip
-
-    def _scanned(self, layer: int) -> tuple[DraftPlanes, Tensor]:
-        """The 2-bit keys of a layer, and the groups of each row that are scanned."""
-        planes = self.cache.planes(layer)
-        assert planes is not None, "plans that choose by 2-bit keys hold codes"
-        return planes, self.groups

@@ -1,0 +1,67 @@
+// What attention leaves of each token for the next selection (ScoreRequest in attention/scores.py): a sum over the
+// query rows that count. Tensor cores add it up. Scores lie in registers as the 16-row operand needs them, and the
+// other operand holds the rows' weights, the same in all of its columns; those of rows that do not count are zero.
+#pragma once
+
+#include "config.cuh"
+
+constexpr float LN_2 = 0.6931471805599453f;
+constexpr float MAX_LOG2_WEIGHT = 100;  // however far a log-sum-exp of the call before is off, sums stay finite
+
+struct ScoreRows {
+#if SCORES
+    alignas(8) float weight[ROWS];  // of what is summed: scores less the row's reference, or 2^ of these
+    float lse[ROWS];                // base-2 log-sum-exp to which probabilities refer; infinite if a row is not summed
+    float origin;                   // what references add to a token's sum of logits
+#endif
+    // By one thread for each row, before any tile.
+    __device__ __forceinline__ void set(int row, bool counts, const float* head_lse) {
+#if SCORES
+        weight[row] = counts ? LN_2 : 0;
+        if (SCORES == SUM_PROBABILITIES) lse[row] = counts ? __ldcg(head_lse) * LOG2_E : -negative_infinity();
+#endif
+    }
+    // By a warp's first four lanes, c = 0 to 3, after the references changed.
+    __device__ __forceinline__ void set_references(const float (&row_max)[ROWS], int c) {
+#if SCORES
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < 2 * Q_TILES; i++) {
+            const int row = 8 * (i / 2) + 2 * c + i % 2;
+            const float reference = row_max[row] - LOG2_P_SCALE;
+            if (SCORES == SUM_PROBABILITIES) weight[row] = exp2_approx(fminf(reference - lse[row], MAX_LOG2_WEIGHT));
+            else sum = fmaf(weight[row], reference, sum);
+        }
+        sum += __shfl_xor_sync(0xF, sum, 1);
+        sum += __shfl_xor_sync(0xF, sum, 2);
+        if (c == 0) origin = sum;
+#endif
+    }
+};
+
+// Sums of the tokens of a tile that a warp has scored: rows g and g + 8 of each of `HALVES` products.
+template <int HALVES> struct TokenScores {
+    float sums[HALVES][4];
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < 4 * HALVES; i++) sums[i / 4][i % 4] = 0;
+    }
+    // Adds query tile `t`, of which `a` are the scores or their probabilities.
+    __device__ __forceinline__ void add(const ScoreRows& rows, int t, const float (&a)[HALVES][4], int c) {
+#if SCORES
+        const float2 weight = *reinterpret_cast<const float2*>(rows.weight + 8 * t + 2 * c);
+#pragma unroll
+        for (int h = 0; h < HALVES; h++)
+            mma_m16n8k8_tf32(sums[h], a[h][0], a[h][2], a[h][1], a[h][3], weight.x, weight.y);
+#endif
+    }
+    // Stores the sum of which lane 4 g + c is in charge: of row g + 8 (c % 2) of product c / 2.
+    __device__ __forceinline__ void store(float* to, const ScoreRows& rows, int c) const {
+#if SCORES
+        const float first = c % 2 ? sums[0][2] : sums[0][0];
+        const float last = c % 2 ? sums[HALVES - 1][2] : sums[HALVES - 1][0];
+        *to = (c / 2 ? last : first) + (SCORES == SUM_LOGITS ? rows.origin : 0);
+#endif
+    }
+};

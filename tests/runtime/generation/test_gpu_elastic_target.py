@@ -1,0 +1,56 @@
+"""Targets that read a selection of layers on the host of a CUDA device: graphs that load it, and without a limit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ridgeplan import runtime
+from ridgeplan.planner.axes.offload import HostPart
+from ridgeplan.runtime.model.checkpoint import load_config
+from ridgeplan.runtime.model_config import decoder_config
+
+pytestmark = pytest.mark.gpu
+LAYERS, BUDGET = 6, 64
+CASES = [("bf16", "retrieval-head"), ("bf16", "quest"), ("bf16", "streamingllm"), ("bf16+int4", "progressive")]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model(agreeable=True, num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def shape(model):
+    return decoder_config(load_config(model.folder), model.folder, 1.0).shape
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+@pytest.mark.parametrize("gamma", [0, 3])
+@pytest.mark.parametrize("kv, name", CASES)
+def test_the_same_tokens_as_without_a_limit(
+    kv, name, gamma, elastic, model, shape, make_plan, limited, head_file, prompts
+):
+    drafts = {"selection": name, "ratio": 0.2, "floor": 48, "sinks": 2} if gamma else {}
+    codes = "full" if gamma else None
+    plan = make_plan(
+        kv, gamma, batch=3, codes=codes, target=name, target_budget=BUDGET, target_options={"sinks": 2}, **drafts
+    )
+    placed, host_layers = limited(plan, shape, 1, HostPart.ALL, budget=BUDGET, cuda=True, prefetch=3, elastic=elastic)
+    head = head_file(model) if name == "retrieval-head" else None
+
+    def load(one):
+        return runtime.load(one, model.folder, device="cuda", dtype=torch.float32, retrieval_head=head)
+
+    plain, offloaded = load(replace(placed, placement=replace(placed.placement, memory_bytes=0))), load(placed)
+    assert plain.cache.config.host_layers == 0
+    assert offloaded.cache.config.host_layers == host_layers > 0
+    for ids in (prompts(128, 70, 37), prompts(30, 99, 64)):  # the second replays the graph of the first
+        found = offloaded.generate(ids, 90)
+        assert found.tokens == plain.generate(ids, 90).tokens
+        assert 0 < found.statistics.loads <= found.statistics.wanted_loads
+    steps = offloaded.stream_batch(prompts(128, 70, 37), 90)
+    for _ in range(10):
+        next(steps)
+    steps.close()
+    assert offloaded.generate(ids, 90).tokens == found.tokens
