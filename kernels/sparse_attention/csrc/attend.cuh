@@ -99,14 +99,19 @@ struct ChosenTokens {
             if (token >= tile.count) x[i] = negative_infinity();
             load_shared(v[i], tile.values[token] + 16 * TokenTile::swapped(token, byte / 16) + byte % 16);
         }
-        partial.probabilities(x);
+        float scale[4], zero[4];  // read before the maxima are known, as that takes long
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             // Of a token that is not there, anything of this group: its probability is zero.
             const int place = tile.places[2 * c + i % 2 + i / 2 * 8] % GROUP;
-            const float scale = half_to_float(tile.value_scale[place]);
-            partial.zero_sum = fmaf(x[i], half_to_float(tile.value_minimum[place]) + 8 * scale, partial.zero_sum);
-            x[i] *= scale;
+            scale[i] = half_to_float(tile.value_scale[place]);
+            zero[i] = half_to_float(tile.value_minimum[place]) + 8 * scale[i];
+        }
+        partial.probabilities(x);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            partial.zero_sum = fmaf(x[i], zero[i], partial.zero_sum);
+            x[i] *= scale[i];
         }
         add_values(partial, v, floats_to_half2(x[0], x[1]), floats_to_half2(x[2], x[3]));
     }
@@ -194,15 +199,36 @@ __device__ __forceinline__ void attend_slots(
     }
 }
 
-// Attends to the warp's share of the recent tokens.
-__device__ __forceinline__ void attend_recent(
-    Partial& partial, const SparseParams& p, const Query& query, int row, int part
-) {
-    const int b = row / p.kv_heads, kv_head = row % p.kv_heads, warp = threadIdx.x / 32;
-    const int begin = __ldcg(p.begin + b), end = min(__ldcg(p.end + b), p.capacity);
-    const u16* keys = p.keys + (i64(b) * p.key_batch_stride + i64(kv_head) * p.key_head_stride) * 8;
-    const u16* values = p.values + (i64(b) * p.value_batch_stride + i64(kv_head) * p.value_head_stride) * 8;
-    // From the last warp on: the first ones have a group more, if any.
-    for (int slot = begin + ((WARPS - 1 - warp) * p.parts + part) * TILE; slot < end; slot += WARPS * p.parts * TILE)
-        attend_slots(partial, p, query, keys, values, slot, end);
-}
+// The recent tokens of a row, of which each warp of its CTAs takes some tiles.
+struct RecentTokens {
+    int begin, end;  // slots
+
+    RecentTokens() = default;
+    __device__ __forceinline__ RecentTokens(const SparseParams& p, int b)
+        : begin(__ldcg(p.begin + b)), end(min(__ldcg(p.end + b), p.capacity)) {}
+    __device__ __forceinline__ static const u16* keys(const SparseParams& p, int row) {
+        return p.keys + (i64(row / p.kv_heads) * p.key_batch_stride + i64(row % p.kv_heads) * p.key_head_stride) * 8;
+    }
+    __device__ __forceinline__ static const u16* values(const SparseParams& p, int row) {
+        return p.values +
+               (i64(row / p.kv_heads) * p.value_batch_stride + i64(row % p.kv_heads) * p.value_head_stride) * 8;
+    }
+    // From the last warp on: the first ones have a tile of chosen tokens more, if any.
+    __device__ __forceinline__ int first_slot(const SparseParams& p, int part) const {
+        return begin + ((WARPS - 1 - int(threadIdx.x) / 32) * p.parts + part) * TILE;
+    }
+    // Has the warp's first tile brought to the L2 cache.
+    __device__ __forceinline__ void prefetch(const SparseParams& p, int row, int part) const {
+        const int lane = threadIdx.x % 32, slot = first_slot(p, part) + lane / 2, channel = lane % 2 * HALF_DIM;
+        if (slot >= end) return;
+        prefetch_l2(keys(p, row) + i64(slot) * p.key_stride * 8 + channel);
+        prefetch_l2(values(p, row) + i64(slot) * p.value_stride * 8 + channel);
+    }
+    __device__ __forceinline__ void attend(
+        Partial& partial, const SparseParams& p, const Query& query, int row, int part
+    ) const {
+        const int own_end = end;
+        for (int slot = first_slot(p, part); slot < own_end; slot += WARPS * p.parts * TILE)
+            attend_slots(partial, p, query, keys(p, row), values(p, row), slot, own_end);
+    }
+};
