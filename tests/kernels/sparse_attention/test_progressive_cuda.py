@@ -21,7 +21,7 @@ from ridgeplan.kernels.sparse_attention.progressive import progressive_attention
 from ridgeplan.kernels.sparse_attention.progressive_cuda import find_kernel
 
 pytestmark = pytest.mark.gpu
-SHARPNESS = 8
+SHARPNESS = 6
 LSE_NOISE = 1.0  # queries rounded to 8 bits change logits, whose deviation is SHARPNESS, by 4% of it: 4 sigma
 
 
@@ -53,7 +53,7 @@ class Problem:
         codes = QuantizedKV.allocate(batch, kv_heads, capacity, 128, head_dim, "cuda", lower=False)
         zero = torch.zeros(batch, dtype=torch.int32, device="cuda")
         stored = random(2, batch, kv_heads, capacity * 128, head_dim)
-        quantize(stored[0] + 2, stored[1], codes, zero)
+        quantize_coarsely(stored[0] + 2, stored[1], codes, zero)
         planes = DraftPlanes.allocate(codes)
         pack_draft_planes(codes, planes, zero, capacity)
         q = SHARPNESS * random(batch, 1, q_heads, head_dim)
@@ -96,6 +96,12 @@ class Problem:
         return sparse_decode_attention(
             q, keys, values, self.begin, self.end, index, count, self.codes, self.groups, backend="reference"
         )
+
+
+def quantize_coarsely(keys: Tensor, values: Tensor, codes: QuantizedKV, first: Tensor) -> None:
+    """Codes of keys differ in the bits that the scan reads only, so that tokens it scores low weigh little."""
+    quantize(keys, values, codes, first)
+    codes.key_upper.bitwise_and_(0xCC).bitwise_or_(0x11)
 
 
 def stratified_choice(scores: Tensor, groups: int, k: int, sinks: int, parts: int) -> Tensor:
@@ -175,7 +181,7 @@ def test_ties_are_cut_in_order() -> None:
     codes, zero = problem.codes, torch.zeros_like(problem.groups)
     alike = torch.ones(2, 8, codes.groups * 128, 128, dtype=torch.bfloat16, device="cuda")
     values = torch.randn(alike.shape, device="cuda").bfloat16()
-    quantize(alike, values, codes, zero)
+    quantize_coarsely(alike, values, codes, zero)
     pack_draft_planes(codes, problem.planes, zero, codes.groups)
     for k, sinks in ((100, 0), (1000, 5), (1, 1)):
         assert_agrees(problem, k, sinks, 1e-2)
@@ -188,7 +194,7 @@ def test_chosen_tokens_in_few_groups() -> None:
     stored = torch.randn(2, 2, 8, codes.groups * 128, 128, device="cuda")
     towards = problem.q[:, 0].float().unflatten(1, (8, 4)).mean(2, keepdim=True)
     stored[0, :, :, 17 * 128 : 20 * 128] += towards / 8
-    quantize(stored[0].bfloat16(), stored[1].bfloat16(), codes, zero)
+    quantize_coarsely(stored[0].bfloat16(), stored[1].bfloat16(), codes, zero)
     pack_draft_planes(codes, problem.planes, zero, codes.groups)
     settle(problem)
     for k in (384, 900):
