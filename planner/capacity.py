@@ -73,11 +73,16 @@ class Capacity:
     shape: ModelShape
     device: Device
 
-    def peaks(self, context: np.ndarray | None = None, batch: np.ndarray | None = None) -> np.ndarray:
-        """Peak bytes of each plan, at its workload's context and batch or at others: [plans]."""
+    def peaks(
+        self, context: np.ndarray | None = None, batch: np.ndarray | None = None, device: Device | None = None
+    ) -> np.ndarray:
+        """Peak bytes of each plan, at its workload's context and batch or at others: [plans].
+
+        device: another one, with elements of the same size.
+        """
         sizes = {name: size for name, size in (("context", context), ("batch", batch)) if size is not None}
         strategy = replace(self._strategy, **sizes)
-        peaks = np.asarray(offload_layers(self.shape, self.device, strategy).memory.peak, dtype=float)
+        peaks = np.asarray(offload_layers(self.shape, device or self.device, strategy).memory.peak, dtype=float)
         return np.broadcast_to(peaks, (len(self.plans),))
 
     def largest_contexts(self, limits: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from ridgeplan.planner.search.candidates import Candidate, search
 from ridgeplan.planner.search.question import Question
 from ridgeplan.planner.search.runnable import context_limits, runnable_families, smallest_plans
 from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
+from ridgeplan.roofline.device import Device
 
 
 class NothingFits(ValueError):
@@ -30,14 +32,17 @@ class NothingFits(ValueError):
 
 def tightest(question: Question) -> list[Candidate]:
     """The plans that run and fit with any size of quantization groups, where the usual ones do not fit."""
-    found = search(question, tuple(runnable_families(question, regroup=True)))
+    regrouped = runnable_families(question, regroup=True)
+    fitting = _capacity(question, smallest_plans(regrouped)).peaks() <= question.memory_limit_bytes
+    searched = tuple(family for family, fits in zip(regrouped, fitting, strict=True) if fits)
+    found = search(question, searched) if searched else []
     return [one for one in found if one.rejection(question) is None]
 
 
 def why_nothing_fits(question: Question, memory_utilization: float) -> NothingFits:
     """The error, one line: the executable plan that needs the least memory, and what would make one fit."""
     plans, workload = _least_plans(question), question.workload
-    peaks = Capacity(plans, question.shape, question.machine).peaks()
+    peaks = _capacity(question, plans).peaks()
     least, limit = int(np.argmin(peaks)), question.memory_limit_bytes
     needs = (
         f"nothing fits: {workload.model} at context {workload.context}, batch {workload.batch} needs at least "
@@ -57,15 +62,20 @@ def on_device(question: Question, memory_utilization: float) -> tuple[Fix, ...]:
 
 def smallest_gpu(question: Question, plans: Sequence[Plan], memory_utilization: float) -> Hardware | None:
     """The GPU of the catalog with the least memory on which any of the plans fits; None if none is enough."""
+    @cache
+    def capacity(element_bytes: int) -> Capacity:
+        return Capacity(plans, question.shape, replace(question.machine, element_bytes=element_bytes))
+
     for hardware in sorted(list_hardware(), key=lambda one: one.memory_bytes):
         usable = usable_bytes(hardware.memory_bytes, memory_utilization)
-        device = replace(
-            question.machine, memory_bytes=usable, element_bytes=hardware.element_bytes, num_sms=hardware.num_sms,
-            asynchronous=1,
-        )  # fmt: skip
-        if Capacity(plans, question.shape, device).peaks().min() <= usable:
+        device = Device(memory_bytes=usable, element_bytes=hardware.element_bytes, num_sms=hardware.num_sms)
+        if capacity(hardware.element_bytes).peaks(device=device).min() <= usable:
             return hardware
     return None
+
+
+def _capacity(question: Question, plans: Sequence[Plan]) -> Capacity:
+    return Capacity(plans, question.shape, question.machine)
 
 
 def _least_plans(question: Question) -> list[Plan]:
@@ -73,16 +83,15 @@ def _least_plans(question: Question) -> list[Plan]:
 
 
 def _fixes(question: Question, plans: Sequence[Plan], memory_utilization: float) -> Iterator[Fix]:
-    workload = question.workload
-    longest = _longest(question, plans)
-    batch = int(Capacity(plans, question.shape, question.machine).largest_batches().max())
+    workload, capacity = question.workload, _capacity(question, plans)
+    longest, batch = _longest(question, capacity), int(capacity.largest_batches().max())
     if longest:
         yield Fix({"context": longest}, described_contexts(longest, workload, workload.batch))
     if batch:
         yield Fix({"batch": batch}, f"batch up to {batch} with context {workload.context}")
     if not longest and not batch and workload.batch > 1:
         yield from _alone(question)
-    yield from _without_limit(question, plans, memory_utilization)
+    yield from _without_limit(question, capacity, memory_utilization)
     yield from _lower_quality(question)
     gpu = smallest_gpu(question, plans, memory_utilization)
     if gpu:
@@ -90,21 +99,23 @@ def _fixes(question: Question, plans: Sequence[Plan], memory_utilization: float)
         yield Fix(changes, f"a GPU such as {gpu.name} ({size_text(gpu.memory_bytes)})")
 
 
-def _without_limit(question: Question, plans: Sequence[Plan], memory_utilization: float) -> Iterator[Fix]:
+def _without_limit(question: Question, capacity: Capacity, memory_utilization: float) -> Iterator[Fix]:
     """All that the machine's memory allows, where a plan fits that and a lower limit was asked for."""
     usable = usable_bytes(question.profile.hardware.memory_bytes, memory_utilization)
-    device = replace(question.machine, memory_bytes=usable)
-    if Capacity(plans, question.shape, device).peaks().min() <= usable:
+    if capacity.peaks(device=replace(question.machine, memory_bytes=usable)).min() <= usable:
         yield Fix({"memory_limit": None}, f"no memory limit, as {size_text(usable)} may be used")
 
 
 def _lower_quality(question: Question) -> Iterator[Fix]:
     """The strictest quality at which a plan fits."""
     for quality in Quality:
-        fitting = [] if question.quality.allows(quality) else tightest(replace(question, quality=quality))
-        if fitting:
-            least = min(fitting, key=lambda one: one.peak_bytes)
-            yield Fix({"quality": str(quality)}, f"quality {quality}, such as {preset_name(least.plan)}")
+        if question.quality.allows(quality):
+            continue
+        plans = _least_plans(replace(question, quality=quality))
+        peaks = _capacity(question, plans).peaks()
+        if peaks.min() <= question.memory_limit_bytes:
+            least = preset_name(plans[int(np.argmin(peaks))])
+            yield Fix({"quality": str(quality)}, f"quality {quality}, such as {least}")
             return
 
 
@@ -119,14 +130,13 @@ def _more_of_the_host(question: Question) -> Iterator[Fix]:
         )
 
 
-def _longest(question: Question, plans: Sequence[Plan]) -> int:
-    limits = context_limits(plans, question)
-    return int(Capacity(plans, question.shape, question.machine).largest_contexts(limits).max())
+def _longest(question: Question, capacity: Capacity) -> int:
+    return int(capacity.largest_contexts(context_limits(capacity.plans, question)).max())
 
 
 def _alone(question: Question) -> Iterator[Fix]:
     """The contexts that fit a batch of 1."""
     one = replace(question, workload=replace(question.workload, batch=1))
-    longest = _longest(one, _least_plans(one))
+    longest = _longest(one, _capacity(one, _least_plans(one)))
     if longest:
         yield Fix({"context": longest, "batch": 1}, described_contexts(longest, one.workload, 1))

@@ -105,8 +105,10 @@ def plan_map(question: Question, contexts: Sequence[int], batches: Sequence[int]
     found = _fastest(grid, _narrowed(grid, _points(searched)))
     if found.fits.all() or preset:
         return found
-    smaller = [one for family in searched for one in regrouped(family)]
-    return _merged(found, _fastest(grid, _narrowed(grid, _points(smaller))))
+    rows, columns = (np.flatnonzero(~found.fits.all(axis=axis)) for axis in (1, 0))
+    part = grid.part(rows, columns)
+    smaller = [one for family in searched if not family.template.placement.offload for one in regrouped(family)]
+    return _merged(found, _fastest(part, _narrowed(part, _points(smaller))), np.ix_(rows, columns))
 
 
 def at_workload(plan: Plan, workload: Workload) -> Plan:
@@ -132,8 +134,12 @@ class _Grid:
     @property
     def coarse(self) -> _Grid:
         """A few of its sizes, the smallest and the largest among them."""
-        workloads = tuple(self.workloads[place] for place in _places(len(self.workloads)))
-        return replace(self, workloads=workloads, batches=tuple(self.batches[p] for p in _places(len(self.batches))))
+        return self.part(_places(len(self.workloads)), _places(len(self.batches)))
+
+    def part(self, rows: Sequence[int], columns: Sequence[int]) -> _Grid:
+        """Some of its contexts, with some of its batches."""
+        workloads = tuple(self.workloads[row] for row in rows)
+        return replace(self, workloads=workloads, batches=tuple(self.batches[column] for column in columns))
 
     @property
     def sizes(self) -> int:
@@ -233,12 +239,19 @@ def _plain(grid: _Grid) -> Family:
     return family_of("autoregressive", autoregressive(grid.workloads[-1]))
 
 
-def _merged(first: PlanMap, second: PlanMap) -> PlanMap:
-    """The first map, and the second where nothing of the first fits."""
+def _merged(first: PlanMap, second: PlanMap, place: tuple[np.ndarray, ...]) -> PlanMap:
+    """The first map, and where nothing of it fits the second, which is of a part of its sizes."""
+    fits = first.fits[place]
+
+    def taken(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+        merged = ours.copy()
+        merged[place] = np.where(fits, ours[place], theirs)
+        return merged
+
     names = ("gamma", "ratio", "tpot_s", "ttft_s", "peak_bytes", "fits")
-    taken = {name: np.where(first.fits, getattr(first, name), getattr(second, name)) for name in names}
-    index = np.where(first.fits, first.index, second.index + len(first.families))
-    return replace(first, families=(*first.families, *second.families), index=index, **taken)
+    figures = {name: taken(getattr(first, name), getattr(second, name)) for name in names}
+    index = taken(first.index, second.index + len(first.families))
+    return replace(first, families=(*first.families, *second.families), index=index, **figures)
 
 
 def _figures(grid: _Grid, points: _Points) -> _Figures:
