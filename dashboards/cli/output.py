@@ -44,7 +44,8 @@ def wrapped(line: str) -> str:
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Prints a titled table on stdout; the first and the last column hold words, the others figures.
 
-    which stand one or two characters apart, so that most"""
+    Words are wrapped where the screen is narrow, those of the last column first.
+    """
     from rich.markup import escape
     from rich.table import Table
 
@@ -54,9 +55,12 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     screen = console()
     gap = 2 if sum(widths) + 2 * (shown - 1) <= screen.width else 1
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    longest = max((len(word) for row in body for word in row[shown - 1].split()), default=0)
+    room = sum(widths[:-1]) + gap * (shown - 1) + longest <= screen.width
     for index, column in enumerate(columns[:shown]):
         words = index in (0, len(columns) - 1)
-        table.add_column(column, justify="left" if words else "right", overflow="fold", no_wrap=not words)
+        whole = not words or (index == 0 and room)
+        table.add_column(column, justify="left" if words else "right", overflow="fold", no_wrap=whole)
     for row in body:
         table.add_row(*map(escape, row[:shown]))
     click.echo(title)

@@ -18,7 +18,7 @@ from ridgeplan.planner.search.candidates import Candidate, search
 from ridgeplan.planner.search.choice import chosen, contenders, preference, sampled_scores, why_preferred
 from ridgeplan.planner.search.nothing_fits import on_device, tightest, why_nothing_fits
 from ridgeplan.planner.search.question import Objective, Question, ask
-from ridgeplan.planner.support import missing_architecture
+from ridgeplan.planner.support import ENGINE_FORMATS, missing_architecture
 from ridgeplan.planner.uncertainty import sampled_tpot_ms
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
@@ -88,7 +88,7 @@ def _answer(asked: Question, memory_limit: float | str | None, memory_utilizatio
         best_estimated=best_of_all and _estimated(*best_of_all, predictions, baseline),
         alternatives=tuple(_alternatives(listed, winner, predictions, baseline, question)),
         losses=tuple(stated_losses(winner.plan, saved_rows())),
-        notes=(*_placed(predictions[winner], alone, question), *asked.notes(memory_limit)),
+        notes=(*_placed(predictions[winner], alone, question), *_of_engine(question), *asked.notes(memory_limit)),
         memory_limit_bytes=question.memory_limit_bytes,
         host_limit_bytes=question.host_limit_bytes,
         on_device=() if alone else on_device(question, memory_utilization),
@@ -108,6 +108,12 @@ def _placed(predicted: Prediction, alone: bool, question: Question) -> Iterator[
     """That layers are on the host although plans without them fit, which are slower."""
     if alone and predicted.offloaded_layers:
         yield f"{on_host_text(predicted, question.host_limit_bytes)}; slower without"
+
+
+def _of_engine(question: Question) -> Iterator[str]:
+    """That times are not the engine's that is to execute the plan."""
+    if question.backend in ENGINE_FORMATS:
+        yield f"times are of ridgeplan's kernels; `ridgeplan export` says {question.backend}'s"
 
 
 def _adaptive(plan: Plan, question: Question) -> Plan | None:

@@ -51,7 +51,7 @@ def models(as_json: bool) -> None:
             for shape in shapes
         ])  # fmt: skip
         return
-    columns = ("model", "size", "layers", "heads/KV", "context", "runs", "attention")
+    columns = ("model", "size", "layers", "heads/KV", "context", "runs", "notes")
     print_table("Models", columns, map(_model_row, shapes))
 
 
@@ -117,12 +117,14 @@ for _command in (models, gpus, presets):
 
 
 def _model_row(shape: ModelShape) -> tuple[str, ...]:
-    attention = "MLA" if shape.is_mla else "MHA" if shape.kv_heads == shape.q_heads else "GQA"
-    window = f", {shape.window_layers} layers read {shape.window_tokens}" if shape.window_tokens else ""
-    experts = f", {shape.experts} experts" if shape.is_moe else ""
+    notes = (
+        shape.is_mla and "MLA",
+        shape.window_tokens and f"{shape.window_layers} layers read {shape.window_tokens}",
+        shape.is_moe and f"{shape.experts} experts",
+    )
     return (
         shape.name.rpartition("/")[2], f"{shape.parameters / 1e9:.3g}B", f"{shape.layers}",
         f"{shape.q_heads}/{shape.kv_heads}", tokens_text(shape.max_context),
         "yes" if missing_architecture(shape) is None else "no",
-        attention + window + experts,
+        ", ".join(filter(None, notes)),
     )  # fmt: skip

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from ridgeplan.dashboards.cli.output import number, print_json, print_table, wri
 if TYPE_CHECKING:
     from ridgeplan.planner.published import Cell, TableResult
 
-COLUMNS = ("cell", "quantity", "published", "predicted", "error", "flag")
+COLUMNS = ("case, method", "quantity", "published", "predicted", "error", "flag")
 
 
 @click.command(
@@ -48,7 +49,7 @@ def papers(chosen: tuple[str, ...], output: Path | None, as_json: bool) -> None:
         return
     for result in results:
         title = f"{result.paper}, {result.name}: {result.title}"
-        print_table(title, COLUMNS, map(cell_texts, result.cells))
+        print_table(title, COLUMNS, table_rows(result))
         click.echo("\n".join(summary_lines(result)) + "\n")
 
 
@@ -69,11 +70,18 @@ def summary_lines(result: TableResult) -> list[str]:
     return [counts + told, *(target.told(result) for target in targets_of(result))]
 
 
+def table_rows(result: TableResult) -> Iterator[tuple[str, ...]]:
+    """Rows of `COLUMNS`: each case, and its cells below."""
+    for case, cells in groupby(result.cells, key=lambda cell: cell.case):
+        yield (case, *[""] * (len(COLUMNS) - 1))
+        yield from map(cell_texts, cells)
+
+
 def cell_texts(cell: Cell) -> tuple[str, ...]:
-    """The cells of `COLUMNS`."""
+    """The cells of `COLUMNS`, below their case."""
     error = "" if cell.error is None else f"{cell.error:+.1%}"
-    name, quantity = f"{cell.case}, {cell.method}", cell.metric.replace("_", " ")
-    return name, quantity, _value(cell.published), _value(cell.predicted), error, cell.flag
+    method, quantity = f"  {cell.method}", cell.metric.replace("_", " ")
+    return method, quantity, _value(cell.published), _value(cell.predicted), error, cell.flag
 
 
 def _value(value: float | str | None) -> str:

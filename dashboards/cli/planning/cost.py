@@ -87,7 +87,8 @@ def _priced(gpus: Sequence[str], prices: Sequence[str]) -> dict[str, float]:
 def _print(found: ServingCost) -> None:
     click.echo(f"{found.model}, {tokens_text(found.context)} tokens of prompt, {tokens_text(found.new_tokens)} new")
     several = len({row.gpu for row in found.rows}) > 1
-    rows = [_cells(row, several) for row in found.rows]
+    limited = found.limits != type(found.limits)()
+    rows = [_cells(row, several, limited) for row in found.rows]
     print_notes(found.notes)
     print_table("TTFT of a request's own prompt, without waiting; tokens/s and dollars of a GPU", COLUMNS, rows)
     best = found.cheapest
@@ -98,13 +99,15 @@ def _print(found: ServingCost) -> None:
     click.echo(wrapped(f"cheapest: {found_at}: ${best.dollars_per_million:.3g} per million tokens"))
 
 
-COLUMNS = ("plan", "batch", "TTFT ms", "TPOT ms", "tokens/s", "GB", "$/M", "limits")
+COLUMNS = ("plan", "batch", "TTFT ms", "TPOT ms", "tokens/s", "GB", "$/M", "verdict")
 NAME_WIDTH = 25  # what the other columns leave of 80
 
 
-def _cells(row: CostRow, several: bool) -> tuple[str, ...]:
+def _cells(row: CostRow, several: bool, limited: bool) -> tuple[str, ...]:
+    """several: whether there are other GPUs; limited: whether there are limits to meet."""
     name = f"{row.gpu} {briefly(row.name)}" if several else briefly(row.name)
-    verdict = "meets" if row.serves else "does not fit" if not row.fits else f"misses {', '.join(row.misses)}"
+    serves = "meets" if limited else "fits"
+    verdict = serves if row.serves else "does not fit" if not row.fits else f"misses {', '.join(row.misses)}"
     return (
         shortened(name, NAME_WIDTH), f"{row.batch}", number(row.ttft_ms), number(row.tpot_ms),
         number(row.tokens_per_s), number(row.peak_memory_bytes / GB), f"{row.dollars_per_million:,.3g}", verdict,

@@ -118,6 +118,12 @@ def test_cost_prints_what_its_json_holds(invoke: Any) -> None:
     assert "none fits and meets the limits" in invoke(*line, "--ttft-max", "1us").stdout
 
 
+def test_only_limits_that_are_given_are_met(invoke: Any) -> None:
+    line = ("cost", LLAMA, "--gpu", "h200", "--ctx", "8k", "--price", "2.5", "--batch", "1,2")
+    assert "meets" not in invoke(*line).stdout
+    assert invoke(*line, "--tpot-max", "1s").stdout.count("meets") == 2
+
+
 def test_fit_names_the_smallest_gpu_of_the_catalog(invoke: Any) -> None:
     line = ("fit", LLAMA, "--ctx", "128k", "--batch", 4)
     found = as_json(invoke(*line, "--json"))
