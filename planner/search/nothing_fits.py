@@ -62,6 +62,7 @@ def on_device(question: Question, memory_utilization: float) -> tuple[Fix, ...]:
 
 def smallest_gpu(question: Question, plans: Sequence[Plan], memory_utilization: float) -> Hardware | None:
     """The GPU of the catalog with the least memory on which any of the plans fits; None if none is enough."""
+
     @cache
     def capacity(element_bytes: int) -> Capacity:
         return Capacity(plans, question.shape, replace(question.machine, element_bytes=element_bytes))

@@ -17,7 +17,7 @@ from ridgeplan.dashboards.cli.output import number, print_json, print_table, wri
 if TYPE_CHECKING:
     from ridgeplan.planner.published import Cell, TableResult
 
-COLUMNS = ("case, method", "quantity", "published", "predicted", "error", "flag")
+COLUMNS = ("cell", "quantity", "published", "predicted", "error", "flag")
 
 
 @click.command(
@@ -74,14 +74,14 @@ def table_rows(result: TableResult) -> Iterator[tuple[str, ...]]:
     """Rows of `COLUMNS`: each case, and its cells below."""
     for case, cells in groupby(result.cells, key=lambda cell: cell.case):
         yield (case, *[""] * (len(COLUMNS) - 1))
-        yield from map(cell_texts, cells)
+        yield from ((f"  {cell.method}", *cell_texts(cell)[1:]) for cell in cells)
 
 
 def cell_texts(cell: Cell) -> tuple[str, ...]:
-    """The cells of `COLUMNS`, below their case."""
+    """A cell's case and method, and the other columns."""
     error = "" if cell.error is None else f"{cell.error:+.1%}"
-    method, quantity = f"  {cell.method}", cell.metric.replace("_", " ")
-    return method, quantity, _value(cell.published), _value(cell.predicted), error, cell.flag
+    name, quantity = f"{cell.case}, {cell.method}", cell.metric.replace("_", " ")
+    return name, quantity, _value(cell.published), _value(cell.predicted), error, cell.flag
 
 
 def _value(value: float | str | None) -> str:
