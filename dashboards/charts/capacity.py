@@ -36,7 +36,9 @@ def capacity_map(
         cost = dollars_per_million(found, dollars_per_hour)
         for level in _levels(cost[found.fits]):
             figure.add_traces(_contour("", x, y, cost, level, WHITE, found))
-            _label(figure, f"${level:g} per million tokens", *_end_of_line(x, y, cost, level, found))
+            end = _end_of_line(x, y, cost, level, found)
+            if end:
+                _label(figure, f"${level:g} per million tokens", *end)
     limits = ((tpot_ms, tpot_limit_ms, RED, "per token"), (ttft_ms, ttft_limit_ms, SKY, "to the first token"))
     for values, limit, color, name in limits:
         if limit:
@@ -117,14 +119,22 @@ def _contour(
     return [edge, line]
 
 
-def _end_of_line(x: np.ndarray, y: np.ndarray, values: np.ndarray, level: float, found: PlanMap) -> tuple[float, float]:
-    """Where a line of equal cost, which falls with the batch, meets the shortest context at which it passes."""
+def _end_of_line(
+    x: np.ndarray, y: np.ndarray, values: np.ndarray, level: float, found: PlanMap
+) -> tuple[float, float] | None:
+    """Where a line of equal cost is at the shortest context, and there the smallest batch, at which it passes.
+
+    Cost falls with the batch, and rises where layers leave for the host. None where no column crosses it.
+    """
     for column, fits in enumerate(found.fits):
         known = np.flatnonzero(fits)
-        own = values[column, known]
-        if known.size and own[-1] <= level <= own[0]:
-            return float(x[column]), float(np.interp(-level, -own, y[known]))
-    return float(x[0]), float(y[0])
+        above = values[column, known] - level
+        crossed = np.flatnonzero(above[:-1] * above[1:] <= 0)
+        if crossed.size:
+            pair = slice(crossed[0], crossed[0] + 2)
+            order = np.argsort(above[pair])
+            return float(x[column]), float(np.interp(0, above[pair][order], y[known][pair][order]))
+    return None
 
 
 def _label(figure: go.Figure, text: str, x: float, y: float) -> None:

@@ -80,7 +80,7 @@ def _add_staircase(figure: go.Figure, staircase: Sequence[OffloadStep], contexts
     )  # fmt: skip
     figure.update_layout(
         yaxis2={"overlaying": "y", "side": "right", "title": "layers on the host", "rangemode": "tozero",
-                "showgrid": False, "range": [0, 1.12 * max(y)]}
+                "showgrid": False, "tickmode": "auto", "tickformat": "d", "range": [0, 1.12 * max(y)]}
     )  # fmt: skip
 
 

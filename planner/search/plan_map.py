@@ -249,7 +249,7 @@ def _merged(first: PlanMap, second: PlanMap, place: tuple[np.ndarray, ...]) -> P
         return merged
 
     names = ("gamma", "ratio", "tpot_s", "ttft_s", "peak_bytes", "fits")
-    figures = {name: taken(getattr(first, name), getattr(second, name)) for name in names}
+    figures: dict[str, Any] = {name: taken(getattr(first, name), getattr(second, name)) for name in names}
     index = taken(first.index, second.index + len(first.families))
     return replace(first, families=(*first.families, *second.families), index=index, **figures)
 

@@ -117,14 +117,14 @@ for _command in (models, gpus, presets):
 
 
 def _model_row(shape: ModelShape) -> tuple[str, ...]:
-    notes = (
-        shape.is_mla and "MLA",
-        shape.window_tokens and f"{shape.window_layers} layers read {shape.window_tokens}",
-        shape.is_moe and f"{shape.experts} experts",
-    )
+    notes = {
+        "MLA": shape.is_mla,
+        f"{shape.window_layers} layers read {shape.window_tokens}": shape.window_tokens,
+        f"{shape.experts} experts": shape.is_moe,
+    }
     return (
         shape.name.rpartition("/")[2], f"{shape.parameters / 1e9:.3g}B", f"{shape.layers}",
         f"{shape.q_heads}/{shape.kv_heads}", tokens_text(shape.max_context),
         "yes" if missing_architecture(shape) is None else "no",
-        ", ".join(filter(None, notes)),
+        ", ".join(note for note, true in notes.items() if true),
     )  # fmt: skip

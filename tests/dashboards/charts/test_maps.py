@@ -191,3 +191,16 @@ def test_the_star_is_the_optimum_and_break_even_where_speed_up_is_one(question: 
         if not np.isnan(acceptance):
             assert np.interp(acceptance, found.acceptances, column) == pytest.approx(1)
     assert not np.isnan(even[-1])
+
+
+def test_a_price_stands_between_two_batches_that_cost_more_and_less(profile: Profile) -> None:
+    """Also where cost rises with the batch, as layers are on the host."""
+    tight = plan_map(ask(MODEL, "h200", 65_536, profile=profile, memory_limit="24GB"), CONTEXTS, BATCHES)
+    cost = dollars_per_million(tight, 2.5)
+    labels = charts.capacity_map(tight, (65_536, 1), 2.5).layout.annotations
+    assert len(labels) >= 2
+    for label in labels:
+        column, row = CONTEXTS.index(round(2**label.x)), int(np.searchsorted(np.log2(BATCHES), label.y))
+        price = float(label.text.removeprefix("$").partition(" ")[0])
+        assert min(cost[column, row - 1 : row + 1]) <= price <= max(cost[column, row - 1 : row + 1])
+    assert (np.diff(cost[-1][tight.fits[-1]]) > 0).any()
