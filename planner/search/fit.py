@@ -85,16 +85,19 @@ def fit(
     yarn: bool = False,
     backend: str = "ridgeplan",
     kv_format: str | None = None,
+    offload: bool = False,
 ) -> Fit:
     """The largest context for each of `batches`, and the largest batch for each of `contexts`.
 
     Of the preset, or else of whichever plan runs, is allowed by `quality` and reaches the most; of several that reach
-    as much, the most exact and then the simplest. `contexts` default to the powers of 2 up to the model's limit. Other
-    arguments, and errors, are those of `recommend`.
+    as much, the most exact and then the simplest. `contexts` default to the powers of 2 up to the model's limit. Layers
+    may only be on the host with `offload`, as plans that need that are slow. Other arguments, and errors, are those of
+    `recommend`.
     """
     asked = ask(
         model, gpu, 1, new_tokens=new_tokens, quality=quality, memory_limit=memory_limit,
         memory_utilization=memory_utilization, profile=profile, yarn=yarn, backend=backend, kv_format=kv_format,
+        offload=offload,
     )  # fmt: skip
     longest = longest_context(asked.shape, new_tokens, yarn=yarn)
     sizes = contexts or tuple(one for one in CONTEXTS if one <= longest) or (longest,)
