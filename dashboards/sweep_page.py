@@ -8,22 +8,23 @@ import plotly.graph_objects as go
 from ridgeplan.dashboards.html_page import figure_html, html_page, table
 from ridgeplan.planner.interface.quantities import tokens_text
 from ridgeplan.planner.questions.grid_sweep import GridSweep, SweepPoint
+from ridgeplan.planner.search.plan_map import PlanMap
 
-SHOWN = ("context", "batch", "plan", "gamma", "tpot_ms", "ttft_ms", "tokens_per_s", "peak_memory_bytes", "speedup")
+SHOWN = ("context", "batch", "plan", "gamma", "tpot_ms", "ttft_ms", "tokens_per_s", "peak_memory_bytes", "speedup",
+         "why_not")  # fmt: skip
 
 
 def sweep_page(found: GridSweep) -> str:
     """The page. Names and values are shown as text, whatever they hold."""
     parts = ["<h1>Fastest plans</h1><p>TTFT and tokens/s are the whole batch's; blank where no plan fits.</p>"]
     for point in found.points:
-        parts += [figure_html(tpot_map(point)), table(SHOWN, [[_shown(row[name]) for name in SHOWN]
-                                                              for row in point.rows()])]  # fmt: skip
+        parts += [] if point.found is None else [figure_html(tpot_map(point, point.found))]
+        parts.append(table(SHOWN, [[_shown(row[name]) for name in SHOWN] for row in point.rows()]))
     return html_page("ridgeplan sweep", parts)
 
 
-def tpot_map(point: SweepPoint) -> go.Figure:
+def tpot_map(point: SweepPoint, found: PlanMap) -> go.Figure:
     """Milliseconds per token over context and batch, with the plan's name and gamma in every cell's label."""
-    found = point.found
     times = np.where(found.fits, 1e3 * found.tpot_s, np.nan)
     labels = [[f"{name}, gamma {gamma}" for name, gamma in zip(*pair, strict=True)]
               for pair in zip(found.names, found.gamma, strict=True)]  # fmt: skip
@@ -51,4 +52,4 @@ def _ticks(times: np.ndarray) -> dict[str, list[float] | list[str]]:
 
 
 def _shown(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)

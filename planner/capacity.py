@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -17,8 +19,11 @@ from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, MAX_TOKENS, uses_draft_swap
 from ridgeplan.roofline.memory import MemoryBreakdown
 from ridgeplan.roofline.placement import offload_layers, resident_memory
+from ridgeplan.roofline.strategy import Strategy
 
 MEMORY_UTILIZATION = 0.9  # vLLM's default; the rest is for the driver, fragments and other processes
+# Of the host, where it is not known: a GPU's share of a host with eight GPUs and 2 TB, such as AWS's p5.48xlarge.
+HOST_MEMORY_BYTES = 256e9
 CERTAIN = 1.0  # memory does not depend on acceptance
 ModelReference = str | ModelShape
 
@@ -42,6 +47,20 @@ def usable_bytes(
     return min(usable, float(memory_limit))
 
 
+def usable_host_bytes(host_memory: float | None, memory_utilization: float, *, own: bool) -> float:
+    """Bytes that plans may take of the host: those given, else this share of this machine's memory if it is meant.
+
+    Of a machine that is not this one, HOST_MEMORY_BYTES. Raises PlanError.
+    """
+    if host_memory is not None:
+        allowed = f"host_memory is {brief(host_memory)}; allowed: bytes from 0 to {MAX_MEMORY_BYTES:.0e}"
+        require(_is_number(host_memory) and 0 <= host_memory <= MAX_MEMORY_BYTES, allowed)
+        return float(host_memory)
+    if own:
+        return memory_utilization * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return HOST_MEMORY_BYTES
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -56,9 +75,8 @@ class Capacity:
 
     def peaks(self, context: np.ndarray | None = None, batch: np.ndarray | None = None) -> np.ndarray:
         """Peak bytes of each plan, at its workload's context and batch or at others: [plans]."""
-        strategies = [strategy_of(plan, self.shape, self.device, CERTAIN) for plan in self.plans]
         sizes = {name: size for name, size in (("context", context), ("batch", batch)) if size is not None}
-        strategy = replace(stack(strategies, [1] * len(strategies)), **sizes)
+        strategy = replace(self._strategy, **sizes)
         peaks = np.asarray(offload_layers(self.shape, self.device, strategy).memory.peak, dtype=float)
         return np.broadcast_to(peaks, (len(self.plans),))
 
@@ -72,6 +90,12 @@ class Capacity:
         """The largest batch of each plan that fits; 0 where none does."""
         limits = np.full(len(self.plans), MAX_BATCH)
         return _largest(lambda rows: self._fit(self.peaks(batch=rows)), limits)
+
+    @cached_property
+    def _strategy(self) -> Strategy:
+        """The plans' strategies, at their own workloads."""
+        strategies = [strategy_of(plan, self.shape, self.device, CERTAIN) for plan in self.plans]
+        return stack(strategies, [1] * len(strategies))
 
     def _fit(self, peaks: np.ndarray) -> np.ndarray:
         return np.asarray(peaks <= self.device.memory_bytes)

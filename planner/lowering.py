@@ -68,7 +68,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         eviction_budget=_mean_kept(plan, shape.layers),
         scored_queries=evicting.scored_queries if evicting else 0,
         appended_tokens=evicting.appended_tokens if evicting else 0,
-        **_placement_terms(plan),
+        **_placement_terms(plan, shape, target_choosing),
         target_budget=plan.attention.budget or UNLIMITED_TOKENS,
         draft_ratio=speculation.ratio,
         draft_floor_tokens=speculation.selection.least_tokens,
@@ -90,13 +90,14 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         target_score_bytes=target_choosing.moved_score_bytes(shape.kv_heads) * target_choices,
         draft_choices=choices,
         target_choices=target_choices,
-        slot_table_bytes=target_choosing.slot_table_bytes(shape.kv_heads) if target_reads else 0,
+        target_two_bit=int(plan.attention.selection.needs_codes),
     )
 
 
-def _placement_terms(plan: Plan) -> dict[str, float]:
-    """What of the strategy is about layers on the host."""
+def _placement_terms(plan: Plan, shape: ModelShape, target: SelectionCost) -> dict[str, float]:
+    """What of the strategy is about layers on the host. target: what the target's choice costs."""
     placement = plan.placement
+    tables = plan.attention.active * target.times_of(shape.layers) / shape.layers  # one for layers that choose alike
     return {
         "offload": int(placement.offload),
         "offload_budget": placement.budget or UNLIMITED_TOKENS,
@@ -104,6 +105,7 @@ def _placement_terms(plan: Plan) -> dict[str, float]:
         "offload_prefetch": placement.prefetch,
         "memory_limit_bytes": placement.memory_bytes or UNLIMITED_BYTES,
         "draft_loads": int(plan.loads_chosen and plan.speculation.sparse),
+        "slot_table_bytes": tables * target.slot_table_bytes(shape.kv_heads),
         "overlap": ELASTIC_OVERLAP * placement.elastic,
     }
 

@@ -334,6 +334,10 @@ class Plan(PlanPart):
         for selection in (self.attention.selection, self.speculation.selection):
             if selection.needs_codes and not self.kv.format.quantized:
                 return f"selection is {selection.name!r} with kv format 'bf16'; allowed: formats with codes"
+        if self.placement.offload and self.placement.part is HostPart.ALL and self.attention.active:
+            slots, read = self.placement.budget, self.attention.budget
+            if slots < read:
+                return f"placement's budget is {slots} with a target that reads {read} tokens; allowed: {read} or more"
         if self.placement.part is HostPart.LOWER and (
             self.kv.format is not KVFormat.HIERARCHICAL or (self.speculation.active and not upper)
         ):

@@ -110,6 +110,7 @@ class Prediction:
     prefill_peak_bytes: float
     decode_peak_bytes: float
     offloaded_layers: int
+    host_bytes: float
     breakdown_source: BreakdownSource = field(repr=False, compare=False)
     speedup: float = 1.0
     beats_plain: float | None = None  # probability; None where it was not sampled
@@ -248,6 +249,7 @@ def _prediction(
         prefill_peak_bytes=_at(memory.prefill_peak, index),
         decode_peak_bytes=_at(memory.decode_peak, index),
         offloaded_layers=int(_at(best.offloaded_layers, index)),
+        host_bytes=_at(best.host_bytes, index),
         breakdown_source=BreakdownSource(plan, head_dim, parts, index),
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ridgeplan.planner.display.marks import Bars
@@ -15,7 +16,16 @@ from ridgeplan.planner.support import Backend
 from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS
 from ridgeplan.roofline.passes import category
 
+READING_TPOT_MS = 200.0  # 238 words a minute (Brysbaert 2019) at 1.3 tokens a word
 BALANCED_WITHIN = 0.1  # neither side of a step is called the bottleneck if attention takes 40% to 60% of it
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A question near the asked one that has a better answer: arguments of `recommend`, and what changes in words."""
+
+    changes: Mapping[str, int | str | None]
+    text: str
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,7 @@ class Recommendation(Table):
     best_estimated: the best plan of all, which is only estimated; None where that is the plan itself, or one that runs
     as fast. adaptive: the plan with a gamma that adapts to what drafts are accepted; None where it drafts nothing or
     more memory does not fit. model_runs: whether the runtime executes the model at all; if not, every plan is only
-    estimated. backend: what is to execute the plan.
+    estimated. backend: what is to execute the plan. on_device: where no plan fits the device alone, what would.
     """
 
     plan: Plan
@@ -63,9 +73,11 @@ class Recommendation(Table):
     losses: tuple[str, ...]
     notes: tuple[str, ...]
     memory_limit_bytes: float
+    host_limit_bytes: float
     model_runs: bool
     backend: Backend = Backend.RIDGEPLAN
     adaptive: Plan | None = None
+    on_device: tuple[Fix, ...] = ()
 
     chart = Bars("tpot_ms", "ms per token", "tpot_low_ms", "tpot_high_ms")
     names = ("plan", "gamma")
@@ -95,6 +107,9 @@ class Recommendation(Table):
             "losses": list(self.losses),
             "notes": list(self.notes),
             "memory_limit_bytes": self.memory_limit_bytes,
+            "host_limit_bytes": self.host_limit_bytes,
+            "warning": self.warning,
+            "on_device": [asdict(one) for one in self.on_device],
             "model_runs": self.model_runs,
             "backend": self.backend,
             "adaptive": self.adaptive.to_dict() if self.adaptive else None,
@@ -104,12 +119,28 @@ class Recommendation(Table):
         """Why this plan: the bottleneck, the round's arithmetic, memory, quality, and the nearest alternatives."""
         return "\n".join((*self._choice(), *self._round(), *self._rest()))
 
+    @property
+    def warning(self) -> str | None:
+        """Where the plan is no plain success: nothing fits the device alone, or it is slower than people read."""
+        slow = self.predicted.best.tpot_ms > READING_TPOT_MS
+        if not self.on_device:
+            return "Slower than people read" if slow else None
+        told = f"Does not fit the GPU alone: {on_host_text(self.predicted, self.host_limit_bytes)}"
+        return f"{told}; slower than people read" if slow else told
+
+    @property
+    def baseline_fits(self) -> bool:
+        """Whether plain decoding fits the device."""
+        return self.baseline.best.peak_memory_bytes <= self.memory_limit_bytes
+
     def _choice(self) -> list[str]:
         workload = self.plan.workload
         share = self._attention_share()
         return [
             f"{workload.model} on {workload.hardware}, {workload.context} tokens of context, batch {workload.batch}:",
             f"  {self._where}: {self._headline(self.name, self.predicted)}",
+            *([f"  {self.warning}"] if self.warning else []),
+            *([f"  all on the GPU: {', or '.join(one.text for one in self.on_device)}"] if self.on_device else []),
             f"  best of all: {self._best_of_all()}",
             f"  plain decoding spends {100 * share:.0f}% of a step on attention: {_bottleneck(share)}",
             f"  at batch {workload.batch}, fewer bits of weights gain more than of KV up to about "
@@ -141,9 +172,13 @@ class Recommendation(Table):
         return (
             f"{name}: {time_text(predicted.best.tpot_ms)} per token "
             f"({time_text(predicted.low.tpot_ms)} to {time_text(predicted.high.tpot_ms)}), "
-            f"{predicted.speedup:.2f}x plain decoding ({time_text(self.baseline.best.tpot_ms)}){chance} "
+            f"{predicted.speedup:.2f}x plain decoding ({self._plain_text()}){chance} "
             f"[{predicted.source}]"
         )
+
+    def _plain_text(self) -> str:
+        misfit = "" if self.baseline_fits else ", which does not fit"
+        return time_text(self.baseline.best.tpot_ms) + misfit
 
     def _best_of_all(self) -> str:
         if self.best_estimated is None:
@@ -182,6 +217,12 @@ class Recommendation(Table):
     def _attention_share(self) -> float:
         target = [op for op in self.baseline.breakdown if op.part == "target"]
         return sum(op.seconds for op in target if category(op.kind) == "attention") / sum(op.seconds for op in target)
+
+
+def on_host_text(predicted: Prediction, limit_bytes: float) -> str:
+    """How many layers are on the host, and what they take of it."""
+    layers = "1 layer" if predicted.offloaded_layers == 1 else f"{predicted.offloaded_layers} layers"
+    return f"KV of {layers} is on the host, {size_text(predicted.host_bytes)} of {size_text(limit_bytes)} there"
 
 
 def _bottleneck(attention_share: float) -> str:

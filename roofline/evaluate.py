@@ -41,6 +41,7 @@ class Estimate:
     tokens_per_round: Term
     memory: MemoryBreakdown
     offloaded_layers: Term
+    host_bytes: Term  # of offloaded layers
 
     @property
     def tpot_s(self) -> Term:
@@ -62,6 +63,7 @@ def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy, rates: Str
         tokens_per_round=round_tokens(strategy),
         memory=offloading.memory,
         offloaded_layers=offloading.host.layers,
+        host_bytes=offloading.host_bytes,
     )
 
 

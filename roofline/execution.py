@@ -57,6 +57,7 @@ RUNNING_LOSS = 0.015
 STARTING_LOSS = 0.01
 
 GATHER_ROW_BYTES = 256  # of the rows that calibration gathers: one token's key of 128 channels in 16 bits
+HOST_PIECE_BYTES = 512  # of the pieces that calibration gathers from the host: such a token's key and value
 SPLIT_TOKENS = 256  # fewest tokens per split of split-KV attention
 
 # Tiles that an SM works on at once: outputs by inputs of a product, the latter what one stage of a pipeline holds of

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
-from ridgeplan.roofline.execution import GATHER_ROW_BYTES, mean_quantized_tokens
+from ridgeplan.roofline.execution import HOST_PIECE_BYTES, mean_quantized_tokens
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.sparsity.sparse_ops import take_slots
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
@@ -48,12 +48,14 @@ def load_seconds(
 ) -> Term:
     """Seconds to load what one layer's slots miss of `chosen` tokens, in runs of `run_tokens` that lie together.
 
-    Only the tokens that the last step did not choose are loaded (SpeContext, section 5.4). Pieces of less than
-    GATHER_ROW_BYTES take as long as such a row.
+    Only the tokens that the last step did not choose are loaded (SpeContext, section 5.4). Every piece takes as long as
+    one of HOST_PIECE_BYTES, as walks of page tables bound the link, and all of them at least what a copy takes. A
+    token's key and value adjoin.
     """
-    piece_bytes = minimum(run_tokens, chosen) * shape.head_dim * machine.element_bytes
+    piece_bytes = 2 * minimum(run_tokens, chosen) * shape.head_dim * machine.element_bytes
     missed_bytes = chosen * (1 - strategy.overlap) * host.token_bytes
-    return machine.link_seconds("host_gather", missed_bytes * maximum(GATHER_ROW_BYTES / piece_bytes, 1))
+    pieces_s = machine.link_seconds("host_gather", missed_bytes * HOST_PIECE_BYTES / piece_bytes)
+    return maximum(pieces_s, machine.link_seconds("host_copy", missed_bytes))
 
 
 def residency_seconds(machine: Machine, shape: ModelShape, strategy: Strategy, chosen: Term) -> Term:
@@ -88,15 +90,16 @@ def target_with_host_seconds(
     """The target's pass with layers on the host; `drafting_s` is what comes before it in a round.
 
     A target that reads all tokens has layers streamed. One that selects has missing tokens loaded for each of its
-    queries: ahead if its choice is known before the first layer, else each layer waits for its own.
+    queries: ahead if its choice is known before the first layer, and then found in slots once for all layers; else each
+    layer waits for its own.
     """
     stream_s = stream_seconds(machine, strategy, host, context)
     chosen = minimum(strategy.target_budget, context)
-    gather_s = load_seconds(machine, shape, strategy, host, chosen, strategy.target_run_tokens)
-    load_s = strategy.reads * (gather_s + residency_seconds(machine, shape, strategy, chosen))
+    load_s = strategy.reads * load_seconds(machine, shape, strategy, host, chosen, strategy.target_run_tokens)
+    found_s = strategy.reads * host.some * residency_seconds(machine, shape, strategy, chosen)
     streamed_s = pass_with_host_seconds(shape, strategy, host, pass_s, stream_s, drafting_s)
-    ahead_s = pass_with_host_seconds(shape, strategy, host, pass_s, load_s, 0)
-    selected_s = where(strategy.target_ahead, ahead_s, pass_s + host.layers * load_s)
+    ahead_s = pass_with_host_seconds(shape, strategy, host, pass_s, load_s, -found_s)
+    selected_s = where(strategy.target_ahead, ahead_s, pass_s + host.layers * (load_s + found_s))
     return where(reads_all(strategy), streamed_s, selected_s)
 
 

@@ -29,32 +29,34 @@ from ridgeplan.roofline.term_math import indicator, is_symbolic, maximum, minimu
 
 @dataclass(frozen=True)
 class Offloading:
-    """Memory with as many layers offloaded as needed, and these layers."""
+    """Memory with as many layers offloaded as needed, and these layers. host_bytes: what they take of the host."""
 
     memory: MemoryBreakdown
     host: HostLayers
+    host_bytes: Term
 
 
 def offload_layers(shape: ModelShape, device: Device, strategy: Strategy) -> Offloading:
     """Offloads just enough layers for the peak to fit (SpeContext, Eq 8), where the strategy allows any."""
     parts = resident_memory(shape, device, strategy)
     memory, layers = _offloaded(shape, device, strategy, parts)
-    token_bytes = _host_bytes_per_layer(shape, strategy, parts) / strategy.held_tokens
-    return Offloading(memory, HostLayers(layers, token_bytes))
+    layer_bytes = _host_bytes_per_layer(shape, strategy, parts)
+    return Offloading(memory, HostLayers(layers, layer_bytes / strategy.held_tokens), layers * layer_bytes)
 
 
 def _offloaded(
     shape: ModelShape, device: Device, strategy: Strategy, parts: MemoryBreakdown
 ) -> tuple[MemoryBreakdown, Term]:
-    """`parts` without the layers that must be offloaded, and the number of these."""
+    """`parts` without the layers that must be offloaded, and the number of these; none where that frees nothing."""
     kv_bytes, plane_bytes = _freed_kv_bytes(shape, device, strategy, parts), _value_plane_bytes(shape, strategy)
     staged_bytes = _staged_bytes(shape, strategy, parts)
     limit_bytes = minimum(device.memory_bytes, strategy.memory_limit_bytes)
     excess_bytes = maximum(parts.peak - limit_bytes, 0)
-    some = minimum(excess_bytes, 1)
-    wanted = _ceiling((excess_bytes + some * staged_bytes) / maximum(kv_bytes + plane_bytes, 1))
-    layers = strategy.offload * minimum(where(strategy.offload_all, shape.layers * some, wanted), shape.layers)
-    buffers = parts.buffers + strategy.offload * some * staged_bytes - layers * plane_bytes
+    freed_bytes = maximum(kv_bytes + plane_bytes, 0)
+    some = strategy.offload * minimum(excess_bytes, 1) * minimum(freed_bytes, 1)
+    wanted = _ceiling((excess_bytes + some * staged_bytes) / maximum(freed_bytes, 1))
+    layers = some * minimum(where(strategy.offload_all, shape.layers, wanted), shape.layers)
+    buffers = parts.buffers + some * staged_bytes - layers * plane_bytes
     return replace(parts, kv=parts.kv - layers * kv_bytes, buffers=buffers), layers
 
 

@@ -12,9 +12,10 @@ from ridgeplan.roofline.execution import GATHER_ROW_BYTES, PREFILL_CHUNK_TOKENS,
 from ridgeplan.roofline.host_link import NO_LAYERS, HostLayers, load_seconds, target_with_host_seconds
 from ridgeplan.roofline.latency import Machine, PassRates, RateTerms, StrategyRates, prefill_attention_kind
 from ridgeplan.roofline.passes import Op, PassTerms, decode_pass
+from ridgeplan.roofline.sparsity.sparse_ops import SCORE_BYTES, TOP_K_PASSES, two_bit_scan
 from ridgeplan.roofline.speculation import flush_capped, tokens_per_round
 from ridgeplan.roofline.strategy import Strategy
-from ridgeplan.roofline.term_math import indicator, maximum, minimum
+from ridgeplan.roofline.term_math import indicator, maximum, minimum, where
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,7 @@ def round_at(
     draft_scoring_s = _scoring_seconds(machine, key_bytes * strategy.draft_scored_keys) + _choice_seconds(
         machine, score_count * strategy.step_score_bytes, strategy.draft_choices
     )
-    target_scoring_s = _scoring_seconds(machine, key_bytes * strategy.target_scored_keys) + _choice_seconds(
-        machine, score_count * strategy.target_score_bytes, strategy.target_choices
-    )
+    target_scoring_s = _target_choice_seconds(shape, machine, strategy, tokens, key_bytes)
     chosen = minimum(strategy.draft_ratio * tokens, strategy.offload_budget)
     loaded_s = load_seconds(machine, shape, strategy, host, chosen, strategy.draft_run_tokens)
     draft_s = draft_s + strategy.draft_loads * host.layers * loaded_s
@@ -232,13 +231,28 @@ def _gather_seconds(
     return total
 
 
+def _target_choice_seconds(
+    shape: ModelShape, machine: Machine, strategy: Strategy, tokens: Term, key_bytes: Term
+) -> Term:
+    """Scores and choices of one query of the target: of `tokens` tokens, whose keys of a layer are `key_bytes`."""
+    heads = shape.q_heads, shape.kv_heads, shape.head_dim
+    scan = two_bit_scan(strategy.batch, *heads, tokens, strategy.kv_group)
+    streamed_s = _scoring_seconds(machine, key_bytes * strategy.target_scored_keys)
+    scanned_s = strategy.target_choices * machine.seconds(scan, machine.rates["two_bit_scan"])
+    score_bytes = strategy.batch * tokens * strategy.target_score_bytes
+    ranked = score_bytes / (SCORE_BYTES * (1 + TOP_K_PASSES))
+    counting_s = TOP_K_PASSES * ranked / (machine.compute_flops * machine.rates["top_k"].compute_utilization)
+    ranked_s = _choice_seconds(machine, score_bytes, strategy.target_choices, counting_s)
+    return where(strategy.target_two_bit, scanned_s, streamed_s) + ranked_s
+
+
 def _scoring_seconds(machine: Machine, read_bytes: Term) -> Term:
     """Traffic of a selection, which scans what it scores as attention streams; 0 where nothing is scored."""
     return read_bytes / (machine.bandwidth_bytes_per_s * machine.rates["attention"].bandwidth_utilization)
 
 
-def _choice_seconds(machine: Machine, score_bytes: Term, choices: Term) -> Term:
-    """`choices` launches of top-k, whose scores move `score_bytes` in all; 0 without any."""
+def _choice_seconds(machine: Machine, score_bytes: Term, choices: Term, counting_s: Term = 0) -> Term:
+    """`choices` launches of top-k, whose scores move `score_bytes` in all and take `counting_s`; 0 without any."""
     rates = machine.rates["top_k"]
     moved_s = score_bytes / (machine.bandwidth_bytes_per_s * rates.bandwidth_utilization)
-    return choices * minimum(score_bytes, 1) * rates.launch_s + moved_s
+    return choices * minimum(score_bytes, 1) * rates.launch_s + maximum(moved_s, counting_s)

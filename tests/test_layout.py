@@ -127,8 +127,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "runtime.kv.offload": (
         {
-            "kernels.kv_cache", "kernels.residency", "roofline.catalog", "roofline.execution", "runtime.arena",
-            "runtime.errors", "runtime.host_memory", "runtime.kv",
+            "kernels.kv_cache", "kernels.residency", "kernels.selection", "roofline.catalog", "roofline.execution",
+            "runtime.arena", "runtime.errors", "runtime.host_memory", "runtime.kv",
         },
         RUNTIME,
     ),
@@ -151,7 +151,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {
             "kernels.attention", "kernels.selection", "kernels.sparse_attention", "planner.axes",
             "roofline.execution", "runtime.drafting.policies.per_query", "runtime.errors", "runtime.kv",
-            "runtime.retrieval",
+            "runtime.kv.offload", "runtime.retrieval",
         },
         RUNTIME,
     ),
@@ -203,8 +203,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {
             "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.layer", "kernels.linear.dense",
             "kernels.linear.quantized", "kernels.sampling", "kernels.selection", "kernels.sparse_attention", "planner",
-            "roofline", "roofline.catalog", "roofline.sparsity", "runtime.kv", "runtime.kv.offload", "runtime.model",
-            "runtime.quantization",
+            "roofline", "roofline.catalog", "roofline.sparsity", "runtime.host_memory", "runtime.kv",
+            "runtime.kv.offload", "runtime.model", "runtime.quantization",
             "validate.machine", "validate.progress", "validate.random_decoder", "validate.random_rounds",
             "validate.segments", "validate.timing", "kernels.residency",
         },
@@ -213,18 +213,19 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "validate.kernel_bench": (
         {
             "kernels.attention", "kernels.device", "kernels.kv_cache", "kernels.layer", "kernels.linear.dense",
-            "kernels.linear.quantized", "kernels.sampling", "kernels.selection", "kernels.sparse_attention",
-            "planner.plan", "roofline", "runtime.kv", "validate.machine", "validate.progress",
-            "validate.random_decoder", "validate.timing",
+            "kernels.linear.quantized", "kernels.residency", "kernels.sampling", "kernels.selection",
+            "kernels.sparse_attention", "planner.plan", "roofline", "runtime.kv", "runtime.kv.offload",
+            "validate.machine", "validate.progress", "validate.random_decoder", "validate.timing",
         },
         VALIDATE,
     ),
     "validate.decode_bench": (
         {
             "planner", "planner.axes", "planner.export", "roofline", "roofline.catalog", "runtime",
-            "runtime.drafting", "runtime.model", "runtime.quantization", "validate.calibration",
-            "validate.comparison", "validate.machine", "validate.measure", "validate.progress", "validate.prompts",
-            "validate.random_rounds",
+            "runtime.drafting", "runtime.drafting.policies", "runtime.kv", "runtime.kv.offload", "runtime.model",
+            "runtime.quantization", "runtime.retrieval", "validate.calibration", "validate.comparison",
+            "validate.machine", "validate.measure", "validate.progress", "validate.prompts", "validate.random_rounds",
+            "validate.timing",
         },
         VALIDATE,
     ),
@@ -267,7 +268,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
             "kernels.kv_cache", "planner", "planner.acceptance", "planner.axes", "planner.interface",
             "planner.policies.selection", "planner.questions", "planner.search", "roofline", "roofline.catalog",
             "runtime", "runtime.drafting", "runtime.drafting.policies", "runtime.kv", "runtime.kv.offload",
-            "runtime.model", "runtime.quantization", "validate.calibration",
+            "runtime.model", "runtime.quantization", "runtime.retrieval", "validate.calibration",
         },
         VALIDATE,
     ),

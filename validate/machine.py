@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
 import re
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,15 @@ def cuda_hardware(bench: Bench, bandwidth_bytes_per_s: float, compute_flops: flo
             "int8_flops": "taken from compute_flops: integer products were not measured",
         },
     )
+
+
+def measured_here() -> dict[str, Any]:
+    """What files of results say of their origin: device, date, and versions."""
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_model(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "software": {name: metadata.version(name) for name in ("torch", "ridgeplan")},
+    }
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

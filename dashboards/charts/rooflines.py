@@ -111,7 +111,7 @@ def ridge_plane(plane: Plane, asked: tuple[int, int]) -> go.Figure:
     figure.update_scenes(
         xaxis=_axis("context", *token_ticks(plane.contexts, 5)), yaxis=_axis("batch", *token_ticks(plane.batches, 5)),
         zaxis=_axis("FLOP/byte", [2.0**one for one in heights], [f"{10.0**one:g}" for one in heights]),
-        camera={"eye": {"x": -1.5, "y": -1.6, "z": 0.9}},
+        camera={"eye": {"x": -1.75, "y": -1.85, "z": 1.05}, "center": {"x": 0, "y": 0, "z": -0.12}},
     )  # fmt: skip
     return without_walls(styled(figure, height=460, top=70, showlegend=False))
 

@@ -9,9 +9,11 @@ import plotly.graph_objects as go
 
 from ridgeplan.dashboards.charts.style import BLUE, GREEN, GREY, ORANGE, below, log_ticks, styled
 from ridgeplan.planner.curves.batches import BatchCurve, frontier
+from ridgeplan.planner.interface.short_names import briefly
 from ridgeplan.planner.quality import Quality, quality_of
 
 QUALITY_COLORS = {Quality.EXACT: GREEN, Quality.NEAR_LOSSLESS: BLUE, Quality.LOSSY: ORANGE}
+LABEL_ABOVE = -38  # pixels from a point to its name, clear of the other lines
 QUALITY_SYMBOLS = {Quality.EXACT: "circle", Quality.NEAR_LOSSLESS: "square", Quality.LOSSY: "diamond"}
 
 
@@ -52,10 +54,14 @@ def _add_frontier(figure: go.Figure, curves: Mapping[str, BatchCurve]) -> None:
     points = [(name, *pair) for name, one in curves.items() for pair in zip(one.per_user, one.per_gpu, strict=True)]
     if not points:
         return
-    names, x, y = zip(*points, strict=True)
-    best = frontier(np.array(x), np.array(y))
-    labels = [names[place] if at == 0 or names[best[at - 1]] != names[place] else "" for at, place in enumerate(best)]
-    line = {"x": [x[place] for place in best], "y": [y[place] for place in best], "hoverinfo": "skip"}
-    figure.add_scatter(name="best that runs and is allowed", mode="lines", opacity=0.5, **line,
+    names, per_user, per_gpu = zip(*points, strict=True)
+    best = frontier(np.array(per_user), np.array(per_gpu))
+    x, y = ([axis[place] for place in best] for axis in (per_user, per_gpu))
+    figure.add_scatter(name="best that runs and is allowed", mode="lines", opacity=0.5, x=x, y=y, hoverinfo="skip",
                        line={"color": GREY, "width": 7})  # fmt: skip
-    figure.add_scatter(mode="text", text=labels, textposition="bottom left", showlegend=False, **line)
+    middle = (x[0] * x[-1]) ** 0.5
+    for at, place in enumerate(best):
+        if at == 0 or names[best[at - 1]] != names[place]:
+            side = "left" if x[at] < middle else "right"  # away from the edge
+            figure.add_annotation(text=briefly(names[place]), x=np.log10(x[at]), y=np.log10(y[at]), xanchor=side,
+                                  ax=0, ay=LABEL_ABOVE, arrowwidth=1, arrowhead=0, arrowcolor=GREY)  # fmt: skip

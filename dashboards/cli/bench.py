@@ -32,7 +32,11 @@ from ridgeplan.validate.kernel_bench.sizes import KERNELS
 )
 @options(
     click.option(
-        "--only", type=click.Choice(KERNELS), multiple=True, help="A kernel; repeat for several.  [default: all]"
+        "--only",
+        type=click.Choice(KERNELS),
+        multiple=True,
+        metavar="KERNEL",
+        help=f"One of {', '.join(KERNELS)}; repeat for several.  [default: all]",
     ),
     click.option("--once", is_flag=True, help="Run each kernel once at a tiny size, untimed, for memory checkers."),
     click.option("--output", type=OutputFile(), help="Where to save the results as JSON."),

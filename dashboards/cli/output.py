@@ -44,27 +44,29 @@ def wrapped(line: str) -> str:
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Prints a titled table on stdout; the first and the last column hold words, the others figures.
 
-    Nothing is drawn between columns, so that most tables fit 80 of them; a last column without any word is left out.
-    """
+    which stand one or two characters apart, so that most"""
     from rich.markup import escape
     from rich.table import Table
 
     body = list(rows)
     shown = len(columns) if any(row[-1] for row in body) else len(columns) - 1
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    widths = [max(map(len, column)) for column in zip(columns[:shown], *(row[:shown] for row in body), strict=True)]
+    screen = console()
+    gap = 2 if sum(widths) + 2 * (shown - 1) <= screen.width else 1
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for index, column in enumerate(columns[:shown]):
         words = index in (0, len(columns) - 1)
         table.add_column(column, justify="left" if words else "right", overflow="fold", no_wrap=not words)
     for row in body:
         table.add_row(*map(escape, row[:shown]))
     click.echo(title)
-    console().print(table)
+    screen.print(table)
 
 
 def print_notes(notes: Iterable[str]) -> None:
     """Prints caveats, one to a line."""
     for note in notes:
-        click.echo(f"note: {note}")
+        click.echo(wrapped(f"note: {note}"))
 
 
 def console(*, stderr: bool = False) -> Console:

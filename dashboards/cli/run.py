@@ -57,6 +57,7 @@ STATISTICS = (
     prompt_file,
     click.option(
         "--max-new-tokens",
+        "--new-tokens",
         "--osl",
         "max_new_tokens",
         type=TOKENS,

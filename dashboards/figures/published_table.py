@@ -15,7 +15,7 @@ from ridgeplan.planner.published.case import Case
 from ridgeplan.planner.published.memory import fits
 from ridgeplan.planner.published.metrics import METRICS
 
-ROW_HEIGHT = 26  # pixels of a line of `dumbbells`
+ROW_HEIGHT = 30  # pixels of a line of `dumbbells`
 
 
 def table_rows(paper: str, table: str, metric: str, *, case: str = "", **changes: Any) -> list[Row]:
@@ -71,7 +71,7 @@ def number(value: float | str | None) -> float | None:
 
 def dumbbells(rows: Sequence[Row], title: str, x: str) -> go.Figure:
     """A line for each row: a ring where the paper has it, a dot where the model does, and what lies between them."""
-    names = [f"{row['case']}, {row['method']}" for row in rows]
+    names = [f"{row['case']},<br>{row['method']}" for row in rows]  # in two lines, for narrow screens
     figure = go.Figure()
     for name, row in zip(names, rows, strict=True):
         ends = [number(row[side]) for side in ("published", "predicted")]
@@ -85,7 +85,7 @@ def dumbbells(rows: Sequence[Row], title: str, x: str) -> go.Figure:
             marker={"symbol": symbol, "size": 10, "color": [colors[row["method"]] for row in rows]},
             hovertemplate=f"%{{y}}<br>{side} %{{x:.3g}}<extra></extra>",
         )  # fmt: skip
-    figure.update_yaxes(autorange="reversed", automargin=True)
+    figure.update_yaxes(autorange="reversed", automargin=True, tickfont_size=10)
     return styled(figure, title, x, height=160 + ROW_HEIGHT * len(rows))
 
 

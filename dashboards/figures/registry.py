@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ridgeplan.dashboards.figures import dapq, quantspec_intensity, quantspec_speed, specattn, specontext
+from ridgeplan.dashboards.figures import dapq, placement, quantspec_intensity, quantspec_speed, specattn, specontext
 from ridgeplan.dashboards.figures.paper_figure import FigureError, PaperFigure
 from ridgeplan.planner.published import PAPERS
 from ridgeplan.roofline.catalog.mistakes import brief
@@ -13,6 +13,7 @@ PAPER_FIGURES: tuple[PaperFigure, ...] = (
     *quantspec_intensity.FIGURES,
     *quantspec_speed.FIGURES,
     *specontext.FIGURES,
+    *placement.FIGURES,
     *specattn.FIGURES,
     *dapq.FIGURES,
 )

@@ -8,6 +8,7 @@ import streamlit as st
 
 from ridgeplan.dashboards import charts
 from ridgeplan.dashboards.charts.memory import staircase_text
+from ridgeplan.dashboards.page.fixes import show_fixes
 from ridgeplan.dashboards.page.inputs import PageQuestion
 from ridgeplan.dashboards.page.text import escaped
 from ridgeplan.planner import Prediction, Recommendation
@@ -41,6 +42,8 @@ def show_head(answer: Answer) -> None:
     found = answer.recommendation
     st.markdown(f"### {escaped(verdict(found))}")
     st.caption(escaped(f"{subject(found)} {best_of_all(found)}"), help=SOURCES_HELP)
+    if found.on_device:
+        show_fixes(found.on_device, "What would fit the GPU alone")
     _show_tiles(found)
     for note in found.notes:
         st.warning(escaped(note))
@@ -52,9 +55,14 @@ def show_head(answer: Answer) -> None:
 
 
 def verdict(found: Recommendation) -> str:
-    """One sentence: which plan, how fast, how much faster than plain decoding, and how sure that is."""
+    """One sentence: which plan, how fast, how much faster than plain decoding, and how sure that is.
+
+    Of a plan that does not fit the GPU alone or is slow, that first.
+    """
     predicted = found.predicted
     each = f"{time_text(predicted.best.tpot_ms)} per token"
+    if found.warning:
+        return f"{found.warning}. Possible: {found.name}, {each}."
     if not predicted.beats_plain:
         return f"Plain decoding is best here ({found.name}): {each}, and nothing that runs is surely faster."
     chance = f"faster with {probability(predicted.beats_plain)} probability"
@@ -93,9 +101,15 @@ def tiles(found: Recommendation) -> list[tuple[str, str, str]]:
         ("Time per token", time_text(best.tpot_ms), f"{time_text(low.tpot_ms)} to {time_text(high.tpot_ms)}"),
         ("First token", time_text(best.ttft_ms), f"{time_text(low.ttft_ms)} to {time_text(high.ttft_ms)}"),
         ("Tokens/s", f"{best.tokens_per_s:,.0f}", f"{whose}; {low.tokens_per_s:,.0f} to {high.tokens_per_s:,.0f}"),
-        ("Speed-up", f"{found.predicted.speedup:.2f}x", f"plain decoding {time_text(found.baseline.best.tpot_ms)}"),
+        _gain_tile(found),
         ("Peak memory", size_text(best.peak_memory_bytes), f"of {size_text(limit)} that may be used"),
     ]
+
+
+def _gain_tile(found: Recommendation) -> tuple[str, str, str]:
+    if not found.baseline_fits:
+        return "Speed-up", "none", "as plain decoding does not fit"
+    return "Speed-up", f"{found.predicted.speedup:.2f}x", f"plain decoding {time_text(found.baseline.best.tpot_ms)}"
 
 
 def _show_tiles(found: Recommendation) -> None:

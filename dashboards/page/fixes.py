@@ -11,12 +11,12 @@ from ridgeplan.dashboards.page.inputs import PageQuestion, change
 from ridgeplan.dashboards.page.text import escaped
 from ridgeplan.dashboards.user_errors import about_input
 from ridgeplan.planner import NothingFits
+from ridgeplan.planner.recommendation import Fix
 from ridgeplan.planner.resolution import longest_context
-from ridgeplan.planner.search.nothing_fits import Fix
 from ridgeplan.roofline.catalog.models import load_shape
 
 LABELS = {"context": "Context {}", "batch": "Batch {}", "gpu": "Use {}", "quality": "Allow {}", "yarn": "Use YaRN",
-          "memory_limit": "No memory limit"}  # fmt: skip
+          "memory_limit": "No memory limit", "host_memory": "Host with {}"}  # fmt: skip
 
 
 @contextmanager
@@ -38,9 +38,9 @@ def _show_problem(error: ValueError, page: PageQuestion | None) -> None:
         show_fixes(fixes)
 
 
-def show_fixes(fixes: Sequence[Fix]) -> None:
+def show_fixes(fixes: Sequence[Fix], title: str = "What would work") -> None:
     """A card for each fix, the first of them emphasized."""
-    st.markdown("#### What would work")
+    st.markdown(f"#### {title}")
     with st.container(horizontal=True, key="fixes"):
         for place, fix in enumerate(fixes):
             with st.container(border=True, width=250, height="stretch"):

@@ -11,8 +11,8 @@ import streamlit as st
 
 from ridgeplan import planner
 from ridgeplan.planner import PlanError, Recommendation
-from ridgeplan.planner.capacity import MEMORY_UTILIZATION
-from ridgeplan.planner.interface.quantities import count, size_bytes, tokens, tokens_text
+from ridgeplan.planner.capacity import HOST_MEMORY_BYTES, MEMORY_UTILIZATION
+from ridgeplan.planner.interface.quantities import count, size_bytes, size_text, tokens, tokens_text
 from ridgeplan.planner.plan import MAX_BATCH
 from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.search import Objective
@@ -30,6 +30,8 @@ GPU_HELP = (
     "`ridgeplan calibrate`."
 )
 QUALITY_HELP = "What answers may give up: nothing; INT8 KV; or more, with the expected loss."
+HOST_HELP = "For layers that do not fit the GPU. Empty: this much, or with `auto` 90% of this machine's."
+SIZES = ("memory_limit", "host_memory")  # inputs in bytes
 CONTEXT_STEPS = tuple(sorted(step << power for power in range(10, 21) for step in (2, 3) if step << power <= 1 << 20))
 BATCH_STEPS = tuple(1 << power for power in range(9))
 NEW_TOKEN_STEPS = tuple(1 << power for power in range(6, 15))
@@ -48,6 +50,7 @@ class PageQuestion:
     objective: str = str(Objective.LATENCY)
     memory_utilization: float = MEMORY_UTILIZATION
     memory_limit: float | None = None  # bytes
+    host_memory: float | None = None  # bytes
     yarn: bool = False
     backend: str = str(Backend.RIDGEPLAN)
 
@@ -80,7 +83,9 @@ class PageQuestion:
 
 
 def _option_text(name: str, value: Any) -> str:
-    return f"{value / 1e9:g}GB" if name == "memory_limit" else f"{value:g}" if isinstance(value, float) else str(value)
+    if name in SIZES:
+        return f"{value / 1e9:g}GB"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def ask_question() -> PageQuestion:
@@ -102,12 +107,19 @@ def ask_question() -> PageQuestion:
         share = st.slider("Share of the memory that may be used", 0.1, 1.0, MEMORY_UTILIZATION, 0.05,
                           key="memory_utilization", bind=IN_URL)  # fmt: skip
         limit = st.text_input("Memory limit", key="memory_limit", bind=IN_URL, placeholder="none, or such as 24GB")
+        of_host = st.text_input("Host memory", key="host_memory", bind=IN_URL, help=HOST_HELP,
+                                placeholder=size_text(HOST_MEMORY_BYTES))  # fmt: skip
         yarn = st.toggle("YaRN beyond the model's limit", key="yarn", bind=IN_URL)
     return PageQuestion(
         model=(model or "").strip(), gpu=(gpu or "").strip(), context=tokens(context), batch=count(batch),
         new_tokens=tokens(new_tokens), quality=quality, objective=objective, memory_utilization=share,
-        memory_limit=size_bytes(limit) if limit.strip() else None, yarn=yarn, backend=backend,
+        memory_limit=_size(limit), host_memory=_size(of_host), yarn=yarn, backend=backend,
     )  # fmt: skip
+
+
+def _size(text: str) -> float | None:
+    """Bytes; None for an empty text."""
+    return size_bytes(text) if text.strip() else None
 
 
 def quantity(label: str, key: str, default: str, steps: Sequence[int], parse: Callable[[str], int]) -> str:

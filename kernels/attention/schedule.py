@@ -68,8 +68,9 @@ class AttentionVariant:
         return stages * self.stage_bytes + self.rows * (2 * self.head_dim + 2 * GROUP)
 
     def static_bytes(self, stages: int) -> int:
-        """At most the static shared memory: mbarriers, where a row's tokens lie, what warps share about query rows."""
-        return 8 * stages + 256 + 64 * self.rows
+        """At most the static shared memory: mbarriers, where a row's tokens lie, what warps share about query rows, and
+        scores of a tile."""
+        return 8 * stages + 256 + 64 * self.rows + (4 * GROUP if self.scores else 0)
 
     def options(self, stages: int, kernel: str, merge_parts: int = MERGE_GROUPS) -> list[str]:
         """Compile-time configuration (csrc/config.cuh) of one of the kernels, "attend" or "merge"."""

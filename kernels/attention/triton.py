@@ -17,7 +17,7 @@ from torch import Tensor
 from ridgeplan.kernels.attention.cost import attention_metadata
 from ridgeplan.kernels.attention.merge import merge
 from ridgeplan.kernels.attention.scores import ScoreRequest
-from ridgeplan.kernels.attention.triton_blocks import LN_2, full_block, quantized_block, sum_rows
+from ridgeplan.kernels.attention.triton_blocks import LN_2, full_block, load_earlier_lse, quantized_block, store_sums
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.roofline.execution import choose_splits
 
@@ -58,10 +58,9 @@ DO_NOT_SPECIALIZE = ["scale", "capacity", "group_capacity", "splits", "width"]
 
 @triton.jit(launch_metadata=attention_metadata, do_not_specialize=DO_NOT_SPECIALIZE)
 def _attention_kernel(
-    q, keys, values, begin, end, groups, partial, lse, scores, score_lse,
-    scale, capacity, group_capacity, splits, width,
+    q, keys, values, begin, end, groups, partial, lse, scale, capacity, group_capacity, splits,
     q_batch_stride, q_query_stride, q_head_stride, key_batch_stride, key_head_stride, key_stride,
-    value_batch_stride, value_head_stride, value_stride,
+    value_batch_stride, value_head_stride, value_stride, scores, score_lse, width,
     key_upper, key_lower, key_scale, key_min, value_upper, value_lower, value_scale, value_min,
     QUERIES: tl.constexpr, RATIO: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SUMMED: tl.constexpr, STEP: tl.constexpr,
@@ -74,24 +73,17 @@ def _attention_kernel(
     valid = rows < RATIO * QUERIES
     result = ((batch * QUERIES + query) * (KV_HEADS * RATIO) + head) * splits + split
 
-    first = tl.load(begin + batch)
-    own = tl.load(end + batch)
+    first, own = tl.load(begin + batch), tl.load(end + batch)
     last = tl.minimum(own + QUERIES - 1, capacity)
-    visible = 0
-    if BITS > 0:
-        visible = tl.minimum(tl.load(groups + batch), group_capacity)
+    visible = tl.minimum(tl.load(groups + batch), group_capacity) if BITS > 0 else 0
     start, stop = _split_range(visible + tl.cdiv(tl.maximum(last - first, 0), BLOCK), split, splits)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     if start >= stop:
         tl.store(lse + result, row_max, mask=valid)
         return
 
-    if SUMMED is not None:
-        counts = valid & ((QUERIES - 1 - query) % STEP == 0)
-        earlier_lse = tl.zeros([ROWS], tl.float32)
-        if SUMMED == "probabilities":
-            earlier_lse = tl.load(score_lse + batch * KV_HEADS * RATIO + head, mask=valid, other=0.0) / LN_2
-        scores += flat * width
+    counts = valid & ((QUERIES - 1 - query) % STEP == 0)
+    earlier = load_earlier_lse(score_lse, batch * KV_HEADS * RATIO + head, valid, SUMMED)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     q += batch * q_batch_stride
@@ -106,10 +98,9 @@ def _attention_kernel(
                 key_upper, key_lower, key_scale, key_min, value_upper, value_lower, value_scale, value_min,
                 GROUP, HEAD_DIM, BITS, q.dtype.element_ty,
             )  # fmt: skip
-            if SUMMED is not None:
-                to = scores + group * GROUP + tl.arange(0, GROUP // 2)
-                tl.store(to, sum_rows(scores0, counts, earlier_lse, SUMMED == "probabilities"))
-                tl.store(to + GROUP // 2, sum_rows(scores1, counts, earlier_lse, SUMMED == "probabilities"))
+            tokens = flat * width + group * GROUP + tl.arange(0, GROUP // 2)
+            store_sums(scores, tokens, tokens >= 0, scores0, counts, earlier, SUMMED)
+            store_sums(scores, tokens + GROUP // 2, tokens >= 0, scores1, counts, earlier, SUMMED)
     q_tile = tl.load(q + row[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=valid[:, None], other=0.0)
     keys += batch * key_batch_stride + kv_head * key_head_stride
     values += batch * value_batch_stride + kv_head * value_head_stride
@@ -119,9 +110,8 @@ def _attention_kernel(
             row_max, row_sum, acc, q_tile, own + query, slots, last, scale, keys, values, key_stride, value_stride,
             HEAD_DIM,
         )  # fmt: skip
-        if SUMMED is not None and BITS == 0:
-            total = sum_rows(logits, counts, earlier_lse, SUMMED == "probabilities")
-            tl.store(scores + slots, total, mask=slots < tl.minimum(own, capacity))
+        if BITS == 0:
+            store_sums(scores, flat * width + slots, slots < tl.minimum(own, capacity), logits, counts, earlier, SUMMED)
 
     divisor = tl.where(row_sum > 0, row_sum, 1.0)
     tl.store(lse + result, (row_max + tl.log2(divisor)) * LN_2, mask=valid)
@@ -161,14 +151,11 @@ def decode_attention_triton(
     config = CONFIGS.get((head_dim, bits), DEFAULT_CONFIG) if q.element_size() == 2 else DEFAULT_CONFIG
     group_capacity = codes.groups if codes is not None else 0
     splits = splits or int(choose_splits(batch, kv_heads, group_capacity * group + capacity, _num_sms(q.device)))
-    rows = max(16, triton.next_power_of_2(queries * (q_heads // kv_heads)))
-    if scores is None:  # which one program sums over all rows
-        rows = min(MAX_ROWS, rows)
+    rows = _tile_rows(queries * (q_heads // kv_heads), scores is not None)
     partial = torch.empty(batch, queries, q_heads, splits, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
     planes = vars(codes) if codes is not None else {field.name: None for field in fields(QuantizedKV)}
-    grid = (batch * kv_heads, splits, triton.cdiv(queries * (q_heads // kv_heads), rows))
-    _attention_kernel[grid](
+    _attention_kernel[batch * kv_heads, splits, triton.cdiv(queries * (q_heads // kv_heads), rows)](
         q,
         keys,
         values,
@@ -177,13 +164,10 @@ def decode_attention_triton(
         groups.contiguous() if groups is not None else None,
         partial,
         lse,
-        scores.out if scores is not None else None,
-        scores.lse if scores is not None else None,
         scale * LOG2_E,
         capacity,
         group_capacity,
         splits,
-        scores.out.shape[2] if scores is not None else 0,
         *(stride for tensor in (q, keys, values) for stride in tensor.stride()[:3]),
         **planes,
         QUERIES=queries,
@@ -194,14 +178,27 @@ def decode_attention_triton(
         BITS=bits,
         ROWS=rows,
         BLOCK=config.block,
-        SUMMED=scores.what if scores is not None else None,
-        STEP=scores.step(queries) if scores is not None else 1,
+        **_score_arguments(scores, queries),
         num_warps=config.warps * (2 if rows >= 64 else 1),
         num_stages=config.stages,
     )
     if scores is not None:
         scores.keep_lse(lse[:, -1].logsumexp(-1))
     return merge(partial, lse, q.dtype, backend="triton")
+
+
+def _tile_rows(rows: int, scored: bool) -> int:
+    """Query rows per tile, of `rows` in all; one tile where a program sums over them for scores."""
+    padded = max(16, triton.next_power_of_2(rows))
+    return padded if scored else min(MAX_ROWS, padded)
+
+
+def _score_arguments(request: ScoreRequest | None, queries: int) -> dict[str, object]:
+    """What the kernel is told of the scores that it leaves, by the names of its arguments."""
+    if request is None:
+        return {"scores": None, "score_lse": None, "width": 0, "SUMMED": None, "STEP": 1}
+    told = {"scores": request.out, "score_lse": request.lse, "width": request.out.shape[2]}
+    return {**told, "SUMMED": request.what, "STEP": request.step(queries)}
 
 
 def _check_tiles(head_dim: int, group: int, *tensors: Tensor) -> None:

@@ -123,8 +123,18 @@ def full_block(
 
 
 @triton.jit
-def sum_rows(scores, counts, lse, PROBABILITIES: tl.constexpr):
-    """What rows that count give each token (`ScoreRequest`): base-2 `scores` [rows, tokens] as logits, or exp2 of these
-    less `lse` [rows]."""
-    part = tl.exp2(scores - lse[:, None]) if PROBABILITIES else scores * LN_2
-    return tl.sum(tl.where(counts[:, None], part, 0.0), 0)
+def load_earlier_lse(lse, at, valid, SUMMED: tl.constexpr):
+    """Base-2 log-sum-exps to which the rows' probabilities refer (`ScoreRequest.lse`); else zeros, which none uses."""
+    found = tl.zeros(at.shape, tl.float32)
+    if SUMMED == "probabilities":
+        found = tl.load(lse + at, mask=valid, other=0.0) / LN_2
+    return found
+
+
+@triton.jit
+def store_sums(to, tokens, mask, scores, counts, lse, SUMMED: tl.constexpr):
+    """Stores what the rows that count give each token (`ScoreRequest`): sums of base-2 `scores` [rows, tokens] as
+    logits, or of exp2 of these less `lse` [rows]. Nothing where SUMMED is None."""
+    if SUMMED is not None:
+        part = tl.exp2(scores - lse[:, None]) if SUMMED == "probabilities" else scores * LN_2
+        tl.store(to + tokens, tl.sum(tl.where(counts[:, None], part, 0.0), 0), mask=mask)

@@ -97,9 +97,9 @@ def parts_of(rows: int, num_sms: int, least: int = 1) -> int:
 class SparseKernel:
     """A kernel compiled for a variant on one device.
 
-    shared_bytes: dynamic shared memory of a CTA, whatever it reads. group_bytes: more for each of its groups, of which it
-    may have most_groups (None: any number). arrivals: int32 [MAX_ROWS], which calls leave at zero. Calls on one device
-    must not overlap (on several streams, for example): they share them.
+    shared_bytes: dynamic shared memory of a CTA, whatever it reads. group_bytes: more for each of its groups, of which
+    it may have most_groups (None: any number). arrivals: int32 [MAX_ROWS], which calls leave at zero. Calls on one
+    device must not overlap (on several streams, for example): they share them.
     """
 
     compiled: Any

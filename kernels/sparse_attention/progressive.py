@@ -40,9 +40,9 @@ def progressive_attention(
 
     On Hopper, where it supports the shapes, backend "auto" is one fused kernel, whose choice is stratified: the row's
     groups are dealt in turn to `parts` CTAs (group g to part g % parts), and each chooses its share of k among its own
-    groups, shares adding up to k. Scores are compared in steps of 1/8 of a power of two; of those that tie with a part's
-    last one, tokens of its first groups are chosen. The other kernels choose the k best of all. Calls of the fused
-    kernel on one device must not overlap.
+    groups, shares adding up to k. Scores are compared in steps of 1/8 of a power of two; of those that tie with a
+    part's last one, tokens of its first groups are chosen. The other kernels choose the k best of all. Calls of the
+    fused kernel on one device must not overlap.
 
     Raises ValueError as `two_bit_scores` and `sparse_decode_attention` do, and for k that is not int32 [B].
     """

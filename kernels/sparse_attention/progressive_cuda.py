@@ -20,6 +20,7 @@ SOURCE, ENTRY = "sparse_attention/csrc/progressive.cu", "progressive"
 STAGES = 2  # groups of a warp that are being scanned or copied
 GROUP_BYTES = 2 * GROUP  # bins of a group's scores
 MOST_GROUPS = 512  # of a CTA
+RESERVED_BYTES = 1024  # shared memory of an SM that the driver keeps
 STATIC_BYTES = 15 * 1024  # shared memory of a CTA beside its warps' buffers and the bins, at most
 
 
@@ -38,7 +39,10 @@ def find_kernel(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV) -> 
     variant = supported_variant(q, keys, values, codes)
     if variant is None:
         return None
-    groups = most_groups(variant, torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin)
+    sm_bytes = torch.cuda.get_device_properties(q.device).shared_memory_per_multiprocessor
+    groups = most_groups(variant, sm_bytes - RESERVED_BYTES)
+    if groups < 1:
+        return None
     return compiled_kernel(SOURCE, ENTRY, variant, q.device, buffer_bytes(variant), GROUP_BYTES, groups)
 
 

@@ -35,7 +35,10 @@ def served(request: Request) -> tuple[Served, tuple[Carried, ...]]:
     placed = replace(plain, offload_gib=plain.missing_gib)
     _require_fits(placed)
     drafts, told = _drafts(placed)
-    axes = (_weights(placed), _cache(placed), *_evicted(request), *_placement(placed), *_selection(request), *told)
+    axes = (
+        *_length(request), _weights(placed), _cache(placed), *_evicted(request), *_placement(placed),
+        *_selection(request), *told,
+    )  # fmt: skip
     return replace(placed, drafts=drafts), axes
 
 
@@ -54,6 +57,15 @@ def _quantization(request: Request) -> str:
 def is_quantized(shape: ModelShape) -> bool:
     """Whether the checkpoint has a quantization of its own, beside which engines refuse another."""
     return shape.weight_bits.format not in UNQUANTIZED
+
+
+def _length(request: Request) -> Iterator[Carried]:
+    """Where a generation would end beyond the model's limit."""
+    workload, most = request.plan.workload, request.max_model_len
+    if workload.final_context > most:
+        plan = f"{workload.context} tokens of context and {workload.new_tokens} new ones"
+        stops = f"{most} together, the model's limit; --yarn of `ridgeplan plan` stretches it"
+        yield Carried("length", plan, stops, False)
 
 
 def _weights(placed: Served) -> Carried:

@@ -53,8 +53,9 @@ class Request:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a sequence when generation ends."""
-        return self.plan.workload.final_context
+        """Tokens of a sequence when generation ends, or the model's limit, beyond which engines refuse to start."""
+        workload = self.plan.workload
+        return min(workload.final_context, int(workload.yarn_factor * self.shape.max_context))
 
     @cached_property
     def speed(self) -> EngineProfile:

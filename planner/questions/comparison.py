@@ -133,9 +133,8 @@ def _compared(plan: Plan, asked: Question) -> ComparedPlan:
     baseline, predicted = predict_all(
         [autoregressive(plan.workload), plan], question.shape, question.profile, question.machine
     )
-    fits = predicted.best.peak_memory_bytes <= question.memory_limit_bytes
-    short = "" if fits else "does not fit"
-    note = short or question.unwanted(plan) or question.unsupported(plan) or ""
+    misfit = question.misfit(predicted.best.peak_memory_bytes, predicted.host_bytes) or ""
+    note = misfit.partition(":")[0] or question.unwanted(plan) or question.unsupported(plan) or ""
     caveats = tuple(question.notes())
     return ComparedPlan(
         plan, preset_name(plan), predicted.against(baseline), question.memory_limit_bytes, note, caveats

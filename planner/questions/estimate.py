@@ -47,8 +47,8 @@ class PlanEstimate(Table):
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peak is within what may be used."""
-        return self.predicted.best.peak_memory_bytes <= self.question.memory_limit_bytes
+        """Whether the predicted peak is within what may be used, and so is what lies on the host."""
+        return self.question.misfit(self.predicted.best.peak_memory_bytes, self.predicted.host_bytes) is None
 
     @property
     def losses(self) -> list[str]:

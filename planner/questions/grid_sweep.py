@@ -11,6 +11,7 @@ from ridgeplan.planner.display.marks import Lines
 from ridgeplan.planner.display.table import Table
 from ridgeplan.planner.interface.quantities import count, time_text, tokens, values
 from ridgeplan.planner.plan import require
+from ridgeplan.planner.resolution import longest_context
 from ridgeplan.planner.search.plan_map import PlanMap, plan_map
 from ridgeplan.planner.search.question import Question, ask
 
@@ -22,29 +23,55 @@ AXES = (*SIZES, *TURNS)
 MOST_POINTS = 100_000
 
 
+# Of a row without an answer.
+UNANSWERED: Mapping[str, Any] = {
+    "plan": "", "gamma": None, "ratio": None, "fits": False, "tpot_ms": None, "ttft_ms": None, "tokens_per_s": None,
+    "peak_memory_bytes": None, "speedup": None, "plain_fits": False,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class SweepPoint:
-    """One point: what was asked in turn, with the map of all its contexts and batches."""
+    """One point: what was asked in turn, with the map of all its contexts and batches.
+
+    found: of the contexts up to `longest`, beyond which the model cannot go; None where all are longer.
+    """
 
     asked: Mapping[str, Any]
     question: Question
-    found: PlanMap
+    contexts: tuple[int, ...]
+    batches: tuple[int, ...]
+    longest: int
+    found: PlanMap | None
+
+    @property
+    def beyond(self) -> str:
+        """Why the longer contexts have no answer; "" where there are none."""
+        stretch = "" if self.question.yarn else "; --yarn stretches it"
+        return f"beyond the model's limit of {self.longest}{stretch}" if max(self.contexts) > self.longest else ""
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """A flat row per context and batch."""
-        one, names = self.found, self.found.names
-        for row, context in enumerate(one.contexts):
-            for column, batch in enumerate(one.batches):
-                at = row, column
-                tpot_s = float(one.tpot_s[at])
+        places = {} if self.found is None else {context: row for row, context in enumerate(self.found.contexts)}
+        for context in self.contexts:
+            for column, batch in enumerate(self.batches):
                 yield {
                     **self.asked, "model": self.question.shape.name, "gpu": self.question.profile.hardware.name,
-                    "context": context, "batch": batch, "plan": names[at], "gamma": int(one.gamma[at]),
-                    "ratio": float(one.ratio[at]), "fits": bool(one.fits[at]), "tpot_ms": 1e3 * tpot_s,
-                    "ttft_ms": 1e3 * float(one.ttft_s[at]), "tokens_per_s": batch / tpot_s,
-                    "peak_memory_bytes": float(one.peak_bytes[at]),
-                    "speedup": float(one.plain_tpot_s[at]) / tpot_s, "plain_fits": bool(one.plain_fits[at]),
+                    "context": context, "batch": batch, **self._figures(places.get(context), column),
                 }  # fmt: skip
+
+    def _figures(self, row: int | None, column: int) -> dict[str, Any]:
+        one, batch = self.found, self.batches[column]
+        if one is None or row is None:
+            return {**UNANSWERED, "why_not": self.beyond}
+        at = row, column
+        tpot_s, fits = float(one.tpot_s[at]), bool(one.fits[at])
+        return {
+            "plan": one.names[at], "gamma": int(one.gamma[at]), "ratio": float(one.ratio[at]), "fits": fits,
+            "tpot_ms": 1e3 * tpot_s, "ttft_ms": 1e3 * float(one.ttft_s[at]), "tokens_per_s": batch / tpot_s,
+            "peak_memory_bytes": float(one.peak_bytes[at]), "speedup": float(one.plain_tpot_s[at]) / tpot_s,
+            "plain_fits": bool(one.plain_fits[at]), "why_not": "" if fits else "does not fit",
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,8 +91,9 @@ class GridSweep(Table):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Caveats of the models and machines that were asked for."""
-        return tuple(dict.fromkeys(note for point in self.points for note in point.question.notes()))
+        """Caveats of the models and machines that were asked for, and of contexts that have no answer."""
+        found = (note for point in self.points for note in (*point.question.notes(), *_unanswered(point)))
+        return tuple(dict.fromkeys(found))
 
     def table(self) -> list[dict[str, Any]]:
         """A flat row per question, for CSV and data frames."""
@@ -87,9 +115,9 @@ def grid_sweep(
 ) -> GridSweep:
     """The fastest plan that runs at every point; `over` names axes of `AXES` with their values.
 
-    What does not vary is as given. `options` are those of `recommend`, and `preset`. Where `recommend` prefers a plan
-    that is more exact or simpler and as fast within the noise, this still names the fastest. Raises PlanError, and as
-    `recommend` does.
+    What does not vary is as given. Contexts beyond a model's limit have rows that say so, and no figures. `options`
+    are those of `recommend`, and `preset`. Where `recommend` prefers a plan that is more exact or simpler and as
+    fast within the noise, this still names the fastest. Raises PlanError, and as `recommend` does.
     """
     unknown = [name for name in over if name not in AXES]
     require(not unknown, f"unknown axis {', '.join(unknown)}; allowed: {', '.join(AXES)}")
@@ -98,9 +126,14 @@ def grid_sweep(
     points = list(product(*turns.values()))
     asked = len(points) * len(sizes["ctx"]) * len(sizes["batch"])
     require(asked <= MOST_POINTS, f"the grid has {asked} points; allowed: up to {MOST_POINTS}")
-    return GridSweep(
-        tuple(_point(dict(zip(turns, point, strict=True)), sizes, model, gpu, options) for point in points)
-    )
+    found = tuple(_point(dict(zip(turns, point, strict=True)), sizes, model, gpu, options) for point in points)
+    require(any(point.found for point in found), f"every context is {found[0].beyond}")
+    return GridSweep(found)
+
+
+def _unanswered(point: SweepPoint) -> Iterator[str]:
+    if point.beyond:
+        yield f"{point.question.shape.name}: some contexts are {point.beyond}"
 
 
 def parse_axes(text: str) -> dict[str, tuple[Any, ...]]:
@@ -136,4 +169,8 @@ def _point(
     preset = asked.pop("preset", None)
     question = ask(asked.pop("model"), asked.pop("gpu"), 1, **asked)
     shown = {name: value for name, value in turn.items() if name in SHOWN_TURNS}
-    return SweepPoint(shown, question, plan_map(question, sizes["ctx"], sizes["batch"], preset))
+    contexts, batches = tuple(sizes["ctx"]), tuple(sizes["batch"])
+    longest = longest_context(question.shape, question.workload.new_tokens, yarn=question.yarn)
+    within = [context for context in contexts if context <= longest]
+    found = plan_map(question, within, batches, preset) if within else None
+    return SweepPoint(shown, question, contexts, batches, longest, found)

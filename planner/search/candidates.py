@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ridgeplan.planner.acceptance import AcceptanceModel
-from ridgeplan.planner.interface.quantities import size_text
 from ridgeplan.planner.lowering import rates_of, reshaped, stack, strategy_of
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.policies.pricing import unpriced
@@ -25,13 +24,14 @@ from ridgeplan.roofline.placement import resident_memory
 
 @dataclass(frozen=True)
 class Candidate:
-    """The best plan of a family: its objective (lower is better) and its peak memory."""
+    """The best plan of a family: its objective (lower is better), its peak memory, and what it takes of the host."""
 
     name: str
     plan: Plan
     score: float
     tpot_s: float
     peak_bytes: float
+    host_bytes: float
 
     def rejection(self, question: Question) -> str | None:
         """Why this plan cannot be recommended, however fast; None if it can."""
@@ -39,9 +39,7 @@ class Candidate:
 
     def exclusion(self, question: Question) -> str | None:
         """Why this plan is no answer, on whatever runtime; None if it is one."""
-        if self.peak_bytes > question.memory_limit_bytes:
-            return f"does not fit: needs {size_text(self.peak_bytes)} of {size_text(question.memory_limit_bytes)}"
-        return question.unwanted(self.plan)
+        return question.misfit(self.peak_bytes, self.host_bytes) or question.unwanted(self.plan)
 
     def unsupported(self, question: Question) -> str | None:
         """What the backend lacks to execute this plan, or the profile to price it; None if nothing."""
@@ -124,17 +122,20 @@ def _best_of_each(
 
     Plans of the joint space that may offload but need not are skipped, as they are listed without offloading too.
     """
-    figures = _score(estimate, question), estimate.tpot_s, estimate.memory.peak, estimate.offloaded_layers
-    score, tpot, peak, offloaded = (
+    figures = (
+        _score(estimate, question), estimate.tpot_s, estimate.memory.peak, estimate.host_bytes,
+        estimate.offloaded_layers,
+    )  # fmt: skip
+    score, tpot, peak, host, offloaded = (
         np.broadcast_to(np.asarray(one, dtype=float), grid.shape).reshape(len(searched), -1) for one in figures
     )
-    fits = np.asarray(peak <= question.memory_limit_bytes)
+    fits = question.fitting(peak, host)
     ranked = np.where(fits.any(axis=1, keepdims=True), np.where(fits, score, math.inf), peak)
     for index, (family, best) in enumerate(zip(searched, ranked.argmin(axis=1), strict=True)):
         if family.template.placement.offload and family.name not in PRESETS and not offloaded[index, best]:
             continue
         plan = within_limit(grid.plan(family, index, int(best)), question.memory_limit_bytes)
-        yield Candidate(family.name, plan, *(float(one[index, best]) for one in (score, tpot, peak)))
+        yield Candidate(family.name, plan, *(float(one[index, best]) for one in (score, tpot, peak, host)))
 
 
 def within_limit(plan: Plan, limit_bytes: float) -> Plan:

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from ridgeplan.planner.capacity import Capacity, described_contexts, usable_bytes
-from ridgeplan.planner.interface.quantities import size_text
+from ridgeplan.planner.interface.quantities import GB, size_text
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.presets import preset_name
 from ridgeplan.planner.quality import Quality
+from ridgeplan.planner.recommendation import Fix
 from ridgeplan.planner.search.candidates import Candidate, search
 from ridgeplan.planner.search.question import Question
 from ridgeplan.planner.search.runnable import context_limits, runnable_families, smallest_plans
 from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
-
-
-@dataclass(frozen=True)
-class Fix:
-    """A question near the asked one that has an answer: arguments of `recommend` with other values, and in words."""
-
-    changes: Mapping[str, int | str | None]
-    text: str
 
 
 class NothingFits(ValueError):
@@ -49,11 +43,16 @@ def why_nothing_fits(question: Question, memory_utilization: float) -> NothingFi
         f"nothing fits: {workload.model} at context {workload.context}, batch {workload.batch} needs at least "
         f"{size_text(peaks[least])} ({preset_name(plans[least])}) of {size_text(limit)} on {workload.hardware}"
     )
-    fixes = list(_fixes(question, plans, memory_utilization))
+    fixes = [*_fixes(question, plans, memory_utilization), *_more_of_the_host(question)]
     options = [one.text for one in fixes]
     if not any("gpu" in one.changes for one in fixes):
         options.append("no GPU of the catalog")
     return NothingFits(f"{needs}; allowed: {', or '.join(options)}", fixes)
+
+
+def on_device(question: Question, memory_utilization: float) -> tuple[Fix, ...]:
+    """What would make a plan fit the device alone, where none does without layers on the host."""
+    return tuple(_fixes(question, _least_plans(question), memory_utilization))
 
 
 def smallest_gpu(question: Question, plans: Sequence[Plan], memory_utilization: float) -> Hardware | None:
@@ -107,6 +106,17 @@ def _lower_quality(question: Question) -> Iterator[Fix]:
             least = min(fitting, key=lambda one: one.peak_bytes)
             yield Fix({"quality": str(quality)}, f"quality {quality}, such as {preset_name(least.plan)}")
             return
+
+
+def _more_of_the_host(question: Question) -> Iterator[Fix]:
+    """The least memory of the host with which a plan fits that leaves layers there."""
+    roomy = replace(question, host_limit_bytes=math.inf)
+    found = search(roomy) if question.offload else []
+    needed = min((one.host_bytes for one in found if one.rejection(roomy) is None), default=0.0)
+    if needed:
+        yield Fix(
+            {"host_memory": f"{math.ceil(needed / GB)}GB"}, f"{size_text(needed)} of the host's memory for layers"
+        )
 
 
 def _longest(question: Question, plans: Sequence[Plan]) -> int:

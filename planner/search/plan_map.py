@@ -258,12 +258,12 @@ def _figures(grid: _Grid, points: _Points) -> _Figures:
     rates = stack([rates_of(family.template, shape, machine) for family in points.families], list(counts))
     estimate = evaluate(shape, machine, strategy, reshaped(rates, shaped[1:]))
     full = (*shaped[:2], len(grid.batches))
-    tpot_s, ttft_s, peak = (
+    tpot_s, ttft_s, peak, host = (
         np.broadcast_to(np.asarray(one, dtype=float), full)
-        for one in (estimate.tpot_s, estimate.ttft_s, estimate.memory.peak)
+        for one in (estimate.tpot_s, estimate.ttft_s, estimate.memory.peak, estimate.host_bytes)
     )
     allowed = np.array([[not exceeds_window(plan, shape) for plan in row] for row in templates])[:, points.family, None]
-    return _Figures(tpot_s, ttft_s, peak, np.asarray(allowed & (peak <= question.memory_limit_bytes)))
+    return _Figures(tpot_s, ttft_s, peak, allowed & question.fitting(peak, host))
 
 
 def _acceptance(question: Question, templates: Sequence[Sequence[Plan]], points: _Points) -> np.ndarray:

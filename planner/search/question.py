@@ -8,7 +8,9 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TypeVar
 
-from ridgeplan.planner.capacity import MEMORY_UTILIZATION, usable_bytes
+import numpy as np
+
+from ridgeplan.planner.capacity import HOST_MEMORY_BYTES, MEMORY_UTILIZATION, usable_bytes, usable_host_bytes
 from ridgeplan.planner.interface.quantities import size_bytes, size_text, tokens
 from ridgeplan.planner.plan import KVFormat, Plan, Workload, require
 from ridgeplan.planner.quality import Quality, losses, quality_of
@@ -47,6 +49,19 @@ class Question:
     kv_format: KVFormat | None = None
     offload: bool = True  # plans may leave KV on the host
     yarn: bool = False
+    host_limit_bytes: float = HOST_MEMORY_BYTES  # of the host, for layers that plans leave there
+
+    def misfit(self, peak_bytes: float, host_bytes: float) -> str | None:
+        """Which memory is not enough for a plan that takes so much of the device and of the host; None if both are."""
+        if peak_bytes > self.memory_limit_bytes:
+            return f"does not fit: needs {size_text(peak_bytes)} of {size_text(self.memory_limit_bytes)}"
+        if host_bytes > self.host_limit_bytes:
+            return f"does not fit the host: needs {size_text(host_bytes)} of {size_text(self.host_limit_bytes)} there"
+        return None
+
+    def fitting(self, peak_bytes: np.ndarray, host_bytes: np.ndarray) -> np.ndarray:
+        """Which of several plans have no misfit."""
+        return np.asarray((peak_bytes <= self.memory_limit_bytes) & (host_bytes <= self.host_limit_bytes))
 
     def unwanted(self, plan: Plan) -> str | None:
         """Why a plan is no answer, on whatever backend; None if it may be one."""
@@ -92,6 +107,7 @@ def ask(
     backend: str = "ridgeplan",
     kv_format: str | None = None,
     offload: bool = True,
+    host_memory: float | str | None = None,
 ) -> Question:
     """A question from what a user gives, as `recommend` documents it. Raises ValueErrors that name what is wrong."""
     wanted, aim = choice(Quality, "quality", quality), choice(Objective, "objective", objective)
@@ -100,7 +116,9 @@ def ask(
     shape, used = resolve(model, gpu, profile, acceptance)
     workload = workload_for(shape, used, tokens(context), new_tokens, batch, yarn=yarn)
     limit = usable_bytes(used.hardware.memory_bytes, memory_utilization, _bytes(memory_limit))
-    return Question(shape, used, workload, wanted, aim, limit, runs_on, only, offload, yarn)
+    own = gpu == "auto" and profile is None
+    host_limit = usable_host_bytes(_bytes(host_memory), memory_utilization, own=own)
+    return Question(shape, used, workload, wanted, aim, limit, runs_on, only, offload, yarn, host_limit)
 
 
 def _bytes(limit: float | str | None) -> float | None:

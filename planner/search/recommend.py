@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -13,10 +13,10 @@ from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.prediction import Prediction, predict_all
 from ridgeplan.planner.presets import PRESETS
 from ridgeplan.planner.quality import stated_losses
-from ridgeplan.planner.recommendation import Alternative, Recommendation
+from ridgeplan.planner.recommendation import Alternative, Recommendation, on_host_text
 from ridgeplan.planner.search.candidates import Candidate, search
 from ridgeplan.planner.search.choice import chosen, contenders, preference, sampled_scores, why_preferred
-from ridgeplan.planner.search.nothing_fits import tightest, why_nothing_fits
+from ridgeplan.planner.search.nothing_fits import on_device, tightest, why_nothing_fits
 from ridgeplan.planner.search.question import Objective, Question, ask
 from ridgeplan.planner.support import missing_architecture
 from ridgeplan.planner.uncertainty import sampled_tpot_ms
@@ -44,6 +44,7 @@ def recommend(
     backend: str = "ridgeplan",
     kv_format: str | None = None,
     offload: bool = True,
+    host_memory: float | str | None = None,
 ) -> Recommendation:
     """The best plan that runs for a model on a machine at a context and batch, and the best of all, with predictions.
 
@@ -53,19 +54,26 @@ def recommend(
     calibration or its file, `acceptance` a file of `ridgeplan acceptance`. A context beyond the model's is stretched
     if `yarn`. `backend` is what is to execute the plan ("vllm", "sglang", or "any"), by default this package, and
     `kv_format` the only cache format that is wanted. Layers are offloaded to the host where plans would not fit, unless
-    `offload` is False. Sizes may be texts, such as "128k" and "24GB". Raises PlanError,
+    `offload` is False; they may take `host_memory` there, by default `memory_utilization` of this machine's if `gpu` is
+    "auto", else HOST_MEMORY_BYTES. Sizes may be texts, such as "128k" and "24GB". Raises PlanError,
     UnknownModel, UnknownHardware, ProfileError (all ValueError) for bad input, and NothingFits.
     """
     asked = ask(
         model, gpu, ctx, batch=batch, new_tokens=new_tokens, quality=quality, objective=objective,
         memory_limit=memory_limit, memory_utilization=memory_utilization, profile=profile,
         acceptance=acceptance, yarn=yarn, backend=backend, kv_format=kv_format, offload=offload,
+        host_memory=host_memory,
     )  # fmt: skip
+    return _answer(asked, memory_limit, memory_utilization)
+
+
+def _answer(asked: Question, memory_limit: float | str | None, memory_utilization: float) -> Recommendation:
     question = asked.as_executed
     candidates = _ranked(search(question))
-    possible = [one for one in candidates if one.rejection(question) is None] or _ranked(tightest(question))
+    possible = _possible(candidates, question)
     if not possible:
         raise why_nothing_fits(question, memory_utilization)
+    alone = any(not one.host_bytes for one in possible)  # whether anything fits without the host
     level, best_of_all = contenders(possible, question), _best_of_all(asked, candidates, possible[0])
     listed = _listed(candidates, [*possible[:MAX_UNNAMED], *level])
     plans = [autoregressive(asked.workload), *(one.plan for one in listed)]
@@ -80,12 +88,26 @@ def recommend(
         best_estimated=best_of_all and _estimated(*best_of_all, predictions, baseline),
         alternatives=tuple(_alternatives(listed, winner, predictions, baseline, question)),
         losses=tuple(stated_losses(winner.plan, saved_rows())),
-        notes=tuple(asked.notes(memory_limit)),
+        notes=(*_placed(predictions[winner], alone, question), *asked.notes(memory_limit)),
         memory_limit_bytes=question.memory_limit_bytes,
+        host_limit_bytes=question.host_limit_bytes,
+        on_device=() if alone else on_device(question, memory_utilization),
         model_runs=missing_architecture(asked.shape) is None and not asked.profile.hardware.is_amd,
         backend=question.backend,
         adaptive=_adaptive(winner.plan, question),
     )
+
+
+def _possible(candidates: Sequence[Candidate], question: Question) -> list[Candidate]:
+    """Those that run and fit; with other sizes of groups, which may fit the device alone, where the best does not."""
+    found = [one for one in candidates if one.rejection(question) is None]
+    return found if found and not found[0].host_bytes else _ranked([*found, *tightest(question)])
+
+
+def _placed(predicted: Prediction, alone: bool, question: Question) -> Iterator[str]:
+    """That layers are on the host although plans without them fit, which are slower."""
+    if alone and predicted.offloaded_layers:
+        yield f"{on_host_text(predicted, question.host_limit_bytes)}; slower without"
 
 
 def _adaptive(plan: Plan, question: Question) -> Plan | None:

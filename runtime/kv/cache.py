@@ -205,11 +205,12 @@ class Cache:
         """Old tokens of a full-precision layer, copied from the host, with its recent ones behind them."""
         rows, first_recent = self.rows, self.config.window_slots
         old = self.quantized(self.lengths[:rows])
+        # Attention reads lengths before the kernel ahead of it has ended, so that they must not come last.
+        begin, end = torch.zeros_like(old), metadata.end - first_recent + old
         for old_tokens, slots in zip(copies, self.full(layer), strict=True):
             recent = slots[:, :, first_recent:]
             places = old[:, None] + torch.arange(recent.shape[2], device=old.device)
             old_tokens[:rows].scatter_(2, places[:, None, :, None].expand(recent.shape).long(), recent)
-        begin, end = torch.zeros_like(old), metadata.end - first_recent + old
         return LayerReads(copies[0][:rows], copies[1][:rows], begin, end, None, None)
 
     def near_codes(self, layer: int) -> QuantizedKV:
@@ -233,17 +234,19 @@ class Cache:
         number = layer - self.first_on_host
         return self.loader.load(number, choice) if ahead is None else ahead.slots(number)
 
-    def begin_loading(self, choose: Callable[[int], Choice]) -> LoadsAhead | None:
-        """A query's pass begins whose choice in a layer, by number, is known; layers on the host are loaded ahead."""
+    def begin_loading(self, choose: Callable[[int], Choice], alike: bool) -> LoadsAhead | None:
+        """A query's pass begins whose choice in a layer, by number, is known; layers on the host are loaded ahead.
+
+        alike: whether the choice is the same in all layers.
+        """
         if self.loader is None:
             return None
-        return self.loader.ahead(lambda layer: choose(layer + self.first_on_host))
+        return self.loader.ahead(lambda layer: choose(layer + self.first_on_host), alike)
 
     def loads(self) -> tuple[int, int]:
         """Tokens or pages that steps have chosen of layers on the host, and those that had to be loaded."""
-        stores = [store for store in self.stores if isinstance(store, HostKVStore)]
-        tables = [table for store in stores for table in store.tables.values()]
-        return sum(int(table.wanted.sum()) for table in tables), sum(int(table.loaded.sum()) for table in tables)
+        counts = [store.loads() for store in self.stores if isinstance(store, HostKVStore)]
+        return sum(wanted for wanted, _ in counts), sum(loaded for _, loaded in counts)
 
     def planes(self, layer: int) -> DraftPlanes | None:
         """Quantized groups of a layer by token, if they are kept."""

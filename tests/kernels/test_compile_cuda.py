@@ -201,9 +201,9 @@ def test_attention_to_chosen_tokens(head_dim: int, heads: int, bf16: bool, compi
         assert made.warnings == []
         assert made.registers * cuda_launch.THREADS <= REGISTERS
         assert made.shared + dynamic <= cta_bytes
-        print("REGS", kernel.ENTRY, made.registers, made.spilled, made.shared)
+        assert made.spilled <= 4  # not in a loop over tokens
         if kernel is progressive:
-            assert made.shared <= progressive.STATIC_BYTES and made.spilled <= 200
+            assert made.shared <= progressive.STATIC_BYTES
 
 
 def test_another_layout_of_the_arguments_does_not_compile(compile_cuda: Compile) -> None:

@@ -97,9 +97,76 @@ def test_predictions_keep_to_the_memory_limit_as_the_search_does(h200_profile):
     offloading = next(other for other in answer.alternatives if other.preset == "specontext")
     assert offloading.predicted.offloaded_layers > 0
     assert offloading.predicted.best.peak_memory_bytes <= 21e9
-    may_leave = [other for other in answer.alternatives if "offload" in other.preset]
+    tighter = ask(h200_profile, memory_limit=19e9)
+    may_leave = [other for other in tighter.alternatives if "offload" in other.preset]
     assert may_leave
     assert all(other.predicted.offloaded_layers for other in may_leave)
+
+
+def test_layers_stay_on_the_device_where_larger_groups_fit(h200_profile):
+    """At 21 GB the usual groups of 128 tokens do not fit; those of 256 do, and are faster than layers on the host."""
+    answer = ask(h200_profile, memory_limit=21e9)
+    assert answer.plan.kv.group == 256
+    assert (answer.predicted.offloaded_layers, answer.warning, answer.on_device) == (0, None, ())
+    assert min(one.predicted.best.tpot_ms for one in offloading(answer)) > answer.predicted.best.tpot_ms
+
+
+def offloading(answer):
+    return [one for one in answer.alternatives if one.predicted.offloaded_layers]
+
+
+def test_what_lies_on_the_host_is_counted_and_must_fit_it(h200_profile):
+    """INT8 KV of 131,072 + 1,024 tokens: 2 x 8 x 128 bytes a layer, with a scale and a zero (4 bytes) per 128 of them.
+
+    Room for half a layer less, and it is ruled out, as nothing else fits; the room that is then named is enough.
+    """
+    answer = ask(h200_profile, memory_limit=17e9)
+    layers, held = answer.predicted.offloaded_layers, answer.predicted.host_bytes
+    assert (answer.plan.kv.format, layers > 0) == (KVFormat.INT8, True)
+    assert held / layers == pytest.approx(132_096 * 2 * 8 * (128 + 4), rel=0.01)
+    with pytest.raises(planner.NothingFits) as refusal:
+        ask(h200_profile, memory_limit=17e9, host_memory=held * (1 - 0.5 / layers))
+    (room,) = (one.changes for one in refusal.value.fixes if "host_memory" in one.changes)
+    assert ask(h200_profile, memory_limit=17e9, **room).predicted.host_bytes == held
+    assert "host_memory" not in {name for one in answer.on_device for name in one.changes}
+
+
+def test_a_plan_with_layers_on_the_host_names_what_would_fit_without(h200_profile):
+    """Each of the questions that it offers has an answer with every layer on the device; the asked one has none."""
+    answer = ask(h200_profile, memory_limit=17e9)
+    assert answer.warning.startswith("Does not fit the GPU alone")
+    asked = {"context": 131_072, "memory_limit": 17e9, "offload": False}
+    with pytest.raises(planner.NothingFits):
+        ask(h200_profile, **asked)
+    assert {name for one in answer.on_device for name in one.changes} >= {"context", "quality", "memory_limit"}
+    for one in answer.on_device:
+        if "gpu" not in one.changes:
+            assert ask(h200_profile, **asked | one.changes).predicted.offloaded_layers == 0
+
+
+def test_layers_on_the_host_that_only_make_a_plan_faster_are_a_note(h200_profile):
+    """Of 20 sequences of 90,803 tokens INT8 KV fits; lower codes of a few layers on the host are faster."""
+    answer = ask(h200_profile, context=90_803, batch=20)
+    assert answer.predicted.offloaded_layers
+    assert (answer.warning, answer.on_device) == (None, ())
+    assert answer.notes[0].startswith(f"KV of {answer.predicted.offloaded_layers} layers is on the host")
+    slower = [one for one in answer.alternatives if one.rejected.startswith("slower")]
+    assert any(not one.predicted.offloaded_layers for one in slower)
+
+
+@pytest.mark.parametrize(("memory", "slow"), [(16e9, False), (21e9, True)])
+def test_a_plan_slower_than_people_read_says_so(h200_profile, memory, slow):
+    answer = ask(h200_profile, memory_limit=memory, quality="exact" if slow else "near-lossless")
+    assert (answer.predicted.best.tpot_ms > 1e3 / 5) is slow  # five tokens a second
+    assert ("slower than people read" in answer.warning) is slow
+    tiny = "HuggingFaceTB/SmolLM2-135M"  # on the GPU whole
+    assert ask(h200_profile, 4096, model=tiny).warning is None
+
+
+@pytest.mark.parametrize("host_memory", [-1, "24", True])
+def test_host_memory_is_a_size(h200_profile, host_memory):
+    with pytest.raises(PlanError, match=r"allowed: (bytes|one with a unit)"):
+        ask(h200_profile, host_memory=host_memory)
 
 
 @pytest.mark.parametrize(("context", "plain"), [(2048, False), (30000, True)])

@@ -6,7 +6,7 @@ import pytest
 
 from ridgeplan.planner.axes.offload import HostPart
 from ridgeplan.planner.lowering import strategy_of
-from ridgeplan.planner.plan import KVCache, KVFormat, Placement, Plan, Workload
+from ridgeplan.planner.plan import KVCache, KVFormat, Placement, Plan, Speculation, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.planner.sweeps import thresholds
 from ridgeplan.roofline.catalog.models import load_shape
@@ -113,13 +113,40 @@ def test_just_enough_layers_leave(shape, small):
 def test_a_layer_that_leaves_keeps_its_budget(shape, small):
     """65536 + 1 tokens and one more slot of 4096 bytes a layer; slots stay for 2048 tokens, two groups and the next.
 
-    And a table of the slots of every token, for each of 8 KV heads.
+    And its share of a table of the slots of every token, for each of 8 KV heads: the 32 layers choose alike.
     """
     found = placed(preset("specontext", Workload("m", "h200", 65536, new_tokens=1)), shape, small)
     layer_bytes = 65538 * 4096
-    freed_bytes = layer_bytes - (2048 + 2 * 128 + 1) * 4096 - 65537 * 8 * 4
+    freed_bytes = layer_bytes - (2048 + 2 * 128 + 1) * 4096 - 65537 * 8 * 4 / 32
     assert found.memory.kv == pytest.approx(32 * layer_bytes - found.host.layers * freed_bytes)
     assert found.memory.buffers == 65537 * 8 * (128 * 2 + 4)  # the head's keys and scores, for each KV head
+
+
+def test_layers_chosen_from_by_2_bit_keys_keep_these_and_slots_for_every_query(shape, small):
+    """A key of 128 channels takes 32 bytes, and 4 of scales; a round of 4 queries has slots for 4 x 2048 tokens.
+
+    Codes of keys and values, and the latter by token, leave with the layer and go nowhere.
+    """
+    plan = preset("specontext-two-bit", Workload("m", "h200", 65536, new_tokens=1))
+    drafts = replace(plan.attention.selection, floor=256)
+    plan = replace(plan, speculation=Speculation(3, selection=drafts))
+    found, whole = placed(plan, shape, small), placed(replace(plan, placement=Placement()), shape, small)
+    tokens, heads = 65537, 8
+    codes, by_token = tokens * heads * (2 * 64 + 8), tokens * heads * 64
+    slots = (4 * 2048 + 2 * 128 + 4) * 4096 + tokens * heads * (4 + 4)  # with a table, and the keys' scales
+    freed = (tokens + 4) * 4096 + codes + by_token - slots
+    assert whole.memory.peak - found.memory.peak == pytest.approx(found.host.layers * freed)
+    assert found.memory.peak <= LIMIT < found.memory.peak + freed
+    assert found.host.token_bytes == pytest.approx(4096, rel=1e-4)
+
+
+def test_layers_stay_where_their_slots_would_take_more_than_they_free(shape, small):
+    """3072 tokens, and slots for 4 x 2048 of them."""
+    plan = preset("specontext-two-bit", Workload("m", "h200", 3072, new_tokens=1, batch=40))
+    plan = replace(plan, speculation=Speculation(3, selection=replace(plan.attention.selection, floor=256)))
+    found = placed(plan, shape, small)
+    assert found.host.layers == 0
+    assert found.memory.peak == placed(replace(plan, placement=Placement()), shape, small).memory.peak > LIMIT
 
 
 def test_a_layer_that_is_streamed_keeps_nothing_and_takes_two_slots(shape, small):

@@ -16,11 +16,13 @@ from ridgeplan.kernels.residency.leading_copy import copy_leading
 from ridgeplan.kernels.residency.slot_table import KeysAndValues, SlotLoads
 from ridgeplan.roofline.catalog.profile import MAX_UTILIZATION, Rates
 from ridgeplan.roofline.latency import LINK_CLASSES
+from ridgeplan.runtime.host_memory import available_bytes
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.offload.host_memory import HostMemory
 from ridgeplan.validate.segments import spread_of
 
 SIZE = 1 << 29  # bytes that a copy moves
+SPREAD = 1 << 34  # bytes that tokens are gathered from; from a few the device's page tables would stay in caches
 HEADS, HEAD_DIM = 8, 128
 REPEATS = 5
 
@@ -51,8 +53,11 @@ def link_classes(device: torch.device, link_bytes_per_s: float) -> dict[str, Rat
 
 
 @torch.inference_mode()
-def measured_link(device: torch.device, size: int = SIZE) -> dict[str, LinkTimes]:
-    """Copies to the device by this package's kernel, gathers of tokens and of pages of 16, and writes to the host."""
+def measured_link(device: torch.device, size: int = SIZE, spread: int = SPREAD) -> dict[str, LinkTimes]:
+    """Copies to the device by this package's kernel, gathers of tokens and of pages of 16, and writes to the host.
+
+    spread: bytes that tokens are gathered from, or half of what the host has free.
+    """
     tokens = size // (2 * HEADS * HEAD_DIM * 2)
     shapes = [(torch.Size((1, HEADS, tokens, HEAD_DIM)), torch.bfloat16)] * 2
     keys, values = HostMemory.allocate(size, device).split(shapes)
@@ -63,11 +68,18 @@ def measured_link(device: torch.device, size: int = SIZE) -> dict[str, LinkTimes
     for kind, source, target in (("host_copy", held, out), ("host_store", out, held)):
         empty_s = statistics.median(_times(device, partial(_copy, source, target, none)))
         found[kind] = LinkTimes(size, _times(device, partial(_copy, source, target, every)), empty_s)
+    del held, keys, values
+    spread = max(size, min(spread, (available_bytes() or 2 * spread) // 2))
+    rows = spread // (2 * HEADS * HEAD_DIM * 2) // 16 * 16
+    (by_token,) = HostMemory.allocate(spread, device).split(
+        [(torch.Size((1, rows, HEADS, 2, HEAD_DIM)), torch.bfloat16)]
+    )
+    far = by_token[:, :, :, 0].transpose(1, 2), by_token[:, :, :, 1].transpose(1, 2)
     for kind, page in (("host_gather", 1), ("host_gather_pages", 16)):
-        loads, moved = random_loads(tokens, page, device)
+        loads, moved = random_loads(rows, tokens // 4, page, device)
         nothing = replace(loads, count=torch.zeros_like(loads.count))
-        empty_s = statistics.median(_times(device, partial(gather_into_slots, held, out, nothing, page)))
-        found[kind] = LinkTimes(moved, _times(device, partial(gather_into_slots, held, out, loads, page)), empty_s)
+        empty_s = statistics.median(_times(device, partial(gather_into_slots, far, out, nothing, page)))
+        found[kind] = LinkTimes(moved, _times(device, partial(gather_into_slots, far, out, loads, page)), empty_s)
     return found
 
 
@@ -76,11 +88,10 @@ def _copy(source: KeysAndValues, out: KeysAndValues, count: Tensor) -> None:
         copy_leading(held, copied, count)
 
 
-def random_loads(tokens: int, page: int, device: torch.device) -> tuple[SlotLoads, int]:
-    """Loads of a quarter of the tokens, in random units, and the bytes that they move."""
-    units = tokens // page
-    wanted = units // 4
-    chosen = torch.stack([torch.randperm(units)[:wanted] for _ in range(HEADS)])[None].int().to(device)
+def random_loads(tokens: int, wanted_tokens: int, page: int, device: torch.device) -> tuple[SlotLoads, int]:
+    """Loads of some of the tokens, in random units, other ones for each KV head, and the bytes that they move."""
+    wanted = wanted_tokens // page
+    chosen = torch.stack([torch.randperm(tokens // page, device=device)[:wanted] for _ in range(HEADS)])[None].int()
     into = torch.arange(wanted, dtype=torch.int32, device=device).expand(1, HEADS, wanted).contiguous()
     count = torch.full((1, HEADS), wanted, dtype=torch.int32, device=device)
     return SlotLoads(into, chosen, into, count), 2 * HEADS * wanted * page * HEAD_DIM * 2

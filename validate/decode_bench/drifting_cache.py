@@ -42,8 +42,8 @@ class DriftingCache(Cache):
             choice = self._other(layer, choice)
         return super().load_chosen(layer, choice, ahead)
 
-    def begin_loading(self, choose: Callable[[int], Choice]) -> LoadsAhead | None:
-        return super().begin_loading(lambda layer: self._other(layer, choose(layer)))
+    def begin_loading(self, choose: Callable[[int], Choice], alike: bool) -> LoadsAhead | None:
+        return super().begin_loading(lambda layer: self._other(layer, choose(layer)), alike)
 
     def _other(self, layer: int, choice: Choice) -> Choice:
         index, count, page = choice

@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
+from ridgeplan.planner.axes.draft_selection import RetrievalHead
 from ridgeplan.planner.plan import Placement, Plan
 from ridgeplan.planner.prediction import predict
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.execution import quantized_groups
 from ridgeplan.roofline.strategy import ELASTIC_OVERLAP
+from ridgeplan.runtime.drafting.policies import POLICIES
+from ridgeplan.runtime.drafting.policies.sparse import SparsePolicy
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.validate.decode_bench.drifting_cache import DriftingCache
 from ridgeplan.validate.random_rounds import RandomModel, measured_round
@@ -71,18 +74,25 @@ def round_without_limit_ms(model: RandomModel, plan: Plan) -> float | None:
 def loading_ms(cache: Cache, plan: Plan, chosen: int) -> tuple[float, float]:
     """Milliseconds of a step's loads in all layers on the host, without any computation, and the bytes they move."""
     device = cache.lengths.device
-    index = torch.zeros(cache.rows, cache.kv_heads, plan.attention.budget, dtype=torch.int32, device=device)
+    shared = plan.attention.selection == RetrievalHead(level="batch")  # one set for all KV heads
+    sets = 1 if shared else cache.kv_heads
+    index = torch.zeros(cache.rows, sets, plan.attention.budget, dtype=torch.int32, device=device)
     count = torch.full(index.shape[:2], chosen, dtype=torch.int32, device=device)
 
+    policy, choice = POLICIES[plan.attention.selection.name], (index, count, 1)
+    assert isinstance(policy, type) and issubclass(policy, SparsePolicy), "a target's selection is a class"
+
     def once() -> None:
+        ahead = cache.begin_loading(lambda _: choice, policy.alike) if policy.known_ahead else None
         for layer in range(cache.first_on_host, cache.layers):
-            cache.load_chosen(layer, (index, count, 1))
+            cache.load_chosen(layer, choice, ahead)
 
     once()
     run = captured(once).replay if device.type == "cuda" else once
     before, seconds = cache.loads()[1], [_seconds(run, device) for _ in range(REPEATS)]
     store = cache.stores[-1].keys
-    moved = (cache.loads()[1] - before) / REPEATS * 2 * store.shape[4] * store.element_size()
+    token_bytes = 2 * cache.kv_heads // sets * store.shape[4] * store.element_size()
+    moved = (cache.loads()[1] - before) / REPEATS * token_bytes
     return 1e3 * statistics.median(seconds), moved
 
 

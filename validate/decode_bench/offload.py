@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from ridgeplan.planner.axes.draft_selection import RetrievalHead
 from ridgeplan.planner.axes.offload import HostPart
 from ridgeplan.planner.capacity import offloaded_layers
 from ridgeplan.planner.plan import KVCache, KVFormat, Placement, Plan, Speculation, Workload
@@ -279,11 +280,15 @@ def limited_plans(model: str, new_tokens: int = 1024, yarn: float = 1.0) -> dict
 
 
 def selecting_plans(model: str, new_tokens: int = 1024, yarn: float = 1.0) -> dict[str, Plan]:
-    """Plans whose target reads 2048 tokens, under LIMIT_BYTES, with elastic loading and without."""
+    """Plans whose target reads 2048 tokens, under LIMIT_BYTES, with elastic loading and without.
+
+    By the retrieval head for each KV head or, so that a token's keys and values of all heads are one piece, for all.
+    """
     workload = Workload(model, "here", CONTEXT, new_tokens, BATCH, yarn)
     found = {}
-    for kind, name in (("retrieval head", "specontext"), ("2-bit keys", "specontext-two-bit")):
-        plan = preset(name, workload)
+    head, two_bit = (preset(name, workload) for name in ("specontext", "specontext-two-bit"))
+    shared = replace(head, attention=replace(head.attention, selection=RetrievalHead(level="batch")))
+    for kind, plan in (("retrieval head", head), ("one set for all heads", shared), ("2-bit keys", two_bit)):
         placement = replace(plan.placement, memory_bytes=LIMIT_BYTES)
         found[kind] = replace(plan, placement=placement)
         found[f"{kind}, not elastic"] = replace(plan, placement=replace(placement, elastic=False))

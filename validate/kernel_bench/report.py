@@ -14,7 +14,7 @@ import torch
 
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate import machine
-from ridgeplan.validate.kernel_bench import attention, kv_cache, layer, linear, sampling, sparse
+from ridgeplan.validate.kernel_bench import attention, kv_cache, layer, linear, residency, sampling, sparse
 from ridgeplan.validate.kernel_bench.case import KernelCase, Peers, usable
 from ridgeplan.validate.kernel_bench.sizes import FULL, KERNELS, TINY, Sizes
 from ridgeplan.validate.progress import Progress
@@ -48,6 +48,10 @@ FAMILIES: Mapping[str, Callable[[Bench, Any], Iterator[KernelCase]]] = {
     "sparse_attention": sparse.sparse_attention_cases,
     "progressive": sparse.progressive_cases,
     "scores": sparse.scores_cases,
+    "host_copy": residency.host_copy_cases,
+    "host_store": residency.host_store_cases,
+    "host_gather": residency.host_gather_cases,
+    "take_slots": residency.take_slots_cases,
 }
 
 

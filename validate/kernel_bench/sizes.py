@@ -111,6 +111,26 @@ class SparseSize:
 
 
 @dataclass(frozen=True)
+class ResidencySize:
+    """One layer's KV on the host. Each KV head chooses `chosen` pages of `page` tokens; `missing` are not in slots."""
+
+    kv_heads: int
+    head_dim: int
+    batch: int
+    tokens: int
+    chosen: int
+    missing: int
+    page: int = 1
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        pages = f", pages of {self.page}" if self.page > 1 else ""
+        sizes = f"{self.kv_heads} x {self.head_dim}, batch {self.batch}, {self.tokens} tokens"
+        return f"{sizes}, {self.missing} of {self.chosen}{pages}"
+
+
+@dataclass(frozen=True)
 class Sizes:
     """All sizes; a field's name is the kernel's name in `ridgeplan bench kernels --only`."""
 
@@ -135,6 +155,10 @@ class Sizes:
     sparse_attention: tuple[SparseSize, ...]
     progressive: tuple[SparseSize, ...]
     scores: tuple[SparseSize, ...]
+    host_copy: tuple[ResidencySize, ...]
+    host_store: tuple[ResidencySize, ...]
+    host_gather: tuple[ResidencySize, ...]
+    take_slots: tuple[ResidencySize, ...]
 
 
 KERNELS = tuple(field.name for field in fields(Sizes))
@@ -163,6 +187,13 @@ _SPARSE = (
     SparseSize(32, 8, 128, 8, 32768, 0.07),
     SparseSize(32, 8, 128, 1, 131072, 0.03),
     SparseSize(32, 8, 128, 4, 131072, 0.03),
+)
+# A step chooses about 1920 tokens beside recent ones, and slots miss a tenth of them; or all, without elastic loading.
+_RESIDENCY = (
+    ResidencySize(8, 128, 4, 131072, 1920, 192),
+    ResidencySize(8, 128, 1, 131072, 1920, 192),
+    ResidencySize(8, 128, 4, 131072, 1920, 1920),
+    ResidencySize(8, 128, 4, 131072, 120, 12, page=16),
 )
 
 FULL = Sizes(
@@ -197,6 +228,10 @@ FULL = Sizes(
     sparse_attention=_SPARSE,
     progressive=(*_SPARSE, *(replace(size, clustered=True) for size in _SPARSE[:3])),
     scores=_SPARSE[:2],
+    host_copy=_RESIDENCY[:2],
+    host_store=_RESIDENCY[:2],
+    host_gather=_RESIDENCY,
+    take_slots=_RESIDENCY,
 )
 # Every kernel in every variant, small enough for checkers that slow it down a hundred times. Some products give a CTA
 # more output tiles than it has buffers for sums, some give a cluster outputs for several of its CTAs and more stages
@@ -213,6 +248,7 @@ _TINY_QUANTIZED = (
 )
 _TINY_GATED = (LinearSize(96, 256, ((1, 1.0), (5, 1.0), (9, 1.0))),)
 _TINY_SPARSE = (SparseSize(8, 2, 128, 2, 512, 0.1), SparseSize(14, 2, 64, 1, 1024, 0.05))
+_TINY_RESIDENCY = (ResidencySize(2, 64, 2, 512, 24, 5), ResidencySize(2, 24, 1, 512, 6, 2, page=16))
 TINY = Sizes(
     # Splits of few rows are reduced by a separate kernel, splits of many rows by each row's last CTA.
     attention=(
@@ -250,4 +286,8 @@ TINY = Sizes(
     sparse_attention=_TINY_SPARSE,
     progressive=_TINY_SPARSE,
     scores=_TINY_SPARSE,
+    host_copy=_TINY_RESIDENCY,
+    host_store=_TINY_RESIDENCY,
+    host_gather=_TINY_RESIDENCY,
+    take_slots=_TINY_RESIDENCY,
 )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 
 import torch
 
@@ -13,7 +11,7 @@ from ridgeplan.planner.search import NothingFits
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.runtime.host_memory import available_bytes
-from ridgeplan.validate.machine import cpu_model
+from ridgeplan.validate.machine import measured_here
 from ridgeplan.validate.progress import Progress, silent
 from ridgeplan.validate.random_rounds import BusyMachine, RandomModel
 from ridgeplan.validate.suite import generations, kernels, regret, steps
@@ -77,12 +75,9 @@ def run_suite(question: Question, on_progress: Progress = silent, sizes: SuiteSi
 
 def heading(question: Question) -> SuiteReport:
     """The report before anything has been measured."""
-    device = _device()
     return SuiteReport(
         suite=question.suite,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
-        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        software={name: metadata.version(name) for name in ("torch", "ridgeplan")},
+        **measured_here(),
         profile=_profile_text(question.profile),
         methods={section: METHODS[section] for section in question.sections},
         rows=(),

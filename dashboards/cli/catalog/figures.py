@@ -49,11 +49,14 @@ class Setting(click.ParamType):
                  help="Only these files; may be repeated.  [default: html and csv, and png with kaleido]"),
     click.option("--set", "given", type=Setting(), multiple=True,
                  help="Another setting than the paper's, such as gpu=h200; may be repeated."),
+    click.option("--measured", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+                 help="Results of `python -m ridgeplan.validate.decode_bench.offload --only cliff`, drawn as points of "
+                 "specontext-placement."),
     as_json,
 )  # fmt: skip
 def figures(
     names: tuple[str, ...], output: Path | None, formats: tuple[str, ...], given: tuple[tuple[str, str], ...],
-    as_json: bool,
+    measured: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Figures of QuantSpec, SpeContext, SpecAttn and DapQ, made from the model.
 
@@ -67,10 +70,22 @@ def figures(
         _print_list(chosen)
         return
     drawn = {figure: figure.data(**settings[figure]) for figure in chosen}
+    if measured:
+        _add_measured(drawn, measured)
     if as_json:
         print_json({"figures": [_document(figure, settings[figure], rows) for figure, rows in drawn.items()]})
     if output:
         _write(drawn, output, formats)
+
+
+def _add_measured(drawn: dict[PaperFigure, list[Row]], path: Path) -> None:
+    """Adds the benchmark's rows to the figure of placements. Raises FigureError where it is not chosen."""
+    from ridgeplan.dashboards.figures.paper_figure import FigureError
+    from ridgeplan.dashboards.figures.placement import PLACEMENT, measured_rows
+
+    if PLACEMENT not in drawn:
+        raise FigureError(f"--measured is given; allowed: with {PLACEMENT.name}")
+    drawn[PLACEMENT] += measured_rows(path)
 
 
 def _settings(chosen: Iterable[PaperFigure], given: Mapping[str, str]) -> dict[PaperFigure, dict[str, Any]]:

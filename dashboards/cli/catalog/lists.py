@@ -9,9 +9,10 @@ import click
 
 from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.options import as_json, options
-from ridgeplan.dashboards.cli.output import print_json, print_table
+from ridgeplan.dashboards.cli.output import print_json, print_table, wrapped
 from ridgeplan.planner import PRESETS, Workload
 from ridgeplan.planner.interface.quantities import GB, tokens_text
+from ridgeplan.planner.interface.short_names import briefly
 from ridgeplan.planner.presets import describe
 from ridgeplan.planner.quality import quality_of
 from ridgeplan.planner.support import missing_architecture, missing_execution
@@ -23,6 +24,11 @@ from ridgeplan.roofline.device import GIB
 
 EXAMPLES = ("ridgeplan list models", "ridgeplan list gpus --json", "ridgeplan list presets")
 TEMPLATE = Path(__file__).with_name("gpu_template.toml")
+PRESETS_LEGEND = (
+    "w8, int8: bits of weights, of the KV cache; int4x2: two planes of 4 bits; upper, full: what drafts read, and "
+    ":quest which tokens of it; /w4: the drafts' weights.",
+    "`ridgeplan explain PRESET` says it in words.",
+)
 SAMPLE = Workload("any", "any", 32_768)  # presets are described at
 
 
@@ -98,10 +104,12 @@ def presets(as_json: bool) -> None:
         ])  # fmt: skip
         return
     rows = (
-        (name, quality_of(plan), "no" if missing_execution(plan) else "yes", describe(plan))
+        (name, quality_of(plan), "no" if missing_execution(plan) else "yes", briefly(describe(plan)))
         for name, plan in plans.items()
     )
     print_table("Presets", ("preset", "quality", "runs", "what it changes"), rows)
+    for line in PRESETS_LEGEND:
+        click.echo(wrapped(line))
 
 
 for _command in (models, gpus, presets):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from ridgeplan.dashboards.cli.output import number
+from ridgeplan.dashboards.cli.output import number, wrapped
 from ridgeplan.planner import Prediction, Recommendation
 from ridgeplan.planner.interface.glossary import SOURCE_WORDS
 from ridgeplan.planner.interface.quantities import GB, size_text, time_text, tokens_text
+from ridgeplan.planner.interface.short_names import briefly
 from ridgeplan.planner.recommendation import Alternative
 from ridgeplan.roofline.device import GIB
 
@@ -16,44 +17,51 @@ WIDTH = 80
 ROWS = 5
 LONGEST_NAME = 30  # characters of a plan's, where more follows
 COLUMNS = (("plan", 35), ("gamma", 5), ("ms/token", 8), ("GB", 6), ("x plain", 7), ("", 14))
-# What descriptions of plans say in fewer letters where columns are narrow.
-BRIEFLY = (
-    ("drafts on upper codes", "upper"), ("drafts on full codes", "full"), (" of ", ":"), (", w4 drafts", "/w4"),
-    (" KV", ""), (" + ", "+"),
-)  # fmt: skip
-
 SHORT_VERDICTS = {
     "within the noise": "within noise", "estimated only here": "estimated only", "quality": "gives up more",
 }  # fmt: skip
 
 
 def answer_text(found: Recommendation) -> str:
-    """The answer, the first rows of the ranking, and what the word of its source means."""
+    """The answer, the first rows of the ranking, and what the word of its source means.
+
+    Where it is no plain success, a warning stands above it, with what would be better.
+    """
     source, hidden = found.predicted.source, max(len(found.alternatives) + 1 - ROWS, 0)
     legend = f"[{source}]: {SOURCE_WORDS[source]}"
     more = f"{hidden} more plans, full names and all reasons: --all"
-    answer = "\n".join(shortened(line) for line in answer_lines(found))
-    return "\n\n".join((answer, "\n".join(table_lines(_rows(found))), f"{shortened(legend)}\n{more}"))
+    answer = map(shortened, answer_lines(found))
+    parts = warning_lines(found), answer, table_lines(_rows(found)), (shortened(legend), more)
+    return "\n\n".join(filter(None, map("\n".join, parts)))
 
 
 def answer_lines(found: Recommendation) -> list[str]:
-    """What was asked, the plan, how soon and how fast, memory, what it gives up, and what else there is."""
+    """Six lines: what was asked, the plan, how soon and how fast, memory, what it gives up, and what else there is."""
     workload, predicted, best = found.plan.workload, found.predicted, found.predicted.best
     low, high = time_text(predicted.low.tpot_ms).removesuffix(" ms"), time_text(predicted.high.tpot_ms)
     many = workload.batch > 1
     each = f", {number(best.tokens_per_s / workload.batch)} per request" if many else ""
     size = f"{tokens_text(workload.context)} tokens, batch {workload.batch}"
     name = shortened(briefly(found.name), LONGEST_NAME) + _gamma(predicted)
+    gain = f"{predicted.speedup:.2f}x plain" if found.baseline_fits else "plain: no room"
     return [
         f"{workload.model} on {workload.hardware}, {size}, {tokens_text(workload.new_tokens)} new",
         f"{_verb(found)} {name}: {time_text(best.tpot_ms)} per token ({low} to {high})",
-        f"{predicted.speedup:.2f}x plain; first token{'s' if many else ''} after {time_text(best.ttft_ms)}; "
+        f"{gain}; first token{'s' if many else ''} after {time_text(best.ttft_ms)}; "
         f"{number(best.tokens_per_s)} tokens/s{each}",
         f"Memory {size_text(best.peak_memory_bytes)} of {size_text(found.memory_limit_bytes)} "
         f"({best.peak_memory_bytes / GIB:.1f} of {found.memory_limit_bytes / GIB:.1f} GiB)",
         _losses(found.losses),
         _caveat(found),
     ]
+
+
+def warning_lines(found: Recommendation) -> Iterator[str]:
+    """That a plan does not fit the GPU alone or is slow, and what to ask instead."""
+    if found.warning:
+        yield wrapped(found.warning)
+    if found.on_device:
+        yield wrapped(f"All on the GPU: {', or '.join(one.text for one in found.on_device)}")
 
 
 def table_lines(rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -71,14 +79,9 @@ def shortened(line: str, width: int = WIDTH) -> str:
     return line if len(line) <= width else f"{line[: width - 3].rstrip()}..."
 
 
-def briefly(name: str) -> str:
-    """A plan's description for a narrow column: `w8+int4x2+upper:quest/w4`. Presets keep their names."""
-    for words, letters in BRIEFLY:
-        name = name.replace(words, letters)
-    return name
-
-
 def _verb(found: Recommendation) -> str:
+    if found.warning:
+        return "Possible:"
     if found.backend == "ridgeplan":
         return "Run" if found.model_runs else "Not run here:"
     return f"For {found.backend}:"

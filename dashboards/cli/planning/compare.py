@@ -16,7 +16,7 @@ from ridgeplan.dashboards.cli.options import (
     options,
 )
 from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table
-from ridgeplan.dashboards.cli.planning.answer import LONGEST_NAME, briefly, shortened
+from ridgeplan.dashboards.cli.planning.answer import LONGEST_NAME, shortened
 from ridgeplan.dashboards.cli.planning.options import (
     DEFAULT_NEW_TOKENS,
     batch,
@@ -28,6 +28,7 @@ from ridgeplan.dashboards.cli.planning.options import (
     priced_by,
 )
 from ridgeplan.planner.interface.quantities import GB, tokens_text
+from ridgeplan.planner.interface.short_names import briefly
 from ridgeplan.planner.questions.comparison import ComparedPlan, PlanComparison, compare_saved
 from ridgeplan.planner.questions.comparison import compare as compared
 
@@ -65,7 +66,7 @@ def compare(
     if plans:
         _forbid(ctx, max_model_len, presets, rest)
         saved = [SavedPlanFile().convert(path, None, None) for path in plans]
-        held = {name: rest[name] for name in ("memory_utilization", "memory_limit")}
+        held = {name: rest[name] for name in ("memory_utilization", "memory_limit", "host_memory")}
         found = compare_saved(saved, gpus, **held)
     else:
         if not gpus:

@@ -15,8 +15,8 @@ from ridgeplan.dashboards.cli.options import (
     as_json,
     options,
 )
-from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table
-from ridgeplan.dashboards.cli.planning.answer import LONGEST_NAME, briefly, shortened
+from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table, wrapped
+from ridgeplan.dashboards.cli.planning.answer import shortened
 from ridgeplan.dashboards.cli.planning.options import (
     BATCH,
     context_of,
@@ -27,6 +27,7 @@ from ridgeplan.dashboards.cli.planning.options import (
     priced_by,
 )
 from ridgeplan.planner.interface.quantities import GB, tokens_text
+from ridgeplan.planner.interface.short_names import briefly
 from ridgeplan.planner.questions.cost import BATCHES, CostRow, Limits, ServingCost, serving_cost
 
 
@@ -47,7 +48,8 @@ from ridgeplan.planner.questions.cost import BATCHES, CostRow, Limits, ServingCo
     click.option(*BATCH[:-1], "batches", type=COUNT_LIST, default=",".join(map(str, BATCHES)), show_default=True,
                  help="Sequences at a time, such as 1..64 or 1,4,16."),
     new_tokens,
-    click.option("--ttft-max", type=TIME, help="Longest time to a request's first token, such as 2s."),
+    click.option("--ttft-max", type=TIME,
+                 help="Longest time of a request's own prompt, without waiting for others, such as 2s."),
     click.option("--tpot-max", type=TIME, help="Longest time per token of a request, such as 20ms."),
     click.option("--preset", help="Only this named plan.  [default: the fastest that runs]"),
     limits,
@@ -87,24 +89,23 @@ def _print(found: ServingCost) -> None:
     several = len({row.gpu for row in found.rows}) > 1
     rows = [_cells(row, several) for row in found.rows]
     print_notes(found.notes)
-    print_table("TTFT and TPOT of one request, tokens/s of a GPU", COLUMNS, rows)
+    print_table("TTFT of a request's own prompt, without waiting; tokens/s and dollars of a GPU", COLUMNS, rows)
     best = found.cheapest
     if best is None:
         click.echo("none fits and meets the limits; larger limits, a shorter --ctx or another --gpu may")
         return
-    click.echo(
-        f"cheapest: {best.gpu} at batch {best.batch} with {best.name}: "
-        f"${best.dollars_per_million:.3g} per million tokens"
-    )
+    found_at = f"{best.gpu} at batch {best.batch} with {best.name}"
+    click.echo(wrapped(f"cheapest: {found_at}: ${best.dollars_per_million:.3g} per million tokens"))
 
 
-COLUMNS = ("plan", "batch", "TTFT ms", "TPOT ms", "tokens/s", "GB", "$/M tokens", "limits")
+COLUMNS = ("plan", "batch", "TTFT ms", "TPOT ms", "tokens/s", "GB", "$/M", "limits")
+NAME_WIDTH = 25  # what the other columns leave of 80
 
 
 def _cells(row: CostRow, several: bool) -> tuple[str, ...]:
-    name = shortened(briefly(row.name), LONGEST_NAME)
+    name = f"{row.gpu} {briefly(row.name)}" if several else briefly(row.name)
     verdict = "meets" if row.serves else "does not fit" if not row.fits else f"misses {', '.join(row.misses)}"
     return (
-        f"{row.gpu} {name}" if several else name, f"{row.batch}", number(row.ttft_ms), number(row.tpot_ms),
+        shortened(name, NAME_WIDTH), f"{row.batch}", number(row.ttft_ms), number(row.tpot_ms),
         number(row.tokens_per_s), number(row.peak_memory_bytes / GB), f"{row.dollars_per_million:,.3g}", verdict,
     )  # fmt: skip

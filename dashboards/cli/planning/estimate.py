@@ -16,7 +16,7 @@ from ridgeplan.dashboards.cli.options import (
     as_json,
     options,
 )
-from ridgeplan.dashboards.cli.output import number, print_json, print_table, write_atomically
+from ridgeplan.dashboards.cli.output import number, print_json, print_table, wrapped, write_atomically
 from ridgeplan.dashboards.cli.planning.options import (
     BATCH,
     CTX,
@@ -30,7 +30,7 @@ from ridgeplan.dashboards.cli.planning.options import (
     priced_by,
 )
 from ridgeplan.planner import Plan
-from ridgeplan.planner.capacity import usable_bytes
+from ridgeplan.planner.capacity import usable_bytes, usable_host_bytes
 from ridgeplan.planner.interface.glossary import SOURCE_WORDS
 from ridgeplan.planner.interface.plan_file import SavedPlan, plan_json
 from ridgeplan.planner.interface.quantities import size_text
@@ -90,8 +90,12 @@ def _of_plan(
     _forbid_beside_plan({"--preset": preset} | {f"--{name.replace('_', '-')}": rest[name] for name in stray})
     shape, profile = saved.resolve(model, rest["gpu"], rest["profile"], rest["acceptance"])
     plan = drafting(saved.on(shape, profile), gamma, adaptive=adaptive)
-    usable = usable_bytes(profile.hardware.memory_bytes, rest["memory_utilization"], rest["memory_limit"])
-    question = Question(shape, profile, plan.workload, Quality.LOSSY, Objective.LATENCY, usable)
+    share = rest["memory_utilization"]
+    usable = usable_bytes(profile.hardware.memory_bytes, share, rest["memory_limit"])
+    of_host = usable_host_bytes(rest["host_memory"], share, own=False)
+    question = Question(
+        shape, profile, plan.workload, Quality.LOSSY, Objective.LATENCY, usable, host_limit_bytes=of_host
+    )
     return estimate_plan(plan, question, question.notes(rest["memory_limit"]))
 
 
@@ -103,7 +107,7 @@ def _of_preset(
     new_tokens = DEFAULT_NEW_TOKENS if new_tokens is None else new_tokens
     if not (model and preset and rest["gpu"] and (ctx, limit) != (None, None)):
         raise click.UsageError("estimate needs MODEL, --preset, --gpu and --ctx, or --plan FILE")
-    passed = ("memory_utilization", "memory_limit", "profile", "acceptance", "yarn")
+    passed = ("memory_utilization", "memory_limit", "host_memory", "profile", "acceptance", "yarn")
     return planner.estimate(
         model, rest["gpu"], context_of(ctx, limit, new_tokens), preset=preset, gamma=gamma, adaptive=adaptive,
         batch=1 if rest["batch"] is None else rest["batch"], new_tokens=new_tokens,
@@ -116,13 +120,13 @@ def _print(found: PlanEstimate) -> None:
     workload, predicted = found.plan.workload, found.predicted
     size = f"{workload.context} tokens of context, batch {workload.batch}"
     misfit = "" if found.fits else f"; does not fit {size_text(found.question.memory_limit_bytes)}"
-    click.echo(f"{workload.model} on {workload.hardware}, {size} [{predicted.source}]{misfit}")
+    click.echo(wrapped(f"{workload.model} on {workload.hardware}, {size} [{predicted.source}]{misfit}"))
     click.echo(f"  [{predicted.source}]: {SOURCE_WORDS[predicted.source]}")
     for loss in found.losses:
-        click.echo(f"  gives up: {loss}")
+        click.echo(wrapped(f"  gives up: {loss}"))
     unsupported = only_estimated(found.plan, found.shape) or missing_head(found.plan)
     for note in (*found.notes, *([unsupported] if unsupported else [])):
-        click.echo(f"  note: {note}")
+        click.echo(wrapped(f"  note: {note}"))
     rows = [(found.name, *figures(predicted), _adapting(found.plan)),
             ("plain decoding", *figures(found.baseline), "")]  # fmt: skip
     print_table("Prediction (TTFT and tokens/s of the whole batch)", ("plan", *FIGURES, ""), rows)

@@ -19,7 +19,7 @@ from ridgeplan.dashboards.cli.options import (
     options,
     profile_file,
 )
-from ridgeplan.dashboards.cli.output import number, print_json, write_atomically
+from ridgeplan.dashboards.cli.output import number, print_json, wrapped, write_atomically
 from ridgeplan.dashboards.cli.planning.options import GPU_HELP
 from ridgeplan.planner import Plan
 from ridgeplan.planner.export import ENGINES, Exported, Request, engine_named, export, schema_for
@@ -97,9 +97,10 @@ def report(plan: Plan, exported: Exported) -> list[str]:
     """The answer: times, the command, how each axis is carried, and known problems."""
     workload = plan.workload
     size = f"{workload.context} tokens of context, batch {workload.batch}"
+    where = f"{exported.engine} {exported.version}: {workload.model} on {workload.hardware}"
     lines = [
-        f"{preset_name(plan)} in {exported.engine} {exported.version}: {workload.model} on {workload.hardware}",
-        f"  {size}: {_times(exported)}",
+        wrapped(f"{preset_name(plan)} in {where}"),
+        wrapped(f"  {size}: {_times(exported)}"),
         "",
         exported.command.shell(),
     ]

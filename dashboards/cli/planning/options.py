@@ -17,7 +17,8 @@ from ridgeplan.dashboards.cli.options import (
 )
 from ridgeplan.dashboards.cli.output import number
 from ridgeplan.planner import Prediction
-from ridgeplan.planner.interface.quantities import GB
+from ridgeplan.planner.capacity import HOST_MEMORY_BYTES
+from ridgeplan.planner.interface.quantities import GB, size_text
 from ridgeplan.planner.plan import KVFormat, PlanError
 from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.support import Backend
@@ -53,6 +54,12 @@ quality = click.option(
 memory_limit = click.option(
     "--memory-limit", type=SIZE, help="Memory that may be used, such as 24GB, where that is less than this share."
 )
+host_memory = click.option(
+    "--host-memory",
+    type=SIZE,
+    help="Memory of the host for layers that do not fit the GPU.  [default: with auto this share of the machine's, "
+    f"else {size_text(HOST_MEMORY_BYTES)}]",
+)
 backend = click.option(
     "--backend", type=click.Choice([*map(str, Backend)]), default="ridgeplan", show_default=True,
     help="What is to run the plan; any: also what nothing runs yet.",
@@ -66,7 +73,8 @@ tensor_parallel = click.option(
     callback=_one_device, help="GPUs that share a model; only 1 is priced.",
 )  # fmt: skip
 limits = options(quality, kv_format, backend, tensor_parallel)  # of what may be answered
-priced_by = options(memory_utilization, memory_limit, profile_file, acceptance_file, yarn)  # what figures rest on
+# What figures rest on.
+priced_by = options(memory_utilization, memory_limit, host_memory, profile_file, acceptance_file, yarn)
 
 
 def context_of(ctx: int | None, max_model_len: int | None, new_tokens: int) -> int:

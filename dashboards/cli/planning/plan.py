@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ridgeplan.dashboards.cli.options import (
     as_json,
     options,
 )
-from ridgeplan.dashboards.cli.output import print_json, print_table, write_atomically
+from ridgeplan.dashboards.cli.output import print_json, wrapped, write_atomically
 from ridgeplan.dashboards.cli.planning.answer import answer_text
 from ridgeplan.dashboards.cli.planning.options import (
     FIGURES,
@@ -28,9 +29,11 @@ from ridgeplan.dashboards.cli.planning.options import (
     new_tokens,
     priced_by,
 )
-from ridgeplan.planner import Recommendation
+from ridgeplan.planner import Prediction, Recommendation
 from ridgeplan.planner.interface.plan_file import plan_json
 from ridgeplan.planner.search import Objective
+
+FIGURE_WIDTH = 10  # eight of them fit 80 columns
 
 
 @click.command(
@@ -80,12 +83,25 @@ def plan(
 
 
 def print_everything(found: Recommendation) -> None:
-    """Every reason, and a table of all plans."""
-    click.echo(found.explain() + "\n")
-    rows = [(found.name, *figures(found.predicted), "recommended")]
+    """Every reason, and all plans: the name with its verdict, and below it a line of figures."""
+    click.echo("\n".join(map(wrapped, found.explain().splitlines())) + "\n")
+    click.echo("Plans (TTFT and tokens/s of the whole batch)")
+    click.echo(_columns(FIGURES))
+    for name, predicted, verdict in _verdicts(found):
+        click.echo(wrapped(f"{name}: {verdict}"))
+        click.echo(_columns(figures(predicted)))
+
+
+def _verdicts(found: Recommendation) -> Iterator[tuple[str, Prediction, str]]:
+    """Every plan by name with what is said of it."""
+    yield found.name, found.predicted, "recommended"
     best = found.best_estimated
     if best:
-        rows.append((best.preset, *figures(best.predicted), f"best of all: {best.rejected}"))
-    others = [other for other in found.alternatives if not best or other.plan != best.plan]
-    rows += [(other.preset, *figures(other.predicted), other.rejected) for other in others]
-    print_table("Plans (TTFT and tokens/s of the whole batch)", ("plan", *FIGURES, "verdict"), rows)
+        yield best.preset, best.predicted, f"best of all; {best.rejected}"
+    for other in found.alternatives:
+        if not best or other.plan != best.plan:
+            yield other.preset, other.predicted, other.rejected
+
+
+def _columns(cells: Sequence[str]) -> str:
+    return "".join(cell.rjust(FIGURE_WIDTH) for cell in cells)

@@ -20,9 +20,10 @@ from ridgeplan.dashboards.cli.options import (
     options,
 )
 from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table, write_atomically
-from ridgeplan.dashboards.cli.planning.answer import LONGEST_NAME, briefly, shortened
+from ridgeplan.dashboards.cli.planning.answer import LONGEST_NAME, shortened
 from ridgeplan.dashboards.cli.planning.options import BATCH, CTX, GPU_HELP, limits, new_tokens, priced_by
 from ridgeplan.planner.interface.quantities import GB, tokens_text
+from ridgeplan.planner.interface.short_names import briefly
 from ridgeplan.planner.questions.grid_sweep import AXES, TURNS, GridSweep, grid_sweep, parse_axes
 
 FORMATS = (".csv", ".json", ".html")
@@ -100,11 +101,16 @@ def _print(found: GridSweep, output: Path | None) -> None:
 
 
 def _cells(row: dict[str, Any], varying: Sequence[str]) -> tuple[str, ...]:
-    """The cells of `COLUMNS`; before the plan stands what varies besides sizes, a model without its owner."""
+    """The cells of `COLUMNS`; before the plan stands what varies besides sizes, a model without its owner.
+
+    Where there is no answer, why stands in the plan's place.
+    """
     turn = [str(row[name]).rpartition("/")[2] for name in varying]
+    name = briefly(row["plan"]) or row["why_not"].partition(" of ")[0]
+    size = " ".join((*turn, shortened(name, LONGEST_NAME))), tokens_text(row["context"]), str(row["batch"])
+    if not row["plan"]:
+        return (*size, *[""] * (len(COLUMNS) - len(size)))
     return (
-        " ".join((*turn, shortened(briefly(row["plan"]), LONGEST_NAME))), tokens_text(row["context"]),
-        str(row["batch"]), str(row["gamma"]), number(row["tpot_ms"]),
-        number(row["tokens_per_s"]), number(row["peak_memory_bytes"] / GB), f"{row['speedup']:.2f}x",
-        "" if row["fits"] else "does not fit",
+        *size, str(row["gamma"]), number(row["tpot_ms"]), number(row["tokens_per_s"]),
+        number(row["peak_memory_bytes"] / GB), f"{row['speedup']:.2f}x", row["why_not"],
     )  # fmt: skip

@@ -17,7 +17,10 @@ def delivered(
     as_json: bool,
     write_page: Callable[[Mapping[str, Any], Path], None],
 ) -> bool:
-    """Writes the files. Whether the results were printed as JSON too, so that no table is wanted."""
+    """Writes the files, with where results come from. True if they were printed as JSON too, so no table is wanted."""
+    from ridgeplan.validate.machine import measured_here  # imports torch, which takes seconds
+
+    document = {**measured_here(), **document}
     if output is not None:
         write_atomically(output, json.dumps(document, indent=1, allow_nan=False) + "\n")
     if html is not None:

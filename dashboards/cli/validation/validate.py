@@ -56,7 +56,7 @@ SUBJECTS = {
     ),
     prompt_file,
     click.option("--other-text", metavar="FILE", help="Another UTF-8 text, on which a suite measures acceptance too."),
-    click.option("--max-new-tokens", "--osl", "max_new_tokens", type=TOKENS,
+    click.option("--max-new-tokens", "--new-tokens", "--osl", "max_new_tokens", type=TOKENS,
                  help=f"Tokens to generate.  [default: {DEFAULT_NEW_TOKENS}]"),
     profile_file,
     calibration_file,

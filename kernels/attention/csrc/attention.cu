@@ -90,7 +90,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attend(const 
         const int num_groups = lengths.num_groups(b), dense_begin = lengths.dense_begin(b);
         const int num_rows = p.q_heads_per_kv * p.queries;
         const i64 first_group = i64(row) * p.group_capacity;
-        if (threadIdx.x == 0) dense = dense_kv(p, lengths, b, kv_head);
+        if (threadIdx.x == 0) {
+            dense = dense_kv(p, lengths, b, kv_head);
+            rows.set_scores(p.scores + i64(row) * p.score_capacity);
+        }
         if (threadIdx.x >= THREADS - ROWS) set_query_row(rows, threadIdx.x - (THREADS - ROWS), p, lengths, b);
         __syncthreads();
         pipeline.start(
@@ -103,18 +106,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attend(const 
         if (SCORES && threadIdx.x >= THREADS - ROWS) set_score_row(rows, threadIdx.x - (THREADS - ROWS), p, row);
 
         const u16* q = p.q + (i64(b) * p.q_batch_stride + i64(kv_head) * p.q_heads_per_kv * p.q_head_stride) * 8;
-        float* const scores = SCORES ? p.scores + i64(row) * p.score_capacity : nullptr;
         Accumulator sums;
         sums.clear();
         if (BITS && first < num_groups)
-            attend_quantized(
-                sums, pipeline, rows, dense, q, num_rows, scale, first, min(last, num_groups), scores, thread);
+            attend_quantized(sums, pipeline, rows, dense, q, num_rows, scale, first, min(last, num_groups), thread);
         sums.normalize_out();
         const int first_dense = max(first, num_groups);
         if (first_dense < last)
             attend_dense(sums, pipeline, rows, dense, q, num_rows, scale * LOG2_E,
                          dense_begin + (first_dense - num_groups) * DENSE_TILE, last - first_dense,
-                         first >= num_groups, scores, thread);
+                         first >= num_groups, thread);
 
         // Splits are visited in the order of (CTA, row), of which one grows at each step, so indices are unique.
         u16* const out = p.out + (i64(b) * p.queries * p.kv_heads + kv_head) * p.q_heads_per_kv * HEAD_DIM;

@@ -100,32 +100,38 @@ __device__ __forceinline__ void add_dense_values(
     }
 }
 
-// Attends to `tiles` dense tiles from slot `slot` on; `first`: nothing was attended to before. scale: to base 2. to:
-// score of slot 0; where there are codes, these tokens have none.
+// Stores the scores of a tile that begins at `slot`, a token per thread; all queries see what the first one does.
+__device__ __forceinline__ void store_dense_scores(const QueryRows& rows, int slot, const ThreadLayout& thread) {
+    const int token = 32 * thread.warp + thread.lane;
+    if (token < DENSE_TILE && slot + token < rows.dense_end[0]) rows.store(slot, token);
+}
+
+// Attends to `tiles` dense tiles from slot `slot` on; `first`: nothing was attended to before. scale: to base 2.
 __device__ __forceinline__ void attend_dense(
     Accumulator& sums, KVPipeline& pipeline, QueryRows& rows, const DenseKV& dense, const u16* q, int num_rows,
-    float scale, int slot, int tiles, bool first, float* to, const ThreadLayout& thread
+    float scale, int slot, int tiles, bool first, const ThreadLayout& thread
 ) {
     stage_queries(rows, q, num_rows, thread);
     const DenseLayout own(thread);
-    slot += thread.lane / 4 * PIECE + 2 * thread.warp;
+    const int token = thread.lane / 4 * PIECE + 2 * thread.warp;  // of a tile, the lane's first
 #pragma unroll 1
     for (; tiles > 0; tiles--, slot += DENSE_TILE) {
         float x[1][Q_TILES][4];
         u32 stage = pipeline.wait();
-        __syncthreads();  // queries are staged, and the last tile's values were read
+        __syncthreads();  // queries and the last tile's scores are staged, and its values were read
+        if (TokenScores<1>::WANTED && !first) store_dense_scores(rows, slot - DENSE_TILE, thread);
         pipeline.refill_after_values(dense);
         multiply_dense_keys(x, stage, own, thread);
         pipeline.advance();
-        scale_and_mask(x, rows, scale, slot, own, thread);
-        TokenScores<1> scores;
-        stage_probabilities(sums, scores, x, rows, nullptr, first, thread);
+        scale_and_mask(x, rows, scale, slot + token, own, thread);
+        stage_probabilities(sums, x, rows, nullptr, token, first, thread);
         pipeline.refill_after_keys(dense);
-        const int c = thread.lane % 4;  // all queries see what the first one does
-        if (SCORES && !BITS && c < 2 && slot + c < rows.dense_end[0]) scores.store(to + slot + c, rows, c);
         stage = pipeline.wait();
         add_dense_values(sums, stage, own, thread);
         pipeline.advance();
         first = false;
     }
+    if (!TokenScores<1>::WANTED) return;
+    __syncthreads();
+    store_dense_scores(rows, slot - DENSE_TILE, thread);
 }

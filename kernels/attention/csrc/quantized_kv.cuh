@@ -219,23 +219,22 @@ __device__ __forceinline__ void add_values(Accumulator& sums, u32 stage, const T
     for (int i = 0; i < 4 && TWO_CHAINS; i++) sums.out[0][0][i] += other[0][0][i];
 }
 
-// Attends to groups `group` to `end` of a row, whose queries are the `num_rows` from `q` on. to: score of its token 0.
+// Attends to groups `group` to `end` of a row, whose queries are the `num_rows` from `q` on.
 __device__ __forceinline__ void attend_quantized(
     Accumulator& sums, KVPipeline& pipeline, QueryRows& rows, const DenseKV& dense, const u16* q, int num_rows,
-    float scale, int group, int end, float* to, const ThreadLayout& thread
+    float scale, int group, int end, const ThreadLayout& thread
 ) {
     u32 own[OWN_TILES][OWN_WORDS][4];
     load_queries(own, rows, q, num_rows, scale, thread);
     __syncthreads();
     bool first = true;
-    const int c = thread.lane % 4;
-    if (SCORES) to += group * GROUP + thread.first_token() + 64 * (c / 2) + c % 2;
 #pragma unroll 1
-    for (; group < end; group++, to += SCORES ? GROUP : 0) {
+    for (; group < end; group++) {
         float x[2][Q_TILES][4];
         u32 stage = pipeline.wait();
         scale_queries(rows, own, stage, thread);
-        __syncthreads();  // queries are staged, and the last tile's values were read
+        __syncthreads();  // queries and the last tile's scores are staged, and its values were read
+        if (SCORES && !first) rows.store((group - 1) * GROUP, 32 * thread.warp + thread.lane);
         pipeline.refill_after_values(dense);
         multiply_keys(x, stage, thread);
         pipeline.advance();
@@ -243,12 +242,13 @@ __device__ __forceinline__ void attend_quantized(
         stage = pipeline.wait();
         ValueScales values;
         values.load(stage, thread);
-        TokenScores<2> scores;
-        stage_probabilities(sums, scores, x, rows, &values, first, thread);
+        stage_probabilities(sums, x, rows, &values, thread.scored_token(), first, thread);
         pipeline.refill_after_keys(dense);
-        scores.store(to, rows, c);
         add_values(sums, stage, thread);
         pipeline.advance();
         first = false;
     }
+    if (!SCORES) return;
+    __syncthreads();
+    rows.store((end - 1) * GROUP, 32 * thread.warp + thread.lane);
 }

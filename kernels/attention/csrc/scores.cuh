@@ -10,15 +10,28 @@ constexpr float MAX_LOG2_WEIGHT = 100;  // however far a log-sum-exp of the call
 
 struct ScoreRows {
 #if SCORES
-    alignas(8) float weight[ROWS];  // of what is summed: scores less the row's reference, or 2^ of these
-    float lse[ROWS];                // base-2 log-sum-exp to which probabilities refer; infinite if a row is not summed
-    float origin;                   // what references add to a token's sum of logits
+    alignas(8) float weight[ROWS];   // of what is summed: scores less the row's reference, or 2^ of these
+    float lse[ROWS];                 // base-2 log-sum-exp to which probabilities refer; infinite if a row is not summed
+    float origin;                    // what references add to a token's sum of logits
+    alignas(8) float staged[GROUP];  // sums of a tile's tokens, so that warps store whole lines
+    float* scores;                   // of the (batch row, KV head), from token or slot 0 on
 #endif
+    __device__ __forceinline__ void set_scores(float* first) {
+#if SCORES
+        scores = first;
+#endif
+    }
     // By one thread for each row, before any tile.
     __device__ __forceinline__ void set(int row, bool counts, const float* head_lse) {
 #if SCORES
         weight[row] = counts ? LN_2 : 0;
         if (SCORES == SUM_PROBABILITIES) lse[row] = counts ? __ldcg(head_lse) * LOG2_E : -negative_infinity();
+#endif
+    }
+    // Stores the sum of a token of a tile that begins at `first`, after a barrier that follows its staging.
+    __device__ __forceinline__ void store(int first, int token) const {
+#if SCORES
+        scores[first + token] = staged[token] + (SCORES == SUM_LOGITS ? origin : 0);
 #endif
     }
     // By a warp's first four lanes, c = 0 to 3, after the references changed.
@@ -39,29 +52,39 @@ struct ScoreRows {
     }
 };
 
-// Sums of the tokens of a tile that a warp has scored: rows g and g + 8 of each of `HALVES` products.
+// Sums of the tokens of a tile that a warp has scored: rows g and g + 8 of each of `HALVES` products. The four lanes of
+// a row have the same. Many query tiles form two chains of products, as each waits for the one before.
 template <int HALVES> struct TokenScores {
-    float sums[HALVES][4];
+    static constexpr bool WANTED = SCORES && (HALVES == 2) == (BITS > 0);  // beside codes, dense tokens have none
+    static constexpr int CHAINS = Q_TILES >= 4 ? 2 : 1;
+    float sums[CHAINS][HALVES][4];
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int i = 0; i < 4 * HALVES; i++) sums[i / 4][i % 4] = 0;
+        for (int i = 0; i < 4 * HALVES * CHAINS; i++) sums[i / (4 * HALVES)][i / 4 % HALVES][i % 4] = 0;
     }
     // Adds query tile `t`, of which `a` are the scores or their probabilities.
     __device__ __forceinline__ void add(const ScoreRows& rows, int t, const float (&a)[HALVES][4], int c) {
 #if SCORES
-        const float2 weight = *reinterpret_cast<const float2*>(rows.weight + 8 * t + 2 * c);
+        if constexpr (WANTED) {
+            const float2 weight = *reinterpret_cast<const float2*>(rows.weight + 8 * t + 2 * c);
 #pragma unroll
-        for (int h = 0; h < HALVES; h++)
-            mma_m16n8k8_tf32(sums[h], a[h][0], a[h][2], a[h][1], a[h][3], weight.x, weight.y);
+            for (int h = 0; h < HALVES; h++)
+                mma_m16n8k8_tf32(sums[t % CHAINS][h], a[h][0], a[h][2], a[h][1], a[h][3], weight.x, weight.y);
+        }
 #endif
     }
-    // Stores the sum of which lane 4 g + c is in charge: of row g + 8 (c % 2) of product c / 2.
-    __device__ __forceinline__ void store(float* to, const ScoreRows& rows, int c) const {
+    // Stages them; `token`: the tile's that row g of the first product has. Row g + 8 has the next, and the second
+    // product those half a group after.
+    __device__ __forceinline__ void stage(ScoreRows& rows, int token) const {
 #if SCORES
-        const float first = c % 2 ? sums[0][2] : sums[0][0];
-        const float last = c % 2 ? sums[HALVES - 1][2] : sums[HALVES - 1][0];
-        *to = (c / 2 ? last : first) + (SCORES == SUM_LOGITS ? rows.origin : 0);
+        if constexpr (WANTED)
+#pragma unroll
+            for (int h = 0; h < HALVES; h++) {
+                float2 sum = make_float2(sums[0][h][0], sums[0][h][2]);
+                if (CHAINS == 2) sum.x += sums[CHAINS - 1][h][0], sum.y += sums[CHAINS - 1][h][2];
+                *reinterpret_cast<float2*>(rows.staged + token + h * (GROUP / 2)) = sum;
+            }
 #endif
     }
 };

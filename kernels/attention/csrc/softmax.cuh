@@ -50,6 +50,8 @@ struct ThreadLayout {
     __device__ __forceinline__ int first_token() const {
         return 16 * (lane / 8) + 4 * warp + 2 * (lane / 4 % 2);
     }
+    // The same, from a register that is there anyway.
+    __device__ __forceinline__ int scored_token() const { return int(value_scales - CODE_BYTES) / 2; }
     __device__ __forceinline__ static u32 opaque(u32 x) {
         asm volatile("" : "+r"(x));
         return x;
@@ -158,12 +160,13 @@ struct Accumulator {
 // Turns scores into probabilities and stages them as B operands of the output, times the values' scales where these are
 // codes; `values` is null for full precision. A warp stages before it knows whether a score exceeds its row's
 // reference: one barrier carries that vote. Where it does, or where the `first` tile has no reference yet, all warps
-// update the references and stage again. Leaves the tokens' scores, where these are asked for.
+// update the references and stage again. `token`: of the tile, the first that the lane has scored.
 template <int HALVES>
 __device__ __forceinline__ void stage_probabilities(
-    Accumulator& sums, TokenScores<HALVES>& scores, float (&x)[HALVES][Q_TILES][4], QueryRows& rows,
-    const ValueScales* values, bool first, const ThreadLayout& thread
+    Accumulator& sums, float (&x)[HALVES][Q_TILES][4], QueryRows& rows, const ValueScales* values, int token,
+    bool first, const ThreadLayout& thread
 ) {
+    TokenScores<HALVES> scores;
     float row_sum[Q_TILES][2], zero_sum[Q_TILES][2];
     for (bool may_exceed = true;; may_exceed = first = false) {
         const u32 unit = u32(29 - sums.exponent) * 0x04000400u;  // the half 2^(14 - exponent), twice
@@ -202,6 +205,7 @@ __device__ __forceinline__ void stage_probabilities(
         if (!__syncthreads_or(may_exceed && (first || exceeds))) break;
         sums.update_row_max(x, rows, values ? values->exponent : 0, first, thread);
     }
+    scores.stage(rows, token);
 #pragma unroll
     for (int i = 0; i < 2 * Q_TILES; i++) {
         sums.row_sum[i / 2][i % 2] += row_sum[i / 2][i % 2];

@@ -54,23 +54,35 @@ struct ChosenTokens {
     ) : queries(queries), logit_scale(p.scale * LOG2_E * power_of_two(query.exponent)) {}
     // Scaled queries of a group, and what its products start from; a code arrives as 1024 + U or 1024 + 16 U.
     __device__ __forceinline__ float scale_queries(u32 (&scaled)[COUNT][2], const TokenTile& tile) const {
-        u32 own[COUNT][2];
+        u32 own[COUNT][2], z[COUNT][2];
         queries.load(own);
-        float start[4] = {};
+        float bias[4] = {}, rest[2][4] = {};
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             const int channel = Runs<PLANES>::channel(i, threadIdx.x % 4);
-            u32 s[2], z[2];
+            u32 s[2], m[2];
             load_shared(s, tile.key_scale + channel);
-            load_shared(z, tile.key_minimum + channel);
+            load_shared(m, tile.key_minimum + channel);
+            z[i][0] = first_pair(m[0], m[1]), z[i][1] = second_pair(m[0], m[1]);
             scaled[i][0] = mul_half2(own[i][0], first_pair(s[0], s[1]));
             scaled[i][1] = mul_half2(own[i][1], second_pair(s[0], s[1]));
             if (i >= WORDS) scaled[i][0] = mul_half2(scaled[i][0], 0x2C002C00u);  // / 16
             if (i >= WORDS) scaled[i][1] = mul_half2(scaled[i][1], 0x2C002C00u);
-            mma_half(start, scaled[i][0], 0, scaled[i][1], 0, 0xE400E400u, 0xE400E400u);  // - 1024
-            mma_half(start, own[i][0], 0, own[i][1], 0, first_pair(z[0], z[1]), second_pair(z[0], z[1]));
         }
-        return start[0];
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 2) {
+            mma_half(bias, scaled[i][0], scaled[i][1], scaled[i + 1][0], scaled[i + 1][1], 0xE400E400u, 0xE400E400u);
+            mma_two_runs(rest, own, i, z[i][0], z[i + 1][0], z[i][1], z[i + 1][1]);
+        }
+        return bias[0] + bias[2] + rest[0][0] + rest[1][2];  // bias: times - 1024
+    }
+    // d[0][0..1] + d[1][2..3] += two runs of queries by their first and second pairs of channels. The first pairs are
+    // the operand's rows 0 to 7 and the second ones the others, so that none is empty; half of each d is not used.
+    __device__ __forceinline__ static void mma_two_runs(
+        float (&d)[2][4], const u32 (&q)[COUNT][2], int i, u32 first, u32 next_first, u32 second, u32 next_second
+    ) {
+        mma_half(d[0], q[i][0], q[i][1], q[i + 1][0], q[i + 1][1], first, next_first);
+        mma_half(d[1], q[i][0], q[i][1], q[i + 1][0], q[i + 1][1], second, next_second);
     }
     __device__ __forceinline__ void attend(Partial& partial, const TokenTile& tile) const {
         const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
@@ -87,14 +99,19 @@ struct ChosenTokens {
             if (token >= tile.count) x[i] = negative_infinity();
             load_shared(v[i], tile.values[token] + 16 * TokenTile::swapped(token, byte / 16) + byte % 16);
         }
-        partial.probabilities(x);
+        float scale[4], zero[4];  // read before the maxima are known, as that takes long
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             // Of a token that is not there, anything of this group: its probability is zero.
             const int place = tile.places[2 * c + i % 2 + i / 2 * 8] % GROUP;
-            const float scale = half_to_float(tile.value_scale[place]);
-            partial.zero_sum = fmaf(x[i], half_to_float(tile.value_minimum[place]) + 8 * scale, partial.zero_sum);
-            x[i] *= scale;
+            scale[i] = half_to_float(tile.value_scale[place]);
+            zero[i] = half_to_float(tile.value_minimum[place]) + 8 * scale[i];
+        }
+        partial.probabilities(x);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            partial.zero_sum = fmaf(x[i], zero[i], partial.zero_sum);
+            x[i] *= scale[i];
         }
         add_values(partial, v, floats_to_half2(x[0], x[1]), floats_to_half2(x[2], x[3]));
     }
@@ -102,19 +119,22 @@ struct ChosenTokens {
     __device__ __forceinline__ void scores(
         float (&x)[4], const u32 (&k)[2][WORDS], const u32 (&scaled)[COUNT][2], float start
     ) const {
-        float d[2][4] = {};  // rows 8 to 15 stay zero
+        float d[2][2][4] = {};
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            d[r][0] = d[r][1] = start;
+        for (int r = 0; r < 2; r++)
 #pragma unroll
-            for (int i = 0; i < COUNT; i++) {
-                const u32 word = k[r][i % WORDS], mask = i < WORDS ? 0x000F000Fu : 0x00F000F0u;
-                mma_half(d[r], scaled[i][0], 0, scaled[i][1], 0, lop3_and_or(word, mask, 0x64006400u),
-                         lop3_and_or(word >> 8, mask, 0x64006400u));
+            for (int i = 0; i < COUNT; i += 2) {
+                u32 pairs[2][2];
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    const u32 word = k[r][(i + j) % WORDS], mask = i + j < WORDS ? 0x000F000Fu : 0x00F000F0u;
+                    pairs[j][0] = lop3_and_or(word, mask, 0x64006400u);
+                    pairs[j][1] = lop3_and_or(word >> 8, mask, 0x64006400u);
+                }
+                mma_two_runs(d[r], scaled, i, pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]);
             }
-        }
 #pragma unroll
-        for (int i = 0; i < 4; i++) x[i] = d[i / 2][i % 2] * logit_scale;
+        for (int i = 0; i < 4; i++) x[i] = (d[i / 2][0][i % 2] + d[i / 2][1][2 + i % 2] + start) * logit_scale;
     }
     // Adds values times probabilities; codes less 8 of a byte's low and high nibbles, of two tokens each.
     __device__ __forceinline__ static void add_values(
@@ -179,15 +199,36 @@ __device__ __forceinline__ void attend_slots(
     }
 }
 
-// Attends to the warp's share of the recent tokens.
-__device__ __forceinline__ void attend_recent(
-    Partial& partial, const SparseParams& p, const Query& query, int row, int part
-) {
-    const int b = row / p.kv_heads, kv_head = row % p.kv_heads, warp = threadIdx.x / 32;
-    const int begin = __ldcg(p.begin + b), end = min(__ldcg(p.end + b), p.capacity);
-    const u16* keys = p.keys + (i64(b) * p.key_batch_stride + i64(kv_head) * p.key_head_stride) * 8;
-    const u16* values = p.values + (i64(b) * p.value_batch_stride + i64(kv_head) * p.value_head_stride) * 8;
-    // From the last warp on: the first ones have a group more, if any.
-    for (int slot = begin + ((WARPS - 1 - warp) * p.parts + part) * TILE; slot < end; slot += WARPS * p.parts * TILE)
-        attend_slots(partial, p, query, keys, values, slot, end);
-}
+// The recent tokens of a row, of which each warp of its CTAs takes some tiles.
+struct RecentTokens {
+    int begin, end;  // slots
+
+    RecentTokens() = default;
+    __device__ __forceinline__ RecentTokens(const SparseParams& p, int b)
+        : begin(__ldcg(p.begin + b)), end(min(__ldcg(p.end + b), p.capacity)) {}
+    __device__ __forceinline__ static const u16* keys(const SparseParams& p, int row) {
+        return p.keys + (i64(row / p.kv_heads) * p.key_batch_stride + i64(row % p.kv_heads) * p.key_head_stride) * 8;
+    }
+    __device__ __forceinline__ static const u16* values(const SparseParams& p, int row) {
+        return p.values +
+               (i64(row / p.kv_heads) * p.value_batch_stride + i64(row % p.kv_heads) * p.value_head_stride) * 8;
+    }
+    // From the last warp on: the first ones have a tile of chosen tokens more, if any.
+    __device__ __forceinline__ int first_slot(const SparseParams& p, int part) const {
+        return begin + ((WARPS - 1 - int(threadIdx.x) / 32) * p.parts + part) * TILE;
+    }
+    // Has the warp's first tile brought to the L2 cache.
+    __device__ __forceinline__ void prefetch(const SparseParams& p, int row, int part) const {
+        const int lane = threadIdx.x % 32, slot = first_slot(p, part) + lane / 2, channel = lane % 2 * HALF_DIM;
+        if (slot >= end) return;
+        prefetch_l2(keys(p, row) + i64(slot) * p.key_stride * 8 + channel);
+        prefetch_l2(values(p, row) + i64(slot) * p.value_stride * 8 + channel);
+    }
+    __device__ __forceinline__ void attend(
+        Partial& partial, const SparseParams& p, const Query& query, int row, int part
+    ) const {
+        const int own_end = end;
+        for (int slot = first_slot(p, part); slot < own_end; slot += WARPS * p.parts * TILE)
+            attend_slots(partial, p, query, keys(p, row), values(p, row), slot, own_end);
+    }
+};

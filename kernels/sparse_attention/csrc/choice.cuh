@@ -38,6 +38,7 @@ struct Choice {
     u16 counts[MOST_GROUPS];  // of a group: tokens above the bin, and << 8 those in it; later the chosen ones
     float scan_sums[WARPS][8];
     u32 warp_sums[3][WARPS];
+    int k;          // of the row
     int bin, ties;  // chosen are all tokens above this bin, and this many of those in it
 
     // Before the scan, by all threads.
@@ -133,9 +134,8 @@ __device__ __forceinline__ int list_tiles(Choice& choice, int groups) {
 }
 
 // Chooses among the CTA's tokens, whose bins all its threads have counted; returns how many tiles there are to attend to.
-__device__ __forceinline__ int choose(Choice& choice, const SparseParams& p, const OwnGroups& own, GroupBins* groups) {
-    const int k = __ldcg(p.k + own.row / p.kv_heads);
-    find_bin(choice, own.share(k), k);
+__device__ __forceinline__ int choose(Choice& choice, const OwnGroups& own, GroupBins* groups) {
+    find_bin(choice, own.share(choice.k), choice.k);
     __syncthreads();
     const int count = own.count();
     for (int i = threadIdx.x / 32; i < count; i += WARPS) list_places(choice, groups[i], i);

@@ -57,6 +57,10 @@ __device__ __forceinline__ u32 fma_half2(u32 a, u32 b, u32 c) {
 __device__ __forceinline__ u32 first_pair(u32 x0, u32 x1) { return __byte_perm(x0, x1, 0x5410); }
 __device__ __forceinline__ u32 second_pair(u32 x0, u32 x1) { return __byte_perm(x0, x1, 0x7632); }
 
+__device__ __forceinline__ void prefetch_l2(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from)));
+}
+
 // N adjacent words. What other kernels may just have written is read from the L2 cache (`LATEST`): the SM's own may be
 // older than the kernels that let this one start early.
 template <bool LATEST, class T> __device__ __forceinline__ T load(const void* from) {

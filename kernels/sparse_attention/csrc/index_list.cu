@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) index_list(const __grid
     pdl_launch_dependents();
     pdl_wait();
 
-    if (warp == 0) shared.queries.copy(p, row / p.kv_heads, row % p.kv_heads);
+    shared.copy_inputs(p, row / p.kv_heads, row % p.kv_heads);
     __syncthreads();
     const Query query(shared.queries);
     if (warp == 0) shared.queries_of_lanes.store<ChosenTokens::PLANES, true>(query);
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) index_list(const __grid
     Walk walk(p, row, part);
     TilePipeline pipeline(walk, reinterpret_cast<TokenTile*>(dynamic) + warp * TILES);
     Partial partial;
-    attend_recent(partial, p, query, row, part);
+    shared.recent.attend(partial, p, query, row, part);
     pipeline.attend(partial, ChosenTokens(p, query, shared.queries_of_lanes));
 
     __syncthreads();  // all have read their tiles, which `out` overwrites

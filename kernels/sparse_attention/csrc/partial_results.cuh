@@ -6,8 +6,15 @@
 struct Shared {
     Queries queries;
     LaneQueries queries_of_lanes;  // as the scan or the attention to chosen tokens takes them
+    RecentTokens recent;
     float row_max[WARPS][8], row_sum[WARPS][8];
     bool last;  // whether this CTA is the last of its row to arrive
+
+    // Of a batch row and KV head, by two warps.
+    __device__ __forceinline__ void copy_inputs(const SparseParams& p, int b, int kv_head) {
+        if (threadIdx.x < 32) queries.copy(p, b, kv_head);
+        if (threadIdx.x == 32) recent = RecentTokens(p, b);
+    }
 };
 
 // Sums over values are stored in the order of registers and lanes, whose banks differ: entry (i, j, g, c) is
@@ -68,8 +75,7 @@ __device__ __forceinline__ void store_part(const SparseParams& p, const Shared& 
 
 // Whether this is the last CTA of its row; what the others wrote before is then visible.
 __device__ __forceinline__ bool is_last_part(const SparseParams& p, Shared& shared, int row) {
-    __threadfence();
-    __syncthreads();
+    __syncthreads();  // the release below is of all threads' writes before
     if (threadIdx.x == 0) shared.last = atomic_inc_acq_rel(p.arrivals + row, p.parts - 1) == u32(p.parts - 1);
     __syncthreads();
     return shared.last;
@@ -84,6 +90,13 @@ __device__ __forceinline__ void join_parts(const SparseParams& p, float* scratch
         maxima[i] = __ldcg(p.part_max + first * HEADS + i);
         sums[i] = __ldcg(p.part_sum + first * HEADS + i);
     }
+    float x[AHEAD];
+    const auto load_parts = [&](int entry, int from) {
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++)
+            if (from + j < p.parts) x[j] = __ldcg(p.partial + (first + from + j) * Entry::COUNT + entry);
+    };
+    if (threadIdx.x < Entry::COUNT) load_parts(threadIdx.x, 0);  // does not wait for the maxima
     __syncthreads();
     for (int i = threadIdx.x; i < Entry::COUNT; i += THREADS) {
         const Entry entry(i);
@@ -92,10 +105,7 @@ __device__ __forceinline__ void join_parts(const SparseParams& p, float* scratch
         for (int part = 0; part < p.parts; part++) row_max = fmaxf(row_max, maxima[part * HEADS + entry.head]);
         const float shift = row_max == negative_infinity() ? 0 : row_max;
         for (int from = 0; from < p.parts; from += AHEAD) {
-            float x[AHEAD];
-#pragma unroll
-            for (int j = 0; j < AHEAD; j++)
-                if (from + j < p.parts) x[j] = __ldcg(p.partial + (first + from + j) * Entry::COUNT + i);
+            if (from > 0 || i >= THREADS) load_parts(i, from);
 #pragma unroll
             for (int j = 0; j < AHEAD; j++) {
                 if (from + j >= p.parts) break;

@@ -62,20 +62,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) progressive(const __gri
     choice.clear();
     pdl_wait();
 
-    if (warp == 0) shared.queries.copy(p, own.row / p.kv_heads, own.row % p.kv_heads);
+    if (threadIdx.x == THREADS - 1) choice.k = __ldcg(p.k + own.row / p.kv_heads);
+    shared.copy_inputs(p, own.row / p.kv_heads, own.row % p.kv_heads);
     __syncthreads();
     const Query query(shared.queries);
     if (warp == 0) shared.queries_of_lanes.store<Scan::PLANES, false>(query);
     __syncthreads();
+    shared.recent.prefetch(p, own.row, own.part);
     scan.run(choice, groups, query, shared.queries_of_lanes);
     __syncthreads();
     if (warp == 0) shared.queries_of_lanes.store<ChosenTokens::PLANES, true>(query);
-    const int tiles = choose(choice, p, own, groups);
+    const int tiles = choose(choice, own, groups);
 
     ChosenTiles source{choice, own, groups, warp, tiles};
     TilePipeline pipeline(source, buffers[warp].tiles);
     Partial partial;
-    attend_recent(partial, p, query, own.row, own.part);
+    shared.recent.attend(partial, p, query, own.row, own.part);
     pipeline.attend(partial, ChosenTokens(p, query, shared.queries_of_lanes));
 
     __syncthreads();  // all have read their buffers, which `out` overwrites

@@ -40,7 +40,8 @@ struct Scan {
         const int c = threadIdx.x % 4;
         u32 own[COUNT][2], scaled[COUNT][2], largest = 0;
         queries.load(own);
-        float rest[2][4] = {};  // two sums, as products of one depend on each other
+        u32 middle[COUNT][2];
+        float rest[2][4] = {};
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             const int channel = Runs<PLANES>::channel(i, c);
@@ -51,10 +52,16 @@ struct Scan {
             for (int h = 0; h < 2; h++) {
                 scaled[i][h] = mul_half2(own[i][h], s[h]);
                 largest = max_abs_half2(largest, scaled[i][h]);
-                z[h] = fma_half2(s[h], 0x3E003E00u, z[h]);  // 3/2
+                middle[i][h] = fma_half2(s[h], 0x3E003E00u, z[h]);  // 3/2
             }
-            mma_half(rest[i % 2], z[0], 0, z[1], 0, own[i][0], own[i][1]);
         }
+        // All rows of a product are alike: rows 0 to 7 take the first words of two runs, the others the second ones.
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 2)
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                mma_half(rest[h], middle[i][0], middle[i][1], middle[i + 1][0], middle[i + 1][1], own[i][h],
+                         own[i + 1][h]);
         float most = fmaxf(fabsf(half_to_float(u16(largest))), fabsf(half_to_float(u16(largest >> 16))));
         most = fmaxf(most, __shfl_xor_sync(FULL_MASK, most, 1));
         most = fmaxf(most, __shfl_xor_sync(FULL_MASK, most, 2));
@@ -72,7 +79,7 @@ struct Scan {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             slope[e] = __shfl_sync(FULL_MASK, unit, 4 * (2 * c + e)) * logit_scale[e];
-            start[e] = fmaf(rest[0][e] + rest[1][e], logit_scale[e], -norm[e]) - ZERO * slope[e];
+            start[e] = fmaf(rest[0][e] + rest[1][2 + e], logit_scale[e], -norm[e]) - ZERO * slope[e];
         }
     }
     // Leaves the bins of a group's tokens, by the log-sum-exps of the call before, and counts them. Its first `sinks`

@@ -26,6 +26,7 @@ class RetrievalHead(SparsePolicy):
 
     selection: selections.RetrievalHead
     known_ahead = True
+    alike = True
 
     def __init__(self, selection: selections.RetrievalHead, cache: Cache, head: Head | None = None) -> None:
         """Raises WorkloadError without a head, and for one that needs the target's features."""

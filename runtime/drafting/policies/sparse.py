@@ -44,6 +44,7 @@ class SparsePolicy(DraftPolicy):
 
     selection: SparseSelection
     known_ahead: ClassVar[bool] = False  # a query's choice, in all layers, before the first one
+    alike: ClassVar[bool] = False  # it is then the same in all layers
 
     def __init__(self, selection: SparseSelection, cache: Cache) -> None:
         super().__init__(selection, cache)
@@ -108,7 +109,7 @@ class SparsePolicy(DraftPolicy):
     def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
         every = super().draft_metadata(ahead, queries)
         if self.known_ahead:
-            self._ahead = self.cache.begin_loading(self._known_choice)
+            self._ahead = self.cache.begin_loading(self._known_choice, self.alike)
         begin = every.begin if self.reads_codes else self.old()[: self.cache.rows]
         by_layer = every.by_layer
         if self.cache.config.elastic:

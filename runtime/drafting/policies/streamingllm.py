@@ -14,6 +14,7 @@ class StreamingLLM(SparsePolicy):
     """In a full-precision cache the latest tokens are one run, so that only the sinks are gathered."""
 
     known_ahead = True
+    alike = True
 
     def __init__(self, selection: SparseSelection, cache: Cache) -> None:
         super().__init__(selection, cache)

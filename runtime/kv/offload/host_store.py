@@ -20,6 +20,8 @@ from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.offload.host_memory import HostMemory, split_bytes
 from ridgeplan.runtime.kv.offload.two_bit_layers import TwoBitLayers
 
+ALL_LAYERS = -1  # where they choose alike
+
 
 @dataclass(frozen=True, eq=False)
 class HostKVStore:
@@ -56,10 +58,9 @@ class HostKVStore:
         keys, values = (torch.zeros(sizes, dtype=dtype, device=device) for _ in "kv")
         old = max(1, quantized_groups(tokens + config.gamma + 1, config.group)) * config.group
         shape = torch.Size((config.batch, model.kv_heads, old, model.head_dim))
-        pair = [(shape, dtype)] * 2
-        held = [HostMemory.allocate(split_bytes(pair), device).split(pair) for _ in range(layers)]
+        held = [_pair(shape, dtype, device, config.target_loads) for _ in range(layers)]
         two_bit = TwoBitLayers.allocate(model, config, layers, tokens, device) if config.format.quantized else None
-        return cls(config, keys, values, tuple((one[0], one[1]) for one in held), two_bit=two_bit)
+        return cls(config, keys, values, tuple(held), two_bit=two_bit)
 
     @property
     def layers(self) -> int:
@@ -117,19 +118,28 @@ class HostKVStore:
         place = torch.where(group < groups, group, (group - 1) % (groups - 1) + 1)
         return self.config.window_slots - (place + 1) * self.config.group
 
-    def load(self, layer: int, index: Tensor, count: Tensor, page: int) -> SlotLoads:
-        """Loads the chosen tokens that are missing into slots; index and count as `sparse_decode_attention` has them.
+    def resolve(self, layer: int, index: Tensor, count: Tensor, page: int) -> SlotLoads:
+        """The slots of what a step chooses, and what they lack; index and count as `sparse_decode_attention` has them.
 
-        Raises WorkloadError where a step may choose more than there are slots.
+        layer: ALL_LAYERS for a choice that they have in common. Raises WorkloadError where a step may choose more than
+        there are slots.
         """
-        rows = len(index)
-        table = self._table(layer, index, page).first(rows)
+        table = self._table(layer, index, page).first(len(index))
         if not self.config.reuses_slots:
             table.forget()
-        loads = take_slots(table, index, count)
-        source = self.on_host[layer][0][:rows], self.on_host[layer][1][:rows]
-        gather_into_slots(source, (self.keys[layer, :rows], self.values[layer, :rows]), loads, page)
-        return loads
+        return take_slots(table, index, count)
+
+    def gather(self, layer: int, loads: SlotLoads, page: int) -> None:
+        """Loads what a layer's slots lack."""
+        rows, (keys, values) = len(loads.count), self.on_host[layer]
+        slots = self.keys[layer, :rows], self.values[layer, :rows]
+        gather_into_slots((keys[:rows], values[:rows]), slots, loads, page)
+
+    def loads(self) -> tuple[int, int]:
+        """Units that steps have chosen, and those that had to be loaded, of all layers and KV heads."""
+        times = {layer: self.layers if layer == ALL_LAYERS else 1 for layer in self.tables}
+        wanted = sum(times[layer] * int(table.wanted.sum()) for layer, table in self.tables.items())
+        return wanted, sum(times[layer] * int(table.loaded.sum()) for layer, table in self.tables.items())
 
     def _table(self, layer: int, index: Tensor, page: int) -> SlotTable:
         if layer not in self.tables:
@@ -139,7 +149,22 @@ class HostKVStore:
                     f"the placement's budget is {self.config.window_slots} tokens and a step may choose "
                     f"{chosen * page}; allowed: a budget of that many"
                 )
-            units = self.on_host[layer][0].shape[2] // page
+            units = self.on_host[0][0].shape[2] // page
             with torch.inference_mode(False):  # it outlives this pass, and is emptied outside of one
                 self.tables[layer] = SlotTable.allocate(self.config.batch, index.shape[1], units, slots, index.device)
         return self.tables[layer]
+
+
+def _pair(shape: torch.Size, dtype: torch.dtype, device: torch.device, by_token: bool) -> KeysAndValues:
+    """Keys and values [batch, kv_heads, tokens, head_dim] on the host: apart, or by token, whose key and value adjoin.
+
+    Tokens that are read one by one lie in pages of memory of their own, and every page costs a walk of the device's
+    page table: over tens of gigabytes these, not bytes, bound the link.
+    """
+    if not by_token:
+        keys, values = HostMemory.allocate(split_bytes([(shape, dtype)] * 2), device).split([(shape, dtype)] * 2)
+        return keys, values
+    batch, heads, tokens, channels = shape
+    both = [(torch.Size((batch, tokens, heads, 2, channels)), dtype)]
+    (held,) = HostMemory.allocate(split_bytes(both), device).split(both)
+    return held[:, :, :, 0].transpose(1, 2), held[:, :, :, 1].transpose(1, 2)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from ridgeplan.dashboards.figures import quantspec_intensity, quantspec_speed, specattn, specontext
+from ridgeplan.dashboards.figures.registry import figures_named
 from ridgeplan.roofline.catalog.hardware import load_hardware
 
 LLAMA_2 = "meta-llama/Llama-2-7b-hf"
@@ -129,3 +130,23 @@ def test_the_legend_of_a_round_sums_to_its_length() -> None:
     for method in specattn.METHODS:
         bars = sum(trace.x[list(trace.y).index(method)] for trace in figure.data)
         assert ends[method] == pytest.approx(bars)
+
+
+def test_placements_are_drawn_as_lines_and_measured_ones_as_points() -> None:
+    (figure,) = figures_named(["specontext-placement"])
+    measured = {"tokens": 32768, "source": "measured", "layers_on_host": 3, "adaptive_ms": 21.5, "static_ms": 95.0}
+    rows = figure.data()
+    assert len(figure.draw(rows).data) == 3
+    adaptive, points, static, others, _ = figure.draw([*rows, measured]).data
+    assert [list(one.y) for one in (points, others)] == [[21.5], [95.0]]
+    assert [one.mode for one in (adaptive, points, static, others)] == ["lines", "markers"] * 2
+
+
+def test_layers_that_leave_one_by_one_are_never_slower_than_all_at_once() -> None:
+    """Equal while none leaves; from then on every layer that stays is one less to copy, until all have left."""
+    (figure,) = figures_named(["specontext-placement"])
+    rows = figure.data(memory_gb=32)
+    assert all(row["adaptive_ms"] == row["static_ms"] for row in rows if row["layers_on_host"] in (0, 32))
+    partly = [row for row in rows if 0 < row["layers_on_host"] < 32]
+    assert partly and all(row["adaptive_ms"] < row["static_ms"] for row in partly)
+    assert [row["layers_on_host"] for row in rows] == sorted(row["layers_on_host"] for row in rows)

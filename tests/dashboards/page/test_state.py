@@ -26,6 +26,11 @@ def asked(page: AppTest) -> str:
     return str(page.code[0].value)
 
 
+def verdict(page: AppTest) -> str:
+    """The sentence above everything, without Markdown's escapes."""
+    return str(page.markdown[0].value).replace("\\", "")
+
+
 def press(page: AppTest, place: int) -> None:
     page.button(key=f"fix_{place}").click().run()
     assert not page.exception
@@ -85,6 +90,32 @@ def test_cards_are_the_planner_s_fixes() -> None:
     page = opened(memory_limit="10GB")
     shown = [str(one.value).replace("\\", "") for one in page.caption]
     assert [fix.text for fix in caught.value.fixes] == [text for text in shown if text in str(caught.value)]
+
+
+def test_what_does_not_fit_the_gpu_alone_has_the_cards_of_what_would() -> None:
+    """The verdict begins with it, and every card leads to an answer that does not."""
+    url = {"context": "128k", "batch": "20"}
+    found = planner.recommend(MODEL, "h200", "128k", batch=20)
+    page = opened(**url)
+    assert found.warning and found.warning in verdict(page)
+    cards = [str(one.key) for one in page.button if str(one.key).startswith("fix_")]
+    assert len(cards) == len(found.on_device) > 0
+    for place in range(len(cards)):
+        page = opened(**url)
+        press(page, place)
+        assert "Does not fit" not in verdict(page)
+
+
+def test_the_memory_of_the_host_is_an_input() -> None:
+    """Layers that the usual memory has room for do not fit a host with 20 GB; a card says how much it takes."""
+    page = opened(context="128k", batch="20", gpu="rtx5090", host_memory="20GB")
+    assert "nothing fits" in page.error[0].value
+    places = [place for place, one in enumerate(page.markdown) if "Host with" in str(one.value)]
+    assert len(places) == 1
+    last = max(int(str(one.key).removeprefix("fix_")) for one in page.button if str(one.key).startswith("fix_"))
+    press(page, last)
+    assert "--host-memory" in asked(page)
+    assert "Does not fit the GPU alone" in verdict(page)
 
 
 def test_a_context_beyond_the_model_s_has_cards_too() -> None:

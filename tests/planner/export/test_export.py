@@ -64,7 +64,8 @@ def test_no_parser_rejects_an_exported_plan(asked: Request) -> None:
         assume("GiB" not in str(error))  # too large for the machine
         raise
     found, engine, workload = asked.schema.parse(command.options), asked.engine, asked.plan.workload
-    assert found[dest(engine.max_model_len)] == workload.context + workload.new_tokens
+    most = workload.yarn_factor * asked.shape.max_context
+    assert found[dest(engine.max_model_len)] == min(workload.context + workload.new_tokens, most)
     assert found[dest(engine.max_num_seqs)] == workload.batch
     assert found[dest(asked.schema.arguments[engine.tensor_parallel]["names"][0])] == asked.plan.tensor_parallel
     pairs = yaml.safe_load(command.yaml()).items()
@@ -90,6 +91,18 @@ def test_plain_decoding_is_carried_exactly(request_for: Callable[..., Request]) 
         "--tensor-parallel-size": 1,
     }
     assert exported.times is not None and exported.times.tpot_ms == pytest.approx(6.19, rel=0.04)  # measured
+
+
+def test_a_length_beyond_the_models_limit_is_cut_to_it_and_said(request_for: Callable[..., Request]) -> None:
+    """Llama-3.1's limit is 131072: 131072 tokens of context leave no room for 1024 more, unless YaRN stretches it."""
+    within, cut = export(request_for(context=130_048)), export(request_for(context=131_072))
+    assert [dict(one.command.arguments)["--max-model-len"] for one in (within, cut)] == [131_072, 131_072]
+    assert "length" not in {one.axis for one in within.carried}
+    told = axis(cut, "length")
+    assert not told.exact
+    assert "131072 tokens of context and 1024 new" in told.plan and "131072 together" in told.engine
+    stretched = export(request_for(context=131_072, yarn=True))
+    assert dict(stretched.command.arguments)["--max-model-len"] == 132_096
 
 
 def test_drafts_become_the_same_model_in_8_bits(request_for: Callable[..., Request]) -> None:

@@ -78,5 +78,26 @@ def test_contexts_beyond_the_limit_are_stretched_by_yarn() -> None:
     (point,) = swept.points
     assert [row["context"] for row in swept.table()] == [8192, 262_144]
     assert [point.found.plan(row, 0).workload.yarn_factor for row in (0, 1)] == [1.0, 2.5]
-    with pytest.raises(PlanError, match="context 262144 is beyond the limit"):
-        grid_sweep(LLAMA, "h200", {"ctx": (8192, 262_144)})
+
+
+def test_contexts_beyond_the_limit_are_marked_and_the_others_answered() -> None:
+    """The rows of 8k are those of a sweep of 8k alone; those of 256k have no figures and say why."""
+    swept = grid_sweep(LLAMA, "h200", {"ctx": (262_144, 8192), "batch": (1, 4)})
+    beyond, answered = swept.table()[:2], swept.table()[2:]
+    assert answered == grid_sweep(LLAMA, "h200", {"ctx": (8192,), "batch": (1, 4)}).table()
+    assert [(row["context"], row["batch"], row["fits"]) for row in beyond] == [(262_144, 1, False), (262_144, 4, False)]
+    assert {value for row in beyond for name, value in row.items() if name.endswith(("_ms", "_s", "_bytes"))} == {None}
+    (longest,) = grid_sweep(LLAMA, "h200", {"ctx": (131_072,)}).table()
+    assert longest["plan"]
+    assert {row["why_not"] for row in beyond} == {"beyond the model's limit of 131072; --yarn stretches it"}
+    assert [list(row) for row in beyond] == [list(row) for row in answered]
+    assert "4 questions, 2 fit" in swept.summary()
+
+
+def test_models_have_limits_of_their_own() -> None:
+    """SmolLM2's limit is 8192 tokens, Llama-3.1's 131072; where no model reaches any context, nothing is answered."""
+    models = ("HuggingFaceTB/SmolLM2-135M", LLAMA)
+    rows = grid_sweep("", "h200", {"model": models, "ctx": (65_536,)}).table()
+    assert [(row["model"], row["plan"] != "") for row in rows] == list(zip(models, (False, True), strict=True))
+    with pytest.raises(PlanError, match="every context is beyond the model's limit of 8192"):
+        grid_sweep(models[0], "h200", {"ctx": (16_384, 65_536)})

@@ -17,7 +17,7 @@ LLAMA = "meta-llama/Llama-3.1-8B"
 
 
 def candidate(name, score=1.0):
-    return Candidate(name, preset(name, WORKLOAD), score, score, 0)
+    return Candidate(name, preset(name, WORKLOAD), score, score, 0, 0)
 
 
 def samples(*rows):

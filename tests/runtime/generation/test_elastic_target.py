@@ -1,16 +1,20 @@
 """Targets that read a selection of layers whose KV lies on the host: the same tokens as with all KV on the device."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
 
 from ridgeplan import runtime
 from ridgeplan.planner.axes.offload import HostPart
+from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.kv.offload import host_memory
 from ridgeplan.runtime.model.checkpoint import load_config
 from ridgeplan.runtime.model_config import decoder_config
 
-LENGTHS, NEW = [128, 70, 37], 90  # with groups of 32: two or three flushes a row
-LAYERS, BUDGET = 6, 64
+LENGTHS, NEW = [128, 70, 37], 40  # with groups of 32: a flush or two a row
+LAYERS, BUDGET = 3, 64
 SELECTIONS = {
     "retrieval-head": {},
     "progressive": {},
@@ -34,38 +38,89 @@ def shape(model):
 
 
 @pytest.fixture(scope="module")
-def engines(model, shape, make_plan, limited, head_file):
-    """An engine without a limit, and one with layers on the host."""
+def load(model, head_file):
     path = head_file(model)
 
-    def make(kv, name, gamma=0, batch=3, layers=1, budget=BUDGET, prefetch=1, elastic=True):
-        own = SELECTIONS[name] | {"sinks": 2}
-        drafts = {"selection": name, "ratio": 0.2, "floor": 48, **own} if gamma else {}
-        codes = "full" if gamma else None
-        plan = make_plan(
-            kv, gamma, batch=batch, codes=codes, target=name, target_budget=BUDGET, target_options=own, **drafts
-        )
-        placed, host_layers = limited(
-            plan, shape, layers, HostPart.ALL, budget=budget, prefetch=prefetch, elastic=elastic
-        )
-        head = path if name == "retrieval-head" else None
-        roomy = replace(placed, placement=replace(placed.placement, memory_bytes=0))
-        plain, offloaded = (
-            runtime.load(one, model.folder, device="cpu", retrieval_head=head) for one in (roomy, placed)
-        )
-        assert plain.cache.config.host_layers == 0
-        assert offloaded.cache.config.host_layers == host_layers > 0
-        return plain, offloaded
+    def make(plan):
+        head = path if plan.attention.selection.name == "retrieval-head" else None
+        return runtime.load(plan, model.folder, device="cpu", retrieval_head=head)
 
     return make
 
 
-@pytest.mark.parametrize("gamma", [0, 3])
-@pytest.mark.parametrize("kv, name", CASES)
-def test_the_same_tokens_as_without_a_limit(kv, name, gamma, engines, prompts):
-    plain, offloaded = engines(kv, name, gamma)
-    for ids in (prompts(*LENGTHS), prompts(30, 99, 64)):
-        found = offloaded.generate(ids, NEW)
-        assert found.tokens == plain.generate(ids, NEW).tokens
-        assert gamma == 0 or found.statistics.accepted > 0
-        assert found.statistics.wanted_loads > found.statistics.loads > 0
+@pytest.fixture(scope="module")
+def plan_of(shape, make_plan, limited):
+    """A plan with so little memory that layers leave; drafts choose as the target does, but fewer tokens."""
+
+    def make(kv, name, gamma=0, layers=1, **placement):
+        own = SELECTIONS[name] | {"sinks": 2}
+        target = {"target": name, "target_budget": BUDGET, "target_options": own}
+        drafts = {"codes": "full", "selection": name, "ratio": 0.2, "floor": 48, **own} if gamma else {}
+        plan = make_plan(kv, gamma, context=512, batch=3, **target, **drafts)
+        return limited(plan, shape, layers, HostPart.ALL, **{"budget": BUDGET} | placement)[0]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def expected(load, prompts):
+    """What a plan generates with memory for all of its KV."""
+
+    def run(plan, *lengths):
+        engine = load(replace(plan, placement=replace(plan.placement, memory_bytes=0)))
+        assert engine.cache.config.host_layers == 0
+        return engine.generate(prompts(*lengths), NEW).tokens
+
+    return run
+
+
+@pytest.mark.parametrize("kv, name, gamma", [(*case, 0) for case in CASES] + [(*case, 3) for case in CASES[:4]])
+def test_the_same_tokens_as_without_a_limit(kv, name, gamma, load, plan_of, expected, prompts):
+    plan = plan_of(kv, name, gamma)
+    engine = load(plan)
+    assert engine.cache.config.host_layers > 0
+    found = engine.generate(prompts(*LENGTHS), NEW)
+    assert found.tokens == expected(plan, *LENGTHS)
+    assert gamma == 0 or found.statistics.accepted > 0
+    assert 0 < found.statistics.loads < found.statistics.wanted_loads
+    again = engine.generate(prompts(30, 99), NEW)  # fewer rows, and what slots held is forgotten
+    assert again.tokens == expected(plan, 30, 99)
+
+
+@pytest.mark.parametrize("placement", [{"layers": LAYERS}, {"prefetch": 8}, {"budget": 2 * BUDGET}], ids=str)
+@pytest.mark.parametrize("kv, name", CASES[:2])
+def test_wherever_layers_are_and_however_far_loads_run_ahead(kv, name, placement, load, plan_of, expected, prompts):
+    plan = plan_of(kv, name, 2, **placement)
+    assert load(plan).generate(prompts(*LENGTHS), NEW).tokens == expected(plan, *LENGTHS)
+
+
+@pytest.mark.parametrize("kv, name", CASES[:2])
+def test_without_elastic_loading_every_step_loads_what_it_chooses(kv, name, load, plan_of, expected, prompts):
+    plan = plan_of(kv, name, elastic=False)
+    found = load(plan).generate(prompts(*LENGTHS), NEW)
+    assert found.tokens == expected(plan, *LENGTHS)
+    assert found.statistics.loads == found.statistics.wanted_loads > 0
+
+
+@pytest.mark.parametrize("kv, name", CASES[:2])
+def test_an_abandoned_generation_disturbs_no_later_one_and_nothing_is_kept(kv, name, load, plan_of, expected, prompts):
+    plan = plan_of(kv, name, 2)
+    engine = load(plan)
+    steps = engine.stream_batch(prompts(90, 128, 50), NEW)
+    for _ in range(9):
+        next(steps)
+    steps.close()
+    assert engine.generate(prompts(*LENGTHS), NEW).tokens == expected(plan, *LENGTHS)
+    held = [weakref.ref(part) for pair in engine.cache.stores[-1].on_host for part in pair]
+    engine.close()
+    gc.collect()
+    assert held and not any(one() is not None for one in held)
+
+
+def test_without_pinned_memory_one_line_says_so_and_nothing_is_left_behind(load, plan_of, prompts, monkeypatch):
+    plan = plan_of("bf16+int4", "progressive")
+    with monkeypatch.context() as patched:
+        patched.setattr(host_memory, "available_bytes", lambda: 1000)
+        with pytest.raises(WorkloadError, match=r"^offloaded KV needs .* of pinned host memory and 0\.0 GB are free"):
+            load(plan)
+    assert load(plan).generate(prompts(50), 5).statistics.generated == 5

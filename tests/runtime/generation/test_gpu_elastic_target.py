@@ -31,11 +31,9 @@ def shape(model):
 def test_the_same_tokens_as_without_a_limit(
     kv, name, gamma, elastic, model, shape, make_plan, limited, head_file, prompts
 ):
-    drafts = {"selection": name, "ratio": 0.2, "floor": 48, "sinks": 2} if gamma else {}
-    codes = "full" if gamma else None
-    plan = make_plan(
-        kv, gamma, batch=3, codes=codes, target=name, target_budget=BUDGET, target_options={"sinks": 2}, **drafts
-    )
+    target = {"target": name, "target_budget": BUDGET, "target_options": {"sinks": 2}}
+    drafts = {"codes": "full", "selection": name, "ratio": 0.2, "floor": 48, "sinks": 2} if gamma else {}
+    plan = make_plan(kv, gamma, context=512, batch=3, **target, **drafts)
     placed, host_layers = limited(plan, shape, 1, HostPart.ALL, budget=BUDGET, cuda=True, prefetch=3, elastic=elastic)
     head = head_file(model) if name == "retrieval-head" else None
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ridgeplan.planner.axes.draft_selection import RetrievalHead
 from ridgeplan.planner.plan import Placement, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.latency import Machine
@@ -52,6 +53,14 @@ def test_steps_choose_so_many_tokens_anew(model, plan_of, fresh):
     cache.drift(fresh)
     _, moved = loading_ms(cache, plan, CHOSEN)
     assert moved == SHAPE.layers * 2 * 2 * fresh * TOKEN_BYTES
+
+
+def test_one_set_for_all_heads_moves_as_much(model, plan_of):
+    plan = plan_of("specontext")
+    plan = replace(plan, attention=replace(plan.attention, selection=RetrievalHead(level="batch")))
+    cache = DriftingCache(model, plan)
+    cache.drift(8)
+    assert loading_ms(cache, plan, CHOSEN)[1] == SHAPE.layers * 2 * 2 * 8 * TOKEN_BYTES
 
 
 @pytest.mark.parametrize("name", ["specontext", "specontext-two-bit"])

@@ -48,7 +48,7 @@ def test_rows_are_saved_one_by_one_and_not_measured_again(tmp_path):
 
 
 def test_the_link_is_measured_by_every_kind_of_transfer():
-    found = measured_link(CPU, size=1 << 20)
+    found = measured_link(CPU, size=1 << 20, spread=1 << 21)
     moved = {kind: times.moved for kind, times in found.items()}
     quarter = 1 << 18
     whole = {"host_copy": 1 << 20, "host_store": 1 << 20}
@@ -66,7 +66,7 @@ def test_rates_are_shares_of_the_link_beyond_the_launch():
 def test_loads_count_a_quarter_of_the_tokens():
     """256 tokens: 64 single ones of 8 heads, keys and values of 256 bytes; or 4 pages of 16."""
     for page, units in ((1, 64), (16, 4)):
-        loads, moved = random_loads(256, page, CPU)
+        loads, moved = random_loads(256, 64, page, CPU)
         assert loads.count.tolist() == [[units] * 8]
         assert moved == 2 * 8 * 64 * 256
 

@@ -20,7 +20,11 @@ class Progressive(PerQueryPolicy):
     KV head in the next query's. A draft's query has those of the draft before it, in one place. A target's query has
     those of the token before it, so that what it chooses depends on the text alone, not on how rounds fell: the token
     at position p has the place p % places, and places outnumber the queries of a pass.
+    own, before: the places of a query's token and of the one before it, with their rows.
     """
+
+    own: tuple[Tensor, Tensor]
+    before: tuple[Tensor, Tensor]
 
     def __init__(self, selection: selections.Progressive, cache: Cache) -> None:
         super().__init__(selection, cache)
@@ -36,21 +40,23 @@ class Progressive(PerQueryPolicy):
     def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
         metadata = super().draft_metadata(ahead, queries)
         self.groups = self.old_tokens // self.cache.config.group
+        if not self._fused:
+            rows, places = self.cache.rows, len(self.lse)
+            own = (self.cache.lengths[:rows] % places).long()
+            row = torch.arange(rows, device=own.device)
+            self.own, self.before = (own, row), ((own - 1) % places, row)
         return metadata
 
     def query_scores(self, layer: int, query: Tensor) -> Tensor:
-        rows, places = self.cache.rows, len(self.lse)
-        own = (self.cache.lengths[:rows] % places).long()
-        lse, row = self.lse[:, layer], torch.arange(rows, device=own.device)
-        weights = lse[(own - 1) % places, row]
+        lse = self.lse[:, layer]
+        weights = lse[self.before]
         scores = two_bit_scores(query, self.cache.two_bit_keys(layer), self.groups, weights)
-        lse[own, row] = weights
+        lse[self.own] = weights
         return scores
 
     def attend(self, layer: int, query: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Where drafts read upper codes, one operation scans, chooses and reads."""
-        is_target = len(self.lse) > 1
-        if is_target or not self.cache.config.drafts_read_upper:
+        if not self._fused:
             return super().attend(layer, query, metadata)
         planes, rows = self.cache.planes(layer), self.cache.rows
         assert planes is not None, "plans that choose by 2-bit keys hold codes"
@@ -58,3 +64,8 @@ class Progressive(PerQueryPolicy):
             query, *self.cache.full(layer), metadata.begin, metadata.end, self.cache.codes(layer), planes, self.groups,
             self.budgets, self.lse[0, layer, :rows], max_k=self.max_budget, sinks=self.selection.sinks,
         )  # fmt: skip
+
+    @property
+    def _fused(self) -> bool:
+        is_target = len(self.lse) > 1
+        return self.cache.config.drafts_read_upper and not is_target

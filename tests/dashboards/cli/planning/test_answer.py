@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ridgeplan.dashboards.cli.output import number
-from ridgeplan.dashboards.cli.planning.answer import briefly
+from ridgeplan.planner.interface.short_names import briefly
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 QUESTIONS: dict[str, tuple[object, ...]] = {
@@ -18,7 +18,7 @@ QUESTIONS: dict[str, tuple[object, ...]] = {
     "not run here": ("openai/gpt-oss-20b", "--gpu", "h200", "--ctx", "64k"),
     "for vllm": (LLAMA, "--gpu", "h200", "--ctx", "64k", "--backend", "vllm"),
     "stretched": (LLAMA, "--gpu", "h200", "--ctx", "1M", "--yarn"),
-    "layers on the host": (LLAMA, "--gpu", "h200", "--ctx", "1M", "--yarn", "--batch", 16),
+    "layers on the host": (LLAMA, "--gpu", "h200", "--ctx", "1M", "--yarn", "--batch", 4),
 }
 
 
@@ -26,7 +26,8 @@ QUESTIONS: dict[str, tuple[object, ...]] = {
 def test_it_is_six_lines_and_five_rows_of_80_columns(invoke: Any, question: tuple[object, ...]) -> None:
     result = invoke("plan", *question)
     assert result.exit_code == 0, result.stderr
-    answer, ranking, legend = result.stdout.rstrip("\n").split("\n\n")
+    *warning, answer, ranking, legend = result.stdout.rstrip("\n").split("\n\n")
+    assert bool(warning) is (question is QUESTIONS["layers on the host"])
     assert [len(part.splitlines()) for part in (answer, ranking, legend)] == [6, 1 + 5, 2]
     assert [line for line in result.stdout.splitlines() if len(line) > 80] == []
 
@@ -36,14 +37,26 @@ def test_its_figures_are_those_of_its_json(invoke: Any, question: tuple[object, 
     text = invoke("plan", *question).stdout
     told = json.loads(invoke("plan", *question, "--json").stdout)
     predicted, batch = told["predicted"], told["plan"]["workload"]["batch"]
-    lines = text.splitlines()
+    lines = text.split("\n\n")[-3].splitlines()
     assert briefly(told["preset"])[:27] in lines[1]
     assert f"{predicted['tpot_ms']:.3g} ms per token" in lines[1] or predicted["tpot_ms"] >= 999.5
     assert f"{number(predicted['tokens_per_s'])} tokens/s" in lines[2]
-    assert f"{predicted['speedup']:.2f}x plain" in lines[2]
+    plain_fits = told["baseline"]["peak_memory_bytes"] <= told["memory_limit_bytes"]
+    assert (f"{predicted['speedup']:.2f}x plain" if plain_fits else "plain: no room") in lines[2]
     assert f"{predicted['peak_memory_bytes'] / 1e9:.3g} GB" in lines[3]
     assert lines[2].endswith(f"{number(predicted['tokens_per_s'] / batch)} per request") is (batch > 1)
     assert f"[{predicted['source']}]: " in text
+
+
+def test_what_does_not_fit_the_gpu_alone_is_no_plain_success(invoke: Any) -> None:
+    """1M tokens x 16 of 64 KiB each (INT8) are 1.1 TB; the host has room for 1.5."""
+    question = (*QUESTIONS["layers on the host"], "--host-memory", "1.5TB")
+    told = json.loads(invoke("plan", *question, "--json").stdout)
+    warning = " ".join(invoke("plan", *question).stdout.split("\n\n")[0].split())
+    assert warning.startswith(told["warning"])
+    assert f"KV of {told['predicted']['offloaded_layers']} layers" in warning
+    assert [one["text"] for one in told["on_device"] if one["text"] not in warning] == []
+    assert "Possible: " in invoke("plan", *question).stdout
 
 
 @pytest.mark.parametrize("batch", [1, 16])

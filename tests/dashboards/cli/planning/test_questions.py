@@ -53,7 +53,7 @@ def test_plan_files_are_compared_at_their_own_sizes(invoke: Any, tmp_path: Path)
         (("sweep", LLAMA, "--over", "ctx=4k"), "sweep needs --gpu, or gpu=h100,h200 in --over"),
         (("sweep", LLAMA, "--gpu", "h200", "--over", "width=4k"), "axis 'width'; allowed: each of ctx, batch"),
         (("sweep", LLAMA, "--gpu", "h200", "--over", "ctx=4k", "-o", "x.png"), "allowed: .csv, .json, .html"),
-        (("sweep", LLAMA, "--gpu", "h200", "--over", "ctx=1M"), "context 1048576 is beyond the limit"),
+        (("sweep", LLAMA, "--gpu", "h200", "--over", "ctx=1M"), "every context is beyond the model's limit of 131072"),
         (("cost", LLAMA, "--gpu", "h200", "--ctx", "8k"), "Missing option '--price'"),
         (("cost", LLAMA, "--gpu", "h200", "--ctx", "8k", "--price", "cheap"), "--price is 'cheap'; allowed: dollars"),
         (("cost", LLAMA, "--gpu", "h200", "--ctx", "8k", "--price", "nan"), "the price of h200 is nan; allowed"),
@@ -70,7 +70,7 @@ def test_what_is_wrong_is_one_line(refuses: Any, line: tuple[object, ...], words
 
 
 def test_a_sweep_is_written_in_three_formats(invoke: Any, tmp_path: Path) -> None:
-    line = ("sweep", LLAMA, "--gpu", "h200", "--over", "ctx=4k..16k,batch=1,8,512")
+    line = ("sweep", LLAMA, "--gpu", "h200", "--over", "ctx=4k..16k,batch=1,8,512", "--host-memory", "1TB")
     rows = as_json(invoke(*line, "-o", tmp_path / "sweep.csv", "--json"))["rows"]
     assert len(rows) == 3 * 3
     with (tmp_path / "sweep.csv").open() as file:
@@ -85,6 +85,9 @@ def test_a_sweep_is_written_in_three_formats(invoke: Any, tmp_path: Path) -> Non
     assert {row["fits"] for row in rows} == {True}  # layers leave for the host
     small = as_json(invoke(*line, "--memory-limit", "6GB", "--json"))["rows"]
     assert {row["fits"] for row in small} == {False}
+    # 512 prompts of 16k tokens: 550 GB of INT8 KV (32 layers, 8 heads of 128, keys and values), on both memories.
+    little = as_json(invoke(*line[:-1], "256GB", "--json"))["rows"]
+    assert [(row["context"], row["batch"]) for row in little if not row["fits"]] == [(16384, 512)]
     assert "<script src" not in page
 
 
