@@ -86,6 +86,7 @@ def fit(
     backend: str = "ridgeplan",
     kv_format: str | None = None,
     offload: bool = False,
+    host_memory: float | str | None = None,
 ) -> Fit:
     """The largest context for each of `batches`, and the largest batch for each of `contexts`.
 
@@ -97,7 +98,7 @@ def fit(
     asked = ask(
         model, gpu, 1, new_tokens=new_tokens, quality=quality, memory_limit=memory_limit,
         memory_utilization=memory_utilization, profile=profile, yarn=yarn, backend=backend, kv_format=kv_format,
-        offload=offload,
+        offload=offload, host_memory=host_memory,
     )  # fmt: skip
     longest = longest_context(asked.shape, new_tokens, yarn=yarn)
     sizes = contexts or tuple(one for one in CONTEXTS if one <= longest) or (longest,)
@@ -150,7 +151,7 @@ def _largest_context(question: Question, preset: str | None) -> FitRow:
     """For the question's batch; its context is the longest, as budgets of policies are at most the context."""
     plans, batch = _plans(question, preset), question.workload.batch
     limits = context_limits(plans, question)
-    capacity = Capacity(plans, question.shape, question.machine)
+    capacity = Capacity(plans, question.shape, question.machine, question.host_limit_bytes)
     sizes = capacity.largest_contexts(limits)
     best = int(np.argmax(sizes))
     peak = float(capacity.peaks(context=np.maximum(sizes, 1))[best])
@@ -161,7 +162,7 @@ def _largest_context(question: Question, preset: str | None) -> FitRow:
 def _largest_batch(question: Question, preset: str | None) -> FitRow:
     """For the question's context."""
     plans, context = _plans(question, preset), question.workload.context
-    capacity = Capacity(plans, question.shape, question.machine)
+    capacity = Capacity(plans, question.shape, question.machine, question.host_limit_bytes)
     sizes = capacity.largest_batches()
     best = int(np.argmax(sizes))
     peak = float(capacity.peaks(batch=np.maximum(sizes, 1))[best])

@@ -76,15 +76,15 @@ def plan_by_plan(question, searched=None):
     found = []
     for family in searched:
         own = [next(figures) for _ in range(family.size)]
-        fitting = [one for one in own if one[3] <= question.memory_limit_bytes]
+        fitting = [one for one in own if question.misfit(*one[3:5]) is None]
         best = min(fitting, key=lambda one: one[1]) if fitting else min(own, key=lambda one: one[3])
-        if family.name in PRESETS or not family.template.placement.offload or best[4]:
-            found.append(Candidate(family.name, within_limit(best[0], question.memory_limit_bytes), *best[1:4]))
+        if family.name in PRESETS or not family.template.placement.offload or best[5]:
+            found.append(Candidate(family.name, within_limit(best[0], question.memory_limit_bytes), *best[1:5]))
     return found
 
 
 def _figures_of_all(searched, plans, question):
-    """Objective, time per token, memory and layers on the host of plans side by side: each [plans]."""
+    """Objective, time per token, memory, that of the host and layers there of plans side by side: each [plans]."""
     model = AcceptanceModel.of_profile(question.shape, question.workload.context, question.profile)
     acceptance = np.concatenate([model.best(family.template, *family.grid()) for family in searched])
     shape, machine = question.shape, question.machine
@@ -92,7 +92,10 @@ def _figures_of_all(searched, plans, question):
     rates = [rates_of(plan, shape, machine) for plan in plans]
     once = [1] * len(plans)
     estimate = evaluate(shape, machine, stack(strategies, once), stack(rates, once))
-    figures = _objective(estimate, question), estimate.tpot_s, estimate.memory.peak, estimate.offloaded_layers
+    figures = (
+        _objective(estimate, question), estimate.tpot_s, estimate.memory.peak, estimate.host_bytes,
+        estimate.offloaded_layers,
+    )  # fmt: skip
     return [np.broadcast_to(np.asarray(one, dtype=float), len(plans)).tolist() for one in figures]
 
 

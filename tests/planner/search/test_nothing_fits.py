@@ -72,6 +72,21 @@ def test_what_it_offers_is_the_most_that_fits(offload):
     assert (row.context, "offload" in row.plan) == (context, offload)
 
 
+def test_sizes_that_it_offers_fit_the_host_too():
+    """INT8 KV takes 24 layers x 2 x 128 x 132 / 128 bytes a token: of 64 sequences 20 GB hold 49,321 tokens.
+
+    The device holds the rest, at most what 7.73 GB do.
+    """
+    recommend = partial(planner.recommend, SMALL, "rtx4060-laptop", batch=64, yarn=True, host_memory=20e9)
+    with pytest.raises(planner.NothingFits) as refused:
+        recommend(200_000)
+    (context,) = (one.changes["context"] for one in refused.value.fixes if list(one.changes) == ["context"])
+    assert 20e9 / (64 * 24 * 2 * 132) < context < (20e9 + 7.73e9) / (64 * 24 * 2 * 128)
+    assert 0 < recommend(context).predicted.host_bytes <= 20e9
+    with pytest.raises(planner.NothingFits):
+        recommend(context + 1)
+
+
 def test_no_plan_with_layers_on_the_host_is_smaller_than_what_is_needed():
     """Of plain decoding with any formats and groups, each with as many layers on the host as help."""
     with pytest.raises(planner.NothingFits) as refused:
