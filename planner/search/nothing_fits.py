@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from ridgeplan.planner.capacity import Capacity, described_contexts, usable_bytes
 from ridgeplan.planner.interface.quantities import GB, size_text
 from ridgeplan.planner.plan import Plan
@@ -18,6 +16,7 @@ from ridgeplan.planner.search.candidates import Candidate, search
 from ridgeplan.planner.search.question import Question
 from ridgeplan.planner.search.runnable import context_limits, runnable_families, smallest_plans
 from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
+from ridgeplan.roofline.latency import Machine
 
 
 class NothingFits(ValueError):
@@ -37,11 +36,11 @@ def tightest(question: Question) -> list[Candidate]:
 def why_nothing_fits(question: Question, memory_utilization: float) -> NothingFits:
     """The error, one line: the executable plan that needs the least memory, and what would make one fit."""
     plans, workload = _least_plans(question), question.workload
-    peaks = Capacity(plans, question.shape, question.machine).peaks()
-    least, limit = int(np.argmin(peaks)), question.memory_limit_bytes
+    capacity = _capacity(question, plans)
+    least, limit = capacity.least(), size_text(question.memory_limit_bytes)
     needs = (
         f"nothing fits: {workload.model} at context {workload.context}, batch {workload.batch} needs at least "
-        f"{size_text(peaks[least])} ({preset_name(plans[least])}) of {size_text(limit)} on {workload.hardware}"
+        f"{size_text(capacity.peaks()[least])} ({preset_name(plans[least])}) of {limit} on {workload.hardware}"
     )
     fixes = [*_fixes(question, plans, memory_utilization), *_more_of_the_host(question)]
     options = [one.text for one in fixes]
@@ -52,7 +51,8 @@ def why_nothing_fits(question: Question, memory_utilization: float) -> NothingFi
 
 def on_device(question: Question, memory_utilization: float) -> tuple[Fix, ...]:
     """What would make a plan fit the device alone, where none does without layers on the host."""
-    return tuple(_fixes(question, _least_plans(question), memory_utilization))
+    alone = replace(question, offload=False)
+    return tuple(_fixes(alone, _least_plans(alone), memory_utilization))
 
 
 def smallest_gpu(question: Question, plans: Sequence[Plan], memory_utilization: float) -> Hardware | None:
@@ -63,9 +63,13 @@ def smallest_gpu(question: Question, plans: Sequence[Plan], memory_utilization: 
             question.machine, memory_bytes=usable, element_bytes=hardware.element_bytes, num_sms=hardware.num_sms,
             asynchronous=1,
         )  # fmt: skip
-        if Capacity(plans, question.shape, device).peaks().min() <= usable:
+        if _capacity(question, plans, device).fits().any():
             return hardware
     return None
+
+
+def _capacity(question: Question, plans: Sequence[Plan], device: Machine | None = None) -> Capacity:
+    return Capacity(plans, question.shape, device or question.machine, question.host_limit_bytes)
 
 
 def _least_plans(question: Question) -> list[Plan]:
@@ -75,7 +79,7 @@ def _least_plans(question: Question) -> list[Plan]:
 def _fixes(question: Question, plans: Sequence[Plan], memory_utilization: float) -> Iterator[Fix]:
     workload = question.workload
     longest = _longest(question, plans)
-    batch = int(Capacity(plans, question.shape, question.machine).largest_batches().max())
+    batch = int(_capacity(question, plans).largest_batches().max())
     if longest:
         yield Fix({"context": longest}, described_contexts(longest, workload, workload.batch))
     if batch:
@@ -94,7 +98,7 @@ def _without_limit(question: Question, plans: Sequence[Plan], memory_utilization
     """All that the machine's memory allows, where a plan fits that and a lower limit was asked for."""
     usable = usable_bytes(question.profile.hardware.memory_bytes, memory_utilization)
     device = replace(question.machine, memory_bytes=usable)
-    if Capacity(plans, question.shape, device).peaks().min() <= usable:
+    if _capacity(question, plans, device).fits().any():
         yield Fix({"memory_limit": None}, f"no memory limit, as {size_text(usable)} may be used")
 
 
@@ -111,8 +115,7 @@ def _lower_quality(question: Question) -> Iterator[Fix]:
 def _more_of_the_host(question: Question) -> Iterator[Fix]:
     """The least memory of the host with which a plan fits that leaves layers there."""
     roomy = replace(question, host_limit_bytes=math.inf)
-    found = search(roomy) if question.offload else []
-    needed = min((one.host_bytes for one in found if one.rejection(roomy) is None), default=0.0)
+    needed = min((one.host_bytes for one in tightest(roomy)), default=0.0) if question.offload else 0.0
     if needed:
         yield Fix(
             {"host_memory": f"{math.ceil(needed / GB)}GB"}, f"{size_text(needed)} of the host's memory for layers"
@@ -121,7 +124,7 @@ def _more_of_the_host(question: Question) -> Iterator[Fix]:
 
 def _longest(question: Question, plans: Sequence[Plan]) -> int:
     limits = context_limits(plans, question)
-    return int(Capacity(plans, question.shape, question.machine).largest_contexts(limits).max())
+    return int(_capacity(question, plans).largest_contexts(limits).max())
 
 
 def _alone(question: Question) -> Iterator[Fix]:
