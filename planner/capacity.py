@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -67,34 +68,42 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Plans whose memory is asked for together, and the device that they are to fit."""
+    """Plans whose memory is asked for together, and the device and the host that they are to fit."""
 
     plans: Sequence[Plan]
     shape: ModelShape
     device: Device
+    host_limit_bytes: float = math.inf
 
-    def peaks(
+    def peaks(self, context: np.ndarray | None = None, batch: np.ndarray | None = None) -> np.ndarray:
+        """Peak bytes of each plan, at its workload's context and batch or at others: [plans]."""
+        return self._needed(context, batch)[0]
+
+    def fits(
         self, context: np.ndarray | None = None, batch: np.ndarray | None = None, device: Device | None = None
     ) -> np.ndarray:
-        """Peak bytes of each plan, at its workload's context and batch or at others: [plans].
+        """Which plans fit the device and the host, at their workload's context and batch or at others: [plans].
 
         device: another one, with elements of the same size.
         """
-        sizes = {name: size for name, size in (("context", context), ("batch", batch)) if size is not None}
-        strategy = replace(self._strategy, **sizes)
-        peaks = np.asarray(offload_layers(self.shape, device or self.device, strategy).memory.peak, dtype=float)
-        return np.broadcast_to(peaks, (len(self.plans),))
+        peaks, on_host = self._needed(context, batch, device)
+        return (peaks <= (device or self.device).memory_bytes) & (on_host <= self.host_limit_bytes)
+
+    def least(self) -> int:
+        """The plan with the lowest peak, of those that fit the host."""
+        peaks, on_host = self._needed()
+        return int(np.argmin(np.where(on_host <= self.host_limit_bytes, peaks, math.inf)))
 
     def largest_contexts(self, limits: np.ndarray) -> np.ndarray:
         """The longest context of each plan that fits, up to its limit; 0 where none does."""
         # Memory grows with the context except where prompts begin to use the draft weights' memory, so the bisection
         # starts there.
-        return _largest(lambda tokens: self._fit(self.peaks(context=tokens)), limits, DRAFT_SWAP_PROMPT_TOKENS)
+        return _largest(lambda tokens: self.fits(context=tokens), limits, DRAFT_SWAP_PROMPT_TOKENS)
 
     def largest_batches(self) -> np.ndarray:
         """The largest batch of each plan that fits; 0 where none does."""
         limits = np.full(len(self.plans), MAX_BATCH)
-        return _largest(lambda rows: self._fit(self.peaks(batch=rows)), limits)
+        return _largest(lambda rows: self.fits(batch=rows), limits)
 
     @cached_property
     def _strategy(self) -> Strategy:
@@ -102,8 +111,14 @@ class Capacity:
         strategies = [strategy_of(plan, self.shape, self.device, CERTAIN) for plan in self.plans]
         return stack(strategies, [1] * len(strategies))
 
-    def _fit(self, peaks: np.ndarray) -> np.ndarray:
-        return np.asarray(peaks <= self.device.memory_bytes)
+    def _needed(
+        self, context: np.ndarray | None = None, batch: np.ndarray | None = None, device: Device | None = None
+    ) -> tuple[np.ndarray, ...]:
+        """Bytes of the device, at the peak, and of the host: each [plans]."""
+        sizes = {name: size for name, size in (("context", context), ("batch", batch)) if size is not None}
+        found = offload_layers(self.shape, device or self.device, replace(self._strategy, **sizes))
+        both = (np.asarray(one, dtype=float) for one in (found.memory.peak, found.host_bytes))
+        return tuple(np.broadcast_to(one, (len(self.plans),)) for one in both)
 
 
 def missing_memory(plan: Plan, model: ModelReference, device: Device) -> str | None:

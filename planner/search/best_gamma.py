@@ -24,7 +24,10 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True)
 class GammaCell:
-    """The gamma with the least time per token at one size, and its speed-up over plain decoding."""
+    """The gamma with the least time per token of those that fit at one size, and its speed-up over plain decoding.
+
+    Where none fits, it is the best of all gammas.
+    """
 
     context: int
     batch: int
@@ -73,8 +76,8 @@ def _cell(question: Question, preset: str) -> GammaCell:
     priced = question.shape, question.profile, question.machine
     found = estimate_gammas(preset_of(preset, workload), *priced, GAMMAS)
     plain = estimate_gammas(autoregressive(workload), *priced, (0,))
-    best = int(np.argmin(found.tpot_s))
-    peak = np.broadcast_to(found.memory.peak, (len(GAMMAS),))[best]
+    fits = np.broadcast_to(found.memory.peak <= question.memory_limit_bytes, (len(GAMMAS),))
+    best = int(np.argmin(np.where(fits | ~fits.any(), found.tpot_s, np.inf)))
     tpot_s = float(found.tpot_s[best])
     return GammaCell(
         context=workload.context,
@@ -82,5 +85,5 @@ def _cell(question: Question, preset: str) -> GammaCell:
         gamma=GAMMAS[best],
         tpot_ms=1e3 * tpot_s,
         speedup=float(plain.tpot_s[0]) / tpot_s,
-        fits=bool(peak <= question.memory_limit_bytes),
+        fits=bool(fits[best]),
     )

@@ -85,16 +85,20 @@ def fit(
     yarn: bool = False,
     backend: str = "ridgeplan",
     kv_format: str | None = None,
+    offload: bool = False,
+    host_memory: float | str | None = None,
 ) -> Fit:
     """The largest context for each of `batches`, and the largest batch for each of `contexts`.
 
     Of the preset, or else of whichever plan runs, is allowed by `quality` and reaches the most; of several that reach
-    as much, the most exact and then the simplest. `contexts` default to the powers of 2 up to the model's limit. Other
-    arguments, and errors, are those of `recommend`.
+    as much, the most exact and then the simplest. `contexts` default to the powers of 2 up to the model's limit. Layers
+    may only be on the host with `offload`, as plans that need that are slow. Other arguments, and errors, are those of
+    `recommend`.
     """
     asked = ask(
         model, gpu, 1, new_tokens=new_tokens, quality=quality, memory_limit=memory_limit,
         memory_utilization=memory_utilization, profile=profile, yarn=yarn, backend=backend, kv_format=kv_format,
+        offload=offload, host_memory=host_memory,
     )  # fmt: skip
     longest = longest_context(asked.shape, new_tokens, yarn=yarn)
     sizes = contexts or tuple(one for one in CONTEXTS if one <= longest) or (longest,)
@@ -147,7 +151,7 @@ def _largest_context(question: Question, preset: str | None) -> FitRow:
     """For the question's batch; its context is the longest, as budgets of policies are at most the context."""
     plans, batch = _plans(question, preset), question.workload.batch
     limits = context_limits(plans, question)
-    capacity = Capacity(plans, question.shape, question.machine)
+    capacity = Capacity(plans, question.shape, question.machine, question.host_limit_bytes)
     sizes = capacity.largest_contexts(limits)
     best = int(np.argmax(sizes))
     peak = float(capacity.peaks(context=np.maximum(sizes, 1))[best])
@@ -158,7 +162,7 @@ def _largest_context(question: Question, preset: str | None) -> FitRow:
 def _largest_batch(question: Question, preset: str | None) -> FitRow:
     """For the question's context."""
     plans, context = _plans(question, preset), question.workload.context
-    capacity = Capacity(plans, question.shape, question.machine)
+    capacity = Capacity(plans, question.shape, question.machine, question.host_limit_bytes)
     sizes = capacity.largest_batches()
     best = int(np.argmax(sizes))
     peak = float(capacity.peaks(batch=np.maximum(sizes, 1))[best])

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
-import numpy as np
-
 from ridgeplan.planner.capacity import Capacity, described_contexts, usable_bytes
 from ridgeplan.planner.interface.quantities import GB, size_text
 from ridgeplan.planner.plan import Plan
@@ -33,7 +31,7 @@ class NothingFits(ValueError):
 def tightest(question: Question) -> list[Candidate]:
     """The plans that run and fit with any size of quantization groups, where the usual ones do not fit."""
     regrouped = runnable_families(question, regroup=True)
-    fitting = _capacity(question, smallest_plans(regrouped)).peaks() <= question.memory_limit_bytes
+    fitting = _capacity(question, smallest_plans(regrouped)).fits()
     searched = tuple(family for family, fits in zip(regrouped, fitting, strict=True) if fits)
     found = search(question, searched) if searched else []
     return [one for one in found if one.rejection(question) is None]
@@ -42,11 +40,11 @@ def tightest(question: Question) -> list[Candidate]:
 def why_nothing_fits(question: Question, memory_utilization: float) -> NothingFits:
     """The error, one line: the executable plan that needs the least memory, and what would make one fit."""
     plans, workload = _least_plans(question), question.workload
-    peaks = _capacity(question, plans).peaks()
-    least, limit = int(np.argmin(peaks)), question.memory_limit_bytes
+    capacity = _capacity(question, plans)
+    least, limit = capacity.least(), size_text(question.memory_limit_bytes)
     needs = (
         f"nothing fits: {workload.model} at context {workload.context}, batch {workload.batch} needs at least "
-        f"{size_text(peaks[least])} ({preset_name(plans[least])}) of {size_text(limit)} on {workload.hardware}"
+        f"{size_text(capacity.peaks()[least])} ({preset_name(plans[least])}) of {limit} on {workload.hardware}"
     )
     fixes = [*_fixes(question, plans, memory_utilization), *_more_of_the_host(question)]
     options = [one.text for one in fixes]
@@ -57,7 +55,8 @@ def why_nothing_fits(question: Question, memory_utilization: float) -> NothingFi
 
 def on_device(question: Question, memory_utilization: float) -> tuple[Fix, ...]:
     """What would make a plan fit the device alone, where none does without layers on the host."""
-    return tuple(_fixes(question, _least_plans(question), memory_utilization))
+    alone = replace(question, offload=False)
+    return tuple(_fixes(alone, _least_plans(alone), memory_utilization))
 
 
 def smallest_gpu(question: Question, plans: Sequence[Plan], memory_utilization: float) -> Hardware | None:
@@ -65,18 +64,19 @@ def smallest_gpu(question: Question, plans: Sequence[Plan], memory_utilization: 
 
     @cache
     def capacity(element_bytes: int) -> Capacity:
-        return Capacity(plans, question.shape, replace(question.machine, element_bytes=element_bytes))
+        like = replace(question.machine, element_bytes=element_bytes)
+        return Capacity(plans, question.shape, like, question.host_limit_bytes)
 
     for hardware in sorted(list_hardware(), key=lambda one: one.memory_bytes):
         usable = usable_bytes(hardware.memory_bytes, memory_utilization)
         device = Device(memory_bytes=usable, element_bytes=hardware.element_bytes, num_sms=hardware.num_sms)
-        if capacity(hardware.element_bytes).peaks(device=device).min() <= usable:
+        if capacity(hardware.element_bytes).fits(device=device).any():
             return hardware
     return None
 
 
 def _capacity(question: Question, plans: Sequence[Plan]) -> Capacity:
-    return Capacity(plans, question.shape, question.machine)
+    return Capacity(plans, question.shape, question.machine, question.host_limit_bytes)
 
 
 def _least_plans(question: Question) -> list[Plan]:
@@ -103,7 +103,7 @@ def _fixes(question: Question, plans: Sequence[Plan], memory_utilization: float)
 def _without_limit(question: Question, capacity: Capacity, memory_utilization: float) -> Iterator[Fix]:
     """All that the machine's memory allows, where a plan fits that and a lower limit was asked for."""
     usable = usable_bytes(question.profile.hardware.memory_bytes, memory_utilization)
-    if capacity.peaks(device=replace(question.machine, memory_bytes=usable)).min() <= usable:
+    if capacity.fits(device=replace(question.machine, memory_bytes=usable)).any():
         yield Fix({"memory_limit": None}, f"no memory limit, as {size_text(usable)} may be used")
 
 
@@ -113,9 +113,9 @@ def _lower_quality(question: Question) -> Iterator[Fix]:
         if question.quality.allows(quality):
             continue
         plans = _least_plans(replace(question, quality=quality))
-        peaks = _capacity(question, plans).peaks()
-        if peaks.min() <= question.memory_limit_bytes:
-            least = preset_name(plans[int(np.argmin(peaks))])
+        capacity = _capacity(question, plans)
+        if capacity.fits().any():
+            least = preset_name(plans[capacity.least()])
             yield Fix({"quality": str(quality)}, f"quality {quality}, such as {least}")
             return
 
@@ -123,8 +123,7 @@ def _lower_quality(question: Question) -> Iterator[Fix]:
 def _more_of_the_host(question: Question) -> Iterator[Fix]:
     """The least memory of the host with which a plan fits that leaves layers there."""
     roomy = replace(question, host_limit_bytes=math.inf)
-    found = search(roomy) if question.offload else []
-    needed = min((one.host_bytes for one in found if one.rejection(roomy) is None), default=0.0)
+    needed = min((one.host_bytes for one in tightest(roomy)), default=0.0) if question.offload else 0.0
     if needed:
         yield Fix(
             {"host_memory": f"{math.ceil(needed / GB)}GB"}, f"{size_text(needed)} of the host's memory for layers"

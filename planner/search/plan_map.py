@@ -105,9 +105,9 @@ def plan_map(question: Question, contexts: Sequence[int], batches: Sequence[int]
     found = _fastest(grid, _narrowed(grid, _points(searched)))
     if found.fits.all() or preset:
         return found
-    rows, columns = (np.flatnonzero(~found.fits.all(axis=axis)) for axis in (1, 0))
+    rows, columns = (np.flatnonzero(~found.fits.all(axis=axis)).tolist() for axis in (1, 0))
     part = grid.part(rows, columns)
-    smaller = [one for family in searched if not family.template.placement.offload for one in regrouped(family)]
+    smaller = [one for family in searched for one in regrouped(family)]
     return _merged(found, _fastest(part, _narrowed(part, _points(smaller))), np.ix_(rows, columns))
 
 

@@ -101,7 +101,9 @@ def _answer(asked: Question, memory_limit: float | str | None, memory_utilizatio
 def _possible(candidates: Sequence[Candidate], question: Question) -> list[Candidate]:
     """Those that run and fit; with other sizes of groups, which may fit the device alone, where the best does not."""
     found = [one for one in candidates if one.rejection(question) is None]
-    return found if found and not found[0].host_bytes else _ranked([*found, *tightest(question)])
+    if found and not found[0].host_bytes:
+        return found
+    return _ranked([*found, *tightest(replace(question, offload=False))]) or _ranked(tightest(question))
 
 
 def _placed(predicted: Prediction, alone: bool, question: Question) -> Iterator[str]:

@@ -20,9 +20,9 @@ def runnable_families(question: Question, *, regroup: bool = False) -> list[Fami
     """Families that run and are allowed; with `regroup` each with every size of quantization groups.
 
     Larger groups have fewer scales, smaller ones a smaller buffer in full precision. They are only searched where the
-    usual ones do not fit.
+    usual ones do not fit. Layers may be on the host if the question allows it.
     """
-    known = families(question.workload, offload=False, quality=question.quality)
+    known = families(question.workload, offload=question.offload, quality=question.quality)
     running = [family for family in known if runs(family.template, question)]
     return [one for family in running for one in regrouped(family)] if regroup else running
 

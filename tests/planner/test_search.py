@@ -118,16 +118,20 @@ def offloading(answer):
 def test_what_lies_on_the_host_is_counted_and_must_fit_it(h200_profile):
     """INT8 KV of 131,072 + 1,024 tokens: 2 x 8 x 128 bytes a layer, with a scale and a zero (4 bytes) per 128 of them.
 
-    Room for half a layer less, and it is ruled out, as nothing else fits; the room that is then named is enough.
+    With room for a few layers nothing fits; the room that is then named, in whole GB, is enough, and a GB less is not.
     """
     answer = ask(h200_profile, memory_limit=17e9)
     layers, held = answer.predicted.offloaded_layers, answer.predicted.host_bytes
     assert (answer.plan.kv.format, layers > 0) == (KVFormat.INT8, True)
     assert held / layers == pytest.approx(132_096 * 2 * 8 * (128 + 4), rel=0.01)
     with pytest.raises(planner.NothingFits) as refusal:
-        ask(h200_profile, memory_limit=17e9, host_memory=held * (1 - 0.5 / layers))
+        ask(h200_profile, memory_limit=17e9, host_memory=3 * held / layers)
     (room,) = (one.changes for one in refusal.value.fixes if "host_memory" in one.changes)
-    assert ask(h200_profile, memory_limit=17e9, **room).predicted.host_bytes == held
+    gigabytes = int(room["host_memory"].removesuffix("GB"))
+    fitting = ask(h200_profile, memory_limit=17e9, **room)
+    assert 0 < fitting.predicted.host_bytes <= min(held, gigabytes * 1e9)
+    with pytest.raises(planner.NothingFits):
+        ask(h200_profile, memory_limit=17e9, host_memory=(gigabytes - 1) * 1e9)
     assert "host_memory" not in {name for one in answer.on_device for name in one.changes}
 
 

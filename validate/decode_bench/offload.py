@@ -13,12 +13,10 @@ without growth of memory). Every row is saved when it is measured, and rows that
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import resource
 import statistics
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -43,6 +41,7 @@ from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.validate.calibration.link import measured_link, streaming_seconds
 from ridgeplan.validate.decode_bench.elastic import elastic_round, round_without_limit_ms
 from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
+from ridgeplan.validate.decode_bench.results_file import ResultsFile, Rows, free
 from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.random_rounds import RandomModel, measured_round, random_cache, random_head
 
@@ -52,7 +51,6 @@ TOKENS = 96  # generated where real text is
 SOAK_ROUNDS = 5000
 CLIFF_CONTEXTS = (24576, 28672, 32768, 36864, 40960, 49152, 65536)
 
-Rows = dict[str, Callable[[], dict[str, Any]]]  # by name; each is measured when it is called
 ROWS = ("rounds", "elastic", "fits", "cliff", "tokens")  # sections that have some
 
 
@@ -99,11 +97,11 @@ class OffloadBench:
     def _round(self, plan: Plan) -> dict[str, Any]:
         predicted = predict(plan, self.shape, self.profile)
         times = measured_round(self.random, plan)
-        _free()
+        free()
         cache = random_cache(self.random, plan)
         copies_s, copied = streaming_seconds(cache)
         del cache
-        _free()
+        free()
         roomy = replace(plan, placement=Placement())
         alone = measured_round(self.random, roomy) if self.random.fits(roomy) else None
         return {
@@ -145,7 +143,7 @@ class OffloadBench:
         for kind, one in (("limited", plan), ("unlimited", _unlimited(plan))):
             with self.inflated.shared_engine(one, {}, profile=self.profile, make_head=random_head) as engine:
                 results[kind] = engine.generate(self.prompts, TOKENS)
-            _free()
+            free()
         equal = results["limited"].tokens == results["unlimited"].tokens
         return {"equal": equal} | {kind: _figures(found.statistics) for kind, found in results.items()}
 
@@ -171,7 +169,7 @@ class OffloadBench:
     def _cost(self, plan: Plan, offering: Plan) -> dict[str, Any]:
         """What a round of `offering` takes beyond one of `plan`, as a share."""
         plain = measured_round(self.random, plan)
-        _free()
+        free()
         return {"cost": measured_round(self.random, offering).total_s / plain.total_s - 1}
 
     def crossing(self, context: int = 32768, new_tokens: int = 768) -> dict[str, Any]:
@@ -223,7 +221,7 @@ class OffloadBench:
             "predicted_static_ms": predict(static, self.shape, self.profile).best.tpot_ms,
             "adaptive_ms": 1e3 * measured_round(self.random, plan).total_s,
         }
-        _free()
+        free()
         return found | {"static_ms": 1e3 * measured_round(self.random, static).total_s}
 
     def soak(self) -> dict[str, Any]:
@@ -316,43 +314,6 @@ def _figures(found: Any) -> dict[str, Any]:
     return {name: getattr(found, name) for name in names}
 
 
-def _free() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-@dataclass(frozen=True)
-class ResultsFile:
-    """Results as JSON, by section; a file that is there is continued."""
-
-    path: Path
-    results: dict[str, Any]
-
-    @classmethod
-    def at(cls, path: Path) -> ResultsFile:
-        """The results that a file has, or none."""
-        return cls(path, json.loads(path.read_text(encoding="utf-8")) if path.exists() else {})
-
-    def save(self, section: str, found: Any) -> None:
-        """Adds a section, or replaces it."""
-        self.results[section] = found
-        self.path.write_text(json.dumps(self.results, indent=2) + "\n", encoding="utf-8")
-
-    def measure(self, section: str, rows: Rows, named: Sequence[str] = ()) -> None:
-        """Measures the rows that are missing, or of these the ones that are `named`, and saves each."""
-        found = self.results.get(section, [])
-        known = {row["row"] for row in found}
-        for name, make in rows.items():
-            if name in known or (named and name not in named):
-                continue
-            print(f"{section}: {name} ...", flush=True)
-            started = time.perf_counter()
-            found = [*found, {"row": name, **make(), "took_s": round(time.perf_counter() - started, 1)}]
-            print(json.dumps(found[-1]), flush=True)
-            self.save(section, found)
-            _free()
-
-
 def main() -> None:
     """Runs the sections and saves each row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -369,7 +330,6 @@ def main() -> None:
     device, shape = torch.device("cuda"), load_shape("Llama-3.1-8B")
     bench = OffloadBench(shape, this_machine(), device, given.model, text)
     results = ResultsFile.at(given.results)
-    results.save("device", torch.cuda.get_device_name())
     for name in given.only:
         section: Rows | dict[str, Any] = getattr(bench, name)()
         if name in ROWS:

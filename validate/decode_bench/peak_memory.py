@@ -8,10 +8,9 @@ Memory depends on sizes alone, so all weights are zero.
 from __future__ import annotations
 
 import gc
-import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, Weight
 from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.runtime.quantization.calibrate import quantized_target
 from ridgeplan.runtime.quantization.calibration_text import CalibrationText
+from ridgeplan.validate.decode_bench.results_file import ResultsFile, Rows
 from ridgeplan.validate.machine import free_library_workspaces
 
 NEW_TOKENS = 64
@@ -53,6 +53,12 @@ class MemoryCase:
     batch: int
     adaptive: bool = False
     share: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """What rows call it."""
+        kept = f" {self.share:.0%}" if self.share else ""
+        return f"{self.model} {self.preset}{kept}{' adaptive' if self.adaptive else ''} {self.context}x{self.batch}"
 
     def plan(self) -> Plan:
         """The plan. Raises PlanError."""
@@ -122,9 +128,13 @@ class MemoryRow:
         }
 
 
-def measure_peaks(cases: Sequence[MemoryCase], device: torch.device) -> list[MemoryRow]:
-    """Runs each case, in one process: what is outside torch's allocator grows as kernels are loaded."""
-    return [measure_peak(case, load_shape(case.model), device) for case in cases]
+def peak_rows(device: torch.device) -> Rows:
+    """The cases. In one process: what is outside torch's allocator grows as kernels are loaded."""
+    return {case.name: partial(_measured, case, device) for case in CASES}
+
+
+def _measured(case: MemoryCase, device: torch.device) -> dict[str, Any]:
+    return measure_peak(case, load_shape(case.model), device).to_dict()
 
 
 @torch.no_grad()
@@ -200,25 +210,11 @@ def _engine(plan: Plan, shape: ModelShape, device: torch.device, meter: MemoryMe
     return Engine(plan, "", config, weights, device, meter, text=text)
 
 
-def print_rows(rows: Sequence[MemoryRow]) -> None:
-    """A line for each case, in MB."""
-    for row in rows:
-        data = row.to_dict()
-        found = [f"{name} {value / 1e6:.0f}" for name, value in data["predicted"].items()]
-        measured = [f"{name} {(value or 0) / 1e6:.0f}" for name, value in data["measured"].items()]
-        errors = [f"{name} {error:+.2%}" for name, error in data["errors"].items()]
-        print(f"{row.case.model} {row.case.preset} {row.case.context}x{row.case.batch}")
-        for title, parts in (("predicted", found), ("measured", measured), ("errors", errors)):
-            print(f"    {title}: {', '.join(parts)}")
-
-
 def main() -> None:
-    """Measures all cases on this machine's GPU, saves them as JSON and prints them."""
+    """Measures all cases on this machine's GPU and saves each; what the file has already is not measured again."""
     if len(sys.argv) != 2 or not torch.cuda.is_available():
         raise SystemExit("needs a GPU, and one argument: where to save the results as JSON")
-    rows = measure_peaks(CASES, torch.device("cuda"))
-    Path(sys.argv[1]).write_text(json.dumps([row.to_dict() for row in rows], indent=2) + "\n", encoding="utf-8")
-    print_rows(rows)
+    ResultsFile.at(Path(sys.argv[1])).measure("peaks", peak_rows(torch.device("cuda")))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ridgeplan.planner.plan import Plan, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.planner.resolution import workload_for
+from ridgeplan.planner.support import missing_head
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.validate.comparison import Comparison, compare_measured
 from ridgeplan.validate.decode_bench.vllm_baseline import vllm_tpot_ms
@@ -163,6 +164,7 @@ def bench_decode(
     plans = [case.plan(model, profile, new_tokens) for case in cases]
     for plan in plans:
         require_executable(plan)
+        _require_no_head(plan)
     sizes = dict.fromkeys((case.context, case.batch) for case in cases)
     made = (
         partial(random_batch, len(model.tokenizer))
@@ -180,6 +182,13 @@ def bench_decode(
         if on_report is not None:
             on_report(_report(model, temperature, calibration, rows))
     return _report(model, temperature, calibration, rows)
+
+
+def _require_no_head(plan: Plan) -> None:
+    from ridgeplan.runtime import UnsupportedPlan
+
+    if reason := missing_head(plan):
+        raise UnsupportedPlan(f"this plan can be estimated but not executed here: {reason}")
 
 
 def _report(

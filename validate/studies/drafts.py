@@ -48,6 +48,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "progressive": {},
     "oracle": {},
 }
+ROWS = ("streamingllm", "snapkv", "specextend", "specattn", "quest", "progressive")  # as plans have them
 FORMATS = {"bf16": (DraftCodes.FULL, False), "kv4": (DraftCodes.UPPER, False), "w4kv4": (DraftCodes.UPPER, True)}
 
 
@@ -91,6 +92,14 @@ class DraftAcceptance:
     def mean(self) -> float:
         """Over all positions."""
         return sum(self.by_position) / len(self.by_position)
+
+    @property
+    def row_name(self) -> str:
+        """The draft of a row of acceptance; "" for bounds and variants, which no plan has."""
+        bits, policy = "" if self.draft.format == "bf16" else self.draft.format, self.draft.policy
+        if policy == "all":
+            return bits
+        return "+".join(filter(None, (bits, policy))) if policy in ROWS else ""
 
     @property
     def tokens_per_round(self) -> float:

@@ -24,6 +24,7 @@ from ridgeplan.dashboards.cli.planning.options import (
     CTX,
     GPU_HELP,
     flat,
+    host_memory,
     limits,
     memory_limit,
     new_tokens,
@@ -54,8 +55,10 @@ from ridgeplan.roofline.device import GIB
     limits,
     memory_utilization,
     memory_limit,
+    host_memory,
     profile_file,
     yarn,
+    click.option("--offload", is_flag=True, help="Also plans that keep layers of KV on the host, which are slow."),
     as_json,
 )  # fmt: skip
 def fit(
@@ -64,8 +67,8 @@ def fit(
 ) -> None:  # fmt: skip
     """The largest context per batch, and the largest batch per context, that fit MODEL on GPU.
 
-    Of the plans that run and that --quality allows, the one that reaches the most is named. Without GPU: every GPU of
-    the catalog for one --ctx and --batch, and the smallest that does.
+    Of the plans that run, keep their KV on the GPU and are allowed by --quality, the one that reaches the most is
+    named. Without GPU: every GPU of the catalog for one --ctx and --batch, and the smallest that does.
     """
     gpu, sizes, lengths = one_gpu(gpu, gpu_option), flat(batches), flat(contexts)
     if gpu is not None:

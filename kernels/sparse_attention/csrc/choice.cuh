@@ -30,7 +30,7 @@ struct OwnGroups {
     }
 };
 
-struct Choice {
+struct __align__(16) Choice {
     union {
         u32 histogram[BINS];
         u16 tiles[BINS * 2];  // the list: group * GROUP_TILES + number of the tile in its group

@@ -24,11 +24,6 @@ struct __align__(16) TokenTile {
 
 static_assert(sizeof(TokenTile) == TILE_BYTES && sizeof(ScanStage) == STAGE_BYTES, "as the launch takes them");
 
-// 16 bytes, of which the first `bytes` are copied and the others become zero.
-__device__ __forceinline__ void cp_async_or_zero(SharedAddress to, const void* from, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 ::"r"(to.value), "l"(__cvta_generic_to_global(from)), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -54,18 +49,13 @@ __device__ __forceinline__ void start_copy(TokenTile& tile, const SparseParams& 
     constexpr int PIECES = TokenTile::PIECES, ROWS = 32 / PIECES;  // of one copy by all lanes
     const int lane = threadIdx.x % 32, piece = lane % PIECES, count = tile.count;
     const i64 first = group * GROUP;
-    const u8* const keys = p.key_codes.upper + first * HALF_DIM + 16 * piece;
-    const u8* const values = p.value_rows + first * HALF_DIM + 16 * piece;
-    u32 places[TILE / ROWS];
 #pragma unroll
-    for (int i = 0; i < TILE / ROWS; i++) places[i] = tile.places[ROWS * i + lane / PIECES];
-    // Tokens that are not there are not read either; without branches all copies start together.
-#pragma unroll
-    for (int i = 0; i < TILE / ROWS; i++) {
-        const int token = ROWS * i + lane / PIECES, bytes = token < count ? 16 : 0;
-        const u64 offset = u64(places[i]) * HALF_DIM;
-        cp_async_or_zero(tile.keys[token] + 16 * piece, keys + offset, bytes);
-        cp_async_or_zero(tile.values[token] + 16 * TokenTile::swapped(token, piece), values + offset, bytes);
+    for (int i = 0; i < TILE; i += ROWS) {
+        const int token = i + lane / PIECES;
+        if (token >= count) continue;
+        const i64 from = (first + tile.places[token]) * HALF_DIM + 16 * piece;
+        cp_async_16(tile.keys[token] + 16 * piece, p.key_codes.upper + from);
+        cp_async_16(tile.values[token] + 16 * TokenTile::swapped(token, piece), p.value_rows + from);
     }
     copy_pairs<HEAD_DIM>(tile.key_scale, tile.key_minimum, p.key_codes.scale + group * HEAD_DIM,
                          p.key_codes.minimum + group * HEAD_DIM);

@@ -128,8 +128,8 @@ def test_sources(model, name, context, source):
 
 
 def test_a_ratio_beyond_all_rows_is_extrapolated():
-    assert known(LLAMA, "magicdec-streaming", ratio=0.02).source == "extrapolated"
-    assert "ratio" in known(LLAMA, "magicdec-streaming", ratio=0.02).where
+    assert known(LLAMA, "magicdec-streaming", ratio=0.01).source == "extrapolated"
+    assert "ratio" in known(LLAMA, "magicdec-streaming", ratio=0.01).where
     assert known(LLAMA, "magicdec-streaming", ratio=0.04).source == "transferred"
 
 
@@ -218,12 +218,11 @@ def test_acceptance_never_rises_with_context_beyond_the_models_own_rows(model, f
 
 
 @pytest.mark.parametrize("name", ["specattn", "magicdec-snapkv"])
-@pytest.mark.parametrize("model, rise", [("Qwen2.5-0.5B", (8192, 32768)), ("SmolLM2-135M", (4096, 8192))])
-def test_a_rise_that_was_measured_with_one_selection_is_not_predicted_of_another(model, rise, name):
-    """StreamingLLM's rows of these models rise there, by 0.02 to 0.13; nothing was measured of the others."""
-    before, after = (known(model, "magicdec-streaming", context).best for context in rise)
+def test_a_rise_that_was_measured_with_one_selection_is_not_predicted_of_another(name):
+    """StreamingLLM's rows of SmolLM2 rise there, by 0.02 to 0.13; nothing was measured of the others."""
+    before, after = (known("SmolLM2-135M", "magicdec-streaming", context).best for context in (4096, 8192))
     assert before < after
-    values = [known(model, name, 512 << octaves).best for octaves in range(12)]
+    values = [known("SmolLM2-135M", name, 512 << octaves).best for octaves in range(12)]
     assert values == sorted(values, reverse=True)
 
 

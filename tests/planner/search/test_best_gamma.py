@@ -36,6 +36,21 @@ def test_cells_say_whether_they_fit(h200_profile):
     assert not tight[0].fits
 
 
+def test_of_gammas_only_those_that_fit_are_chosen(h200_profile):
+    """A draft more is a token more of every sequence in the cache, so a limit can lie between two gammas."""
+    shape, workload = load_shape(LLAMA), Workload(LLAMA, "h200", 4096, 1024, 64)
+    plan = preset("quantspec", workload)
+    plans = [replace(plan, speculation=replace(plan.speculation, gamma=gamma)) for gamma in (1, 2)]
+    smallest, next_one = (planner.predict(one, shape, h200_profile).best for one in plans)
+    assert next_one.tpot_ms < smallest.tpot_ms
+    limit = (smallest.peak_memory_bytes + next_one.peak_memory_bytes) / 2
+    (cell,) = planner.best_gamma(
+        LLAMA, "h200", contexts=(4096,), batches=(64,), profile=h200_profile, memory_limit=limit
+    )
+    assert (cell.gamma, cell.fits) == (1, True)
+    assert cell.tpot_ms == pytest.approx(smallest.tpot_ms)
+
+
 def test_contexts_end_at_the_models_limit():
     cells = planner.best_gamma("Qwen/Qwen2.5-0.5B", "h200", batches=(1,))
     assert [cell.context for cell in cells] == [4096, 16384, 32768]

@@ -1,11 +1,17 @@
 """The best plan of each family, against an evaluation of every plan one by one."""
 
+from importlib import import_module
+from itertools import repeat
+
 import numpy as np
 import pytest
 
+from ridgeplan import planner
 from ridgeplan.planner.acceptance import AcceptanceModel
-from ridgeplan.planner.lowering import rates_of, strategy_of
-from ridgeplan.planner.search.candidates import search
+from ridgeplan.planner.lowering import rates_of, stack, strategy_of
+from ridgeplan.planner.policies.pricing import unpriced
+from ridgeplan.planner.presets import PRESETS
+from ridgeplan.planner.search.candidates import Candidate, fits_whole, search, within_limit
 from ridgeplan.planner.search.question import ask
 from ridgeplan.planner.search_space import Family, families
 from ridgeplan.roofline.evaluate import evaluate
@@ -16,6 +22,18 @@ QUESTIONS = {
     "experts, whole request": ("Qwen3-30B-A3B", "a100", 20_000, {"batch": 3, "objective": "total"}),
     "least memory": ("Llama-3.1-8B", "rtx4090", 30_000, {"objective": "memory", "quality": "lossy"}),
     "offloaded": ("Llama-3.1-8B", "rtx4090", 120_000, {"memory_limit": "20GB"}),
+}
+
+MORE_QUESTIONS = QUESTIONS | {
+    "16 rows": ("Llama-3.1-8B", "h200", 4096, {"batch": 16}),
+    "exact": ("Qwen3-8B", "h200", 32_000, {"quality": "exact", "batch": 4}),
+    "small GPU": ("SmolLM2-135M", "rtx4060-laptop", 512, {}),
+    "large model": ("Llama-3.1-70B", "b200", 65_536, {"batch": 8}),
+    "any backend, sliding window": ("Mistral-7B-v0.1", "h100", 3000, {"batch": 2, "backend": "any"}),
+    "one cache format": ("Qwen3-32B", "h200", 30_000, {"quality": "lossy", "kv_format": "int4x2"}),
+    "mixed bits": ("gpt-oss-20b", "h100", 60_000, {}),
+    "few new tokens": ("Llama-3.1-8B", "h200", 120_000, {"objective": "total", "new_tokens": 64}),
+    "nearly full": ("Llama-3.1-8B", "a6000", 100_000, {"batch": 3, "memory_utilization": 0.8}),
 }
 
 
@@ -37,6 +55,50 @@ def test_each_family_has_its_best_plan(model, gpu, context, options):
         assert (candidate.plan.speculation.gamma, candidate.plan.speculation.ratio) == (wanted.gamma, wanted.ratio)
 
 
+@pytest.mark.parametrize("model, gpu, context, options", MORE_QUESTIONS.values(), ids=MORE_QUESTIONS)
+def test_whole_answers_are_those_of_a_search_plan_by_plan(model, gpu, context, options, monkeypatch):
+    """The recommendation, what is within its noise, every alternative with its reason, and the best of all."""
+    answer = planner.recommend(model, gpu, context, **options)
+    for module in ("recommend", "nothing_fits"):
+        monkeypatch.setattr(import_module(f"ridgeplan.planner.search.{module}"), "search", plan_by_plan)
+    assert answer == planner.recommend(model, gpu, context, **options)
+    assert len(answer.alternatives) > 10
+
+
+def plan_by_plan(question, searched=None):
+    """`search` where each plan has its own strategy and rates, and the best of a family is sought one by one."""
+    if searched is None:
+        offload = question.offload and not fits_whole(question)
+        known = families(question.workload, offload=offload, quality=question.quality)
+        searched = [family for family in known if unpriced(family.template, question.shape) is None]
+    plans = [plan for family in searched for _, plan in _plans(family)]
+    figures = iter(zip(plans, *_figures_of_all(searched, plans, question), strict=True))
+    found = []
+    for family in searched:
+        own = [next(figures) for _ in range(family.size)]
+        fitting = [one for one in own if question.misfit(*one[3:5]) is None]
+        best = min(fitting, key=lambda one: one[1]) if fitting else min(own, key=lambda one: one[3])
+        if family.name in PRESETS or not family.template.placement.offload or best[5]:
+            found.append(Candidate(family.name, within_limit(best[0], question.memory_limit_bytes), *best[1:5]))
+    return found
+
+
+def _figures_of_all(searched, plans, question):
+    """Objective, time per token, memory, that of the host and layers there of plans side by side: each [plans]."""
+    model = AcceptanceModel.of_profile(question.shape, question.workload.context, question.profile)
+    acceptance = np.concatenate([model.best(family.template, *family.grid()) for family in searched])
+    shape, machine = question.shape, question.machine
+    strategies = [strategy_of(*one) for one in zip(plans, repeat(shape), repeat(machine), acceptance, strict=False)]
+    rates = [rates_of(plan, shape, machine) for plan in plans]
+    once = [1] * len(plans)
+    estimate = evaluate(shape, machine, stack(strategies, once), stack(rates, once))
+    figures = (
+        _objective(estimate, question), estimate.tpot_s, estimate.memory.peak, estimate.host_bytes,
+        estimate.offloaded_layers,
+    )  # fmt: skip
+    return [np.broadcast_to(np.asarray(one, dtype=float), len(plans)).tolist() for one in figures]
+
+
 def _plans(family: Family):
     return ((family, family.plan(gamma, ratio)) for gamma, ratio in zip(*family.grid(), strict=True))
 
@@ -49,6 +111,10 @@ def _figures(family, plan, question, model):
         question.shape, machine,
         strategy_of(plan, question.shape, machine, float(acceptance)), rates_of(plan, question.shape, machine),
     )  # fmt: skip
+    return tuple(map(float, (_objective(estimate, question), estimate.tpot_s, estimate.memory.peak)))
+
+
+def _objective(estimate, question):
     tokens_s = question.workload.new_tokens * estimate.tpot_s
-    objective = {"latency": estimate.tpot_s, "total": estimate.ttft_s + tokens_s, "memory": estimate.memory.peak}
-    return tuple(map(float, (objective[question.objective], estimate.tpot_s, estimate.memory.peak)))
+    found = {"latency": estimate.tpot_s, "total": estimate.ttft_s + tokens_s, "memory": estimate.memory.peak}
+    return found[question.objective]

@@ -42,6 +42,12 @@ def test_every_format_beside_bf16_counts():
     assert formats(weights=Weights(8, 4), kv=KVCache(KVFormat.INT8)) == 2  # one copy, that drafts read too
 
 
+def test_drafts_that_read_every_token_are_simpler_than_those_that_choose():
+    fast, simple = candidate("progressive-int8"), candidate("quantspec-int8", 1.02)
+    assert chosen([fast, simple], samples([1, 1, 1, 1, 2], [1.1, 1.1, 1.1, 1.1, 1])) is simple
+    assert why_preferred(simple.plan, fast.plan) == "simpler"
+
+
 def test_an_exact_plan_wins_inside_the_noise():
     fast, exact = candidate("quantspec"), candidate("quantspec-exact", 1.02)
     even = samples([1, 1, 1, 1, 2], [1.1, 1.1, 1.1, 1.1, 1])  # faster in 80%

@@ -2,12 +2,14 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from ridgeplan import planner
 from ridgeplan.planner.capacity import Capacity, peak_bytes, usable_bytes
-from ridgeplan.planner.plan import KVCache, Weights
+from ridgeplan.planner.plan import KVCache, KVFormat, Placement, Plan, Weights
+from ridgeplan.planner.policies.policy import KV_BUDGET
 from ridgeplan.planner.presets import PRESETS, preset
 from ridgeplan.planner.quality import Quality, quality_of
 from ridgeplan.planner.search.nothing_fits import smallest_gpu, tightest
@@ -19,6 +21,7 @@ from ridgeplan.roofline.execution import QUANTIZATION_GROUPS
 from ridgeplan.roofline.latency import Machine
 
 LLAMA = "meta-llama/Llama-3.1-8B"
+SMALL = "Qwen/Qwen2.5-0.5B"
 
 
 def refusal(gpu, context, **changes):
@@ -55,6 +58,53 @@ def test_the_sizes_that_it_offers_fit_to_the_token():
             planner.recommend(LLAMA, "rtx4090", offload=False, **changes)
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_it_offers_is_the_most_that_fits(offload):
+    """With layers on the host, which free memory, it is more, and `fit` says the same."""
+    recommend = partial(planner.recommend, SMALL, "rtx4060-laptop", batch=8, yarn=True, offload=offload)
+    with pytest.raises(planner.NothingFits) as refused:
+        recommend(2_000_000)
+    (context,) = (one.changes["context"] for one in refused.value.fixes if list(one.changes) == ["context"])
+    assert recommend(context).predicted.best.peak_memory_bytes <= recommend(context).memory_limit_bytes
+    with pytest.raises(planner.NothingFits):
+        recommend(context + 1)
+    (row,) = planner.fit(SMALL, "rtx4060-laptop", batches=(8,), yarn=True, offload=offload).contexts
+    assert (row.context, "offload" in row.plan) == (context, offload)
+
+
+def test_sizes_that_it_offers_fit_the_host_too():
+    """INT8 KV takes 24 layers x 2 x 128 x 132 / 128 bytes a token: of 64 sequences 20 GB hold 49,321 tokens.
+
+    The device holds the rest, at most what 7.73 GB do.
+    """
+    recommend = partial(planner.recommend, SMALL, "rtx4060-laptop", batch=64, yarn=True, host_memory=20e9)
+    with pytest.raises(planner.NothingFits) as refused:
+        recommend(200_000)
+    (context,) = (one.changes["context"] for one in refused.value.fixes if list(one.changes) == ["context"])
+    assert 20e9 / (64 * 24 * 2 * 132) < context < (20e9 + 7.73e9) / (64 * 24 * 2 * 128)
+    assert 0 < recommend(context).predicted.host_bytes <= 20e9
+    with pytest.raises(planner.NothingFits):
+        recommend(context + 1)
+
+
+def test_no_plan_with_layers_on_the_host_is_smaller_than_what_is_needed():
+    """Of plain decoding with any formats and groups, each with as many layers on the host as help."""
+    with pytest.raises(planner.NothingFits) as refused:
+        planner.recommend(SMALL, "rtx4060-laptop", 2_000_000, batch=8, yarn=True)
+    needed = float(re.search(r"needs at least ([\d.]+) GB", str(refused.value)).group(1))
+    question = ask(SMALL, "rtx4060-laptop", 2_000_000, batch=8, yarn=True)
+    peaks = [
+        peak_bytes(
+            Plan(question.workload, Weights(bits, bits), KVCache(kv, group), placement=Placement(True, KV_BUDGET)),
+            question.shape, question.machine,
+        )
+        for bits in (16, 8)
+        for kv in (KVFormat.FULL, KVFormat.INT8)
+        for group in QUANTIZATION_GROUPS
+    ]  # fmt: skip
+    assert (needed - 0.05) * 1e9 < min(peaks) < (needed + 0.5) * 1e9
+
+
 def test_the_gpu_that_it_names_is_enough_and_smaller_ones_are_not():
     text = refusal("rtx4090", 130_000, batch=4)
     name = re.search(r"a GPU such as ([\w-]+) ", text).group(1)
@@ -89,7 +139,7 @@ def test_groups_of_other_sizes_are_searched_before_giving_up(h200_profile):
 
     With groups of 256 inputs 7.5 billion weights in two planes have 234 MB less of scales and zeros.
     """
-    question = ask(LLAMA, "h200", 131_072, profile=h200_profile)
+    question = ask(LLAMA, "h200", 131_072, profile=h200_profile, offload=False)
     usual = Capacity(smallest_plans(runnable_families(question)), question.shape, question.machine).peaks().min()
     limit = usual - 250e6
     found = planner.recommend(LLAMA, "h200", 131_072, profile=h200_profile, memory_limit=limit, offload=False)

@@ -51,6 +51,10 @@ def test_the_drivers_figure_is_what_torch_reserves_beside_what_was_there():
     assert row.to_dict()["errors"] == pytest.approx({"allocated": -0.5, "device": device / 10**9 - 1, "cache": 0})
 
 
+def test_cases_have_names_of_their_own():
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
 def test_cases_are_of_the_catalog_and_run():
     for case in CASES:
         assert load_shape(case.model).layers

@@ -127,6 +127,17 @@ def test_fit_of_one_preset_and_of_none_that_fits(invoke: Any) -> None:
     assert "none fits" in invoke("fit", "meta-llama/Llama-3.1-70B", "rtx4090").stdout
 
 
+def test_fit_may_leave_layers_on_the_host(invoke: Any, profile: Profile) -> None:
+    line = ("fit", LLAMA, "rtx4090", "--batch", 8, "--ctx", 8192, "--offload", "--host-memory", "30GB", "--json")
+    found = fit(LLAMA, "rtx4090", batches=(8,), contexts=(8192,), profile=profile, offload=True, host_memory=30e9)
+    assert as_json(invoke(*line)) == json.loads(json.dumps(found.to_dict()))
+    (row,) = found.contexts
+    assert "offload" in row.plan
+    (alone,) = fit(LLAMA, "rtx4090", batches=(8,), profile=profile).contexts
+    (roomy,) = fit(LLAMA, "rtx4090", batches=(8,), profile=profile, offload=True, host_memory=60e9).contexts
+    assert alone.context < row.context < roomy.context
+
+
 def test_gamma_is_a_table_of_contexts_and_batches(invoke: Any) -> None:
     line = ("gamma", LLAMA, "h200", "--ctx", 4096, "--ctx", 131_072, "--batch", 1, "--batch", 64)
     cells = as_json(invoke(*line, "--json"))["cells"]

@@ -1,0 +1,59 @@
+"""The file that a benchmark's rows are saved in one by one, as runs take minutes and may be interrupted."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeplan.validate.machine import measured_here
+
+Rows = dict[str, Callable[[], dict[str, Any]]]  # by name; each is measured when it is called
+
+
+@dataclass(frozen=True, eq=False)
+class ResultsFile:
+    """Results as JSON, by section, with where they were measured; a file that is there is continued."""
+
+    path: Path
+    results: dict[str, Any]
+
+    @classmethod
+    def at(cls, path: Path) -> ResultsFile:
+        """The results that a file has, or none."""
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return cls(path, {**known, **measured_here()})
+
+    def save(self, section: str, found: Any) -> None:
+        """Adds a section, or replaces it."""
+        self.results[section] = found
+        staging = self.path.with_name(f".{self.path.name}")
+        staging.write_text(json.dumps(self.results, indent=2) + "\n", encoding="utf-8")
+        staging.replace(self.path)
+
+    def measure(self, section: str, rows: Rows, named: Sequence[str] = ()) -> None:
+        """Measures the rows that are missing, or of these the ones that are `named`, and saves each."""
+        found = self.results.get(section, [])
+        known = {row["row"] for row in found}
+        for name, make in rows.items():
+            if name in known or (named and name not in named):
+                continue
+            print(f"{section}: {name} ...", flush=True)
+            started = time.perf_counter()
+            found = [*found, {"row": name, **make(), "took_s": round(time.perf_counter() - started, 1)}]
+            print(json.dumps(found[-1]), flush=True)
+            self.save(section, found)
+            free()
+
+
+def free() -> None:
+    """Frees what the last row held on the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
