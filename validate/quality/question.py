@@ -76,20 +76,25 @@ class Question:
         """Plain decoding, with which the others are compared, then the plans that the runtime executes."""
         workload = self.workload(context)
         made = (make(workload) for make in self.plans)
-        return tuple(dict.fromkeys([autoregressive(workload), *(one for one in made if not missing_execution(one))]))
+        return tuple(dict.fromkeys([autoregressive(workload), *(one for one in made if not self._missing(one))]))
 
     def head_of(self, plan: Plan) -> str | None:
         """The file of the head that a plan chooses by, if it does."""
         return self.retrieval_head if missing_head(plan) else None
 
     def refused(self) -> Iterator[str]:
-        """A line for each plan that the runtime cannot execute. Raises UnsupportedPlan if there are no others."""
+        """A line for each plan that cannot be executed, for lack of a head too. Raises UnsupportedPlan if there are no others."""
         plans = [make(self.workload(self.contexts[0])) for make in self.plans]
-        lines = [f"{label(one)}: the runtime cannot execute {', '.join(missing_execution(one))}"
-                 for one in plans if missing_execution(one)]  # fmt: skip
+        lines = [f"{label(one)}: {missing}" for one in plans if (missing := self._missing(one))]
         if plans and len(lines) == len(plans):
             raise UnsupportedPlan("; ".join(lines))
         yield from lines
+
+    def _missing(self, plan: Plan) -> str | None:
+        """Why the plan cannot be executed here; None if it can."""
+        if missing := missing_execution(plan):
+            return f"the runtime cannot execute {', '.join(missing)}"
+        return None if self.retrieval_head else missing_head(plan)
 
 
 def label(plan: Plan) -> str:

@@ -51,7 +51,7 @@ def test_prompts_leave_room_for_the_longest_answer(tiny_folder):
 def test_plans_that_are_only_estimated_are_left_out_with_a_line(tiny_folder):
     asked = question(tiny_folder, named_plan("specontext"), named_plan("int8"))
     (line,) = asked.refused()
-    assert line.startswith("specontext 383: the runtime cannot execute ")
+    assert line.startswith("specontext 383: estimated only: it needs a retrieval head")
     assert [label(plan) for plan in asked.plans_at(4096)] == ["autoregressive", "int8"]
     with pytest.raises(UnsupportedPlan, match="specontext"):
         list(question(tiny_folder, named_plan("specontext")).refused())
