@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from operator import itemgetter
 
 from ridgeplan.planner.capacity import Capacity, described_contexts, usable_bytes
 from ridgeplan.planner.interface.quantities import GB, size_text
@@ -86,11 +87,15 @@ def _least_plans(question: Question) -> list[Plan]:
 def _fixes(question: Question, plans: Sequence[Plan], memory_utilization: float) -> Iterator[Fix]:
     workload, capacity = question.workload, _capacity(question, plans)
     longest, batch = _longest(question, capacity), int(capacity.largest_batches().max())
+    sizes = []  # with how much less than asked for they are
     if longest:
-        yield Fix({"context": longest}, described_contexts(longest, workload, workload.batch))
+        found = Fix({"context": longest}, described_contexts(longest, workload, workload.batch))
+        sizes.append((workload.context / longest, found))
     if batch:
-        yield Fix({"batch": batch}, f"batch up to {batch} with context {workload.context}")
-    if not longest and not batch and workload.batch > 1:
+        found = Fix({"batch": batch}, f"batch up to {batch} with context {workload.context}")
+        sizes.append((workload.batch / batch, found))
+    yield from (fix for _, fix in sorted(sizes, key=itemgetter(0)))
+    if not sizes and workload.batch > 1:
         yield from _alone(question)
     yield from _without_limit(question, capacity, memory_utilization)
     yield from _lower_quality(question)

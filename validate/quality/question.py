@@ -83,7 +83,7 @@ class Question:
         return self.retrieval_head if missing_head(plan) else None
 
     def refused(self) -> Iterator[str]:
-        """A line for each plan that cannot be executed, also for lack of a head. Raises UnsupportedPlan without others."""
+        """A line for each plan that cannot be executed, also for lack of a head. Raises UnsupportedPlan if all are."""
         plans = [make(self.workload(self.contexts[0])) for make in self.plans]
         lines = [f"{label(one)}: {missing}" for one in plans if (missing := self._missing(one))]
         if plans and len(lines) == len(plans):
