@@ -26,7 +26,7 @@ def shape(folder):
     return decoder_config(load_config(folder), folder, 1.0).shape
 
 
-@pytest.mark.parametrize("prefetch", [1, 3])
+@pytest.mark.parametrize("prefetch", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kv, gamma", [("int4x2", 4), ("int4x2", 0)])
 @pytest.mark.parametrize("part", list(HostPart))
 @pytest.mark.parametrize("layers", [1, LAYERS])
@@ -70,7 +70,7 @@ def test_full_precision_layers_too(gamma, changes, folder, shape, limited, make_
     assert gamma == 0 or found.statistics.accepted > 0
 
 
-@pytest.mark.parametrize("kv, gamma", [("int4x2", 3), ("int8", 0)])
+@pytest.mark.parametrize("kv, gamma", [pytest.param("int4x2", 3, marks=pytest.mark.slow), ("int8", 0)])
 def test_layers_leave_while_tokens_are_generated(kv, gamma, folder, shape, limited, make_plan, prompts):
     """From a prompt for which all fit to a length where few do, layers leave one by one, and no token differs."""
     plan, ids = make_plan(kv, gamma, batch=2, context=64, new_tokens=400), prompts(60, 37)
