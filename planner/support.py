@@ -36,7 +36,7 @@ def unsupported(plan: Plan, backend: Backend, shape: ModelShape, profile: Profil
     if backend is Backend.ANY:
         return None
     if backend is Backend.RIDGEPLAN:
-        return only_estimated(plan, shape) or missing_head(plan) or uncalibrated(plan, profile)
+        return only_estimated(plan, shape) or uncalibrated(plan, profile)
     missing = _missing_in(plan, backend)
     return f"{backend} has no {', '.join(missing)}" if missing else None
 
@@ -112,10 +112,12 @@ def _choose_alike(plan: Plan) -> bool:
     return replace(drafts, ratio=target.ratio, floor=target.least_tokens) == target
 
 
-def only_estimated(plan: Plan, shape: ModelShape | None = None) -> str | None:
-    """That the runtime cannot execute the plan, and what it lacks; None if it can."""
+def only_estimated(plan: Plan, shape: ModelShape | None = None, *, has_head: bool = False) -> str | None:
+    """That the runtime cannot execute the plan, and what it lacks, such as a retrieval head; None if it can."""
     missing = missing_execution(plan, shape)
-    return f"estimated only, the runtime cannot execute {', '.join(missing)} yet" if missing else None
+    if missing:
+        return f"estimated only, the runtime cannot execute {', '.join(missing)} yet"
+    return None if has_head else missing_head(plan)
 
 
 def missing_head(plan: Plan) -> str | None:

@@ -27,7 +27,7 @@ from ridgeplan.planner import Workload
 from ridgeplan.planner.plan import MAX_BATCH, MAX_TOKENS
 from ridgeplan.planner.presets import PRESETS, preset
 from ridgeplan.planner.resolution import this_machine
-from ridgeplan.planner.support import missing_execution, missing_head
+from ridgeplan.planner.support import only_estimated
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import load_profile
 from ridgeplan.roofline.speculation import MAX_GAMMA
@@ -99,7 +99,7 @@ def executable_presets() -> list[str]:
     """Presets that the runtime executes; the others can only be estimated."""
     any_workload = Workload("any", "any", 2**17)
     plans = {name: preset(name, any_workload) for name in PRESETS}
-    return [name for name, plan in plans.items() if not (missing_execution(plan) or missing_head(plan))]
+    return [name for name, plan in plans.items() if not only_estimated(plan)]
 
 
 shared = options(

@@ -26,6 +26,8 @@ from ridgeplan.planner.plan import (
 )
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
+from ridgeplan.runtime.model.checkpoint import load_config
+from ridgeplan.runtime.model_config import decoder_config
 from ridgeplan.runtime.retrieval.file import save_head
 from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of
 
@@ -189,3 +191,9 @@ def limited() -> Callable[..., tuple[Plan, int]]:
         raise AssertionError(f"no limit offloads {layers} layers")
 
     return limit
+
+
+@pytest.fixture(scope="session")
+def shape_of() -> Callable[[str], ModelShape]:
+    """The shape of a model's folder."""
+    return lambda folder: decoder_config(load_config(folder), folder, 1.0).shape

@@ -9,7 +9,7 @@ from ridgeplan.planner.plan import MAX_TOKENS, Plan, PlanError, Workload, requir
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.presets import preset, preset_name
 from ridgeplan.planner.resolution import yarn_factor
-from ridgeplan.planner.support import missing_execution, missing_head
+from ridgeplan.planner.support import missing_head, only_estimated
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.errors import UnsupportedPlan
 from ridgeplan.validate.ruler.task import Task
@@ -92,9 +92,7 @@ class Question:
 
     def _missing(self, plan: Plan) -> str | None:
         """Why the plan cannot be executed here; None if it can."""
-        if missing := missing_execution(plan):
-            return f"the runtime cannot execute {', '.join(missing)}"
-        return None if self.retrieval_head else missing_head(plan)
+        return only_estimated(plan, has_head=self.retrieval_head is not None)
 
 
 def label(plan: Plan) -> str:

@@ -16,7 +16,7 @@ from ridgeplan.planner.quality import Quality, quality_of
 from ridgeplan.planner.recommendation import Recommendation
 from ridgeplan.planner.search import recommend
 from ridgeplan.planner.search_space import families
-from ridgeplan.planner.support import missing_execution, missing_head
+from ridgeplan.planner.support import only_estimated
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.validate.random_rounds import RandomModel, measured_round
@@ -112,7 +112,7 @@ def _executable(workload: Workload, shape: ModelShape) -> Iterator[Plan]:
         for ratio in family.ratios
     )
     for plan in (*_presets(workload), *grids):
-        if not (missing_execution(plan, shape) or missing_head(plan)) and QUALITY.allows(quality_of(plan)):
+        if not only_estimated(plan, shape) and QUALITY.allows(quality_of(plan)):
             yield plan
 
 

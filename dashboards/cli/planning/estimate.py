@@ -37,7 +37,7 @@ from ridgeplan.planner.interface.quantities import size_text
 from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.questions.estimate import PlanEstimate, drafting, estimate_plan
 from ridgeplan.planner.search import Objective, Question
-from ridgeplan.planner.support import missing_head, only_estimated
+from ridgeplan.planner.support import only_estimated
 
 
 @click.command(
@@ -124,7 +124,7 @@ def _print(found: PlanEstimate) -> None:
     click.echo(f"  [{predicted.source}]: {SOURCE_WORDS[predicted.source]}")
     for loss in found.losses:
         click.echo(wrapped(f"  gives up: {loss}"))
-    unsupported = only_estimated(found.plan, found.shape) or missing_head(found.plan)
+    unsupported = only_estimated(found.plan, found.shape)
     for note in (*found.notes, *([unsupported] if unsupported else [])):
         click.echo(wrapped(f"  note: {note}"))
     rows = [(found.name, *figures(predicted), _adapting(found.plan)),

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from attention_problem import Problem
 from torch import Tensor
 
-from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.kernels.attention.cost import split_attention_cost
 from ridgeplan.kernels.attention.cuda import AttentionKernel, find_kernel
 from ridgeplan.kernels.attention.schedule import (
@@ -105,7 +105,7 @@ def test_more_splits_are_merged_by_more_groups_of_threads() -> None:
 
 def test_cpu_calls_are_left_to_the_reference() -> None:
     case = build(Case(2, 1, 64, 1, ((1, 0, 3),), 4), "cpu")
-    assert not case.runs_cuda()
+    assert not runs_cuda(case)
     assert torch.equal(case.run(), case.run(backend="reference"))
 
 
@@ -129,25 +129,8 @@ class Case:
         return f"{name}-b{len(self.rows)}-s{self.splits or 'auto'}-x{self.magnitude:g}"
 
 
-@dataclass(frozen=True)
-class Problem:
-    q: Tensor
-    keys: Tensor
-    values: Tensor
-    begin: Tensor
-    end: Tensor
-    codes: QuantizedKV | None
-    groups: Tensor | None
-    lower: bool
-
-    def run(self, splits: int | None = None, backend: str = "auto") -> Tensor:
-        return decode_attention(
-            self.q, self.keys, self.values, self.begin, self.end, self.codes, self.groups,
-            lower=self.lower, splits=splits, backend=backend,
-        )  # fmt: skip
-
-    def runs_cuda(self) -> bool:
-        return find_kernel(self.q, self.keys, self.values, self.codes, self.lower, 0.125) is not None
+def runs_cuda(problem: Problem) -> bool:
+    return find_kernel(problem.q, problem.keys, problem.values, problem.codes, problem.lower, 0.125) is not None
 
 
 def build(case: Case, device: str) -> Problem:
@@ -227,7 +210,7 @@ SWEEP = [
 @pytest.mark.parametrize("case", SWEEP, ids=str)
 def test_against_naive(case: Case) -> None:
     problem = build(case, "cuda")
-    assert problem.runs_cuda()
+    assert runs_cuda(problem)
     out = problem.run(case.splits)
     assert out.dtype == case.dtype and out.shape == problem.q.shape
     assert relative_error(out, naive(problem)) < 5e-3
@@ -336,7 +319,7 @@ def test_misaligned_buffers_are_left_to_triton() -> None:
     shifted = torch.empty(problem.keys.numel() + 1, dtype=problem.keys.dtype, device="cuda")[1:].view_as(problem.keys)
     shifted.copy_(problem.keys)
     moved = replace(problem, keys=shifted)
-    assert problem.runs_cuda() and not moved.runs_cuda()
+    assert runs_cuda(problem) and not runs_cuda(moved)
     assert relative_error(moved.run(), naive(moved)) < 1e-2
 
 

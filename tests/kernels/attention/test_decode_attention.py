@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from attention_problem import Problem
 from torch import Tensor
 
 from ridgeplan.kernels.attention import decode_attention
@@ -34,34 +35,6 @@ class Case:
     def __str__(self) -> str:
         name = f"h{self.q_heads}/{self.kv_heads}-d{self.head_dim}-t{self.queries}-{self.bits}bit"
         return f"{name}-{str(self.dtype)[6:]}-g{self.group}-b{len(self.rows)}-s{self.splits or 'auto'}"
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Tensors of a case; everything that must not be read is NaN."""
-
-    q: Tensor
-    keys: Tensor
-    values: Tensor
-    begin: Tensor
-    end: Tensor
-    codes: QuantizedKV | None
-    groups: Tensor | None
-    lower: bool
-
-    def run(self, backend: str, splits: int | None = None) -> Tensor:
-        return decode_attention(
-            self.q,
-            self.keys,
-            self.values,
-            self.begin,
-            self.end,
-            self.codes,
-            self.groups,
-            lower=self.lower,
-            splits=splits,
-            backend=backend,
-        )
 
 
 def build(case: Case, device: str) -> Problem:
@@ -136,7 +109,7 @@ SWEEP = [
 @pytest.mark.parametrize("case", SWEEP, ids=str)
 def test_against_naive(case: Case, backend: str, device: str) -> None:
     problem = build(case, device)
-    out = problem.run(backend, case.splits)
+    out = problem.run(case.splits, backend)
     assert out.dtype == case.dtype and out.shape == problem.q.shape
     assert relative_error(out, naive(problem)) < TOLERANCE[case.dtype]
 
@@ -148,7 +121,7 @@ def test_rows_that_see_nothing_are_zero(backend: str, bits: int, device: str) ->
     rows = ((0, 4, 4), (0, 0, 0), (bits // 4, 6, 4))
     problem = build(Case(4, 2, 32, 3, rows, bits), device)
     empty = replace(problem, end=problem.end - torch.tensor([3, 0, 0], device=device).int())
-    out = empty.run(backend, 2)
+    out = empty.run(2, backend)
     assert (out[0] == 0).all() and (out[1, 0] == 0).all() and (out[1, 1] != 0).all()
     assert relative_error(out, naive(empty)) < 1e-5
 
@@ -158,10 +131,10 @@ def test_upper_and_lower_read_different_planes(lower: bool, device: str) -> None
     """A draft never touches the lower plane: corrupting it changes INT8 only."""
     problem = build(Case(2, 1, 32, 1, ((2, 0, 3),), 8), device)
     problem = replace(problem, lower=lower)
-    before = problem.run("triton", 2)
+    before = problem.run(2, "triton")
     assert problem.codes is not None and problem.codes.key_lower is not None
     problem.codes.key_lower.bitwise_not_()
-    assert torch.equal(before, problem.run("triton", 2)) != lower
+    assert torch.equal(before, problem.run(2, "triton")) != lower
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -177,26 +150,26 @@ def test_strided_buffers(backend: str, device: str) -> None:
         keys=problem.keys.transpose(1, 2).contiguous().transpose(1, 2),
         values=torch.stack([problem.values, problem.values], dim=3)[:, :, :, 0],
     )
-    assert relative_error(strided.run(backend, 2), naive(problem)) < 1e-5
+    assert relative_error(strided.run(2, backend), naive(problem)) < 1e-5
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_scale_and_full_precision_dtype(backend: str, device: str) -> None:
     """An explicit scale multiplies scores; the KV buffer may be narrower than the queries."""
     problem = build(Case(2, 2, 64, 1, ((0, 0, 50),), 0), device)
-    default = problem.run(backend)
+    default = problem.run(backend=backend)
     window = (problem.keys, problem.values, problem.begin, problem.end)
     out = decode_attention(problem.q / 2, *window, scale=2 * 64**-0.5, backend=backend)
     assert relative_error(out, default.double()) < 1e-6
     narrow = replace(problem, keys=problem.keys.bfloat16(), values=problem.values.bfloat16())
-    assert relative_error(narrow.run(backend), naive(narrow)) < 1e-5
+    assert relative_error(narrow.run(backend=backend), naive(narrow)) < 1e-5
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_large_scores_do_not_overflow(backend: str, device: str) -> None:
     problem = build(Case(2, 1, 32, 2, ((2, 0, 40),), 8), device)
     hot = replace(problem, q=problem.q * 300)
-    assert relative_error(hot.run(backend, 3), naive(hot)) < 1e-2
+    assert relative_error(hot.run(3, backend), naive(hot)) < 1e-2
 
 
 def test_splits_are_merged_by_exact_log_sum_exps(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
@@ -210,7 +183,7 @@ def test_splits_are_merged_by_exact_log_sum_exps(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("ridgeplan.kernels.attention.triton.merge", keep)
     problem = build(Case(2, 1, 64, 1, ((0, 0, 50),), 0), device)
     hot = replace(problem, q=8 * problem.q)
-    hot.run("triton", 1)
+    hot.run(1, "triton")
     scores = hot.keys[0, 0, :50].double() @ hot.q[0, 0].double().T / 8
     torch.testing.assert_close(merged[0][0, 0, :, 0].double(), scores.logsumexp(0), atol=0, rtol=1e-6)
 
@@ -218,22 +191,22 @@ def test_splits_are_merged_by_exact_log_sum_exps(monkeypatch: pytest.MonkeyPatch
 def test_errors_name_the_value(device: str) -> None:
     problem = build(Case(2, 1, 32, 1, ((1, 0, 3),), 4), device)
     with pytest.raises(ValueError, match="upper plane only"):
-        replace(problem, lower=True).run("auto")
+        replace(problem, lower=True).run()
     with pytest.raises(ValueError, match="3 query heads are not a multiple of 2 KV heads"):
-        build(Case(3, 2, 32, 1, ((0, 0, 3),), 0), device).run("auto")
+        build(Case(3, 2, 32, 1, ((0, 0, 3),), 0), device).run()
     with pytest.raises(ValueError, match="give both or neither"):
-        replace(problem, groups=None).run("auto")
+        replace(problem, groups=None).run()
     two_heads = build(Case(2, 2, 32, 1, ((1, 0, 3),), 4), device)
     with pytest.raises(ValueError, match="do not fit"):
-        replace(problem, codes=two_heads.codes).run("auto")
+        replace(problem, codes=two_heads.codes).run()
     with pytest.raises(ValueError, match="head_dim 48 does not fit the Triton kernel"):
-        build(Case(2, 1, 48, 1, ((0, 0, 3),), 0), device).run("triton", 1)
+        build(Case(2, 1, 48, 1, ((0, 0, 3),), 0), device).run(1, "triton")
     with pytest.raises(ValueError, match="must have one shape"):
-        replace(problem, values=problem.values[:, :, 1:]).run("auto")
+        replace(problem, values=problem.values[:, :, 1:]).run()
     with pytest.raises(ValueError, match="disagree in batch or head_dim"):
-        replace(problem, q=problem.q[..., :16]).run("auto")
+        replace(problem, q=problem.q[..., :16]).run()
     with pytest.raises(ValueError, match="contiguous channels"):
-        replace(problem, q=problem.q.repeat_interleave(2, dim=-1)[..., ::2]).run("triton", 1)
+        replace(problem, q=problem.q.repeat_interleave(2, dim=-1)[..., ::2]).run(1, "triton")
 
 
 @pytest.mark.parametrize("name", ["begin", "end", "groups"])
@@ -242,9 +215,9 @@ def test_lengths_of_other_types_are_refused(name: str, device: str) -> None:
     problem = build(Case(2, 1, 32, 1, ((1, 0, 3),), 4), device)
     lengths = getattr(problem, name)
     with pytest.raises(ValueError, match=rf"{name} is torch.int64 \[1\]; allowed: torch.int32 \[1\]"):
-        replace(problem, **{name: lengths.long()}).run("auto")
+        replace(problem, **{name: lengths.long()}).run()
     with pytest.raises(ValueError, match=rf"{name} is torch.int32 \[2\]; allowed"):
-        replace(problem, **{name: lengths.repeat(2)}).run("auto")
+        replace(problem, **{name: lengths.repeat(2)}).run()
 
 
 GPU_CASES = (
@@ -262,7 +235,7 @@ GPU_CASES = (
 def test_compiled_at_real_size(case: Case) -> None:
     """8k tokens in bf16 against the (dequantized) reference, with the split count of this GPU."""
     problem = build(case, "cuda")
-    assert relative_error(problem.run("triton"), naive(problem)) < 1e-2
+    assert relative_error(problem.run(backend="triton"), naive(problem)) < 1e-2
 
 
 @pytest.mark.gpu
@@ -271,10 +244,10 @@ def test_one_graph_serves_growing_lengths() -> None:
     case = Case(32, 8, 128, 2, ((60, 0, 200),), 8, torch.bfloat16, group=128)
     problem = build(case, "cuda")
     assert problem.groups is not None
-    problem.run("triton")  # compiles outside the capture
+    problem.run(backend="triton")  # compiles outside the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = problem.run("triton")
+        out = problem.run(backend="triton")
     for groups, end in ((60, 200), (3, 17), (0, 1)):
         problem.groups.fill_(groups)
         problem.end.fill_(end)

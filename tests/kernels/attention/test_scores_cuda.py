@@ -4,12 +4,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from attention_problem import Problem
 from torch import Tensor
 
-from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.kernels.attention.cuda import find_kernel
 from ridgeplan.kernels.attention.scores import Rows, ScoreRequest, What
-from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 
@@ -36,24 +35,6 @@ class Case:
     def __str__(self) -> str:
         name = f"h{self.q_heads}/{self.kv_heads}-d{self.head_dim}-t{self.queries}-{self.bits}bit-{str(self.dtype)[6:]}"
         return f"{name}-s{self.splits or 'auto'}-{self.rows}-{self.what}"
-
-
-@dataclass(frozen=True)
-class Problem:
-    q: Tensor
-    keys: Tensor
-    values: Tensor
-    begin: Tensor
-    end: Tensor
-    codes: QuantizedKV | None
-    groups: Tensor | None
-    lower: bool
-
-    def run(self, scores: ScoreRequest | None, splits: int | None = None, backend: Backend = "auto") -> Tensor:
-        return decode_attention(
-            self.q, self.keys, self.values, self.begin, self.end, self.codes, self.groups,
-            lower=self.lower, splits=splits, scores=scores, backend=backend,
-        )  # fmt: skip
 
 
 def build(case: Case) -> Problem:
@@ -111,15 +92,15 @@ def test_scores(case: Case) -> None:
     lse = 3 * torch.rand(len(problem.q), case.q_heads, device="cuda")
     found, expected = request_for(case, problem, lse), request_for(case, problem, lse)
     for _ in range(2):
-        out = problem.run(found, case.splits)
-        problem.run(expected, backend="reference")
+        out = problem.run(case.splits, scores=found)
+        problem.run(backend="reference", scores=expected)
         written = expected.out != UNTOUCHED
         assert torch.equal(written, found.out != UNTOUCHED)
         assert relative_error(found.out[written], expected.out[written]) < 1e-2
         assert found.lse is not None and expected.lse is not None
         torch.testing.assert_close(found.lse, expected.lse, rtol=0, atol=1e-2)
         expected.lse.copy_(found.lse)
-    assert torch.equal(out, problem.run(None, case.splits))
+    assert torch.equal(out, problem.run(case.splits))
 
 
 @pytest.mark.parametrize("bits", [0, 8])
@@ -131,8 +112,8 @@ def test_the_best_tokens_are_the_references(bits: int) -> None:
         problem = build(case)
         found, expected = (request_for(case, problem, torch.zeros(1, 32, device="cuda")) for _ in "ab")
         for _ in range(2):
-            problem.run(found)
-            problem.run(expected, backend="reference")
+            problem.run(scores=found)
+            problem.run(backend="reference", scores=expected)
         for one, other in zip(found.out[0, :, :8192], expected.out[0, :, :8192], strict=True):
             best = set(one.topk(512).indices.tolist()) & set(other.topk(512).indices.tolist())
             assert len(best) >= 500
@@ -143,7 +124,7 @@ def test_a_guess_far_off_leaves_finite_scores() -> None:
     case = Case(8, 2, 128, 4, 8, "ends", "probabilities", lengths=RAGGED[:1])
     problem = build(case)
     request = request_for(case, problem, torch.full((1, 8), -500.0, device="cuda"))
-    problem.run(request)
+    problem.run(scores=request)
     assert torch.isfinite(request.out).all()
 
 
@@ -153,10 +134,10 @@ def test_one_graph_serves_growing_lengths() -> None:
     problem = build(case)
     problem = replace(problem, keys=problem.keys.nan_to_num(), values=problem.values.nan_to_num())
     found = request_for(case, problem, torch.zeros(2, 32, device="cuda"))
-    problem.run(found)  # compiles outside the capture
+    problem.run(scores=found)  # compiles outside the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        problem.run(found)
+        problem.run(scores=found)
     for groups, end in ((60, 200), (3, 17), (41, 1)):
         assert problem.groups is not None and found.lse is not None
         problem.groups.fill_(groups)
@@ -164,7 +145,7 @@ def test_one_graph_serves_growing_lengths() -> None:
         expected = request_for(case, problem, found.lse)
         found.out.fill_(UNTOUCHED)
         graph.replay()
-        problem.run(expected, backend="reference")
+        problem.run(backend="reference", scores=expected)
         assert (found.out[:, :, groups * 128 :] == UNTOUCHED).all()
         assert relative_error(found.out, expected.out) < 1e-2
         torch.testing.assert_close(found.lse, expected.lse, rtol=0, atol=1e-2)

@@ -10,8 +10,6 @@ from ridgeplan import runtime
 from ridgeplan.planner.axes.offload import HostPart
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.kv.offload import host_memory
-from ridgeplan.runtime.model.checkpoint import load_config
-from ridgeplan.runtime.model_config import decoder_config
 
 LENGTHS, NEW = [128, 70, 37], 40  # with groups of 32: a flush or two a row
 LAYERS, BUDGET = 3, 64
@@ -33,8 +31,8 @@ def model(tiny_model):
 
 
 @pytest.fixture(scope="module")
-def shape(model):
-    return decoder_config(load_config(model.folder), model.folder, 1.0).shape
+def shape(model, shape_of):
+    return shape_of(model.folder)
 
 
 @pytest.fixture(scope="module")

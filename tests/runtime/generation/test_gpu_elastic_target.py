@@ -7,8 +7,6 @@ import torch
 
 from ridgeplan import runtime
 from ridgeplan.planner.axes.offload import HostPart
-from ridgeplan.runtime.model.checkpoint import load_config
-from ridgeplan.runtime.model_config import decoder_config
 
 pytestmark = pytest.mark.gpu
 LAYERS, BUDGET = 6, 64
@@ -21,8 +19,8 @@ def model(tiny_model):
 
 
 @pytest.fixture(scope="module")
-def shape(model):
-    return decoder_config(load_config(model.folder), model.folder, 1.0).shape
+def shape(model, shape_of):
+    return shape_of(model.folder)
 
 
 @pytest.mark.parametrize("elastic", [True, False])

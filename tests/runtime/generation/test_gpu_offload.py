@@ -6,8 +6,6 @@ import torch
 from ridgeplan import runtime
 from ridgeplan.planner.axes.offload import HostPart
 from ridgeplan.runtime.kv.offload.host_memory import HostMemory
-from ridgeplan.runtime.model.checkpoint import load_config
-from ridgeplan.runtime.model_config import decoder_config
 
 pytestmark = pytest.mark.gpu
 LAYERS = 6
@@ -19,8 +17,8 @@ def folder(tiny_model):
 
 
 @pytest.fixture(scope="module")
-def shape(folder):
-    return decoder_config(load_config(folder), folder, 1.0).shape
+def shape(folder, shape_of):
+    return shape_of(folder)
 
 
 def load(plan, folder):

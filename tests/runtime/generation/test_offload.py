@@ -9,8 +9,6 @@ from ridgeplan.planner.axes.offload import HostPart
 from ridgeplan.planner.plan import Placement
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.kv.offload import host_memory
-from ridgeplan.runtime.model.checkpoint import load_config
-from ridgeplan.runtime.model_config import decoder_config
 
 LENGTHS, NEW = [128, 70, 37], 90
 LAYERS = 6
@@ -22,8 +20,8 @@ def folder(tiny_model):
 
 
 @pytest.fixture(scope="module")
-def shape(folder):
-    return decoder_config(load_config(folder), folder, 1.0).shape
+def shape(folder, shape_of):
+    return shape_of(folder)
 
 
 @pytest.mark.parametrize("prefetch", [1, pytest.param(3, marks=pytest.mark.slow)])

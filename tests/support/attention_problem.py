@@ -1,0 +1,32 @@
+"""The tensors of one call of decode attention, for tests of its kernels."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ridgeplan.kernels.attention import decode_attention
+from ridgeplan.kernels.attention.scores import ScoreRequest
+from ridgeplan.kernels.device.backend import Backend
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The arguments of `decode_attention`."""
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    begin: Tensor
+    end: Tensor
+    codes: QuantizedKV | None
+    groups: Tensor | None
+    lower: bool
+
+    def run(
+        self, splits: int | None = None, backend: Backend = "auto", *, scores: ScoreRequest | None = None
+    ) -> Tensor:
+        return decode_attention(
+            self.q, self.keys, self.values, self.begin, self.end, self.codes, self.groups,
+            lower=self.lower, splits=splits, scores=scores, backend=backend,
+        )  # fmt: skip
