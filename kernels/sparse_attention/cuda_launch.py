@@ -16,13 +16,20 @@ from ridgeplan.kernels.device.kernel_params import KernelParams
 from ridgeplan.kernels.device.launch import launch_with_pdl
 from ridgeplan.kernels.device.nvrtc import compile_kernel, program
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.kv_cache.quantized_planes import GROUP, HEAD_DIMS, QuantizedPlanes, key_planes, value_planes
+from ridgeplan.kernels.kv_cache.quantized_planes import GROUP, QuantizedPlanes, key_planes, value_planes
+from ridgeplan.kernels.selection.scan_variant import (
+    ALIGNMENT,
+    THREADS,
+    WARPS,
+    ScanVariant,
+    aligned,
+    parts_of,
+    scan_variant,
+)
 
-THREADS, WARPS, TILE = 512, 16, 16
+TILE = 16  # tokens
 TILES = 3  # of a warp: one that it attends to, and those that are being copied
-MAX_HEADS = 8  # query heads of a KV head
 MAX_ROWS = 4096  # (batch row, KV head) pairs, whose counters are allocated once
-ALIGNMENT = 8  # elements of 16 bytes
 POINTERS = (
     *("q", "keys", "values", "begin", "end", "groups"),
     *("arrivals", "partial", "part_max", "part_sum", "out", "value_rows"),
@@ -54,28 +61,18 @@ class SparseParams(KernelParams):
 
 
 @dataclass(frozen=True)
-class SparseVariant:
-    """What a compiled kernel is specialized for. heads: query heads of a KV head."""
-
-    head_dim: int
-    heads: int
-    bf16: bool
+class SparseVariant(ScanVariant):
+    """What a compiled kernel is specialized for."""
 
     @property
     def options(self) -> list[str]:
         """Compile-time configuration (csrc/config.cuh)."""
-        sizes = [f"-DTILE_BYTES={self.tile_bytes}", f"-DSTAGE_BYTES={self.stage_bytes}"]
-        return [f"-DHEAD_DIM={self.head_dim}", f"-DHEADS={self.heads}", f"-DBF16={int(self.bf16)}", *sizes]
+        return [*super().options, f"-DTILE_BYTES={self.tile_bytes}"]
 
     @property
     def tile_bytes(self) -> int:
         """A tile of chosen tokens: codes, the group's scales and minima, places and their number, in 16 bytes each."""
         return 2 * TILE * self.head_dim // 2 + 2 * 2 * (self.head_dim + GROUP) + 16 + 16
-
-    @property
-    def stage_bytes(self) -> int:
-        """What the scan reads of a group: 2-bit keys, scales and minima."""
-        return GROUP * self.head_dim // 4 + 2 * 2 * self.head_dim
 
     def shared_bytes(self, buffers: int) -> int:
         """Dynamic shared memory of a CTA whose warps have `buffers` bytes each, and later their results in it."""
@@ -85,12 +82,6 @@ class SparseVariant:
     def entries(self) -> int:
         """Sums over values of a partial result; query heads come in pairs."""
         return (self.heads + 1) // 2 * 2 * self.head_dim
-
-
-def parts_of(rows: int, num_sms: int, least: int = 1) -> int:
-    """CTAs of a row, at least `least`: as many as run at once, or in the fewest turns that give enough."""
-    turns = -(-least * rows // num_sms)  # rounded up
-    return turns * num_sms // rows
 
 
 @dataclass(frozen=True)
@@ -165,19 +156,14 @@ class SparseKernel:
 def supported_variant(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV) -> SparseVariant | None:
     """The variant for a call, or None: then Triton's kernels run.
 
-    It needs Hopper or newer, one query per row, codes in groups of 128, head_dim 64 or 128, at most 8 query heads per
-    KV head, one 16-bit dtype, and rows of the buffers that 16-byte loads can read.
+    It needs what `scan_variant` does, one dtype, and rows of the buffers that 16-byte loads can read.
     """
-    if not q.is_cuda or torch.version.cuda is None or codes.group != GROUP or q.shape[3] not in HEAD_DIMS:
+    scanned = scan_variant(q, codes.kv_heads, codes.group)
+    if scanned is None or keys.dtype != q.dtype or values.dtype != q.dtype:
         return None
-    if q.dtype not in (torch.bfloat16, torch.float16) or keys.dtype != q.dtype or values.dtype != q.dtype:
+    if codes.batch * codes.kv_heads > MAX_ROWS or not aligned(keys) or not aligned(values):
         return None
-    heads = q.shape[2] // codes.kv_heads
-    if q.shape[1] > 1 or heads > MAX_HEADS or torch.cuda.get_device_capability(q.device) < (9, 0):
-        return None
-    if codes.batch * codes.kv_heads > MAX_ROWS or not all(map(_aligned, (q, keys, values))):
-        return None
-    return SparseVariant(q.shape[3], heads, q.dtype == torch.bfloat16)
+    return SparseVariant(scanned.head_dim, scanned.heads, scanned.bf16)
 
 
 @cache
@@ -201,11 +187,6 @@ def compiled_kernel(
     arrivals = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return SparseKernel(compiled, variant, num_sms, shared_bytes, arrivals, group_bytes, most_groups)
-
-
-def _aligned(tensor: Tensor) -> bool:
-    strides = tensor.stride()
-    return strides[-1] == 1 and tensor.data_ptr() % 16 == 0 and not any(s % ALIGNMENT for s in strides[:-1])
 
 
 def _strides(q: Tensor, keys: Tensor, values: Tensor) -> list[int]:

@@ -7,9 +7,9 @@ from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache import require_rows
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes
-from ridgeplan.kernels.selection.top_k import top_k
-from ridgeplan.kernels.selection.two_bit import check_scan, two_bit_scores
+from ridgeplan.kernels.selection.two_bit import check_scan
 from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
+from ridgeplan.kernels.selection.two_bit_top_k import two_bit_top_k
 from ridgeplan.kernels.sparse_attention import sparse_decode_attention
 from ridgeplan.kernels.sparse_attention.progressive_cuda import find_kernel, progressive_attention_cuda
 
@@ -49,18 +49,16 @@ def progressive_attention(
     two_bit_keys = TwoBitKeys.of(codes, planes)
     check_scan(q, two_bit_keys, groups, lse)
     require_rows(codes.batch, torch.int32, begin=begin, end=end, k=k)
-    sets = (codes.batch, codes.kv_heads)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kernel = find_kernel(q, keys, values, codes) if backend == "auto" else None
     if kernel is not None:
         return progressive_attention_cuda(
             kernel, q, keys, values, (begin, end, groups), codes, planes, k, lse, sinks, scale
         )
-    scores = two_bit_scores(q, two_bit_keys, groups, lse, scale=scale, backend=backend)
-    scores[:, :, :sinks] = torch.inf
-    tokens, wanted = ((x[:, None].expand(-1, codes.kv_heads).flatten()) for x in (groups * codes.group, k))
-    index, count = top_k(scores.flatten(0, 1), tokens.int(), wanted, max_k, backend=backend)
+    index, count = two_bit_top_k(
+        q, two_bit_keys, groups, k, lse[None], max_k=max_k, sinks=sinks, scale=scale, backend=backend
+    )
     return sparse_decode_attention(
-        q, keys, values, begin, end, index.view(*sets, max_k), count.view(sets), codes, groups,
+        q, keys, values, begin, end, index, count, codes, groups,
         value_rows=planes.value_rows, scale=scale, backend=backend,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from torch import Tensor
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.quantized_planes import GROUP
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes
+from ridgeplan.kernels.selection.scan_variant import STAGES
 from ridgeplan.kernels.sparse_attention.cuda_launch import (
     TILES,
     SparseKernel,
@@ -17,7 +18,6 @@ from ridgeplan.kernels.sparse_attention.cuda_launch import (
 )
 
 SOURCE, ENTRY = "sparse_attention/csrc/progressive.cu", "progressive"
-STAGES = 2  # groups of a warp that are being scanned or copied
 GROUP_BYTES = 2 * GROUP  # bins of a group's scores
 MOST_GROUPS = 512  # of a CTA
 RESERVED_BYTES = 1024  # shared memory of an SM that the driver keeps

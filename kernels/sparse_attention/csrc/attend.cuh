@@ -2,7 +2,8 @@
 // probabilities where the second one, of values' channels by query heads, takes its B operand.
 #pragma once
 
-#include "queries.cuh"
+#include "../../selection/csrc/queries.cuh"
+#include "sparse_params.cuh"
 #include "stages.cuh"
 
 constexpr int OUT_TILES = HEAD_DIM / 16;  // of 16 channels: eight of the lower half, eight of the upper

@@ -1,8 +1,9 @@
 // The choice of a CTA: the best of its own tokens, as a list of tiles for its warps.
 #pragma once
 
+#include "../../selection/csrc/group_scan.cuh"
+#include "../../selection/csrc/histogram.cuh"
 #include "partial_results.cuh"
-#include "scan.cuh"
 #include "tile_pipeline.cuh"
 
 constexpr int MOST_GROUPS = THREADS;       // of a CTA: each has a thread
@@ -54,44 +55,14 @@ union GroupBins {
     u8 places[GROUP];
 };
 
-// Sums over the CTA's threads: of those before this one, and of all.
-struct BlockSum {
-    u32 before, all;
-
-    __device__ __forceinline__ BlockSum(u32 own, u32 (&warp_sums)[WARPS]) : before(0), all(0) {
-        const int lane = threadIdx.x % 32, own_warp = threadIdx.x / 32;
-        u32 sum = own;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const u32 other = __shfl_up_sync(FULL_MASK, sum, step);
-            if (lane >= step) sum += other;
-        }
-        if (lane == 31) warp_sums[own_warp] = sum;
-        __syncthreads();
-#pragma unroll
-        for (int warp = 0; warp < WARPS; warp++) {
-            before += warp < own_warp ? warp_sums[warp] : 0;
-            all += warp_sums[warp];
-        }
-        before += sum - own;
-    }
-};
-
 // Finds the bin of the token of rank `share`, from the top. Sinks, which are in the last bin, are chosen anyway.
 __device__ __forceinline__ void find_bin(Choice& choice, int share, int k) {
-    constexpr int OWN = BINS / THREADS;
-    const int first = BINS - OWN * (threadIdx.x + 1);
-    u32 counts[OWN], own = 0;
-    ld_shared(counts, choice.histogram + first);
-#pragma unroll
-    for (int i = 0; i < OWN; i++) own += counts[i];
+    u32 counts[OWN_BINS];
+    ld_shared(counts, choice.histogram + first_own_bin());
     const u32 rank = max(share, min(k, int(choice.histogram[BINS - 1])));
-    u32 above = BlockSum(own, choice.warp_sums[0]).before;
-#pragma unroll
-    for (int i = OWN - 1; i >= 0; i--) {
-        if (above < rank && rank <= above + counts[i]) choice.bin = first + i, choice.ties = rank - above;
-        above += counts[i];
-    }
+    find_rank(counts, rank, choice.warp_sums[0], [&](int i, u32 ties) {
+        choice.bin = first_own_bin() + i, choice.ties = ties;
+    });
 }
 
 // Appends the marked tokens of a group to the `count` places there are.
@@ -168,14 +139,11 @@ struct ChosenTiles {
 // Leaves the CTA's sums of exp(logit - lse) for the last CTA of the row.
 __device__ __forceinline__ void store_scan_sums(const SparseParams& p, const Choice& choice) {
     if (threadIdx.x >= HEADS) return;
-    float sum = 0;
-#pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) sum += choice.scan_sums[warp][threadIdx.x];
-    p.scan_sum[i64(blockIdx.x) * HEADS + threadIdx.x] = sum;
+    p.scan_sum[i64(blockIdx.x) * HEADS + threadIdx.x] = sum_of_warps(choice.scan_sums, threadIdx.x);
 }
 
-// The row's sums become the next call's log-sum-exps. Far from the last ones they are brought nearer only, as sums of
-// floats may have overflown or vanished. By the last warp, as the first ones have more of the output to join.
+// The row's sums become the next call's log-sum-exps. By the last warp, as the first ones have more of the output to
+// join.
 __device__ __forceinline__ void update_lse(const SparseParams& p, const OwnGroups& own) {
     const int head = int(threadIdx.x) - (THREADS - 32);
     if (own.row_groups == 0 || head < 0 || head >= HEADS) return;
@@ -185,5 +153,5 @@ __device__ __forceinline__ void update_lse(const SparseParams& p, const OwnGroup
 #pragma unroll 8
     for (int part = 0; part < p.parts; part++)
         sum += __ldcg(p.scan_sum + (i64(own.row) * p.parts + part) * HEADS + head);
-    *lse = before + LN_2 * log2f(fminf(fmaxf(sum, 1e-30f), 1e30f));
+    *lse = next_lse(before, sum);
 }

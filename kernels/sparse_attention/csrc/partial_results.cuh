@@ -12,7 +12,8 @@ struct Shared {
 
     // Of a batch row and KV head, by two warps.
     __device__ __forceinline__ void copy_inputs(const SparseParams& p, int b, int kv_head) {
-        if (threadIdx.x < 32) queries.copy(p, b, kv_head);
+        const i64 first_head = i64(b) * p.q_batch_stride + i64(kv_head) * HEADS * p.q_head_stride;
+        if (threadIdx.x < 32) queries.copy(p.q + first_head * 8, p.q_head_stride);
         if (threadIdx.x == 32) recent = RecentTokens(p, b);
     }
 };

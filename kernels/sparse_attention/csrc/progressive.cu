@@ -8,45 +8,9 @@
 
 #include "choice.cuh"
 
-constexpr int STAGES = 2;  // of a warp
-
 union WarpBuffers {
     ScanStage stages[STAGES];
     TokenTile tiles[TILES];
-};
-
-// A warp's scan of its groups.
-struct GroupScan {
-    const OwnGroups& own;
-    ScanStage* stages;
-    int count;  // of the CTA's groups
-
-    // Reads codes only, which no kernel writes that may still run.
-    __device__ __forceinline__ GroupScan(
-        const OwnGroups& own, ScanStage* stages
-    ) : own(own), stages(stages), count(own.count()) {
-#pragma unroll
-        for (int i = 0; i < STAGES; i++) copy(threadIdx.x / 32 + i * WARPS, i);
-    }
-    __device__ __forceinline__ void copy(int i, int stage) {
-        if (i < count) start_copy(stages[stage], own.p, own.stored(i));
-        cp_async_commit();
-    }
-    __device__ __forceinline__ void run(
-        Choice& choice, GroupBins* groups, const Query& query, const LaneQueries& queries
-    ) {
-        const SparseParams& p = own.p;
-        const int warp = threadIdx.x / 32;
-        Scan scan(p, query, queries, own.row / p.kv_heads, own.row % p.kv_heads);
-        for (int i = warp, stage = 0; i < count; i += WARPS, stage = (stage + 1) % STAGES) {
-            cp_async_wait<STAGES - 1>();
-            __syncwarp();
-            scan.group(stages[stage], groups[i].bins, choice.histogram, p.sinks - own.in_row(i) * GROUP);
-            __syncwarp();
-            copy(i + STAGES * WARPS, stage);
-        }
-        scan.store_sums(choice.scan_sums[warp]);
-    }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) progressive(const __grid_constant__ SparseParams p) {
@@ -58,7 +22,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) progressive(const __gri
     GroupBins* const groups = reinterpret_cast<GroupBins*>(buffers + WARPS);
     pdl_launch_dependents();
     const OwnGroups own(p);
-    GroupScan scan(own, buffers[warp].stages);
+    const ScannedKeys keys{p.two_bit, p.key_codes.scale, p.key_codes.minimum};
+    GroupScan scanned(own, keys, buffers[warp].stages);
     choice.clear();
     pdl_wait();
 
@@ -69,7 +34,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) progressive(const __gri
     if (warp == 0) shared.queries_of_lanes.store<Scan::PLANES, false>(query);
     __syncthreads();
     shared.recent.prefetch(p, own.row, own.part);
-    scan.run(choice, groups, query, shared.queries_of_lanes);
+    Scan scan(p.scale, p.lse + i64(own.row) * HEADS, query, shared.queries_of_lanes);
+    scanned.run(scan, [&](int i) { return groups[i].bins; }, choice.histogram, p.sinks);
+    scan.store_sums(choice.scan_sums[warp]);
     __syncthreads();
     if (warp == 0) shared.queries_of_lanes.store<ChosenTokens::PLANES, true>(query);
     const int tiles = choose(choice, own, groups);

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.selection.two_bit import two_bit_scores
+from ridgeplan.kernels.selection.two_bit_top_k import two_bit_top_k
 from ridgeplan.kernels.sparse_attention.progressive import progressive_attention
 from ridgeplan.planner.axes import draft_selection as selections
 from ridgeplan.runtime.drafting.policies.per_query import PerQueryPolicy
+from ridgeplan.runtime.drafting.policies.sparse import TokenIndex
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.metadata import AttentionMetadata
 
@@ -20,11 +21,7 @@ class Progressive(PerQueryPolicy):
     KV head in the next query's. A draft's query has those of the draft before it, in one place. A target's query has
     those of the token before it, so that what it chooses depends on the text alone, not on how rounds fell: the token
     at position p has the place p % places, and places outnumber the queries of a pass.
-    own, before: the places of a query's token and of the one before it, with their rows.
     """
-
-    own: tuple[Tensor, Tensor]
-    before: tuple[Tensor, Tensor]
 
     def __init__(self, selection: selections.Progressive, cache: Cache) -> None:
         super().__init__(selection, cache)
@@ -40,19 +37,16 @@ class Progressive(PerQueryPolicy):
     def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
         metadata = super().draft_metadata(ahead, queries)
         self.groups = self.old_tokens // self.cache.config.group
-        if not self._fused:
-            rows, places = self.cache.rows, len(self.lse)
-            own = (self.cache.lengths[:rows] % places).long()
-            row = torch.arange(rows, device=own.device)
-            self.own, self.before = (own, row), ((own - 1) % places, row)
+        self.positions = self.cache.lengths[: self.cache.rows]
         return metadata
 
-    def query_scores(self, layer: int, query: Tensor) -> Tensor:
-        lse = self.lse[:, layer]
-        weights = lse[self.before]
-        scores = two_bit_scores(query, self.cache.two_bit_keys(layer), self.groups, weights)
-        lse[self.own] = weights
-        return scores
+    def select(self, layer: int, query: Tensor) -> TokenIndex:
+        rows, keys = self.cache.rows, self.cache.two_bit_keys(layer)
+        chosen = two_bit_top_k(
+            query, keys, self.groups, self.budgets, self.lse[:, layer, :rows], max_k=self.max_budget,
+            sinks=self.selection.sinks, positions=self.positions,
+        )  # fmt: skip
+        return TokenIndex(*chosen)
 
     def attend(self, layer: int, query: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Where drafts read upper codes, one operation scans, chooses and reads."""

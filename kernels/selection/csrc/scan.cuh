@@ -3,7 +3,7 @@
 #pragma once
 
 #include "queries.cuh"
-#include "stages.cuh"
+#include "scan_stage.cuh"
 
 // Bin of a sum of probabilities: its float's exponent and first bits, so equal steps for every power of two. The last
 // bin is left to sinks.
@@ -17,17 +17,17 @@ struct Scan {
     float logit_scale[2], norm[2];  // of the query heads 2c and 2c + 1; other heads' sums become zero
     float sums[2];                  // of exp(logit - lse)
 
+    // scale: of the softmax. lse: of the row's first query head, of the call before.
     __device__ __forceinline__ Scan(
-        const SparseParams& p, const Query& query, const LaneQueries& queries, int b, int kv_head
+        float scale, const float* lse, const Query& query, const LaneQueries& queries
     ) : queries(queries) {
         const int c = threadIdx.x % 4;
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             const int head = 2 * c + e, exponent = __shfl_sync(FULL_MASK, query.exponent, 4 * head);
             const bool exists = head < HEADS;
-            logit_scale[e] = exists ? p.scale * LOG2_E * power_of_two(exponent) : 0;
-            norm[e] = exists ? __ldcg(p.lse + (i64(b) * p.kv_heads + kv_head) * HEADS + head) * LOG2_E
-                             : -negative_infinity();
+            logit_scale[e] = exists ? scale * LOG2_E * power_of_two(exponent) : 0;
+            norm[e] = exists ? __ldcg(lse + head) * LOG2_E : -negative_infinity();
             sums[e] = 0;
         }
     }
@@ -152,3 +152,11 @@ struct Scan {
         }
     }
 };
+
+// Of the sums that all warps have stored, those of one query head.
+__device__ __forceinline__ float sum_of_warps(const float (&sums)[WARPS][8], int head) {
+    float sum = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) sum += sums[warp][head];
+    return sum;
+}

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "config.cuh"
-#include "sparse_params.cuh"
 
 // Places of the runs: PLANES equal parts of the channels (those that share a byte), WORDS adjacent words in each.
 template <int PLANES> struct Runs {
@@ -19,13 +18,13 @@ template <int PLANES> struct Runs {
 struct __align__(16) Queries {
     u16 of_head[HEADS][HEAD_DIM + 8];
 
-    // By one warp: each CTA reads them once, as all CTAs of a row read the same few sectors of the L2 cache.
-    __device__ __forceinline__ void copy(const SparseParams& p, int b, int kv_head) {
+    // From the row's first head on, by one warp: each CTA reads them once, as all CTAs of a row read the same few sectors
+    // of the L2 cache. head_stride: in units of 8 elements.
+    __device__ __forceinline__ void copy(const u16* first, int head_stride) {
         constexpr int PIECES = HEAD_DIM / 8;
         for (int i = threadIdx.x % 32; i < HEADS * PIECES; i += 32) {
-            const i64 head = i64(kv_head) * HEADS + i / PIECES;
             u32 x[4];
-            load_words<true>(x, p.q + (i64(b) * p.q_batch_stride + head * p.q_head_stride + i % PIECES) * 8);
+            load_words<true>(x, first + (i64(i / PIECES) * head_stride + i % PIECES) * 8);
             st_shared(&of_head[i / PIECES][i % PIECES * 8], x);
         }
     }

@@ -1,0 +1,159 @@
+// Second half of the choice by 2-bit keys, after two_bit_scan.cu: lists each row's best tokens in ascending order.
+//
+// The row's histograms say which bin its k-th best token is in, and how many tokens CTAs before this one list. Of those
+// in the bin itself the first ones are chosen.
+
+#include "histogram.cuh"
+#include "two_bit_params.cuh"
+
+// Tokens above the chosen bin, and in it.
+struct Tally {
+    u32 above, tied;
+
+    __device__ __forceinline__ void operator+=(const Tally& other) { above += other.above, tied += other.tied; }
+    // Of all lanes.
+    __device__ __forceinline__ Tally warp_sum() const {
+        return {__reduce_add_sync(FULL_MASK, above), __reduce_add_sync(FULL_MASK, tied)};
+    }
+    // Of the lanes before this one, where a lane has fewer than 2**11.
+    __device__ __forceinline__ Tally lanes_before() const {
+        const u32 own = above | tied << 16;
+        u32 sum = own;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const u32 other = __shfl_up_sync(FULL_MASK, sum, step);
+            if (int(threadIdx.x) % 32 >= step) sum += other;
+        }
+        sum -= own;
+        return {sum & 0xFFFF, sum >> 16};
+    }
+};
+
+struct Shared {
+    u32 warp_sums[2][WARPS];
+    Tally of_warps[WARPS];
+    int bin;           // chosen are all tokens above this bin, and
+    u32 ties;          // this many of those in it,
+    u32 ties_before;   // of which CTAs before this one have so many
+};
+
+// Finds the bin of the row's k-th best token, and counts what parts before this one have. By all threads.
+__device__ __forceinline__ Tally find_bin(const TwoBitParams& p, Shared& shared, int row, int part, u32 k) {
+    u32 counts[OWN_BINS] = {}, before[OWN_BINS] = {};
+    const u32* const histogram = p.histograms + i64(row) * p.parts * BINS + first_own_bin();
+#pragma unroll 4
+    for (int other = 0; other < p.parts; other++) {
+        u32 x[OWN_BINS];
+        load_words<true>(x, histogram + i64(other) * BINS);
+#pragma unroll
+        for (int i = 0; i < OWN_BINS; i++) counts[i] += x[i], before[i] += other < part ? x[i] : 0;
+    }
+    if (threadIdx.x == 0) shared.bin = BINS, shared.ties = shared.ties_before = 0;
+    __syncthreads();
+    find_rank(counts, k, shared.warp_sums[0], [&](int i, u32 ties) {
+        shared.bin = first_own_bin() + i, shared.ties = ties, shared.ties_before = before[i];
+    });
+    __syncthreads();
+    u32 above = 0;
+#pragma unroll
+    for (int i = 0; i < OWN_BINS; i++) above += first_own_bin() + i > shared.bin ? before[i] : 0;
+    return {BlockSum(above, shared.warp_sums[1]).all, shared.ties_before};
+}
+
+// A warp's range of the CTA's groups; a lane has four adjacent tokens of each.
+struct WarpGroups {
+    static constexpr int AHEAD = 4;  // groups whose bins are loaded at once
+    const u16* bins;                 // of the row
+    int first, last;
+
+    __device__ __forceinline__ WarpGroups(const TwoBitParams& p, int row, int part) {
+        const OwnGroups own(p, row, part);
+        const int warp = threadIdx.x / 32;
+        bins = p.bins + own.first_stored * GROUP;
+        first = own.in_row(own.count() * warp / WARPS), last = own.in_row(own.count() * (warp + 1) / WARPS);
+    }
+    __device__ __forceinline__ int token(int group) const { return group * GROUP + int(threadIdx.x) % 32 * 4; }
+    // visit(group, bins of the lane's tokens), in order.
+    template <class Visit> __device__ __forceinline__ void each(const Visit& visit) const {
+        for (int group = first; group < last; group += AHEAD) {
+            u32 x[AHEAD][2];
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++)
+                if (group + i < last) load_words<true>(x[i], bins + token(group + i));
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++)
+                if (group + i < last) visit(group + i, x[i]);
+        }
+    }
+};
+
+__device__ __forceinline__ int bin_of_token(const u32 (&bins)[2], int i) { return bins[i / 2] >> i % 2 * 16 & 0xFFFF; }
+
+__device__ __forceinline__ Tally tally(const u32 (&bins)[2], int chosen_bin) {
+    Tally found{0, 0};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int own = bin_of_token(bins, i);
+        found.above += own > chosen_bin, found.tied += own == chosen_bin;
+    }
+    return found;
+}
+
+// Tokens of all warps before this one, of which each has counted its own.
+__device__ __forceinline__ Tally warps_before(Shared& shared, const Tally& own) {
+    const int own_warp = threadIdx.x / 32;
+    if (threadIdx.x % 32 == 0) shared.of_warps[own_warp] = own;
+    __syncthreads();
+    Tally sum{0, 0};
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++)
+        if (warp < own_warp) sum += shared.of_warps[warp];
+    return sum;
+}
+
+// Lists the chosen tokens of a warp; `listed` are those of the row before them.
+__device__ __forceinline__ void list(const WarpGroups& groups, int bin, u32 ties, Tally listed, int* index) {
+    groups.each([&](int group, const u32 (&bins)[2]) {
+        const Tally own = tally(bins, bin);
+        if (!__any_sync(FULL_MASK, own.above + own.tied)) return;
+        Tally before = own.lanes_before();
+        before += listed;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int token_bin = bin_of_token(bins, i);
+            const bool above = token_bin > bin, tied = token_bin == bin;
+            if (above || (tied && before.tied < ties))
+                index[before.above + min(before.tied, ties)] = groups.token(group) + i;
+            before += Tally{above, tied};
+        }
+        listed += own.warp_sum();
+    });
+}
+
+// The row's sums become the log-sum-exps of this position.
+__device__ __forceinline__ void update_lse(const TwoBitParams& p, int row, int head) {
+    const float before = __ldcg(p.row_lse(row, -1) + head);
+    float sum = 0;
+#pragma unroll 4
+    for (int part = 0; part < p.parts; part++)
+        sum += __ldcg(p.scan_sum + (i64(row) * p.parts + part) * HEADS + head);
+    p.row_lse(row, 0)[head] = p.row_groups(row) ? next_lse(before, sum) : before;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) two_bit_choose(const __grid_constant__ TwoBitParams p) {
+    __shared__ Shared shared;
+    const int row = blockIdx.x / p.parts, part = blockIdx.x % p.parts;
+    pdl_launch_dependents();
+    pdl_wait();
+    const int wanted = min(min(__ldcg(p.k + row / p.kv_heads), p.max_k), p.row_groups(row) * GROUP);
+    const u32 k = max(wanted, 0);
+    if (part == 0 && threadIdx.x == 0) p.count[row] = k;
+    if (part == 0 && threadIdx.x < HEADS) update_lse(p, row, threadIdx.x);
+    Tally listed = find_bin(p, shared, row, part, k);
+    const int bin = shared.bin;
+    const WarpGroups groups(p, row, part);
+    Tally own{0, 0};
+    groups.each([&](int, const u32 (&bins)[2]) { own += tally(bins, bin); });
+    listed += warps_before(shared, own.warp_sum());
+    list(groups, bin, shared.ties, listed, p.index + i64(row) * p.max_k);
+}

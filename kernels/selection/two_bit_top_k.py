@@ -1,0 +1,61 @@
+"""A query's choice of tokens by their 2-bit keys: scores and top-k, in two launches where a GPU has them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.device.backend import Backend
+from ridgeplan.kernels.kv_cache import require_rows
+from ridgeplan.kernels.selection.top_k import top_k
+from ridgeplan.kernels.selection.two_bit import check_scan, two_bit_scores
+from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
+from ridgeplan.kernels.selection.two_bit_top_k_cuda import find_kernel, two_bit_top_k_cuda
+
+
+def two_bit_top_k(
+    q: Tensor,
+    keys: TwoBitKeys,
+    groups: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    *,
+    max_k: int,
+    sinks: int = 0,
+    positions: Tensor | None = None,
+    scale: float | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The k tokens of each KV head that `two_bit_scores` ranks first, in ascending order.
+
+    -> index int32 [B, Hkv, max_k] and count int32 [B, Hkv], as `top_k` has them.
+
+    q, keys, groups: as in `two_bit_scores`. k: int32 [B] on the device, how many to choose of a row's first `groups`
+    groups. The first `sinks` tokens come before all others.
+
+    lse: float32 [places, B, Hq], each place contiguous: the log-sum-exps of `two_bit_scores`, by the query's position.
+    A query at position p reads those at place (p - 1) % places and leaves its own at p % places. positions: int32 [B];
+    None: 0, for a single place that calls read and write in turn.
+
+    On Hopper, where it supports the shapes, backend "auto" compares scores in steps of 1/8 of a power of two, over the
+    range of positive floats; of those that tie with the last one the lower numbers are chosen. That does not depend on
+    the batch, nor on how many CTAs share a row.
+
+    Raises ValueError as `two_bit_scores` and `top_k` do.
+    """
+    batch = len(q)
+    check_scan(q, keys, groups, lse[0])
+    require_rows(batch, torch.int32, k=k, positions=positions)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    kernel = find_kernel(q, keys) if backend == "auto" else None
+    if kernel is not None:
+        return two_bit_top_k_cuda(kernel, q, keys, groups, k, lse, positions, max_k, sinks, scale)
+    at = torch.zeros_like(groups) if positions is None else positions
+    row, own, before = torch.arange(batch, device=q.device), at.long() % len(lse), (at.long() - 1) % len(lse)
+    weights = lse[before, row]
+    scores = two_bit_scores(q, keys, groups, weights, scale=scale, backend=backend)
+    lse[own, row] = weights
+    scores[:, :, :sinks] = torch.inf
+    tokens, wanted = (x[:, None].expand(-1, keys.kv_heads).flatten() for x in (groups * keys.group, k))
+    index, count = top_k(scores.flatten(0, 1), tokens.int(), wanted, max_k, backend=backend)
+    return index.view(batch, -1, max_k), count.view(batch, -1)
