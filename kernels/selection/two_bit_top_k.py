@@ -18,11 +18,9 @@ def two_bit_top_k(
     keys: TwoBitKeys,
     groups: Tensor,
     k: Tensor,
-    lse: Tensor,
     *,
     max_k: int,
     sinks: int = 0,
-    positions: Tensor | None = None,
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -33,10 +31,6 @@ def two_bit_top_k(
     q, keys, groups: as in `two_bit_scores`. k: int32 [B] on the device, how many to choose of a row's first `groups`
     groups. The first `sinks` tokens come before all others.
 
-    lse: float32 [places, B, Hq], each place contiguous: the log-sum-exps of `two_bit_scores`, by the query's position.
-    A query at position p reads those at place (p - 1) % places and leaves its own at p % places. positions: int32 [B];
-    None: 0, for a single place that calls read and write in turn.
-
     On Hopper, where it supports the shapes, backend "auto" compares scores in steps of 1/8 of a power of two, over the
     range of positive floats; of those that tie with the last one the lower numbers are chosen. That does not depend on
     the batch, nor on how many CTAs share a row.
@@ -44,17 +38,13 @@ def two_bit_top_k(
     Raises ValueError as `two_bit_scores` and `top_k` do.
     """
     batch = len(q)
-    check_scan(q, keys, groups, lse[0])
-    require_rows(batch, torch.int32, k=k, positions=positions)
+    check_scan(q, keys, groups)
+    require_rows(batch, torch.int32, k=k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kernel = find_kernel(q, keys) if backend == "auto" else None
     if kernel is not None:
-        return two_bit_top_k_cuda(kernel, q, keys, groups, k, lse, positions, max_k, sinks, scale)
-    at = torch.zeros_like(groups) if positions is None else positions
-    row, own, before = torch.arange(batch, device=q.device), at.long() % len(lse), (at.long() - 1) % len(lse)
-    weights = lse[before, row]
-    scores = two_bit_scores(q, keys, groups, weights, scale=scale, backend=backend)
-    lse[own, row] = weights
+        return two_bit_top_k_cuda(kernel, q, keys, groups, k, max_k, sinks, scale)
+    scores = two_bit_scores(q, keys, groups, scale=scale, backend=backend)
     scores[:, :, :sinks] = torch.inf
     tokens, wanted = (x[:, None].expand(-1, keys.kv_heads).flatten() for x in (groups * keys.group, k))
     index, count = top_k(scores.flatten(0, 1), tokens.int(), wanted, max_k, backend=backend)

@@ -24,16 +24,17 @@ from ridgeplan.kernels.selection.scan_variant import (
     parts_of,
     scan_variant,
 )
+from ridgeplan.kernels.selection.two_bit import SAMPLES
 from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
 
 SCAN, CHOOSE = "two_bit_scan", "two_bit_choose"
 BINS = 2048  # of a score: 8 for each power of two
 POINTERS = (
-    *("q", "groups", "k", "positions", "codes", "scales", "minima"),
-    *("lse", "bins", "histograms", "scan_sum", "index", "count"),
+    *("q", "groups", "k", "codes", "scales", "minima"),
+    *("bins", "histograms", "index", "count"),
 )
 SIZES = (
-    *("kv_heads", "group_capacity", "parts", "sinks", "max_k", "places", "lse_stride"),
+    *("kv_heads", "group_capacity", "parts", "sinks", "max_k"),
     *("q_batch_stride", "q_head_stride"),
 )
 
@@ -41,7 +42,9 @@ SIZES = (
 class TwoBitParams(KernelParams):
     """See csrc/two_bit_params.cuh."""
 
-    constants = MappingProxyType({"THREADS": THREADS, "WARPS": WARPS, "STAGES": STAGES, "GROUP": GROUP, "BINS": BINS})
+    constants = MappingProxyType(
+        {"THREADS": THREADS, "WARPS": WARPS, "STAGES": STAGES, "SAMPLES": SAMPLES, "GROUP": GROUP, "BINS": BINS}
+    )
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in POINTERS),
@@ -99,8 +102,6 @@ def two_bit_top_k_cuda(
     keys: TwoBitKeys,
     groups: Tensor,
     k: Tensor,
-    lse: Tensor,
-    positions: Tensor | None,
     max_k: int,
     sinks: int,
     scale: float,
@@ -117,19 +118,15 @@ def two_bit_top_k_cuda(
         )
     )
     count = torch.empty(rows, dtype=torch.int32, device=q.device)
-    scan_sum = torch.empty(rows, parts, kernels.variant.heads, dtype=torch.float32, device=q.device)
     params = TwoBitParams(
         q=q,
         groups=groups.contiguous(),
         k=k.contiguous(),
-        positions=None if positions is None else positions.contiguous(),
         codes=keys.codes,
         scales=keys.scale,
         minima=keys.minimum,
-        lse=lse,
         bins=bins,
         histograms=histograms,
-        scan_sum=scan_sum,
         index=index,
         count=count,
         kv_heads=keys.kv_heads,
@@ -137,8 +134,6 @@ def two_bit_top_k_cuda(
         parts=parts,
         sinks=sinks,
         max_k=max_k,
-        places=len(lse),
-        lse_stride=lse.stride(0),
         q_batch_stride=q.stride(0) // ALIGNMENT,
         q_head_stride=q.stride(2) // ALIGNMENT,
         scale=scale,

@@ -78,7 +78,7 @@ def _add_quarter(
 
 @triton.jit(do_not_specialize=["scale", "capacity"])
 def _two_bit_kernel(
-    q, key_two_bit, key_scale, key_min, groups, lse, scores, partial_max, partial_sum, scale, capacity,
+    q, key_two_bit, key_scale, key_min, groups, lse, scores, scale, capacity,
     q_batch_stride, q_head_stride,
     KV_HEADS: tl.constexpr, RATIO: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -89,15 +89,13 @@ def _two_bit_kernel(
     valid = heads < RATIO
     visible = tl.minimum(tl.load(groups + batch), capacity)
     start = tl.program_id(1) * GROUPS
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([ROWS], tl.float32)
     QUARTER: tl.constexpr = HEAD_DIM // 4
     row = batch * q_batch_stride + (kv_head * RATIO + heads) * q_head_stride
     q0 = _load_quarter(q, row, 0, valid, QUARTER)
     q1 = _load_quarter(q, row, 1, valid, QUARTER)
     q2 = _load_quarter(q, row, 2, valid, QUARTER)
     q3 = _load_quarter(q, row, 3, valid, QUARTER)
-    before = tl.load(lse + flat * RATIO + heads, mask=valid, other=0.0) / LN_2
+    norm = tl.load(lse + flat * RATIO + heads, mask=valid, other=0.0) / LN_2
     tokens = tl.arange(0, GROUP)
     for group in range(start, tl.minimum(start + GROUPS, visible)):
         at = flat * capacity + group
@@ -113,35 +111,10 @@ def _two_bit_kernel(
         logits, bias = _add_quarter(logits, bias, q2, c2, 2, pair, key_scale, key_min, scale, QUARTER, dtype)
         logits, bias = _add_quarter(logits, bias, q3, c3, 3, pair, key_scale, key_min, scale, QUARTER, dtype)
         logits += bias[:, None]
-        relative = tl.where(valid[:, None], logits - before[:, None], float("-inf"))
+        relative = tl.where(valid[:, None], logits - norm[:, None], float("-inf"))
         top = tl.max(relative, 0)
         score = (top + tl.log2(tl.sum(tl.exp2(relative - top[None, :]), 0))) * LN_2
         tl.store(scores + at * GROUP + tokens, score)
-        new_max = tl.maximum(row_max, tl.max(logits, 1))
-        row_sum = row_sum * tl.exp2(row_max - new_max) + tl.sum(tl.exp2(logits - new_max[:, None]), 1)
-        row_max = new_max
-    to = (flat * RATIO + heads) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(partial_max + to, row_max * LN_2, mask=valid)
-    tl.store(partial_sum + to, row_sum, mask=valid)
-
-
-@triton.jit(do_not_specialize=["parts"])
-def _lse_kernel(partial_max, partial_sum, groups, lse, parts, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """The log-sum-exp of one query head; unchanged where its row has no groups."""
-    head = tl.program_id(0).to(tl.int64)
-    row_max = tl.full([BLOCK], -3.0e38, tl.float32)  # finite, so that the difference of two is no NaN
-    row_sum = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, parts, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        part = tl.load(partial_max + head * parts + at, mask=at < parts, other=float("-inf"))
-        new_max = tl.maximum(row_max, part)
-        row_sum *= tl.exp(row_max - new_max)
-        row_sum += tl.exp(part - new_max) * tl.load(partial_sum + head * parts + at, mask=at < parts, other=0.0)
-        row_max = new_max
-    top = tl.max(row_max, 0)
-    total = tl.sum(row_sum * tl.exp(row_max - top), 0)
-    if tl.load(groups + head // HEADS) > 0:
-        tl.store(lse + head, top + tl.log(total))
 
 
 def two_bit_scores_triton(q: Tensor, keys: TwoBitKeys, groups: Tensor, lse: Tensor, scale: float) -> Tensor:
@@ -150,7 +123,6 @@ def two_bit_scores_triton(q: Tensor, keys: TwoBitKeys, groups: Tensor, lse: Tens
     batch, _, q_heads, head_dim = q.shape
     ratio, parts = q_heads // keys.kv_heads, triton.cdiv(keys.groups, GROUPS)
     scores = torch.empty(batch, keys.kv_heads, keys.groups * keys.group, dtype=torch.float32, device=q.device)
-    partial = torch.empty(2, batch * q_heads, parts, dtype=torch.float32, device=q.device)
     _two_bit_kernel[(batch * keys.kv_heads, parts)](
         q,
         keys.codes,
@@ -159,7 +131,6 @@ def two_bit_scores_triton(q: Tensor, keys: TwoBitKeys, groups: Tensor, lse: Tens
         groups,
         lse,
         scores,
-        *partial,
         scale * LOG2_E,
         keys.groups,
         q.stride(0),
@@ -173,5 +144,4 @@ def two_bit_scores_triton(q: Tensor, keys: TwoBitKeys, groups: Tensor, lse: Tens
         num_warps=WARPS,
         num_stages=STAGES,
     )
-    _lse_kernel[(batch * q_heads,)](*partial, groups, lse, parts, HEADS=q_heads, BLOCK=512, num_warps=4)
     return scores

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -34,7 +33,7 @@ POINTERS = (
     *("q", "keys", "values", "begin", "end", "groups"),
     *("arrivals", "partial", "part_max", "part_sum", "out", "value_rows"),
 )
-CHOICE = ("index", "count", "k", "lse", "scan_sum", "two_bit")
+CHOICE = ("index", "count", "k", "two_bit")
 SIZES = ("batch", "kv_heads", "capacity", "group_capacity", "parts", "sinks", "sets", "index_capacity", "page")
 STRIDES = (
     *("q_batch_stride", "q_head_stride"),
@@ -110,15 +109,13 @@ class SparseKernel:
         codes: QuantizedKV,
         value_rows: Tensor,
         scale: float,
-        choice: Callable[[Tensor], dict[str, Any]],
+        choice: dict[str, Any],
     ) -> Tensor:
-        """Output [B, 1, Hq, D]. lengths: begin, end and groups. choice: fields by which tokens are chosen, of a float32
-        scratch tensor [rows, parts, heads].
-        """
+        """Output [B, 1, Hq, D]. lengths: begin, end and groups. choice: fields by which tokens are chosen."""
         rows = codes.batch * codes.kv_heads
         parts = self.parts(rows, codes.groups)
         shared_bytes = self.shared_bytes + self.group_bytes * -(-codes.groups // parts)
-        heads = torch.empty(3, rows, parts, self.variant.heads, dtype=torch.float32, device=q.device)
+        heads = torch.empty(2, rows, parts, self.variant.heads, dtype=torch.float32, device=q.device)
         partial = torch.empty(rows, parts, self.variant.entries, dtype=torch.float32, device=q.device)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         fields = {
@@ -126,7 +123,7 @@ class SparseKernel:
             **dict(zip(("begin", "end", "groups"), (x.contiguous() for x in lengths), strict=True)),
             **dict(zip(SIZES, (codes.batch, codes.kv_heads, keys.shape[2], codes.groups, parts), strict=False)),
             **dict(zip(STRIDES, _strides(q, keys, values), strict=True)),
-            **choice(heads[2]),
+            **choice,
         }
         params = SparseParams(
             q=q,

@@ -33,4 +33,4 @@ def index_list_attention_cuda(
     index, count = index.contiguous(), count.contiguous()
     sizes = {"sets": index.shape[1], "index_capacity": index.shape[2], "page": page}
     fields = {"index": index, "count": count, **sizes}
-    return kernel.run(q, keys, values, lengths, codes, value_rows.contiguous(), scale, lambda _: fields)
+    return kernel.run(q, keys, values, lengths, codes, value_rows.contiguous(), scale, fields)

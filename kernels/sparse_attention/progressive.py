@@ -24,7 +24,6 @@ def progressive_attention(
     planes: DraftPlanes,
     groups: Tensor,
     k: Tensor,
-    lse: Tensor,
     *,
     max_k: int,
     sinks: int = 0,
@@ -34,9 +33,9 @@ def progressive_attention(
     """Attention of one query per row to the k quantized tokens that its 2-bit scores rank first -> [B, 1, Hq, D].
 
     q, keys, values, begin, end: as in `decode_attention`; the query also sees the slots begin[b] <= j < end[b].
-    codes, planes, groups, lse: as in `two_bit_scores`; lse is read and written. k: int32 [B] on the device, how many
-    tokens each KV head chooses of its row's first `groups` groups, at most max_k. The first `sinks` tokens are always
-    among them. The chosen ones are read as INT4.
+    codes, planes, groups: as in `two_bit_scores`. k: int32 [B] on the device, how many tokens each KV head chooses of
+    its row's first `groups` groups, at most max_k. The first `sinks` tokens are always among them. The chosen ones are
+    read as INT4.
 
     On Hopper, where it supports the shapes, backend "auto" is one fused kernel, whose choice is stratified: the row's
     groups are dealt in turn to `parts` CTAs (group g to part g % parts), and each chooses its share of k among its own
@@ -47,17 +46,13 @@ def progressive_attention(
     Raises ValueError as `two_bit_scores` and `sparse_decode_attention` do, and for k that is not int32 [B].
     """
     two_bit_keys = TwoBitKeys.of(codes, planes)
-    check_scan(q, two_bit_keys, groups, lse)
+    check_scan(q, two_bit_keys, groups)
     require_rows(codes.batch, torch.int32, begin=begin, end=end, k=k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kernel = find_kernel(q, keys, values, codes) if backend == "auto" else None
     if kernel is not None:
-        return progressive_attention_cuda(
-            kernel, q, keys, values, (begin, end, groups), codes, planes, k, lse, sinks, scale
-        )
-    index, count = two_bit_top_k(
-        q, two_bit_keys, groups, k, lse[None], max_k=max_k, sinks=sinks, scale=scale, backend=backend
-    )
+        return progressive_attention_cuda(kernel, q, keys, values, (begin, end, groups), codes, planes, k, sinks, scale)
+    index, count = two_bit_top_k(q, two_bit_keys, groups, k, max_k=max_k, sinks=sinks, scale=scale, backend=backend)
     return sparse_decode_attention(
         q, keys, values, begin, end, index, count, codes, groups,
         value_rows=planes.value_rows, scale=scale, backend=backend,

@@ -55,12 +55,9 @@ def progressive_attention_cuda(
     codes: QuantizedKV,
     planes: DraftPlanes,
     k: Tensor,
-    lse: Tensor,
     sinks: int,
     scale: float,
 ) -> Tensor:
     """See `ridgeplan.kernels.sparse_attention.progressive.progressive_attention`; lengths: begin, end and groups."""
-    fields = {"two_bit": planes.key_two_bit, "k": k.contiguous(), "lse": lse, "sinks": sinks}
-    return kernel.run(
-        q, keys, values, lengths, codes, planes.value_rows, scale, lambda scratch: {**fields, "scan_sum": scratch}
-    )
+    fields = {"two_bit": planes.key_two_bit, "k": k.contiguous(), "sinks": sinks}
+    return kernel.run(q, keys, values, lengths, codes, planes.value_rows, scale, fields)

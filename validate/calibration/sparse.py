@@ -78,11 +78,6 @@ class SparseDraft:
         return begin, end, groups, k
 
     @cached_property
-    def lse(self) -> Tensor:
-        """The scan's log-sum-exps."""
-        return torch.zeros(self.size.batch, self.size.heads.q_heads, device=self.bench.device)
-
-    @cached_property
     def index(self) -> Tensor:
         """Random distinct tokens for every KV head, in ascending order."""
         sets = (self.size.batch, self.size.heads.kv_heads)
@@ -96,7 +91,7 @@ class SparseDraft:
 
     def scan(self, variant: int) -> Tensor:
         """Scores of 2-bit keys."""
-        return two_bit_scores(self.tensors[0], TwoBitKeys.of(*self.cache(variant)), self.lengths[2], self.lse)
+        return two_bit_scores(self.tensors[0], TwoBitKeys.of(*self.cache(variant)), self.lengths[2])
 
     def attend(self, variant: int) -> Tensor:
         """Attention to the index list."""
@@ -110,9 +105,7 @@ class SparseDraft:
     def progressive(self, variant: int) -> Tensor:
         """Scan, choice and attention."""
         begin, end, groups, k = self.lengths
-        return progressive_attention(
-            *self.tensors, begin, end, *self.cache(variant), groups, k, self.lse, max_k=self.chosen
-        )
+        return progressive_attention(*self.tensors, begin, end, *self.cache(variant), groups, k, max_k=self.chosen)
 
     @property
     def scan_cost(self) -> Cost:

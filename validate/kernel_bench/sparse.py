@@ -37,7 +37,6 @@ def two_bit_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[KernelC
     """The scan of 2-bit keys."""
     for size in sizes:
         store = Store.draw(bench, size)
-        store.settle()
         codes, planes = store.variant(0)
         cost = two_bit_cost(store.q, TwoBitKeys.of(codes, planes), size.tokens)
 
@@ -51,7 +50,6 @@ def progressive_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[Ker
     """Scan, choice and attention of one draft query, against attention to all upper codes."""
     for size in sizes:
         store = Store.draw(bench, size)
-        store.settle()
         codes, planes = store.variant(0)
         cost = progressive_cost(store.q, store.keys, codes, planes, size.tokens, store.chosen, BUFFER_SLOTS, 16)
 

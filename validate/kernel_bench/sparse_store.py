@@ -34,7 +34,6 @@ class Store:
     values: Tensor
     codes: QuantizedKV
     planes: DraftPlanes
-    lse: Tensor
 
     @classmethod
     def draw(cls, bench: Bench, size: SparseSize, queries: int = 1, lower: bool = False) -> Store:
@@ -56,13 +55,12 @@ class Store:
         planes = DraftPlanes.allocate(codes)
         pack_draft_planes(codes, planes, first.expand(rows).contiguous(), codes.groups)
         keys, values = fresh(bench, 2, size.batch, size.kv_heads, BUFFER_SLOTS, size.head_dim)
-        lse = torch.zeros(variants, size.batch, size.q_heads, device=bench.device)
-        return cls(size, q, keys, values, codes, planes, lse)
+        return cls(size, q, keys, values, codes, planes)
 
     @property
     def variants(self) -> int:
         """Number of caches."""
-        return len(self.lse)
+        return self.codes.batch // self.size.batch
 
     @property
     def chosen(self) -> int:
@@ -103,11 +101,6 @@ class Store:
         """The codes and planes of one cache."""
         return self.codes.rows(self.rows(variant)), self.planes.rows(self.rows(variant))
 
-    def settle(self) -> None:
-        """Leaves the queries' own log-sum-exps, as calls before would."""
-        for variant in range(self.variants):
-            two_bit_scores(self.q, TwoBitKeys.of(*self.variant(variant)), self.groups, self.lse[variant])
-
     def full(self, variant: int) -> Tensor:
         """Attention to all upper codes, the kernel that sparse drafts are compared with."""
         codes, _ = self.variant(variant)
@@ -116,13 +109,13 @@ class Store:
     def scan(self, variant: int, backend: Backend = "auto") -> Tensor:
         """Scores of 2-bit keys."""
         keys = TwoBitKeys.of(*self.variant(variant))
-        return two_bit_scores(self.q, keys, self.groups, self.lse[variant], backend=backend)
+        return two_bit_scores(self.q, keys, self.groups, backend=backend)
 
     def progressive(self, variant: int, backend: Backend = "auto") -> Tensor:
         """The whole draft attention."""
         codes, planes = self.variant(variant)
         return progressive_attention(
-            self.q, self.keys, self.values, *self.window, codes, planes, self.groups, self.k, self.lse[variant],
+            self.q, self.keys, self.values, *self.window, codes, planes, self.groups, self.k,
             max_k=self.chosen, backend=backend,
         )  # fmt: skip
 

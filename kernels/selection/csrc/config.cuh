@@ -20,6 +20,7 @@ constexpr int WARPS = 16;
 constexpr int THREADS = 32 * WARPS;
 constexpr int HALF_DIM = HEAD_DIM / 2, QUARTER = HEAD_DIM / 4;
 constexpr int STAGES = 2;           // of a warp: groups that are being scanned or copied
+constexpr int SAMPLES = 8;          // groups of a row that say how much each query head weighs
 constexpr int STEPS_LOG2 = 3;      // bins of a score per power of two: 8, over all positive floats
 constexpr int BINS = 256 << STEPS_LOG2;
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;

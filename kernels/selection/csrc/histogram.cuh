@@ -46,9 +46,3 @@ __device__ __forceinline__ void find_rank(
         above += counts[i];
     }
 }
-
-// The log-sum-exp that follows from `before`, the one of the call before, and the sum of exp(logit - before). Far from
-// the last one it is brought nearer only, as sums of floats may have overflown or vanished.
-__device__ __forceinline__ float next_lse(float before, float sum) {
-    return before + LN_2 * log2f(fminf(fmaxf(sum, 1e-30f), 1e30f));
-}

@@ -1,5 +1,7 @@
 // The scan: logits of a group's tokens from 2-bit keys, and of each token the score, the sum over the query heads of
 // exp(logit - lse). A operands are 16 tokens, B the query heads, times the group's scales and rounded to 8 bits.
+//
+// What a head's log-sum-exp over all tokens is, is known at the end only. A sample of groups says it well enough.
 #pragma once
 
 #include "queries.cuh"
@@ -14,24 +16,18 @@ struct Scan {
     static constexpr int ZERO_BITS = 0x4B400000;  // of the float 3 * 2**22: adding a small integer to either adds it
     static constexpr float ZERO = 12582912;
     const LaneQueries& queries;
-    float logit_scale[2], norm[2];  // of the query heads 2c and 2c + 1; other heads' sums become zero
-    float sums[2];                  // of exp(logit - lse)
+    float logit_scale[2], norm[2];  // of the query heads 2c and 2c + 1; other heads' scores become zero
 
-    // scale: of the softmax. lse: of the row's first query head, of the call before.
-    __device__ __forceinline__ Scan(
-        float scale, const float* lse, const Query& query, const LaneQueries& queries
-    ) : queries(queries) {
-        const int c = threadIdx.x % 4;
+    __device__ __forceinline__ Scan(float softmax_scale, const Query& query, const LaneQueries& queries)
+        : queries(queries) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            const int head = 2 * c + e, exponent = __shfl_sync(FULL_MASK, query.exponent, 4 * head);
-            const bool exists = head < HEADS;
-            logit_scale[e] = exists ? scale * LOG2_E * power_of_two(exponent) : 0;
-            norm[e] = exists ? __ldcg(lse + head) * LOG2_E : -negative_infinity();
-            sums[e] = 0;
+            const int head = 2 * (threadIdx.x % 4) + e, exponent = __shfl_sync(FULL_MASK, query.exponent, 4 * head);
+            logit_scale[e] = head < HEADS ? softmax_scale * LOG2_E * power_of_two(exponent) : 0;
+            norm[e] = head < HEADS ? 0 : -negative_infinity();
         }
     }
-    // Queries times scales as signed bytes, and the base-2 logit less lse of a sum of products x with the codes:
+    // Queries times scales as signed bytes, and the base-2 logit less norm of a sum of products x with the codes:
     // slope * x + start, x as the float whose bits are ZERO_BITS + sum. A code c stands for scale * (4 c + 3/2) +
     // minimum; those of odd parts of the channels arrive as 4 c.
     __device__ __forceinline__ void scale_queries(
@@ -82,29 +78,35 @@ struct Scan {
             start[e] = fmaf(rest[0][e] + rest[1][2 + e], logit_scale[e], -norm[e]) - ZERO * slope[e];
         }
     }
-    // Leaves the bins of a group's tokens, by the log-sum-exps of the call before, and counts them. Its first `sinks`
-    // tokens are sinks.
-    __device__ __forceinline__ void group(const ScanStage& stage, u16* bins, u32* histogram, int sinks) {
+    // Products of a pair of tiles of 16 tokens, as the floats whose bits start from ZERO_BITS: rows g and g + 8 of each,
+    // of the query heads 2c and 2c + 1. Two tiles, as products of one depend on each other.
+    __device__ __forceinline__ static void products(
+        int (&x)[2][4], const ScanStage& stage, int pair, const u32 (&bytes)[COUNT]
+    ) {
+        const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+        u32 words[4][WORDS];
+#pragma unroll
+        for (int r = 0; r < 4; r++) load_shared(words[r], &stage.codes[32 * pair + 8 * r + g][4 * WORDS * c]);
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i / 4][i % 4] = ZERO_BITS;
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 2)
+#pragma unroll
+            for (int t = 0; t < 2; t++)
+                mma_bytes(x[t], part(words[2 * t], i), part(words[2 * t + 1], i), part(words[2 * t], i + 1),
+                          part(words[2 * t + 1], i + 1), bytes[i], bytes[i + 1]);
+    }
+    // Leaves the bins of a group's tokens, and counts them. Its first `sinks` tokens are sinks.
+    __device__ __forceinline__ void group(const ScanStage& stage, u16* bins, u32* histogram, int sinks) const {
         const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
         u32 bytes[COUNT];
         float slope[2], start[2];
         scale_queries(bytes, slope, start, stage);
         int bin[GROUP / 32];  // stored at the end, as loads of shared memory do not pass stores to it
-        // Two tiles at a time, as products of one depend on each other.
 #pragma unroll
         for (int pair = 0; pair < GROUP / 32; pair++) {
-            u32 words[4][WORDS];
-#pragma unroll
-            for (int r = 0; r < 4; r++) load_shared(words[r], &stage.codes[32 * pair + 8 * r + g][4 * WORDS * c]);
             int x[2][4];
-#pragma unroll
-            for (int i = 0; i < 8; i++) x[i / 4][i % 4] = ZERO_BITS;
-#pragma unroll
-            for (int i = 0; i < COUNT; i += 2)
-#pragma unroll
-                for (int t = 0; t < 2; t++)
-                    mma_bytes(x[t], part(words[2 * t], i), part(words[2 * t + 1], i), part(words[2 * t], i + 1),
-                              part(words[2 * t + 1], i + 1), bytes[i], bytes[i + 1]);
+            products(x, stage, pair, bytes);
             bin[pair] = bin_of(score(x, slope, start));
         }
 #pragma unroll
@@ -116,7 +118,9 @@ struct Scan {
         }
     }
     // The score of one of 32 tokens: lane 4 g + c returns that of tile c / 2, row 8 * (c % 2) + g.
-    __device__ __forceinline__ float score(const int (&x)[2][4], const float (&slope)[2], const float (&start)[2]) {
+    __device__ __forceinline__ static float score(
+        const int (&x)[2][4], const float (&slope)[2], const float (&start)[2]
+    ) {
         const bool second_row = threadIdx.x & 1, second_tile = threadIdx.x & 2;
         float of_tile[2];
 #pragma unroll
@@ -126,7 +130,6 @@ struct Scan {
             for (int r = 0; r < 2; r++) {
                 const float even = exp2_approx(fmaf(__int_as_float(x[t][2 * r]), slope[0], start[0]));
                 const float odd = exp2_approx(fmaf(__int_as_float(x[t][2 * r + 1]), slope[1], start[1]));
-                sums[0] += even, sums[1] += odd;
                 of_token[r] = even + odd;
             }
             of_tile[t] = add_other(of_token, second_row, 1);
@@ -142,21 +145,46 @@ struct Scan {
         const u32 word = words[i % WORDS];
         return (i / WORDS < 2 ? word : word >> 4) & (i / WORDS % 2 ? 0x0C0C0C0Cu : 0x03030303u);
     }
-    // This warp's sums of exp(logit - lse), by query head.
-    __device__ __forceinline__ void store_sums(float (&to)[8]) {
+    // Leaves the largest base-2 logit of a group's tokens and the sum of exp2(logit - largest), by query head.
+    __device__ __forceinline__ void sample(const ScanStage& stage, float (&largest)[8], float (&sum)[8]) const {
+        u32 bytes[COUNT];
+        float slope[2], start[2], logits[GROUP / 32][2][4];
+        scale_queries(bytes, slope, start, stage);
+#pragma unroll
+        for (int pair = 0; pair < GROUP / 32; pair++) {
+            int x[2][4];
+            products(x, stage, pair, bytes);
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                logits[pair][i / 4][i % 4] = fmaf(__int_as_float(x[i / 4][i % 4]), slope[i % 2], start[i % 2]);
+        }
 #pragma unroll
         for (int e = 0; e < 2; e++) {
+            float most = negative_infinity(), total = 0;
 #pragma unroll
-            for (int step = 4; step < 32; step *= 2) sums[e] += __shfl_xor_sync(FULL_MASK, sums[e], step);
-            if (threadIdx.x % 32 < 4) to[threadIdx.x % 4 * 2 + e] = sums[e];
+            for (int i = e; i < GROUP / 4; i += 2) most = fmaxf(most, logits[i / 8][i / 4 % 2][i % 4]);
+#pragma unroll
+            for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(FULL_MASK, most, step));
+#pragma unroll
+            for (int i = e; i < GROUP / 4; i += 2) total += exp2_approx(logits[i / 8][i / 4 % 2][i % 4] - most);
+#pragma unroll
+            for (int step = 4; step < 32; step *= 2) total += __shfl_xor_sync(FULL_MASK, total, step);
+            const int head = 2 * (threadIdx.x % 4) + e;
+            if (threadIdx.x % 32 < 4) largest[head] = most, sum[head] = total;
+        }
+    }
+    // Takes the log-sum-exps of `count` samples for those of all tokens, up to their share.
+    __device__ __forceinline__ void weigh_heads(
+        const float (&largest)[SAMPLES][8], const float (&sum)[SAMPLES][8], int count
+    ) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int head = 2 * (threadIdx.x % 4) + e;
+            if (head >= HEADS) continue;
+            float most = negative_infinity(), total = 0;
+            for (int i = 0; i < count; i++) most = fmaxf(most, largest[i][head]);
+            for (int i = 0; i < count; i++) total += sum[i][head] * exp2_approx(largest[i][head] - most);
+            norm[e] = most + log2f(total);
         }
     }
 };
-
-// Of the sums that all warps have stored, those of one query head.
-__device__ __forceinline__ float sum_of_warps(const float (&sums)[WARPS][8], int head) {
-    float sum = 0;
-#pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) sum += sums[warp][head];
-    return sum;
-}

@@ -130,16 +130,6 @@ __device__ __forceinline__ void list(const WarpGroups& groups, int bin, u32 ties
     });
 }
 
-// The row's sums become the log-sum-exps of this position.
-__device__ __forceinline__ void update_lse(const TwoBitParams& p, int row, int head) {
-    const float before = __ldcg(p.row_lse(row, -1) + head);
-    float sum = 0;
-#pragma unroll 4
-    for (int part = 0; part < p.parts; part++)
-        sum += __ldcg(p.scan_sum + (i64(row) * p.parts + part) * HEADS + head);
-    p.row_lse(row, 0)[head] = p.row_groups(row) ? next_lse(before, sum) : before;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) two_bit_choose(const __grid_constant__ TwoBitParams p) {
     __shared__ Shared shared;
     const int row = blockIdx.x / p.parts, part = blockIdx.x % p.parts;
@@ -148,7 +138,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) two_bit_choose(const __
     const int wanted = min(min(__ldcg(p.k + row / p.kv_heads), p.max_k), p.row_groups(row) * GROUP);
     const u32 k = max(wanted, 0);
     if (part == 0 && threadIdx.x == 0) p.count[row] = k;
-    if (part == 0 && threadIdx.x < HEADS) update_lse(p, row, threadIdx.x);
     Tally listed = find_bin(p, shared, row, part, k);
     const int bin = shared.bin;
     const WarpGroups groups(p, row, part);

@@ -10,7 +10,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) two_bit_scan(const __gr
     __shared__ Queries queries;
     __shared__ LaneQueries queries_of_lanes;
     __shared__ __align__(16) u32 histogram[BINS];
-    __shared__ float sums[WARPS][8];
+    __shared__ SampleSums sums;
     const int row = blockIdx.x / p.parts, part = blockIdx.x % p.parts, warp = threadIdx.x / 32;
     pdl_launch_dependents();
     const OwnGroups own(p, row, part);
@@ -26,13 +26,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) two_bit_scan(const __gr
     const Query query(queries);
     if (warp == 0) queries_of_lanes.store<Scan::PLANES, false>(query);
     __syncthreads();
-    Scan scan(p.scale, p.row_lse(row, -1), query, queries_of_lanes);
-    groups.run(scan, [&](int i) { return p.bins + own.stored(i) * GROUP; }, histogram, p.sinks);
-    scan.store_sums(sums[warp]);
+    Scan scan(p.scale, query, queries_of_lanes);
+    groups.sample(scan, sums);
+    groups.run(scan, [&](int i) { return p.bins + own.stored(own.in_row(i)) * GROUP; }, histogram, p.sinks);
     __syncthreads();
     u32 counts[OWN_BINS];
     ld_shared(counts, histogram + OWN_BINS * threadIdx.x);
     u32* const to = p.histograms + i64(blockIdx.x) * BINS + OWN_BINS * threadIdx.x;
     *reinterpret_cast<uint4*>(to) = make_uint4(counts[0], counts[1], counts[2], counts[3]);
-    if (threadIdx.x < HEADS) p.scan_sum[i64(blockIdx.x) * HEADS + threadIdx.x] = sum_of_warps(sums, threadIdx.x);
 }

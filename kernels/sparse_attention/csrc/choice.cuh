@@ -19,9 +19,9 @@ struct OwnGroups {
         : p(p), row(blockIdx.x / p.parts), part(blockIdx.x % p.parts),
           row_groups(min(__ldcg(p.groups + row / p.kv_heads), p.group_capacity)) {}
     __device__ __forceinline__ int count() const { return max(row_groups - part + p.parts - 1, 0) / p.parts; }
-    // The i-th one's number in the row, and among all rows' groups.
+    // The i-th one's number in the row, and where that is among all rows' groups.
     __device__ __forceinline__ int in_row(int i) const { return part + i * p.parts; }
-    __device__ __forceinline__ i64 stored(int i) const { return i64(row) * p.group_capacity + in_row(i); }
+    __device__ __forceinline__ i64 stored(int number) const { return i64(row) * p.group_capacity + number; }
     // This part's of the row's k: the parts' add up to k. Rows have fewer than 65536 groups.
     __device__ __forceinline__ int share(int k) const {
         if (part >= row_groups) return 0;
@@ -37,7 +37,7 @@ struct __align__(16) Choice {
         u16 tiles[BINS * 2];  // the list: group * GROUP_TILES + number of the tile in its group
     };
     u16 counts[MOST_GROUPS];  // of a group: tokens above the bin, and << 8 those in it; later the chosen ones
-    float scan_sums[WARPS][8];
+    SampleSums samples;
     u32 warp_sums[3][WARPS];
     int k;          // of the row
     int bin, ties;  // chosen are all tokens above this bin, and this many of those in it
@@ -131,27 +131,7 @@ struct ChosenTiles {
         if (lane < TILE) tile.places[lane] = groups[group].places[first + lane];
         if (lane == 0) tile.count = min(choice.counts[group] - first, TILE);
         __syncwarp();
-        start_copy(tile, own.p, own.stored(group));
+        start_copy(tile, own.p, own.stored(own.in_row(group)));
         return true;
     }
 };
-
-// Leaves the CTA's sums of exp(logit - lse) for the last CTA of the row.
-__device__ __forceinline__ void store_scan_sums(const SparseParams& p, const Choice& choice) {
-    if (threadIdx.x >= HEADS) return;
-    p.scan_sum[i64(blockIdx.x) * HEADS + threadIdx.x] = sum_of_warps(choice.scan_sums, threadIdx.x);
-}
-
-// The row's sums become the next call's log-sum-exps. By the last warp, as the first ones have more of the output to
-// join.
-__device__ __forceinline__ void update_lse(const SparseParams& p, const OwnGroups& own) {
-    const int head = int(threadIdx.x) - (THREADS - 32);
-    if (own.row_groups == 0 || head < 0 || head >= HEADS) return;
-    float* const lse = p.lse + i64(own.row) * HEADS + head;
-    const float before = __ldcg(lse);
-    float sum = 0;
-#pragma unroll 8
-    for (int part = 0; part < p.parts; part++)
-        sum += __ldcg(p.scan_sum + (i64(own.row) * p.parts + part) * HEADS + head);
-    *lse = next_lse(before, sum);
-}

@@ -34,9 +34,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) progressive(const __gri
     if (warp == 0) shared.queries_of_lanes.store<Scan::PLANES, false>(query);
     __syncthreads();
     shared.recent.prefetch(p, own.row, own.part);
-    Scan scan(p.scale, p.lse + i64(own.row) * HEADS, query, shared.queries_of_lanes);
+    Scan scan(p.scale, query, shared.queries_of_lanes);
+    scanned.sample(scan, choice.samples);
     scanned.run(scan, [&](int i) { return groups[i].bins; }, choice.histogram, p.sinks);
-    scan.store_sums(choice.scan_sums[warp]);
     __syncthreads();
     if (warp == 0) shared.queries_of_lanes.store<ChosenTokens::PLANES, true>(query);
     const int tiles = choose(choice, own, groups);
@@ -50,10 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) progressive(const __gri
     __syncthreads();  // all have read their buffers, which `out` overwrites
     float* const out = reinterpret_cast<float*>(dynamic);  // the warps' sums over values
     store_partial(partial, shared, out);
-    store_scan_sums(p, choice);
     __syncthreads();
     store_part(p, shared, out);
-    if (!is_last_part(p, shared, own.row)) return;
-    update_lse(p, own);
-    join_parts(p, out, own.row);
+    if (is_last_part(p, shared, own.row)) join_parts(p, out, own.row);
 }

@@ -14,11 +14,8 @@ struct SparseParams {
     QuantizedPlanes key_codes, value_codes;
     // Of an index list: pages of `page` tokens [batch, sets, index_capacity], and how many are listed [batch, sets].
     const int *index, *count;
-    // Of progressive attention: how many tokens to choose, per batch row; the scan's log-sum-exps of the call before, and
-    // this one's at the end [batch, q_heads], natural logarithms.
+    // Of progressive attention: how many tokens to choose, per batch row; 2-bit keys.
     const int* k;
-    float* lse;
-    float* scan_sum;  // [row, part, HEADS]
     const u8* two_bit;
     int batch, kv_heads, capacity, group_capacity;
     int parts;  // CTAs of a row

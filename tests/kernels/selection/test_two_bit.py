@@ -82,42 +82,42 @@ def exact_logits(store: Store, q: Tensor) -> Tensor:
 def test_scores_are_the_log_of_summed_probabilities(
     kv_heads: int, ratio: int, head_dim: int, group: int, backend: Backend, device: str
 ) -> None:
-    """After a first call has left the log-sum-exps, exp(score) sums to the number of query heads."""
+    """Of rows that are sampled as a whole, exp(score) sums to the number of query heads."""
     store = Store.build(2, kv_heads, 4, group, head_dim, device)
     q = torch.randn(2, 1, kv_heads * ratio, head_dim, generator=torch.Generator().manual_seed(1)).to(device)
     groups = torch.tensor([4, 1], dtype=torch.int32, device=device)
-    lse = torch.zeros(2, kv_heads * ratio, device=device)
-    first = two_bit_scores(q, TwoBitKeys.of(store.codes, store.planes), groups, lse, backend=backend)
-    scores = two_bit_scores(q, TwoBitKeys.of(store.codes, store.planes), groups, lse.clone(), backend=backend)
+    scores = two_bit_scores(q, TwoBitKeys.of(store.codes, store.planes), groups, backend=backend)
     logits = exact_logits(store, q)
     for b, tokens in enumerate([4 * group, group]):
-        row = logits[b, ..., :tokens]
-        assert torch.allclose(lse[b].double(), row.logsumexp(-1).flatten(), atol=1e-4)
-        assert torch.allclose(first[b, :, :tokens].double(), row.logsumexp(1), atol=1e-4)
         total = scores[b, :, :tokens].double().exp().sum(-1)
         assert torch.allclose(total, torch.full_like(total, ratio), rtol=1e-3)
-        assert torch.allclose(scores[b, :, :tokens].double(), row.softmax(-1).sum(1).log(), atol=1e-3)
+        expected = logits[b, ..., :tokens].softmax(-1).sum(1).log()
+        assert torch.allclose(scores[b, :, :tokens].double(), expected, atol=1e-3)
+
+
+@BACKENDS
+def test_heads_of_long_rows_are_weighed_by_a_sample(backend: Backend, device: str) -> None:
+    """Eight groups of 20 or of 9, the first and the last among them."""
+    store = Store.build(2, 2, 20, 32, 64, device)
+    q = 4 * torch.randn(2, 1, 8, 64, generator=torch.Generator().manual_seed(2)).to(device)
+    groups = torch.tensor([20, 9], dtype=torch.int32, device=device)
+    scores = two_bit_scores(q, TwoBitKeys.of(store.codes, store.planes), groups, backend=backend)
+    logits = exact_logits(store, q)
+    for b, sample in enumerate(([0, 2, 5, 8, 10, 13, 16, 19], [0, 1, 2, 3, 4, 5, 6, 8])):
+        tokens = 32 * int(groups[b])
+        lse = logits[b].unflatten(-1, (20, 32))[:, :, sample].flatten(2).logsumexp(-1, keepdim=True)
+        expected = (logits[b, ..., :tokens] - lse).logsumexp(1)
+        assert torch.allclose(scores[b, :, :tokens].double(), expected, atol=1e-3)
 
 
 def test_bfloat16_queries(device: str) -> None:
     """The offset of the codes cancels although scaled queries are rounded: errors stay at bfloat16's own."""
     store = Store.build(1, 2, 4, 128, 128, device)
     q = torch.randn(1, 1, 8, 128, generator=torch.Generator().manual_seed(1)).to(device).bfloat16()
-    groups, lse = torch.full((1,), 4, dtype=torch.int32, device=device), torch.zeros(1, 8, device=device)
-    scores = two_bit_scores(q, TwoBitKeys.of(store.codes, store.planes), groups, lse, backend="triton")
-    expected = exact_logits(store, q).logsumexp(2)
+    groups = torch.full((1,), 4, dtype=torch.int32, device=device)
+    scores = two_bit_scores(q, TwoBitKeys.of(store.codes, store.planes), groups, backend="triton")
+    expected = exact_logits(store, q).softmax(-1).sum(2).log()
     assert (scores.double() - expected).abs().max() < 0.05
-    assert torch.allclose(lse.double(), exact_logits(store, q).logsumexp(-1).flatten(1), atol=0.03)
-
-
-@BACKENDS
-def test_rows_without_groups_keep_their_log_sum_exps(backend: Backend, device: str) -> None:
-    store = Store.build(1, 1, 1, 32, 64, device)
-    lse = torch.full((1, 2), 3.5, device=device)
-    q = torch.ones(1, 1, 2, 64, device=device)
-    keys = TwoBitKeys.of(store.codes, store.planes)
-    two_bit_scores(q, keys, torch.zeros(1, dtype=torch.int32, device=device), lse, backend=backend)
-    assert lse.tolist() == [[3.5, 3.5]]
 
 
 def test_two_bit_keys_are_nearer_than_the_spacing_of_four_codes(device: str) -> None:
@@ -131,12 +131,12 @@ def test_two_bit_keys_are_nearer_than_the_spacing_of_four_codes(device: str) -> 
 
 def test_what_is_not_allowed(device: str) -> None:
     store = Store.build(1, 2, 1, 32, 64, device)
-    groups, lse = torch.ones(1, dtype=torch.int32, device=device), torch.zeros(1, 4, device=device)
+    groups = torch.ones(1, dtype=torch.int32, device=device)
     keys = TwoBitKeys.of(store.codes, store.planes)
     with pytest.raises(ValueError, match="one query"):
-        two_bit_scores(torch.zeros(1, 2, 4, 64, device=device), keys, groups, lse)
-    with pytest.raises(ValueError, match="lse"):
-        two_bit_scores(torch.zeros(1, 1, 4, 64, device=device), keys, groups, lse.double())
+        two_bit_scores(torch.zeros(1, 2, 4, 64, device=device), keys, groups)
+    with pytest.raises(ValueError, match="groups is"):
+        two_bit_scores(torch.zeros(1, 1, 4, 64, device=device), keys, groups.long())
     other = Store.build(1, 2, 2, 32, 64, device).planes
     with pytest.raises(ValueError, match=r"2-bit keys of .* do not fit scales"):
         TwoBitKeys.of(store.codes, other)

@@ -57,9 +57,9 @@ def test_the_launch_of_progressive_attention(launches) -> None:  # type: ignore[
     codes = QuantizedKV.allocate(2, 8, 39, 128, 128, "cpu", lower=False)
     planes = DraftPlanes.allocate(codes)
     q, keys, values, begin, end, groups = problem()
-    k, lse = torch.tensor([300, 60], dtype=torch.int32), torch.zeros(2, 32)
+    k = torch.tensor([300, 60], dtype=torch.int32)
     kernel = SparseKernel("compiled", VARIANT, SMS, 1234, ARRIVALS, group_bytes=256, most_groups=270)
-    out = progressive_attention_cuda(kernel, q, keys, values, (begin, end, groups), codes, planes, k, lse, 4, 0.5)
+    out = progressive_attention_cuda(kernel, q, keys, values, (begin, end, groups), codes, planes, k, 4, 0.5)
     assert out.shape == (2, 1, 32, 128)
     [(compiled, grid, threads, params, shared_bytes, early)] = launches.asked
     assert (compiled, grid, threads, shared_bytes, early) == ("compiled", (16 * 8, 1, 1), 512, 1234 + 5 * 256, True)
@@ -68,7 +68,7 @@ def test_the_launch_of_progressive_attention(launches) -> None:  # type: ignore[
     assert (params.q_batch_stride, params.q_head_stride) == (48 * 16, 16)
     assert (params.key_batch_stride, params.key_head_stride, params.key_stride) == (8 * 300 * 16, 300 * 16, 16)
     assert params.two_bit == planes.key_two_bit.data_ptr() and params.key_codes.upper == codes.key_upper.data_ptr()
-    assert (params.lse, params.k) == (lse.data_ptr(), k.data_ptr())
+    assert params.k == k.data_ptr()
     assert (params.arrivals, params.out) == (ARRIVALS.data_ptr(), out.data_ptr())
     assert params.index is None
 
