@@ -1,4 +1,4 @@
-"""Triton kernel of `gather_into_slots`: for each row and KV head a fixed number of programs share its loads.
+"""Triton kernel of `gather_into_slots`: a fixed number of programs share the loads of all rows and KV heads.
 
 A program copies ROWS tokens at once, so that enough loads are in flight to cover PCIe's latency.
 """
@@ -10,6 +10,7 @@ from ridgeplan.kernels.residency.slot_table import KeysAndValues, SlotLoads
 
 PROGRAMS = 264  # in all: two per SM of a Hopper GPU
 ROWS = 16
+ROWS_AT_ONCE = 64
 WARPS = 4
 
 
@@ -23,6 +24,7 @@ def _gather_kernel(
     into,
     count,
     width,
+    rows,
     batch_stride,
     head_stride,
     token_stride,
@@ -33,31 +35,33 @@ def _gather_kernel(
     SETS: tl.constexpr,
     PAGE: tl.constexpr,
     PARTS: tl.constexpr,
+    TURNS: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    batch = (tl.program_id(0) // KV_HEADS).to(tl.int64)
-    head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
-    own = batch * SETS + head % SETS
-    tokens = tl.load(count + own) * PAGE
-    keys += batch * batch_stride + head * head_stride
-    values += batch * batch_stride + head * head_stride
-    slot_keys += batch * slot_batch_stride + head * slot_head_stride
-    slot_values += batch * slot_batch_stride + head * slot_head_stride
     channel = tl.arange(0, PADDED)[None, :]
-    for first in range(tl.program_id(1) * ROWS, tokens, PARTS * ROWS):
-        place = first + tl.arange(0, ROWS)
-        inside = place < tokens
-        unit = tl.load(units + own * width + place // PAGE, mask=inside, other=0).to(tl.int64)
-        slot = tl.load(into + own * width + place // PAGE, mask=inside, other=0).to(tl.int64)
-        at = ((unit * PAGE + place % PAGE) * token_stride)[:, None] + channel
-        to = ((slot * PAGE + place % PAGE) * slot_stride)[:, None] + channel
-        mask = inside[:, None] & (channel < HEAD_DIM)
-        key = tl.load(keys + at, mask=mask)
-        value = tl.load(values + at, mask=mask)
-        tl.store(slot_keys + to, key, mask=mask)
-        tl.store(slot_values + to, value, mask=mask)
+    for turn in range(TURNS):
+        item = tl.program_id(0) + turn * tl.num_programs(0)
+        batch = (item // PARTS // KV_HEADS).to(tl.int64)
+        if batch < rows:
+            head = (item // PARTS % KV_HEADS).to(tl.int64)
+            own = batch * SETS + head % SETS
+            tokens = tl.load(count + own) * PAGE
+            source = batch * batch_stride + head * head_stride + channel
+            slots = batch * slot_batch_stride + head * slot_head_stride + channel
+            for first in range(item % PARTS * ROWS, tokens, PARTS * ROWS):
+                place = first + tl.arange(0, ROWS)
+                inside = place < tokens
+                unit = tl.load(units + own * width + place // PAGE, mask=inside, other=0).to(tl.int64)
+                slot = tl.load(into + own * width + place // PAGE, mask=inside, other=0).to(tl.int64)
+                at = source + ((unit * PAGE + place % PAGE) * token_stride)[:, None]
+                to = slots + ((slot * PAGE + place % PAGE) * slot_stride)[:, None]
+                mask = inside[:, None] & (channel < HEAD_DIM)
+                key = tl.load(keys + at, mask=mask)
+                value = tl.load(values + at, mask=mask)
+                tl.store(slot_keys + to, key, mask=mask)
+                tl.store(slot_values + to, value, mask=mask)
 
 
 def gather_into_slots_triton(source: KeysAndValues, out: KeysAndValues, loads: SlotLoads, page: int) -> None:
@@ -65,20 +69,24 @@ def gather_into_slots_triton(source: KeysAndValues, out: KeysAndValues, loads: S
     batch, kv_heads, _, head_dim = source[0].shape
     assert source[0].stride() == source[1].stride(), "keys and values lie alike"
     assert out[0].stride() == out[1].stride(), "slots of keys and values lie alike"
-    parts = triton.cdiv(PROGRAMS, batch * kv_heads)
-    _gather_kernel[(batch * kv_heads, parts)](
+    parts = triton.cdiv(PROGRAMS, min(ROWS_AT_ONCE, batch) * kv_heads)
+    items = batch * kv_heads * parts
+    programs = min(PROGRAMS, items)
+    _gather_kernel[(programs,)](
         *source,
         *out,
         loads.units,
         loads.into,
         loads.count,
         loads.units.shape[2],
+        batch,
         *source[0].stride()[:3],
         *out[0].stride()[:3],
         KV_HEADS=kv_heads,
         SETS=loads.count.shape[1],
         PAGE=page,
         PARTS=parts,
+        TURNS=triton.cdiv(items, programs),
         ROWS=ROWS,
         HEAD_DIM=head_dim,
         PADDED=triton.next_power_of_2(head_dim),

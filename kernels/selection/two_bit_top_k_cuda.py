@@ -29,6 +29,7 @@ from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
 
 SCAN, CHOOSE = "two_bit_scan", "two_bit_choose"
 BINS = 2048  # of a score: 8 for each power of two
+MOST_GROUPS = 320  # of a CTA
 POINTERS = (
     *("q", "groups", "k", "codes", "scales", "minima"),
     *("bins", "histograms", "index", "count"),
@@ -43,7 +44,8 @@ class TwoBitParams(KernelParams):
     """See csrc/two_bit_params.cuh."""
 
     constants = MappingProxyType(
-        {"THREADS": THREADS, "WARPS": WARPS, "STAGES": STAGES, "SAMPLES": SAMPLES, "GROUP": GROUP, "BINS": BINS}
+        {"THREADS": THREADS, "WARPS": WARPS, "STAGES": STAGES, "SAMPLES": SAMPLES}
+        | {"GROUP": GROUP, "BINS": BINS, "MOST_GROUPS": MOST_GROUPS}
     )
 
     _fields_ = (
@@ -108,7 +110,7 @@ def two_bit_top_k_cuda(
 ) -> tuple[Tensor, Tensor]:
     """See `ridgeplan.kernels.selection.two_bit_top_k.two_bit_top_k`."""
     batch, rows = keys.batch, keys.batch * keys.kv_heads
-    parts = parts_of(rows, kernels.num_sms)
+    parts = parts_of(rows, kernels.num_sms, -(-keys.groups // MOST_GROUPS))
     index, bins, histograms = (
         torch.empty(rows, *shape, dtype=dtype, device=q.device)
         for shape, dtype in (

@@ -60,32 +60,29 @@ __device__ __forceinline__ Tally find_bin(const TwoBitParams& p, Shared& shared,
     return {BlockSum(above, shared.warp_sums[1]).all, shared.ties_before};
 }
 
-// A warp's range of the CTA's groups; a lane has four adjacent tokens of each.
+// A warp's range of the CTA's groups. A lane has four adjacent tokens of each, whose bins it loads at once.
 struct WarpGroups {
-    static constexpr int AHEAD = 4;  // groups whose bins are loaded at once
-    const u16* bins;                 // of the row
-    int first, last;
+    static constexpr int MOST = 20;
+    u32 bins[MOST][2];
+    int first, last;  // in the row
 
     __device__ __forceinline__ WarpGroups(const TwoBitParams& p, int row, int part) {
         const OwnGroups own(p, row, part);
         const int warp = threadIdx.x / 32;
-        bins = p.bins + own.first_stored * GROUP;
         first = own.in_row(own.count() * warp / WARPS), last = own.in_row(own.count() * (warp + 1) / WARPS);
+#pragma unroll
+        for (int i = 0; i < MOST; i++)
+            if (first + i < last) load_words<true>(bins[i], p.bins + own.first_stored * GROUP + token(first + i));
     }
-    __device__ __forceinline__ int token(int group) const { return group * GROUP + int(threadIdx.x) % 32 * 4; }
-    // visit(group, bins of the lane's tokens), in order.
+    __device__ __forceinline__ static int token(int group) { return group * GROUP + int(threadIdx.x) % 32 * 4; }
+    // visit(the lane's first token of a group, their bins), in order.
     template <class Visit> __device__ __forceinline__ void each(const Visit& visit) const {
-        for (int group = first; group < last; group += AHEAD) {
-            u32 x[AHEAD][2];
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++)
-                if (group + i < last) load_words<true>(x[i], bins + token(group + i));
-#pragma unroll
-            for (int i = 0; i < AHEAD; i++)
-                if (group + i < last) visit(group + i, x[i]);
-        }
+        for (int i = 0; i < MOST; i++)
+            if (first + i < last) visit(token(first + i), bins[i]);
     }
 };
+static_assert(WarpGroups::MOST * WARPS == MOST_GROUPS, "of a CTA, as the launch has them");
 
 __device__ __forceinline__ int bin_of_token(const u32 (&bins)[2], int i) { return bins[i / 2] >> i % 2 * 16 & 0xFFFF; }
 
@@ -113,7 +110,7 @@ __device__ __forceinline__ Tally warps_before(Shared& shared, const Tally& own) 
 
 // Lists the chosen tokens of a warp; `listed` are those of the row before them.
 __device__ __forceinline__ void list(const WarpGroups& groups, int bin, u32 ties, Tally listed, int* index) {
-    groups.each([&](int group, const u32 (&bins)[2]) {
+    groups.each([&](int token, const u32 (&bins)[2]) {
         const Tally own = tally(bins, bin);
         if (!__any_sync(FULL_MASK, own.above + own.tied)) return;
         Tally before = own.lanes_before();
@@ -123,7 +120,7 @@ __device__ __forceinline__ void list(const WarpGroups& groups, int bin, u32 ties
             const int token_bin = bin_of_token(bins, i);
             const bool above = token_bin > bin, tied = token_bin == bin;
             if (above || (tied && before.tied < ties))
-                index[before.above + min(before.tied, ties)] = groups.token(group) + i;
+                index[before.above + min(before.tied, ties)] = token + i;
             before += Tally{above, tied};
         }
         listed += own.warp_sum();
@@ -138,9 +135,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) two_bit_choose(const __
     const int wanted = min(min(__ldcg(p.k + row / p.kv_heads), p.max_k), p.row_groups(row) * GROUP);
     const u32 k = max(wanted, 0);
     if (part == 0 && threadIdx.x == 0) p.count[row] = k;
+    const WarpGroups groups(p, row, part);
     Tally listed = find_bin(p, shared, row, part, k);
     const int bin = shared.bin;
-    const WarpGroups groups(p, row, part);
     Tally own{0, 0};
     groups.each([&](int, const u32 (&bins)[2]) { own += tally(bins, bin); });
     listed += warps_before(shared, own.warp_sum());

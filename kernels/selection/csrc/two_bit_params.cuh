@@ -3,6 +3,8 @@
 
 #include "config.cuh"
 
+constexpr int MOST_GROUPS = 320;  // of a CTA
+
 // A row is a (batch row, KV head); its `parts` CTAs take adjacent ranges of its groups.
 struct TwoBitParams {
     const u16* q;
