@@ -12,7 +12,7 @@ from ridgeplan.roofline.execution import GATHER_ROW_BYTES, PREFILL_CHUNK_TOKENS,
 from ridgeplan.roofline.host_link import NO_LAYERS, HostLayers, load_seconds, target_with_host_seconds
 from ridgeplan.roofline.latency import Machine, PassRates, RateTerms, StrategyRates, prefill_attention_kind
 from ridgeplan.roofline.passes import Op, PassTerms, decode_pass
-from ridgeplan.roofline.sparsity.sparse_ops import SCORE_BYTES, TOP_K_PASSES, two_bit_scan
+from ridgeplan.roofline.sparsity.sparse_ops import SCORE_BYTES, TOP_K_PASSES, two_bit_top_k
 from ridgeplan.roofline.speculation import flush_capped, tokens_per_round
 from ridgeplan.roofline.strategy import Strategy
 from ridgeplan.roofline.term_math import indicator, maximum, minimum, where
@@ -236,14 +236,15 @@ def _target_choice_seconds(
 ) -> Term:
     """Scores and choices of one query of the target: of `tokens` tokens, whose keys of a layer are `key_bytes`."""
     heads = shape.q_heads, shape.kv_heads, shape.head_dim
-    scan = two_bit_scan(strategy.batch, *heads, tokens, strategy.kv_group)
+    chosen = minimum(strategy.target_budget, tokens)
+    choice = two_bit_top_k(strategy.batch, *heads, tokens, strategy.kv_group, chosen)
     streamed_s = _scoring_seconds(machine, key_bytes * strategy.target_scored_keys)
-    scanned_s = strategy.target_choices * machine.seconds(scan, machine.rates["two_bit_scan"])
+    two_bit_s = strategy.target_choices * machine.seconds(choice, machine.rates["two_bit_scan"])
     score_bytes = strategy.batch * tokens * strategy.target_score_bytes
     ranked = score_bytes / (SCORE_BYTES * (1 + TOP_K_PASSES))
     counting_s = TOP_K_PASSES * ranked / (machine.compute_flops * machine.rates["top_k"].compute_utilization)
     ranked_s = _choice_seconds(machine, score_bytes, strategy.target_choices, counting_s)
-    return where(strategy.target_two_bit, scanned_s, streamed_s) + ranked_s
+    return where(strategy.target_two_bit, two_bit_s, streamed_s) + ranked_s
 
 
 def _scoring_seconds(machine: Machine, read_bytes: Term) -> Term:

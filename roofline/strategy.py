@@ -76,7 +76,7 @@ class Strategy:
     target_score_bytes: Term = 0  # of scores, per cached token and query of the target, summed over layers
     draft_choices: Term = 0  # top-k launches of a step
     target_choices: Term = 0
-    target_two_bit: Term = 0  # the target chooses by 2-bit keys, in a kernel that only scores
+    target_two_bit: Term = 0  # the target chooses by 2-bit keys, in kernels of their own
     slot_table_bytes: Term = 0  # of what says which tokens are in slots, per token on the host, layer and sequence
 
     @property

@@ -11,6 +11,7 @@ from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
 from ridgeplan.roofline.cost import Cost
 
 SCORE_BYTES = 4
+BIN_BYTES = 2
 TOP_K_PASSES = 6  # four histograms, a count and a compaction
 
 
@@ -18,6 +19,12 @@ def two_bit_cost(q: Tensor, keys: TwoBitKeys, tokens: int) -> Cost:
     """`two_bit_scores` of `tokens` tokens of each row; lengths are on the device, so the caller passes them."""
     share = tokens / (keys.groups * keys.group)
     return Cost(2 * q.numel() * tokens, keys.bytes * share, keys.batch * keys.kv_heads * tokens * SCORE_BYTES)
+
+
+def two_bit_top_k_cost(q: Tensor, keys: TwoBitKeys, tokens: int, index: Tensor) -> Cost:
+    """`two_bit_top_k` of `tokens` tokens of each row into `index`, as its CUDA kernels do it."""
+    scan, bins = two_bit_cost(q, keys, tokens), keys.batch * keys.kv_heads * tokens * BIN_BYTES
+    return Cost(scan.flops, scan.read_bytes + bins, bins + index.nbytes)
 
 
 def page_scores_cost(q: Tensor, bounds: Tensor) -> Cost:

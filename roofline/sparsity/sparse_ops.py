@@ -10,6 +10,7 @@ from ridgeplan.roofline.ops import METADATA_BYTES, code_bytes, metadata_bytes, p
 
 SCORE_BYTES = 4  # of a score, fp32
 INDEX_BYTES = 4  # of a chosen token's number, int32
+BIN_BYTES = 2  # of a score as the bin of a histogram
 TWO_BITS = 2  # of a key, as draft planes hold it
 UPPER_BITS = 4  # of a code that drafts read
 TOP_K_PASSES = 6  # over the scores: four digits of a radix select, a count and a compaction
@@ -27,6 +28,15 @@ def two_bit_scan(batch: Term, q_heads: Term, kv_heads: Term, head_dim: Term, tok
         read_bytes=batch * kv_heads * head_dim * tokens * two_bit_key_bits(group) / 8,
         write_bytes=batch * kv_heads * tokens * SCORE_BYTES,
     )
+
+
+def two_bit_top_k(
+    batch: Term, q_heads: Term, kv_heads: Term, head_dim: Term, tokens: Term, group: Term, chosen: Term
+) -> Cost:
+    """The choice of `chosen` of `tokens` tokens per KV head by 2-bit keys: scores are written and read as bins."""
+    scan = two_bit_scan(batch, q_heads, kv_heads, head_dim, tokens, group)
+    bins = batch * kv_heads * tokens * BIN_BYTES
+    return Cost(scan.flops, scan.read_bytes + bins, bins + batch * kv_heads * chosen * INDEX_BYTES)
 
 
 def page_scan(batch: Term, q_heads: Term, kv_heads: Term, head_dim: Term, pages: Term, element_bytes: Term) -> Cost:

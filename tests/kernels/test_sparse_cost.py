@@ -6,7 +6,7 @@ import torch
 from ridgeplan.kernels.attention.cost import scores_cost, split_attention_cost
 from ridgeplan.kernels.attention.scores import ScoreRequest, What
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.selection.cost import pack_cost, page_scores_cost, top_k_cost, two_bit_cost
+from ridgeplan.kernels.selection.cost import pack_cost, page_scores_cost, top_k_cost, two_bit_cost, two_bit_top_k_cost
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes
 from ridgeplan.kernels.selection.pages import page_bounds
 from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
@@ -33,6 +33,9 @@ def test_selections(batch: int, kv_heads: int, q_heads: int, head_dim: int, grou
     q = torch.zeros(batch, 1, q_heads, head_dim, dtype=torch.bfloat16)
     expected = sparse_ops.two_bit_scan(batch, q_heads, kv_heads, head_dim, 2 * group, group)
     assert two_bit_cost(q, TwoBitKeys.of(codes, planes), 2 * group) == expected
+    chosen = torch.zeros(batch, kv_heads, 9, dtype=torch.int32)
+    found = two_bit_top_k_cost(q, TwoBitKeys.of(codes, planes), 2 * group, chosen)
+    assert found == sparse_ops.two_bit_top_k(batch, q_heads, kv_heads, head_dim, 2 * group, group, 9)
     bounds = page_bounds(torch.zeros(batch, kv_heads, 64, head_dim, dtype=torch.bfloat16), 16)
     assert page_scores_cost(q, bounds) == sparse_ops.page_scan(batch, q_heads, kv_heads, head_dim, 4, 2)
     scores, index = torch.zeros(batch * kv_heads, 100), torch.zeros(batch * kv_heads, 7, dtype=torch.int32)
@@ -87,6 +90,13 @@ def test_progressive_at_128k_by_hand() -> None:
     cost = sparse_ops.progressive_attention(1, 32, 8, 128, 131072, 9175, 0, 2, 128, 1)
     query = 32 * 128 * 2
     assert cost.read_bytes - query == 8 * (131072 * 36 + 9175 * 136)
+
+
+def test_two_bit_top_k_at_128k_by_hand() -> None:
+    """A token of 128 channels has 36 bytes, and a bin of 2 that is written and read; a chosen one has a number of 4."""
+    cost = sparse_ops.two_bit_top_k(4, 32, 8, 128, 131072, 128, 1920)
+    assert cost.read_bytes == 32 * 131072 * (36 + 2)
+    assert cost.write_bytes == 32 * (131072 * 2 + 1920 * 4)
 
 
 def test_launch_metadata_reads_the_kernels_own_arguments() -> None:

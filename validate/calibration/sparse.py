@@ -12,8 +12,8 @@ from torch import Tensor
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes
 from ridgeplan.kernels.selection.top_k import top_k
-from ridgeplan.kernels.selection.two_bit import two_bit_scores
 from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
+from ridgeplan.kernels.selection.two_bit_top_k import two_bit_top_k
 from ridgeplan.kernels.sparse_attention import sparse_decode_attention
 from ridgeplan.kernels.sparse_attention.progressive import progressive_attention
 from ridgeplan.roofline.cost import Cost
@@ -89,9 +89,11 @@ class SparseDraft:
         rows = slice(variant * self.size.batch, (variant + 1) * self.size.batch)
         return self.codes.rows(rows), self.planes.rows(rows)
 
-    def scan(self, variant: int) -> Tensor:
-        """Scores of 2-bit keys."""
-        return two_bit_scores(self.tensors[0], TwoBitKeys.of(*self.cache(variant)), self.lengths[2])
+    def choose(self, variant: int) -> Tensor:
+        """The choice by 2-bit keys."""
+        _, _, groups, k = self.lengths
+        keys = TwoBitKeys.of(*self.cache(variant))
+        return two_bit_top_k(self.tensors[0], keys, groups, k, max_k=self.chosen)[0]
 
     def attend(self, variant: int) -> Tensor:
         """Attention to the index list."""
@@ -108,11 +110,11 @@ class SparseDraft:
         return progressive_attention(*self.tensors, begin, end, *self.cache(variant), groups, k, max_k=self.chosen)
 
     @property
-    def scan_cost(self) -> Cost:
-        """Of `scan`."""
+    def choose_cost(self) -> Cost:
+        """Of `choose`."""
         size, heads = self.size, self.size.heads
-        tokens = size.groups * KV_GROUP
-        return sparse_ops.two_bit_scan(size.batch, heads.q_heads, heads.kv_heads, heads.head_dim, tokens, KV_GROUP)
+        shape = size.batch, heads.q_heads, heads.kv_heads, heads.head_dim
+        return sparse_ops.two_bit_top_k(*shape, size.groups * KV_GROUP, KV_GROUP, self.chosen)
 
     @property
     def attend_cost(self) -> Cost:
@@ -144,7 +146,7 @@ def sparse_trials(bench: Bench, kind: str, sizes: Iterable[DecodeSize], num_sms:
     for size in sizes:
         draft = SparseDraft(size, bench, num_sms)
         call, cost = {
-            "two_bit_scan": (draft.scan, draft.scan_cost),
+            "two_bit_scan": (draft.choose, draft.choose_cost),
             "sparse_attention": (draft.attend, draft.attend_cost),
             "progressive_attention": (draft.progressive, draft.progressive_cost),
         }[kind]

@@ -14,7 +14,7 @@ from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.kernels.attention.cost import attention_cost, scores_cost
 from ridgeplan.kernels.attention.scores import ScoreRequest, What
 from ridgeplan.kernels.device.backend import Backend
-from ridgeplan.kernels.selection.cost import page_scores_cost, top_k_cost, two_bit_cost
+from ridgeplan.kernels.selection.cost import page_scores_cost, top_k_cost, two_bit_top_k_cost
 from ridgeplan.kernels.selection.pages import page_bounds, page_scores
 from ridgeplan.kernels.selection.top_k import top_k
 from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
@@ -34,16 +34,24 @@ MOST_COLLECTING = 1.02  # verification with scores over one without
 
 
 def two_bit_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[KernelCase]:
-    """The scan of 2-bit keys."""
+    """The choice by 2-bit keys; its error is the share of tokens that exact scores would not choose."""
     for size in sizes:
         store = Store.draw(bench, size)
         codes, planes = store.variant(0)
-        cost = two_bit_cost(store.q, TwoBitKeys.of(codes, planes), size.tokens)
+        index = torch.empty(size.batch, size.kv_heads, store.chosen, dtype=torch.int32, device="meta")
+        cost = two_bit_top_k_cost(store.q, TwoBitKeys.of(codes, planes), size.tokens, index)
 
         def error(store: Store = store) -> float:
-            return relative_error(store.scan(0), store.scan(0, "reference"))
+            found, expected = store.choose(0), store.choose(0, "reference")
+            return 1 - float(torch.isin(_everywhere(found, store), _everywhere(expected, store)).float().mean())
 
-        yield KernelCase("two_bit", store.name, cost, store.scan, {}, error, RoofShare(0.7), variants=store.variants)
+        yield KernelCase("two_bit", store.name, cost, store.choose, {}, error, RoofShare(0.7), variants=store.variants)
+
+
+def _everywhere(index: Tensor, store: Store) -> Tensor:
+    """Numbers of tokens of each row and KV head as numbers among all of them."""
+    rows = torch.arange(index.shape[0] * index.shape[1], device=index.device).view(*index.shape[:2], 1)
+    return index + rows * store.size.tokens
 
 
 def progressive_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[KernelCase]:

@@ -14,8 +14,8 @@ from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes
-from ridgeplan.kernels.selection.two_bit import two_bit_scores
 from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
+from ridgeplan.kernels.selection.two_bit_top_k import two_bit_top_k
 from ridgeplan.kernels.sparse_attention.progressive import progressive_attention
 from ridgeplan.validate.kernel_bench.case import fresh
 from ridgeplan.validate.kernel_bench.sizes import GROUP, SparseSize
@@ -106,10 +106,10 @@ class Store:
         codes, _ = self.variant(variant)
         return decode_attention(self.q, self.keys, self.values, *self.window, codes, self.groups)
 
-    def scan(self, variant: int, backend: Backend = "auto") -> Tensor:
-        """Scores of 2-bit keys."""
+    def choose(self, variant: int, backend: Backend = "auto") -> Tensor:
+        """The choice by 2-bit keys [B, Hkv, chosen]."""
         keys = TwoBitKeys.of(*self.variant(variant))
-        return two_bit_scores(self.q, keys, self.groups, backend=backend)
+        return two_bit_top_k(self.q, keys, self.groups, self.k, max_k=self.chosen, backend=backend)[0]
 
     def progressive(self, variant: int, backend: Backend = "auto") -> Tensor:
         """The whole draft attention."""
