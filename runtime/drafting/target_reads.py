@@ -41,7 +41,6 @@ class TargetReads:
         """policy: over a cache that is read as the target reads it."""
         self.policy = policy
         self.steps: tuple[QueryReads, ...] = ()
-        policy.for_target(policy.cache.config.gamma + 1)
 
     @classmethod
     def of(cls, selection: Any, cache: Cache, head: Head | None) -> TargetReads | None:

@@ -84,7 +84,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     noted = Launches()
     for module in (
         "attention.cuda", "kv_cache.quantize_cuda", "linear.cuda_launch", "sampling.top_k_top_p_cuda",
-        "sparse_attention.cuda_launch",
+        "selection.two_bit_top_k_cuda", "sparse_attention.cuda_launch",
     ):  # fmt: skip
         monkeypatch.setattr(f"ridgeplan.kernels.{module}.launch_with_pdl", noted.launch)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)

@@ -20,7 +20,6 @@ from ridgeplan.planner.axes.draft_selection import MIN_RATIO, SparseSelection, d
 from ridgeplan.planner.plan import DraftCodes, KVCache, KVFormat, Plan, Speculation, require
 from ridgeplan.runtime import WorkloadError, load
 from ridgeplan.runtime.drafting.policies import draft_policy
-from ridgeplan.runtime.drafting.policies.per_query.progressive import Progressive
 from ridgeplan.runtime.drafting.policies.sparse import SparsePolicy, TokenIndex
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.cache import Cache
@@ -201,8 +200,6 @@ def _choosers(cache: Cache, sizes: Sizes, head: Head | None) -> list[list[_Choos
 def _at_budget(method: str, first: SparsePolicy, budget: int) -> _Chooser:
     policy = copy.copy(first)
     policy.selection = replace(first.selection, ratio=MIN_RATIO, floor=budget)
-    if isinstance(policy, Progressive):
-        policy.lse = policy.lse.clone()
     return _Chooser(method, budget, policy, policy.selection.sinks)
 
 

@@ -45,9 +45,6 @@ class DraftPolicy:
     def before_pass(self, tokens: Tensor, ahead: int) -> None:
         """A pass over tokens [rows, queries] is about to run, from `ahead` positions after the cached ones on."""
 
-    def for_target(self, queries: int) -> None:
-        """Prepares for a target, whose passes have up to this many queries; called once, before the first."""
-
     def at(self, ahead: int) -> Self:
         """This policy for a target's query at `ahead` positions after the cached tokens. State is shared."""
         other = copy.copy(self)

@@ -14,11 +14,6 @@ from ridgeplan.runtime.kv.metadata import AttentionMetadata
 class Progressive(PerQueryPolicy):
     """The 2-bit keys are the upper bits of the upper codes, so the cache must hold codes."""
 
-    _is_target = False
-
-    def for_target(self, queries: int) -> None:
-        self._is_target = True
-
     def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
         metadata = super().draft_metadata(ahead, queries)
         self.groups = self.old_tokens // self.cache.config.group
@@ -30,7 +25,7 @@ class Progressive(PerQueryPolicy):
 
     def attend(self, layer: int, query: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Where drafts read upper codes, one operation scans, chooses and reads."""
-        if not self._fused:
+        if not self.cache.config.drafts_read_upper:
             return super().attend(layer, query, metadata)
         planes = self.cache.planes(layer)
         assert planes is not None, "plans that choose by 2-bit keys hold codes"
@@ -38,7 +33,3 @@ class Progressive(PerQueryPolicy):
             query, *self.cache.full(layer), metadata.begin, metadata.end, self.cache.codes(layer), planes, self.groups,
             self.budgets, max_k=self.max_budget, sinks=self.selection.sinks,
         )  # fmt: skip
-
-    @property
-    def _fused(self) -> bool:
-        return self.cache.config.drafts_read_upper and not self._is_target
