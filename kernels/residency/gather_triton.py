@@ -9,8 +9,8 @@ import triton.language as tl
 from ridgeplan.kernels.residency.slot_table import KeysAndValues, SlotLoads
 
 PROGRAMS = 264  # in all: two per SM of a Hopper GPU
-ROWS = 16
-ROWS_AT_ONCE = 64
+ROWS = 16  # tokens
+ROWS_AT_ONCE = 64  # batch rows that programs work on at once; fewer touch fewer pages of host memory at a time
 WARPS = 4
 
 
