@@ -100,6 +100,8 @@ def test_cuda_sources_that_let_the_next_kernel_start_wait_for_the_last() -> None
         "progressive.cu",
         "quantize.cu",
         "top_k_top_p.cu",
+        "two_bit_choose.cu",
+        "two_bit_scan.cu",
     }
     assert all("pdl_wait()" in text for text in kernels.values())
 

@@ -1,6 +1,7 @@
 """Copies from the host and residency of chosen tokens: against a simulation of least-recently-used slots in Python."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -131,6 +132,27 @@ def test_units_are_gathered_into_their_slots(backend: str, head_dim: int, page: 
                         unit_tokens = held[row, head, unit * page : (unit + 1) * page]
                         assert torch.equal(slots[row, head, slot * page : (slot + 1) * page], unit_tokens)
     assert all((store[:, :, 20 * page :] == 0).all() for store in out)
+
+
+@pytest.mark.parametrize(("programs", "at_once"), [(3, 64), (3, 1), (10, 1), (264, 2)])
+def test_programs_share_the_loads_of_all_rows_and_heads(
+    programs: int, at_once: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As few or as many as there are; each takes several sets in turn, or a part of one."""
+    monkeypatch.setattr("ridgeplan.kernels.residency.gather_triton.PROGRAMS", programs)
+    monkeypatch.setattr("ridgeplan.kernels.residency.gather_triton.ROWS_AT_ONCE", at_once)
+    source = tuple(torch.randn(3, 2, 200, 16, device=device) for _ in "kv")
+    out = tuple(torch.zeros(3, 2, 100, 16, device=device) for _ in "kv")
+    table = SlotTable.allocate(3, 2, 200, 100, torch.device(device))
+    index = torch.stack([torch.randperm(200)[:100] for _ in range(6)]).view(3, 2, 100).int().to(device)
+    count = torch.tensor([[100, 40], [0, 7], [99, 100]], dtype=torch.int32, device=device)
+    loads = take_slots(table, index, count)
+    gather_into_slots(source, out, loads, backend="triton")
+    for row, head in product(range(3), range(2)):
+        chosen = slice(int(count[row, head]))
+        for held, slots in zip(source, out, strict=True):
+            found = slots[row, head, loads.slots[row, head, chosen].long()]
+            assert torch.equal(found, held[row, head, index[row, head, chosen].long()])
 
 
 def test_declared_costs_are_counts_of_bytes() -> None:
