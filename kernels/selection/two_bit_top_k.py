@@ -37,6 +37,8 @@ def two_bit_top_k(
 
     Raises ValueError as `two_bit_scores` and `top_k` do.
     """
+    if max_k < 1:
+        raise ValueError(f"max_k is {max_k}; allowed: from 1")
     batch = len(q)
     check_scan(q, keys, groups)
     require_rows(batch, torch.int32, k=k)

@@ -61,5 +61,5 @@ def test_what_is_not_allowed(device: str) -> None:
     groups = integers([2, 2], device)
     with pytest.raises(ValueError, match="k is"):
         two_bit_top_k(q, keys, groups, groups.long(), max_k=9)
-    with pytest.raises(ValueError, match="from 1"):
+    with pytest.raises(ValueError, match="max_k is 0; allowed: from 1"):
         two_bit_top_k(q, keys, groups, groups, max_k=0)
