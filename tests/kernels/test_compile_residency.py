@@ -12,7 +12,7 @@ OUT = [f"out_{name}" for name in ("slots", "units", "into", "count")]
 STRIDES = [f"{prefix}{axis}stride" for prefix in ("", "slot_") for axis in ("batch_", "head_")]
 SLOTS = dict.fromkeys((*INDEXES, *OUT), "*i32") | dict.fromkeys(("units", "slots", "width"), "i32")
 SLOTS |= dict.fromkeys(("wanted", "loaded"), "*i64")
-GATHER = dict.fromkeys(("units", "into", "count"), "*i32") | dict.fromkeys(("width", *STRIDES), "i32")
+GATHER = dict.fromkeys(("units", "into", "count"), "*i32") | dict.fromkeys(("width", "rows", *STRIDES), "i32")
 GATHER |= dict.fromkeys(("keys", "values", "slot_keys", "slot_values"), "*bf16")
 GATHER |= dict.fromkeys(("token_stride", "slot_stride"), "i32")
 STORE_STRIDES = [f"{prefix}{axis}stride" for prefix in ("", "out_") for axis in ("batch_", "head_")]
@@ -30,8 +30,8 @@ def job(module: str, kernel: str, warps: int, types: dict[str, str], **constants
 def test_every_residency_kernel_compiles_for_hopper(
     compiled_for_hopper: Callable[[dict[str, Any]], dict[str, int]],
 ) -> None:
-    gather = {"KV_HEADS": 8, "PARTS": 9, "ROWS": 16, "HEAD_DIM": 128, "PADDED": 128}
-    store = {name: value for name, value in gather.items() if name not in ("PARTS", "ROWS")}
+    gather = {"KV_HEADS": 8, "PARTS": 9, "TURNS": 2, "ROWS": 16, "HEAD_DIM": 128, "PADDED": 128}
+    store = {name: value for name, value in gather.items() if name not in ("PARTS", "TURNS", "ROWS")}
     jobs = {
         "group store": job("group_store_triton", "_store_group_kernel", 4, STORE, GROUP=128, BLOCK=32, **store),
         "leading copy": job(
