@@ -119,7 +119,7 @@ def test_classes_are_measured_again_into_a_profile(profile: Profile) -> None:
 
 
 def test_an_unknown_class_and_another_machines_profile_are_refused(profile: Profile) -> None:
-    with pytest.raises(ValueError, match=r"^class 'ropes' is none of: linear, head, .*portable$"):
+    with pytest.raises(ValueError, match=r"^class 'ropes' is none of: linear, head, .*portable, link$"):
         validate.recalibrate(profile, ["ropes"], True, suite=TINY)
     other = replace(profile, device="NVIDIA H200")
     with pytest.raises(ValueError, match=r"^the profile is of NVIDIA H200, this machine is "):
