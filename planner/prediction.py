@@ -13,11 +13,11 @@ from ridgeplan.planner.acceptance import Acceptance, AcceptanceModel
 from ridgeplan.planner.lowering import kernel_class, rates_of, stack, strategy_of
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.round_costs import settled_gamma
-from ridgeplan.roofline.catalog.profile import SOURCES, Profile
+from ridgeplan.roofline.catalog.profile import LINK_CLASSES, SOURCES, Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.evaluate import Estimate, at_acceptance, evaluate, pass_ops
-from ridgeplan.roofline.latency import LINK_CLASSES, Machine, RateTerms, StrategyRates
+from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.passes import Op
 from ridgeplan.roofline.speculative_round import draft_rates, prefill_rates, target_rates
 from ridgeplan.roofline.strategy import Strategy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from ridgeplan.roofline.catalog.profile import MAX_ROW_STEPS, Profile, Rates
+from ridgeplan.roofline.catalog.profile import LINK_CLASSES, MAX_ROW_STEPS, Profile, Rates
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.execution import (
@@ -228,11 +228,6 @@ KERNEL_CLASSES = (
     "quantize", "sampling", "gather", "prefill_attention", "prefill_attention_d64", "prefill_linear",
     "two_bit_scan", "top_k", "sparse_attention", "progressive_attention",
 )  # fmt: skip
-
-
-# Classes of kernels that move bytes over the link to the host: copies of whole layers, gathers of chosen tokens, and
-# writes.
-LINK_CLASSES = ("host_copy", "host_gather", "host_store")
 
 
 def linear_kind(bits: int) -> str:

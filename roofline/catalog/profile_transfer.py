@@ -8,6 +8,7 @@ from typing import Any
 
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.profile import (
+    LINK_CLASSES,
     MAX_PART_S,
     MIN_UTILIZATION,
     RELATIVES,
@@ -65,11 +66,11 @@ def transferred_classes(profile: Profile, hardware: Hardware) -> dict[str, Rates
     Machines without this package's Hopper kernels get the portable ones' rates. What memory or the peak binds keeps
     its share of it. What instructions bind (unpacking codes, softmax, many rows per byte, tiles of outputs) keeps its
     speed per SM and clock, as far as memory and the peak allow. Launches, and chains of dependent steps, keep their
-    time; so does the class "gap", which moves no bytes.
+    time; so does the class "gap", which moves no bytes. Transfers to the host keep their share of the link.
     """
     source = profile.hardware
     classes = {**profile.classes, **_portable(profile, hardware)}
-    kernels = {name: rates for name, rates in classes.items() if name != "gap"}
+    kernels = {name: rates for name, rates in classes.items() if name not in ("gap", *LINK_CLASSES)}
     peak = max(rates.compute_utilization for rates in kernels.values())
     bandwidth = hardware.bandwidth_bytes_per_s / source.bandwidth_bytes_per_s
     compute = hardware.compute_flops / source.compute_flops

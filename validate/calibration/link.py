@@ -14,8 +14,7 @@ from torch import Tensor
 from ridgeplan.kernels.residency.gather import gather_into_slots
 from ridgeplan.kernels.residency.leading_copy import copy_leading
 from ridgeplan.kernels.residency.slot_table import KeysAndValues, SlotLoads
-from ridgeplan.roofline.catalog.profile import MAX_UTILIZATION, Rates
-from ridgeplan.roofline.latency import LINK_CLASSES
+from ridgeplan.roofline.catalog.profile import LINK_CLASSES, MAX_UTILIZATION, Rates
 from ridgeplan.runtime.host_memory import available_bytes
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.offload.host_memory import HostMemory

@@ -27,11 +27,20 @@ SOURCE = replace(
 def transferred(h200_profile):
     """Rates on a machine with half the SMs, and memory and peak as given."""
 
-    def to(portable=None, **figures):
-        profile = replace(h200_profile, hardware=SOURCE, classes=CLASSES, portable=portable or {})
+    def to(portable=None, others=None, **figures):
+        profile = replace(h200_profile, hardware=SOURCE, classes=CLASSES | (others or {}), portable=portable or {})
         return transferred_profile(profile, replace(SOURCE, name="other", num_sms=50, **figures)).classes
 
     return to
+
+
+def test_transfers_to_the_host_keep_their_share_and_say_nothing_of_kernels(transferred):
+    """Their share of a peak that they never use is 1, which is not what kernels can reach."""
+    without = transferred(compute_flops=1e14)
+    link = {"host_copy": Rates(0.9, 1.0, 2e-6, 0.0), "host_gather": Rates(0.3, 1.0, 2e-6, 0.0)}
+    found = transferred(others=link, compute_flops=1e14)
+    assert {kind: found[kind] for kind in without} == without
+    assert [found[kind].bandwidth_utilization for kind in link] == [0.9, 0.3]
 
 
 def test_what_memory_or_the_peak_binds_keeps_its_share(transferred):
