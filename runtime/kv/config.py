@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ridgeplan.planner.axes.offload import HostPart
@@ -129,6 +130,17 @@ class KVCacheConfig:
     def kept(self, tokens: int) -> tuple[int, ...]:
         """Tokens of a prompt of `tokens` that each layer keeps; empty if layers keep all."""
         return kept_tokens(tokens, self.budgets, self._step) if self.budgets else ()
+
+    def passes(self, stored: int, tokens: int, most: int) -> Iterator[slice]:
+        """Passes over `tokens` tokens that follow `stored` ones, each of up to `most`.
+
+        None goes beyond a multiple of the group, where a flush changes what the target reads.
+        """
+        start = 0
+        while start < tokens:
+            stop = min(tokens, start + most, start + self.group - (stored + start) % self.group)
+            yield slice(start, stop)
+            start = stop
 
     def capacity(self, layer: int) -> int:
         """Tokens that a row may hold in a layer, generated ones included."""
