@@ -73,6 +73,7 @@ COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPO
     click.option("--tasks", multiple=True, default=("all",), show_default=True,
                  help="RULER's tasks, a list: all, none, or names such as niah_single_1, vt, cwe, fwe, qa_1."),
     click.option("--samples", type=int, default=5, show_default=True, help="Prompts of each task."),
+    click.option("--batch", type=int, default=4, show_default=True, help="Prompts that are answered together."),
     click.option("--only-solved", is_flag=True, help=f"Leave out tasks that plain decoding solves below {SOLVED:.0%}."),
     click.option("--passages", type=int, default=4, show_default=True, help="Passages of the text."),
     click.option("--tokens", type=int, default=128, show_default=True, help="Tokens of a passage to measure on."),

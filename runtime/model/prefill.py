@@ -127,8 +127,8 @@ def prefill_all(
         finish_layer(decoder, layer, hidden, buffers, parts)
         for one in filled:
             one.store(index, buffers)
-    for one in destinations:
-        one.cache.finish_prompt(one.row, tokens)
+    for to in destinations:
+        to.cache.finish_prompt(to.row, tokens)
     return weights.head(decoder.norm(hidden[tokens - 1 : tokens], None, weights.norm)[1])[0]
 
 
