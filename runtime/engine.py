@@ -168,27 +168,31 @@ class Engine:
         """Like `stream` for several prompts: the new tokens of each, first from prefill, then from every round."""
         return self._run(Request.build(prompts, max_new_tokens, sampling))
 
-    @torch.inference_mode()
     def forced_logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """The target's logits [len(tokens) + 1, vocab] after the prompt and after each of `tokens`.
+        """`forced_logits_batch` of one prompt, [len(tokens) + 1, vocab]."""
+        return self.forced_logits_batch([prompt], [tokens])[0]
 
-        The prompt's cache is the one that `generate` decodes with. Passes of the target are over a few tokens, without
-        drafts; one that selects what it reads chooses for each token alone.
-        Raises WorkloadError as `generate` does, for a generation of len(tokens) + 1 tokens.
+    @torch.inference_mode()
+    def forced_logits_batch(self, prompts: Prompts, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """The target's logits [rows, len(tokens[0]) + 1, vocab] after each prompt and after each of its `tokens`.
+
+        The prompts' cache is the one that `generate` decodes with. Passes of the target are over a few tokens, without
+        drafts; one that selects what it reads chooses for each token alone. tokens: equally many for each prompt.
+        Raises WorkloadError as `generate` does, for a generation of one token more.
         """
-        request = Request.build(prompt, len(tokens) + 1, None)
-        ids = torch.tensor([list(tokens)], dtype=torch.int64, device=self.device)
+        ids = torch.tensor([list(each) for each in tokens], dtype=torch.int64, device=self.device)
+        request = Request.build(prompts, ids.shape[1] + 1, None)
         with self._exclusive(request) as cache:
             speculator = self._begun(request, cache, request.longest)
-            logits = [self._prompt_logits(request, speculator)]
-            stored = max(cache.config.kept(len(prompt)), default=len(prompt))
-            for part in cache.config.passes(stored, len(tokens), FORCED_TOKENS if self._reads is None else 1):
-                logits.append(self._forced(speculator, ids[:, part])[0])
+            logits = [self._prompt_logits(request, speculator)[:, None]]
+            stored = [cache.config.stored(len(prompt)) for prompt in request.prompts]
+            for part in cache.config.passes(stored, ids.shape[1], FORCED_TOKENS if self._reads is None else 1):
+                logits.append(self._forced(speculator, ids[:, part]))
                 cache.advance(cache.active().int() * (part.stop - part.start))
-        return torch.cat(logits)
+        return torch.cat(logits, dim=1)
 
     def _forced(self, speculator: Speculator, tokens: Tensor) -> Tensor:
-        """Logits [1, queries, vocab] of the target for tokens [1, queries]."""
+        """Logits [rows, queries, vocab] of the target for tokens [rows, queries]."""
         if self._reads is not None:
             return speculator.target_logits(tokens)
         cache = speculator.cache
@@ -198,9 +202,9 @@ class Engine:
     def prefill_with(self, others: Sequence[Engine], prompts: Prompts, max_new_tokens: int) -> None:
         """Processes prompts once, for this engine and others of the same weights, which keep different parts of them.
 
-        The next `generate` or `forced_logits` of each over just these prompts, by up to `max_new_tokens`, starts from
-        what is then in its cache; its statistics have no time of prefill. Raises WorkloadError as `generate` does, and
-        for other weights; ValueError for evictions that append different tokens.
+        The next `generate` or `forced_logits_batch` of each over just these prompts, by up to `max_new_tokens`, starts
+        from what is then in its cache; its statistics have no time of prefill. Raises WorkloadError as `generate` does,
+        and for other weights; ValueError for evictions that append different tokens.
         """
         request, engines = Request.build(prompts, max_new_tokens, None), [self, *others]
         if any(each.weights is not self.weights for each in others):
@@ -452,5 +456,5 @@ def _extend(rows: list[SequenceState], tokens: list[list[int]], cache: Cache) ->
 
 def _flushes(row: SequenceState, cache: KVCacheConfig) -> int:
     """Groups of a sequence that were quantized during decoding, in the layers that hold the most tokens."""
-    stored = max(cache.kept(row.prompt_tokens), default=row.prompt_tokens)
+    stored = cache.stored(row.prompt_tokens)
     return cache.quantized_groups(stored + row.cached) - cache.quantized_groups(stored)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ridgeplan.planner.axes.offload import HostPart
@@ -131,14 +131,19 @@ class KVCacheConfig:
         """Tokens of a prompt of `tokens` that each layer keeps; empty if layers keep all."""
         return kept_tokens(tokens, self.budgets, self._step) if self.budgets else ()
 
-    def passes(self, stored: int, tokens: int, most: int) -> Iterator[slice]:
-        """Passes over `tokens` tokens that follow `stored` ones, each of up to `most`.
+    def stored(self, tokens: int) -> int:
+        """Tokens of a prompt of `tokens` in the layers that keep the most."""
+        return max(self.kept(tokens), default=tokens)
 
-        None goes beyond a multiple of the group, where a flush changes what the target reads.
+    def passes(self, stored: Sequence[int], tokens: int, most: int) -> Iterator[slice]:
+        """Passes over `tokens` tokens that follow each row's `stored` ones, each of up to `most`.
+
+        None goes beyond a multiple of the group in any row: there a flush changes what the target reads.
         """
         start = 0
         while start < tokens:
-            stop = min(tokens, start + most, start + self.group - (stored + start) % self.group)
+            whole = min(self.group - (one + start) % self.group for one in stored)
+            stop = min(tokens, start + most, start + whole)
             yield slice(start, stop)
             start = stop
 

@@ -68,7 +68,7 @@ class Inputs:
     def plain_logits(self) -> list[Tensor]:
         """float32 [tokens, vocab] of each passage."""
         engine = self._plain()
-        return [next_logits(engine, passage) for passage in self.passages]
+        return [one for part in parts(self.passages, self._question.rows) for one in next_logits(engine, part)]
 
     def prompts(self, task: Task) -> list[Prompt]:
         """A task's prompts. Raises TaskError for a context that is too short."""
@@ -83,7 +83,7 @@ class Inputs:
     def groups(self) -> list[Group]:
         """Everything that is measured of a plan: tasks together, as far as a batch holds their prompts."""
         one = self._question
-        text = Group("text", TEXT_MEASURES, one.passages, 1, self._on_text)
+        text = Group("text", TEXT_MEASURES, one.passages, one.rows, self._on_text)
         return [text, Group("times", COST_MEASURES, 1, 1, self._times), *self._task_groups()]
 
     def _task_groups(self) -> Iterator[Group]:
@@ -93,18 +93,15 @@ class Inputs:
             yield Group(" ".join(names), names, one.samples, one.rows, self._answering(together))
 
     def _on_text(self, engines: Sequence[Engine], _: Collection[str]) -> list[Values]:
-        overlaps: list[list[float]] = [[] for _ in engines]
-        surprises: list[list[float]] = [[] for _ in engines]
-        for passage, plain in zip(self.passages, self.plain_logits, strict=True):
-            share_prefill(engines, [passage.prompt], len(passage.continuation))
-            for engine, near, nats in zip(engines, overlaps, surprises, strict=True):
-                logits = next_logits(engine, passage)
-                near.append(overlap(plain, logits))
-                nats.append(surprise(logits, passage))
-        return [
-            {FIDELITY: min(1.0, sum(near) / len(near)), PERPLEXITY: perplexity(nats)}
-            for near, nats in zip(overlaps, surprises, strict=True)
-        ]
+        found: list[list[tuple[float, float]]] = [[] for _ in engines]
+        pairs = list(zip(self.passages, self.plain_logits, strict=True))
+        for part in parts(pairs, self._question.rows):
+            passages = [passage for passage, _ in part]
+            share_prefill(engines, [one.prompt for one in passages], self._question.tokens + 1)
+            for engine, figures in zip(engines, found, strict=True):
+                logits = zip(part, next_logits(engine, passages), strict=True)
+                figures += [(overlap(plain, own), surprise(own, passage)) for (passage, plain), own in logits]
+        return [text_values(figures) for figures in found]
 
     def _times(self, engines: Sequence[Engine], _: Collection[str]) -> list[Values]:
         return [times(engine, self.passages[0].prompt) for engine in engines]
@@ -116,6 +113,12 @@ class Inputs:
             return [mean_scores(asked, [score for part in found for score in part[at]]) for at in range(len(engines))]
 
         return run
+
+
+def text_values(figures: Sequence[tuple[float, float]]) -> Values:
+    """Of the overlap and the surprise of each passage."""
+    overlaps, surprises = zip(*figures, strict=True)
+    return {FIDELITY: min(1.0, sum(overlaps) / len(overlaps)), PERPLEXITY: perplexity(surprises)}
 
 
 def times(engine: Engine, prompt: Sequence[int]) -> Values:

@@ -27,9 +27,8 @@ class Question:
 
     plans: make each plan for a workload. contexts: tokens of whole sequences, with what is measured or generated.
     passages: of the text, each measured on `tokens` tokens at its end. samples: prompts of each task. batch: the most
-    prompts that are answered together. only_solved: leave out the tasks that plain decoding does not solve, once it has
-    been measured. retrieval_head: the file of the
-    head for plans that choose by one; rows do not tell heads apart.
+    prompts or passages that run together. only_solved: leave out the tasks that plain decoding does not solve, once it
+    has been measured. retrieval_head: the file of the head for plans that choose by one; rows do not tell heads apart.
     """
 
     model: str
@@ -42,7 +41,7 @@ class Question:
     tokens: int = 128
     tasks: tuple[Task, ...] = ()
     samples: int = 5
-    batch: int = 4
+    batch: int = 1
     seed: int = 0
     only_solved: bool = False
     yarn: bool = False
@@ -63,8 +62,8 @@ class Question:
 
     @property
     def rows(self) -> int:
-        """Prompts that are answered together: as many as a batch has, or as there are."""
-        return min(self.batch, self.samples * max(1, len(self.tasks)))
+        """Prompts or passages that run together: as many as a batch has, or as there are."""
+        return min(self.batch, max(self.passages, self.samples * len(self.tasks)))
 
     def leaves_out(self, measure: str, plain: Mapping[str, float]) -> bool:
         """Whether a measure is a task that plain decoding, with the figures `plain`, does not solve."""
@@ -92,7 +91,10 @@ class Question:
         return tuple(dict.fromkeys([autoregressive(workload), *(one for one in made if not self._missing(one))]))
 
     def families_at(self, context: int) -> list[tuple[Plan, ...]]:
-        """The same plans: plain decoding alone, then those together that differ in a budget alone."""
+        """The same plans: plain decoding alone, then together those whose prompts are processed once for all.
+
+        These differ in budgets, and in policies of eviction with their default settings, of which one appends tokens.
+        """
         plain, *others = self.plans_at(context)
         families: dict[object, tuple[Plan, ...]] = {}
         for plan in others:
@@ -117,9 +119,9 @@ class Question:
 
 
 def _family(plan: Plan) -> object:
-    """What of a plan is no budget."""
-    eviction = plan.eviction.policy, tuple(sorted(plan.eviction.settings.items()))
-    return plan.weights, plan.kv, plan.speculation, plan.placement, eviction, plan.attention.selection
+    """What plans agree in whose prompts are processed together."""
+    evicts, settings = plan.eviction.active, tuple(sorted(plan.eviction.settings.items()))
+    return plan.weights, plan.kv, plan.speculation, plan.placement, evicts, settings, plan.attention.selection
 
 
 def label(plan: Plan) -> str:

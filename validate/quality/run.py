@@ -35,6 +35,11 @@ def measure_quality(
         yield from run.at(context)
 
 
+def default_batch() -> int:
+    """Prompts that run together unless told: a CPU gains nothing from several."""
+    return 8 if torch.cuda.is_available() else 1
+
+
 class _Run:
     """The state of a run: the rows that are there, open engines and the weights that they share, and progress."""
 
@@ -54,11 +59,11 @@ class _Run:
         """The rows of one context: plain decoding's first, as the others hold its figures."""
         families = self._question.families_at(context)
         (plain,) = families[0]
-        inputs = Inputs(self._question, context, self._maker, lambda: self._engine(plain, 1))
+        inputs = Inputs(self._question, context, self._maker, lambda: self._engine(plain, self._question.rows))
         figures: Values = {}
         for family in families:
             for group in inputs.groups:
-                self._report(f"{context} tokens, {', '.join(map(label, family))}: {group.name}", len(family), inputs)
+                self._report(f"{context} tokens, {named(family)}: {group.name}", len(family), inputs)
                 yield from self._of_group(family, context, group, figures)
                 if family == (plain,):
                     figures.update(self._known(plain, context, group))
@@ -133,6 +138,11 @@ class _Run:
         total = sum(len(question.plans_at(one)) for one in question.contexts) * len(inputs.groups)
         self._on_progress(what, self._done, total)
         self._done += plans
+
+
+def named(plans: Sequence[Plan]) -> str:
+    """The first plan's name, and how many others there are."""
+    return label(plans[0]) + (f" and {len(plans) - 1} more" if len(plans) > 1 else "")
 
 
 def asked(question: Question, row: QualityRow) -> bool:
