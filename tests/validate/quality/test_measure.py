@@ -1,5 +1,7 @@
 """What is measured together: tasks in one batch, and answers that others of their batch let grow."""
 
+from dataclasses import replace
+
 import pytest
 
 from ridgeplan.roofline.catalog.models import load_shape
@@ -25,7 +27,8 @@ def tokenizer(tiny_folder):
 def engines(tiny_folder):
     plans = Question(str(tiny_folder), load_shape(str(tiny_folder)), tuple(map(named_plan, ("dapq", "snapkv"))),
                      (512,), "text", "a text").families_at(512)  # fmt: skip
-    first, *others = (plan for family in plans for plan in family)
+    made = (replace(plan, workload=replace(plan.workload, batch=2)) for family in plans for plan in family)
+    first, *others = made
     engine = load(first, str(tiny_folder), device="cpu")
     return [engine, *(load(plan, str(tiny_folder), device="cpu", weights=engine.weights) for plan in others)]
 
@@ -38,10 +41,9 @@ def test_an_answer_ends_where_its_own_task_ends(engines, tokenizer):
     last = text[1][len(text[0]) :]
     assert last
     assert last not in text[0]
-    asked = [(task("short", 4), Prompt(ids, (last, text[0])))]
-    assert answer_scores(engines[:1], asked, tokenizer) == [[0.5]]
-    longer = [(task("long", 12), Prompt(ids, (last, text[0])))]
-    assert answer_scores(engines[:1], longer, tokenizer) == [[1.0]]
+    prompt = Prompt(ids, (last, text[0]))
+    asked = [(task("short", 4), prompt), (task("long", 12), prompt)]
+    assert answer_scores(engines[:1], asked, tokenizer) == [[0.5, 1.0]]
 
 
 def test_scores_are_the_mean_of_each_task():
