@@ -80,10 +80,7 @@ def sample_that_fits(task: Task, material: Material, seed: str, count: Callable[
         raise TaskError(f"{task.name} takes {first[1]} tokens at least; allowed by the context: {most}")
     beyond: tuple[int, int] | None = None
     while beyond is None or beyond[0] - fits[0] > 1:
-        if beyond is None:
-            size = min(_where(first, fits, most) + 1, GROWTH * fits[0])
-        else:
-            size = min(_where(fits, beyond, most), beyond[0] - 1)
+        size = min(_where(first, fits, most) + 1, GROWTH * fits[0]) if beyond is None else _where(fits, beyond, most)
         found = measured(max(size, fits[0] + 1))
         if found[1] <= most:
             fits = found

@@ -11,7 +11,7 @@ from ridgeplan.validate.quality import measure
 from ridgeplan.validate.quality.measure import Inputs, answer_scores, mean_scores, parts
 from ridgeplan.validate.quality.question import Question, named_plan
 from ridgeplan.validate.ruler.task import Task
-from ridgeplan.validate.ruler.tasks import Prompt, chosen_tasks
+from ridgeplan.validate.ruler.tasks import Prompt, PromptMaker, chosen_tasks
 
 
 def task(name, new_tokens):
@@ -79,3 +79,14 @@ def test_prompts_run_once_for_all_engines(engines, tokenizer, monkeypatch):
     asked = [(task("short", 4), Prompt(list(range(40, 80)), ("x",)))]
     assert len(answer_scores(engines, asked, tokenizer)) == 3
     assert begun == [3]
+
+
+def test_only_the_tasks_that_are_wanted_are_asked(tiny_folder, monkeypatch):
+    question = Question(str(tiny_folder), load_shape(str(tiny_folder)), (), (1024,), "text", "a text", samples=2,
+                        tasks=chosen_tasks(["vt", "cwe", "fwe"]), batch=4)  # fmt: skip
+    inputs = Inputs(question, 1024, PromptMaker(None, None), lambda: pytest.fail("nothing is measured"))
+    monkeypatch.setattr(Inputs, "prompts", lambda _, task: [Prompt([1], ("a",))] * 2)
+    monkeypatch.setattr(measure, "answer_scores", lambda engines, asked, _: [[0.5] * len(asked) for _ in engines])
+    *_, both, last = inputs.groups
+    assert both.run(["engine", "another"], {"cwe", "fwe"}) == [{"cwe": 0.5}] * 2
+    assert last.run(["engine"], {"cwe", "fwe"}) == [{"fwe": 0.5}]
