@@ -104,7 +104,10 @@ class Inputs:
         return [text_values(figures) for figures in found]
 
     def _times(self, engines: Sequence[Engine], _: Collection[str]) -> list[Values]:
-        return [times(engine, self.passages[0].prompt) for engine in engines]
+        prompt = self.passages[0].prompt
+        if engines[0].device.type == "cuda":
+            warm(engines, prompt)
+        return [times(engine, prompt) for engine in engines]
 
     def _answering(self, tasks: Sequence[Task]) -> Callable[[Sequence[Engine], Collection[str]], list[Values]]:
         def run(engines: Sequence[Engine], wanted: Collection[str]) -> list[Values]:
@@ -121,10 +124,16 @@ def text_values(figures: Sequence[tuple[float, float]]) -> Values:
     return {FIDELITY: min(1.0, sum(overlaps) / len(overlaps)), PERPLEXITY: perplexity(surprises)}
 
 
-def times(engine: Engine, prompt: Sequence[int]) -> Values:
-    """Of the last of two generations on a GPU, where the first compiles kernels."""
-    for _ in range(2 if engine.device.type == "cuda" else 1):
+def warm(engines: Sequence[Engine], prompt: Sequence[int]) -> None:
+    """Generates as `times` does, so that kernels are compiled and graphs captured; the prompt is processed once."""
+    share_prefill(engines, [prompt], TIMED_TOKENS)
+    for engine in engines:
         engine.generate(prompt, TIMED_TOKENS)
+
+
+def times(engine: Engine, prompt: Sequence[int]) -> Values:
+    """Of a generation from the prompt on, and the bytes of the cache."""
+    engine.generate(prompt, TIMED_TOKENS)
     assert engine.cache is not None, "the engine is open"
     return {TTFT: engine.statistics.ttft_ms, TPOT: engine.statistics.tpot_ms, KV_BYTES: float(engine.cache.bytes)}
 

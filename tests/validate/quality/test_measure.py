@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from ridgeplan.planner.measured_quality import KV_BYTES, TPOT, TTFT
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.runtime import load
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.validate.quality import measure
-from ridgeplan.validate.quality.measure import Inputs, answer_scores, mean_scores, parts
+from ridgeplan.validate.quality.measure import Inputs, answer_scores, mean_scores, parts, times, warm
 from ridgeplan.validate.quality.question import Question, named_plan
 from ridgeplan.validate.ruler.task import Task
 from ridgeplan.validate.ruler.tasks import Prompt, PromptMaker, chosen_tasks
@@ -72,13 +73,28 @@ def test_tasks_run_together_as_far_as_a_batch_holds_them(batch, rows, names, tin
     assert [(one.name, one.rows) for one in groups] == [("text", rows), ("times", 1), *((one, rows) for one in names)]
 
 
-def test_prompts_run_once_for_all_engines(engines, tokenizer, monkeypatch):
-    begun = []
-    fill = measure.Engine._fill
-    monkeypatch.setattr(measure.Engine, "_fill", lambda *given: begun.append(len(given[2])) or fill(*given))
+@pytest.fixture
+def filled(monkeypatch):
+    """The numbers of engines that prompts were processed for."""
+    counts, fill = [], measure.Engine._fill
+    monkeypatch.setattr(measure.Engine, "_fill", lambda *given: counts.append(len(given[2])) or fill(*given))
+    return counts
+
+
+def test_prompts_run_once_for_all_engines(engines, tokenizer, filled):
     asked = [(task("short", 4), Prompt(list(range(40, 80)), ("x",)))]
     assert len(answer_scores(engines, asked, tokenizer)) == 3
-    assert begun == [3]
+    assert filled == [3]
+
+
+def test_engines_are_warmed_by_one_prompt_and_timed_by_their_own(engines, filled):
+    prompt = list(range(40, 80))
+    warm(engines, prompt)
+    assert filled == [3]
+    found = [times(engine, prompt) for engine in engines]
+    assert filled == [3, 1, 1, 1]
+    assert all(one[TTFT] > 0 and one[TPOT] > 0 for one in found)
+    assert [one[KV_BYTES] for one in found] == [engine.cache.bytes for engine in engines]
 
 
 def test_only_the_tasks_that_are_wanted_are_asked(tiny_folder, monkeypatch):
