@@ -69,23 +69,24 @@ class Task:
 def sample_that_fits(task: Task, material: Material, seed: str, count: Callable[[Sample], int], most: int) -> Sample:
     """The largest sample of `seed` that is at most `most` tokens long by `count`. Raises TaskError if none is.
 
-    Tokens grow almost linearly with size, so sizes are extrapolated until one does not fit, then interpolated.
+    Tokens grow almost linearly with size, so the next size is where the line through the last two reaches `most`.
     """
 
     def measured(size: int) -> tuple[int, int]:
         return size, count(task.make(material, size, random.Random(seed)))
 
-    first = fits = measured(1)
-    if first[1] > most:
-        raise TaskError(f"{task.name} takes {first[1]} tokens at least; allowed by the context: {most}")
-    beyond: tuple[int, int] | None = None
-    while beyond is None or beyond[0] - fits[0] > 1:
-        size = min(_where(first, fits, most) + 1, GROWTH * fits[0]) if beyond is None else _where(fits, beyond, most)
-        found = measured(max(size, fits[0] + 1))
-        if found[1] <= most:
-            fits = found
+    last = before = fits = measured(1)
+    if fits[1] > most:
+        raise TaskError(f"{task.name} takes {fits[1]} tokens at least; allowed by the context: {most}")
+    beyond: int | None = None  # the smallest size that does not fit, as far as is known
+    while beyond is None or beyond - fits[0] > 1:
+        largest = GROWTH * fits[0] if beyond is None else beyond - 1
+        size = _where(min(before, last), max(before, last), most) + (beyond is None)
+        before, last = last, measured(min(max(size, fits[0] + 1), largest))
+        if last[1] <= most:
+            fits = last
         else:
-            beyond = found
+            beyond = last[0]
     return task.make(material, fits[0], random.Random(seed))
 
 
