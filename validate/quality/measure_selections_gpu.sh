@@ -16,7 +16,7 @@ head_of() { # model, its name
 
 study() { # model, its name, contexts, budgets
     [ -e "$out/retrieval-$2.json" ] || ridgeplan study retrieval --model "$1" --text "$american" \
-        --retrieval-head "$out/head-$2.safetensors" --ctx $3 --budgets $4 --tokens 32 --passages 2 \
+        --retrieval-head "$out/head-$2.safetensors" --ctx $3 --budgets $4 --tokens 8 --passages 20 \
         --output "$out/retrieval-$2.json" --html "$out/retrieval-$2.html"
 }
 

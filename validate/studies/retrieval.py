@@ -179,10 +179,11 @@ def mask_of(index: TokenIndex, kv_heads: int, tokens: int) -> Tensor:
     """bool [kv_heads, tokens]: the tokens of the first row's index list."""
     entries = index.index[0].long()
     held = torch.arange(entries.shape[1], device=entries.device) < index.count[0][:, None]
-    pages = torch.zeros(len(entries), -(-tokens // index.page) + 1, dtype=torch.bool, device=entries.device)
-    pages.scatter_(1, entries.masked_fill(~held, pages.shape[1] - 1), True)
-    pages[:, -1] = False
-    return pages.repeat_interleave(index.page, 1)[:, :tokens].expand(kv_heads, -1)
+    none = -(-tokens // index.page)  # a page behind all tokens, for entries that the list does not hold
+    pages = torch.zeros(len(entries), none + 1, dtype=torch.bool, device=entries.device)
+    pages.scatter_(1, entries.masked_fill(~held, none), True)
+    wide = pages.repeat_interleave(index.page, 1) if index.page > 1 else pages
+    return wide[:, :tokens].expand(kv_heads, -1)
 
 
 def _choosers(cache: Cache, sizes: Sizes, head: Head | None) -> list[list[_Chooser]]:
