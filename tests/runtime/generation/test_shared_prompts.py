@@ -48,6 +48,16 @@ def test_every_eviction_keeps_what_it_would_alone(kv, gamma, opened, prompts):
         assert torch.equal(shared.cache.lengths, own.cache.lengths)
 
 
+@pytest.mark.parametrize("kv, name", [("bf16", "quest"), ("int4x2", "streamingllm"), ("bf16+int4", "progressive")])
+def test_targets_that_select_learn_from_shared_prompts(kv, name, opened, prompts):
+    ids = prompts(*LENGTHS)
+    plans = [{"kv": kv, "target": name, "target_budget": budget} for budget in (48, 64)]
+    alone, together = opened(*plans), opened(*plans)
+    together[0].prefill_with(together[1:], ids, NEW)
+    for own, shared in zip(alone, together, strict=True):
+        assert shared.generate(ids, NEW).tokens == own.generate(ids, NEW).tokens
+
+
 def test_forced_logits_go_on_from_shared_prompts(opened, prompts):
     ids = prompts(90, 90, 60)
     after = [list(range(40)), list(range(40, 80)), list(range(80, 120))]
