@@ -16,7 +16,7 @@ head_of() { # model, its name
 
 study() { # model, its name, contexts, budgets
     [ -e "$out/retrieval-$2.json" ] || ridgeplan study retrieval --model "$1" --text "$american" \
-        --retrieval-head "$out/head-$2.safetensors" --ctx $3 --budgets $4 --tokens 32 --passages 2 \
+        --retrieval-head "$out/head-$2.safetensors" --ctx $3 --budgets $4 --tokens 8 --passages 20 \
         --output "$out/retrieval-$2.json" --html "$out/retrieval-$2.html"
 }
 
@@ -26,7 +26,7 @@ study "$smollm2" smollm2 "4096" "512 1024 2048"
 study "$qwen" qwen "4096 16384" "512 1024 2048"
 quality() { # context, tasks
     ridgeplan quality $selections --budgets 512 1024 2048 4096 --model "$qwen" --text "$american" --ctx "$1" \
-        --retrieval-head "$out/head-qwen.safetensors" --only-solved --samples 3 --passages 3 --tasks $2 \
+        --retrieval-head "$out/head-qwen.safetensors" --only-solved --samples 3 --passages 3 --batch 12 --tasks $2 \
         --output "$out/quality-selections.json"
 }
 

@@ -143,7 +143,7 @@ def test_an_engine_that_ran_out_of_memory_goes_on(tiny_model, make_plan, prompts
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ridgeplan.runtime.engine.prefill", exhausted)
+        patch.setattr("ridgeplan.runtime.engine.prefill_all", exhausted)
         with pytest.raises(runtime.WorkloadError, match=r"out of memory: .* GB are free"):
             engine.generate(prompts(60), 20)
     assert engine.generate(prompts(60), 20).tokens == expected
