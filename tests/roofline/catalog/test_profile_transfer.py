@@ -102,6 +102,19 @@ def test_machines_before_hopper_have_the_portable_kernels(transferred):
     assert transferred(portable)["attention"].launch_s == 2e-6
 
 
+def test_kernels_of_hopper_alone_say_nothing_of_older_machines(h200_profile):
+    """8-bit weights run in Triton's kernel there, as 4-bit ones do; sparse drafts are not priced as measured."""
+    portable = {"linear_int4": Rates(0.2, 0.2, 5e-6, 0.0)}
+    profile = replace(h200_profile, hardware=SOURCE, portable=portable)
+    old = replace(SOURCE, name="other", compute_capability="8.0")
+    older, newer = (transferred_profile(profile, one) for one in (old, replace(SOURCE, name="other")))
+    assert newer.rates("linear_int8").source == "transferred"
+    assert older.rates("linear_int8").source == "prior"
+    assert older.rates("linear_int8").bandwidth_utilization == older.rates("linear_int4").bandwidth_utilization
+    assert {"sparse_attention", "progressive_attention"} & {*older.classes} == set()
+    assert {"sparse_attention", "progressive_attention"} <= {*newer.classes}
+
+
 def test_without_a_clock_instructions_scale_as_the_peaks(transferred):
     """A tenth of the peak: 0.3 of 4 TB/s become 0.12 TB/s."""
     codes = transferred(sm_clock_hz=0.0, compute_flops=1e14)["attention_int4"]
