@@ -168,8 +168,9 @@ class Machine(Device):
         return op.launches * self.seconds(op.cost, self.rates_for(op, pass_rates), op.width, op.depth, op.tiles)
 
     def rates_for(self, op: Op, pass_rates: Mapping[str, RateTerms]) -> RateTerms:
-        """The pass's own rates for the operation's class if it has any, else the machine's."""
-        return pass_rates[op.kind] if op.kind in pass_rates else self.rates[op.kind]
+        """The pass's own rates for the operation's kind if it has any, else the machine's."""
+        own = pass_rates.get(op.kind)
+        return self.rates[op.kind] if own is None else pass_rates.get(op.rate_kind, own)
 
     def gemm_rates(self, rows: Term, dense: Term, decode: RateTerms) -> RateTerms:
         """Rates of a matrix product of `rows` rows: those of its class in a decode pass, as far as they were measured.

@@ -12,7 +12,7 @@ import torch
 
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.profile import Profile, Rates
-from ridgeplan.roofline.execution import GATHER_ROW_BYTES
+from ridgeplan.roofline.execution import GATHER_ROW_BYTES, rate_rows
 from ridgeplan.roofline.latency import linear_kind
 from ridgeplan.validate import machine
 from ridgeplan.validate.calibration import attention as attention_trials
@@ -181,6 +181,7 @@ def sample_of(trial: Trial) -> Sample:
 
 def _fitted(kind: str, samples: Sequence[Sample], ceilings: Ceilings, suite: Suite) -> Rates:
     """Rates in steps of rows for the classes that a decode pass's rows and queries go through, if the suite has any."""
+    samples = [replace(one, rows=rate_rows(kind, one.rows, one.width, one.depth)) for one in samples]
     steps = suite.steps_of(kind)
     return fit_rates(samples, ceilings) if steps is None else fit_steps(samples, ceilings, steps)
 
