@@ -10,7 +10,7 @@ selections="specontext-resident progressive-target progressive-target-int8 quest
 streamingllm-target oracle-target"
 
 head_of() { # model, its name
-    [ -e "$out/head-$2.safetensors" ] || ridgeplan distill "$1" --text "$news" --steps 400 --tokens 1024 --batch 4 \
+    [ -e "$out/head-$2.safetensors" ] || ridgeplan distill "$1" --text "$news" --steps 400 --by-layer --queries 256 \
         --checkpoint "$out/run-$2.safetensors" --every 100 --output "$out/head-$2.safetensors"
 }
 
