@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.dashboards.cli import bench, bench_decode
+from ridgeplan.dashboards.cli import bench, bench_decode, quality
 from ridgeplan.dashboards.cli.catalog import papers
 from ridgeplan.dashboards.cli.output import number
 from ridgeplan.dashboards.cli.planning.answer import answer_text
@@ -161,6 +161,13 @@ def selections(name: str, bits: str) -> str:
     return table(("", *(f"{context} tokens, {ratio:.0%}" for context, ratio in sizes)), lines)
 
 
+def quality_of(name: str, context: str) -> str:
+    """What was measured of plans' targets at one context, without the scores of single tasks."""
+    rows = [row for row in quality.load_rows(RESULTS / f"{name}.json") if row.context == int(context)]
+    columns = ("plan", *quality.COLUMNS[2:-1])
+    return table(columns, ((plan, *figures[:-1]) for plan, _, *figures in quality.table_rows(rows)))
+
+
 def breakdown(name: str, preset: str) -> str:
     """One round by class of kernels."""
     (found,) = (row["breakdown"] for row in result(name)["rows"] if row["preset"] == preset)
@@ -298,6 +305,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         validation,
         worst,
         selections,
+        quality_of,
         breakdown,
         kernels,
         kernel_targets,

@@ -13,11 +13,11 @@ from ridgeplan.planner.acceptance import Acceptance, AcceptanceModel
 from ridgeplan.planner.lowering import kernel_class, rates_of, stack, strategy_of
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.round_costs import settled_gamma
-from ridgeplan.roofline.catalog.profile import SOURCES, Profile
+from ridgeplan.roofline.catalog.profile import LINK_CLASSES, SOURCES, Profile, transferred_spread
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.evaluate import Estimate, at_acceptance, evaluate, pass_ops
-from ridgeplan.roofline.latency import LINK_CLASSES, Machine, RateTerms, StrategyRates
+from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.passes import Op
 from ridgeplan.roofline.speculative_round import draft_rates, prefill_rates, target_rates
 from ridgeplan.roofline.strategy import Strategy
@@ -178,7 +178,7 @@ def predict_all(
     slow, fast = (at_acceptance(best, ends[end]) for end in ("low", "high"))
     parts = _parts(shape, machine, strategy, rates, len(plans))
     return [
-        _prediction(index, plan, gammas[index], shape.head_dim, known[index], (slow, best, fast), parts, profile)
+        _prediction(index, plan, gammas[index], shape, known[index], (slow, best, fast), parts, profile)
         for index, plan in enumerate(plans)
     ]
 
@@ -222,7 +222,7 @@ def _prediction(
     index: int,
     plan: Plan,
     gamma: int,
-    head_dim: int,
+    shape: ModelShape,
     acceptance: Acceptance,
     estimates: tuple[Estimate, Estimate, Estimate],
     parts: tuple[PartTimes, ...],
@@ -233,12 +233,14 @@ def _prediction(
     drafted = float(_at(best.round.gamma * best.round.draft_s, index) / _at(best.round.total_s, index))
     spread = float(drafted * draft.spread[index] + (1 - drafted) * target.spread[index])
     prefill_spread = float(prefill.spread[index])
+    if not shape.weight_bits.full:
+        spread, prefill_spread = transferred_spread(spread), transferred_spread(prefill_spread)
     memory = best.memory
     return Prediction(
         best=_figures(best, index, plan.workload.batch, 0, 0, 1),
         low=_ordered(fast, slow, index, plan.workload.batch, -spread, -prefill_spread, 0.5),
         high=_ordered(slow, fast, index, plan.workload.batch, spread, prefill_spread, 1.5),
-        source=_source(plan, head_dim, profile, acceptance),
+        source=_source(plan, shape, profile, acceptance),
         acceptance=acceptance,
         gamma=gamma,
         tokens_per_round=_at(best.tokens_per_round, index),
@@ -250,7 +252,7 @@ def _prediction(
         decode_peak_bytes=_at(memory.decode_peak, index),
         offloaded_layers=int(_at(best.offloaded_layers, index)),
         host_bytes=_at(best.host_bytes, index),
-        breakdown_source=BreakdownSource(plan, head_dim, parts, index),
+        breakdown_source=BreakdownSource(plan, shape.head_dim, parts, index),
     )
 
 
@@ -295,11 +297,11 @@ def _round_s(estimate: Estimate, index: int) -> dict[str, float]:
     return {name: _at(value, index) for name, value in parts.items()}
 
 
-def _source(plan: Plan, head_dim: int, profile: Profile, acceptance: Acceptance) -> str:
+def _source(plan: Plan, shape: ModelShape, profile: Profile, acceptance: Acceptance) -> str:
     """The weakest source among linear layers, attention and, where they matter, acceptance and selection."""
     parts = ("target", "draft") if plan.speculation.active else ("target",)
     used = [
-        profile.rates(kernel_class(plan, head_dim, part, kind)).source
+        profile.rates(kernel_class(plan, shape.head_dim, part, kind)).source
         for part in parts
         for kind in ("linear", "attention")
     ]
@@ -308,6 +310,8 @@ def _source(plan: Plan, head_dim: int, profile: Profile, acceptance: Acceptance)
     selecting = plan.speculation.sparse or plan.attention.active
     if selecting or (plan.placement.offload and LINK_CLASSES[0] not in profile.classes):
         used.append("prior")  # selection costs follow the papers' descriptions, the link its datasheet
+    if not shape.weight_bits.full:
+        used.append("prior")  # weights as a checkpoint stores them are priced by rates of full precision
     return max(used, key=SOURCES.index)
 
 

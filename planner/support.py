@@ -12,7 +12,7 @@ from ridgeplan.planner.policies.policy import Role
 from ridgeplan.planner.policies.selection.retrieval_head import RETRIEVAL_HEAD
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.catalog.weight_formats.weight_bits import CONVERTED_FORMATS
+from ridgeplan.roofline.catalog.weight_formats.weight_bits import CONVERTED_FORMATS, loaded_formats
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 
 SPARSE_CLASS = "sparse_attention"  # calibrated with all others that sparse drafts need
@@ -60,7 +60,7 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
     """
     evicting, target, drafts = eviction(plan), target_selection(plan), draft_selection(plan)
     window = shape.window_tokens if shape else None
-    held = shape.weight_bits.format if shape and shape.weight_bits.converted else None
+    held = shape.weight_bits.format if shape and is_converted(shape) else None
     checks = {
         f"eviction {plan.eviction.policy.value!r}": evicting and not evicting.executable,
         **_missing_offload(plan),
@@ -158,10 +158,15 @@ def missing_architecture(shape: ModelShape) -> str | None:
         return f"the runtime does not execute architecture {shape.architecture!r} yet (it does {known})"
     held = shape.weight_bits.format
     if held not in CONVERTED_FORMATS:
-        return f"the runtime does not load weights in {held!r} yet (it does {', '.join(CONVERTED_FORMATS)})"
+        return f"the runtime does not load weights in {held!r} yet (it does {', '.join(loaded_formats())})"
     return None
 
 
 def as_loaded(shape: ModelShape) -> ModelShape:
     """The model as the runtime holds it: weights of some formats are converted to full precision when loaded."""
-    return replace(shape, weight_bits=shape.weight_bits.as_loaded) if shape.weight_bits.converted else shape
+    return replace(shape, weight_bits=shape.weight_bits.as_loaded) if is_converted(shape) else shape
+
+
+def is_converted(shape: ModelShape) -> bool:
+    """Whether loading changes the model's weights; those of architectures that the runtime does not load stay."""
+    return shape.architecture in EXECUTABLE_ARCHITECTURES and shape.weight_bits.converted

@@ -28,7 +28,8 @@ EVICTION_SCORE_ELEMENTS = 1 << 24
 
 # Largest number of rows of activations that this package's matrix-product kernels take; beyond, the library is faster.
 CUDA_SKINNY_GEMM_ROWS = 16
-CUDA_LARGE_GEMM_ROWS = 8  # the same of weights with more than 8192 inputs or outputs, such as output heads
+CUDA_LARGE_GEMM_ROWS = 8  # the same of weights with more than CUDA_MANY_CHANNELS inputs or outputs
+CUDA_MANY_CHANNELS = 8192
 CPU_SKINNY_GEMM_ROWS = 64
 CUDA_LIBRARY_GEMM_ROWS = 128  # from here on a library's products are bound by arithmetic, as in prefill
 CUDA_FUSED_SWIGLU_ROWS = 8  # most rows for which the gate and up product also applies SwiGLU, dense or 4-bit
@@ -76,6 +77,26 @@ def product_tiles(outputs: Term, inputs: Term) -> Term:
 def attention_tiles(kv_rows: Term, tokens: Term) -> Term:
     """Tiles of a decode attention that reads `tokens` tokens for each of `kv_rows` (batch row, KV head) pairs."""
     return kv_rows * -(-tokens // TILE_TOKENS)
+
+
+def many_channels(kind: str, width: float, depth: float) -> bool:
+    """Whether dense products from `depth` inputs to `width` outputs go to the library from fewer rows on than others.
+
+    Output heads do, too, but are a class of kernels of their own.
+    """
+    return kind == "linear" and max(width, depth) > CUDA_MANY_CHANNELS
+
+
+def library_rows(rows: Term) -> Term:
+    """What `rows` rows of a dense product of many channels count as in rates: where the library takes them, as many as
+    it takes of every dense product."""
+    own = indicator(rows, CUDA_LARGE_GEMM_ROWS)
+    return own * rows + (1 - own) * maximum(rows, CUDA_SKINNY_GEMM_ROWS + 1)
+
+
+def rate_rows(kind: str, rows: int, width: float, depth: float) -> int:
+    """What the rows of one call of a kernel class count as in its rates."""
+    return int(library_rows(rows)) if many_channels(kind, width, depth) else rows
 
 
 def filled(tiles: Term) -> Term:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from ridgeplan.roofline.catalog.profile import MAX_ROW_STEPS, Profile, Rates
+from ridgeplan.roofline.catalog.profile import LINK_CLASSES, MAX_ROW_STEPS, Profile, Rates
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.execution import (
@@ -168,8 +168,9 @@ class Machine(Device):
         return op.launches * self.seconds(op.cost, self.rates_for(op, pass_rates), op.width, op.depth, op.tiles)
 
     def rates_for(self, op: Op, pass_rates: Mapping[str, RateTerms]) -> RateTerms:
-        """The pass's own rates for the operation's class if it has any, else the machine's."""
-        return pass_rates[op.kind] if op.kind in pass_rates else self.rates[op.kind]
+        """The pass's own rates for the operation's kind if it has any, else the machine's."""
+        own = pass_rates.get(op.kind)
+        return self.rates[op.kind] if own is None else pass_rates.get(op.rate_kind, own)
 
     def gemm_rates(self, rows: Term, dense: Term, decode: RateTerms) -> RateTerms:
         """Rates of a matrix product of `rows` rows: those of its class in a decode pass, as far as they were measured.
@@ -228,11 +229,6 @@ KERNEL_CLASSES = (
     "quantize", "sampling", "gather", "prefill_attention", "prefill_attention_d64", "prefill_linear",
     "two_bit_scan", "top_k", "sparse_attention", "progressive_attention",
 )  # fmt: skip
-
-
-# Classes of kernels that move bytes over the link to the host: copies of whole layers, gathers of chosen tokens, and
-# writes.
-LINK_CLASSES = ("host_copy", "host_gather", "host_store")
 
 
 def linear_kind(bits: int) -> str:

@@ -12,8 +12,10 @@ from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.catalog.weight_formats.weight_bits import FULL_BITS
 from ridgeplan.roofline.cost import Cost, Term
-from ridgeplan.roofline.execution import attention_tiles, product_tiles
+from ridgeplan.roofline.execution import attention_tiles, many_channels, product_tiles
 from ridgeplan.roofline.term_math import minimum
+
+MANY_CHANNELS = "linear, many channels"  # `Op.rate_kind` of such products
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Op:
     def tiles(self) -> Term:
         """Tiles of one launch on all SMs."""
         return tiles(self.kind, self.width, self.depth)
+
+    @property
+    def rate_kind(self) -> str:
+        """The kind by which a pass finds its rates: dense products of many channels may have some of their own."""
+        return MANY_CHANNELS if many_channels(self.kind, self.width, self.depth) else self.kind
 
     @property
     def category(self) -> str:

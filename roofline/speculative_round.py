@@ -8,10 +8,16 @@ from dataclasses import dataclass, replace
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
-from ridgeplan.roofline.execution import GATHER_ROW_BYTES, PREFILL_CHUNK_TOKENS, mean_quantized_tokens, mean_splits
+from ridgeplan.roofline.execution import (
+    GATHER_ROW_BYTES,
+    PREFILL_CHUNK_TOKENS,
+    library_rows,
+    mean_quantized_tokens,
+    mean_splits,
+)
 from ridgeplan.roofline.host_link import NO_LAYERS, HostLayers, load_seconds, target_with_host_seconds
 from ridgeplan.roofline.latency import Machine, PassRates, RateTerms, StrategyRates, prefill_attention_kind
-from ridgeplan.roofline.passes import Op, PassTerms, decode_pass
+from ridgeplan.roofline.passes import MANY_CHANNELS, Op, PassTerms, decode_pass
 from ridgeplan.roofline.sparsity.sparse_ops import SCORE_BYTES, TOP_K_PASSES, two_bit_top_k
 from ridgeplan.roofline.speculation import flush_capped, tokens_per_round
 from ridgeplan.roofline.strategy import Strategy
@@ -134,13 +140,15 @@ def _pass_rates(
     shape: ModelShape, machine: Machine, own: PassRates, batch: Term, queries: Term, dense: tuple[Term, Term]
 ) -> dict[str, RateTerms]:
     """`dense`: whether the layers' products and the head have 16-bit weights."""
-    linear = machine.gemm_rates(batch * queries, dense[0], own.linear)
+    rows = batch * queries
+    beyond = where(dense[0], library_rows(rows), rows)
     query_rows = queries * shape.q_heads / shape.cached_rows
-    by_row = {kind: machine.rates[kind].at_rows(batch * queries) for kind in ("elementwise", "rope", "gap")}
+    by_row = {kind: machine.rates[kind].at_rows(rows) for kind in ("elementwise", "rope", "gap")}
     return by_row | {
-        "linear": linear,
-        "grouped_linear": machine.rates["grouped_linear"].at_rows(batch * queries),
-        "head": machine.gemm_rates(batch * queries, dense[1], own.head),
+        "linear": machine.gemm_rates(rows, dense[0], own.linear),
+        MANY_CHANNELS: machine.gemm_rates(beyond, dense[0], own.linear),
+        "grouped_linear": machine.rates["grouped_linear"].at_rows(rows),
+        "head": machine.gemm_rates(rows, dense[1], own.head),
         "attention": own.attention.at_rows(query_rows),
         "attention_mla": machine.rates["attention_mla"].at_rows(query_rows),
     }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from ridgeplan.runtime.kv.offload.layer_mover import layer_mover
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.decoder import Decoder
-from ridgeplan.runtime.model.prefill import PromptObservers, prefill
+from ridgeplan.runtime.model.prefill import Destination, PromptObservers, prefill_all
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.runtime.quantization.calibrate import quantized_draft
@@ -45,6 +45,7 @@ from ridgeplan.runtime.stopwatch import Stopwatch
 GraphKey = tuple[int, int, tuple[float, int | None, float | None]]
 # Kinds of rounds whose graphs are kept. Each holds a round's workspace; a plan's predicted memory counts one.
 KEPT_GRAPHS = 8
+FORCED_TOKENS = 8  # of a pass; the attention kernels take them with up to 8 query heads a KV head
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,13 @@ class Generation:
 
     tokens: list[list[int]]
     statistics: Statistics
+
+
+class FilledPrompts(NamedTuple):
+    """Prompts that are in an engine's cache, and the logits [rows, vocab] that follow each."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    logits: Tensor
 
 
 class Engine:
@@ -100,6 +108,7 @@ class Engine:
         self._meter = meter
         self._statistics: Statistics | None = None
         self._running = False
+        self._filled: FilledPrompts | None = None
         self._generator = torch.Generator(device)
         self._profile = profile
         self._graphs: dict[GraphKey, GraphRounds] = {}
@@ -159,21 +168,53 @@ class Engine:
         """Like `stream` for several prompts: the new tokens of each, first from prefill, then from every round."""
         return self._run(Request.build(prompts, max_new_tokens, sampling))
 
-    @torch.inference_mode()
     def forced_logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """The target's logits [len(tokens) + 1, vocab] after the prompt and after each of `tokens`.
+        """`forced_logits_batch` of one prompt, [len(tokens) + 1, vocab]."""
+        return self.forced_logits_batch([prompt], [tokens])[0]
 
-        The prompt's cache is the one that `generate` decodes with. One pass of the target per token, without drafts.
-        Raises WorkloadError as `generate` does, for a generation of len(tokens) + 1 tokens.
+    @torch.inference_mode()
+    def forced_logits_batch(self, prompts: Prompts, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """The target's logits [rows, len(tokens[0]) + 1, vocab] after each prompt and after each of its `tokens`.
+
+        The prompts' cache is the one that `generate` decodes with. Passes of the target are over a few tokens, without
+        drafts; one that selects what it reads chooses for each token alone. tokens: equally many for each prompt.
+        Raises WorkloadError as `generate` does, for a generation of one token more.
         """
-        request = Request.build(prompt, len(tokens) + 1, None)
+        ids = torch.tensor([list(each) for each in tokens], dtype=torch.int64, device=self.device)
+        request = Request.build(prompts, ids.shape[1] + 1, None)
         with self._exclusive(request) as cache:
             speculator = self._begun(request, cache, request.longest)
-            logits = [self._prompt_logits(request, speculator)[0]]
-            for token in torch.tensor(list(tokens), dtype=torch.int64, device=self.device):
-                logits.append(speculator.target_logits(token.view(1, 1))[0, 0])
-                cache.advance(cache.active().int())
-        return torch.stack(logits)
+            logits = [self._prompt_logits(request, speculator)[:, None]]
+            stored = [cache.config.stored(len(prompt)) for prompt in request.prompts]
+            for part in cache.config.passes(stored, ids.shape[1], FORCED_TOKENS if self._reads is None else 1):
+                logits.append(self._forced(speculator, ids[:, part]))
+                cache.advance(cache.active().int() * (part.stop - part.start))
+        return torch.cat(logits, dim=1)
+
+    def _forced(self, speculator: Speculator, tokens: Tensor) -> Tensor:
+        """Logits [rows, queries, vocab] of the target for tokens [rows, queries]."""
+        if self._reads is not None:
+            return speculator.target_logits(tokens)
+        cache = speculator.cache
+        return self.decoder.step(self.weights, cache, tokens, cache.target_metadata(tokens.shape[1]))
+
+    @torch.inference_mode()
+    def prefill_with(self, others: Sequence[Engine], prompts: Prompts, max_new_tokens: int) -> None:
+        """Processes prompts once, for this engine and others of the same weights, which keep different parts of them.
+
+        The next `generate` or `forced_logits_batch` of each over just these prompts, by up to `max_new_tokens`, starts
+        from what is then in its cache; its statistics have no time of prefill. Raises WorkloadError as `generate` does,
+        and for other weights; ValueError for evictions that append different tokens.
+        """
+        request, engines = Request.build(prompts, max_new_tokens, None), [self, *others]
+        if any(each.weights is not self.weights for each in others):
+            raise WorkloadError("the engines have weights of their own; allowed: engines that share weights")
+        with ExitStack() as running:
+            caches = [running.enter_context(each._exclusive(request)) for each in engines]
+            begun = [each._begun(request, cache, request.longest) for each, cache in zip(engines, caches, strict=True)]
+            logits = self._fill(request, list(zip(engines, begun, strict=True)))
+        for each in engines:
+            each._filled = FilledPrompts(request.prompts, logits)
 
     @property
     def peak_memory_bytes(self) -> int | None:
@@ -184,7 +225,7 @@ class Engine:
         """Releases the caches and captured graphs. The weights are freed with their last reference."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # rounds of an abandoned generation may still read the host's memory
-        self.cache = self._policy = self._reads = self._mover = None
+        self.cache = self._policy = self._reads = self._mover = self._filled = None
         self._graphs.clear()
 
     def _drafts(self, given: DecoderWeights | None, text: CalibrationText | None) -> DecoderWeights:
@@ -285,11 +326,17 @@ class Engine:
         return AdaptiveGamma(costs, request.max_new_tokens)
 
     def _begun(self, request: Request, cache: Cache, longest: int) -> Speculator:
-        """Empties the cache for a request, and forgets what drafts chose by. longest: tokens that it has room for."""
+        """Empties the cache for a request, and forgets what drafts chose by; unless it holds the request's prompts.
+
+        longest: tokens that it has room for.
+        """
+        speculator = self._speculator(cache, request.sampling)
+        if self._filled is not None and self._filled.prompts == request.prompts:
+            return speculator
+        self._filled = None
         cache.reset(len(request.prompts))
         if self._mover is not None:
             self._mover.start(longest)
-        speculator = self._speculator(cache, request.sampling)
         speculator.policy.start()
         if self._reads is not None:
             self._reads.start(cache.rows)
@@ -323,16 +370,23 @@ class Engine:
             return speculator.first(logits)
 
     def _prompt_logits(self, request: Request, speculator: Speculator) -> Tensor:
-        """Fills the cache; returns the logits [rows, vocab] that follow each prompt."""
+        """Fills the cache, unless it holds the prompts; returns the logits [rows, vocab] that follow each."""
+        filled, self._filled = self._filled, None
+        return self._fill(request, [(self, speculator)]) if filled is None else filled.logits
+
+    def _fill(self, request: Request, into: Sequence[tuple[Engine, Speculator]]) -> Tensor:
+        """Fills the caches of engines that share weights; returns the logits [rows, vocab] that follow each prompt."""
         with prompt_arena(self.plan, self.draft_weights, self.device) as arena:
-            prompts = (torch.tensor(prompt, device=self.device) for prompt in request.prompts)
-            target = self.decoder, self.weights, speculator.cache
-            observer = PromptObservers(observers(speculator.policy, speculator.reads))
-            logits = [
-                prefill(*target, row, prompt, arena=arena, policy=self.eviction, observer=observer)
-                for row, prompt in enumerate(prompts)
-            ]
+            logits = []
+            for row, prompt in enumerate(request.prompts):
+                to = [engine._destination(speculator, row) for engine, speculator in into]
+                ids = torch.tensor(prompt, device=self.device)
+                logits.append(prefill_all(self.decoder, self.weights, to, ids, arena=arena))
             return torch.stack(logits)
+
+    def _destination(self, speculator: Speculator, row: int) -> Destination:
+        observer = PromptObservers(observers(speculator.policy, speculator.reads))
+        return Destination(speculator.cache, row, self.eviction, observer)
 
     @torch.inference_mode()
     def _following(
@@ -402,5 +456,5 @@ def _extend(rows: list[SequenceState], tokens: list[list[int]], cache: Cache) ->
 
 def _flushes(row: SequenceState, cache: KVCacheConfig) -> int:
     """Groups of a sequence that were quantized during decoding, in the layers that hold the most tokens."""
-    stored = max(cache.kept(row.prompt_tokens), default=row.prompt_tokens)
+    stored = cache.stored(row.prompt_tokens)
     return cache.quantized_groups(stored + row.cached) - cache.quantized_groups(stored)

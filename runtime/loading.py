@@ -71,7 +71,7 @@ def load(
     place = _device(device)
     if weights is not None and weights.embedding.device.type != place.type:
         raise WorkloadError(f"the shared weights are on {weights.embedding.device}; allowed: on {place.type}")
-    dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+    dtype = _dtype(dtype, place)
     _require_described_memory(plan, model, place, dtype, weights, memory_utilization)
     source = model_source(model)
     config = decoder_config(load_config(source), source, plan.workload.yarn_factor)
@@ -92,6 +92,13 @@ def load(
     with readable_out_of_memory(place):
         target = weights or _target(plan, source, config, place, dtype, text)
         return Engine(plan, source, config, target, place, meter, draft_weights, text, profile, head, *offloading)
+
+
+def require_described(plan: Plan, model: str, memory_utilization: float = MEMORY_UTILIZATION) -> None:
+    """Raises what `load` raises by the plan and the model's description alone, for what is to be done before it."""
+    require_executable(plan)
+    device = _device(None)
+    _require_described_memory(plan, model, device, _dtype(None, device), None, memory_utilization)
 
 
 def _require_described_memory(
@@ -167,6 +174,10 @@ def _device(name: str | None) -> torch.device:
     if name not in available:
         raise WorkloadError(f"device is {name!r}; allowed here: {', '.join(available)}")
     return torch.device(name)
+
+
+def _dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+    return dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
 def _compare_models(plan: Plan, shape: ModelShape, model: str) -> None:

@@ -15,7 +15,7 @@ from ridgeplan.planner.support import as_loaded
 from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.model_files.huggingface import shape_from_config, sliding_layers
 from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.catalog.weight_formats.weight_bits import CONVERTED_FORMATS
+from ridgeplan.roofline.catalog.weight_formats.weight_bits import CONVERTED_FORMATS, loaded_formats
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model.readers import failures_as
@@ -57,9 +57,8 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
         shape, sliding = as_loaded(shape_from_config(keys, source, source)), sliding_layers(keys)
     except ValueError as error:
         raise ModelError(f"cannot load the model {source}: {error}") from error
-    _require(
-        shape.weight_bits.format in CONVERTED_FORMATS, "weight format", shape.weight_bits.format, CONVERTED_FORMATS
-    )
+    held = shape.weight_bits.format
+    _require(held in CONVERTED_FORMATS, "weight format", held, loaded_formats())
     if not 0 < hub.rms_norm_eps <= 1:
         raise ModelError(f"the model's rms_norm_eps is {brief(hub.rms_norm_eps)}; allowed: above 0 up to 1")
     windows = tuple(shape.window_tokens if index in sliding else None for index in range(shape.layers))

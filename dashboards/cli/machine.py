@@ -46,6 +46,7 @@ SERVER = {
         "ridgeplan calibrate --output machine.json",
         "ridgeplan calibrate --allow-noisy --json",
         "ridgeplan calibrate --samples samples.json",
+        "ridgeplan calibrate --only link --only rope",
     )
 )
 @options(

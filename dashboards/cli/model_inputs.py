@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from ridgeplan.planner.interface.plan_file import SavedPlan
+from ridgeplan.planner.plan import Workload
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.shapes import sizes_of
-
-if TYPE_CHECKING:
-    from ridgeplan.runtime import Engine
 
 EMBEDDED_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CALIBRATION_TOKENS = 8192  # 2048 are as good for short contexts; for long ones acceptance is another 0.007 higher
@@ -59,20 +57,28 @@ def prompt_text(text: str | None, path: str | None) -> str | None:
     return read_prompt(path)
 
 
-def prompt_tokens(engine: Engine, text: str | None) -> list[int]:
-    """Token ids of a text, by default as many of Python's own text as the plan's context holds.
+def prompt_tokens(source: str, workload: Workload, text: str | None, new_tokens: int) -> list[int]:
+    """Token ids of a text, by default as many of Python's own text as the plan's context holds. No weights are read.
 
-    Raises PromptError for a text with none, or with more than that context.
+    Raises PromptError for a text with none, or with more than that context; WorkloadError for more new tokens than the
+    plan's, and for tokens outside the model's vocabulary.
     """
-    from ridgeplan.validate import prompts
+    from ridgeplan.runtime.model.checkpoint import load_config
+    from ridgeplan.runtime.model.source import model_source
+    from ridgeplan.runtime.request import Request
 
-    most = engine.plan.workload.context
-    if text is None:
-        return prompts.prompt_tokens(engine.tokenizer, most)
-    tokens = prompts.first_tokens(engine.tokenizer, most + 1, text)
+    tokens = opening_tokens(source, None, workload.context) if text is None else _given(source, workload, text)
+    Request.build(tokens, new_tokens, None).check(workload, load_config(model_source(source)).vocab_size)
+    return tokens
+
+
+def _given(source: str, workload: Workload, text: str) -> list[int]:
+    from ridgeplan.validate.prompts import PromptError
+
+    tokens, most = _first_tokens(source, text, workload.context + 1), workload.context
     if not 1 <= len(tokens) <= most:
         found = f"more than {most} tokens" if tokens else "no tokens of this model's vocabulary"
-        raise prompts.PromptError(f"the prompt has {found}; allowed by the plan: 1 to {most}")
+        raise PromptError(f"the prompt has {found}; allowed by the plan: 1 to {most}")
     return tokens
 
 
@@ -87,13 +93,23 @@ def _plain_text(text: str) -> str:
 
 def opening_tokens(source: str, path: str | None, tokens: int) -> list[int]:
     """The first `tokens` token ids of a file (all of a shorter one), by default of Python's own text."""
-    from ridgeplan.runtime.model.checkpoint import load_tokenizer
-    from ridgeplan.runtime.model.source import model_source
     from ridgeplan.validate import prompts
 
     text = prompts.read_prompt(path) if path is not None else None
-    tokenizer: Any = load_tokenizer(model_source(source))
-    return prompts.prompt_tokens(tokenizer, tokens) if text is None else prompts.first_tokens(tokenizer, tokens, text)
+    return prompts.prompt_tokens(_tokenizer(source), tokens) if text is None else _first_tokens(source, text, tokens)
+
+
+def _first_tokens(source: str, text: str, tokens: int) -> list[int]:
+    from ridgeplan.validate.prompts import first_tokens
+
+    return first_tokens(_tokenizer(source), tokens, text)
+
+
+def _tokenizer(source: str) -> Any:
+    from ridgeplan.runtime.model.checkpoint import load_tokenizer
+    from ridgeplan.runtime.model.source import model_source
+
+    return load_tokenizer(model_source(source))
 
 
 def calibration_tokens(source: str, path: str | None) -> list[int] | None:

@@ -73,6 +73,8 @@ COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPO
     click.option("--tasks", multiple=True, default=("all",), show_default=True,
                  help="RULER's tasks, a list: all, none, or names such as niah_single_1, vt, cwe, fwe, qa_1."),
     click.option("--samples", type=int, default=5, show_default=True, help="Prompts of each task."),
+    click.option("--batch", type=int,
+                 help="Prompts or passages that run together.  [default: 8 on a GPU, else 1]"),
     click.option("--only-solved", is_flag=True, help=f"Leave out tasks that plain decoding solves below {SOLVED:.0%}."),
     click.option("--passages", type=int, default=4, show_default=True, help="Passages of the text."),
     click.option("--tokens", type=int, default=128, show_default=True, help="Tokens of a passage to measure on."),
@@ -84,7 +86,7 @@ COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPO
 )  # fmt: skip
 def quality(
     plans: tuple[str, ...], model: str | None, text: str | None, ctx: tuple[int, ...], budgets: tuple[int, ...],
-    tasks: tuple[str, ...], output: Path | None, as_json: bool, **sizes: Any,
+    tasks: tuple[str, ...], batch: int | None, output: Path | None, as_json: bool, **sizes: Any,
 ) -> None:  # fmt: skip
     """Fidelity, perplexity, RULER scores, times and KV memory of each PLAN, a preset's name or a plan's file.
 
@@ -99,7 +101,9 @@ def quality(
     from ridgeplan.validate.acceptance import named_shape
     from ridgeplan.validate.prompts import read_prompt, sample_text
     from ridgeplan.validate.quality.question import Question
+    from ridgeplan.validate.quality.run import default_batch
 
+    sizes["batch"] = default_batch() if batch is None else batch
     with warnings_as_notes():
         source = embedded_or(model)
         content = sample_text() if text is None else read_prompt(text)

@@ -86,14 +86,16 @@ def run(
     limit = min(DEFAULT_NEW_TOKENS, plan.workload.new_tokens) if max_new_tokens is None else max_new_tokens
     # Importing torch takes seconds, so the plan's file is checked first.
     from ridgeplan import runtime
+    from ridgeplan.runtime.loading import require_described
 
     params = runtime.SamplingParams(**sampling)
     with warnings_as_notes():
         source = embedded_or(model)
+        require_described(plan, source, memory_utilization)
+        prompt_ids = prompt_tokens(source, plan.workload, text, limit)  # before weights, which take minutes to load
         fitted = calibration_tokens(source, calibration)
         limits = {"memory_utilization": memory_utilization, "retrieval_head": retrieval_head}
         engine = runtime.load(plan, source, calibration=fitted, **limits)  # type: ignore[arg-type]
-        prompt_ids = prompt_tokens(engine, text)
         stop = engine.tokenizer.eos_token_id
         stream = engine.stream(prompt_ids, limit, replace(params, stop_token_ids=() if stop is None else (stop,)))
         tokens: list[int] = []

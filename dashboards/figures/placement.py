@@ -18,7 +18,7 @@ from ridgeplan.dashboards.figures.style import COLORS, styled, tokens_axis
 from ridgeplan.planner import resolve
 from ridgeplan.planner.plan import KVCache, KVFormat, Placement, Plan, Workload
 from ridgeplan.planner.sweeps import placement_times
-from ridgeplan.roofline.catalog.checks import Checked, build, number, whole
+from ridgeplan.roofline.catalog.checks import Checked, build, number, text, whole
 from ridgeplan.roofline.catalog.documents import parse_json, read_document
 from ridgeplan.roofline.catalog.mistakes import brief
 
@@ -33,7 +33,7 @@ LINES = (("adaptive_ms", "as many layers on the host as must be", COLORS[0]),
 
 @dataclass(frozen=True)
 class MeasuredStep(Checked):
-    """One row of the benchmark. Raises FigureError for wrong values."""
+    """One row of the benchmark, with its name and how long it took. Raises FigureError for wrong values."""
 
     error = FigureError
 
@@ -43,6 +43,8 @@ class MeasuredStep(Checked):
     predicted_static_ms: float = number(0, 1e9)
     adaptive_ms: float = number(0, 1e9)
     static_ms: float = number(0, 1e9)
+    row: str = text("")
+    took_s: float = number(0, 1e9, default=0.0)
 
 
 def placement_rows(gpu: str, batch: int, memory_gb: int) -> list[Row]:

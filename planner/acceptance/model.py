@@ -127,7 +127,7 @@ class AcceptanceModel:
         rows = self._rows_with(draft)
         if not rows:
             return "prior", f"no rows of {draft}: as other selections differ"
-        nearest = min(rows, key=lambda row: self._distance(row, draft, ratio))
+        nearest = self._nearest(rows, draft, ratio)
         if nearest.draft == draft and self._owns(nearest) and self._near(nearest, ratio):
             return nearest.source, str(nearest)
         values = {"parameters": self.parameters, "context": self.context, "ratio": ratio}
@@ -150,13 +150,18 @@ class AcceptanceModel:
     def _near(self, row: AcceptanceRow, ratio: float) -> bool:
         return max(_factor(row.context, self.context), _factor(row.ratio, ratio)) <= NEAR
 
-    def _distance(self, row: AcceptanceRow, draft: str, ratio: float) -> tuple[Any, ...]:
-        """Order of rows, nearest first: of this draft and model, on its text, then by size, context and ratio."""
+    def _nearest(self, rows: Sequence[AcceptanceRow], draft: str, ratio: float) -> AcceptanceRow:
+        """The nearest row: of this draft and model, on its text, then by size, context and ratio."""
+        alike = [row for row in rows if row.draft == draft] or rows
+        own = [row for row in alike if self._owns(row)] or alike
+        return min(own, key=lambda row: self._distance(row, ratio))
+
+    def _distance(self, row: AcceptanceRow, ratio: float) -> tuple[Any, ...]:
         factors = (
             _factor(row.parameters, self.parameters), _factor(row.context, self.context), _factor(row.ratio, ratio),
         )  # fmt: skip
         other_text = bool(self.text) and row.text != self.text
-        return row.draft != draft, not self._owns(row), other_text, math.prod(factors), SOURCES.index(row.source)
+        return other_text, math.prod(factors), SOURCES.index(row.source)
 
 
 def spans_of(rows: Iterable[AcceptanceRow], model: str) -> dict[str, tuple[float, float]]:

@@ -51,6 +51,7 @@ class PlanMap:
     tpot_s: np.ndarray
     ttft_s: np.ndarray
     peak_bytes: np.ndarray
+    host_bytes: np.ndarray
     fits: np.ndarray
     plain_tpot_s: np.ndarray
     plain_fits: np.ndarray
@@ -94,7 +95,8 @@ def plan_map(question: Question, contexts: Sequence[int], batches: Sequence[int]
     """The fastest plan that runs, at every size; of a preset, its fastest gamma and ratio, whether it runs or not.
 
     `question` says which model, machine, quality and memory; its own context and batch are not used. Where no plan
-    fits, all sizes of quantization groups are tried, as by `recommend`. Raises PlanError for sizes out of range.
+    fits, or the fastest leaves layers on the host, all sizes of quantization groups are tried, as by `recommend`.
+    Raises PlanError for sizes out of range.
     """
     sizes = len(contexts) * len(batches)
     require(0 < sizes <= MOST_SIZES, f"{len(contexts)} contexts x {len(batches)} batches; allowed: 1 to {MOST_SIZES}")
@@ -103,12 +105,34 @@ def plan_map(question: Question, contexts: Sequence[int], batches: Sequence[int]
     grid = _Grid(asked, tuple(_workload(asked, one, max(batches)) for one in contexts), tuple(batches))
     searched = _searched(grid, preset)
     found = _fastest(grid, _narrowed(grid, _points(searched)))
-    if found.fits.all() or preset:
+    if preset:
         return found
-    rows, columns = (np.flatnonzero(~found.fits.all(axis=axis)).tolist() for axis in (1, 0))
-    part = grid.part(rows, columns)
     smaller = [one for family in searched for one in regrouped(family)]
-    return _merged(found, _fastest(part, _narrowed(part, _points(smaller))), np.ix_(rows, columns))
+    alone = [one for one in smaller if not one.template.placement.offload]
+    found = _replaced(found, *_fitting(found.fits & (found.host_bytes > 0), grid, alone))
+    return _replaced(found, ~found.fits, grid, smaller)
+
+
+def _fitting(where: np.ndarray, grid: _Grid, searched: Sequence[Family]) -> tuple[np.ndarray, _Grid, list[Family]]:
+    """The sizes of a mask at which any family fits with its fewest drafts, which take the least memory; the grid; and
+    those families.
+    """
+    fits = np.zeros_like(where)
+    if not where.any():
+        return fits, grid, []
+    part, place = grid.around(where)
+    least = [replace(one, gammas=one.gammas[:1], ratios=one.ratios[:1]) for one in searched]
+    found = _figures(part, _points(least)).fits & where[place][:, None]
+    fits[place] = found.any(axis=1)
+    return fits, grid, [one for one, fit in zip(searched, found.any(axis=(0, 2)), strict=True) if fit]
+
+
+def _replaced(found: PlanMap, where: np.ndarray, grid: _Grid, searched: Sequence[Family]) -> PlanMap:
+    """The map with the plans of other families at the sizes of a mask, where they are faster or nothing fits."""
+    if not where.any():
+        return found
+    part, place = grid.around(where)
+    return _merged(found, _fastest(part, _narrowed(part, _points(searched))), place, where[place])
 
 
 def at_workload(plan: Plan, workload: Workload) -> Plan:
@@ -141,6 +165,11 @@ class _Grid:
         workloads = tuple(self.workloads[row] for row in rows)
         return replace(self, workloads=workloads, batches=tuple(self.batches[column] for column in columns))
 
+    def around(self, where: np.ndarray) -> tuple[_Grid, tuple[np.ndarray, ...]]:
+        """The contexts and batches of a mask's sizes, and their places in arrays of this grid."""
+        rows, columns = (np.flatnonzero(where.any(axis=axis)).tolist() for axis in (1, 0))
+        return self.part(rows, columns), np.ix_(rows, columns)
+
     @property
     def sizes(self) -> int:
         return len(self.workloads) * len(self.batches)
@@ -168,6 +197,7 @@ class _Figures:
     tpot_s: np.ndarray
     ttft_s: np.ndarray
     peak_bytes: np.ndarray
+    host_bytes: np.ndarray
     fits: np.ndarray
 
 
@@ -229,6 +259,7 @@ def _fastest(grid: _Grid, points: _Points) -> PlanMap:
         tpot_s=at_best(found.tpot_s),
         ttft_s=at_best(found.ttft_s),
         peak_bytes=at_best(found.peak_bytes),
+        host_bytes=at_best(found.host_bytes),
         fits=fits,
         plain_tpot_s=plain.tpot_s[:, 0],
         plain_fits=plain.fits[:, 0],
@@ -239,16 +270,19 @@ def _plain(grid: _Grid) -> Family:
     return family_of("autoregressive", autoregressive(grid.workloads[-1]))
 
 
-def _merged(first: PlanMap, second: PlanMap, place: tuple[np.ndarray, ...]) -> PlanMap:
-    """The first map, and where nothing of it fits the second, which is of a part of its sizes."""
-    fits = first.fits[place]
+def _merged(first: PlanMap, second: PlanMap, place: tuple[np.ndarray, ...], where: np.ndarray) -> PlanMap:
+    """The first map, and the second, which is of a part of its sizes, at those of a mask of them where it is faster
+    or nothing of the first fits.
+    """
+    faster = second.fits & (second.tpot_s < first.tpot_s[place])
+    changed = where & (faster | ~first.fits[place])
 
     def taken(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
         merged = ours.copy()
-        merged[place] = np.where(fits, ours[place], theirs)
+        merged[place] = np.where(changed, theirs, ours[place])
         return merged
 
-    names = ("gamma", "ratio", "tpot_s", "ttft_s", "peak_bytes", "fits")
+    names = ("gamma", "ratio", "tpot_s", "ttft_s", "peak_bytes", "host_bytes", "fits")
     figures: dict[str, Any] = {name: taken(getattr(first, name), getattr(second, name)) for name in names}
     index = taken(first.index, second.index + len(first.families))
     return replace(first, families=(*first.families, *second.families), index=index, **figures)
@@ -276,7 +310,7 @@ def _figures(grid: _Grid, points: _Points) -> _Figures:
         for one in (estimate.tpot_s, estimate.ttft_s, estimate.memory.peak, estimate.host_bytes)
     )
     allowed = np.array([[not exceeds_window(plan, shape) for plan in row] for row in templates])[:, points.family, None]
-    return _Figures(tpot_s, ttft_s, peak, allowed & question.fitting(peak, host))
+    return _Figures(tpot_s, ttft_s, peak, host, allowed & question.fitting(peak, host))
 
 
 def _acceptance(question: Question, templates: Sequence[Sequence[Plan]], points: _Points) -> np.ndarray:

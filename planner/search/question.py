@@ -15,7 +15,7 @@ from ridgeplan.planner.interface.quantities import size_bytes, size_text, tokens
 from ridgeplan.planner.plan import KVFormat, Plan, Workload, require
 from ridgeplan.planner.quality import Quality, losses, quality_of
 from ridgeplan.planner.resolution import resolve, workload_for
-from ridgeplan.planner.support import Backend, as_loaded, missing_architecture, unsupported
+from ridgeplan.planner.support import Backend, as_loaded, is_converted, missing_architecture, unsupported
 from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
@@ -87,7 +87,7 @@ class Question:
     @property
     def as_executed(self) -> Question:
         """The same for the weights that the runtime holds, which converts some formats when it loads them."""
-        return replace(self, shape=as_loaded(self.shape)) if self.shape.weight_bits.converted else self
+        return replace(self, shape=as_loaded(self.shape)) if is_converted(self.shape) else self
 
 
 def ask(
@@ -139,7 +139,7 @@ def notes(
     missing = missing_architecture(shape)
     if missing:
         yield missing
-    elif shape.weight_bits.converted:
+    elif is_converted(shape):
         stored = shape.weight_bits.format
         yield f"weights stored as {stored} are decoded and held in the plan's format"
     if workload.yarn_factor > 1:

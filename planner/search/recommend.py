@@ -18,7 +18,7 @@ from ridgeplan.planner.search.candidates import Candidate, search
 from ridgeplan.planner.search.choice import chosen, contenders, preference, sampled_scores, why_preferred
 from ridgeplan.planner.search.nothing_fits import on_device, tightest, why_nothing_fits
 from ridgeplan.planner.search.question import Objective, Question, ask
-from ridgeplan.planner.support import ENGINE_FORMATS, missing_architecture
+from ridgeplan.planner.support import ENGINE_FORMATS, is_converted, missing_architecture
 from ridgeplan.planner.uncertainty import sampled_tpot_ms
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
@@ -165,7 +165,7 @@ def _best_of_all(
     Weights that the runtime converts could also be kept as the checkpoint has them, which is searched apart.
     """
     questions = [(asked.as_executed, candidates)]
-    if asked.shape.weight_bits.converted:
+    if is_converted(asked.shape):
         questions.append((asked, search(asked)))
     faster = [
         (one, question)

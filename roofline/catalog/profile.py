@@ -35,6 +35,10 @@ PROFILE_SCHEMA = 3
 SOURCES = ("measured", "calibrated", "transferred", "published", "extrapolated", "prior")
 RECALIBRATE = "make it again with `ridgeplan calibrate`"
 
+# Classes of kernels that move bytes over the link to the host: copies of whole layers, gathers of chosen tokens, and
+# writes.
+LINK_CLASSES = ("host_copy", "host_gather", "host_store")
+
 # For a class that a profile lacks: the class with the most similar access pattern, whose rates it uses.
 RELATIVES = {
     "grouped_linear": "linear",

@@ -8,6 +8,7 @@ from typing import Any
 
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.profile import (
+    LINK_CLASSES,
     MAX_PART_S,
     MIN_UTILIZATION,
     RELATIVES,
@@ -20,6 +21,9 @@ from ridgeplan.roofline.catalog.profile import (
 # From this share of the most that kernels reach, a class is taken to be bound by memory, or by the peak; below it by
 # instructions.
 BOUND_SHARE = 0.85
+# Classes whose rates on Hopper say nothing of other machines, where different kernels run. Without portable rates of
+# their own they have those of the nearest relative, as priors.
+HOPPER_CLASSES = ("linear_int8", "sparse_attention", "progressive_attention")
 
 
 @dataclass(frozen=True)
@@ -62,14 +66,15 @@ def transferred(profile: Profile, hardware: Hardware) -> Profile:
 def transferred_classes(profile: Profile, hardware: Hardware) -> dict[str, Rates]:
     """Rates of every class on `hardware`, by what would run and bind there.
 
-    Machines without this package's Hopper kernels get the portable ones' rates. What memory or the peak binds keeps
-    its share of it. What instructions bind (unpacking codes, softmax, many rows per byte, tiles of outputs) keeps its
-    speed per SM and clock, as far as memory and the peak allow. Launches, and chains of dependent steps, keep their
-    time; so does the class "gap", which moves no bytes.
+    Machines without this package's Hopper kernels get the portable ones' rates, and none of HOPPER_CLASSES. What memory
+    or the peak binds keeps its share of it. What instructions bind (unpacking codes, softmax, many rows per byte, tiles
+    of outputs) keeps its speed per SM and clock, as far as memory and the peak allow. Launches, and chains of dependent
+    steps, keep their time; so does the class "gap", which moves no bytes. Transfers to the host keep their share of the
+    link.
     """
     source = profile.hardware
-    classes = {**profile.classes, **_portable(profile, hardware)}
-    kernels = {name: rates for name, rates in classes.items() if name != "gap"}
+    classes = _running(profile, hardware)
+    kernels = {name: rates for name, rates in classes.items() if name not in ("gap", *LINK_CLASSES)}
     peak = max(rates.compute_utilization for rates in kernels.values())
     bandwidth = hardware.bandwidth_bytes_per_s / source.bandwidth_bytes_per_s
     compute = hardware.compute_flops / source.compute_flops
@@ -79,9 +84,12 @@ def transferred_classes(profile: Profile, hardware: Hardware) -> dict[str, Rates
     return {**classes, **{name: _transferred(rates, limits[name]) for name, rates in kernels.items()}}
 
 
-def _portable(profile: Profile, hardware: Hardware) -> Mapping[str, Rates]:
-    differs = profile.hardware.has_hopper_kernels and not hardware.has_hopper_kernels
-    return profile.portable if differs else {}
+def _running(profile: Profile, hardware: Hardware) -> Mapping[str, Rates]:
+    """The rates here of the kernels that run there."""
+    if hardware.has_hopper_kernels or not profile.hardware.has_hopper_kernels or not profile.portable:
+        return profile.classes
+    kept = {name: rates for name, rates in profile.classes.items() if name not in HOPPER_CLASSES}
+    return kept | dict(profile.portable)
 
 
 def _issue_ratio(source: Hardware, target: Hardware) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ridgeplan.planner.axes.offload import HostPart
@@ -129,6 +130,22 @@ class KVCacheConfig:
     def kept(self, tokens: int) -> tuple[int, ...]:
         """Tokens of a prompt of `tokens` that each layer keeps; empty if layers keep all."""
         return kept_tokens(tokens, self.budgets, self._step) if self.budgets else ()
+
+    def stored(self, tokens: int) -> int:
+        """Tokens of a prompt of `tokens` in the layers that keep the most."""
+        return max(self.kept(tokens), default=tokens)
+
+    def passes(self, stored: Sequence[int], tokens: int, most: int) -> Iterator[slice]:
+        """Passes over `tokens` tokens that follow each row's `stored` ones, each of up to `most`.
+
+        None goes beyond a multiple of the group in any row: there a flush changes what the target reads.
+        """
+        start = 0
+        while start < tokens:
+            whole = min(self.group - (one + start) % self.group for one in stored)
+            stop = min(tokens, start + most, start + whole)
+            yield slice(start, stop)
+            start = stop
 
     def capacity(self, layer: int) -> int:
         """Tokens that a row may hold in a layer, generated ones included."""

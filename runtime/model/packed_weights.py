@@ -1,7 +1,8 @@
 """Weights of quantized checkpoints, decoded to float32 from the tensors of one module.
 
-Every function takes the tensors of a linear layer by the suffix of their names, and returns [outputs, inputs]. Layouts
-are those that AutoGPTQ, AutoAWQ, compressed-tensors and DeepSeek's fp8 checkpoints publish.
+Every function takes the tensors of a linear layer by the suffix of their names, and returns [outputs, inputs]. Models
+in other layouts and sizes are refused by their configuration (`DECODED_BITS` of weight_bits.py). Layouts are those
+that AutoGPTQ, AutoAWQ, compressed-tensors and DeepSeek's fp8 checkpoints publish.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from ridgeplan.roofline.catalog.mistakes import brief
 
 Parts = Mapping[str, Tensor]
 Settings = Mapping[str, Any]  # `quantization_config` of the checkpoint's config.json
@@ -25,7 +24,7 @@ def decode_gptq(parts: Parts, settings: Settings) -> Tensor:
 
     Zeros are stored less 1, but not by `gptq_v2`.
     """
-    bits = _bits(settings)
+    bits = int(settings["bits"])
     codes, zeros = _fields(parts["qweight"].t(), bits).t(), _fields(parts["qzeros"], bits)
     zeros = zeros + (0 if settings.get("checkpoint_format") == "gptq_v2" else 1)
     group = parts["g_idx"].long() if "g_idx" in parts else _groups(len(codes), len(zeros))
@@ -33,10 +32,7 @@ def decode_gptq(parts: Parts, settings: Settings) -> Tensor:
 
 
 def decode_awq(parts: Parts, settings: Settings) -> Tensor:
-    """qweight [inputs, outputs / 8]; qzeros [groups, outputs / 8]; scales [groups, outputs]. Raises ValueError."""
-    version = settings.get("version", "gemm")
-    if settings.get("bits", 4) != 4 or str(version).lower() != "gemm":
-        raise ValueError(f"AWQ has {brief(settings.get('bits'))} bits, version {brief(version)}; allowed: 4 bits, gemm")
+    """qweight [inputs, outputs / 8]; qzeros [groups, outputs / 8]; scales [groups, outputs]."""
     order = torch.tensor(AWQ_COLUMNS).argsort()
 
     def columns(words: Tensor) -> Tensor:
@@ -105,14 +101,7 @@ def _groups(inputs: int, groups: int) -> Tensor:
     return torch.arange(inputs) // (inputs // groups)
 
 
-def _bits(settings: Settings) -> int:
-    bits = settings.get("bits")
-    if bits not in (2, 4, 8):
-        raise ValueError(f"bits is {brief(bits)}; allowed: 2, 4 or 8")
-    return int(bits)
-
-
 def _compressed_bits(settings: Settings) -> int:
     """Bits of the only group of modules, which roofline/catalog/weight_formats has checked."""
     (bits,) = {group["weights"]["num_bits"] for group in settings["config_groups"].values()}
-    return _bits({"bits": bits})
+    return int(bits)

@@ -1,4 +1,4 @@
-"""Prefill of one prompt, layer by layer.
+"""Prefill of one prompt, layer by layer, into one cache or into several that keep different parts of it.
 
 A layer runs over the whole prompt with exact attention, hands its KV to the cache, and its buffers serve the next
 layer. So the workspace is the prompt's hidden states and one layer's queries and KV, all of which may lie in a scratch
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ridgeplan.runtime.arena import Arena
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.eviction import EvictionPolicy
 from ridgeplan.runtime.model.decoder import Decoder
-from ridgeplan.runtime.model.prompt_eviction import PromptEviction
+from ridgeplan.runtime.model.prompt_eviction import PromptEviction, longest_text
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
 
 # cuDNN first: on long prompts it is about twice as fast as FlashAttention-2 (H200, 8k to 128k tokens).
@@ -85,29 +85,78 @@ def prefill(
     arena: what the long buffers are taken from, cleared first; without one they are allocated. policy: chooses what
     stays where the cache has room for only a part of the prompt.
     """
+    return prefill_all(decoder, weights, [Destination(cache, row, policy, observer)], prompt, chunk_tokens, arena)
+
+
+@dataclass(frozen=True, eq=False)
+class Destination:
+    """Where a prompt's KV goes: a row of a cache, with the policy and the observer that `prefill` describes."""
+
+    cache: Cache
+    row: int
+    policy: EvictionPolicy | None = None
+    observer: PromptObserver | None = None
+
+
+def prefill_all(
+    decoder: Decoder,
+    weights: DecoderWeights,
+    destinations: Sequence[Destination],
+    prompt: Tensor,
+    chunk_tokens: int = PREFILL_CHUNK_TOKENS,
+    arena: Arena | None = None,
+) -> Tensor:
+    """`prefill` into several caches at once: what each keeps of a prompt changes nothing of the prompt itself.
+
+    Raises ValueError for policies that append different tokens.
+    """
     arena = arena or Arena.without_memory(prompt.device)
     arena.clear()
-    if observer is not None:
-        observer.before_prefill(row, prompt)
-    eviction = PromptEviction.of(decoder, policy, prompt, cache)
-    text, tokens = eviction.text(), len(prompt)
+    filled = [_Filled(decoder, prompt, one) for one in destinations]
+    text, tokens = longest_text([one.text for one in filled]), len(prompt)
     hidden = arena.empty((len(text), decoder.config.shape.hidden), weights.embedding.dtype)
     buffers = LayerBuffers.take(arena, decoder.config.shape, hidden)
     torch.index_select(weights.embedding, 0, text, out=hidden)
     parts = Parts(tokens, len(text), chunk_tokens)
-    last = slice(max(0, tokens - observer.window) if observer else tokens, tokens)
     for index, layer in enumerate(weights.layers):
         project_layer(decoder, layer, hidden, buffers, parts)
-        queries, keys, values = buffers.queries, buffers.keys[0], buffers.values[0]
-        kept, last_queries = eviction.choose(index, queries, keys, values), queries[last].clone()
+        masses: dict[Any, Tensor] = {}
+        for one in filled:
+            one.choose(index, buffers, masses)
         attend_layer(buffers, parts, decoder.config.windows[index])
         finish_layer(decoder, layer, hidden, buffers, parts)
-        keys, values = eviction.remaining(kept, keys, values)
-        cache.store_prompt(index, row, keys, values)
-        if observer is not None:
-            observer.after_prefill(index, row, last_queries, keys, eviction.positions(kept))
-    cache.finish_prompt(row, tokens)
+        for one in filled:
+            one.store(index, buffers)
+    for to in destinations:
+        to.cache.finish_prompt(to.row, tokens)
     return weights.head(decoder.norm(hidden[tokens - 1 : tokens], None, weights.norm)[1])[0]
+
+
+class _Filled:
+    """A destination of the prompt that is being processed, and what it keeps of the current layer."""
+
+    def __init__(self, decoder: Decoder, prompt: Tensor, to: Destination) -> None:
+        self._to, tokens = to, len(prompt)
+        if to.observer is not None:
+            to.observer.before_prefill(to.row, prompt)
+        self._last = slice(max(0, tokens - to.observer.window) if to.observer else tokens, tokens)
+        self._eviction = PromptEviction.of(decoder, to.policy, prompt, to.cache)
+        self.text = self._eviction.text()
+
+    def choose(self, index: int, buffers: LayerBuffers, masses: dict[Any, Tensor]) -> None:
+        """Before the layer's attention, which overwrites the queries."""
+        own = slice(len(self.text))  # without what others append
+        queries, keys, values = buffers.queries[own], buffers.keys[0, :, own], buffers.values[0, :, own]
+        self._kept = self._eviction.choose(index, queries, keys, values, masses)
+        self._queries = queries[self._last].clone()
+
+    def store(self, index: int, buffers: LayerBuffers) -> None:
+        """Stores what was chosen, and shows it to the observer."""
+        to, kept = self._to, self._kept
+        keys, values = self._eviction.remaining(kept, buffers.keys[0], buffers.values[0])
+        to.cache.store_prompt(index, to.row, keys, values)
+        if to.observer is not None:
+            to.observer.after_prefill(index, to.row, self._queries, keys, self._eviction.positions(kept))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,10 +40,13 @@ class PromptEviction:
             return self.prompt
         return torch.cat([self.prompt, self.policy.appended(self.prompt)])
 
-    def choose(self, index: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
+    def choose(
+        self, index: int, queries: Tensor, keys: Tensor, values: Tensor, masses: dict[Any, Tensor]
+    ) -> Tensor | None:
         """Places of the tokens that a layer keeps, int64 [kv_heads or 1, kept]; None if it keeps all.
 
         queries: [tokens, q_heads, head_dim]; keys, values: [kv_heads, tokens, head_dim], with the appended tokens.
+        masses: of `PromptLayer`, shared by all that choose from this layer.
         """
         tokens = len(self.prompt)
         if self.policy is None or not self.kept or self.kept[index] == tokens:
@@ -57,6 +62,7 @@ class PromptEviction:
             values=values,
             frequencies=decoder.frequencies,
             rotary_scale=decoder.config.rotary_scale,
+            masses=masses,
         )
         return largest(self.policy.scores(layer), layer.budget)
 
@@ -70,3 +76,14 @@ class PromptEviction:
         """Positions int64 [kv_heads or 1, kept] of what stays, from the prompt's end: its last token is at -1."""
         tokens = len(self.prompt)
         return torch.arange(-tokens, 0, device=self.prompt.device)[None] if places is None else places - tokens
+
+
+def longest_text(texts: Sequence[Tensor]) -> Tensor:
+    """The longest of several texts, each int64 [tokens], of which all others are the beginning.
+
+    Raises ValueError if one is not.
+    """
+    longest = max(texts, key=len)
+    if any(text is not longest and not torch.equal(text, longest[: len(text)]) for text in texts):
+        raise ValueError("the policies append different tokens to the prompt; allowed: the same or none")
+    return longest

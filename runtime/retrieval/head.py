@@ -31,7 +31,9 @@ class HeadConfig(Checked):
     """What a head's file says of it. Raises ModelError for values out of range.
 
     model: that it was made for. context: tokens of the longest sequences that it was trained on; YaRN stretches it
-    beyond. inputs: "embedding", or "full" with the target's features of the token before (EAGLE-3).
+    beyond. layers: 1 for one choice that all layers share, as published, or the model's: then there is a query head for
+    each KV head of each layer, ordered by KV head first. inputs: "embedding", or "full" with the target's features of
+    the token before (EAGLE-3).
     """
 
     error = ModelError
@@ -44,6 +46,7 @@ class HeadConfig(Checked):
     context: int = whole(1, 1 << 24)
     rope_theta: float = number(1, 1e12, default=10000.0)
     norm_eps: float = number(0, 1, default=1e-5)
+    layers: int = whole(1, 4096, default=1)
     inputs: str = one_of(("embedding", "full"), default="embedding")
     format: int = one_of((FORMAT,), default=FORMAT)
 
@@ -54,6 +57,8 @@ class HeadConfig(Checked):
         if self.q_heads % self.kv_heads or self.head_dim % 2:
             heads = f"{self.q_heads} query heads, {self.kv_heads} KV heads of {self.head_dim}"
             return f"{heads}; allowed: a multiple of the KV heads, of an even size"
+        if self.q_heads % self.layers:
+            return f"{self.q_heads} query heads for {self.layers} layers; allowed: a multiple of the layers"
         return None
 
     @property
@@ -101,7 +106,8 @@ class Head:
         """Raises ModelError for a head of a model of other sizes."""
         config = self.config
         fits = config.hidden == shape.hidden and config.vocab == shape.vocab
-        if not fits or config.q_heads % shape.kv_heads or shape.is_mla:
+        sets = shape.kv_heads * config.layers
+        if not fits or config.layers not in (1, shape.layers) or config.q_heads % sets or shape.is_mla:
             raise self._other(shape)
 
     def for_model(self, shape: ModelShape, embedding: Tensor) -> Head:
@@ -175,7 +181,8 @@ def head_scores(queries: Tensor, keys: Tensor, visible: Tensor, groups: int) -> 
 
     queries: [rows, q_heads, head_dim]; keys: [rows, kv_heads, slots, head_dim]; visible: int [rows], leading slots that
     a query sees; later ones score 0. groups: KV heads of the target, each with as many query heads: MHA has a group for
-    each, GQA and MQA take the element-wise maximum over those that share a KV head (SpeContext, section 4.3).
+    each, GQA and MQA take the element-wise maximum over those that share a KV head (SpeContext, section 4.3). A head
+    that chooses by layer has a group for each KV head of each layer.
     """
     kv_heads, slots = keys.shape[1:3]
     heads = queries.unflatten(1, (kv_heads, -1)) * queries.shape[-1] ** -0.5

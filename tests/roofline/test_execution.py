@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import sympy
 
 from ridgeplan.planner.plan import KVCache, PlanError, Weights
 from ridgeplan.roofline import execution
@@ -84,3 +85,27 @@ def test_a_group_that_does_not_divide_the_inputs_falls_to_64_or_32(inputs, group
 
 def test_prompts_of_65536_tokens_and_more_use_the_draft_weights_memory():
     assert [execution.uses_draft_swap(context) for context in (65535, 65536, 65537)] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "outputs", "inputs", "counts"),
+    [
+        ("linear", 8, 28672, 4096, 8),  # this package's kernel
+        ("linear", 9, 28672, 4096, 17),  # the library's, as for 17 rows of any product
+        ("linear", 16, 4096, 14336, 17),
+        ("linear", 40, 4096, 14336, 40),
+        ("linear", 9, 8192, 8192, 9),
+        ("linear_int4", 9, 28672, 4096, 9),  # quantized weights have no other kernel
+        ("head", 9, 128256, 4096, 9),  # a class whose steps are measured
+    ],
+)
+def test_many_channels_go_to_the_library_from_nine_rows_on(kind, rows, outputs, inputs, counts):
+    assert execution.rate_rows(kind, rows, outputs, inputs) == counts
+
+
+def test_library_rows_of_symbols_and_arrays_are_those_of_numbers():
+    rows = np.array([1, 8, 9, 16, 17, 300])
+    symbol = sympy.Symbol("rows", positive=True)
+    wanted = [1, 8, 17, 17, 17, 300]
+    assert execution.library_rows(rows).tolist() == wanted
+    assert [execution.library_rows(symbol).subs(symbol, int(one)) for one in rows] == wanted

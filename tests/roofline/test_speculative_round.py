@@ -13,9 +13,10 @@ from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Rates, RowStep
+from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.execution import CUDA_FUSED_SWIGLU_ROWS
 from ridgeplan.roofline.latency import Machine, RateTerms
-from ridgeplan.roofline.passes import decode_pass
+from ridgeplan.roofline.passes import Op, decode_pass
 from ridgeplan.roofline.speculative_round import (
     Round,
     cached_tokens,
@@ -192,6 +193,19 @@ def test_a_verification_of_many_rows_runs_the_librarys_products(machine, batch, 
     rates = target_rates(SHAPE, machine, replace(strategy, gamma=4), rates)  # 125 or 130 rows
     for kind in ("linear", "head"):
         assert rates[kind].launch_s == machine.rates["prefill_linear" if many else kind].launch_s
+
+
+@pytest.mark.parametrize("bits, gate, output", [(16, 5e-6, 3e-6), (4, 3e-6, 3e-6)])
+def test_products_of_many_channels_are_the_librarys_from_nine_rows_on(machine, bits, gate, output):
+    """5 queries of 2 sequences are 10 rows; a step above 16 adds 2 us, which 28672 outputs in 16 bits reach."""
+    stepped = RateTerms.of(Rates(0.5, 0.5, 3e-6, 0.1, steps=(RowStep(16, launch_s=2e-6),)))
+    strategy, rates = lowered("quantspec" if bits == 16 else "int4-weights", machine, 2)
+    rates = replace(rates, target=replace(rates.target, linear=stepped))
+    own = target_rates(SHAPE, machine, replace(strategy, gamma=4), rates)
+    wide, narrow = (Op("x", "linear", Cost(), 1, width, 4096) for width in (28672, 6144))
+    assert machine.rates_for(wide, own).launch_s == pytest.approx(gate)
+    assert machine.rates_for(narrow, own).launch_s == pytest.approx(output)
+    assert machine.rates_for(wide, {"linear": stepped}) == stepped
 
 
 def test_drafts_have_a_row_a_sequence_and_4_bit_products_no_other_kernel(machine):

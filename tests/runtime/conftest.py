@@ -91,17 +91,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyMo
 
 
 @pytest.fixture(scope="session")
-def head_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[TinyModel], str]:
-    """Factory of files of random retrieval heads for tiny models."""
+def head_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Factory of files of random retrieval heads for tiny models; of `layers` layers where they choose by layer."""
 
-    def make(model: TinyModel) -> str:
+    def make(model: TinyModel, layers: int = 1) -> str:
         config, embedding = model.reference.config, model.reference.get_input_embeddings().weight.detach()
+        q_heads = 4 if layers == 1 else 2 * layers
         made = HeadConfig(
-            model="tiny", hidden=config.hidden_size, vocab=config.vocab_size, q_heads=4, kv_heads=2, head_dim=16,
-            context=64,
+            model="tiny", hidden=config.hidden_size, vocab=config.vocab_size, q_heads=q_heads, kv_heads=2, head_dim=16,
+            context=64, layers=layers,
         )  # fmt: skip
         generator = torch.Generator().manual_seed(5)
-        q, k = (torch.randn(heads * 16, config.hidden_size, generator=generator) for heads in (4, 2))
+        q, k = (torch.randn(heads * 16, config.hidden_size, generator=generator) for heads in (q_heads, 2))
         weights = HeadWeights(torch.ones(config.hidden_size), q, k, probe_of(embedding))
         path = str(tmp_path_factory.mktemp("heads") / "head.safetensors")
         save_head(path, Head(made, weights))

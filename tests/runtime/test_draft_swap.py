@@ -18,7 +18,7 @@ from ridgeplan.runtime import draft_swap
 from ridgeplan.runtime.arena import ALIGNMENT, Arena
 from ridgeplan.runtime.draft_swap import SwappableWeights, draft_weights_for
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.model.prefill import prefill
+from ridgeplan.runtime.model.prefill import prefill, prefill_all
 
 
 @pytest.fixture
@@ -222,11 +222,11 @@ def test_a_prefill_that_failed_leaves_the_drafts_as_they_were(plain, load, promp
     expected = outcome(plain.generate(ids, 40))
 
     def failing(*args, arena, **_):
-        prefill(*args, arena=arena)
+        prefill_all(*args, arena=arena)
         raise WorkloadError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ridgeplan.runtime.engine.prefill", failing)
+        patch.setattr("ridgeplan.runtime.engine.prefill_all", failing)
         with pytest.raises(WorkloadError, match="no"):
             engine.generate(ids, 40)
     assert swapping()[-1] > 0

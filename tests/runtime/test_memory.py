@@ -162,7 +162,7 @@ def test_an_abandoned_generation_frees_its_workspace(tiny_model, make_plan, prom
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ridgeplan.runtime.engine.prefill", exhausted)
+        patch.setattr("ridgeplan.runtime.engine.prefill_all", exhausted)
         with pytest.raises(WorkloadError, match="out of memory") as kept:
             engine.generate(prompts(60), 20)
     assert kept.value.__cause__ is not None

@@ -62,10 +62,11 @@ def recalibrate(
     suite: Suite | None = None,
     noise: NoiseCheck | None = None,
 ) -> Profile:
-    """`base`, this machine's profile, with the classes `kinds` measured again ("portable": those of older GPUs).
+    """`base`, this machine's profile, with the classes `kinds` measured again.
 
-    What is fitted to whole rounds stays as it is. Raises ValueError for another machine's profile and for an unknown
-    class, NoisyMachine where readings do not agree.
+    kinds: "portable" are those of older GPUs, "link" those of the link to the host. What is fitted to whole rounds
+    stays as it is. Raises ValueError for another machine's profile and for an unknown class, NoisyMachine where
+    readings do not agree.
     """
     from ridgeplan.validate.calibration.profile import measure_again
 

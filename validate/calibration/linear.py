@@ -11,6 +11,7 @@ from torch import Tensor
 from ridgeplan.kernels.linear.dense import linear_dense
 from ridgeplan.kernels.linear.quantized import linear_quantized
 from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
+from ridgeplan.kernels.linear.quantized.int8_weight import Int8Weight
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.latency import linear_kind
 from ridgeplan.roofline.passes import weight_bytes
@@ -43,18 +44,25 @@ def quantized_trials(bench: Bench, bits: int, shapes: Shapes, rows: Iterable[int
 
 
 def portable_trials(bench: Bench, shapes: Shapes, rows: Iterable[int]) -> Iterator[Trial]:
-    """4-bit products by Triton's kernel, and dense ones by the library's, as on GPUs older than Hopper."""
+    """4-bit and 8-bit products by Triton's kernel, and dense ones by the library's, as on GPUs older than Hopper."""
     for outputs, inputs in shapes:
         dense = [partial(linear_dense, weight=weight, backend="reference") for weight in bench.randoms(outputs, inputs)]
-        packed = quantized_linear(Dense(bench.random(outputs, inputs)), WeightFormat(4, WEIGHT_GROUP))
-        assert isinstance(packed.weight, Int4Weight), "the layout of GPUs"
-        copies = [copy.deepcopy(packed.weight) for _ in range(bench.variants(packed.bytes))]
-        int4 = [partial(linear_quantized, weight=weight, backend="triton") for weight in copies]
-        per_parameter = weight_bytes(4, fitting_group(inputs, WEIGHT_GROUP), bench.element_bytes)
         for count in rows:
-            sizes = count, inputs, outputs
-            yield _trial(bench, "linear", dense, sizes, bench.element_bytes)
-            yield _trial(bench, "linear_int4", int4, sizes, per_parameter)
+            yield _trial(bench, "linear", dense, (count, inputs, outputs), bench.element_bytes)
+        for bits in (4, 8):
+            yield from _portable_quantized_trials(bench, bits, outputs, inputs, rows)
+
+
+def _portable_quantized_trials(
+    bench: Bench, bits: int, outputs: int, inputs: int, rows: Iterable[int]
+) -> Iterator[Trial]:
+    packed = quantized_linear(Dense(bench.random(outputs, inputs)), WeightFormat(bits, WEIGHT_GROUP))
+    assert isinstance(packed.weight, (Int4Weight, Int8Weight)), "the layouts of GPUs"
+    copies = [copy.deepcopy(packed.weight) for _ in range(bench.variants(packed.bytes))]
+    products = [partial(linear_quantized, weight=weight, backend="triton") for weight in copies]
+    per_parameter = weight_bytes(bits, fitting_group(inputs, WEIGHT_GROUP), bench.element_bytes)
+    for count in rows:
+        yield _trial(bench, linear_kind(bits), products, (count, inputs, outputs), per_parameter)
 
 
 def _trial(

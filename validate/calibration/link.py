@@ -14,17 +14,18 @@ from torch import Tensor
 from ridgeplan.kernels.residency.gather import gather_into_slots
 from ridgeplan.kernels.residency.leading_copy import copy_leading
 from ridgeplan.kernels.residency.slot_table import KeysAndValues, SlotLoads
-from ridgeplan.roofline.catalog.profile import MAX_UTILIZATION, Rates
-from ridgeplan.roofline.latency import LINK_CLASSES
+from ridgeplan.roofline.catalog.profile import LINK_CLASSES, MAX_UTILIZATION, Rates
 from ridgeplan.runtime.host_memory import available_bytes
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.offload.host_memory import HostMemory
 from ridgeplan.validate.segments import spread_of
+from ridgeplan.validate.timing import captured
 
 SIZE = 1 << 29  # bytes that a copy moves
 SPREAD = 1 << 34  # bytes that tokens are gathered from; from a few the device's page tables would stay in caches
 HEADS, HEAD_DIM = 8, 128
 REPEATS = 5
+LAUNCHES = 100  # in a graph, so that its own launch is negligible
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def measured_link(device: torch.device, size: int = SIZE, spread: int = SPREAD) 
     every, none = (torch.full((1,), count, dtype=torch.int32, device=device) for count in (tokens, 0))
     found = {}
     for kind, source, target in (("host_copy", held, out), ("host_store", out, held)):
-        empty_s = statistics.median(_times(device, partial(_copy, source, target, none)))
+        empty_s = _launch_s(device, partial(_copy, source, target, none))
         found[kind] = LinkTimes(size, _times(device, partial(_copy, source, target, every)), empty_s)
     del held, keys, values
     spread = max(size, min(spread, (available_bytes() or 2 * spread) // 2))
@@ -78,7 +79,7 @@ def measured_link(device: torch.device, size: int = SIZE, spread: int = SPREAD) 
     for kind, page in (("host_gather", 1), ("host_gather_pages", 16)):
         loads, moved = random_loads(rows, tokens // 4, page, device)
         nothing = replace(loads, count=torch.zeros_like(loads.count))
-        empty_s = statistics.median(_times(device, partial(gather_into_slots, far, out, nothing, page)))
+        empty_s = _launch_s(device, partial(gather_into_slots, far, out, nothing, page))
         found[kind] = LinkTimes(moved, _times(device, partial(gather_into_slots, far, out, loads, page)), empty_s)
     return found
 
@@ -115,6 +116,15 @@ def streaming_seconds(cache: Cache) -> tuple[float, int]:
     seconds = statistics.median(_times(cache.lengths.device, once))
     held = sum(part.nbytes for parts in stream.layers for part in parts)
     return seconds, int(held * float(entries.float().mean()) / stream.layers[0][0].shape[2])
+
+
+def _launch_s(device: torch.device, run: Callable[[], object]) -> float:
+    """Seconds of a run that moves nothing; on a GPU in a captured graph of many, as in a decode step."""
+    if device.type != "cuda":
+        return statistics.median(_times(device, run))
+    run()
+    graph = captured(lambda: [run() for _ in range(LAUNCHES)])
+    return statistics.median(_times(device, graph.replay)) / LAUNCHES
 
 
 def _times(device: torch.device, run: Callable[[], object]) -> tuple[float, ...]:

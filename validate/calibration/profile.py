@@ -12,7 +12,7 @@ import torch
 
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.profile import Profile, Rates
-from ridgeplan.roofline.execution import GATHER_ROW_BYTES
+from ridgeplan.roofline.execution import GATHER_ROW_BYTES, rate_rows
 from ridgeplan.roofline.latency import linear_kind
 from ridgeplan.validate import machine
 from ridgeplan.validate.calibration import attention as attention_trials
@@ -33,6 +33,7 @@ from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, Trial
 SPARSE_CLASSES = ("two_bit_scan", "sparse_attention", "progressive_attention")
 Keep = Callable[[Samples], object]  # called with what was measured
 PORTABLE = "portable"  # all classes of the kernels that older GPUs run
+LINK = "link"  # all classes of transfers between a GPU and the host
 LARGE_READ_BYTES = 200e6
 MOST_VARIANTS = 600  # so that even products of a megabyte find their weights cold, as in a step
 
@@ -59,11 +60,9 @@ def measure_profile(
         classes={kind: noise.widened(kind, _fitted(kind, found, ceilings, suite)) for kind, found in samples.items()},
         asynchronous=cuda,
         portable=_portable(bench, suite, hardware.num_sms, ceilings),
-        host_link_utilization=_host_link_utilization(bench, hardware) if cuda else 1.0,
     )
     if cuda:
-        link = link_classes(place, hardware.host_link_bytes_per_s * profile.host_link_utilization)
-        profile = replace(profile, classes={**profile.classes, **link})
+        profile = _with_link(bench, profile)
     on_progress("whole rounds", len(samples), len(samples) + 1)
     dispatched = with_dispatch(bench, profile, suite.dispatch_shape, suite.dispatch_layers)
     rounds = measured_rounds(dispatched, suite.gap_shapes, place)
@@ -82,7 +81,7 @@ def measure_again(
         raise ValueError(f"the profile is of {base.device}, this machine is {device}; calibrate it whole")
     suite = _fitting(suite or suite_for(place.type, quick), place)
     bench = _bench(place, suite)
-    known = [*class_trials(bench, suite, base.hardware.num_sms), PORTABLE]
+    known = [*class_trials(bench, suite, base.hardware.num_sms), PORTABLE, LINK]
     if unknown := sorted(set(kinds) - set(known)):
         raise ValueError(f"class {unknown[0]!r} is none of: {', '.join(known)}")
     bandwidth, compute = machine.copy_bytes_per_s(bench), machine.matmul_flops(bench, suite.matmul_size)
@@ -90,9 +89,10 @@ def measure_again(
     ceilings = _ceilings(base.hardware, bandwidth, compute, (one for found in samples.values() for one in found))
     fitted = {kind: noise.widened(kind, _fitted(kind, found, ceilings, suite)) for kind, found in samples.items()}
     portable = _portable(bench, suite, base.hardware.num_sms, ceilings) if PORTABLE in kinds else base.portable
-    return replace(
+    profile = replace(
         base, software=_software(), date=_today(), classes={**base.classes, **fitted}, portable=dict(portable)
     )
+    return _with_link(bench, profile) if LINK in kinds and place.type == "cuda" else profile
 
 
 def fitted_again(base: Profile, samples: Samples, suite: Suite) -> Profile:
@@ -140,8 +140,11 @@ def _bench(place: torch.device, suite: Suite) -> Bench:
     return replace(bench, most_variants=MOST_VARIANTS)
 
 
-def _host_link_utilization(bench: Bench, hardware: Hardware) -> float:
-    return machine.host_link_bytes_per_s(bench) / hardware.host_link_bytes_per_s
+def _with_link(bench: Bench, profile: Profile) -> Profile:
+    """`profile` with the rates of the link to the host, measured on a GPU."""
+    copied = machine.host_link_bytes_per_s(bench)
+    classes = {**profile.classes, **link_classes(bench.device, copied)}
+    return replace(profile, host_link_utilization=copied / profile.hardware.host_link_bytes_per_s, classes=classes)
 
 
 def _measured(
@@ -178,6 +181,7 @@ def sample_of(trial: Trial) -> Sample:
 
 def _fitted(kind: str, samples: Sequence[Sample], ceilings: Ceilings, suite: Suite) -> Rates:
     """Rates in steps of rows for the classes that a decode pass's rows and queries go through, if the suite has any."""
+    samples = [replace(one, rows=rate_rows(kind, one.rows, one.width, one.depth)) for one in samples]
     steps = suite.steps_of(kind)
     return fit_rates(samples, ceilings) if steps is None else fit_steps(samples, ceilings, steps)
 

@@ -31,9 +31,10 @@ class Passage:
         return cls(tuple(ids[: -tokens - 1]), tuple(ids[-tokens - 1 :]))
 
 
-def next_logits(engine: Engine, passage: Passage) -> Tensor:
-    """Logits float32 [tokens, vocab] after each token of the continuation but its last, on the engine's device."""
-    return engine.forced_logits(passage.prompt, passage.continuation[:-1])[1:].float()
+def next_logits(engine: Engine, passages: Sequence[Passage]) -> Tensor:
+    """Logits float32 [passages, tokens, vocab] after each token of the continuations but their last, on the device."""
+    prompts, tokens = [one.prompt for one in passages], [one.continuation[:-1] for one in passages]
+    return engine.forced_logits_batch(prompts, tokens)[:, 1:].float()
 
 
 def overlap(logits: Tensor, others: Tensor) -> float:

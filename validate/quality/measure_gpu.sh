@@ -16,7 +16,5 @@ study "$smollm2" smollm2 "$american" american
 study "$qwen" qwen "$american" american
 study "$smollm2" smollm2 "$news" news
 study "$qwen" qwen "$news" news
-for context in $contexts; do
-    ridgeplan quality $policies int8 int4-weights --budgets 64 128 512 2048 --model "$qwen" --text "$american" \
-        --ctx "$context" --only-solved --samples 3 --passages 3 --output "$out/quality.json"
-done
+ridgeplan quality $policies int8 int4-weights --budgets 64 128 512 2048 --model "$qwen" --text "$american" \
+    --ctx $contexts --only-solved --samples 3 --passages 3 --batch 40 --output "$out/quality.json"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ridgeplan.planner.plan import MAX_TOKENS, Plan, PlanError, Workload, require
+from ridgeplan.planner.measured_quality import SOLVED
+from ridgeplan.planner.plan import MAX_BATCH, MAX_TOKENS, Plan, PlanError, Workload, require
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.presets import preset, preset_name
 from ridgeplan.planner.resolution import yarn_factor
@@ -25,9 +26,9 @@ class Question:
     """What is measured. Raises PlanError for counts out of range.
 
     plans: make each plan for a workload. contexts: tokens of whole sequences, with what is measured or generated.
-    passages: of the text, each measured on `tokens` tokens at its end. samples: prompts of each task. only_solved:
-    leave out the tasks that plain decoding does not solve, once it has been measured. retrieval_head: the file of the
-    head for plans that choose by one; rows do not tell heads apart.
+    passages: of the text, each measured on `tokens` tokens at its end. samples: prompts of each task. batch: the most
+    prompts or passages that run together. only_solved: leave out the tasks that plain decoding does not solve, once it
+    has been measured. retrieval_head: the file of the head for plans that choose by one; rows do not tell heads apart.
     """
 
     model: str
@@ -40,6 +41,7 @@ class Question:
     tokens: int = 128
     tasks: tuple[Task, ...] = ()
     samples: int = 5
+    batch: int = 1
     seed: int = 0
     only_solved: bool = False
     yarn: bool = False
@@ -47,7 +49,7 @@ class Question:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        limits = {"tokens": MAX_TOKENS_MEASURED, "passages": MAX_SAMPLES, "samples": MAX_SAMPLES}
+        limits = {"tokens": MAX_TOKENS_MEASURED, "passages": MAX_SAMPLES, "samples": MAX_SAMPLES, "batch": MAX_BATCH}
         for name, most in limits.items():
             value = getattr(self, name)
             require(1 <= value <= most, f"{name} is {value}; allowed: 1 to {most}")
@@ -57,6 +59,16 @@ class Question:
     def headroom(self) -> int:
         """Tokens after a prompt: of a passage, or of the longest answer."""
         return max(self.tokens + 1, TIMED_TOKENS, *(task.new_tokens for task in self.tasks))
+
+    @property
+    def rows(self) -> int:
+        """Prompts or passages that run together: as many as a batch has, or as there are."""
+        return min(self.batch, max(self.passages, self.samples * len(self.tasks)))
+
+    def leaves_out(self, measure: str, plain: Mapping[str, float]) -> bool:
+        """Whether a measure is a task that plain decoding, with the figures `plain`, does not solve."""
+        is_task = any(measure == task.name for task in self.tasks)
+        return self.only_solved and is_task and plain.get(measure, 1.0) < SOLVED
 
     def workload(self, context: int) -> Workload:
         """Sequences of `context` tokens. Raises PlanError for one that is too short, or too long without YaRN."""
@@ -78,6 +90,17 @@ class Question:
         made = (make(workload) for make in self.plans)
         return tuple(dict.fromkeys([autoregressive(workload), *(one for one in made if not self._missing(one))]))
 
+    def families_at(self, context: int) -> list[tuple[Plan, ...]]:
+        """The same plans: plain decoding alone, then together those whose prompts are processed once for all.
+
+        These differ in budgets, and in policies of eviction with their default settings, of which one appends tokens.
+        """
+        plain, *others = self.plans_at(context)
+        families: dict[object, tuple[Plan, ...]] = {}
+        for plan in others:
+            families[_family(plan)] = (*families.get(_family(plan), ()), plan)
+        return [(plain,), *families.values()]
+
     def head_of(self, plan: Plan) -> str | None:
         """The file of the head that a plan chooses by, if it does."""
         return self.retrieval_head if missing_head(plan) else None
@@ -93,6 +116,12 @@ class Question:
     def _missing(self, plan: Plan) -> str | None:
         """Why the plan cannot be executed here; None if it can."""
         return only_estimated(plan, has_head=self.retrieval_head is not None)
+
+
+def _family(plan: Plan) -> object:
+    """What plans agree in whose prompts are processed together."""
+    evicts, settings = plan.eviction.active, tuple(sorted(plan.eviction.settings.items()))
+    return plan.weights, plan.kv, plan.speculation, plan.placement, evicts, settings, plan.attention.selection
 
 
 def label(plan: Plan) -> str:

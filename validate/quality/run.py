@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
-from ridgeplan.planner.measured_quality import SOLVED, QualityRow, target_values
+from ridgeplan.planner.measured_quality import QualityRow, target_values
 from ridgeplan.planner.plan import Plan
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
@@ -34,8 +35,13 @@ def measure_quality(
         yield from run.at(context)
 
 
+def default_batch() -> int:
+    """Prompts that run together unless told: a CPU gains nothing from several."""
+    return 8 if torch.cuda.is_available() else 1
+
+
 class _Run:
-    """The state of a run: the rows that are there, the weights that plans share, and progress."""
+    """The state of a run: the rows that are there, open engines and the weights that they share, and progress."""
 
     def __init__(
         self, question: Question, material: Material, known: Sequence[QualityRow], on_progress: Progress
@@ -44,42 +50,52 @@ class _Run:
         self._maker = PromptMaker(load_tokenizer(model_source(question.model)), material)
         self._rows = {row.cell: row for row in known}
         self._weights: dict[tuple[int, int | None, bool], DecoderWeights] = {}
+        self._engines: dict[tuple[Plan, int], Engine] = {}
         on_cuda = question.device != "cpu" and torch.cuda.is_available()
         self._where = torch.cuda.get_device_name() if on_cuda else cpu_model()
         self._dtype = "bfloat16" if on_cuda else "float32"  # what `load` chooses
 
     def at(self, context: int) -> Iterator[list[QualityRow]]:
         """The rows of one context: plain decoding's first, as the others hold its figures."""
-        plain, *others = self._question.plans_at(context)
-        inputs = Inputs(self._question, context, self._maker, lambda: self._engine(plain))
-        found: Values = {}
-        for plan in (plain, *others):
-            yield from self._of_plan(plan, context, inputs, found)
+        families = self._question.families_at(context)
+        (plain,) = families[0]
+        inputs = Inputs(self._question, context, self._maker, lambda: self._engine(plain, self._question.rows))
+        figures: Values = {}
+        for family in families:
+            for group in inputs.groups:
+                self._report(f"{context} tokens, {named(family)}: {group.name}", len(family), inputs)
+                yield from self._of_group(family, context, group, figures)
+                if family == (plain,):
+                    figures.update(self._known(plain, context, group))
+            self._close()
 
-    def _of_plan(self, plan: Plan, context: int, inputs: Inputs, plain: Values) -> Iterator[list[QualityRow]]:
-        """New rows of a plan. plain: the figures of plain decoding, which its own run fills."""
-        engine: Engine | None = None
-        for group in inputs.groups():
-            self._report(f"{context} tokens, {label(plan)}: {group.name}")
-            if self._question.only_solved and plain.get(group.name, 1.0) < SOLVED:
-                continue
-            values = self._known(plan, context, group)
-            if values is None:
-                engine = engine or self._engine(plan)
-                values = group.run(engine)
-                plain.update((name, value) for name, value in values.items() if name not in plain)
-                rows = [self._row(plan, context, group, name, value, plain) for name, value in values.items()]
-                self._rows.update((row.cell, row) for row in rows)
-                yield rows
-            plain.update((name, value) for name, value in values.items() if name not in plain)
-        if engine is not None:
-            engine.close()
+    def _of_group(
+        self, family: Sequence[Plan], context: int, group: Group, plain: Values
+    ) -> Iterator[list[QualityRow]]:
+        """New rows of a family of plans. plain: the figures of plain decoding."""
+        missing = {plan: self._missing(plan, context, group, plain) for plan in family}
+        todo = [plan for plan in family if missing[plan]]
+        if not todo:
+            return
+        wanted = {name for names in missing.values() for name in names}
+        found = group.run([self._engine(plan, group.rows) for plan in todo], wanted)
+        rows = [
+            self._row(plan, context, group, name, values[name], plain)
+            for plan, values in zip(todo, found, strict=True)
+            for name in missing[plan]
+        ]
+        self._rows.update((row.cell, row) for row in rows)
+        yield rows
 
-    def _known(self, plan: Plan, context: int, group: Group) -> Values | None:
-        """A group's figures, if there is a row of each."""
+    def _missing(self, plan: Plan, context: int, group: Group, plain: Values) -> list[str]:
+        """The group's measures that there is no row of, and that are not left out."""
+        known, left_out = self._known(plan, context, group), self._question.leaves_out
+        return [name for name in group.measures if name not in known and not left_out(name, plain)]
+
+    def _known(self, plan: Plan, context: int, group: Group) -> Values:
+        """A group's figures that there is a row of."""
         cells = {name: self._row(plan, context, group, name, 0.0, {}).cell for name in group.measures}
-        rows = {name: self._rows.get(cell) for name, cell in cells.items()}
-        return {name: row.value for name, row in rows.items() if row} if all(rows.values()) else None
+        return {name: self._rows[cell].value for name, cell in cells.items() if cell in self._rows}
 
     def _row(
         self, plan: Plan, context: int, group: Group, name: str, value: float, plain: dict[str, float]
@@ -92,7 +108,7 @@ class _Run:
             context=context,
             measure=name,
             value=value,
-            plain=plain.get(name, 0.0),
+            plain=plain.get(name, value),  # its own has none before it
             samples=group.samples,
             tokens=question.tokens,
             seed=question.seed,
@@ -102,19 +118,31 @@ class _Run:
             text=question.text_name,
         )
 
-    def _engine(self, plan: Plan) -> Engine:
-        """An engine that shares the weights of earlier ones of the same format."""
-        kind, question = plan.weights.target_format, self._question
-        shared = {"weights": self._weights.get(kind), "retrieval_head": question.head_of(plan)}
-        engine = load(plan, question.model, device=question.device, **shared)  # type: ignore[arg-type]
-        self._weights[kind] = engine.weights
-        return engine
+    def _engine(self, plan: Plan, rows: int) -> Engine:
+        """An open engine of a plan for so many sequences, which shares the weights of others of the same format."""
+        if (plan, rows) not in self._engines:
+            kind, question = plan.weights.target_format, self._question
+            shared = {"weights": self._weights.get(kind), "retrieval_head": question.head_of(plan)}
+            for_rows = replace(plan, workload=replace(plan.workload, batch=rows))
+            engine = load(for_rows, question.model, device=question.device, **shared)  # type: ignore[arg-type]
+            self._weights[kind], self._engines[plan, rows] = engine.weights, engine
+        return self._engines[plan, rows]
 
-    def _report(self, what: str) -> None:
+    def _close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
+        self._engines.clear()
+
+    def _report(self, what: str, plans: int, inputs: Inputs) -> None:
         question = self._question
-        total = sum(len(question.plans_at(one)) for one in question.contexts) * (2 + len(question.tasks))
+        total = sum(len(question.plans_at(one)) for one in question.contexts) * len(inputs.groups)
         self._on_progress(what, self._done, total)
-        self._done += 1
+        self._done += plans
+
+
+def named(plans: Sequence[Plan]) -> str:
+    """The first plan's name, and how many others there are."""
+    return label(plans[0]) + (f" and {len(plans) - 1} more" if len(plans) > 1 else "")
 
 
 def asked(question: Question, row: QualityRow) -> bool:

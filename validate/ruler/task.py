@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+GROWTH = 8  # of a sample whose tokens are not known well enough yet
+
 
 class TaskError(ValueError):
     """A task that is not known, or that does not fit a context."""
@@ -67,24 +69,28 @@ class Task:
 def sample_that_fits(task: Task, material: Material, seed: str, count: Callable[[Sample], int], most: int) -> Sample:
     """The largest sample of `seed` that is at most `most` tokens long by `count`. Raises TaskError if none is.
 
-    Tokens grow almost linearly with size, so sizes are interpolated between one that fits and one that does not.
+    Tokens grow almost linearly with size, so the next size is where the line through the last two reaches `most`.
     """
 
-    def made(size: int) -> Sample:
-        return task.make(material, size, random.Random(seed))
+    def measured(size: int) -> tuple[int, int]:
+        return size, count(task.make(material, size, random.Random(seed)))
 
-    fits, tokens = 1, count(made(1))
-    if tokens > most:
-        raise TaskError(f"{task.name} takes {tokens} tokens at least; allowed by the context: {most}")
-    while (more := count(made(2 * fits))) <= most:
-        fits, tokens = 2 * fits, more
-    beyond, beyond_tokens = 2 * fits, more
-    while beyond - fits > 1:
-        guess = fits + (beyond - fits) * (most - tokens) // max(1, beyond_tokens - tokens)
-        size = min(max(guess, fits + 1), beyond - 1)
-        found = count(made(size))
-        if found <= most:
-            fits, tokens = size, found
+    last = before = fits = measured(1)
+    if fits[1] > most:
+        raise TaskError(f"{task.name} takes {fits[1]} tokens at least; allowed by the context: {most}")
+    beyond: int | None = None  # the smallest size that does not fit, as far as is known
+    while beyond is None or beyond - fits[0] > 1:
+        largest = GROWTH * fits[0] if beyond is None else beyond - 1
+        size = _where(min(before, last), max(before, last), most) + (beyond is None)
+        before, last = last, measured(min(max(size, fits[0] + 1), largest))
+        if last[1] <= most:
+            fits = last
         else:
-            beyond, beyond_tokens = size, found
-    return made(fits)
+            beyond = last[0]
+    return task.make(material, fits[0], random.Random(seed))
+
+
+def _where(one: tuple[int, int], other: tuple[int, int], tokens: int) -> int:
+    """The size at which the line through two sizes with their tokens reaches `tokens`; far away for a level line."""
+    size, found = one
+    return size + (other[0] - size or tokens) * (tokens - found) // max(1, other[1] - found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from ridgeplan.validate.ruler.counting import COUNTING_TASKS
@@ -48,9 +49,9 @@ class PromptMaker:
 
         Raises TaskError where the smallest sample is longer.
         """
-        name = f"{task.name} {tokens} {index} {seed}"
-        sample = sample_that_fits(task, self.material, name, lambda one: len(self.ids(one)), tokens)
-        return Prompt(self.ids(sample), sample.answers)
+        name, ids = f"{task.name} {tokens} {index} {seed}", cache(self.ids)
+        sample = sample_that_fits(task, self.material, name, lambda one: len(ids(one)), tokens)
+        return Prompt(ids(sample), sample.answers)
 
     def ids(self, sample: Sample) -> list[int]:
         """Token ids of a sample: the user's message, and the opening of the answer."""

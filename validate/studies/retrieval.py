@@ -146,13 +146,12 @@ class _Figures:
 
 @dataclass(eq=False)
 class _Chooser:
-    """A method at a budget: its policy, what it chose at the step before, and of this step what each layer has."""
+    """A method at a budget, and its policy."""
 
     method: str
     budget: int
     policy: SparsePolicy
     sinks: int
-    last: Tensor | None = None
 
     def chosen(self, layer: int, query: Tensor, tokens: int) -> Tensor:
         """The chosen old tokens among `tokens`, bool [kv_heads, tokens]."""
@@ -161,10 +160,13 @@ class _Chooser:
             return self._random(kv_heads, tokens)
         return mask_of(self.policy.select(layer, query), kv_heads, tokens)
 
-    def first_recent(self, length: int) -> int:
-        """The first of the tokens that are all read."""
-        begin = int(self.policy.draft_metadata(0).begin[0])
-        return length + 1 - RECENT if self.method == RANDOM else begin
+    def first_recent(self, tokens: Tensor) -> Tensor:
+        """The first of the tokens that are all read, of `tokens` with the query's own; both int32 [1]."""
+        if self.method == MODEL:
+            return tokens
+        self.policy.before_round()
+        begin = self.policy.draft_metadata(0).begin[:1]
+        return tokens - RECENT if self.method == RANDOM else begin
 
     def _random(self, kv_heads: int, tokens: int) -> Tensor:
         old, device = tokens - RECENT, self.policy.cache.lengths.device
@@ -176,10 +178,11 @@ def mask_of(index: TokenIndex, kv_heads: int, tokens: int) -> Tensor:
     """bool [kv_heads, tokens]: the tokens of the first row's index list."""
     entries = index.index[0].long()
     held = torch.arange(entries.shape[1], device=entries.device) < index.count[0][:, None]
-    pages = torch.zeros(len(entries), -(-tokens // index.page) + 1, dtype=torch.bool, device=entries.device)
-    pages.scatter_(1, entries.masked_fill(~held, pages.shape[1] - 1), True)
-    pages[:, -1] = False
-    return pages.repeat_interleave(index.page, 1)[:, :tokens].expand(kv_heads, -1)
+    none = -(-tokens // index.page)  # a page behind all tokens, for entries that the list does not hold
+    pages = torch.zeros(len(entries), none + 1, dtype=torch.bool, device=entries.device)
+    pages.scatter_(1, entries.masked_fill(~held, none), True)
+    wide = pages.repeat_interleave(index.page, 1) if index.page > 1 else pages
+    return wide[:, :tokens].expand(kv_heads, -1)
 
 
 def _choosers(cache: Cache, sizes: Sizes, head: Head | None) -> list[list[_Chooser]]:
@@ -215,61 +218,75 @@ def _measure(engine: Engine, head: Head | None, sizes: Sizes, ids: Sequence[int]
     prefill(engine.decoder, engine.weights, cache, 0, text[: -sizes.tokens], observer=observer)
     choosers = [one for method in methods for one in method]
     choosers += [_Chooser(MODEL, budget, methods[0][0].policy, 4) for budget in sizes.budgets]
+    before = None
     for token in text[-sizes.tokens :]:
         step = _Step(cache, choosers)
         engine.decoder.step(engine.weights, cache, token.view(1, 1), step.metadata(token.view(1, 1)))
-        step.add_to(figures)
+        before = step.add_to(figures, before)
         cache.advance(torch.ones_like(cache.lengths))
 
 
 class _Step:
-    """One step of the model, whose attention also asks every chooser."""
+    """One step of the model, whose attention also asks every chooser. All figures of a step are read at its end."""
 
     def __init__(self, cache: Cache, choosers: Sequence[_Chooser]) -> None:
-        self._cache, self._choosers = cache, choosers
-        self._found: dict[int, list[Tensor]] = defaultdict(list)
-        self._chosen: dict[int, list[Tensor]] = defaultdict(list)
-        self._begins: dict[int, int] = {}
+        self._cache, self._choosers, self._tokens = cache, choosers, int(cache.lengths[0]) + 1
+        self._sinks = torch.tensor([one.sinks for one in choosers], device=cache.lengths.device)
+        self._found: list[Tensor] = []
+        self._chosen: list[Tensor] = []
 
     def metadata(self, tokens: Tensor) -> AttentionMetadata:
         """Of the target's pass over tokens [1, 1]."""
-        for number, one in enumerate(self._choosers):
+        for one in self._choosers:
             if one.method != MODEL:
                 one.policy.before_pass(tokens, 0)
-                one.policy.before_round()
-                self._begins[number] = one.first_recent(int(self._cache.lengths[0]))
+        counted = self._cache.lengths[:1] + 1
+        self._first_recent = torch.cat([one.first_recent(counted) for one in self._choosers])
         return replace(self._cache.target_metadata(1), attend=self._attend)
 
-    def add_to(self, figures: _Figures) -> None:
-        """Adds the step's figures, and the overlap with the step before."""
-        for number, one in enumerate(self._choosers):
-            figures.add(one.method, one.budget, torch.stack(self._found[number]))
-            chosen = torch.stack(self._chosen[number])
-            if one.last is not None:
-                before = torch.zeros_like(chosen)
-                before[..., : one.last.shape[-1]] = one.last
-                figures.add_overlap(one.method, one.budget, float((chosen & before).sum() / chosen.sum().clamp_min(1)))
-            one.last = chosen
+    def add_to(self, figures: _Figures, before: Tensor | None) -> Tensor:
+        """Adds the step's figures, and the overlap with the step before; returns what was chosen.
+
+        before, and the result: bool [choosers, layers, kv_heads, tokens].
+        """
+        chosen = torch.stack(self._chosen, dim=1)
+        for one, layers in zip(self._choosers, torch.stack(self._found, dim=1).cpu(), strict=True):
+            figures.add(one.method, one.budget, layers)
+        if before is not None:
+            again = (chosen[..., : before.shape[-1]] & before).flatten(1).sum(1)
+            shares = again / chosen.flatten(1).sum(1).clamp_min(1)
+            for one, share in zip(self._choosers, shares.tolist(), strict=True):
+                figures.add_overlap(one.method, one.budget, share)
+        return chosen
 
     def _attend(self, layer: int, query: Tensor, metadata: AttentionMetadata) -> Tensor:
         keys, values = self._cache.full(layer)
-        tokens = int(self._cache.lengths[0]) + 1
-        weights = attention_weights(query[0], keys[0, :, :tokens])[0]
-        for number, one in enumerate(self._choosers):
-            top = torch.zeros_like(weights, dtype=torch.bool)
-            top.scatter_(1, weights.topk(one.budget, dim=1).indices, True)
-            chosen = top if one.method == MODEL else one.chosen(layer, query, tokens)
-            self._chosen[number].append(chosen.clone())
-            read = chosen.clone()
-            read[:, self._begins.get(number, tokens) :] = True
-            self._found[number].append(compared(read, top, weights, one.sinks))
+        weights = attention_weights(query[0], keys[0, :, : self._tokens])[0]
+        tops = {budget: _top(weights, budget) for budget in {one.budget for one in self._choosers}}
+        chosen = torch.stack([
+            tops[one.budget] if one.method == MODEL else one.chosen(layer, query, self._tokens)
+            for one in self._choosers
+        ])  # fmt: skip
+        recent = torch.arange(self._tokens, device=chosen.device) >= self._first_recent[:, None]
+        top = torch.stack([tops[one.budget] for one in self._choosers])
+        self._chosen.append(chosen)
+        self._found.append(compared(chosen | recent[:, None], top, weights, self._sinks))
         return decode_attention(query, keys, values, metadata.begin, metadata.end)
 
 
-def compared(read: Tensor, top: Tensor, weights: Tensor, sinks: int) -> Tensor:
-    """hit, distant and mass [3], means over KV heads: `read` and `top` are bool, all [kv_heads, tokens]."""
-    distant = top.clone()
-    distant[:, :sinks] = distant[:, top.shape[1] - RECENT :] = False
-    shares = [(read & wanted).sum(1) / wanted.sum(1) for wanted in (top, distant)]  # NaN where none is wanted
-    mass = (weights * read).sum(1) / weights.sum(1)
-    return torch.stack([*shares, mass]).nanmean(1).cpu()
+def _top(weights: Tensor, budget: int) -> Tensor:
+    """Where the `budget` largest weights of each row are, bool [kv_heads, tokens]."""
+    found = torch.zeros_like(weights, dtype=torch.bool)
+    return found.scatter_(1, weights.topk(budget, dim=1).indices, True)
+
+
+def compared(read: Tensor, top: Tensor, weights: Tensor, sinks: Tensor) -> Tensor:
+    """hit, distant and mass [choosers, 3], means over KV heads.
+
+    read, top: bool [choosers, kv_heads, tokens]; weights: [kv_heads, tokens]; sinks: int64 [choosers].
+    """
+    places = torch.arange(top.shape[2], device=top.device)
+    distant = top & ((places >= sinks[:, None]) & (places < top.shape[2] - RECENT))[:, None]
+    shares = [(read & wanted).sum(2) / wanted.sum(2) for wanted in (top, distant)]  # NaN where none is wanted
+    mass = (weights * read).sum(2) / weights.sum(1)
+    return torch.stack([*shares, mass], dim=1).nanmean(2)

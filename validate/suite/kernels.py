@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.execution import rate_rows
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.validate.calibration.noise import steady_reading
 from ridgeplan.validate.calibration.profile import MOST_VARIANTS, class_trials
@@ -34,7 +35,8 @@ class KernelPrediction:
     @classmethod
     def of(cls, trial: Trial, machine: Machine, profile: Profile) -> KernelPrediction:
         """The prediction of a trial's class and cost."""
-        rates = machine.rates[trial.kind].at_rows(trial.rows)
+        rows = rate_rows(trial.kind, trial.rows, trial.width, trial.depth)
+        rates = machine.rates[trial.kind].at_rows(rows)
         seconds = machine.seconds(trial.cost, rates, trial.width, trial.depth, trial.tiles)
         return cls(float(seconds), profile.rates(trial.kind).source)
 

@@ -19,6 +19,7 @@ MAX_TEXT_TOKENS = 1 << 22
     epilog=examples(
         "ridgeplan distill model.gguf --text book.txt --output head.safetensors",
         "ridgeplan distill Qwen/Qwen3-8B --text book.txt --output head.safetensors --checkpoint run.safetensors",
+        "ridgeplan distill model.gguf --text book.txt --output head.safetensors --by-layer --queries 256",
         "ridgeplan run plan.json --prompt-file notes.txt --retrieval-head head.safetensors",
     )
 )
@@ -27,11 +28,16 @@ MAX_TEXT_TOKENS = 1 << 22
     click.option("--text", metavar="FILE", required=True, help="UTF-8 text to train on."),
     click.option("--output", type=OutputFile(), required=True, help="Write the head to this file."),
     click.option("--steps", type=int, default=1000, show_default=True, help="Optimizer steps."),
-    click.option("--tokens", type=int, default=512, show_default=True, help="Tokens of a passage."),
-    click.option("--batch", type=int, default=4, show_default=True, help="Passages of a step."),
-    click.option("--rate", type=float, default=1e-3, show_default=True, help="Learning rate after the warm-up."),
+    click.option("--tokens", type=int, default=4096, show_default=True,
+                 help="Tokens of a passage: as many as a context has where the head is used."),
+    click.option("--batch", type=int, default=1, show_default=True, help="Passages of a step."),
+    click.option("--rate", type=float, default=3e-3, show_default=True, help="Learning rate after the warm-up."),
     click.option("--attention", type=float, default=1.0, show_default=True,
                  help="Weight of the loss of attention to distant tokens; 0 trains as published."),
+    click.option("--queries", type=int, default=64, show_default=True,
+                 help="Tokens of a passage whose attention is learned."),
+    click.option("--by-layer", is_flag=True,
+                 help="Choose for each KV head of each layer, not once for all layers; not published."),
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of the passages."),
     click.option("--checkpoint", type=OutputFile(), help="Keep checkpoints here, and continue from one."),
     click.option("--every", type=click.IntRange(1), default=100, show_default=True, help="Steps between checkpoints."),

@@ -3,11 +3,10 @@
 from functools import cache
 
 from ridgeplan.kernels.linear.schedule import TILE_OUTPUTS, DeviceLimits, LinearSchedule, SplitK, WeightFormat
-from ridgeplan.roofline.execution import CUDA_LARGE_GEMM_ROWS, CUDA_SKINNY_GEMM_ROWS
+from ridgeplan.roofline.execution import CUDA_LARGE_GEMM_ROWS, CUDA_MANY_CHANNELS, CUDA_SKINNY_GEMM_ROWS
 
 K_TILE_INPUTS = 32
 MAX_ROWS = CUDA_SKINNY_GEMM_ROWS
-FEW_CHANNELS = 8192  # inputs or outputs, beyond which the library is as fast for more rows than CUDA_LARGE_GEMM_ROWS
 NARROW_INPUTS = 768  # with fewer, reducing and storing sums dominates, and the library is as fast for half as many rows
 
 FORMAT = WeightFormat(
@@ -41,9 +40,9 @@ def make_schedule(
     rows: int, outputs: int, inputs: int, bf16: bool, gated: bool, device: DeviceLimits
 ) -> LinearSchedule | None:
     """One pass over the weight, with x in shared memory; None if none fits, or if the library is as fast."""
-    narrow = inputs < NARROW_INPUTS and outputs > FEW_CHANNELS
+    narrow = inputs < NARROW_INPUTS and outputs > CUDA_MANY_CHANNELS
     few_rows = CUDA_LARGE_GEMM_ROWS // 2 if narrow else CUDA_LARGE_GEMM_ROWS
-    if rows > MAX_ROWS or (rows > few_rows and max(inputs, outputs) > FEW_CHANNELS):
+    if rows > MAX_ROWS or (rows > few_rows and max(inputs, outputs) > CUDA_MANY_CHANNELS):
         return None
     schedules = (LinearSchedule(FORMAT, split, device, bf16, rows, outputs, inputs, rows, gated) for split in SPLITS)
     return next((schedule for schedule in schedules if schedule.fits), None)

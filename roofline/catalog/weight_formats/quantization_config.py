@@ -10,13 +10,21 @@ from typing import Any
 
 from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.catalog.weight_formats.weight_bits import FULL_BITS, WeightBits, mean_bits
+from ridgeplan.roofline.catalog.weight_formats.weight_bits import (
+    FULL_BITS,
+    MOST_BITS,
+    WeightBits,
+    format_of,
+    mean_bits,
+)
 
 Config = Mapping[str, Any]
 SCALE_BITS = 16  # an fp16 or bf16 scale
 FLOAT_SCALE_BITS = 32
 MXFP4_BITS = 4 + 8 / 32  # 4 bits, and an 8-bit scale per 32 weights
 DTYPE_BITS = {None: FULL_BITS, "float16": FULL_BITS, "bfloat16": FULL_BITS, "float32": 32.0}
+# Of compressed-tensors: those that say no more than bits, groups and symmetry do.
+USUAL_LAYOUTS = (None, "pack-quantized", "int-quantized", "naive-quantized", "float-quantized")
 MAX_MODULE_PATTERNS = 10_000
 MAX_WILDCARDS = 16
 
@@ -26,13 +34,14 @@ class Scheme:
     """How a method stores weights: bits of each quantized one, scales and zeros included.
 
     ignored: modules that are not quantized. head: whether the output head is quantized, too. experts_only: whether
-    nothing but routed experts is.
+    nothing but routed experts is. format: its name in `FORMATS`, by default the method's.
     """
 
     bits: float
     ignored: Sequence[str] = ()
     head: bool = False
     experts_only: bool = False
+    format: str | None = None
 
 
 def weight_bits_of_config(config: Config, shape: ModelShape) -> WeightBits:
@@ -52,7 +61,7 @@ def weight_bits_of_config(config: Config, shape: ModelShape) -> WeightBits:
         (part, elements, full_bits if _skips(scheme, part) or ignored.match(name) else scheme.bits)
         for name, part, elements in _modules(shape)
     )
-    bits = mean_bits(tensors, method)
+    bits = mean_bits(tensors, scheme.format or method)
     return bits.tied() if shape.tied_embeddings else bits
 
 
@@ -161,14 +170,16 @@ def _gptq(config: Config) -> Scheme:
     _refuse(config, "modules_in_block_to_quantize", "dynamic")
     bits = _whole(config, "bits", 2, 8)
     per_group = _per_group(config, "group_size", 128)
-    return Scheme(bits + (SCALE_BITS + bits) * per_group, head=bool(config.get("lm_head")))
+    layout = format_of("gptq", bits, usual=config.get("checkpoint_format", "gptq") in ("gptq", "gptq_v2"))
+    return Scheme(bits + (SCALE_BITS + bits) * per_group, head=bool(config.get("lm_head")), format=layout)
 
 
 def _awq(config: Config) -> Scheme:
     bits = _whole(config, "bits", 2, 8, config.get("w_bit"))
     per_group = _per_group(config, "group_size", config.get("q_group_size", 128))
     zero_bits = bits if config.get("zero_point", True) else 0
-    return Scheme(bits + (SCALE_BITS + zero_bits) * per_group, _names(config, "modules_to_not_convert"))
+    layout = format_of("awq", bits, usual=str(config.get("version", "gemm")).lower() == "gemm")
+    return Scheme(bits + (SCALE_BITS + zero_bits) * per_group, _names(config, "modules_to_not_convert"), format=layout)
 
 
 def _bitsandbytes(config: Config) -> Scheme:
@@ -213,17 +224,31 @@ def _compressed_tensors(config: Config) -> Scheme:
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ValueError(f"config_groups must be an object with a group, not {brief(groups)}")
-    found = {_group_bits(group) for group in groups.values()}
+    usual = config.get("format") in USUAL_LAYOUTS
+    found = {(_group_bits(one), _group_format(one, usual)) for one in map(_group_weights, groups.values())}
     if len(found) > 1:
         raise ValueError(f"config_groups hold weights of {len(found)} sizes; supported: one")
-    return Scheme(found.pop(), _names(config, "ignore"), head=True)
+    ((bits, layout),) = found
+    return Scheme(bits, _names(config, "ignore"), head=True, format=layout)
 
 
-def _group_bits(group: object) -> float:
+def _group_weights(group: object) -> Config:
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict) or not isinstance(group, dict) or group.get("targets") != ["Linear"]:
         raise ValueError(f"the group {brief(group)} is not supported; supported: weights of targets ['Linear']")
-    bits, strategy = _whole(weights, "num_bits", 2, 16), weights.get("strategy")
+    return weights
+
+
+def _group_format(weights: Config, usual: bool) -> str:
+    """The name in `FORMATS` of a group of modules; `usual`: whether the layout is."""
+    bits = _whole(weights, "num_bits", 2, MOST_BITS)
+    if weights.get("strategy") == "tensor_group":
+        return "nvfp4"
+    return format_of("compressed-tensors", bits, usual=usual and not (weights.get("type") == "float" and bits < 8))
+
+
+def _group_bits(weights: Config) -> float:
+    bits, strategy = _whole(weights, "num_bits", 2, MOST_BITS), weights.get("strategy")
     zero_bits = 0 if weights.get("symmetric", True) else bits
     if strategy in ("channel", "tensor"):
         return bits

@@ -10,9 +10,18 @@ from ridgeplan.roofline.catalog.checks import Checked, number, one_of
 
 FULL_BITS = 16.0
 # Formats that the runtime decodes as it loads them, into what the plan asks for.
-PACKED_FORMATS = ("gptq", "awq", "compressed-tensors", "fp8")  # of safetensors
+DECODED_BITS = {"gptq": (2, 4, 8), "awq": (4,), "compressed-tensors": (2, 4, 8)}  # of formats with several sizes
+PACKED_FORMATS = (*DECODED_BITS, "fp8")  # of safetensors
 CONVERTED_FORMATS = ("bf16", "float32", "gguf", *PACKED_FORMATS)
-FORMATS = (*CONVERTED_FORMATS, "bitsandbytes", "fbgemm_fp8", "mxfp4")
+MOST_BITS = 16
+OTHER_BITS = tuple(
+    f"{method} of {bits} bits"
+    for method, decoded in DECODED_BITS.items()
+    for bits in range(2, MOST_BITS + 1)
+    if bits not in decoded
+)
+OTHER_LAYOUTS = tuple(f"{method} in another layout" for method in DECODED_BITS)
+FORMATS = (*CONVERTED_FORMATS, "bitsandbytes", "fbgemm_fp8", "mxfp4", "nvfp4", *OTHER_BITS, *OTHER_LAYOUTS)
 PARTS = ("attention", "mlp", "experts", "embedding", "head")
 
 
@@ -52,12 +61,29 @@ class WeightBits(Checked):
     @property
     def converted(self) -> bool:
         """Whether loading changes any part's bits."""
-        held = (getattr(self, part) for part in PARTS)
-        return self.format in CONVERTED_FORMATS and any(bits != FULL_BITS for bits in held)
+        return self.format in CONVERTED_FORMATS and not self.full
+
+    @property
+    def full(self) -> bool:
+        """Whether all parts are in full precision. No kernel was calibrated for others as they are stored."""
+        return all(getattr(self, part) == FULL_BITS for part in PARTS)
 
     def tied(self) -> WeightBits:
         """These bits for a model whose output head is its embedding."""
         return replace(self, head=self.embedding)
+
+
+def format_of(method: str, bits: int, *, usual: bool) -> str:
+    """The name in `FORMATS` of a method of `DECODED_BITS` with so many bits, in its `usual` layout or another."""
+    if bits not in DECODED_BITS[method]:
+        return f"{method} of {bits} bits"
+    return method if usual else f"{method} in another layout"
+
+
+def loaded_formats() -> tuple[str, ...]:
+    """The formats that the runtime loads, as messages list them, such as "gptq of 2/4/8 bits"."""
+    sizes = {method: f" of {'/'.join(map(str, bits))} bits" for method, bits in DECODED_BITS.items()}
+    return tuple(f"{name}{sizes.get(name, '')}" for name in CONVERTED_FORMATS)
 
 
 def mean_bits(tensors: Iterable[tuple[str, float, float]], kind: str) -> WeightBits:

@@ -22,12 +22,12 @@ NO_HEAD = "the plan chooses tokens by a retrieval head and none was given; `ridg
 class RetrievalHead(SparsePolicy):
     """A set for each KV head of the target, or one for all ("batch": by the mean over them), for all layers.
 
+    A head that was trained by layer has a set for each KV head of each of them.
     keys: [batch, kv_heads, slots, head_dim], of every token, by its position in the text.
     """
 
     selection: selections.RetrievalHead
     known_ahead = True
-    alike = True
 
     def __init__(self, selection: selections.RetrievalHead, cache: Cache, head: Head | None = None) -> None:
         """Raises WorkloadError without a head, and for one that needs the target's features."""
@@ -43,7 +43,9 @@ class RetrievalHead(SparsePolicy):
         self.rotary = Rotary(config, cache.config.longest, head.tokens.device)
         self._queries = self.keys.new_zeros(0)
         self._query = 0
-        self._chosen: TokenIndex | None = None
+        self.layers = config.layers if selection.level == "head" else 1
+        self.alike = self.layers == 1
+        self._chosen: tuple[TokenIndex, ...] = ()
 
     def before_prefill(self, row: int, prompt: Tensor) -> None:
         for start in range(0, len(prompt), PREFILL_CHUNK_TOKENS):
@@ -68,16 +70,19 @@ class RetrievalHead(SparsePolicy):
 
     def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
         """Chooses for the query of the pass that is about to run, then as for every sparse policy."""
-        self._chosen = TokenIndex(*self.best(self._scores(ahead), 1))
+        index, count = self.best(self._scores(ahead), 1)
+        by_layer = (one.unflatten(1, (-1, self.layers)).movedim(2, 0).contiguous() for one in (index, count))
+        self._chosen = tuple(TokenIndex(*one) for one in zip(*by_layer, strict=True))
         return super().draft_metadata(ahead, queries)
 
     def select(self, layer: int, query: Tensor) -> TokenIndex:
-        assert self._chosen is not None, "a pass has begun"
-        return self._chosen
+        assert self._chosen, "a pass has begun"
+        return self._chosen[0 if self.alike else layer]
 
     def _scores(self, ahead: int) -> Tensor:
-        """Of all tokens up to the query's own, float32 [rows, 1 or kv_heads, slots]."""
+        """Of all tokens up to the query's own, float32 [rows, 1 or kv_heads * layers, slots]."""
         rows, cache = self.cache.rows, self.cache
         visible = cache.lengths[:rows] + ahead + 1
-        scores = head_scores(self._queries[:, self._query], self.keys[:rows], visible, cache.kv_heads)
+        sets = cache.kv_heads * self.head.config.layers
+        scores = head_scores(self._queries[:, self._query], self.keys[:rows], visible, sets)
         return scores.mean(1, keepdim=True) if self.selection.level == "batch" else scores

@@ -44,7 +44,7 @@ class SparsePolicy(DraftPolicy):
 
     selection: SparseSelection
     known_ahead: ClassVar[bool] = False  # a query's choice, in all layers, before the first one
-    alike: ClassVar[bool] = False  # it is then the same in all layers
+    alike: bool = False  # it is then the same in all layers
 
     def __init__(self, selection: SparseSelection, cache: Cache) -> None:
         super().__init__(selection, cache)

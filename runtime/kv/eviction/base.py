@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from ridgeplan.runtime.kv.eviction.attention_scores import attention_mass
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,7 +17,8 @@ class PromptLayer:
 
     index, layers: which layer of how many. tokens: of the prompt. budget: how many of them stay, fewer than `tokens`.
     queries: [tokens + appended, q_heads, head_dim], rotated. keys, values: [kv_heads, tokens + appended, head_dim],
-    keys rotated. frequencies: float32 [head_dim / 2], radians per token. rotary_scale: YaRN's factor.
+    keys rotated. frequencies: float32 [head_dim / 2], radians per token. rotary_scale: YaRN's factor. masses: of
+    `mass`, shared by all that score this layer, for other budgets for example.
     """
 
     index: int
@@ -27,6 +30,14 @@ class PromptLayer:
     values: Tensor
     frequencies: Tensor
     rotary_scale: float = 1.0
+    masses: dict[Any, Tensor] = field(default_factory=dict)
+
+    def mass(self, first: int, stop: int, tokens: int) -> Tensor:
+        """`attention_mass` of the queries from `first` to `stop` for the first `tokens` keys, computed once."""
+        asked = first, stop, tokens
+        if asked not in self.masses:
+            self.masses[asked] = attention_mass(self.queries[first:stop], self.keys, first, tokens)
+        return self.masses[asked].clone()
 
 
 class EvictionPolicy(Protocol):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.planner.policies.eviction.dapq import DapQSettings
-from ridgeplan.runtime.kv.eviction.attention_scores import attention_mass, pooled
+from ridgeplan.runtime.kv.eviction.attention_scores import pooled
 from ridgeplan.runtime.kv.eviction.base import PromptLayer, protect
 
 
@@ -29,5 +29,5 @@ class DapQ:
 
     def scores(self, layer: PromptLayer) -> Tensor:
         """Eq 4; the latest tokens are protected if the settings say so."""
-        mass = attention_mass(layer.queries[layer.tokens :], layer.keys, layer.tokens, layer.tokens)
+        mass = layer.mass(layer.tokens, len(layer.queries), layer.tokens)
         return protect(pooled(mass, self.settings.pooling), last=min(self.settings.recent, layer.budget))

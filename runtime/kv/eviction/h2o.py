@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ridgeplan.planner.policies.eviction.h2o import H2OSettings
-from ridgeplan.runtime.kv.eviction.attention_scores import attention_mass
 from ridgeplan.runtime.kv.eviction.base import PromptLayer, nothing_appended, protect
 
 
@@ -22,5 +21,5 @@ class H2O:
 
     def scores(self, layer: PromptLayer) -> Tensor:
         """Attention that every token of the prompt pays to those before it and to itself."""
-        mass = attention_mass(layer.queries[: layer.tokens], layer.keys, 0, layer.tokens)
+        mass = layer.mass(0, layer.tokens, layer.tokens)
         return protect(mass, last=round(self.settings.recent_share * layer.budget))

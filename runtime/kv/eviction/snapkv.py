@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ridgeplan.planner.policies.eviction.snapkv import SnapKVSettings
-from ridgeplan.runtime.kv.eviction.attention_scores import attention_mass, pooled
+from ridgeplan.runtime.kv.eviction.attention_scores import pooled
 from ridgeplan.runtime.kv.eviction.base import PromptLayer, nothing_appended, protect
 
 
@@ -27,7 +27,7 @@ class SnapKV:
         """Attention that the window pays to the tokens before it."""
         window = min(self.settings.window, layer.budget)
         first = layer.tokens - window
-        mass = attention_mass(layer.queries[first : layer.tokens], layer.keys, first, first)
+        mass = layer.mass(first, layer.tokens, first)
         scores = mass.new_empty(len(mass), layer.tokens)
         scores[:, :first] = pooled(mass, self.settings.pooling)
         return protect(scores, last=window)

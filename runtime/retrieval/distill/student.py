@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.model.checkpoint import UNTRUSTED
@@ -17,11 +17,12 @@ from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, prob
 FROZEN = ("model.embed_tokens.", "lm_head.")
 
 
-def make_student(config: Any, state: StateDict, device: torch.device) -> Any:
+def make_student(config: Any, state: StateDict, device: torch.device, by_layer: bool = False) -> Any:
     """A model of the target's family with one layer, on `device`, in float32.
 
     It starts as the target's first layer, whose inputs are embeddings too. state: the target's weights, which keep
-    their tensors.
+    their tensors. by_layer: it also learns a query for each KV head of each of the target's layers, which its own
+    forward does not use; not published.
     """
     one = copy.deepcopy(config)
     one.num_hidden_layers, one.use_cache, one.layer_types = 1, False, ["full_attention"]
@@ -29,7 +30,7 @@ def make_student(config: Any, state: StateDict, device: torch.device) -> Any:
     if getattr(one, "use_sliding_window", None):
         one.use_sliding_window = False
     with torch.device("meta"):
-        student = transformers.AutoModelForCausalLM.from_config(one, attn_implementation="eager", **UNTRUSTED)
+        student = transformers.AutoModelForCausalLM.from_config(one, attn_implementation="sdpa", **UNTRUSTED)
     found = {name: state.tensors.get(name, None) for name in student.state_dict()}
     values = {
         name: value.float().to(device, copy=not name.startswith(FROZEN))
@@ -38,9 +39,32 @@ def make_student(config: Any, state: StateDict, device: torch.device) -> Any:
     student.load_state_dict(values, strict=False, assign=True)
     student.tie_weights()
     student.model.rotary_emb = type(student.model.rotary_emb)(config=one).to(device)
+    if by_layer:
+        _add_layer_queries(student, config.num_hidden_layers)
     for name, parameter in student.named_parameters():
         parameter.requires_grad_(not name.startswith(FROZEN))
     return student
+
+
+def _add_layer_queries(student: Any, layers: int) -> None:
+    """They start as the first query head of each KV head of the student; ordered by KV head first, as its heads are."""
+    attention = student.model.layers[0].self_attn
+    start, kv_heads = attention.q_proj, attention.k_proj.out_features // attention.head_dim
+    copies = {
+        name: value.detach().unflatten(0, (kv_heads, -1, attention.head_dim))[:, :1]
+        .repeat(1, layers, *[1] * value.dim()).flatten(0, 2)
+        for name, value in start.named_parameters()
+    }  # fmt: skip
+    with torch.device("meta"):
+        made = nn.Linear(start.in_features, len(copies["weight"]), bias="bias" in copies)
+    made.load_state_dict(copies, assign=True)
+    attention.layer_queries = made
+
+
+def query_projection(student: Any) -> Any:
+    """The linear layer whose outputs are the head's queries."""
+    attention = student.model.layers[0].self_attn
+    return getattr(attention, "layer_queries", attention.q_proj)
 
 
 def trained_parameters(student: Any) -> dict[str, Tensor]:
@@ -54,23 +78,25 @@ def pruned(student: Any, shape: ModelShape, context: int) -> Head:
     context: tokens of the sequences that it was trained on.
     """
     layer, norm = student.model.layers[0], student.model.layers[0].input_layernorm
-    attention, config = layer.self_attn, student.config
+    attention, config, queries = layer.self_attn, student.config, query_projection(student)
+    by_layer = queries is not attention.q_proj
     made = HeadConfig(
         model=shape.name,
         hidden=shape.hidden,
         vocab=shape.vocab,
-        q_heads=shape.q_heads,
+        q_heads=queries.out_features // shape.head_dim,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         context=context,
+        layers=shape.layers if by_layer else 1,
         rope_theta=float(config.rope_parameters["rope_theta"]),
         norm_eps=config.rms_norm_eps,
     )
     found: dict[str, Any] = {
         "norm": norm.weight,
-        "q": attention.q_proj.weight,
+        "q": queries.weight,
         "k": attention.k_proj.weight,
-        "q_bias": attention.q_proj.bias,
+        "q_bias": queries.bias,
         "k_bias": attention.k_proj.bias,
         "q_norm": getattr(getattr(attention, "q_norm", None), "weight", None),
         "k_norm": getattr(getattr(attention, "k_norm", None), "weight", None),

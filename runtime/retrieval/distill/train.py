@@ -1,7 +1,7 @@
 """The training of a student: KL to the teacher's next-token distribution on passages of a text (Eq 2), with AdamW.
 
-A second loss, which is not published, is the KL to the teacher's attention to distant tokens: those are what a head is
-for, and a small student predicts most next tokens from near ones.
+A second loss, which is not published, is the KL to the teacher's attention to distant tokens (attention.py): those are
+what a head is for, and a small student predicts most next tokens from near ones.
 
 A checkpoint holds all that the next step depends on, so that a run that was stopped ends as one that was not.
 """
@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ridgeplan.roofline.catalog.checks import Checked, number, whole
+from ridgeplan.roofline.catalog.checks import Checked, flag, number, whole
 from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.model.readers import failures_as
+from ridgeplan.runtime.retrieval.distill.attention import attention_loss, student_logits
 from ridgeplan.runtime.retrieval.distill.student import trained_parameters
-from ridgeplan.runtime.retrieval.distill.teacher import RECENT, SINKS, Teacher, distant_tokens, shares
+from ridgeplan.runtime.retrieval.distill.teacher import RECENT, SINKS, Teacher
 from ridgeplan.runtime.retrieval.file import read_tensors, write_tensors
 
 KEY = "ridgeplan.distillation"
@@ -37,7 +38,8 @@ class Training(Checked):
     """Sizes of a run. Raises WorkloadError for values out of range.
 
     tokens: of a passage; batch: passages of a step. attention: weight of the loss of attention, which passages up to
-    the latest tokens have none of; 0 is SpeContext's.
+    the latest tokens have none of; 0 is SpeContext's. queries: of a passage whose attention is learned. by_layer: a
+    query for each KV head of each layer, which only that loss trains, instead of SpeContext's choice for all layers.
     """
 
     error = WorkloadError
@@ -47,7 +49,15 @@ class Training(Checked):
     rate: float = number(1e-8, 1, default=3e-4)
     warmup: int = whole(0, 1_000_000, default=20)
     attention: float = number(0, 1000, default=1.0)
+    queries: int = whole(1, 1 << 17, default=64)
+    by_layer: bool = flag(False)
     seed: int = whole(0, (1 << 31) - 1, default=0)
+
+    def _contradiction(self) -> str | None:
+        if self.by_layer and (not self.attention or self.tokens <= SINKS + RECENT):
+            found = f"attention is {self.attention} and tokens is {self.tokens}"
+            return f"{found}; allowed for queries by layer: above 0, and {SINKS + RECENT + 1} or more"
+        return None
 
     def rate_at(self, step: int) -> float:
         """Learning rate: a linear warm-up, then a cosine down to a tenth."""
@@ -115,29 +125,31 @@ class Distillation:
     def _step(self) -> float:
         for group in self.optimizer.param_groups:
             group["lr"] = self.training.rate_at(self.step)
-        loss = sum(self._passage(tokens) for tokens in self._passages())
+        loss = sum(self._passage(*passage) for passage in self._passages())
         torch.nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
         return loss / self.training.batch
 
-    def _passages(self) -> Tensor:
-        """The passages of a step, [batch, tokens]: they depend on the seed and the step alone."""
+    def _passages(self) -> list[tuple[Tensor, Tensor]]:
+        """The passages of a step and places in them whose attention is learned: of the seed and the step alone."""
         one = self.training
         generator = torch.Generator().manual_seed(one.seed * 1_000_003 + self.step)
         starts = torch.randint(len(self.ids) - one.tokens + 1, (one.batch,), generator=generator)
-        return torch.stack([self.ids[start : start + one.tokens] for start in starts.tolist()])
+        passages = [self.ids[start : start + one.tokens] for start in starts.tolist()]
+        first = SINKS + RECENT  # that has distant tokens
+        most = one.queries if one.attention else 0
+        places = [torch.randperm(max(0, one.tokens - first), generator=generator)[:most] + first for _ in passages]
+        return [(tokens, at.to(tokens.device)) for tokens, at in zip(passages, places, strict=True)]
 
-    def _passage(self, tokens: Tensor) -> float:
+    def _passage(self, tokens: Tensor, queries: Tensor) -> float:
         """Adds a passage's gradients; returns its loss in nats a token.
 
         The logits' gradients are made a few tokens at a time, and the layer's once, from their sum.
         """
-        attending = self.training.attention > 0 and len(tokens) > SINKS + RECENT
-        taught, attention = self.teacher.read(tokens, attending)
-        found = self.student.model(tokens[None], output_attentions=attending)
-        hidden = found.last_hidden_state[0]
+        taught, attention = self.teacher.read(tokens, queries)
+        hidden = self.student.model(tokens[None]).last_hidden_state[0]
         cut = hidden.detach().requires_grad_()
         total = 0.0
         for known, own in zip(taught.split(LOGITS_TOKENS), cut.split(LOGITS_TOKENS), strict=True):
@@ -147,24 +159,16 @@ class Distillation:
             (loss / self.training.batch).backward()
             total += float(loss.detach())
         assert cut.grad is not None, "every token has logits"
-        if attention is None:
-            hidden.backward(cut.grad)
-            return total
-        focus = self.training.attention * attention_loss(found.attentions[0][0], attention)
-        torch.autograd.backward([hidden, focus / self.training.batch], [cut.grad, None])
-        return total + float(focus.detach())
+        hidden.backward(cut.grad)
+        return total + (self._attention(tokens, queries, attention) if len(queries) else 0.0)
 
-
-def attention_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """KL of attention to distant tokens, nats, the mean over KV heads and those queries that have any.
-
-    student: weights [q_heads, tokens, tokens] of its one layer; teacher: [kv_heads, tokens, tokens] of `Teacher.read`.
-    """
-    distant = distant_tokens(student.shape[-1], student.device)
-    own = shares(student.float().unflatten(0, (len(teacher), -1)).mean(1), distant)
-    has = distant.any(-1)
-    own, teacher = own[:, has].clamp_min(1e-9), teacher[:, has]
-    return (teacher * (teacher.clamp_min(1e-9).log() - own.log())).sum(-1).mean()
+    def _attention(self, tokens: Tensor, queries: Tensor, attention: Tensor) -> float:
+        """Adds the gradients of the loss of attention [kv_heads, layers, queries, tokens]; returns it, weighted."""
+        taught = attention.flatten(0, 1) if self.training.by_layer else attention.mean(1)
+        loss = attention_loss(student_logits(self.student, tokens, queries), taught, queries)
+        focus = self.training.attention * loss
+        (focus / self.training.batch).backward()
+        return float(focus.detach())
 
 
 def require_checkpoint(path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ridgeplan.dashboards.figures import png
+from ridgeplan.validate.decode_bench.results_file import ResultsFile
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_the_benchmark_of_placements_is_drawn_beside_its_prediction(invoke: Any,
     row = {"context": 32768, "host_layers": 3, "predicted_adaptive_ms": 20.0, "predicted_static_ms": 90.0,
            "adaptive_ms": 21.5, "static_ms": 95.0}  # fmt: skip
     path = tmp_path / "offload.json"
-    path.write_text(json.dumps({"device": "a GPU", "cliff": [row]}))
+    ResultsFile.at(path).measure("cliff", {"32768": lambda: row})
     line = ("figures", "specontext-placement", "--set", "memory_gb=32", "--json")
     (figure,) = json.loads(invoke(*line, "--measured", path).stdout)["figures"]
     (predicted,) = json.loads(invoke(*line).stdout)["figures"]

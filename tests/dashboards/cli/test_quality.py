@@ -50,7 +50,7 @@ def test_rows_are_written_as_soon_as_they_are_measured(run: Any, monkeypatch: py
         raise NotImplementedError("power failure")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ridgeplan.validate.quality.measure.answer_score", broken)
+        patch.setattr("ridgeplan.validate.quality.measure.answer_scores", broken)
         with pytest.raises(NotImplementedError):
             run("int8")
     assert [row.measure for row in read_rows(user_quality_path().read_text())][:2] == ["fidelity", "perplexity"]

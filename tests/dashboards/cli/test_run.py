@@ -88,7 +88,16 @@ def test_a_prompt_that_does_not_fit_the_plan_is_refused(
         return list(text.encode("ascii", "ignore"))
 
     monkeypatch.setattr("transformers.PreTrainedTokenizerBase.encode", ascii_only)
+    monkeypatch.setattr("ridgeplan.runtime.load", lambda *_, **__: pytest.fail("the model was loaded"))
     assert words in refuses("run", plan_path, "--model", tiny_folder, "--prompt", text)
+
+
+def test_more_tokens_than_the_plans_are_refused_before_weights_are_read(
+    refuses: Any, plan_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ridgeplan.runtime.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    run = ("run", plan_path, "--model", tiny_folder, "--prompt", "a", "--max-new-tokens", 1000)
+    assert "max_new_tokens is 1000; allowed by the plan: up to" in refuses(*run)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 1000, 90_000_000])

@@ -70,6 +70,7 @@ class Signalled:
         os.kill(os.getpid(), signal.Signals[sys.argv[1]])
         time.sleep(0)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 prepare_process()
 one = Signalled()
 del one

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ridgeplan.planner import PlanError, fit, predict
+from ridgeplan.planner import PlanError, fit, predict, recommend
 from ridgeplan.planner.search import plan_map as module
 from ridgeplan.planner.search import search
 from ridgeplan.planner.search.nothing_fits import tightest
@@ -82,6 +82,20 @@ def test_the_longest_context_that_fits_is_one_of_the_map() -> None:
     assert not [one for one in search(at(question, longest, 1)) if one.rejection(at(question, longest, 1)) is None]
     found = plan_map(question, (longest, longest + 1), (1,))
     assert found.fits.ravel().tolist() == [True, False]
+
+
+def test_where_layers_leave_for_the_host_maps_agree_with_recommendations() -> None:
+    """With 21 GB the fastest plan of 130,000 tokens leaves layers on the host, but with larger groups one fits."""
+    question = ask(LLAMA, "h200", 1, memory_limit="21GB")
+    contexts, batches = (96_000, 120_000, 130_000), (1, 2)
+    found = plan_map(question, contexts, batches)
+    for row, column in np.ndindex(found.fits.shape):
+        answer = recommend(LLAMA, "h200", contexts[row], batch=batches[column], memory_limit="21GB")
+        assert bool(found.host_bytes[row, column]) == bool(answer.predicted.offloaded_layers)
+        assert found.tpot_s[row, column] * 1e3 <= answer.predicted.best.tpot_ms * (1 + 1e-9)
+    assert not found.host_bytes[2, 0] and found.host_bytes[2, 1]
+    usual = [one for one in search(at(question, 130_000, 1)) if one.rejection(at(question, 130_000, 1)) is None]
+    assert min(usual, key=lambda one: one.score).host_bytes
 
 
 def test_beyond_a_sliding_window_only_plain_decoding_runs() -> None:

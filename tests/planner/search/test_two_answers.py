@@ -101,6 +101,23 @@ def test_a_checkpoint_that_the_runtime_does_not_load_is_planned_as_it_is_with_a_
     assert found.baseline.memory_bytes["weights"] < 5.2e9
 
 
+def test_what_no_kernel_was_timed_for_is_not_called_calibrated(h200_profile):
+    full, stored = ask(h200_profile, 4096), converted(h200_profile, format="bitsandbytes")
+    assert full.baseline.source == "calibrated"
+    assert stored.baseline.source == stored.predicted.source == "prior"
+    widths = [one.baseline.high.tpot_ms / one.baseline.best.tpot_ms for one in (full, stored)]
+    assert widths[1] > widths[0]
+
+
+def test_weights_of_an_architecture_that_is_not_executed_stay_as_they_are():
+    """DeepSeek-V3's 671 billion weights are in fp8, 8.002 bits each, but for the tables and routers."""
+    shape = load_shape("deepseek-ai/DeepSeek-V3")
+    memory = planner.estimate(shape, "h200", 4096, preset="autoregressive").predicted.memory_bytes["weights"]
+    assert memory == pytest.approx(671e9, rel=0.01)
+    with pytest.raises(planner.NothingFits, match=r"needs at least 67\d GB"):
+        planner.recommend(shape, "h200", 4096)
+
+
 def test_a_reserve_is_kept_and_limits_only_lower_it(h200_profile):
     total = h200_profile.hardware.memory_bytes
     assert ask(h200_profile).memory_limit_bytes == 0.9 * total

@@ -27,11 +27,20 @@ SOURCE = replace(
 def transferred(h200_profile):
     """Rates on a machine with half the SMs, and memory and peak as given."""
 
-    def to(portable=None, **figures):
-        profile = replace(h200_profile, hardware=SOURCE, classes=CLASSES, portable=portable or {})
+    def to(portable=None, others=None, **figures):
+        profile = replace(h200_profile, hardware=SOURCE, classes=CLASSES | (others or {}), portable=portable or {})
         return transferred_profile(profile, replace(SOURCE, name="other", num_sms=50, **figures)).classes
 
     return to
+
+
+def test_transfers_to_the_host_keep_their_share_and_say_nothing_of_kernels(transferred):
+    """Their share of a peak that they never use is 1, which is not what kernels can reach."""
+    without = transferred(compute_flops=1e14)
+    link = {"host_copy": Rates(0.9, 1.0, 2e-6, 0.0), "host_gather": Rates(0.3, 1.0, 2e-6, 0.0)}
+    found = transferred(others=link, compute_flops=1e14)
+    assert {kind: found[kind] for kind in without} == without
+    assert [found[kind].bandwidth_utilization for kind in link] == [0.9, 0.3]
 
 
 def test_what_memory_or_the_peak_binds_keeps_its_share(transferred):
@@ -91,6 +100,19 @@ def test_machines_before_hopper_have_the_portable_kernels(transferred):
     portable = {"attention": Rates(0.86, 0.4, 9e-6, 0.0)}
     assert transferred(portable, compute_capability="8.6")["attention"].launch_s == 9e-6
     assert transferred(portable)["attention"].launch_s == 2e-6
+
+
+def test_kernels_of_hopper_alone_say_nothing_of_older_machines(h200_profile):
+    """8-bit weights run in Triton's kernel there, as 4-bit ones do; sparse drafts are not priced as measured."""
+    portable = {"linear_int4": Rates(0.2, 0.2, 5e-6, 0.0)}
+    profile = replace(h200_profile, hardware=SOURCE, portable=portable)
+    old = replace(SOURCE, name="other", compute_capability="8.0")
+    older, newer = (transferred_profile(profile, one) for one in (old, replace(SOURCE, name="other")))
+    assert newer.rates("linear_int8").source == "transferred"
+    assert older.rates("linear_int8").source == "prior"
+    assert older.rates("linear_int8").bandwidth_utilization == older.rates("linear_int4").bandwidth_utilization
+    assert {"sparse_attention", "progressive_attention"} & {*older.classes} == set()
+    assert {"sparse_attention", "progressive_attention"} <= {*newer.classes}
 
 
 def test_without_a_clock_instructions_scale_as_the_peaks(transferred):

@@ -72,7 +72,33 @@ def compressed(ignore=("lm_head",), **weights):
 def test_bits_per_weight_include_scales_and_zeros(quantization, layers, head):
     found = bits_of(quantization)
     assert (found.attention, found.mlp, found.embedding, found.head) == pytest.approx((layers, layers, 16, head))
-    assert found.format == quantization.get("quant_method", "bitsandbytes")
+    method = quantization.get("quant_method", "bitsandbytes")
+    assert found.format == ("nvfp4" if "tensor_group" in str(quantization) else method)
+
+
+@pytest.mark.parametrize(
+    "quantization, name",
+    [
+        ({"quant_method": "gptq", "bits": 3}, "gptq of 3 bits"),
+        ({"quant_method": "gptq", "bits": 2}, "gptq"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "gptq in another layout"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}, "gptq"),
+        ({"quant_method": "awq", "bits": 8}, "awq of 8 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "GEMM"}, "awq"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq in another layout"),
+        (compressed(num_bits=6, strategy="channel"), "compressed-tensors of 6 bits"),
+        (compressed(type="float", strategy="group", group_size=32), "compressed-tensors in another layout"),
+        (compressed(type="float", num_bits=8, strategy="channel"), "compressed-tensors"),
+        (compressed(strategy="channel") | {"format": "marlin-24"}, "compressed-tensors in another layout"),
+        (compressed(strategy="channel") | {"format": "pack-quantized"}, "compressed-tensors"),
+    ],
+    ids=str,
+)
+def test_layouts_that_the_runtime_does_not_decode_have_names_of_their_own(quantization, name):
+    """Those of 3, 5 and 6 bits cross words, and packed floats are no integers (runtime/model/packed_weights.py)."""
+    found = bits_of(quantization)
+    assert found.format == name
+    assert found.converted == (name == quantization["quant_method"])
 
 
 @pytest.mark.parametrize("dtype, bits", [("float32", 32), ("bfloat16", 16), ("float16", 16), (None, 16)])

@@ -85,6 +85,17 @@ def test_the_same_tokens_as_without_a_limit(kv, name, gamma, load, plan_of, expe
     assert again.tokens == expected(plan, 30, 99)
 
 
+@pytest.mark.parametrize("gamma", [0, 3])
+def test_a_head_that_chooses_by_layer_has_each_layer_load_its_own(gamma, model, head_file, plan_of, prompts):
+    path, plan = head_file(model, LAYERS), plan_of("bf16", "retrieval-head", gamma, layers=2)
+    found, whole = (
+        runtime.load(one, model.folder, device="cpu", retrieval_head=path).generate(prompts(*LENGTHS), NEW)
+        for one in (plan, replace(plan, placement=replace(plan.placement, memory_bytes=0)))
+    )
+    assert found.tokens == whole.tokens
+    assert 0 < found.statistics.loads < found.statistics.wanted_loads
+
+
 @pytest.mark.parametrize("placement", [{"layers": LAYERS}, {"prefetch": 8}, {"budget": 2 * BUDGET}], ids=str)
 @pytest.mark.parametrize("kv, name", CASES[:2])
 def test_wherever_layers_are_and_however_far_loads_run_ahead(kv, name, placement, load, plan_of, expected, prompts):

@@ -1,13 +1,17 @@
 """Targets that read only what a policy selects: one model whatever rounds are, and the dense one with room enough."""
 
 import functools
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
 from ridgeplan import runtime
+from ridgeplan.planner.axes.draft_selection import draft_selection
+from ridgeplan.runtime.drafting.policies.retrieval_head import RetrievalHead
 from ridgeplan.runtime.drafting.target_reads import TargetReads
+from ridgeplan.runtime.retrieval.file import load_head
 
 NEW = 45  # with groups of 32: a flush or two
 LENGTHS = [100, 37, 65]
@@ -140,6 +144,43 @@ def test_a_head_is_asked_for_and_checked(model, tiny_model, make_plan, head_file
             runtime.load(make_plan(**options), model.folder, device="cpu", retrieval_head=path)
     with pytest.warns(UserWarning, match="the retrieval head changes nothing"):
         runtime.load(make_plan(), model.folder, device="cpu", retrieval_head=head_file(model))
+
+
+def test_a_head_that_chooses_by_layer_has_a_query_for_each_layer_and_kv_head(model, make_plan, head_file, prompts):
+    """What it chooses for a layer is what a head of that layer's queries alone chooses for all."""
+    engine = runtime.load(make_plan(), model.folder, device="cpu")
+    head = load_head(head_file(model, layers=2)).for_model(engine.config.shape, engine.weights.embedding)
+    (prompt,) = prompts(100)
+    engine.cache.reset(1)
+    engine.cache.lengths.fill_(len(prompt))
+
+    def chosen(one, layer):
+        selection = draft_selection("retrieval-head", ratio=0.3, floor=40, recent=6, sinks=2)
+        policy = RetrievalHead(selection, engine.cache, one)
+        policy.before_prefill(0, torch.tensor(prompt))
+        policy.before_pass(torch.tensor([[5]]), 0)
+        policy.draft_metadata(0)
+        found = policy.select(layer, torch.empty(0))
+        return found.index[0, :, : int(found.count[0, 0])]
+
+    sets = [chosen(head, layer) for layer in range(2)]
+    assert not torch.equal(*sets)
+    for layer, found in enumerate(sets):
+        queries = head.weights.q.view(2, 2, 16, -1)[:, layer].flatten(0, 1)  # by KV head first
+        config, weights = replace(head.config, layers=1, q_heads=2), replace(head.weights, q=queries)
+        assert torch.equal(found, chosen(replace(head, config=config, weights=weights), 0))
+
+
+@pytest.mark.parametrize("level", ["head", "batch"])
+def test_rounds_change_nothing_of_what_is_chosen_by_layer(level, model, make_plan, head_file, generated, prompts):
+    path, options = head_file(model, layers=2), {"recent": 6, "sinks": 2, "level": level}
+    plans = (make_plan(gamma=gamma, batch=3, target="retrieval-head", target_budget=48, target_options=options)
+             for gamma in (0, 3))  # fmt: skip
+    plain, drafted = (
+        runtime.load(plan, model.folder, device="cpu", retrieval_head=path).generate(prompts(*LENGTHS), NEW).tokens
+        for plan in plans
+    )
+    assert drafted == plain != generated("bf16").tokens
 
 
 def test_one_set_for_all_heads_reads_what_each_head_would_with_room_for_all(generated, model, make_plan, head_file,

@@ -28,3 +28,15 @@ def test_slots_hold_the_recent_tokens_and_a_round(kv_format, quantized, buffered
     # 15 groups of 64 are full at 1000 tokens, of which the last stays recent.
     assert config.quantized_groups(1000) == (14 if quantized else 0)
     assert config.groups(1000) == (14 if quantized else 1)
+
+
+def test_no_pass_goes_beyond_the_end_of_a_group():
+    config = KVCacheConfig(2, 1000, KVFormat.INT8, 64)
+
+    def passes(*stored, tokens=40, most=16):
+        return [(one.start, one.stop) for one in config.passes(stored, tokens, most)]
+
+    assert passes(100) == [(0, 16), (16, 28), (28, 40)]  # 128 stored tokens end a group
+    assert passes(100, 124) == [(0, 4), (4, 20), (20, 28), (28, 40)]
+    assert passes(128, tokens=3) == [(0, 3)]
+    assert passes(100, tokens=0) == []

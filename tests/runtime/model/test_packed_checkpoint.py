@@ -184,6 +184,26 @@ def test_weights_become_the_plans(method: str, bits: int, packed: Any, make_plan
     assert len(engine.generate(prompts(20), 8).tokens[0]) == 8
 
 
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"quant_method": "gptq", "bits": 3}, "gptq of 3 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq in another layout"),
+        (config_group(4, "float", strategy="tensor_group"), "nvfp4"),
+    ],
+    ids=["gptq-3", "awq-gemv", "nvfp4"],
+)
+def test_other_layouts_are_refused_by_their_configuration(
+    settings: Any, name: str, packed: Any, make_plan: Any, monkeypatch: Any
+) -> None:
+    folder, _ = packed("gptq")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    monkeypatch.setattr("ridgeplan.runtime.loading.load_state_dict", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(ModelError, match=f"weight format is '{name}'; supported: .* gptq of 2/4/8 bits, awq of 4"):
+        runtime.load(make_plan(), str(folder), device="cpu")
+
+
 def test_recommend_prices_the_weights_that_would_run(packed: Any, h200_profile: Any) -> None:
     folder, _ = packed("gptq")
     shape = load_shape(str(folder / "config.json"))

@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,13 +14,16 @@ from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.model.checkpoint import load_config, load_state_dict
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model_config import decoder_config
+from ridgeplan.runtime.retrieval.distill.attention import attention_loss, student_logits
 from ridgeplan.runtime.retrieval.distill.run import distill
-from ridgeplan.runtime.retrieval.distill.student import make_student, trained_parameters
-from ridgeplan.runtime.retrieval.distill.teacher import Teacher
-from ridgeplan.runtime.retrieval.distill.train import Distillation, Training, attention_loss
+from ridgeplan.runtime.retrieval.distill.student import make_student, pruned, query_projection, trained_parameters
+from ridgeplan.runtime.retrieval.distill.teacher import Teacher, distant_tokens
+from ridgeplan.runtime.retrieval.distill.train import Distillation, Training
 from ridgeplan.runtime.retrieval.file import load_head, save_head
+from ridgeplan.runtime.retrieval.head import Rotary
 
 CPU = torch.device("cpu")
+NONE = torch.arange(0)  # no queries whose attention is asked for
 SMALL = Training(steps=6, tokens=160, batch=2, rate=1e-2, warmup=2)
 
 
@@ -37,7 +42,7 @@ def made(tiny_model, ids):
         hub = load_config(folder)
         config = decoder_config(hub, folder)
         state = load_state_dict(folder, config.shape, torch.float32)
-        student = make_student(hub, state, CPU)
+        student = make_student(hub, state, CPU, training.by_layer)
         return Distillation(Teacher(Decoder(config, CPU), state.decoder_weights(CPU)), student, ids, training)
 
     return make
@@ -49,7 +54,7 @@ def test_a_teacher_is_the_model(family, made, tiny_model, ids):
     teacher = made(family).teacher
     with torch.no_grad():
         expected = tiny_model(family).reference(tokens[None]).logits[0]
-    torch.testing.assert_close(teacher.logits(teacher.read(tokens, False)[0]), expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(teacher.logits(teacher.read(tokens, NONE)[0]), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_student_starts_as_the_first_layer_and_learns_nothing_but_it(made, tiny_model):
@@ -64,10 +69,10 @@ def test_a_student_starts_as_the_first_layer_and_learns_nothing_but_it(made, tin
 def test_the_loss_is_the_divergence_and_has_its_gradients(made, ids):
     """Against one KL of all logits at once, for a passage that takes several parts."""
     one, tokens = made(training=replace(SMALL, attention=0.0)), torch.tensor(ids[:160])
-    loss = one._passage(tokens)
+    loss = one._passage(tokens, NONE)
     found = {name: value.grad.clone() for name, value in one.parameters.items()}
     one.student.zero_grad()
-    wanted = one.teacher.logits(one.teacher.read(tokens, False)[0]).softmax(-1)
+    wanted = one.teacher.logits(one.teacher.read(tokens, NONE)[0]).softmax(-1)
     drawn = one.student(tokens[None]).logits[0].softmax(-1)
     divergence = (wanted * (wanted / drawn).log()).sum(-1).mean()
     (divergence / SMALL.batch).backward()
@@ -76,47 +81,85 @@ def test_the_loss_is_the_divergence_and_has_its_gradients(made, ids):
         torch.testing.assert_close(found[name], value.grad, rtol=1e-3, atol=1e-6)
 
 
-def test_attention_that_is_taught_is_to_distant_tokens_and_the_mean_over_layers(made, tiny_model, ids):
+def test_attention_that_is_taught_is_softened_and_to_distant_tokens(made, tiny_model, ids):
     """Against transformers' own attention, of which sinks, recent tokens and other queries' keys are left out."""
-    one, tokens = made(), torch.tensor(ids[:160])
+    one, tokens, queries = made(), torch.tensor(ids[:160]), torch.tensor([140, 132])
     reference = tiny_model(attn_implementation="eager").reference
     with torch.no_grad():
         layers = torch.stack(reference(tokens[None], output_attentions=True).attentions)[:, 0]
-    expected = layers.unflatten(1, (2, 2)).mean(2)  # over the query heads of a KV head
-    expected = expected[:, :, 140, 4:13] / expected[:, :, 140, 4:13].sum(-1, keepdim=True)  # 13 is 127 before 140
-    taught = one.teacher.read(tokens, True)[1]
-    torch.testing.assert_close(taught[:, 140, 4:13], expected.mean(0), rtol=1e-3, atol=1e-5)
-    assert taught[:, 140, 13:].abs().sum() == taught[:, 140, :4].abs().sum() == taught[:, 130].abs().sum() == 0
+    heads = layers.unflatten(1, (2, 2)).mean(2)[:, :, 140, 4:13].sqrt()  # of a KV head; 13 is 127 before 140
+    taught = one.teacher.read(tokens, queries)[1]
+    assert taught.shape == (2, len(layers), 2, 160)
+    torch.testing.assert_close(
+        taught[:, :, 0, 4:13].transpose(0, 1), heads / heads.sum(-1, keepdim=True), rtol=1e-3, atol=1e-5
+    )
+    assert taught[:, :, 0, 13:].abs().sum() == taught[:, :, 0, :4].abs().sum() == 0
+    assert taught[:, :, 1, 4].min() == 1  # 132 has one distant token
 
 
-def test_the_loss_of_attention_is_a_divergence_over_queries_that_have_distant_tokens():
-    """133 tokens: one query has one distant token, and learns nothing. 134: another has two."""
-    own = torch.full((2, 134, 134), 1e-3)
-    own[:, 133, 4:6] = torch.tensor([0.1, 0.3])
-    taught = torch.zeros(1, 134, 134)
-    taught[:, 132, 4] = 1.0
-    taught[:, 133, 4:6] = torch.tensor([0.5, 0.5])
-    own.requires_grad_()
-    loss = attention_loss(own, taught)
-    expected = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
-    assert loss.item() == pytest.approx(expected / 2)  # the mean of both queries
+def test_the_loss_of_attention_is_a_divergence_of_the_largest_weights():
+    """Two query heads of one set, and a query with two distant tokens: 0.1 and 0.3 of one head, 0.2 of the other."""
+    weights = torch.full((2, 1, 134), 1e-9)
+    weights[0, 0, 4:6], weights[1, 0, 4:6] = torch.tensor([0.1, 0.3]), torch.tensor([0.2, 0.1])
+    weights[:, 0, 100] = 1 - weights.sum(-1)[:, 0]  # recent
+    taught = torch.zeros(1, 1, 134)
+    taught[..., 4:6] = 0.5
+    logits = (3 + weights.log()).requires_grad_()
+    loss = attention_loss(logits, taught, torch.tensor([133]))
+    assert loss.item() == pytest.approx(0.5 * math.log(0.5 / 0.4) + 0.5 * math.log(0.5 / 0.6), rel=1e-4)
     loss.backward()
-    assert own.grad[:, 133, 4].max() < 0 < own.grad[:, 133, 5].min()
-    assert own.grad[:, :133].abs().max() < 1e-4
+    # 0.1 too much of token 5, by head 0, and 0.1 too little of token 4, by head 1; each head's weights are a softmax.
+    expected = torch.tensor([[-0.1 * 0.1, 0.1 * (1 - 0.3)], [-0.1 * (1 - 0.2), 0.1 * 0.1]])
+    torch.testing.assert_close(logits.grad[:, 0, 4:6], expected, rtol=1e-3, atol=1e-6)
 
 
-def test_attention_is_learned(made, ids):
-    one, tokens = made(training=Training(steps=25, tokens=160, batch=1, rate=1e-2, warmup=1, attention=10.0)), ids[:160]
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_logits_that_learn_attention_are_the_heads(family, by_layer, made, ids):
+    """Against the head that the student becomes, with the weights of every query head moved."""
+    one, tokens, queries = (
+        made(family, replace(SMALL, by_layer=by_layer)),
+        torch.tensor(ids[:160]),
+        torch.tensor([9, 150]),
+    )
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for value in query_projection(one.student).parameters():
+            value += 0.1 * torch.randn(value.shape, generator=generator)
+        found = student_logits(one.student, tokens, queries)
+    shape = one.teacher.decoder.config.shape
+    head = pruned(one.student, shape, 160).for_model(shape, one.teacher.weights.embedding)
+    asked, keys = head.project(tokens, torch.arange(160), Rotary(head.config, 160, CPU))
+    heads = asked[queries].unflatten(1, (shape.kv_heads, -1))
+    expected = torch.einsum("qkgd,nkd->kgqn", heads, keys).flatten(0, 1) * shape.head_dim**-0.5
+    assert len(found) == (shape.kv_heads * shape.layers if by_layer else shape.q_heads)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
-    def focus():
-        asked = torch.tensor(tokens)
-        with torch.no_grad():
-            found = one.student.model(asked[None], output_attentions=True).attentions[0][0]
-        return attention_loss(found, one.teacher.read(asked, True)[1]).item()
 
-    before = focus()
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_a_token_that_the_teacher_always_attends_to_is_found(by_layer, made, ids):
+    """Every layer and head attends to one token of the passage, whatever the query: training makes it the first."""
+    training = Training(steps=80, tokens=160, batch=1, rate=1e-2, warmup=1, attention=10.0, by_layer=by_layer)
+    one, marked = made(training=training), ids[6]
+    read = Teacher.read
+
+    def looked_at(self, tokens, queries):
+        hidden, attention = read(self, tokens, queries)
+        wanted = (tokens == marked) & distant_tokens(queries, len(tokens))
+        return hidden, (wanted / wanted.sum(-1, keepdim=True).clamp_min(1)).expand_as(attention)
+
+    before = {name: value.clone() for name, value in one.student.named_parameters() if name not in one.parameters}
+    one.teacher = SimpleNamespace(
+        read=partial(looked_at, one.teacher), logits=one.teacher.logits, weights=one.teacher.weights
+    )
     one.run(lambda step, loss: None)
-    assert focus() < 0.7 * before
+    assert all(torch.equal(value, one.student.get_parameter(name)) for name, value in before.items())
+    tokens, queries = torch.tensor(ids[1:161]), torch.tensor([159])
+    (place,) = [at for at in range(4, 32) if tokens[at] == marked]
+    with torch.no_grad():
+        weights = student_logits(one.student, tokens, queries).softmax(-1)[:, 0]
+    sets = weights.unflatten(0, (4 if by_layer else 2, -1)).amax(1)  # 2 KV heads, of 2 layers
+    assert (sets[:, 4:32].argmax(-1) == place - 4).all()
 
 
 def test_it_learns(made):
@@ -126,8 +169,10 @@ def test_it_learns(made):
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(made, tmp_path):
-    whole, path = made(), tmp_path / "run.safetensors"
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(by_layer, made, tmp_path):
+    made, path = partial(made, training=replace(SMALL, by_layer=by_layer)), tmp_path / "run.safetensors"
+    whole = made()
     whole.run(lambda step, loss: None)
 
     class Stop(Exception):
@@ -154,11 +199,14 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(made, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_head_is_the_queries_and_keys_of_its_student(family, tiny_model, ids, make_plan, tmp_path, prompts):
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_a_head_is_the_queries_and_keys_of_its_student(family, by_layer, tiny_model, ids, make_plan, tmp_path, prompts):
     """Its head chooses for the engine, whose budget of all tokens changes nothing."""
     folder, path = tiny_model(family).folder, tmp_path / "head.safetensors"
-    found = distill(folder, lambda source: ids, SMALL, lambda step, loss: None, device="cpu",
-                    checkpoint=tmp_path / "run.safetensors", every=3)  # fmt: skip
+    found = distill(
+        folder, lambda source: ids, replace(SMALL, by_layer=by_layer), lambda step, loss: None, device="cpu",
+        checkpoint=tmp_path / "run.safetensors", every=3,
+    )  # fmt: skip
     assert (found.steps, found.head.config.context, found.head.config.model) == (6, 160, Path(folder).name)
     assert math.isfinite(found.loss)
     save_head(path, found.head)
@@ -180,6 +228,10 @@ def test_a_head_is_the_queries_and_keys_of_its_student(family, tiny_model, ids, 
 def test_what_cannot_be_trained_is_named(tiny_model, ids, made):
     with pytest.raises(WorkloadError, match="the text has 100 tokens; allowed: 320, two passages, or more"):
         distill(tiny_model().folder, lambda source: ids[:100], SMALL, lambda step, loss: None, device="cpu")
+    with pytest.raises(
+        WorkloadError, match=r"attention is 0\.0 and tokens is 160; allowed for queries by layer: above 0"
+    ):
+        replace(SMALL, by_layer=True, attention=0.0)
     with pytest.raises(WorkloadError, match="steps is 0; allowed: a whole number from 1"):
         Training(steps=0)
     broken = made(training=Training(steps=3, tokens=64, batch=1, rate=1.0, warmup=0))

@@ -128,6 +128,7 @@ def test_files_of_another_kind_and_wrong_configurations_are_named(head, tmp_path
         ({}, "it is no file of `ridgeplan distill`"),
         ({KEY: json.dumps({**vars(CONFIG), "q_heads": 0})}, "q_heads is 0; allowed: a whole number from 1 to 1024"),
         ({KEY: json.dumps({**vars(CONFIG), "q_heads": 3})}, "3 query heads, 2 KV heads of 8; allowed: a multiple"),
+        ({KEY: json.dumps({**vars(CONFIG), "layers": 3})}, "4 query heads for 3 layers; allowed: a multiple"),
         ({KEY: "{"}, "cannot load the retrieval head"),
     ):
         save_file({"norm": torch.ones(32)}, path, metadata)
@@ -140,10 +141,13 @@ def test_files_of_another_kind_and_wrong_configurations_are_named(head, tmp_path
 
 def test_a_head_of_another_model_is_refused_and_one_rounded_to_bf16_is_not(head, embedding):
     head.for_model(SHAPE, embedding.bfloat16())
+    head = replace(head, config=replace(CONFIG, layers=2))
+    head.for_model(SHAPE, embedding)
     for shape, values in (
         (replace(SHAPE, vocab=41), embedding),
         (replace(SHAPE, hidden=64), embedding),
         (replace(SHAPE, q_heads=8, kv_heads=8), embedding),
+        (replace(SHAPE, layers=1), embedding),
         (SHAPE, embedding + 0.2),
     ):
         with pytest.raises(ModelError, match=r"^the retrieval head is of 'm', another model; allowed: a head that"):

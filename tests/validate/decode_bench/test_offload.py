@@ -3,22 +3,27 @@
 import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from ridgeplan.planner.plan import KVFormat
+from ridgeplan.planner.prediction import predict
+from ridgeplan.planner.resolution import resolve
 from ridgeplan.planner.support import missing_execution
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.validate.calibration.link import LinkTimes, measured_link, random_loads, streaming_seconds
+from ridgeplan.validate.decode_bench import offload
 from ridgeplan.validate.decode_bench.offload import OffloadBench, limited_plans, selecting_plans
 from ridgeplan.validate.decode_bench.results_file import ResultsFile
 from ridgeplan.validate.random_decoder import llama_like_shape
 from ridgeplan.validate.random_rounds import fill
 
 CPU = torch.device("cpu")
+RESULTS = Path(offload.__file__).parents[1] / "results"
 SHAPE = llama_like_shape(layers=6, hidden=64, intermediate=96, q_heads=4, kv_heads=2, head_dim=32)
 
 
@@ -26,6 +31,21 @@ def test_the_plans_run():
     plans = limited_plans("Llama-3.1-8B") | selecting_plans("Llama-3.1-8B")
     assert not any(missing_execution(plan) for plan in plans.values())
     assert all(plan.placement.memory_bytes == 40e9 for plan in plans.values())
+
+
+def test_the_shipped_profile_predicts_what_was_measured():
+    """Within 10% for streams of whole layers, and within 16% for loads of chosen tokens, elastic ones."""
+    shape, shipped = resolve("Llama-3.1-8B", "h200")
+    measured = json.loads((RESULTS / "offload_h200.json").read_text())
+    streamed, selecting = limited_plans(shape.name), selecting_plans(shape.name)
+    for row in measured["rounds"]:
+        found = predict(streamed[row["row"]], shape, shipped)
+        assert found.offloaded_layers == row["host_layers"]
+        assert found.round_ms == pytest.approx(row["round_ms"], rel=0.1), row["row"]
+    for row in measured["elastic"]:
+        if "overlap 0.9" in row:
+            found = predict(selecting[row["row"]], shape, shipped)
+            assert found.best.tpot_ms == pytest.approx(row["overlap 0.9"]["tpot_ms"], rel=0.16), row["row"]
 
 
 def test_rows_are_saved_one_by_one_and_not_measured_again(tmp_path):

@@ -50,9 +50,9 @@ def test_the_plain_plan_is_faithful_to_itself_and_predicts_as_transformers_does(
 
     plain, _ = engines
     passage = Passage.split(TEXT, TOKENS)
-    logits = next_logits(plain, passage)
+    (logits,) = next_logits(plain, [passage])
     assert logits.shape == (TOKENS, 256)
-    assert overlap(logits, next_logits(plain, passage)) == pytest.approx(1, abs=1e-6)
+    assert overlap(logits, next_logits(plain, [passage])[0]) == pytest.approx(1, abs=1e-6)
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
     with torch.inference_mode():
         expected = model(torch.tensor([TEXT])).logits[0].log_softmax(-1)
@@ -63,7 +63,7 @@ def test_the_plain_plan_is_faithful_to_itself_and_predicts_as_transformers_does(
 def test_fidelity_is_the_acceptance_of_the_same_difference(engines):
     plain, int8 = engines
     passage = Passage.split(TEXT, TOKENS)
-    fidelity = overlap(next_logits(plain, passage), next_logits(int8, passage))
+    fidelity = overlap(next_logits(plain, [passage])[0], next_logits(int8, [passage])[0])
     (accepted,) = TeacherForced(plain, None, [Draft("kv8")]).run(TEXT[:-1], CONTEXT, lambda: None)
     assert fidelity == pytest.approx(accepted.mean, abs=1e-5)
     assert 0.5 < fidelity < 1

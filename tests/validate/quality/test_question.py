@@ -63,6 +63,7 @@ def test_plans_that_are_only_estimated_are_left_out_with_a_line(tiny_folder):
         ({"tokens": 0}, 512, "tokens is 0; allowed: 1 to"),
         ({"samples": 0}, 512, "samples is 0"),
         ({"passages": -1}, 512, "passages is -1"),
+        ({"batch": 0}, 512, "batch is 0; allowed: 1 to"),
         ({"seed": -1}, 512, "seed is -1"),
         ({"tokens": 600}, 601, "context is 601; allowed: more than 601"),
         ({}, 16385, "context 16385 is beyond the model's limit of 16384; allowed: less, or YaRN"),
@@ -75,3 +76,19 @@ def test_values_out_of_range_are_refused(tiny_folder, options, context, message)
 
 def test_yarn_reaches_beyond_the_limit(tiny_folder):
     assert question(tiny_folder, yarn=True).workload(20000).yarn_factor == 1.5
+
+
+def test_plans_that_evict_share_their_prompts_and_others_with_other_budgets_alone(tiny_folder):
+    makers = with_budgets(["dapq", "int8", "snapkv", "quest"], [64, 128])
+    families = question(tiny_folder, *makers, tokens=16).families_at(512)
+    assert [[label(plan) for plan in family] for family in families] == [
+        ["autoregressive"], ["dapq 64", "dapq 128", "snapkv 64", "snapkv 128"], ["int8"], ["quest 64", "quest 128"],
+    ]  # fmt: skip
+
+
+def test_only_tasks_that_plain_decoding_does_not_solve_are_left_out(tiny_folder):
+    asked = question(tiny_folder, tasks=(TASKS["vt"], TASKS["cwe"]), only_solved=True)
+    plain = {"vt": 0.4, "cwe": 0.5, "ttft_ms": 0.1}
+    assert [asked.leaves_out(name, plain) for name in (*plain, "fwe")] == [True, False, False, False]
+    assert not question(tiny_folder, tasks=(TASKS["vt"],)).leaves_out("vt", plain)
+    assert not asked.leaves_out("vt", {})  # plain decoding itself

@@ -122,3 +122,17 @@ def test_evictions_are_measured_on_the_cache_that_they_leave(tiny_folder, policy
     assert found[little, PERPLEXITY].value != found[little, PERPLEXITY].plain
     assert found[little, KV_BYTES].value < 0.2 * found[little, KV_BYTES].plain
     assert dict(found[little, FIDELITY].target) == {"eviction.policy": policy, "eviction.budget": 64}
+
+
+def test_a_batch_changes_no_figure(tiny_folder):
+    """Prompts alone and together, of policies that keep different parts of them."""
+    tasks = chosen_tasks([TASK, "vt", "fwe"])
+    asked = replace(question(tiny_folder, samples=2, tasks=tasks), plans=tuple(with_budgets(["dapq", "h2o"], [64])))
+    alone, together = (
+        {(row.plan, row.measure): row.value for row in rows(replace(asked, batch=batch))} for batch in (1, 6)
+    )
+    assert alone.keys() == together.keys()
+    timed = ("ttft_ms", "tpot_ms")
+    assert {key: value for key, value in together.items() if key[1] not in timed} == pytest.approx(
+        {key: value for key, value in alone.items() if key[1] not in timed}, rel=1e-5
+    )

@@ -19,10 +19,10 @@ def test_figures_of_one_step_by_hand():
     read[1, 4] = True
     weights = torch.zeros(2, 400)
     weights[:, [2, 4]] = torch.tensor([0.25, 0.75])
-    found = compared(read, top, weights, sinks=1)
+    (found,) = compared(read[None], top[None], weights, torch.tensor([1]))
     assert found.tolist() == [(3 / 4 + 1 / 4) / 2, (1 / 2 + 1 / 2) / 2, (0.25 + 0.75) / 2]
     top[:, [2, 4]] = False
-    assert compared(read, top, weights, sinks=1)[1].isnan()  # none that is distant
+    assert compared(read[None], top[None], weights, torch.tensor([1]))[0, 1].isnan()  # none that is distant
 
 
 def test_an_index_list_as_a_mask():

@@ -1,0 +1,109 @@
+"""Prompts that run once for several engines leave in each what its own run would."""
+
+import pytest
+import torch
+
+from ridgeplan import runtime
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.eviction import EVICTION_POLICIES, Oracle
+from ridgeplan.runtime.model.prefill import Destination, prefill, prefill_all
+
+LENGTHS, BUDGETS, NEW = [128, 70, 37], (45, 20), 40
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model(agreeable=True, num_hidden_layers=3).folder
+
+
+@pytest.fixture
+def opened(model, make_plan):
+    """Engines of plans for three sequences that share weights."""
+    first = runtime.load(make_plan(batch=3), model, device="cpu")
+
+    def make(*plans):
+        return [runtime.load(make_plan(batch=3, **one), model, device="cpu", weights=first.weights) for one in plans]
+
+    return make
+
+
+def evicting(kv="bf16", gamma=0):
+    """Plans of all policies at two budgets, that of DapQ with its pseudo tokens."""
+    return [
+        {"kv": kv, "gamma": gamma, "evict": policy, "budget": budget}
+        for policy in EVICTION_POLICIES
+        for budget in BUDGETS
+    ]
+
+
+@pytest.mark.parametrize("kv, gamma", [("bf16", 0), ("int4x2", 3)])
+def test_every_eviction_keeps_what_it_would_alone(kv, gamma, opened, prompts):
+    ids = prompts(*LENGTHS)
+    plans = [{}, {"kv": "int8"}, *evicting(kv, gamma)]
+    alone, together = opened(*plans), opened(*plans)
+    together[0].prefill_with(together[1:], ids, NEW)
+    for own, shared in zip(alone, together, strict=True):
+        assert shared.generate(ids, NEW).tokens == own.generate(ids, NEW).tokens
+        assert torch.equal(shared.cache.lengths, own.cache.lengths)
+
+
+@pytest.mark.parametrize("kv, name", [("bf16", "quest"), ("int4x2", "streamingllm"), ("bf16+int4", "progressive")])
+def test_targets_that_select_learn_from_shared_prompts(kv, name, opened, prompts):
+    ids = prompts(*LENGTHS)
+    plans = [{"kv": kv, "target": name, "target_budget": budget} for budget in (48, 64)]
+    alone, together = opened(*plans), opened(*plans)
+    together[0].prefill_with(together[1:], ids, NEW)
+    for own, shared in zip(alone, together, strict=True):
+        assert shared.generate(ids, NEW).tokens == own.generate(ids, NEW).tokens
+
+
+def test_forced_logits_go_on_from_shared_prompts(opened, prompts):
+    ids = prompts(90, 90, 60)
+    after = [list(range(40)), list(range(40, 80)), list(range(80, 120))]
+    alone, together = (opened(*evicting()) for _ in range(2))
+    together[0].prefill_with(together[1:], ids, 41)
+    for own, shared in zip(alone, together, strict=True):
+        expected = own.forced_logits_batch(ids, after)
+        assert torch.equal(shared.forced_logits_batch(ids, after), expected)
+        for row in range(3):
+            single = own.forced_logits(ids[row], after[row])
+            torch.testing.assert_close(expected[row], single, rtol=1e-4, atol=1e-4)
+
+
+def test_other_prompts_start_anew_and_shared_ones_serve_once(opened, prompts):
+    (first, second), (ids, other) = opened(*evicting()[:2]), (prompts(90), prompts(80))
+    expected = second.generate(ids, NEW).tokens, second.generate(other, NEW).tokens
+    first.prefill_with([second], ids, NEW)
+    assert second.generate(other, NEW).tokens == expected[1]
+    first.prefill_with([second], ids, NEW)
+    assert [second.generate(ids, NEW).tokens for _ in range(2)] == [expected[0]] * 2
+
+
+def test_engines_that_cannot_share_are_refused(opened, model, make_plan, prompts):
+    (first,) = opened(evicting()[0])
+    other = runtime.load(make_plan(batch=3), model, device="cpu")
+    with pytest.raises(runtime.WorkloadError, match="the engines have weights of their own"):
+        first.prefill_with([other], prompts(90), NEW)
+    fewer, more = opened(*({"evict": "dapq", "budget": 20, "settings": {"prefix": each}} for each in (2, 3)))
+    with pytest.raises(ValueError, match="the policies append different tokens"):
+        fewer.prefill_with([more], prompts(90), NEW)
+
+
+def test_a_policy_sees_what_it_appends_and_no_more(opened, prompts):
+    """One oracle knows five coming tokens, the other nine."""
+    (engine,), text = opened({"evict": "dapq", "budget": 20}), torch.tensor(prompts(100)[0])
+    config = KVCacheConfig(1, 120, budgets=(20,) * 3, new_tokens=20)
+
+    def cache():
+        return Cache(engine.config.shape, config, engine.device, torch.float32)
+
+    oracles, target = [Oracle(text[90:95]), Oracle(text[90:99])], (engine.decoder, engine.weights)
+    to = [Destination(cache(), 0, oracle) for oracle in oracles]
+    logits = prefill_all(*target, to, text[:90])
+    for one, oracle in zip(to, oracles, strict=True):
+        own = cache()
+        torch.testing.assert_close(prefill(*target, own, 0, text[:90], policy=oracle), logits)
+        for layer in range(3):
+            for ours, theirs in zip(one.cache.full(layer), own.full(layer), strict=True):
+                torch.testing.assert_close(ours[:, :, :20], theirs[:, :, :20])
