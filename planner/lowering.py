@@ -23,6 +23,7 @@ from ridgeplan.roofline.latency import (
     attention_kind,
     linear_kind,
     prefill_attention_kind,
+    sparse_attention_kind,
 )
 from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.roofline.sparsity.sparse_ops import TWO_BITS, UPPER_BITS
@@ -122,10 +123,11 @@ def rates_of(plan: Plan, shape: ModelShape, machine: Machine) -> StrategyRates:
     """Rates of the kernel classes that the plan's formats and selections use."""
     found = dense_rates_of(plan, shape, machine)
     if plan.attention.active:
-        found = replace(found, target=replace(found.target, attention=machine.rates["sparse_attention"]))
-    kind = plan.speculation.selection.attention_class
-    if kind is None:
+        kind = sparse_attention_kind(target_code_bits(plan))
+        found = replace(found, target=replace(found.target, attention=machine.rates[kind]))
+    if not plan.speculation.sparse:
         return found
+    kind = plan.speculation.selection.attention_class or sparse_attention_kind(draft_code_bits(plan))
     return replace(found, draft=replace(found.draft, attention=machine.rates[kind]))
 
 

@@ -58,6 +58,7 @@ RELATIVES = {
     "gather": "attention",
     # Priors below those of contiguous kernels: a selection that was not measured must not look better than it is.
     "two_bit_scan": "gather",
+    "sparse_attention_full": "sparse_attention",
     "sparse_attention": "gather",
     "progressive_attention": "gather",
     "top_k": "sampling",

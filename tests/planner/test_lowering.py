@@ -201,7 +201,11 @@ def test_each_query_of_a_target_that_selects_reads_a_selection_of_its_own():
 def test_attention_to_chosen_tokens_has_its_own_rates():
     rates = {kind: RateTerms(0.5, 0.5, number * 1e-6) for number, kind in enumerate(KERNEL_CLASSES)}
     machine = Machine(**{**vars(GPU), **dict.fromkeys(MACHINE_FIELDS, 1.0), "rates": rates})
-    assert rates_of(plan_of("quest"), LLAMA, machine).target.attention == rates["sparse_attention"]
+    assert rates_of(plan_of("quest"), LLAMA, machine).target.attention == rates["sparse_attention_full"]
+    assert rates_of(plan_of("progressive-target-int8"), LLAMA, machine).target.attention == rates["sparse_attention"]
+    assert rates_of(plan_of("specattn"), LLAMA, machine).draft.attention == rates["sparse_attention_full"]
+    assert rates_of(plan_of("specattn-int4"), LLAMA, machine).draft.attention == rates["sparse_attention"]
+    assert rates_of(plan_of("progressive"), LLAMA, machine).draft.attention == rates["progressive_attention"]
     assert rates_of(plan_of("magicdec-quest"), LLAMA, machine).target.attention == rates["attention"]
 
 
