@@ -100,8 +100,13 @@ def decode(name: str) -> str:
 
 def more_decoding(*shown: str) -> str:
     """The same of every file but those `shown` elsewhere, each with its errors."""
-    files = (name for name in decoding_files() if name not in shown)
-    return "\n\n".join(f"### {made(name)}\n\n{decode(name)}\n\n{decode_errors(name)}" for name in files)
+    parts = []
+    for name in decoding_files():
+        if name not in shown:
+            first = result(name)["rows"][0]
+            tokens = first["measured"]["generated"] // first["batch"]
+            parts += [f"{made(name)}; {tokens} new tokens a sequence", decode(name), decode_errors(name)]
+    return "\n\n".join(parts)
 
 
 def decode_errors(name: str) -> str:
