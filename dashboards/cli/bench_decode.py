@@ -37,7 +37,8 @@ from ridgeplan.validate.decode_bench.report import ABLATION, PLAIN, DecodeCase, 
 SUITE_WORKLOADS = ("4096x1", "32768x1", "32768x8", "98304x1", "98304x4")  # Python's own text is long enough
 SUITE_GAMMAS = (2, 4, 6)
 COLUMNS = (
-    "workload", "TPOT ms", "over plain", "over vLLM", "tokens/round", "acceptance", "TTFT s", "peak GB", "plan",
+    "workload", "TPOT ms", "over plain", "over vLLM", "tokens/round", "acceptance", "TTFT s", "tokens/s", "peak GB",
+    "plan",
 )  # fmt: skip
 
 
@@ -284,9 +285,16 @@ def row_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{figures['tokens_per_round']:.2f} ({predicted['tokens per round']:.2f})" if drafting else "",
         f"{figures['acceptance']:.3f} ({predicted['acceptance']:.3f})" if drafting else "",
         f"{figures['ttft_ms'] / 1e3:.2f} ({predicted['prefill'] / 1e3:.2f})",
+        f"{_rate(row, figures['ttft_ms'], figures['tpot_ms']):.0f} ({_rate(row, predicted['prefill'], tpot_ms):.0f})",
         "" if peak is None else f"{peak / 1e9:.1f} ({predicted['peak memory'] / 1e9:.1f})",
         plan_text(row),
     )
+
+
+def _rate(row: Mapping[str, Any], ttft_ms: float, tpot_ms: float) -> float:
+    """New tokens per second of whole requests, their prompts included: a case generates as many for each sequence."""
+    generated = row["measured"]["generated"]
+    return 1e3 * generated / (ttft_ms + generated / row["batch"] * tpot_ms)
 
 
 def plan_text(row: Mapping[str, Any]) -> str:

@@ -162,15 +162,16 @@ def test_a_case_shows_each_figure_beside_its_prediction() -> None:
     names = {"tpot": 4.0, "tpot at the measured acceptance": 5.0, "tokens per round": 3.0, "acceptance": 0.8}
     predicted = names | {"prefill": 250.0, "peak memory": 7e9}
     faster = {"name": "speed-up over plain decoding", "predicted": 2.0, "measured": 1.5}
-    measured = {"tpot_ms": 6.0, "tokens_per_round": 2.5, "acceptance": 0.75, "ttft_ms": 500.0}
+    measured = {"tpot_ms": 6.0, "tokens_per_round": 2.5, "acceptance": 0.75, "ttft_ms": 500.0, "generated": 500}
     row = {
         "preset": "quantspec", "context": 64, "batch": 2, "gamma": 3, "over_vllm": 1.2,
         "measured": measured | {"peak_memory_bytes": 8e9},
         "comparison": [{"name": name, "predicted": value} | {"measured": None} for name, value in predicted.items()],
     }  # fmt: skip
     row["comparison"].append(faster)
-    cells = ("64x2", "6.00 (5.00)", "1.50x", "1.20x", "2.50 (3.00)", "0.750 (0.800)", "0.50 (0.25)", "8.0 (7.0)")
-    assert row_texts(row) == (*cells, "quantspec, gamma 3")
+    cells = ("64x2", "6.00 (5.00)", "1.50x", "1.20x", "2.50 (3.00)", "0.750 (0.800)", "0.50 (0.25)")
+    # Two sequences of 250 tokens: 0.5 + 1.5 seconds, predicted 0.25 + 1.25.
+    assert row_texts(row) == (*cells, "250 (333)", "8.0 (7.0)", "quantspec, gamma 3")
     plain = row | {"preset": "autoregressive", "gamma": 0, "over_vllm": None}
     assert row_texts(plain)[1:6] == ("6.00 (4.00)", "1.50x", "", "", "")
 
