@@ -62,6 +62,7 @@ RELATIVES = {
     "sparse_attention": "gather",
     "progressive_attention": "gather",
     "top_k": "sampling",
+    "key_scan": "attention",  # of keys or bounds for their scores; no profile has it, as it is never timed alone
     "prefill_attention_d64": "prefill_attention",
     "prefill_attention": "prefill_linear",
     "prefill_linear": "linear",

@@ -159,6 +159,10 @@ def test_what_selections_keep_counts_as_memory():
         ("quantspec-int8", "target", "head", "linear_int8"),
         ("quantspec-int8", "draft", "head", "linear_int4"),
         ("quantspec", "draft", "rope", "rope"),
+        ("specattn", "draft", "attention", "sparse_attention"),
+        ("specattn", "target", "attention", "attention"),
+        ("progressive", "draft", "attention", "progressive_attention"),
+        ("progressive-target", "target", "attention", "sparse_attention"),
     ],
 )
 def test_kernel_classes_follow_the_formats(name, part, kind, expected):

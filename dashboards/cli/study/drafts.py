@@ -14,7 +14,6 @@ from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_o
 from ridgeplan.dashboards.cli.options import TOKENS, OutputFile, as_json, calibration_file, model_to_run, options, yarn
 from ridgeplan.dashboards.cli.output import print_table, progress, warnings_as_notes, write_atomically
 from ridgeplan.dashboards.cli.study.deliver import delivered
-from ridgeplan.dashboards.cli.study.saved_drafts import SavedStudy
 
 POLICIES = (
     "streamingllm", "snapkv", "specextend", "specattn", "specattn-heads", "specattn-logits", "specattn-all",
@@ -65,6 +64,7 @@ def drafts(
     from ridgeplan.validate.machine import device_here
     from ridgeplan.validate.prompts import read_prompt
     from ridgeplan.validate.studies.drafts import drafts_of, study
+    from ridgeplan.validate.studies.saved_drafts import SavedStudy
 
     if resume and output is None:
         raise click.UsageError("--resume was given without --output; allowed: with the file to resume")
@@ -103,7 +103,7 @@ def _print(document: Mapping[str, Any]) -> None:
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], Iterator[Sequence[str]]]:
     """Columns and lines of a table: a line for each policy and ratio, a column for each format."""
-    formats = list(dict.fromkeys(row["format"] for row in rows))
+    formats = [one for one in FORMATS if any(row["format"] == one for row in rows)]
     means = {(row["policy"], row["ratio"], row["format"]): f"{row['mean']:.3f}" for row in rows}
     cases = dict.fromkeys((row["policy"], row["ratio"]) for row in rows)
     lines = ((policy, f"{ratio:g}", *(means.get((policy, ratio, one), "") for one in formats), "")

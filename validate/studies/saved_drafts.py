@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ridgeplan.dashboards.user_errors import FileProblem
 from ridgeplan.planner.plan import MAX_TOKENS
 from ridgeplan.roofline.catalog.checks import Checked, build, number, numbers, parts, text, texts_by_name, whole
 from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json, read_document
-
-if TYPE_CHECKING:
-    from ridgeplan.validate.studies.drafts import Draft, DraftAcceptance
+from ridgeplan.runtime import WorkloadError
+from ridgeplan.validate.studies.drafts import Draft, DraftAcceptance
 
 SCHEMA = 1
 REMEASURE = "make it again with `ridgeplan study drafts`"
@@ -24,7 +22,7 @@ CONDITIONS = ("model", "text", "tokens", "calibration")  # which all rows of a f
 class SavedRow(Checked):
     """A draft's acceptance at one context. format: what the draft reads, one of the study's formats."""
 
-    error = FileProblem
+    error = WorkloadError
     context: int = whole(1, MAX_TOKENS)
     policy: str = text()
     ratio: float = number(0, 1)
@@ -37,8 +35,6 @@ class SavedRow(Checked):
     @property
     def draft(self) -> tuple[int, Draft]:
         """The context and the draft."""
-        from ridgeplan.validate.studies.drafts import Draft  # imports torch, which takes seconds
-
         return self.context, Draft(self.policy, self.ratio, self.format)
 
 
@@ -56,7 +52,7 @@ class SavedStudy(Checked):
     device, date and software are those of the run that wrote the file last.
     """
 
-    error = FileProblem
+    error = WorkloadError
     model: str = text()
     tokens: int = whole(1, MAX_TOKENS)
     calibration: str = text("")
@@ -82,19 +78,19 @@ class SavedStudy(Checked):
         return replace(self, rows=(*self.rows, row_of(found)))
 
     def resumed(self, path: Path) -> SavedStudy:
-        """With the rows of a file. Raises FileProblem for a damaged one, and for one of other conditions."""
+        """With the rows of a file. Raises WorkloadError for a damaged one, and for one of other conditions."""
         saved = read_study(path)
         for name in (*CONDITIONS, "device"):
             there, here = getattr(saved, name), getattr(self, name)
             if there != here:
-                raise FileProblem(f"cannot resume {str(path)!r}: its {name} is {there!r}; allowed: {here!r}")
+                raise WorkloadError(f"cannot resume {str(path)!r}: its {name} is {there!r}; allowed: {here!r}")
         return replace(self, rows=saved.rows)
 
 
 def read_study(path: Path) -> SavedStudy:
-    """A file that `ridgeplan study drafts` wrote. Raises FileProblem."""
+    """A file that `ridgeplan study drafts` wrote. Raises WorkloadError."""
     try:
-        fields = fields_of_schema(parse_json(read_document(path)), SCHEMA, REMEASURE, FileProblem)
+        fields = fields_of_schema(parse_json(read_document(path)), SCHEMA, REMEASURE, WorkloadError)
         return build(SavedStudy, fields)
     except (OSError, ValueError) as error:
-        raise FileProblem(f"cannot read {str(path)!r}: {error}") from None
+        raise WorkloadError(f"cannot read {str(path)!r}: {error}") from None
