@@ -98,7 +98,7 @@ def target_with_host_seconds(
     load_s = strategy.reads * load_seconds(machine, shape, strategy, host, chosen, strategy.target_run_tokens)
     found_s = strategy.reads * host.some * residency_seconds(machine, shape, strategy, chosen)
     streamed_s = pass_with_host_seconds(shape, strategy, host, pass_s, stream_s, drafting_s)
-    lookups = where(strategy.target_ahead, 1, host.layers)
+    lookups = where(strategy.target_alike, 1, host.layers)
     selected_s = pass_s + host.layers * load_s + lookups * found_s
     return where(reads_all(strategy), streamed_s, selected_s)
 
