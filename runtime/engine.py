@@ -305,6 +305,7 @@ class Engine:
                 yield _extend(rows, [result.tokens for result in results], cache)
         finally:
             tally.flushes = sum(_flushes(row, cache.config) for row in rows)
+            tally.host_layers = cache.layers - cache.first_on_host
             tally.moved_layers = self._mover.moved if self._mover is not None else 0
             tally.wanted_loads, tally.loads = cache.loads()
             generated = sum(len(row.tokens) for row in rows)
