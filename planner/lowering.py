@@ -89,8 +89,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         acceptance=acceptance,
         reserved_gamma=speculation.gamma if speculation.adaptive else 0,
         target_selects=int(plan.attention.active),
-        target_score_bytes=target_choosing.moved_score_bytes(shape.kv_heads)
-        * target_choosing.choices_of(shape.layers),
+        target_score_bytes=target_choosing.moved_score_bytes(shape.kv_heads) * target_choosing.choices_of(shape.layers),
         draft_choices=times,
         target_choices=target_times,
         draft_projected_params=choosing.projected_params(shape),

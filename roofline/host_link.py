@@ -48,8 +48,8 @@ def load_seconds(
 ) -> Term:
     """Seconds to load what one layer's slots miss of `chosen` tokens, in runs of `run_tokens` that lie together.
 
-    Only the tokens that the last step did not choose are loaded (SpeContext, section 5.4). All of it takes at least what
-    a copy takes, and what its pieces do.
+    Only the tokens that the last step did not choose are loaded (SpeContext, section 5.4). They take as long as their
+    pieces, and at least as long as a copy.
     """
     missed_bytes = _missed_bytes(strategy, host, chosen)
     pieces_s = piece_seconds(machine, shape, strategy, host, chosen, run_tokens)

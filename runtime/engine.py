@@ -189,8 +189,8 @@ class Engine:
             logits = [self._prompt_logits(request, speculator)[:, None]]
             stored, step = [cache.config.stored(len(prompt)) for prompt in request.prompts], self._forced(speculator)
             one_by_one = self._reads is not None or isinstance(step, GraphedStep)
-            for part in cache.config.passes(stored, ids.shape[1], 1 if one_by_one else FORCED_TOKENS):
-                logits.append(step(ids[:, part]))
+            passes = cache.config.passes(stored, ids.shape[1], 1 if one_by_one else FORCED_TOKENS)
+            logits += [step(ids[:, part]) for part in passes]
         return torch.cat(logits, dim=1)
 
     def _forced(self, speculator: Speculator) -> Callable[[Tensor], Tensor]:

@@ -6,7 +6,7 @@ import pytest
 
 from ridgeplan.planner.axes.draft_selection import Quest, RetrievalHead
 from ridgeplan.planner.lowering import rates_of, strategy_of
-from ridgeplan.planner.plan import Placement, Workload
+from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.host_link import (
@@ -88,8 +88,8 @@ def test_choices_made_in_a_layer_add_their_loads_and_others_hide_all_but_walks_o
     """All load the same tokens; those of a retrieval head are known before the first layer.
 
     Residency of 8 heads: two lists of 2048 tokens are read and two written, and the times of use of 2048 slots read;
-    beside the layers before, where these choose for themselves. A token of one head is a piece of its own, which nothing
-    hides; that of all 8 heads takes the walks of one.
+    beside the layers before, where these choose for themselves. A token of one head is a piece of its own, and nothing
+    hides it; that of all 8 heads takes the walks of one.
     """
     host = HostLayers(20, TOKEN_BYTES)
     selections = {
