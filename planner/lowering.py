@@ -46,9 +46,10 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
     choosing, target_reads = draft_selection(plan).cost(speculation.selection), target_selection(plan)
     target_choosing = target_reads.cost(plan.attention.selection) if target_reads else SelectionCost()
     evicting = eviction_settings(plan)
-    per_query, choices = speculation.selection.per_query, choosing.times_of(shape.layers)
-    moved_bytes = choosing.moved_score_bytes(shape.kv_heads) * choices
-    target_choices = target_choosing.times_of(shape.layers)
+    per_query, times, target_times = (
+        speculation.selection.per_query, choosing.times_of(shape.layers), target_choosing.times_of(shape.layers),
+    )  # fmt: skip
+    moved_bytes = choosing.moved_score_bytes(shape.kv_heads) * choosing.choices_of(shape.layers)
     return Strategy(
         batch=workload.batch,
         context=workload.context,
@@ -73,7 +74,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         target_budget=plan.attention.budget or UNLIMITED_TOKENS,
         draft_ratio=speculation.ratio,
         draft_floor_tokens=speculation.selection.least_tokens,
-        target_ahead=int(target_choosing.scores_one_layer),
+        target_ahead=int(plan.attention.selection.ahead),
         target_run_tokens=target_choosing.run_of(shape.kv_heads),
         draft_run_tokens=choosing.run_of(shape.kv_heads),
         target_scored_keys=target_choosing.scored_keys_of(shape.layers),
@@ -81,16 +82,20 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         step_score_bytes=moved_bytes * per_query,
         round_score_bytes=moved_bytes * (not per_query),
         held_plane_bits=DRAFT_PLANE_BITS * shape.layers * plan.gathers_codes,
-        held_keys=choosing.held_keys * choices + target_choosing.held_keys * target_choices,
-        held_score_bytes=choosing.held_score_bytes(shape.kv_heads) * (1 if per_query else shape.layers)
-        + target_choosing.held_score_bytes(shape.kv_heads),
+        held_keys=choosing.held_keys * times + target_choosing.held_keys * target_times,
+        held_score_bytes=choosing.held_score_bytes(shape.kv_heads)
+        * (choosing.scores_at_once(shape.layers) if per_query else shape.layers)
+        + target_choosing.held_score_bytes(shape.kv_heads) * target_choosing.scores_at_once(shape.layers),
         gamma=speculation.gamma,
         acceptance=acceptance,
         reserved_gamma=speculation.gamma if speculation.adaptive else 0,
         target_selects=int(plan.attention.active),
-        target_score_bytes=target_choosing.moved_score_bytes(shape.kv_heads) * target_choices,
-        draft_choices=choices,
-        target_choices=target_choices,
+        target_score_bytes=target_choosing.moved_score_bytes(shape.kv_heads) * target_choosing.choices_of(shape.layers),
+        draft_choices=times,
+        target_choices=target_times,
+        draft_projected_params=choosing.projected_params(shape),
+        target_projected_params=target_choosing.projected_params(shape),
+        target_alike=int(plan.attention.selection.ahead and target_choosing.chosen_once),
         target_two_bit=int(plan.attention.selection.needs_codes),
     )
 
@@ -98,7 +103,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
 def _placement_terms(plan: Plan, shape: ModelShape, target: SelectionCost) -> dict[str, float]:
     """What of the strategy is about layers on the host. target: what the target's choice costs."""
     placement = plan.placement
-    tables = plan.attention.active * target.times_of(shape.layers) / shape.layers  # one for layers that choose alike
+    tables = plan.attention.active * target.choices_of(shape.layers) / shape.layers  # one for layers that choose alike
     return {
         "offload": int(placement.offload),
         "offload_budget": placement.budget or UNLIMITED_TOKENS,

@@ -189,8 +189,8 @@ class Engine:
             logits = [self._prompt_logits(request, speculator)[:, None]]
             stored, step = [cache.config.stored(len(prompt)) for prompt in request.prompts], self._forced(speculator)
             one_by_one = self._reads is not None or isinstance(step, GraphedStep)
-            for part in cache.config.passes(stored, ids.shape[1], 1 if one_by_one else FORCED_TOKENS):
-                logits.append(step(ids[:, part]))
+            passes = cache.config.passes(stored, ids.shape[1], 1 if one_by_one else FORCED_TOKENS)
+            logits += [step(ids[:, part]) for part in passes]
         return torch.cat(logits, dim=1)
 
     def _forced(self, speculator: Speculator) -> Callable[[Tensor], Tensor]:
@@ -305,6 +305,7 @@ class Engine:
                 yield _extend(rows, [result.tokens for result in results], cache)
         finally:
             tally.flushes = sum(_flushes(row, cache.config) for row in rows)
+            tally.host_layers = cache.layers - cache.first_on_host
             tally.moved_layers = self._mover.moved if self._mover is not None else 0
             tally.wanted_loads, tally.loads = cache.loads()
             generated = sum(len(row.tokens) for row in rows)

@@ -1,7 +1,7 @@
 """Triton kernel of `gather_into_slots`: a fixed number of programs share the loads of all rows and KV heads.
 
-A program copies ROWS tokens at once, so that enough loads are in flight to cover PCIe's latency. More of them only wait,
-before the caches that other kernels' loads pass too: beside the products of a layer few programs are best.
+A program copies ROWS tokens at once, so that enough loads are in flight to cover PCIe's latency. More of them only wait
+before the caches, where other kernels' loads then wait too: beside the products of a layer few programs are best.
 """
 
 from dataclasses import dataclass

@@ -149,14 +149,21 @@ class Oracle(SparseSelection):
 class RetrievalHead(SparseSelection):
     """The tokens that SpeContext's retrieval head scores highest (section 4.3).
 
-    level: "head" for a set for each KV head of the target, "batch" for one that they share (Fig 5).
+    level: "head" for a set for each KV head of the target, "batch" for one that they share (Fig 5). by_layer: whether
+    each layer has sets of its own, by a head that was trained so; in the paper all layers share them.
     """
 
     name: str = _name("retrieval-head")
     level: str = one_of(("head", "batch"), default="head")
+    by_layer: bool = flag(False)
 
     per_query: ClassVar[bool] = True
     ahead: ClassVar[bool] = True
+
+    def _contradiction(self) -> str | None:
+        if self.by_layer and self.level == "batch":
+            return "by_layer is true with level 'batch'; allowed: level 'head'"
+        return super()._contradiction()
 
 
 @dataclass(frozen=True, kw_only=True)

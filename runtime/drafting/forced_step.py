@@ -12,8 +12,7 @@ from ridgeplan.runtime.kv.cache import Cache
 
 
 class GraphedStep:
-    """A step over one token of each row. The step may advance the cache; while it is captured no row is active.
-    """
+    """A step over one token of each row. The step may advance the cache; while it is captured no row is active."""
 
     def __init__(self, step: Callable[[Tensor], Tensor], cache: Cache) -> None:
         """step: makes logits [rows, 1, vocab] of tokens int64 [rows, 1], without waiting for the device."""

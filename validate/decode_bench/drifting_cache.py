@@ -65,7 +65,9 @@ class DriftingCache(Cache):
             sizes, device = (self.config.batch, sets, self._old_tokens // page), self.lengths.device
             with torch.inference_mode(False):  # it outlives this pass
                 drawn = torch.rand(sizes, generator=torch.Generator(device).manual_seed(0), device=device)
-                self._orders[kind] = Run(drawn.argsort(-1).int(), torch.arange(width, device=device), self._read // page)
+                self._orders[kind] = Run(
+                    drawn.argsort(-1).int(), torch.arange(width, device=device), self._read // page
+                )
         return self._orders[kind]
 
 

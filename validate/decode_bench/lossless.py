@@ -30,7 +30,7 @@ STEPS = 1000  # of a limit on memory, as shares of what a plan takes without one
 
 @dataclass(frozen=True)
 class RealText:
-    """A model, prompts from a text, and where they run. new_tokens: that are generated after each of `batch` prompts."""
+    """A model, prompts from a text, and where they run. new_tokens: generated after each of `batch` prompts."""
 
     model: str
     shape: ModelShape

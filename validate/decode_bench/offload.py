@@ -4,10 +4,10 @@
 
 Sections (`--only` names some): link (copies, gathers), rounds (a round of each plan with random weights and caches, at
 128k x 4 under 40 GB), elastic (the same of targets that read a selection, with elastic loading and without), tokens (a
-real generation with and without the limit), real (the same of the small model as it is), fits (what the machinery costs where everything fits), crossing (a layer
-leaves while tokens are generated), cliff (static against adaptive placement over the context), soak (5,000 rounds
-without growth of memory). Every row is saved when it is measured, and rows that the file has are not measured again;
-`--rows` names some.
+real generation with and without the limit), real (the same of the small model as it is), fits (what the machinery costs
+where everything fits), crossing (a layer leaves while tokens are generated), cliff (static against adaptive placement
+over the context), soak (5,000 rounds without growth of memory). Every row is saved when it is measured, and rows that
+the file has are not measured again; `--rows` names some.
 """
 
 from __future__ import annotations

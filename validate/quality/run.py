@@ -78,7 +78,8 @@ class _Run:
         question, element_bytes = self._question, 2 if self._on_cuda else 4
         for family in families:
             largest = max(cache_bytes(plan, question.shape, question.rows, element_bytes) for plan in family)
-            yield from parts(family, max(1, int(CACHES_SHARE * _free_bytes(self._on_cuda) / largest)))
+            together = max(1, int(CACHES_SHARE * _free_bytes(self._on_cuda) / largest))
+            yield from (tuple(part) for part in parts(family, together))
 
     def _of_group(
         self, family: Sequence[Plan], context: int, group: Group, plain: Values

@@ -20,8 +20,8 @@ from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.validate.calibration.link import LinkTimes, measured_link, random_loads, streaming_seconds
 from ridgeplan.validate.decode_bench import offload
-from ridgeplan.validate.decode_bench.offload import OffloadBench, limited_plans, selecting_plans
 from ridgeplan.validate.decode_bench.lossless import RealText
+from ridgeplan.validate.decode_bench.offload import OffloadBench, limited_plans, selecting_plans
 from ridgeplan.validate.decode_bench.results_file import ResultsFile
 from ridgeplan.validate.random_decoder import llama_like_shape
 from ridgeplan.validate.random_rounds import fill
