@@ -56,7 +56,7 @@ def test_kv_within_a_window_never_outweighs_the_weights(h200_profile, context):
 
 @pytest.mark.parametrize("context", [2048, 16_384])
 def test_of_layers_with_and_without_a_window_both_kinds_count(h200_profile, context):
-    """7,110,393,856 weights that products read. Each layer holds 4096 bytes of KV a token, half of them of 4096 tokens."""
+    """7,110,393,856 weights that products read. Each layer holds 4096 bytes of KV a token, half of them up to 4096."""
     shape = replace(load_shape("mistralai/Mistral-7B-v0.1"), window_layers=16)
     answer = planner.recommend(shape, "h200", context, batch=16, profile=h200_profile)
     layers_bytes = 16 * 16 * 4096
