@@ -194,7 +194,7 @@ def _parts(
     shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates, count: int
 ) -> tuple[PartTimes, ...]:
     pass_rates = {
-        "prefill": prefill_rates(shape, machine),
+        "prefill": prefill_rates(shape, machine, strategy, rates.target.linear),
         "draft": draft_rates(shape, machine, strategy, rates),
         "target": target_rates(shape, machine, strategy, rates),
     }
