@@ -17,6 +17,17 @@ PATTERNS = {
     "plain between": [6, 0, 0, 6, 0],
     "mostly plain": [0, 0, 0, 0, 0, 0, 0, 1],
 }
+SPARSE = {  # selections with what differs from small budgets for all
+    "streamingllm": {},
+    "snapkv": {"window": 8, "pool": 3},
+    "quest": {},
+    "specextend": {"page": 16},
+    "specattn": {},
+    "progressive": {},
+    "oracle": {},
+    "clusterkv": {"cluster": 8},
+    "shadowkv": {"outliers": 1},
+}
 
 
 class Forced:
@@ -37,6 +48,14 @@ class Forced:
 def profile():
     """Rates by which drafts cost less than the target's steps."""
     return next(one for one in shipped_profiles() if one.hardware.name == "h200")
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model, make_plan, prompts):
+    """Tokens of plain decoding by KV format."""
+    folder, ids = tiny_model(agreeable=True).folder, prompts(*LENGTHS)
+    made = {kv: runtime.load(make_plan(kv, batch=3), folder).generate(ids, NEW) for kv in ("int4x2", "bf16+int4")}
+    return {kv: found.tokens for kv, found in made.items()}
 
 
 @pytest.fixture
@@ -74,6 +93,24 @@ def test_changes_of_gamma_change_nothing(
     assert sum(rounds_at) == found.statistics.rounds
     assert {gamma for gamma, count in enumerate(rounds_at) if count} == set(pattern)
     assert agreeable or found.statistics.accepted < found.statistics.judged
+
+
+@pytest.mark.parametrize("kv, codes", [("int4x2", "upper"), ("bf16+int4", "upper"), ("bf16+int4", "full")])
+@pytest.mark.parametrize("selection", [*SPARSE, "nonsense"])
+def test_changes_of_gamma_change_nothing_whatever_drafts_read(
+    selection, kv, codes, request, plain, tiny_model, make_plan, prompts, profile, forced
+):
+    """What drafts read is chosen from verifications of one query to seven, and groups grow old between them."""
+    name = request.getfixturevalue(selection) if selection == "nonsense" else selection
+    options = {"ratio": 0.2, "floor": 8, "sinks": 2, "recent": 6} | SPARSE.get(selection, {})
+    plan = make_plan(kv, 6, batch=3, codes=codes, adaptive=True, selection=name, **options)
+    engine = runtime.load(plan, tiny_model(agreeable=True).folder, profile=profile)
+    forced(engine, PATTERNS["up and down"])
+    found = engine.generate(prompts(*LENGTHS), NEW)
+    assert found.tokens == plain[kv]
+    assert found.statistics.flushes >= 9
+    assert {gamma for gamma, count in enumerate(found.statistics.rounds_at) if count} == {0, 1, 2, 4, 6}
+    assert found.statistics.accepted < found.statistics.judged
 
 
 def test_tokens_drafted_and_judged_are_those_of_each_rounds_gamma(tiny_model, make_plan, prompts, profile, forced):
