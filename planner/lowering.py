@@ -90,6 +90,8 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         target_score_bytes=target_choosing.moved_score_bytes(shape.kv_heads) * target_choices,
         draft_choices=choices,
         target_choices=target_choices,
+        draft_ranked=choosing.ranked_scores(shape.kv_heads) * choices,
+        target_ranked=target_choosing.ranked_scores(shape.kv_heads) * target_choices,
         target_two_bit=int(plan.attention.selection.needs_codes),
     )
 

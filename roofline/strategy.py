@@ -74,8 +74,10 @@ class Strategy:
     # Choices of what is read
     target_selects: Term = 0  # each of the target's queries reads tokens of its own choice
     target_score_bytes: Term = 0  # of scores, per cached token and query of the target, summed over layers
-    draft_choices: Term = 0  # top-k launches of a step
+    draft_choices: Term = 0  # top-k launches of a step; a choice once a round has one for all layers
     target_choices: Term = 0
+    draft_ranked: Term = 0  # scores that top-k ranks, per cached token and choice, summed over layers
+    target_ranked: Term = 0
     target_two_bit: Term = 0  # the target chooses by 2-bit keys, in kernels of their own
     slot_table_bytes: Term = 0  # of what says which tokens are in slots, per token on the host, layer and sequence
 

@@ -8,6 +8,7 @@ import torch
 from ridgeplan import runtime
 from ridgeplan.roofline.catalog.profile_lookup import shipped_profiles
 from ridgeplan.runtime import engine as engine_module
+from ridgeplan.runtime.drafting.policies.ranked import RankedPolicy
 from ridgeplan.runtime.sampling import SamplingParams
 
 NEW = 110  # with groups of 32: three flushes
@@ -111,6 +112,19 @@ def test_changes_of_gamma_change_nothing_whatever_drafts_read(
     assert found.statistics.flushes >= 9
     assert {gamma for gamma, count in enumerate(found.statistics.rounds_at) if count} == {0, 1, 2, 4, 6}
     assert found.statistics.accepted < found.statistics.judged
+
+
+def test_rounds_of_plain_decoding_choose_nothing(tiny_model, make_plan, prompts, profile, forced, monkeypatch):
+    """Choosing for no drafts would make a step slower than plain decoding's."""
+    chosen = []
+    choose = RankedPolicy.before_drafts
+    monkeypatch.setattr(RankedPolicy, "before_drafts", lambda policy: (chosen.append(1), choose(policy)))
+    plan = make_plan("bf16", 2, adaptive=True, selection="specattn", floor=8, sinks=2, recent=6)
+    engine = runtime.load(plan, tiny_model().folder, profile=profile)
+    forced(engine, [0, 2, 0, 0])
+    rounds_at = engine.generate(prompts(60), 30).statistics.rounds_at
+    assert rounds_at[0] > 5
+    assert len(chosen) == sum(rounds_at[1:]) > 0
 
 
 def test_tokens_drafted_and_judged_are_those_of_each_rounds_gamma(tiny_model, make_plan, prompts, profile, forced):
