@@ -30,7 +30,7 @@ from ridgeplan.runtime.kv.offload.layer_mover import layer_mover
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.decoder import Decoder
-from ridgeplan.runtime.model.prefill import Destination, PromptObservers, prefill_all
+from ridgeplan.runtime.model.prefill import Destination, PromptObservers, plan_attention, prefill_all
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.runtime.quantization.calibrate import quantized_draft
@@ -113,6 +113,7 @@ class Engine:
         self._profile = profile
         self._graphs: dict[GraphKey, GraphRounds] = {}
         if device.type == "cuda":
+            self._plan_attention(plan.workload.context)
             torch.cuda.empty_cache()  # what loading took is no generation's memory
 
     @cached_property
@@ -227,6 +228,10 @@ class Engine:
             torch.cuda.synchronize(self.device)  # rounds of an abandoned generation may still read the host's memory
         self.cache = self._policy = self._reads = self._mover = self._filled = None
         self._graphs.clear()
+
+    def _plan_attention(self, tokens: int) -> None:
+        appended = 0 if self.eviction is None else len(self.eviction.appended(torch.zeros(tokens, dtype=torch.int64)))
+        plan_attention(self.decoder, self.weights, tokens, appended)
 
     def _drafts(self, given: DecoderWeights | None, text: CalibrationText | None) -> DecoderWeights:
         if isinstance(given, SwappableWeights):

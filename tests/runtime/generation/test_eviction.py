@@ -9,7 +9,7 @@ from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.eviction import EVICTION_POLICIES, Oracle
 from ridgeplan.runtime.kv.eviction.base import largest
-from ridgeplan.runtime.model.prefill import prefill
+from ridgeplan.runtime.model.prefill import causal_attention, prefill
 
 LENGTHS, BUDGET, NEW = [128, 70, 37], 45, 90
 POLICIES = tuple(EVICTION_POLICIES)
@@ -84,6 +84,25 @@ def test_pseudo_tokens_leave_no_trace(length, tiny_model, make_plan, prompts, pa
     metadata = evicting.cache.target_metadata(2)
     assert metadata.positions.tolist() == [[length, length + 1]]
     assert metadata.slots.tolist() == [[20, 21]]
+
+
+@pytest.mark.parametrize("policy, settings", [("none", {}), ("dapq", PSEUDO)])
+def test_what_is_planned_is_what_prompts_attend(
+    policy, settings, tiny_model, make_plan, prompts, padded_prompts, monkeypatch
+):
+    """A prompt of the workload's length has the sizes and strides for which an engine has cuDNN plan; see prefill.md."""
+    plan = make_plan(evict=policy, budget=20 * (policy != "none"), settings=settings, context=120)
+    engine, seen = runtime.load(plan, tiny_model().folder), []
+
+    def attended(*tensors):
+        seen.append([(tensor.shape, tensor.stride()) for tensor in tensors[:3]])
+        return causal_attention(*tensors)
+
+    monkeypatch.setattr("ridgeplan.runtime.model.prefill.causal_attention", attended)
+    engine._plan_attention(120)
+    engine.generate(prompts(120)[0], 1)
+    assert len(seen) == 1 + 2
+    assert seen[0] == seen[1] == seen[2]
 
 
 def test_draft_policies_learn_from_the_prompts_own_queries_and_what_stays_of_it(tiny_model, make_plan, prompts):
