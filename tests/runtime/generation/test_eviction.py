@@ -90,7 +90,7 @@ def test_pseudo_tokens_leave_no_trace(length, tiny_model, make_plan, prompts, pa
 def test_what_is_planned_is_what_prompts_attend(
     policy, settings, tiny_model, make_plan, prompts, padded_prompts, monkeypatch
 ):
-    """A prompt of the workload's length has the sizes and strides for which an engine has cuDNN plan; see prefill.md."""
+    """A prompt of the workload's length has the sizes and strides that an engine has cuDNN plan for."""
     plan = make_plan(evict=policy, budget=20 * (policy != "none"), settings=settings, context=120)
     engine, seen = runtime.load(plan, tiny_model().folder), []
 
