@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ridgeplan.planner.measured_quality import SOLVED
-from ridgeplan.planner.plan import MAX_BATCH, MAX_TOKENS, Plan, PlanError, Workload, require
+from ridgeplan.planner.plan import MAX_BATCH, MAX_TOKENS, EvictionPolicy, Plan, PlanError, Workload, require
+from ridgeplan.planner.policies import EVICTIONS
+from ridgeplan.planner.policies.policy import evicting
 from ridgeplan.planner.policies.selection.all import autoregressive
-from ridgeplan.planner.presets import preset, preset_name
+from ridgeplan.planner.presets import PRESETS, preset, preset_name
 from ridgeplan.planner.resolution import yarn_factor
 from ridgeplan.planner.support import missing_head, only_estimated
 from ridgeplan.roofline.catalog.shapes import ModelShape
@@ -131,11 +133,18 @@ def label(plan: Plan) -> str:
     return " ".join([preset_name(plan), *(str(budget) for budget in budgets if budget), *([gamma] if gamma else [])])
 
 
+def _plan(name: str, workload: Workload) -> Plan:
+    """A preset's plan, or that of an eviction that has none, as random choice. Raises PlanError for other names."""
+    if name in EVICTIONS and name not in PRESETS:
+        return evicting(EvictionPolicy(name))(workload)
+    return preset(name, workload)
+
+
 def named_plan(name: str, budget: int | None = None) -> PlanMaker:
     """A maker of a preset's plan, with another budget of its eviction or selection. Raises PlanError when it is run."""
 
     def make(workload: Workload) -> Plan:
-        plan = preset(name, workload)
+        plan = _plan(name, workload)
         return plan if budget is None else _with_budget(plan, name, budget)
 
     return make
@@ -149,7 +158,7 @@ def of_file(plan: Plan) -> PlanMaker:
 def with_budgets(names: Sequence[str], budgets: Sequence[int]) -> Iterator[PlanMaker]:
     """Presets, those with a budget once for each of `budgets`."""
     for name in names:
-        plan = preset(name, Workload("any", "any", MAX_TOKENS // 2))
+        plan = _plan(name, Workload("any", "any", MAX_TOKENS // 2))
         has_budget = plan.eviction.active or plan.attention.budget
         yield from (named_plan(name, budget) for budget in ((has_budget and budgets) or (None,)))
 

@@ -17,8 +17,10 @@ def question(folder, *plans, **options):
 
 
 def test_presets_with_a_budget_are_made_once_for_each():
-    made = [label(make(WORKLOAD)) for make in with_budgets(["int8", "dapq", "quest"], [64, 9000])]
-    assert made == ["int8", "dapq 64", "dapq 4000", "quest 64", "quest 4000"]  # no more than the prompt has
+    made = [label(make(WORKLOAD)) for make in with_budgets(["int8", "dapq", "quest", "random"], [64, 9000])]
+    assert made == [  # no more than the prompt has
+        "int8", "dapq 64", "dapq 4000", "quest 64", "quest 4000", "random 64", "random 4000",
+    ]  # fmt: skip
     assert [label(make(WORKLOAD)) for make in with_budgets(["dapq", "quantspec"], [])] == [
         "dapq 1024", "quantspec gamma 4",
     ]  # fmt: skip
