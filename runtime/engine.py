@@ -25,7 +25,7 @@ from ridgeplan.runtime.drafting.target_reads import TargetReads, observers
 from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
-from ridgeplan.runtime.kv.eviction import eviction_policy
+from ridgeplan.runtime.kv.eviction import eviction_policy, most_appended
 from ridgeplan.runtime.kv.offload.layer_mover import layer_mover
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
@@ -113,7 +113,7 @@ class Engine:
         self._profile = profile
         self._graphs: dict[GraphKey, GraphRounds] = {}
         if device.type == "cuda":
-            self._plan_attention(plan.workload.context)
+            plan_attention(self.decoder, weights, plan.workload.context, most_appended(plan))
             torch.cuda.empty_cache()  # what loading took is no generation's memory
 
     @cached_property
@@ -228,10 +228,6 @@ class Engine:
             torch.cuda.synchronize(self.device)  # rounds of an abandoned generation may still read the host's memory
         self.cache = self._policy = self._reads = self._mover = self._filled = None
         self._graphs.clear()
-
-    def _plan_attention(self, tokens: int) -> None:
-        appended = 0 if self.eviction is None else len(self.eviction.appended(torch.zeros(tokens, dtype=torch.int64)))
-        plan_attention(self.decoder, self.weights, tokens, appended)
 
     def _drafts(self, given: DecoderWeights | None, text: CalibrationText | None) -> DecoderWeights:
         if isinstance(given, SwappableWeights):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ridgeplan.planner.measured_quality import SOLVED
+from ridgeplan.planner.measured_quality import SOLVED, TEXT_MEASURES
 from ridgeplan.planner.plan import MAX_BATCH, MAX_TOKENS, EvictionPolicy, Plan, PlanError, Workload, require
 from ridgeplan.planner.policies import EVICTIONS
 from ridgeplan.planner.policies.policy import evicting
@@ -67,8 +67,13 @@ class Question:
         """Prompts or passages that run together: as many as a batch has, or as there are."""
         return min(self.batch, max(self.passages, self.samples * len(self.tasks)))
 
-    def leaves_out(self, measure: str, plain: Mapping[str, float]) -> bool:
-        """Whether a measure is a task that plain decoding, with the figures `plain`, does not solve."""
+    def leaves_out(self, plan: Plan, measure: str, plain: Mapping[str, float]) -> bool:
+        """Whether a measure is a task that plain decoding, with the figures `plain`, does not solve.
+
+        Of an oracle that evicts only those of a text are measured, as it must know what comes next.
+        """
+        if plan.eviction.policy is EvictionPolicy.ORACLE and measure not in TEXT_MEASURES:
+            return True
         is_task = any(measure == task.name for task in self.tasks)
         return self.only_solved and is_task and plain.get(measure, 1.0) < SOLVED
 
@@ -96,6 +101,7 @@ class Question:
         """The same plans: plain decoding alone, then together those whose prompts are processed once for all.
 
         These differ in budgets, and in policies of eviction with their default settings, of which one appends tokens.
+        An oracle appends others.
         """
         plain, *others = self.plans_at(context)
         families: dict[object, tuple[Plan, ...]] = {}
@@ -122,8 +128,9 @@ class Question:
 
 def _family(plan: Plan) -> object:
     """What plans agree in whose prompts are processed together."""
-    evicts, settings = plan.eviction.active, tuple(sorted(plan.eviction.settings.items()))
-    return plan.weights, plan.kv, plan.speculation, plan.placement, evicts, settings, plan.attention.selection
+    evicting, settings = plan.eviction.active, tuple(sorted(plan.eviction.settings.items()))
+    oracle = plan.eviction.policy is EvictionPolicy.ORACLE  # appends other tokens
+    return plan.weights, plan.kv, plan.speculation, plan.placement, evicting, oracle, settings, plan.attention.selection
 
 
 def label(plan: Plan) -> str:
@@ -134,7 +141,7 @@ def label(plan: Plan) -> str:
 
 
 def _plan(name: str, workload: Workload) -> Plan:
-    """A preset's plan, or that of an eviction that has none, as random choice. Raises PlanError for other names."""
+    """A preset's plan, or that of an eviction that has none: random or an oracle. Raises PlanError for other names."""
     if name in EVICTIONS and name not in PRESETS:
         return evicting(EvictionPolicy(name))(workload)
     return preset(name, workload)

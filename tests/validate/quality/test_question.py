@@ -91,6 +91,8 @@ def test_plans_that_evict_share_their_prompts_and_others_with_other_budgets_alon
 def test_only_tasks_that_plain_decoding_does_not_solve_are_left_out(tiny_folder):
     asked = question(tiny_folder, tasks=(TASKS["vt"], TASKS["cwe"]), only_solved=True)
     plain = {"vt": 0.4, "cwe": 0.5, "ttft_ms": 0.1}
-    assert [asked.leaves_out(name, plain) for name in (*plain, "fwe")] == [True, False, False, False]
-    assert not question(tiny_folder, tasks=(TASKS["vt"],)).leaves_out("vt", plain)
-    assert not asked.leaves_out("vt", {})  # plain decoding itself
+    plan, oracle = (named_plan(name)(WORKLOAD) for name in ("dapq", "oracle"))
+    assert [asked.leaves_out(plan, name, plain) for name in (*plain, "fwe")] == [True, False, False, False]
+    assert [asked.leaves_out(oracle, name, {}) for name in ("vt", "ttft", "fidelity")] == [True, True, False]
+    assert not question(tiny_folder, tasks=(TASKS["vt"],)).leaves_out(plan, "vt", plain)
+    assert not asked.leaves_out(plan, "vt", {})  # plain decoding itself
