@@ -113,7 +113,8 @@ class Engine:
         self._profile = profile
         self._graphs: dict[GraphKey, GraphRounds] = {}
         if device.type == "cuda":
-            plan_attention(self.decoder, weights, plan.workload.context, most_appended(plan))
+            with prompt_arena(plan, self.draft_weights, device) as arena:
+                plan_attention(self.decoder, weights, arena, plan.workload.context, most_appended(plan))
             torch.cuda.empty_cache()  # what loading took is no generation's memory
 
     @cached_property

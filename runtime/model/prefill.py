@@ -274,11 +274,14 @@ def attend_layer(buffers: LayerBuffers, parts: Parts, window: int | None) -> Non
         part.copy_(decode_attention(part, keys, values, first, ends[index : index + 1]))
 
 
-def plan_attention(decoder: Decoder, weights: DecoderWeights, tokens: int, appended: int) -> None:
-    """Attends once as a layer of a prompt of this length does, with what an eviction appends: cuDNN keeps its plans."""
+def plan_attention(decoder: Decoder, weights: DecoderWeights, arena: Arena, tokens: int, appended: int) -> None:
+    """Attends once as a layer of a prompt of this length does, with what an eviction appends: cuDNN keeps its plans.
+
+    arena: what the buffers are taken from.
+    """
     parts = Parts(tokens, tokens + appended)
     hidden = weights.embedding.new_empty(parts.total, 0)
-    buffers = LayerBuffers.take(Arena.without_memory(hidden.device), decoder.config.shape, hidden)
+    buffers = LayerBuffers.take(arena, decoder.config.shape, hidden)
     for window in set(decoder.config.windows):
         attend_layer(buffers, parts, window)
 

@@ -5,6 +5,7 @@ import torch
 
 from ridgeplan import runtime
 from ridgeplan.planner.policies.eviction.oracle import OracleSettings
+from ridgeplan.runtime.arena import Arena
 from ridgeplan.runtime.drafting.policies import DraftPolicy
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
@@ -100,7 +101,7 @@ def test_what_is_planned_is_what_prompts_attend(
         return causal_attention(*tensors)
 
     monkeypatch.setattr("ridgeplan.runtime.model.prefill.causal_attention", attended)
-    plan_attention(engine.decoder, engine.weights, 120, most_appended(plan))
+    plan_attention(engine.decoder, engine.weights, Arena.without_memory(engine.device), 120, most_appended(plan))
     engine.generate(prompts(120)[0], 1)
     assert len(seen) == 1 + 2
     assert seen[0] == seen[1] == seen[2]
