@@ -14,7 +14,7 @@ from ridgeplan.runtime.kv.eviction.base import largest
 from ridgeplan.runtime.model.prefill import causal_attention, plan_attention, prefill
 
 LENGTHS, BUDGET, NEW = [128, 70, 37], 45, 90
-POLICIES = tuple(EVICTION_POLICIES.keys() - {"oracle"})  # which knows no text here
+POLICIES = tuple(name for name in EVICTION_POLICIES if name != "oracle")  # which knows no text here
 FORMATS = ["bf16", "bf16+int4", "int8", "int4x2"]
 PSEUDO = {"prefix": 3, "suffix": 19}  # two calls of decode attention
 

@@ -33,7 +33,8 @@ def evicting(kv="bf16", gamma=0):
     """Plans of all policies at two budgets, that of DapQ with its pseudo tokens."""
     return [
         {"kv": kv, "gamma": gamma, "evict": policy, "budget": budget}
-        for policy in EVICTION_POLICIES.keys() - {"oracle"}
+        for policy in EVICTION_POLICIES
+        if policy != "oracle"
         for budget in BUDGETS
     ]
 
