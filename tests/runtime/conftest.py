@@ -132,7 +132,7 @@ def head_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 @pytest.fixture
 def padded_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts from 48 tokens on attend at multiples of 32, as those from 2048 on do at multiples of 256."""
+    """Prompts from 48 tokens on attend at multiples of 32, as those from 8192 on do at multiples of 256."""
     monkeypatch.setattr(execution, "PADDED_PROMPT_TOKENS", 48)
     monkeypatch.setattr(execution, "PROMPT_STEP_TOKENS", 32)
 
