@@ -7,14 +7,15 @@ other text is written by hand and is kept.
 from __future__ import annotations
 
 import ast
-import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+
+import readme_tables
+from readme_tables import RESULTS, decoding_files, result, table
 
 from ridgeplan.dashboards.cli import bench, bench_decode, quality
 from ridgeplan.dashboards.cli.catalog import papers
@@ -32,21 +33,9 @@ from ridgeplan.validate.suite.results import read_report
 from ridgeplan.validate.suite.summary import summaries
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "validate" / "results"
 MEASURED = ROOT / "planner" / "acceptance" / "measured"
 PROFILES = ROOT / "roofline" / "catalog" / "profiles"
 BLOCK = re.compile(r"(<!-- generated: ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def result(name: str) -> Any:
-    """A file of validate/results."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def made(name: str) -> str:
@@ -107,6 +96,17 @@ def _thread(url: str) -> str:
 def decode(name: str) -> str:
     """End-to-end decoding, measured and, in brackets, predicted."""
     return table(bench_decode.COLUMNS, map(bench_decode.row_texts, result(name)["rows"]))
+
+
+def more_decoding(*shown: str) -> str:
+    """The same of every file but those `shown` elsewhere, each with its errors."""
+    parts = []
+    for name in decoding_files():
+        if name not in shown:
+            first = result(name)["rows"][0]
+            tokens = first["measured"]["generated"] // first["batch"]
+            parts += [f"{made(name)}; {tokens} new tokens a sequence", decode(name), decode_errors(name)]
+    return "\n\n".join(parts)
 
 
 def decode_errors(name: str) -> str:
@@ -205,26 +205,6 @@ def kernel_targets(name: str) -> str:
     return f"{met}\n\n{table(('kernel', 'longer than the target by'), missed)}"
 
 
-def headline(name: str) -> str:
-    """QuantSpec's speed-ups: the best gamma of each workload."""
-    best: dict[str, Any] = {}
-    for row in result(name)["rows"]:
-        workload = f"{row['context']} x {row['batch']}"
-        if row["preset"] == "quantspec" and row["over_vllm"] > best.get(workload, row)["over_vllm"] - 1e-9:
-            best[workload] = row
-    rows = [
-        (workload, f"{row['measured']['tpot_ms']:.2f}", f"{plain(row):.2f}x", f"{row['over_vllm']:.2f}x")
-        for workload, row in best.items()
-    ]
-    return table(("context x batch", "ms per token", "over plain decoding", "over vLLM 0.24, bf16"), rows)
-
-
-def plain(row: Any) -> float:
-    """Measured speed-up of a row over plain decoding of the same workload."""
-    found = {one["name"]: one["measured"] for one in row["comparison"]}
-    return float(found["speed-up over plain decoding"])
-
-
 def recommendation(model: str, gpu: str, context: str) -> str:
     """What `ridgeplan plan` prints."""
     question = f"$ ridgeplan plan {model} --gpu {gpu} --ctx {context}"
@@ -302,6 +282,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         classes,
         decode,
         decode_errors,
+        more_decoding,
         validation,
         worst,
         selections,
@@ -309,7 +290,12 @@ BLOCKS: dict[str, Callable[..., str]] = {
         breakdown,
         kernels,
         kernel_targets,
-        headline,
+        readme_tables.fastest,
+        readme_tables.speeds,
+        readme_tables.fast_kernels,
+        readme_tables.cliff,
+        readme_tables.evictions,
+        readme_tables.errors,
         modules,
         recommendation,
         published,

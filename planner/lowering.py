@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from ridgeplan.roofline.latency import (
     attention_kind,
     linear_kind,
     prefill_attention_kind,
+    sparse_attention_kind,
 )
 from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.roofline.sparsity.sparse_ops import TWO_BITS, UPPER_BITS
@@ -125,27 +126,61 @@ def _mean_kept(plan: Plan, layers: int) -> float:
 
 def rates_of(plan: Plan, shape: ModelShape, machine: Machine) -> StrategyRates:
     """Rates of the kernel classes that the plan's formats and selections use."""
-    found = dense_rates_of(plan, shape, machine)
-    if plan.attention.active:
-        found = replace(found, target=replace(found.target, attention=machine.rates["sparse_attention"]))
-    kind = plan.speculation.selection.attention_class
-    if kind is None:
-        return found
-    return replace(found, draft=replace(found.draft, attention=machine.rates[kind]))
+    return _rates_by(kernel_class, plan, shape, machine)
 
 
 def dense_rates_of(plan: Plan, shape: ModelShape, machine: Machine) -> StrategyRates:
     """The same where chosen tokens are read by kernels that read all of them as fast."""
+    return _rates_by(_dense_class, plan, shape, machine)
 
+
+def _rates_by(
+    class_of: Callable[[Plan, int, str, str], str], plan: Plan, shape: ModelShape, machine: Machine
+) -> StrategyRates:
     def of(part: str) -> PassRates:
         kinds = ("linear", "head", "attention")
-        return PassRates(*(machine.rates[kernel_class(plan, shape.head_dim, part, kind)] for kind in kinds))
+        return PassRates(*(machine.rates[class_of(plan, shape.head_dim, part, kind)] for kind in kinds))
 
     return StrategyRates(target=of("target"), draft=of("draft"))
 
 
 def kernel_class(plan: Plan, head_dim: int, part: str, kind: str) -> str:
     """The calibrated class of an operation's kind in one part of the work: "prefill", "draft" or "target"."""
+    chosen = _chosen_class(plan, part) if kind == "attention" else None
+    return chosen or _dense_class(plan, head_dim, part, kind)
+
+
+def selection_classes(plan: Plan, part: str) -> Iterator[str]:
+    """The classes by which choosing tokens is priced in one part of the work, beside the attention to them.
+
+    Drafts scan 2-bit keys within their attention.
+    """
+    policy, selection = {
+        "draft": (draft_selection(plan), plan.speculation.selection),
+        "target": (target_selection(plan), plan.attention.selection),
+    }[part]
+    if policy is None or _chosen_class(plan, part) is None:
+        return
+    cost = policy.cost(selection)
+    if cost.run_tokens < UNLIMITED_TOKENS:
+        yield "gather"
+    if cost.score_rows:
+        yield "top_k"
+    if selection.needs_codes and part == "target":
+        yield "two_bit_scan"
+    if cost.scored_keys and not selection.needs_codes:
+        yield "key_scan"
+
+
+def _chosen_class(plan: Plan, part: str) -> str | None:
+    """The class of attention to chosen tokens; None where all are read."""
+    if part == "draft":
+        own = plan.speculation.selection.attention_class or sparse_attention_kind(draft_code_bits(plan))
+        return own if plan.speculation.sparse else None
+    return sparse_attention_kind(target_code_bits(plan)) if plan.attention.active else None
+
+
+def _dense_class(plan: Plan, head_dim: int, part: str, kind: str) -> str:
     drafting = part == "draft"
     if kind == "head":
         bits = draft_head_bits(plan) if drafting else target_head_bits(plan)

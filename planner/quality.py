@@ -53,7 +53,7 @@ def stated_losses(plan: Plan, rows: Sequence[QualityRow]) -> list[str]:
     published = losses(plan)
     measured = measured_quality(plan, rows)
     if measured is None:
-        return [f"{loss} [not measured]" for loss in published]
+        return [f"{loss} [not measured here]" for loss in published]
     return [f"{', '.join(loss.partition(':')[0] for loss in published)}: {measured}"]
 
 

@@ -9,15 +9,15 @@ from typing import Any
 from ridgeplan.planner.display.marks import Bars
 from ridgeplan.planner.display.rows import plan_row, plan_text
 from ridgeplan.planner.display.table import Table
+from ridgeplan.planner.display.weights_or_kv import weights_or_kv
 from ridgeplan.planner.interface.quantities import size_text, time_text
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.prediction import Prediction
 from ridgeplan.planner.support import Backend
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS
-from ridgeplan.roofline.passes import category
 
 READING_TPOT_MS = 200.0  # 238 words a minute (Brysbaert 2019) at 1.3 tokens a word
-BALANCED_WITHIN = 0.1  # neither side of a step is called the bottleneck if attention takes 40% to 60% of it
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Recommendation(Table):
     estimated. backend: what is to execute the plan. on_device: where no plan fits the device alone, what would.
     """
 
+    shape: ModelShape
     plan: Plan
     name: str
     predicted: Prediction
@@ -135,30 +136,14 @@ class Recommendation(Table):
 
     def _choice(self) -> list[str]:
         workload = self.plan.workload
-        share = self._attention_share()
         return [
             f"{workload.model} on {workload.hardware}, {workload.context} tokens of context, batch {workload.batch}:",
             f"  {self._where}: {self._headline(self.name, self.predicted)}",
             *([f"  {self.warning}"] if self.warning else []),
             *([f"  all on the GPU: {', or '.join(one.text for one in self.on_device)}"] if self.on_device else []),
             f"  best of all: {self._best_of_all()}",
-            f"  plain decoding spends {100 * share:.0f}% of a step on attention: {_bottleneck(share)}",
-            f"  at batch {workload.batch}, fewer bits of weights gain more than of KV up to about "
-            f"{round(self.crossover_context, -3):,.0f} tokens of context",
+            *(f"  {line}" for line in weights_or_kv(self.baseline, self.shape, workload)),
         ]
-
-    @property
-    def crossover_context(self) -> float:
-        """Tokens of context at which a step of plain decoding reads as many bytes of weights as of KV.
-
-        Up to there fewer bits of weights save more bytes, beyond it fewer bits of KV: what products read is the same at
-        every context, and what attention reads grows with it.
-        """
-        read = {"linear": 0.0, "attention": 0.0, "other": 0.0}
-        for op in self.baseline.breakdown:
-            read[category(op.kind)] += op.bytes * (op.part == "target")
-        workload = self.plan.workload
-        return (workload.context + workload.new_tokens / 2) * read["linear"] / read["attention"]
 
     @property
     def _where(self) -> str:
@@ -214,21 +199,11 @@ class Recommendation(Table):
         lines += [f"  not {other.preset}: {other.rejected}" for other in self.alternatives[:5]]
         return lines
 
-    def _attention_share(self) -> float:
-        target = [op for op in self.baseline.breakdown if op.part == "target"]
-        return sum(op.seconds for op in target if category(op.kind) == "attention") / sum(op.seconds for op in target)
-
 
 def on_host_text(predicted: Prediction, limit_bytes: float) -> str:
     """How many layers are on the host, and what they take of it."""
     layers = "1 layer" if predicted.offloaded_layers == 1 else f"{predicted.offloaded_layers} layers"
     return f"KV of {layers} is on the host, {size_text(predicted.host_bytes)} of {size_text(limit_bytes)} there"
-
-
-def _bottleneck(attention_share: float) -> str:
-    if abs(attention_share - 0.5) <= BALANCED_WITHIN:
-        return "the weights and the KV cache weigh about the same"
-    return "the KV cache is the bottleneck" if attention_share > 0.5 else "the weights are the bottleneck"
 
 
 def _percent(share: float) -> str:

@@ -8,7 +8,7 @@ from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.host_link import prompt_to_host_seconds
-from ridgeplan.roofline.latency import Machine, StrategyRates
+from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.memory import MemoryBreakdown, layer_parameters
 from ridgeplan.roofline.passes import Op, decode_pass, prefill_pass
 from ridgeplan.roofline.placement import offload_layers, swapped_bytes
@@ -57,8 +57,9 @@ def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy, rates: Str
         round_at(shape, machine, strategy, passes, strategy.context + node * strategy.new_tokens, offloading.host)
         for node in GENERATION_NODES
     )
+    prefill_s = prefill_seconds(shape, machine, strategy, rates.target.linear)
     return Estimate(
-        ttft_s=prefill_seconds(shape, machine, strategy) + prompt_to_host_seconds(machine, strategy, offloading.host),
+        ttft_s=prefill_s + prompt_to_host_seconds(machine, strategy, offloading.host),
         round=_mean(early, late),
         tokens_per_round=round_tokens(strategy),
         memory=offloading.memory,
@@ -77,13 +78,15 @@ def at_acceptance(estimate: Estimate, strategy: Strategy) -> Estimate:
     return replace(estimate, round=replace(estimate.round, flush_s=flush_s), tokens_per_round=tokens)
 
 
-def prefill_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
+def prefill_seconds(shape: ModelShape, machine: Machine, strategy: Strategy, own: RateTerms | None = None) -> Term:
     """Time to the first token: all prompts one after another, including the quantization of their KV.
 
+    own: as for `prefill_rates`.
     Draft weights that prompts overwrote are copied back from the host once, after the last prompt.
     """
     ops = prefill_ops(shape, machine, strategy)
-    one_s = machine.prefill_seconds(ops, prefill_rates(shape, machine), shape.layers * prefill_chunks(strategy))
+    rates = prefill_rates(shape, machine, strategy, own)
+    one_s = machine.prefill_seconds(ops, rates, shape.layers * prefill_chunks(strategy))
     cost = quantize_cost(shape, machine, strategy, 1, strategy.kept_tokens)
     quantize_s = minimum(strategy.code_planes, 1) * shape.layers * machine.seconds(cost, machine.rates["quantize"])
     swap_in_s = swapped_bytes(shape, machine, strategy) / machine.host_link_bytes_per_s

@@ -15,6 +15,7 @@ from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.execution import attention_tiles, many_channels, product_tiles
 from ridgeplan.roofline.term_math import minimum
 
+WINDOWED_ATTENTION = "attention (window)"  # `Op.name` of attention in layers with a sliding window
 MANY_CHANNELS = "linear, many channels"  # `Op.rate_kind` of such products
 
 
@@ -245,7 +246,7 @@ def _attention(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
     full = _attention_op("attention", shape, terms, shape.layers - shape.window_layers)
     if shape.window_tokens is None:
         return (full,)
-    return full, _attention_op("attention (window)", shape, windowed(terms, shape.window_tokens), shape.window_layers)
+    return full, _attention_op(WINDOWED_ATTENTION, shape, windowed(terms, shape.window_tokens), shape.window_layers)
 
 
 def _attention_op(name: str, shape: ModelShape, terms: PassTerms, layers: Term) -> Op:

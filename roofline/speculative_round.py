@@ -16,7 +16,15 @@ from ridgeplan.roofline.execution import (
     mean_splits,
 )
 from ridgeplan.roofline.host_link import NO_LAYERS, HostLayers, load_seconds, target_with_host_seconds
-from ridgeplan.roofline.latency import Machine, PassRates, RateTerms, StrategyRates, prefill_attention_kind
+from ridgeplan.roofline.latency import (
+    Machine,
+    PassRates,
+    RateTerms,
+    StrategyRates,
+    prefill_attention_kind,
+    select_rates,
+    slower_rates,
+)
 from ridgeplan.roofline.passes import MANY_CHANNELS, Op, PassTerms, decode_pass
 from ridgeplan.roofline.sparsity.sparse_ops import SCORE_BYTES, TOP_K_PASSES, two_bit_top_k
 from ridgeplan.roofline.speculation import flush_capped, tokens_per_round
@@ -156,9 +164,19 @@ def _pass_rates(
     }
 
 
-def prefill_rates(shape: ModelShape, machine: Machine) -> dict[str, RateTerms]:
-    """Rates of operations over many rows; the head has one row."""
-    rates = dict.fromkeys(("linear", "grouped_linear"), machine.rates["prefill_linear"])
+def prefill_rates(
+    shape: ModelShape, machine: Machine, strategy: Strategy, own: RateTerms | None = None
+) -> dict[str, RateTerms]:
+    """Rates of operations over many rows; the head has one row.
+
+    own: of the target's products in decode passes, by which a CPU multiplies by codes in prompts, too, instead of by
+    dense copies of them. Without it, all weights are dense.
+    """
+    linear = machine.rates["prefill_linear"]
+    if own is not None:
+        dense = maximum(machine.asynchronous, strategy.target_dense)
+        linear = select_rates(dense, linear, slower_rates(linear, own.at_rows(PREFILL_CHUNK_TOKENS)))
+    rates = dict.fromkeys(("linear", "grouped_linear"), linear)
     rates["prefill_attention"] = machine.rates[prefill_attention_kind(shape.head_dim)]
     return rates | {kind: machine.rates[kind].at_rows(PREFILL_CHUNK_TOKENS) for kind in ("elementwise", "rope")}
 

@@ -52,7 +52,9 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         },
         MODEL,
     ),
-    "planner.display": ({"planner", "planner.interface.quantities"}, {"pandas", "plotly"}),
+    "planner.display": (
+        {"planner", "planner.interface.quantities", "roofline", "roofline.catalog"}, {"pandas", "plotly"}
+    ),
     "planner.interface": ({"planner", "roofline.catalog"}, MODEL),
     "planner.questions": (
         {
@@ -289,8 +291,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "dashboards.cli.planning": (
         {
-            "dashboards.cli", "dashboards.sweep_page", "planner", "planner.export", "planner.interface",
-            "planner.questions", "planner.search", "roofline", "roofline.catalog",
+            "dashboards.cli", "dashboards.sweep_page", "planner", "planner.display", "planner.export",
+            "planner.interface", "planner.questions", "planner.search", "roofline", "roofline.catalog",
         },
         None,
     ),

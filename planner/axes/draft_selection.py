@@ -34,7 +34,7 @@ class DraftSelection(PlanPart):
     per_query: ClassVar[bool] = False  # chosen anew by every draft's query, else once a round
     ahead: ClassVar[bool] = False  # chosen before a pass begins, for all of its layers
     needs_codes: ClassVar[bool] = False  # in the cache, whether drafts read them or not
-    attention_class: ClassVar[str | None] = None  # of kernels that attend to chosen tokens; None where all are read
+    attention_class: ClassVar[str | None] = None  # of kernels of its own that attend to what it chooses
 
     @property
     def least_tokens(self) -> int:
@@ -62,8 +62,6 @@ class SparseSelection(DraftSelection):
     floor: int = whole(0, MAX_TOKENS, default=256)
     sinks: int = whole(0, MAX_KEPT, default=SINKS)
     recent: int = whole(1, MAX_KEPT, default=128)
-
-    attention_class: ClassVar[str | None] = "sparse_attention"
 
     @property
     def least_tokens(self) -> int:

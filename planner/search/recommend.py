@@ -81,6 +81,7 @@ def _answer(asked: Question, memory_limit: float | str | None, memory_utilizatio
     predictions = dict(zip(listed, predicted, strict=True))
     winner = chosen(level, sampled_scores([predictions[one] for one in level], question))
     return Recommendation(
+        shape=question.shape,
         plan=winner.plan,
         name=winner.name,
         predicted=_compared(predictions[winner], baseline, question),

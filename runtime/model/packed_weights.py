@@ -7,7 +7,7 @@ that AutoGPTQ, AutoAWQ, compressed-tensors and DeepSeek's fp8 checkpoints publis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,17 +46,19 @@ def decode_awq(parts: Parts, settings: Settings) -> Tensor:
 def decode_compressed(parts: Parts, settings: Settings) -> Tensor:
     """compressed-tensors: weight_packed [outputs, inputs / pack], or weight as int8 or fp8 [outputs, inputs].
 
-    weight_scale [outputs, groups], [outputs, 1] or [1]; weight_zero_point like it, packed along the outputs if the
-    weight is packed. Packed codes are stored with their middle added.
+    weight_scale [outputs, groups], [outputs, 1], [1] or per block; weight_zero_point like it, packed along the outputs
+    if the weight is packed. Packed codes are stored with their middle added.
     """
-    scale = parts["weight_scale"].float()
+    scale, stored = parts["weight_scale"].float(), _compressed_weights(settings)
+    if stored.get("strategy") == "block":
+        return parts["weight"].float() * _over_blocks(scale, stored["block_structure"], parts["weight"])
     scale = scale if scale.dim() == 2 else scale.reshape(-1, 1)
     if "weight_packed" not in parts:
         codes, zeros = parts["weight"].float(), parts.get("weight_zero_point", torch.zeros(())).float()
         zeros = zeros if zeros.dim() == 2 else zeros.reshape(-1, 1)
     else:
         outputs, inputs = parts["weight_shape"].tolist()
-        bits = _compressed_bits(settings)
+        bits = int(stored["num_bits"])
         codes = _fields(parts["weight_packed"], bits)[:, :inputs]
         zeros = torch.full((1, 1), float(1 << bits - 1))
         if "weight_zero_point" in parts:
@@ -72,10 +74,8 @@ def decode_fp8(parts: Parts, settings: Settings) -> Tensor:
     if "weight_scale_inv" not in parts:
         scale = parts["weight_scale"].float()
         return weight * (scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(()))
-    scale, block = parts["weight_scale_inv"].float(), settings.get("weight_block_size") or weight.shape
-    for axis, size in enumerate(block):
-        scale = scale.repeat_interleave(int(size), dim=axis).narrow(axis, 0, weight.shape[axis])
-    return weight * scale
+    block = settings.get("weight_block_size") or weight.shape
+    return weight * _over_blocks(parts["weight_scale_inv"].float(), block, weight)
 
 
 # By `quant_method`: how a module is decoded, and the tensor that tells a quantized one.
@@ -101,7 +101,14 @@ def _groups(inputs: int, groups: int) -> Tensor:
     return torch.arange(inputs) // (inputs // groups)
 
 
-def _compressed_bits(settings: Settings) -> int:
-    """Bits of the only group of modules, which roofline/catalog/weight_formats has checked."""
-    (bits,) = {group["weights"]["num_bits"] for group in settings["config_groups"].values()}
-    return int(bits)
+def _over_blocks(scale: Tensor, block: Sequence[int], weight: Tensor) -> Tensor:
+    """The scale of every weight, from one for each block of outputs and inputs, of which the last may be cut."""
+    for axis, size in enumerate(block):
+        scale = scale.repeat_interleave(int(size), dim=axis).narrow(axis, 0, weight.shape[axis])
+    return scale
+
+
+def _compressed_weights(settings: Settings) -> Settings:
+    """How modules store their weights: alike in all groups, as roofline/catalog/weight_formats has checked."""
+    weights: Settings = next(iter(settings["config_groups"].values()))["weights"]
+    return weights

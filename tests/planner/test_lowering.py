@@ -175,6 +175,11 @@ def test_what_selections_keep_counts_as_memory():
         ("quantspec-int8", "target", "head", "linear_int8"),
         ("quantspec-int8", "draft", "head", "linear_int4"),
         ("quantspec", "draft", "rope", "rope"),
+        ("specattn", "draft", "attention", "sparse_attention_full"),
+        ("specattn-int4", "draft", "attention", "sparse_attention"),
+        ("specattn", "target", "attention", "attention"),
+        ("progressive", "draft", "attention", "progressive_attention"),
+        ("progressive-target", "target", "attention", "sparse_attention_full"),
     ],
 )
 def test_kernel_classes_follow_the_formats(name, part, kind, expected):
@@ -217,7 +222,11 @@ def test_each_query_of_a_target_that_selects_reads_a_selection_of_its_own():
 def test_attention_to_chosen_tokens_has_its_own_rates():
     rates = {kind: RateTerms(0.5, 0.5, number * 1e-6) for number, kind in enumerate(KERNEL_CLASSES)}
     machine = Machine(**{**vars(GPU), **dict.fromkeys(MACHINE_FIELDS, 1.0), "rates": rates})
-    assert rates_of(plan_of("quest"), LLAMA, machine).target.attention == rates["sparse_attention"]
+    assert rates_of(plan_of("quest"), LLAMA, machine).target.attention == rates["sparse_attention_full"]
+    assert rates_of(plan_of("progressive-target-int8"), LLAMA, machine).target.attention == rates["sparse_attention"]
+    assert rates_of(plan_of("specattn"), LLAMA, machine).draft.attention == rates["sparse_attention_full"]
+    assert rates_of(plan_of("specattn-int4"), LLAMA, machine).draft.attention == rates["sparse_attention"]
+    assert rates_of(plan_of("progressive"), LLAMA, machine).draft.attention == rates["progressive_attention"]
     assert rates_of(plan_of("magicdec-quest"), LLAMA, machine).target.attention == rates["attention"]
 
 

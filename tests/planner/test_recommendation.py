@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from ridgeplan import planner
+from ridgeplan.planner.display.weights_or_kv import crossover_context
+from ridgeplan.roofline.catalog.models import load_shape
 
 
 def explained(profile, context, **changes):
@@ -38,10 +40,29 @@ def test_the_bottleneck_is_what_a_plain_step_reads_most(h200_profile, context, b
 def test_weights_and_kv_cross_where_they_are_as_large(h200_profile, context, batch):
     """7.5 billion weights that products read, of 2 bytes, and 131,072 bytes of KV a token."""
     answer, text = explained(h200_profile, context, batch=batch)
+    crossover = crossover_context(answer.baseline, answer.shape, answer.plan.workload)
     expected = 2 * 7_504_658_432 / 131_072 / batch
-    assert answer.crossover_context == pytest.approx(expected, rel=0.03)  # queries and partial results are read, too
+    assert crossover == pytest.approx(expected, rel=0.03)  # queries and partial results are read, too
     tokens = text.split("gain more than of KV up to about ")[1].split(" tokens")[0]
-    assert int(tokens.replace(",", "")) == pytest.approx(answer.crossover_context, abs=500)
+    assert int(tokens.replace(",", "")) == pytest.approx(crossover, rel=0.005)
+
+
+@pytest.mark.parametrize("context", [2048, 16_384])
+def test_kv_within_a_window_never_outweighs_the_weights(h200_profile, context):
+    """At most 4096 tokens of 131,072 bytes, 0.5 GB, beside 14 GB of weights."""
+    text = planner.recommend("mistralai/Mistral-7B-v0.1", "h200", context, profile=h200_profile).explain()
+    assert "fewer bits of weights gain more than of KV at any context\n" in text
+
+
+@pytest.mark.parametrize("context", [2048, 16_384])
+def test_of_layers_with_and_without_a_window_both_kinds_count(h200_profile, context):
+    """7,110,393,856 weights that products read. Each layer holds 4096 bytes of KV a token, half of them up to 4096."""
+    shape = replace(load_shape("mistralai/Mistral-7B-v0.1"), window_layers=16)
+    answer = planner.recommend(shape, "h200", context, batch=16, profile=h200_profile)
+    layers_bytes = 16 * 16 * 4096
+    expected = (2 * 7_110_393_856 - layers_bytes * 4096) / layers_bytes
+    crossover = crossover_context(answer.baseline, shape, answer.plan.workload)
+    assert crossover == pytest.approx(expected, rel=0.03)
 
 
 def test_it_names_the_rounds_arithmetic_and_the_memory(h200_profile):

@@ -130,3 +130,15 @@ def test_another_acceptance_needs_no_evaluation(h200_profile):
     )  # fmt: skip
     assert derived.tpot_s == pytest.approx(evaluated.tpot_s, rel=1e-12)
     assert derived.round.flush_s == pytest.approx(evaluated.round.flush_s, rel=1e-12)
+
+
+@pytest.mark.parametrize(("asynchronous", "slower"), [(0, 2.0), (1, 1.0)], ids=["a CPU", "a GPU"])
+def test_prompts_meet_the_targets_codes_on_a_cpu_and_dense_copies_on_a_gpu(ideal, asynchronous, slower):
+    """Products by codes at half of the rate of dense ones, where nothing but FLOPs takes time."""
+    rates = {**ideal.rates, "linear_int8": RateTerms(1.0, 0.5, 0.0)}
+    machine = replace(ideal, asynchronous=asynchronous, bandwidth_bytes_per_s=1e18, rates=rates)
+    plain_s, coded_s = (
+        evaluate(LLAMA, machine, *lowered(name, machine)).ttft_s for name in ("autoregressive", "int8-weights")
+    )
+    attention_s = 32 * 4 * 4096 * 4096**2 / 2 / 1e15
+    assert coded_s - attention_s == pytest.approx(slower * (plain_s - attention_s), rel=0.01)

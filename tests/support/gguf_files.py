@@ -1,9 +1,12 @@
 """GGUF files for tests, as llama.cpp's converter writes them."""
 
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import gguf
+from gguf_blocks import random_blocks
 from tokenizers import pre_tokenizers
 from torch import Tensor
 
@@ -27,8 +30,17 @@ def interleaved(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path, model: Any, merge: str = "+ -") -> None:
-    """A transformers Llama in float32, as llama.cpp's converter writes it."""
+def neighboured(weight: Tensor, heads: int) -> Tensor:
+    """The inverse of `interleaved`."""
+    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path: Path, model: Any, merge: str = "+ -", kinds: Sequence[str] = ()) -> None:
+    """A transformers Llama in float32, as llama.cpp's converter writes it.
+
+    kinds: the types that its matrices get in turn, of `gguf_blocks.BLOCKS`, with random values, which the model then
+    has, too.
+    """
     config, state = model.config, model.state_dict()
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
@@ -53,10 +65,17 @@ def write_gguf(path: Path, model: Any, merge: str = "+ -") -> None:
     for layer in range(config.num_hidden_layers):
         names |= {f"blk.{layer}.{name}.weight": f"model.layers.{layer}.{ours}.weight" for name, ours in LAYER.items()}
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    types = cycle(kinds)
     for name, ours in names.items():
         count = heads.get(name.split(".")[-2])
         tensor = state[ours] if count is None else interleaved(state[ours], count)
-        writer.add_tensor(name, tensor.numpy())
+        if not kinds or tensor.dim() == 1:
+            writer.add_tensor(name, tensor.numpy())
+            continue
+        kind = next(types)
+        content, values = random_blocks(kind, *tensor.shape)
+        writer.add_tensor(name, content, raw_dtype=gguf.GGMLQuantizationType[kind])
+        state[ours].copy_(values if count is None else neighboured(values, count))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

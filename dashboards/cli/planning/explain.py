@@ -16,6 +16,7 @@ from ridgeplan.dashboards.cli.output import print_json, wrapped
 from ridgeplan.dashboards.cli.planning.options import memory_limit
 from ridgeplan.planner import Plan, Prediction
 from ridgeplan.planner.capacity import usable_bytes
+from ridgeplan.planner.display.weights_or_kv import weights_or_kv
 from ridgeplan.planner.interface.glossary import SOURCE_WORDS
 from ridgeplan.planner.interface.glossary import explain as meaning_of
 from ridgeplan.planner.interface.quantities import size_text, time_text, tokens_text
@@ -24,6 +25,7 @@ from ridgeplan.planner.prediction import predict_all
 from ridgeplan.planner.presets import describe, preset_name
 from ridgeplan.planner.quality import stated_losses
 from ridgeplan.planner.support import Backend, as_loaded, unsupported
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.latency import Machine
 
 LONGEST_OPERATIONS = 5
@@ -52,11 +54,11 @@ def explain(subject: tuple[str, ...], memory_utilization: float, memory_limit: f
         print_json({"plan": plan.to_dict(), "predicted": compared.to_dict(), "baseline": plain.to_dict()})
         return
     missing = unsupported(plan, Backend.RIDGEPLAN, held, profile)
-    click.echo("\n".join(map(wrapped, _lines(plan, compared, plain, usable, missing))))
+    click.echo("\n".join(map(wrapped, _lines(plan, compared, plain, held, usable, missing))))
 
 
 def _lines(
-    plan: Plan, predicted: Prediction, plain: Prediction, usable_bytes: float, missing: str | None
+    plan: Plan, predicted: Prediction, plain: Prediction, shape: ModelShape, usable_bytes: float, missing: str | None
 ) -> Iterator[str]:
     workload = plan.workload
     yield (
@@ -66,6 +68,7 @@ def _lines(
     known, meaning = preset_name(plan), describe(plan)
     yield "  " + (f"it is {meaning}; " if known != meaning else "") + (missing or "it runs here")
     yield from _time(plan, predicted, plain)
+    yield from (f"  {line}" for line in weights_or_kv(plain, shape, workload))
     yield from _memory(predicted, usable_bytes)
     for loss in stated_losses(plan, saved_rows()):
         yield f"  gives up: {loss}"

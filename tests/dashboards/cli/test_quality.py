@@ -68,7 +68,7 @@ def test_the_table_has_a_line_for_every_plan_and_plans_may_be_files(run: Any, tm
 
 def test_recommend_and_estimate_show_what_was_measured(run: Any, invoke: Any, tiny_folder: Path) -> None:
     asked = ("estimate", tiny_folder, "--preset", "quantspec", "--gpu", "h200", "--ctx", 1000, "--new-tokens", 100)
-    assert "[not measured]" in " ".join(invoke(*asked).stdout.split())  # as it is wrapped
+    assert "[not measured here]" in " ".join(invoke(*asked).stdout.split())  # as it is wrapped
     rows = json.loads(run("int8", "--json").stdout)["rows"]
     fidelity = next(row["value"] for row in rows if (row["plan"], row["measure"]) == ("int8", FIDELITY))
     (loss,) = json.loads(invoke(*asked, "--json").stdout)["losses"]

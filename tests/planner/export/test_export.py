@@ -114,6 +114,18 @@ def test_drafts_become_the_same_model_in_8_bits(request_for: Callable[..., Reque
     assert exported.times is not None and exported.times.tpot_ms < exported.times.plain_ms
 
 
+@pytest.mark.parametrize(("version", "own"), [("0.24.0", False), ("0.27.1", True)])
+def test_drafts_have_a_kv_dtype_of_their_own_where_the_engine_takes_one(
+    request_for: Callable[..., Request], version: str, own: bool
+) -> None:
+    """vLLM 0.24's SpeculativeConfig has no such field, and rejects unknown ones."""
+    exported = export(request_for("quantspec", version=version, context=120_000))
+    arguments = dict(exported.command.arguments)
+    assert arguments["--kv-cache-dtype"] == "fp8"  # of the target
+    assert ("kv_cache_dtype" in arguments["--speculative-config"]) == own
+    schema_for("vllm", version).parse(exported.command.options)
+
+
 def test_gamma_by_batch_is_the_fastest_at_each_batch(request_for: Callable[..., Request]) -> None:
     """Against the time of every gamma: (gamma drafts + a verification) over the tokens of a round."""
     running, _ = served(request_for(batch=16))

@@ -129,7 +129,7 @@ def test_losses_are_measured_where_there_are_rows_and_published_otherwise():
     ]
     (published,) = stated_losses(preset("int8", WORKLOAD), rows)
     assert published.startswith("INT8 KV: perplexity +0.16%")
-    assert published.endswith("[not measured]")
+    assert published.endswith("[not measured here]")
     assert stated_losses(preset("autoregressive", WORKLOAD), rows) == []
 
 
@@ -138,7 +138,7 @@ def test_recommend_states_what_the_user_measured(tmp_path, monkeypatch, h200_pro
     monkeypatch.setattr(module, "user_quality_path", lambda: path)
     asked = ("meta-llama/Llama-3.1-8B", "h200", 120_000)
     before = planner.recommend(*asked, batch=4, profile=h200_profile)
-    assert all(loss.endswith("[not measured]") for loss in before.losses)
+    assert all(loss.endswith("[not measured here]") for loss in before.losses)
     target = target_values(before.plan)
     eight_bits = {"weights.target_bits": 8, "weights.group": 128, "kv.target_bits": 8, "kv.group": 128}
     assert target == {**eight_bits, "weights.hierarchical": 1}

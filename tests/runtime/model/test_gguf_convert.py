@@ -1,5 +1,6 @@
 """A GGUF file becomes a safetensors folder with the same weights, once for each content."""
 
+import copy
 import json
 import os
 import shutil
@@ -56,6 +57,16 @@ def test_weights_come_out_bit_by_bit(path, tiny_model, make_plan):
         reference = model(torch.tensor([tokens])).logits[0, -1]
     assert engine.generate(tokens, 1).tokens[0] == [int(reference.argmax())]
     assert engine.config.shape.q_heads == 4
+
+
+@pytest.mark.parametrize("kinds", [["Q8_0"], ["Q4_0"], ["Q4_K"], ["Q6_K"], ["Q4_K", "Q6_K"]], ids="+".join)
+def test_quantized_tensors_are_what_their_codes_stand_for(kinds, tiny_model, tmp_path):
+    model = copy.deepcopy(tiny_model(head_dim=64, hidden_size=256, intermediate_size=512).reference)
+    write_gguf(tmp_path / "quantized.gguf", model, kinds=kinds)
+    found = load_file(Path(model_source(str(tmp_path / "quantized.gguf"))) / "model.safetensors")
+    assert len(found) == 3 + 9 * 2
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-6, atol=1e-7, msg=name)
 
 
 def test_the_tokenizer_comes_along(path):

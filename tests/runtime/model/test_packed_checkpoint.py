@@ -109,13 +109,27 @@ def block_fp8(weight: Tensor) -> Written:
     return {"weight": codes, "weight_scale_inv": scale}, codes.float() * wide
 
 
+def compressed_fp8_blocks(weight: Tensor) -> Written:
+    parts, expected = block_fp8(weight)
+    return {"weight": parts["weight"], "weight_scale": parts["weight_scale_inv"]}, expected
+
+
 def whole_fp8(weight: Tensor) -> Written:
     codes = (weight / 0.01).to(torch.float8_e4m3fn)
     return {"weight": codes, "weight_scale": torch.tensor(0.01)}, codes.float() * 0.01
 
 
-def config_group(bits: int, kind: str = "int", symmetric: bool = True, strategy: str = "group") -> dict[str, Any]:
-    weights = {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "group_size": GROUP}
+def config_group(
+    bits: int, kind: str = "int", symmetric: bool = True, strategy: str = "group", **more: Any
+) -> dict[str, Any]:
+    weights = {
+        "num_bits": bits,
+        "type": kind,
+        "symmetric": symmetric,
+        "strategy": strategy,
+        "group_size": GROUP,
+        **more,
+    }
     return {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Linear"], "weights": weights}},
             "ignore": ["lm_head"]}  # fmt: skip
 
@@ -130,6 +144,10 @@ METHODS: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any]]] = {
     "w4a16-asymmetric": (compressed(4, False), config_group(4, symmetric=False)),
     "w8a16": (compressed(8, True), config_group(8)),
     "int8": (plain_int8, config_group(8, strategy="channel")),
+    "compressed-fp8-blocks": (
+        compressed_fp8_blocks,
+        config_group(8, "float", strategy="block", block_structure=[48, 32]),
+    ),
     "fp8-blocks": (block_fp8, {"quant_method": "fp8", "weight_block_size": [48, 32]}),
     "fp8": (whole_fp8, {"quant_method": "fp8"}),
 }

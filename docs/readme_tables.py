@@ -1,0 +1,234 @@
+"""README's tables of what was measured: one for each capability, from the files in validate/results.
+
+Decoding is read from every `decode_*h200.json`, so that a new file of `ridgeplan bench suite` there shows up by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ridgeplan.planner.export.measured import measured_rows
+from ridgeplan.planner.measured_quality import FIDELITY, QualityRow, load_rows, ruler_average
+from ridgeplan.planner.plan import Plan, Workload
+from ridgeplan.planner.presets import preset
+from ridgeplan.planner.quality import Quality, quality_of
+from ridgeplan.validate.suite.results import read_report
+from ridgeplan.validate.suite.summary import summaries
+
+RESULTS = Path(__file__).parents[1] / "validate" / "results"
+DECODING = "decode_*h200.json"
+ABLATION = "decode_ablation_h200"  # of an older version: docs/benchmarks/h200.md alone shows it
+PLAIN = "autoregressive"
+EVICTIONS = ("dapq", "snapkv", "pyramidkv", "h2o", "streamingllm", "lacache", "expected-attention")
+KERNELS = {
+    "kernels_h200": (
+        ("attention", "32/8 x 128, B1, 131072 tokens, INT8"),
+        ("attention", "32/8 x 128, B1, 131072 tokens, INT4"),
+        ("attention", "32/8 x 128, B8, 32768 tokens, INT4"),
+        ("linear_dense", "1 x 4096 -> 28672"),
+        ("linear_int4", "1 x 4096 -> 28672"),
+        ("linear_int4", "8 x 4096 -> 28672"),
+    ),
+    "kernels_int8_h200": (("linear_int8", "1 x 4096 -> 28672"), ("linear_int8", "8 x 4096 -> 28672")),
+    "kernels_sparse_h200": (("progressive", "32/8 x 128, B1, 131072 tokens, 7%"),),
+}
+PREDICTED = {
+    "steps": "a draft, verification or plain step",
+    "TPOT at the measured acceptance": "time per token, at the measured acceptance",
+    "TPOT at another text's acceptance": "time per token, at the acceptance of another text",
+    "peak memory": "peak memory",
+    "regret": "the recommended plan's time over the fastest one's, minus 1",
+}
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """One row of a file of `ridgeplan bench suite`. file: its name."""
+
+    file: str
+    row: dict[str, Any]
+
+    @property
+    def plan(self) -> Plan:
+        """The preset's plan."""
+        return preset(self.row["preset"], Workload("any", "any", 1))
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Context and batch."""
+        return self.row["context"], self.row["batch"]
+
+    @property
+    def tpot_ms(self) -> float:
+        """Time per output token."""
+        return float(self.row["measured"]["tpot_ms"])
+
+    @property
+    def peak_gb(self) -> float:
+        """What torch had allocated at most."""
+        return float(self.row["measured"]["peak_memory_bytes"]) / 1e9
+
+    @property
+    def over_plain(self) -> str:
+        """Speed-up over plain decoding in the same run; that the machine was busy where it says nothing."""
+        found = {one["name"]: one["measured"] for one in self.row["comparison"]}["speed-up over plain decoding"]
+        return "busy" if found is None else f"{found:.2f}x"
+
+    def over_vllm(self, weights: str, kv: str) -> str:
+        """Speed-up over vLLM's plain decoding with these formats, as text; empty where that was not measured."""
+        wanted = (*self.size, weights, kv)
+        known = (row for row in measured_rows("vllm").rows if (row.context, row.batch, row.weights, row.kv) == wanted)
+        return next((f"{row.tpot_ms / self.tpot_ms:.2f}x" for row in known), "")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def result(name: str) -> Any:
+    """A file of validate/results."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def fastest() -> str:
+    """The fastest plan of every workload, of those that are at least near lossless."""
+    best: dict[tuple[int, int], Decoding] = {}
+    for one in (row for row in _decoding() if quality_of(row.plan) is not Quality.LOSSY):
+        best[one.size] = min(best.get(one.size, one), one, key=lambda row: row.tpot_ms)
+    rows = (
+        (
+            _workload(size),
+            f"`{one.row['preset']}`, gamma {one.row['gamma']}",
+            f"{one.tpot_ms:.2f}",
+            one.over_plain,
+            one.over_vllm("bf16", "auto"),
+            one.over_vllm("fp8", "fp8"),
+            f"{one.peak_gb:.1f}",
+        )
+        for size, one in sorted(best.items())
+    )
+    columns = (
+        "context x batch", "fastest plan", "ms per token", "over plain decoding", "over vLLM, bf16", "over vLLM, fp8",
+        "peak GB",
+    )  # fmt: skip
+    return table(columns, rows)
+
+
+def speeds(capability: str) -> str:
+    """Time per token of a capability's plans, each with its best gamma, and in brackets over plain decoding."""
+    found: dict[str, dict[tuple[int, int], Decoding]] = {}
+    for one in CAPABILITIES[capability](_decoding()):
+        row = found.setdefault(one.row["preset"], {})
+        row[one.size] = min(row.get(one.size, one), one, key=lambda other: other.tpot_ms)
+    sizes = sorted({size for row in found.values() for size in row})
+    cells = ((f"`{name}`", *map(_speed, map(row.get, sizes))) for name, row in found.items())
+    return table(("ms per token", *map(_workload, sizes)), cells)
+
+
+def _reads_all(plan: Plan) -> bool:
+    """Whether drafts and target read all tokens of the prompt."""
+    return not (plan.speculation.sparse or plan.attention.active or plan.eviction.active)
+
+
+def _full_weights(rows: list[Decoding]) -> list[Decoding]:
+    """Plans of 16-bit target weights that read all tokens."""
+    return [one for one in rows if one.plan.weights.target_bits == 16 and _reads_all(one.plan)]
+
+
+def _coded_weights(rows: list[Decoding]) -> list[Decoding]:
+    """The same of 8-bit and 4-bit target weights."""
+    return [one for one in rows if one.plan.weights.target_bits != 16 and _reads_all(one.plan)]
+
+
+def _sparse_drafts(rows: list[Decoding]) -> list[Decoding]:
+    """Plans of sparse drafts, and those of the same file and workload whose drafts read all tokens."""
+    measured = {(one.file, one.size) for one in rows if one.plan.speculation.sparse}
+    return [one for one in rows if one.plan.speculation.active and (one.file, one.size) in measured]
+
+
+CAPABILITIES: dict[str, Callable[[list[Decoding]], list[Decoding]]] = {
+    "full-weights": _full_weights,
+    "coded-weights": _coded_weights,
+    "sparse-drafts": _sparse_drafts,
+}
+
+
+def decoding_files() -> list[str]:
+    """The names of all files of `ridgeplan bench suite`."""
+    return sorted(path.stem for path in RESULTS.glob(DECODING))
+
+
+def _decoding() -> list[Decoding]:
+    """Every row but plain decoding's."""
+    files = (name for name in decoding_files() if name != ABLATION)
+    rows = (Decoding(file, row) for file in files for row in result(file)["rows"])
+    return [one for one in rows if one.row["preset"] != PLAIN]
+
+
+def _workload(size: tuple[int, int]) -> str:
+    context, batch = size
+    return f"{context // 1024}k x {batch}"
+
+
+def _speed(one: Decoding | None) -> str:
+    return "" if one is None else f"{one.tpot_ms:.2f} ({one.over_plain})"
+
+
+def fast_kernels() -> str:
+    """Some kernels beside the fastest of other projects'."""
+    rows = []
+    for file, wanted in KERNELS.items():
+        measured = {(row["kernel"], row["shape"]): row for row in result(file)["rows"]}
+        for row in map(measured.__getitem__, wanted):
+            times = f"{row['ours_us']:.1f}", f"{row['peer_us']:.1f}", f"{row['ratio']:.2f}x"
+            rows.append((f"{row['kernel']} {row['shape']}", *times, row["peer"]))
+    return table(("kernel", "us", "peer, us", "ratio", "peer"), rows)
+
+
+def cliff() -> str:
+    """Time per token where layers leave for the host: as many as must, or all once one must."""
+    rows = (
+        (
+            f"{row['context'] // 1024}k",
+            str(row["host_layers"]),
+            f"{row['adaptive_ms']:.1f}",
+            f"{row['static_ms']:.1f}",
+        )
+        for row in result("offload_h200")["cliff"]
+    )
+    return table(("context", "layers that must leave", "ms per token", "if all left as soon as one must"), rows)
+
+
+def evictions(name: str, context: str) -> str:
+    """Fidelity and RULER's mean of every eviction, by the tokens that it keeps."""
+    rows = [row for row in load_rows(RESULTS / f"{name}.json") if row.context == int(context)]
+    budgets = sorted({_budget(row) for row in rows if _budget(row)})
+    lines = [(policy, *(_quality(rows, f"{policy} {budget}") for budget in budgets)) for policy in EVICTIONS]
+    return table(("fidelity, RULER", *(f"{budget} of {context} tokens kept" for budget in budgets)), lines)
+
+
+def _budget(row: QualityRow) -> int:
+    return int(row.target.get("eviction.budget", 0))
+
+
+def _quality(rows: Sequence[QualityRow], plan: str) -> str:
+    own = [row for row in rows if row.plan == plan]
+    fidelity = next(row.value for row in own if row.measure == FIDELITY)
+    ruler = ruler_average(own)
+    return f"{fidelity:.3f}" + (f", {100 * ruler[0]:.0f}" if ruler else "")
+
+
+def errors(name: str) -> str:
+    """How far predictions were off, by what was predicted."""
+    found = {one.name: one for one in summaries(read_report(RESULTS / f"{name}.json"))}
+    rows = []
+    for key, told in PREDICTED.items():
+        shares = (found[key].median, found[key].p90, found[key].worst)
+        rows.append((told, str(found[key].count), *(f"{share:.1%}" for share in shares)))
+    return table(("predicted", "cases", "median error", "90% below", "worst"), rows)
