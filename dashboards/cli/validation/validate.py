@@ -131,7 +131,8 @@ def validate_one(
         tasks = [bars.add_task(f"running {what}", total=total) for what in RUNS]
         validation = validate_plan(
             plan, source, prompts, limit, profile=calibrated, calibration=calibration_tokens(source, calibration),
-            retrieval_head=retrieval_head, on_progress=lambda index, tokens: bars.update(tasks[index], completed=tokens),
+            retrieval_head=retrieval_head,
+            on_progress=lambda index, tokens: bars.update(tasks[index], completed=tokens),
         )  # fmt: skip
         agreed = plan_agreement(plan, source, prompts[0], limit, retrieval_head) if agreement else None
     if as_json:
