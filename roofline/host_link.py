@@ -63,9 +63,12 @@ def load_seconds(
 
 
 def residency_seconds(machine: Machine, shape: ModelShape, strategy: Strategy, chosen: Term) -> Term:
-    """Seconds to find which of a layer's `chosen` tokens are in slots, and room for the others; as a top-k takes."""
+    """Seconds to find which of a layer's `chosen` tokens are in slots, and room for the others.
+
+    The kernel has a program for each set, as sampling has for each row, whose rates it is given.
+    """
     slots = maximum(strategy.offload_budget, chosen)
-    return machine.seconds(take_slots(strategy.batch, shape.kv_heads, chosen, slots), machine.rates["top_k"])
+    return machine.seconds(take_slots(strategy.batch, shape.kv_heads, chosen, slots), machine.rates["sampling"])
 
 
 def pass_with_host_seconds(
