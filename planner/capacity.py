@@ -132,7 +132,8 @@ def missing_memory(plan: Plan, model: ModelReference, device: Device) -> str | N
         return None
     options = _options(plan, shape, device)
     allowed = f"allowed: {', or '.join(options)}" if options else "no context fits with these formats"
-    sizes = f"the plan needs {needed / GB:.1f} GB and {device.memory_bytes / GB:.1f} GB may be used"
+    digits = 1 if needed - device.memory_bytes > GB / 10 else 3
+    sizes = f"the plan needs {needed / GB:.{digits}f} GB and {device.memory_bytes / GB:.{digits}f} GB may be used"
     return f"{sizes}; {allowed}"
 
 

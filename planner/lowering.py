@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from ridgeplan.roofline.latency import (
     attention_kind,
     linear_kind,
     prefill_attention_kind,
+    sparse_attention_kind,
 )
 from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.roofline.sparsity.sparse_ops import TWO_BITS, UPPER_BITS
@@ -45,9 +46,10 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
     choosing, target_reads = draft_selection(plan).cost(speculation.selection), target_selection(plan)
     target_choosing = target_reads.cost(plan.attention.selection) if target_reads else SelectionCost()
     evicting = eviction_settings(plan)
-    per_query, choices = speculation.selection.per_query, choosing.times_of(shape.layers)
-    moved_bytes = choosing.moved_score_bytes(shape.kv_heads) * choices
-    target_choices = target_choosing.times_of(shape.layers)
+    per_query, times, target_times = (
+        speculation.selection.per_query, choosing.times_of(shape.layers), target_choosing.times_of(shape.layers),
+    )  # fmt: skip
+    moved_bytes = choosing.moved_score_bytes(shape.kv_heads) * choosing.choices_of(shape.layers)
     return Strategy(
         batch=workload.batch,
         context=workload.context,
@@ -72,7 +74,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         target_budget=plan.attention.budget or UNLIMITED_TOKENS,
         draft_ratio=speculation.ratio,
         draft_floor_tokens=speculation.selection.least_tokens,
-        target_ahead=int(target_choosing.scores_one_layer),
+        target_ahead=int(plan.attention.selection.ahead),
         target_run_tokens=target_choosing.run_of(shape.kv_heads),
         draft_run_tokens=choosing.run_of(shape.kv_heads),
         target_scored_keys=target_choosing.scored_keys_of(shape.layers),
@@ -80,16 +82,20 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         step_score_bytes=moved_bytes * per_query,
         round_score_bytes=moved_bytes * (not per_query),
         held_plane_bits=DRAFT_PLANE_BITS * shape.layers * plan.gathers_codes,
-        held_keys=choosing.held_keys * choices + target_choosing.held_keys * target_choices,
-        held_score_bytes=choosing.held_score_bytes(shape.kv_heads) * (1 if per_query else shape.layers)
-        + target_choosing.held_score_bytes(shape.kv_heads),
+        held_keys=choosing.held_keys * times + target_choosing.held_keys * target_times,
+        held_score_bytes=choosing.held_score_bytes(shape.kv_heads)
+        * (choosing.scores_at_once(shape.layers) if per_query else shape.layers)
+        + target_choosing.held_score_bytes(shape.kv_heads) * target_choosing.scores_at_once(shape.layers),
         gamma=speculation.gamma,
         acceptance=acceptance,
         reserved_gamma=speculation.gamma if speculation.adaptive else 0,
         target_selects=int(plan.attention.active),
-        target_score_bytes=target_choosing.moved_score_bytes(shape.kv_heads) * target_choices,
-        draft_choices=choices,
-        target_choices=target_choices,
+        target_score_bytes=target_choosing.moved_score_bytes(shape.kv_heads) * target_choosing.choices_of(shape.layers),
+        draft_choices=times,
+        target_choices=target_times,
+        draft_projected_params=choosing.projected_params(shape),
+        target_projected_params=target_choosing.projected_params(shape),
+        target_alike=int(plan.attention.selection.ahead and target_choosing.chosen_once),
         target_two_bit=int(plan.attention.selection.needs_codes),
     )
 
@@ -97,7 +103,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
 def _placement_terms(plan: Plan, shape: ModelShape, target: SelectionCost) -> dict[str, float]:
     """What of the strategy is about layers on the host. target: what the target's choice costs."""
     placement = plan.placement
-    tables = plan.attention.active * target.times_of(shape.layers) / shape.layers  # one for layers that choose alike
+    tables = plan.attention.active * target.choices_of(shape.layers) / shape.layers  # one for layers that choose alike
     return {
         "offload": int(placement.offload),
         "offload_budget": placement.budget or UNLIMITED_TOKENS,
@@ -120,27 +126,61 @@ def _mean_kept(plan: Plan, layers: int) -> float:
 
 def rates_of(plan: Plan, shape: ModelShape, machine: Machine) -> StrategyRates:
     """Rates of the kernel classes that the plan's formats and selections use."""
-    found = dense_rates_of(plan, shape, machine)
-    if plan.attention.active:
-        found = replace(found, target=replace(found.target, attention=machine.rates["sparse_attention"]))
-    kind = plan.speculation.selection.attention_class
-    if kind is None:
-        return found
-    return replace(found, draft=replace(found.draft, attention=machine.rates[kind]))
+    return _rates_by(kernel_class, plan, shape, machine)
 
 
 def dense_rates_of(plan: Plan, shape: ModelShape, machine: Machine) -> StrategyRates:
     """The same where chosen tokens are read by kernels that read all of them as fast."""
+    return _rates_by(_dense_class, plan, shape, machine)
 
+
+def _rates_by(
+    class_of: Callable[[Plan, int, str, str], str], plan: Plan, shape: ModelShape, machine: Machine
+) -> StrategyRates:
     def of(part: str) -> PassRates:
         kinds = ("linear", "head", "attention")
-        return PassRates(*(machine.rates[kernel_class(plan, shape.head_dim, part, kind)] for kind in kinds))
+        return PassRates(*(machine.rates[class_of(plan, shape.head_dim, part, kind)] for kind in kinds))
 
     return StrategyRates(target=of("target"), draft=of("draft"))
 
 
 def kernel_class(plan: Plan, head_dim: int, part: str, kind: str) -> str:
     """The calibrated class of an operation's kind in one part of the work: "prefill", "draft" or "target"."""
+    chosen = _chosen_class(plan, part) if kind == "attention" else None
+    return chosen or _dense_class(plan, head_dim, part, kind)
+
+
+def selection_classes(plan: Plan, part: str) -> Iterator[str]:
+    """The classes by which choosing tokens is priced in one part of the work, beside the attention to them.
+
+    Drafts scan 2-bit keys within their attention.
+    """
+    policy, selection = {
+        "draft": (draft_selection(plan), plan.speculation.selection),
+        "target": (target_selection(plan), plan.attention.selection),
+    }[part]
+    if policy is None or _chosen_class(plan, part) is None:
+        return
+    cost = policy.cost(selection)
+    if cost.run_tokens < UNLIMITED_TOKENS:
+        yield "gather"
+    if cost.score_rows:
+        yield "top_k"
+    if selection.needs_codes and part == "target":
+        yield "two_bit_scan"
+    if cost.scored_keys and not selection.needs_codes:
+        yield "key_scan"
+
+
+def _chosen_class(plan: Plan, part: str) -> str | None:
+    """The class of attention to chosen tokens; None where all are read."""
+    if part == "draft":
+        own = plan.speculation.selection.attention_class or sparse_attention_kind(draft_code_bits(plan))
+        return own if plan.speculation.sparse else None
+    return sparse_attention_kind(target_code_bits(plan)) if plan.attention.active else None
+
+
+def _dense_class(plan: Plan, head_dim: int, part: str, kind: str) -> str:
     drafting = part == "draft"
     if kind == "head":
         bits = draft_head_bits(plan) if drafting else target_head_bits(plan)

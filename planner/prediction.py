@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.acceptance import Acceptance, AcceptanceModel
-from ridgeplan.planner.lowering import kernel_class, rates_of, stack, strategy_of
+from ridgeplan.planner.lowering import kernel_class, rates_of, selection_classes, stack, strategy_of
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.round_costs import settled_gamma
 from ridgeplan.roofline.catalog.profile import LINK_CLASSES, SOURCES, Profile, transferred_spread
@@ -298,18 +298,15 @@ def _round_s(estimate: Estimate, index: int) -> dict[str, float]:
 
 
 def _source(plan: Plan, shape: ModelShape, profile: Profile, acceptance: Acceptance) -> str:
-    """The weakest source among linear layers, attention and, where they matter, acceptance and selection."""
+    """The weakest source among linear layers, attention and, where they matter, selection and acceptance."""
     parts = ("target", "draft") if plan.speculation.active else ("target",)
-    used = [
-        profile.rates(kernel_class(plan, shape.head_dim, part, kind)).source
-        for part in parts
-        for kind in ("linear", "attention")
-    ]
+    classes = [kernel_class(plan, shape.head_dim, part, kind) for part in parts for kind in ("linear", "attention")]
+    classes += [kind for part in parts for kind in selection_classes(plan, part)]
+    used = [profile.rates(kind).source for kind in classes]
     if plan.speculation.active:
         used.append(acceptance.source)
-    selecting = plan.speculation.sparse or plan.attention.active
-    if selecting or (plan.placement.offload and LINK_CLASSES[0] not in profile.classes):
-        used.append("prior")  # selection costs follow the papers' descriptions, the link its datasheet
+    if plan.placement.offload and LINK_CLASSES[0] not in profile.classes:
+        used.append("prior")  # the link follows its datasheet
     if not shape.weight_bits.full:
         used.append("prior")  # weights as a checkpoint stores them are priced by rates of full precision
     return max(used, key=SOURCES.index)

@@ -48,14 +48,28 @@ def load_seconds(
 ) -> Term:
     """Seconds to load what one layer's slots miss of `chosen` tokens, in runs of `run_tokens` that lie together.
 
-    Only the tokens that the last step did not choose are loaded (SpeContext, section 5.4). Every piece takes as long as
-    one of HOST_PIECE_BYTES, as walks of page tables bound the link, and all of them at least what a copy takes. A
-    token's key and value adjoin.
+    Only the tokens that the last step did not choose are loaded (SpeContext, section 5.4). They take as long as their
+    pieces, and at least as long as a copy.
+    """
+    missed_bytes = _missed_bytes(strategy, host, chosen)
+    pieces_s = piece_seconds(machine, shape, strategy, host, chosen, run_tokens)
+    return maximum(pieces_s, machine.link_seconds("host_copy", missed_bytes))
+
+
+def piece_seconds(
+    machine: Machine, shape: ModelShape, strategy: Strategy, host: HostLayers, chosen: Term, run_tokens: Term
+) -> Term:
+    """The walks of page tables in `load_seconds`: every piece takes as long as one of HOST_PIECE_BYTES.
+
+    A token's key and value adjoin.
     """
     piece_bytes = 2 * minimum(run_tokens, chosen) * shape.head_dim * machine.element_bytes
-    missed_bytes = chosen * (1 - strategy.overlap) * host.token_bytes
-    pieces_s = machine.link_seconds("host_gather", missed_bytes * HOST_PIECE_BYTES / piece_bytes)
-    return maximum(pieces_s, machine.link_seconds("host_copy", missed_bytes))
+    missed_bytes = _missed_bytes(strategy, host, chosen)
+    return machine.link_seconds("host_gather", missed_bytes * HOST_PIECE_BYTES / piece_bytes)
+
+
+def _missed_bytes(strategy: Strategy, host: HostLayers, chosen: Term) -> Term:
+    return chosen * (1 - strategy.overlap) * host.token_bytes
 
 
 def residency_seconds(machine: Machine, shape: ModelShape, strategy: Strategy, chosen: Term) -> Term:
@@ -90,17 +104,30 @@ def target_with_host_seconds(
     """The target's pass with layers on the host; `drafting_s` is what comes before it in a round.
 
     A target that reads all tokens has layers streamed. One that selects has missing tokens loaded for each of its
-    queries, after they were looked up in slots: once for all layers if its choice is known before the first, else in
-    each. Loads are kernels, which hide nothing: on an H200, gathers beside products take the sum of both times.
+    queries, after they were looked up in slots.
     """
     stream_s = stream_seconds(machine, strategy, host, context)
-    chosen = minimum(strategy.target_budget, context)
-    load_s = strategy.reads * load_seconds(machine, shape, strategy, host, chosen, strategy.target_run_tokens)
-    found_s = strategy.reads * host.some * residency_seconds(machine, shape, strategy, chosen)
     streamed_s = pass_with_host_seconds(shape, strategy, host, pass_s, stream_s, drafting_s)
-    lookups = where(strategy.target_ahead, 1, host.layers)
-    selected_s = pass_s + host.layers * load_s + lookups * found_s
+    selected_s = _selected_seconds(machine, shape, strategy, host, minimum(strategy.target_budget, context), pass_s)
     return where(reads_all(strategy), streamed_s, selected_s)
+
+
+def _selected_seconds(
+    machine: Machine, shape: ModelShape, strategy: Strategy, host: HostLayers, chosen: Term, pass_s: Term
+) -> Term:
+    """A pass whose queries have `chosen` tokens of every layer on the host looked up, and those that miss loaded.
+
+    A choice that is known before the first layer is loaded ahead, beside the layers before; but walks of page tables
+    hold their kernels up (on an H200, gathers of 512 bytes beside products take the sum of both times, of 4 KB a tenth
+    more than the longer one). If all layers share it, it is looked up once. Any other is loaded where it is made.
+    """
+    sizes = machine, shape, strategy, host, chosen, strategy.target_run_tokens
+    load_s, pieces_s = (strategy.reads * one(*sizes) for one in (load_seconds, piece_seconds))
+    found_s = strategy.reads * host.some * residency_seconds(machine, shape, strategy, chosen)
+    held_up_s = pass_s + host.layers * pieces_s
+    own_lookup_s, common_lookup_s = (1 - strategy.target_alike) * found_s, strategy.target_alike * found_s
+    ahead_s = pass_with_host_seconds(shape, strategy, host, held_up_s, load_s + own_lookup_s, 0) + common_lookup_s
+    return where(strategy.target_ahead, ahead_s, pass_s + host.layers * (load_s + found_s))
 
 
 def prompt_to_host_seconds(machine: Machine, strategy: Strategy, host: HostLayers) -> Term:

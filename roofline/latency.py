@@ -227,7 +227,7 @@ KERNEL_CLASSES = (
     "linear", "linear_int8", "linear_int4", "head", "grouped_linear", "attention", "attention_int4", "attention_int8",
     "attention_d64", "attention_int4_d64", "attention_int8_d64", "attention_mla", "gap", "elementwise", "rope",
     "quantize", "sampling", "gather", "prefill_attention", "prefill_attention_d64", "prefill_linear",
-    "two_bit_scan", "top_k", "sparse_attention", "progressive_attention",
+    "two_bit_scan", "top_k", "sparse_attention", "sparse_attention_full", "progressive_attention",
 )  # fmt: skip
 
 
@@ -244,6 +244,11 @@ def attention_kind(bits: int, head_dim: int) -> str:
     """
     codes = {0: "attention", 8: "attention_int8", 4: "attention_int4"}[bits]
     return codes if head_dim > 64 else f"{codes}_d64"
+
+
+def sparse_attention_kind(bits: int) -> str:
+    """Kernel class of decode attention to chosen tokens, read as codes of `bits` bits; 0 is full precision."""
+    return "sparse_attention" if bits else "sparse_attention_full"
 
 
 def prefill_attention_kind(head_dim: int) -> str:

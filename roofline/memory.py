@@ -13,6 +13,7 @@ from ridgeplan.roofline.execution import (
     PREFILL_ATTENDED_TOKENS,
     PREFILL_CHUNK_TOKENS,
     WHOLE_WINDOW_ARCHITECTURES,
+    padded_prompt,
 )
 from ridgeplan.roofline.passes import stored_bytes
 from ridgeplan.roofline.term_math import indicator, maximum, minimum
@@ -130,10 +131,11 @@ def code_memory(shape: ModelShape, batch: Term, tokens: Term, planes: Term, grou
 def prompt_buffers(shape: ModelShape, tokens: Term, element_bytes: Term) -> tuple[Term, ...]:
     """Bytes of the buffers that live through a prompt's prefill, in the order of their allocation.
 
-    These are the prompt's hidden states, and one layer's queries, keys and values.
+    These are the prompt's hidden states, and one layer's queries, keys and values, at the length that attends.
     """
     kv_width = shape.kv_elements_per_token_per_layer / 2
-    return tuple(tokens * width * element_bytes for width in (shape.hidden, shape.q_width, kv_width, kv_width))
+    layer = (padded_prompt(tokens) * width * element_bytes for width in (shape.q_width, kv_width, kv_width))
+    return (tokens * shape.hidden * element_bytes, *layer)
 
 
 def arena_bytes(capacity_bytes: Term, buffers: Sequence[Term]) -> Term:
@@ -171,7 +173,8 @@ def prefill_workspace(
     activated = chunk * (2 * shape.hidden + 2 * shape.intermediate) * element_bytes
     activated = activated + maximum(chunk * shape.intermediate * element_bytes, copy_bytes)
     # Whole heads attend at once, at least one.
-    heads_tokens = minimum(maximum(tokens, PREFILL_ATTENDED_TOKENS), tokens * shape.kv_heads)
+    attending = padded_prompt(tokens)
+    heads_tokens = minimum(maximum(attending, PREFILL_ATTENDED_TOKENS), attending * shape.kv_heads)
     attended = heads_tokens * shape.q_width / shape.kv_heads * element_bytes
     buffers = prompt_buffers(shape, tokens, element_bytes)
     allocated = sum(buffers) - arena_bytes(arena_capacity_bytes, buffers)

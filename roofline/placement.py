@@ -122,10 +122,11 @@ def _library_streams(strategy: Strategy) -> Term:
 
 
 def _selection_state(shape: ModelShape, device: Device, strategy: Strategy, tokens: Term) -> Term:
-    """What drafts choose tokens by: bounds or keys of few bits, scores, and values that are gathered by token."""
+    """What tokens are chosen by: bounds or keys of few bits, scores, projections, and values gathered by token."""
     elements = shape.kv_elements_per_token_per_layer / 2
     key_bytes = elements * (strategy.held_keys * device.element_bytes + strategy.held_plane_bits / 8)
-    return strategy.batch * tokens * (key_bytes + strategy.held_score_bytes)
+    projections = maximum(strategy.draft_projected_params, strategy.target_projected_params) * device.element_bytes
+    return strategy.batch * tokens * (key_bytes + strategy.held_score_bytes) + projections
 
 
 def swapped_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term:

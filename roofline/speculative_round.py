@@ -91,6 +91,8 @@ def round_at(
     target_s = target_s + _gather_seconds(machine, target, verifying_rates, shape, strategy.target_run_tokens)
     key_bytes = strategy.batch * tokens * shape.kv_elements_per_token_per_layer / 2 * machine.element_bytes
     score_count = strategy.batch * tokens
+    projected = strategy.draft_projected_params, strategy.target_projected_params
+    draft_projecting_s, projecting_s = (_scoring_seconds(machine, one * machine.element_bytes) for one in projected)
     draft_scoring_s = _scoring_seconds(machine, key_bytes * strategy.draft_scored_keys) + _choice_seconds(
         machine, score_count * strategy.step_score_bytes, strategy.draft_choices
     )
@@ -98,9 +100,9 @@ def round_at(
     chosen = minimum(strategy.draft_ratio * tokens, strategy.offload_budget)
     loaded_s = load_seconds(machine, shape, strategy, host, chosen, strategy.draft_run_tokens)
     draft_s = draft_s + strategy.draft_loads * host.layers * loaded_s
-    one_draft_s = draft_s + draft_scoring_s + sampling_seconds(shape, machine, strategy.batch)
+    one_draft_s = draft_s + draft_projecting_s + draft_scoring_s + sampling_seconds(shape, machine, strategy.batch)
     draft_s = minimum(strategy.gamma, 1) * one_draft_s
-    pass_s = target_s + strategy.reads * target_scoring_s
+    pass_s = target_s + projecting_s + strategy.reads * target_scoring_s
     return Round(
         gamma=strategy.gamma,
         draft_s=draft_s,

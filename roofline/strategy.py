@@ -74,6 +74,9 @@ class Strategy:
     # Choices of what is read
     target_selects: Term = 0  # each of the target's queries reads tokens of its own choice
     target_score_bytes: Term = 0  # of scores, per cached token and query of the target, summed over layers
+    target_alike: Term = 0  # all layers read what one choice has
+    draft_projected_params: Term = 0  # of projections that drafts choose by, beside the model's
+    target_projected_params: Term = 0
     draft_choices: Term = 0  # top-k launches of a step
     target_choices: Term = 0
     target_two_bit: Term = 0  # the target chooses by 2-bit keys, in kernels of their own

@@ -16,6 +16,7 @@ from ridgeplan.planner.resolution import this_machine
 from ridgeplan.planner.round_costs import round_costs
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.runtime.draft_swap import SwappableWeights, draft_weights_for, prompt_arena
+from ridgeplan.runtime.drafting.forced_step import GraphedStep
 from ridgeplan.runtime.drafting.gamma_controller import AdaptiveGamma, FixedGamma, GammaSchedule
 from ridgeplan.runtime.drafting.policies import DraftPolicy, draft_policy
 from ridgeplan.runtime.drafting.round_result import NOTHING, RowResult
@@ -176,8 +177,9 @@ class Engine:
     def forced_logits_batch(self, prompts: Prompts, tokens: Sequence[Sequence[int]]) -> Tensor:
         """The target's logits [rows, len(tokens[0]) + 1, vocab] after each prompt and after each of its `tokens`.
 
-        The prompts' cache is the one that `generate` decodes with. Passes of the target are over a few tokens, without
-        drafts; one that selects what it reads chooses for each token alone. tokens: equally many for each prompt.
+        The prompts' cache is the one that `generate` decodes with. Passes of the target are without drafts: over one
+        token on a GPU, where they are replays of a graph, and where the target selects what it reads; else over a few.
+        tokens: equally many for each prompt.
         Raises WorkloadError as `generate` does, for a generation of one token more.
         """
         ids = torch.tensor([list(each) for each in tokens], dtype=torch.int64, device=self.device)
@@ -185,18 +187,30 @@ class Engine:
         with self._exclusive(request) as cache:
             speculator = self._begun(request, cache, request.longest)
             logits = [self._prompt_logits(request, speculator)[:, None]]
-            stored = [cache.config.stored(len(prompt)) for prompt in request.prompts]
-            for part in cache.config.passes(stored, ids.shape[1], FORCED_TOKENS if self._reads is None else 1):
-                logits.append(self._forced(speculator, ids[:, part]))
-                cache.advance(cache.active().int() * (part.stop - part.start))
+            stored, step = [cache.config.stored(len(prompt)) for prompt in request.prompts], self._forced(speculator)
+            one_by_one = self._reads is not None or isinstance(step, GraphedStep)
+            passes = cache.config.passes(stored, ids.shape[1], 1 if one_by_one else FORCED_TOKENS)
+            logits += [step(ids[:, part]) for part in passes]
         return torch.cat(logits, dim=1)
 
-    def _forced(self, speculator: Speculator, tokens: Tensor) -> Tensor:
-        """Logits [rows, queries, vocab] of the target for tokens [rows, queries]."""
-        if self._reads is not None:
-            return speculator.target_logits(tokens)
+    def _forced(self, speculator: Speculator) -> Callable[[Tensor], Tensor]:
+        """A pass of the target: of tokens [rows, queries], which are then in the cache, logits [rows, queries, vocab].
+
+        On CUDA of one query.
+        """
         cache = speculator.cache
-        return self.decoder.step(self.weights, cache, tokens, cache.target_metadata(tokens.shape[1]))
+
+        def step(tokens: Tensor) -> Tensor:
+            queries = tokens.shape[1]
+            cache.begin_streaming()
+            if self._reads is None:
+                logits = self.decoder.step(self.weights, cache, tokens, cache.target_metadata(queries))
+            else:
+                logits = speculator.target_logits(tokens)
+            cache.advance(cache.active().int() * queries)
+            return logits
+
+        return GraphedStep(step, cache) if self.device.type == "cuda" else step
 
     @torch.inference_mode()
     def prefill_with(self, others: Sequence[Engine], prompts: Prompts, max_new_tokens: int) -> None:
@@ -291,6 +305,7 @@ class Engine:
                 yield _extend(rows, [result.tokens for result in results], cache)
         finally:
             tally.flushes = sum(_flushes(row, cache.config) for row in rows)
+            tally.host_layers = cache.layers - cache.first_on_host
             tally.moved_layers = self._mover.moved if self._mover is not None else 0
             tally.wanted_loads, tally.loads = cache.loads()
             generated = sum(len(row.tokens) for row in rows)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ridgeplan.planner.axes.draft_selection import DraftSelection, RetrievalHead
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION
 from ridgeplan.planner.plan import KVFormat, Plan
 from ridgeplan.planner.resolution import this_machine
@@ -76,6 +77,7 @@ def load(
     source = model_source(model)
     config = decoder_config(load_config(source), source, plan.workload.yarn_factor)
     head = _head(plan, retrieval_head, config.shape)
+    plan = plan if head is None else _chosen_by(plan, head)
     if weights is not None and weights.format != _format(plan, config.shape):
         weights = None
     meter = MemoryMeter(place, weights.bytes if weights else 0)
@@ -153,6 +155,22 @@ def _head(plan: Plan, path: str | Path | None, shape: ModelShape) -> Head | None
     head = load_head(path)
     head.require_shape(shape)
     return head
+
+
+def _chosen_by(plan: Plan, head: Head) -> Plan:
+    """The plan as it is executed with this head, which chooses for each layer or once for all."""
+
+    def of_head(selection: DraftSelection) -> DraftSelection:
+        if not isinstance(selection, RetrievalHead) or selection.level == "batch":
+            return selection
+        return replace(selection, by_layer=head.config.layers > 1)
+
+    attention, speculation = plan.attention, plan.speculation
+    return replace(
+        plan,
+        attention=replace(attention, selection=of_head(attention.selection)),
+        speculation=replace(speculation, selection=of_head(speculation.selection)),
+    )
 
 
 def require_executable(plan: Plan) -> None:

@@ -21,8 +21,8 @@ class Statistics:
     draft_s, verify_s: medians of one drafted token and of one verification; flush_s, decode_s, prefill_s: sums.
     idle_s: sum of the device's waits between rounds, 0 on a CPU.
     capture_s: time spent capturing CUDA graphs, 0 if an earlier generation's graph was reused.
-    moved_layers: that left for the host. wanted_loads, loads: tokens or pages that steps chose of layers on the host,
-    and those that had to be loaded, summed over layers and heads.
+    host_layers: on the host in the end. moved_layers: that left for it meanwhile. wanted_loads, loads: tokens or pages
+    that steps chose of layers on the host, and those that had to be loaded, summed over layers and heads.
     peak_memory_bytes, peak_device_bytes, outside_bytes: allocated, device and outside of `memory.PeakMemory`.
     """
 
@@ -47,6 +47,7 @@ class Statistics:
     outside_bytes: int | None = None
     rounds_at: tuple[int, ...] = ()
     drafted: int = 0
+    host_layers: int = 0
     moved_layers: int = 0
     wanted_loads: int = 0
     loads: int = 0
@@ -108,6 +109,7 @@ class Tally:
     decoded: int = 0
     drafted: int = 0
     flushes: int = 0
+    host_layers: int = 0
     moved_layers: int = 0
     wanted_loads: int = 0
     loads: int = 0
@@ -156,6 +158,7 @@ class Tally:
             outside_bytes=peak.outside,
             rounds_at=tuple(map(self.gammas.count, range(self.gamma + 1))),
             drafted=self.drafted,
+            host_layers=self.host_layers,
             moved_layers=self.moved_layers,
             wanted_loads=self.wanted_loads,
             loads=self.loads,

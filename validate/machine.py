@@ -107,10 +107,15 @@ def cuda_hardware(bench: Bench, bandwidth_bytes_per_s: float, compute_flops: flo
 def measured_here() -> dict[str, Any]:
     """What files of results say of their origin: device, date, and versions."""
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_model(),
+        "device": device_here(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "software": {name: metadata.version(name) for name in ("torch", "ridgeplan")},
     }
+
+
+def device_here() -> str:
+    """The name of the GPU, else of the processor."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_model()
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

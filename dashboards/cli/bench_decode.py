@@ -16,6 +16,7 @@ from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_o
 from ridgeplan.dashboards.cli.options import (
     POSITIVE_TOKENS,
     OutputFile,
+    PlanFile,
     as_json,
     calibration_file,
     options,
@@ -23,7 +24,7 @@ from ridgeplan.dashboards.cli.options import (
     prompt_file,
 )
 from ridgeplan.dashboards.cli.output import print_json, print_table, progress, warnings_as_notes, write_atomically
-from ridgeplan.planner import Workload
+from ridgeplan.planner import Plan, Workload
 from ridgeplan.planner.plan import MAX_BATCH, MAX_TOKENS
 from ridgeplan.planner.presets import PRESETS, preset
 from ridgeplan.planner.resolution import this_machine
@@ -36,7 +37,8 @@ from ridgeplan.validate.decode_bench.report import ABLATION, PLAIN, DecodeCase, 
 SUITE_WORKLOADS = ("4096x1", "32768x1", "32768x8", "98304x1", "98304x4")  # Python's own text is long enough
 SUITE_GAMMAS = (2, 4, 6)
 COLUMNS = (
-    "workload", "TPOT ms", "over plain", "over vLLM", "tokens/round", "acceptance", "TTFT s", "peak GB", "plan",
+    "workload", "TPOT ms", "over plain", "over vLLM", "tokens/round", "acceptance", "TTFT s", "tokens/s", "peak GB",
+    "plan",
 )  # fmt: skip
 
 
@@ -168,6 +170,10 @@ def decode(context: int, batch: int, chosen: str, gamma: int | None, adaptive: b
         "--case", "cases", type=CaseParam(), multiple=True,
         help="Run just this, and plain decoding of its workload; repeat for several.",
     ),
+    click.option(
+        "--plan", "plans", type=PlanFile(), multiple=True,
+        help="Run this plan's file like a case, at its context and batch; repeat for several.",
+    ),
     shared,
 )  # fmt: skip
 def suite(
@@ -175,14 +181,16 @@ def suite(
     gammas: Sequence[int],
     presets: Sequence[str],
     cases: Sequence[DecodeCase],
+    plans: Sequence[Plan],
     **rest: Any,
 ) -> None:
     """Run plain decoding, an INT8 cache, and QuantSpec with each of its parts alone and both (its Fig 4).
 
-    All presets run with all gammas at all workloads, unless cases are given. They run one after another, each with the
-    memory to itself; where a run's spread says that the machine was busy, the table says so.
+    All presets run with all gammas at all workloads, unless cases or plans are given. They run one after another, each
+    with the memory to itself; where a run's spread says that the machine was busy, the table says so.
     """
-    report(with_plain(cases) if cases else suite_cases(workloads, sorted(set(gammas)), presets), **rest)
+    chosen = [*cases, *map(DecodeCase.of, plans)]
+    report(with_plain(chosen) if chosen else suite_cases(workloads, sorted(set(gammas)), presets), **rest)
 
 
 def report(
@@ -277,9 +285,16 @@ def row_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{figures['tokens_per_round']:.2f} ({predicted['tokens per round']:.2f})" if drafting else "",
         f"{figures['acceptance']:.3f} ({predicted['acceptance']:.3f})" if drafting else "",
         f"{figures['ttft_ms'] / 1e3:.2f} ({predicted['prefill'] / 1e3:.2f})",
+        f"{_rate(row, figures['ttft_ms'], figures['tpot_ms']):.0f} ({_rate(row, predicted['prefill'], tpot_ms):.0f})",
         "" if peak is None else f"{peak / 1e9:.1f} ({predicted['peak memory'] / 1e9:.1f})",
         plan_text(row),
     )
+
+
+def _rate(row: Mapping[str, Any], ttft_ms: float, tpot_ms: float) -> float:
+    """New tokens per second of whole requests, their prompts included: a case generates as many for each sequence."""
+    generated = row["measured"]["generated"]
+    return 1e3 * generated / (ttft_ms + generated / row["batch"] * tpot_ms)
 
 
 def plan_text(row: Mapping[str, Any]) -> str:

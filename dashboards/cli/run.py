@@ -40,6 +40,7 @@ STATISTICS = (
     "gamma", "rounds", "generated", "drafted", "judged", "accepted", "tokens_per_round", "acceptance", "accepted_share",
     "prefill_s", "decode_s", "draft_s", "verify_s", "flush_s", "idle_s", "capture_s", "flushes",
     "rounds_at", "ttft_ms", "tpot_ms", "peak_memory_bytes",
+    "host_layers", "moved_layers", "wanted_loads", "loads", "overlap",
 )  # fmt: skip
 
 
@@ -104,7 +105,7 @@ def run(
                 click.echo(piece, nl=False)
     if as_json:
         print_json({
-            "plan": plan.to_dict(),
+            "plan": engine.plan.to_dict(),
             "model": engine.source,
             "prompt_tokens": len(prompt_ids),
             "tokens": tokens,
@@ -153,11 +154,20 @@ def summary(statistics: Statistics) -> str:
             f"({1e3 * one.verify_s:.3g} ms), {one.tokens_per_round:.2f} tokens a round, {one.flushes} flushes",
             f"acceptance {one.acceptance:.3f} (conditional), {one.accepted_share:.3f} of all drafts",
         ]
+    if one.host_layers:
+        lines.append(_host_text(one))
     if one.capture_s:
         lines.append(f"before the first round {one.capture_s:.3g} s to capture its graph")
     if one.idle_s:
         lines.append(f"between rounds the device waits {1e6 * one.idle_s / one.rounds:.3g} us for the host")
     return "\n".join(lines)
+
+
+def _host_text(one: Statistics) -> str:
+    """`12 layers on the host, 1 of which left meanwhile; 87% of what steps chose there was on the device already`."""
+    left = f", {one.moved_layers} of which left meanwhile" if one.moved_layers else ""
+    chosen = f"; {one.overlap:.0%} of what steps chose there was on the device already" if one.wanted_loads else ""
+    return f"{one.host_layers} layers on the host{left}{chosen}"
 
 
 def _drafts_text(one: Statistics) -> str:

@@ -13,21 +13,28 @@ from ridgeplan.roofline.cost import Cost
 
 
 def gather_into_slots(
-    source: KeysAndValues, out: KeysAndValues, loads: SlotLoads, page: int = 1, *, backend: Backend = "auto"
+    source: KeysAndValues,
+    out: KeysAndValues,
+    loads: SlotLoads,
+    page: int = 1,
+    *,
+    beside: bool = False,
+    backend: Backend = "auto",
 ) -> None:
     """Copies the units of `loads` into their slots.
 
     source: keys and values [B, Hkv, tokens, D], which may be host memory that the device reads by address. out: slots
     [B, Hkv, slots * page or more, D]. loads: of [B, 1 or Hkv] sets; a unit is `page` tokens, from unit * page on.
+    beside: whether other kernels run at the same time, which are to lose little by it.
     Raises ValueError for other shapes or dtypes, and channels that are not contiguous.
     """
     _check(source, out, loads)
     if not uses_gpu_kernel(backend, source[0]):
         gather_into_slots_reference(source, out, loads, page)
         return
-    from ridgeplan.kernels.residency.gather_triton import gather_into_slots_triton
+    from ridgeplan.kernels.residency.gather_triton import ALONE, BESIDE, gather_into_slots_triton
 
-    gather_into_slots_triton(source, out, loads, page)
+    gather_into_slots_triton(source, out, loads, page, BESIDE if beside else ALONE)
 
 
 def gather_into_slots_reference(source: KeysAndValues, out: KeysAndValues, loads: SlotLoads, page: int) -> None:

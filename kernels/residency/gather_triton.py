@@ -1,17 +1,29 @@
 """Triton kernel of `gather_into_slots`: a fixed number of programs share the loads of all rows and KV heads.
 
-A program copies ROWS tokens at once, so that enough loads are in flight to cover PCIe's latency.
+A program copies ROWS tokens at once, so that enough loads are in flight to cover PCIe's latency. More of them only wait
+before the caches, where other kernels' loads then wait too: beside the products of a layer few programs are best.
 """
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 
 from ridgeplan.kernels.residency.slot_table import KeysAndValues, SlotLoads
 
-PROGRAMS = 264  # in all: two per SM of a Hopper GPU
 ROWS = 16  # tokens
-ROWS_AT_ONCE = 64  # batch rows that programs work on at once; fewer touch fewer pages of host memory at a time
 WARPS = 4
+
+
+@dataclass(frozen=True)
+class Launch:
+    """programs: in all. at_once: batch rows that they work on together; fewer touch fewer pages of host memory."""
+
+    programs: int
+    at_once: int
+
+
+ALONE, BESIDE = Launch(64, 64), Launch(16, 1)
 
 
 @triton.jit
@@ -64,14 +76,16 @@ def _gather_kernel(
                 tl.store(slot_values + to, value, mask=mask)
 
 
-def gather_into_slots_triton(source: KeysAndValues, out: KeysAndValues, loads: SlotLoads, page: int) -> None:
+def gather_into_slots_triton(
+    source: KeysAndValues, out: KeysAndValues, loads: SlotLoads, page: int, launch: Launch
+) -> None:
     """See `ridgeplan.kernels.residency.gather.gather_into_slots`."""
     batch, kv_heads, _, head_dim = source[0].shape
     assert source[0].stride() == source[1].stride(), "keys and values lie alike"
     assert out[0].stride() == out[1].stride(), "slots of keys and values lie alike"
-    parts = triton.cdiv(PROGRAMS, min(ROWS_AT_ONCE, batch) * kv_heads)
+    parts = triton.cdiv(launch.programs, min(launch.at_once, batch) * kv_heads)
     items = batch * kv_heads * parts
-    programs = min(PROGRAMS, items)
+    programs = min(launch.programs, items)
     _gather_kernel[(programs,)](
         *source,
         *out,

@@ -34,7 +34,7 @@ class DraftSelection(PlanPart):
     per_query: ClassVar[bool] = False  # chosen anew by every draft's query, else once a round
     ahead: ClassVar[bool] = False  # chosen before a pass begins, for all of its layers
     needs_codes: ClassVar[bool] = False  # in the cache, whether drafts read them or not
-    attention_class: ClassVar[str | None] = None  # of kernels that attend to chosen tokens; None where all are read
+    attention_class: ClassVar[str | None] = None  # of kernels of its own that attend to what it chooses
 
     @property
     def least_tokens(self) -> int:
@@ -62,8 +62,6 @@ class SparseSelection(DraftSelection):
     floor: int = whole(0, MAX_TOKENS, default=256)
     sinks: int = whole(0, MAX_KEPT, default=SINKS)
     recent: int = whole(1, MAX_KEPT, default=128)
-
-    attention_class: ClassVar[str | None] = "sparse_attention"
 
     @property
     def least_tokens(self) -> int:
@@ -151,14 +149,21 @@ class Oracle(SparseSelection):
 class RetrievalHead(SparseSelection):
     """The tokens that SpeContext's retrieval head scores highest (section 4.3).
 
-    level: "head" for a set for each KV head of the target, "batch" for one that they share (Fig 5).
+    level: "head" for a set for each KV head of the target, "batch" for one that they share (Fig 5). by_layer: whether
+    each layer has sets of its own, by a head that was trained so; in the paper all layers share them.
     """
 
     name: str = _name("retrieval-head")
     level: str = one_of(("head", "batch"), default="head")
+    by_layer: bool = flag(False)
 
     per_query: ClassVar[bool] = True
     ahead: ClassVar[bool] = True
+
+    def _contradiction(self) -> str | None:
+        if self.by_layer and self.level == "batch":
+            return "by_layer is true with level 'batch'; allowed: level 'head'"
+        return super()._contradiction()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from ridgeplan.planner.plan import (
     Workload,
 )
 from ridgeplan.roofline.catalog.checks import Checked, build
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.sparsity.sparse_ops import INDEX_BYTES, SCORE_BYTES, TOP_K_PASSES
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS
 
@@ -54,7 +55,9 @@ class SelectionCost:
     """What choosing tokens moves and holds.
 
     scored_keys: what is scanned to score the cached tokens at every step, as a share of one layer's keys.
-    scores_one_layer: scoring and choice run once for all layers, not in each. held_keys: what is kept beside the cache
+    scores_one_layer: keys are scored in one pass for all layers, not in each. sets_by_layer: that pass makes scores of
+    every layer, which are ranked together. projects: it has queries and keys of its own, by projections as the model's.
+    held_keys: what is kept beside the cache
     for it, as a share of one layer's keys. score_rows: scores in fp32 per cached token and KV head. run_tokens: tokens
     that are read together because they lie together: 1 where single ones are chosen, a page, or without a limit where
     the chosen ones are a run. shared_by_heads: one set for all KV heads of a layer, whose keys of a token then lie
@@ -63,6 +66,8 @@ class SelectionCost:
 
     scored_keys: float = 0.0
     scores_one_layer: bool = False
+    sets_by_layer: bool = False
+    projects: bool = False
     held_keys: float = 0.0
     score_rows: float = 0.0
     run_tokens: float = UNLIMITED_TOKENS
@@ -86,9 +91,27 @@ class SelectionCost:
         """How often a step scores and chooses."""
         return 1 if self.scores_one_layer else layers
 
+    def choices_of(self, layers: int) -> int:
+        """Layers that a step chooses for."""
+        return 1 if self.chosen_once else layers
+
+    @property
+    def chosen_once(self) -> bool:
+        """Whether all layers read the same tokens."""
+        return self.scores_one_layer and not self.sets_by_layer
+
+    def projected_params(self, shape: ModelShape) -> int:
+        """Parameters of its own projections: keys, and queries of the model's heads or of each layer's KV heads."""
+        queries = shape.layers * shape.kv_heads if self.sets_by_layer else shape.q_heads
+        return self.projects * shape.hidden * shape.head_dim * (queries + shape.kv_heads)
+
     def held_score_bytes(self, kv_heads: int) -> float:
         """Bytes of one layer's scores per cached token."""
         return SCORE_BYTES * self.score_rows * kv_heads
+
+    def scores_at_once(self, layers: int) -> int:
+        """Layers whose scores exist at a time."""
+        return layers if self.sets_by_layer else 1
 
     def moved_score_bytes(self, kv_heads: int) -> float:
         """Bytes that choosing moves for one layer per cached token: scores are written, and read by top-k.

@@ -68,8 +68,7 @@ def whole(low: int, high: int, default: Any = MISSING) -> Any:
 
 def number(low: float, high: float, default: Any = MISSING) -> Any:
     """A field that holds a real number in low..high, stored as a float."""
-    schema = core_schema.float_schema(strict=True, ge=low, le=high, allow_inf_nan=False)
-    return _checked(schema, f"a number from {low:g} to {high:g}", default)
+    return field(default=default, metadata={"check": _real(low, high)})
 
 
 def flag(default: Any = MISSING) -> Any:
@@ -128,6 +127,11 @@ def texts() -> Any:
     return field(default=(), metadata={"check": core_schema.tuple_variable_schema(_text())})
 
 
+def numbers(low: float, high: float, default: Any = MISSING) -> Any:
+    """A field that holds a tuple of real numbers in low..high."""
+    return field(default=default, metadata={"check": core_schema.tuple_variable_schema(_real(low, high))})
+
+
 def parts(kind: type["Checked"], default: Any = MISSING) -> Any:
     """A field that holds a tuple of checked dataclasses."""
     return field(default=default, metadata={"check": core_schema.tuple_variable_schema(_object_schema(kind))})
@@ -154,6 +158,11 @@ def build(kind: type[Made], values: object, owner: str = "") -> Made:
     except ValidationError as invalid:
         raise kind.error(owner + listed(invalid, _arguments_schema(kind))) from None
     return made
+
+
+def _real(low: float, high: float) -> CoreSchema:
+    schema = core_schema.float_schema(strict=True, ge=low, le=high, allow_inf_nan=False)
+    return _allowing(schema, f"a number from {low:g} to {high:g}")
 
 
 def _values_by_name() -> CoreSchema:

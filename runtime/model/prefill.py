@@ -19,7 +19,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ridgeplan.kernels.attention import MOST_QUERIES, decode_attention
 from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.execution import PREFILL_ATTENDED_TOKENS, PREFILL_CHUNK_TOKENS
+from ridgeplan.roofline.execution import (
+    PADDED_PROMPT_TOKENS,
+    PREFILL_ATTENDED_TOKENS,
+    PREFILL_CHUNK_TOKENS,
+    padded_prompt,
+)
 from ridgeplan.runtime.arena import Arena
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.eviction import EvictionPolicy
@@ -27,13 +32,9 @@ from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.prompt_eviction import PromptEviction, longest_text
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
 
-# cuDNN first: on long prompts it is about twice as fast as FlashAttention-2 (H200, 8k to 128k tokens).
-BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# cuDNN is about twice as fast as FlashAttention-2 on long prompts (H200, 8k to 128k tokens).
+LONG_PROMPT_BACKENDS = [SDPBackend.CUDNN_ATTENTION, *BACKENDS]
 
 
 class PromptObserver(Protocol):
@@ -146,14 +147,14 @@ class _Filled:
     def choose(self, index: int, buffers: LayerBuffers, masses: dict[Any, Tensor]) -> None:
         """Before the layer's attention, which overwrites the queries."""
         own = slice(len(self.text))  # without what others append
-        queries, keys, values = buffers.queries[own], buffers.keys[0, :, own], buffers.values[0, :, own]
+        queries, keys, values = buffers.queries[own], buffers.keys[:, own], buffers.values[:, own]
         self._kept = self._eviction.choose(index, queries, keys, values, masses)
         self._queries = queries[self._last].clone()
 
     def store(self, index: int, buffers: LayerBuffers) -> None:
         """Stores what was chosen, and shows it to the observer."""
         to, kept = self._to, self._kept
-        keys, values = self._eviction.remaining(kept, buffers.keys[0], buffers.values[0])
+        keys, values = self._eviction.remaining(kept, buffers.keys, buffers.values)
         to.cache.store_prompt(index, to.row, keys, values)
         if to.observer is not None:
             to.observer.after_prefill(index, to.row, self._queries, keys, self._eviction.positions(kept))
@@ -181,22 +182,50 @@ class Parts:
         ]
 
 
-class LayerBuffers(NamedTuple):
-    """Filled by one layer after another: queries [tokens, q_heads, head_dim]; keys, values [1, kv_heads, tokens,
-    head_dim].
-    """
+class Padded(NamedTuple):
+    """queries: [padded, q_heads, head_dim]; keys, values: [1, kv_heads, padded, head_dim]."""
 
     queries: Tensor
     keys: Tensor
     values: Tensor
 
+
+@dataclass(frozen=True, eq=False)
+class LayerBuffers:
+    """Filled by one layer after another: the queries, keys and values of `tokens` tokens, then padding.
+
+    The padding is 0: what is masked still enters a product, where it must be finite.
+    """
+
+    tokens: int
+    padded: Padded
+
     @classmethod
     def take(cls, arena: Arena, shape: ModelShape, hidden: Tensor) -> LayerBuffers:
         """Buffers for a prompt with these hidden states [tokens, hidden]."""
-        tokens = len(hidden)
-        kv_sizes = (1, shape.kv_heads, tokens, shape.head_dim)
-        q_sizes = (tokens, shape.q_heads, shape.head_dim)
-        return cls(*(arena.empty(sizes, hidden.dtype) for sizes in (q_sizes, kv_sizes, kv_sizes)))
+        tokens, padded = len(hidden), int(padded_prompt(len(hidden)))
+        kv_sizes = (1, shape.kv_heads, padded, shape.head_dim)
+        q_sizes = (padded, shape.q_heads, shape.head_dim)
+        buffers = Padded(*(arena.empty(sizes, hidden.dtype) for sizes in (q_sizes, kv_sizes, kv_sizes)))
+        buffers.queries[tokens:] = 0
+        buffers.keys[:, :, tokens:] = 0
+        buffers.values[:, :, tokens:] = 0
+        return cls(tokens, buffers)
+
+    @property
+    def queries(self) -> Tensor:
+        """[tokens, q_heads, head_dim]."""
+        return self.padded.queries[: self.tokens]
+
+    @property
+    def keys(self) -> Tensor:
+        """[kv_heads, tokens, head_dim]."""
+        return self.padded.keys[0, :, : self.tokens]
+
+    @property
+    def values(self) -> Tensor:
+        """[kv_heads, tokens, head_dim]."""
+        return self.padded.values[0, :, : self.tokens]
 
 
 def prefill_layer(
@@ -216,12 +245,12 @@ def prefill_layer(
     project_layer(decoder, layer, hidden, buffers, parts)
     attend_layer(buffers, parts, window)
     finish_layer(decoder, layer, hidden, buffers, parts)
-    return buffers.keys[0], buffers.values[0]
+    return buffers.keys, buffers.values
 
 
 def project_layer(decoder: Decoder, layer: LayerWeights, hidden: Tensor, buffers: LayerBuffers, parts: Parts) -> None:
     """Fills the buffers with the layer's rotated queries and keys, and its values."""
-    queries, keys, values = buffers
+    queries, keys, values = buffers.padded
     for chunk in parts.chunks:
         positions = torch.arange(chunk.start, chunk.stop, device=hidden.device)[None]
         normed = decoder.norm(hidden[chunk], None, layer.attention_norm)[1][None]
@@ -229,14 +258,17 @@ def project_layer(decoder: Decoder, layer: LayerWeights, hidden: Tensor, buffers
 
 
 def attend_layer(buffers: LayerBuffers, parts: Parts, window: int | None) -> None:
-    """Attention of every token to itself and to those before it; the output overwrites the queries."""
-    queries, keys, values = buffers
-    tokens = parts.tokens
+    """Attention of every token to itself and to those before it; the output overwrites the queries.
+
+    The prompt attends together with what stands behind it up to its padded length, which none of its tokens sees.
+    """
+    queries, keys, values = buffers.padded
+    tokens, padded = parts.tokens, slice(int(padded_prompt(parts.tokens)))
     starts = range(tokens, parts.total, MOST_QUERIES)
     # Made before the prompt's attention: the decode kernel may read them before the kernel ahead of it has ended.
     first = torch.zeros(1, dtype=torch.int32, device=queries.device)
     ends = torch.tensor([start + 1 for start in starts], dtype=torch.int32, device=queries.device)
-    attend_in_place(queries[:tokens], keys[0, :, :tokens], values[0, :, :tokens], window)
+    attend_in_place(queries[padded], keys[0, :, padded], values[0, :, padded], window, tokens)
     for index, start in enumerate(starts):
         part = queries[None, start : min(start + MOST_QUERIES, parts.total)]
         part.copy_(decode_attention(part, keys, values, first, ends[index : index + 1]))
@@ -250,17 +282,17 @@ def finish_layer(decoder: Decoder, layer: LayerWeights, hidden: Tensor, buffers:
         torch.add(residual, layer.mlp(normed), out=hidden[chunk])
 
 
-def attend_in_place(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> None:
-    """`causal_attention` of queries [tokens, q_heads, head_dim], which the output overwrites.
+def attend_in_place(queries: Tensor, keys: Tensor, values: Tensor, window: int | None, tokens: int) -> None:
+    """`causal_attention` of queries [padded, q_heads, head_dim]; the output overwrites the first `tokens`.
 
     A long prompt's heads attend a few at a time, so that the part of the output beside the queries stays small.
     """
-    kv_heads, tokens = keys.shape[:2]
-    ratio, together = queries.shape[1] // kv_heads, max(1, PREFILL_ATTENDED_TOKENS // tokens)
+    kv_heads, padded = keys.shape[:2]
+    ratio, together = queries.shape[1] // kv_heads, max(1, PREFILL_ATTENDED_TOKENS // padded)
     for first in range(0, kv_heads, together):
         heads = slice(first, first + together)
         part = queries[:, first * ratio : (first + together) * ratio].transpose(0, 1)
-        part.copy_(causal_attention(part, keys[heads], values[heads], window))
+        part[:, :tokens] = causal_attention(part, keys[heads], values[heads], window)[:, :tokens]
 
 
 def causal_attention(q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
@@ -285,7 +317,8 @@ def causal_attention(q: Tensor, keys: Tensor, values: Tensor, window: int | None
 def _attend(
     q: Tensor, keys: Tensor, values: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
-    with sdpa_kernel(BACKENDS, set_priority=True):
+    backends = LONG_PROMPT_BACKENDS if q.shape[1] >= PADDED_PROMPT_TOKENS else BACKENDS
+    with sdpa_kernel(backends, set_priority=True):
         return functional.scaled_dot_product_attention(
             q[None],
             keys[None],

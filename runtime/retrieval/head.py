@@ -184,12 +184,17 @@ def head_scores(queries: Tensor, keys: Tensor, visible: Tensor, groups: int) -> 
     each, GQA and MQA take the element-wise maximum over those that share a KV head (SpeContext, section 4.3). A head
     that chooses by layer has a group for each KV head of each layer.
     """
-    kv_heads, slots = keys.shape[1:3]
-    heads = queries.unflatten(1, (kv_heads, -1)) * queries.shape[-1] ** -0.5
-    logits = _products(heads.flatten(0, 1), keys.flatten(0, 1).mT).view(len(queries), -1, slots)
-    unseen = torch.arange(slots, device=keys.device) >= visible[:, None]
+    logits = head_logits(queries, keys)
+    unseen = torch.arange(keys.shape[2], device=keys.device) >= visible[:, None]
     weights = logits.masked_fill_(unseen[:, None], -torch.inf).softmax(-1)
     return weights.unflatten(1, (groups, -1)).amax(2)
+
+
+def head_logits(queries: Tensor, keys: Tensor) -> Tensor:
+    """Logits of all slots, float32 [rows, q_heads, slots]: those of one head rank tokens as its attention does."""
+    kv_heads, slots = keys.shape[1:3]
+    heads = queries.unflatten(1, (kv_heads, -1)) * queries.shape[-1] ** -0.5
+    return _products(heads.flatten(0, 1), keys.flatten(0, 1).mT).view(len(queries), -1, slots)
 
 
 def _products(one: Tensor, other: Tensor) -> Tensor:

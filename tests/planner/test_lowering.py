@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from ridgeplan.planner.axes.draft_selection import RetrievalHead
 from ridgeplan.planner.lowering import kernel_class, rates_of, stack, strategy_of
 from ridgeplan.planner.plan import KVCache, KVFormat, PlanError, Speculation, Workload
 from ridgeplan.planner.presets import preset
@@ -121,6 +122,21 @@ def test_selections_are_priced_for_all_layers(name, target_keys, draft_keys, sco
     assert found.round_score_bytes == score_bytes
 
 
+def test_a_head_that_chooses_by_layer_scans_its_keys_once_and_ranks_the_scores_of_every_layer():
+    """Of 32 layers and 8 KV heads, with 32 query heads where all layers share a choice; keys are 1/4 of the queries."""
+    plan = plan_of("specontext")
+    attention = [replace(plan.attention, selection=RetrievalHead(by_layer=each)) for each in (False, True)]
+    shared, own = (strategy_of(replace(plan, attention=one), LLAMA, GPU, 0.9) for one in attention)
+    assert (own.target_scored_keys, own.held_keys, own.target_choices) == (1, 1, 1)
+    assert own.target_score_bytes == 32 * shared.target_score_bytes == 32 * 8 * 4 * 7
+    assert own.held_score_bytes == 32 * shared.held_score_bytes == 32 * 8 * 4
+    assert (shared.target_projected_params, own.target_projected_params) == (4096 * 5120, 4096 * 128 * (256 + 8))
+    assert (shared.target_alike, own.target_alike, own.target_ahead) == (1, 0, 1)
+    assert own.slot_table_bytes == 32 * shared.slot_table_bytes == 8 * 4
+    with pytest.raises(PlanError, match="by_layer is true with level 'batch'; allowed: level 'head'"):
+        RetrievalHead(level="batch", by_layer=True)
+
+
 def test_scores_of_every_draft_query_are_priced_at_every_step():
     """8 KV heads' fp32 scores of every page of 16 in 32 layers, written once and read six times; others keep theirs."""
     found = {name: lowered(name) for name in ("progressive", "magicdec-quest", "specattn")}
@@ -159,6 +175,11 @@ def test_what_selections_keep_counts_as_memory():
         ("quantspec-int8", "target", "head", "linear_int8"),
         ("quantspec-int8", "draft", "head", "linear_int4"),
         ("quantspec", "draft", "rope", "rope"),
+        ("specattn", "draft", "attention", "sparse_attention_full"),
+        ("specattn-int4", "draft", "attention", "sparse_attention"),
+        ("specattn", "target", "attention", "attention"),
+        ("progressive", "draft", "attention", "progressive_attention"),
+        ("progressive-target", "target", "attention", "sparse_attention_full"),
     ],
 )
 def test_kernel_classes_follow_the_formats(name, part, kind, expected):
@@ -201,7 +222,11 @@ def test_each_query_of_a_target_that_selects_reads_a_selection_of_its_own():
 def test_attention_to_chosen_tokens_has_its_own_rates():
     rates = {kind: RateTerms(0.5, 0.5, number * 1e-6) for number, kind in enumerate(KERNEL_CLASSES)}
     machine = Machine(**{**vars(GPU), **dict.fromkeys(MACHINE_FIELDS, 1.0), "rates": rates})
-    assert rates_of(plan_of("quest"), LLAMA, machine).target.attention == rates["sparse_attention"]
+    assert rates_of(plan_of("quest"), LLAMA, machine).target.attention == rates["sparse_attention_full"]
+    assert rates_of(plan_of("progressive-target-int8"), LLAMA, machine).target.attention == rates["sparse_attention"]
+    assert rates_of(plan_of("specattn"), LLAMA, machine).draft.attention == rates["sparse_attention_full"]
+    assert rates_of(plan_of("specattn-int4"), LLAMA, machine).draft.attention == rates["sparse_attention"]
+    assert rates_of(plan_of("progressive"), LLAMA, machine).draft.attention == rates["progressive_attention"]
     assert rates_of(plan_of("magicdec-quest"), LLAMA, machine).target.attention == rates["attention"]
 
 

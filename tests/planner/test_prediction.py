@@ -92,8 +92,18 @@ def test_throughput_is_low_where_time_is_high(h200_profile):
         ("quantspec-kv", {}, "transferred"),  # acceptance of other models
         ("quantspec-kv", {"attention_int4": "published"}, "published"),  # drafts' class
         ("quantspec-kv", {"linear": "prior"}, "prior"),
-        ("quest", {}, "prior"),  # a selection's cost follows its paper's description
-        ("specattn", {}, "prior"),
+        ("quest", {}, "prior"),  # scans of page bounds were not timed
+        ("magicdec-quest", {}, "prior"),
+        ("specattn", {}, "transferred"),
+        ("specattn", {"top_k": "published"}, "published"),
+        ("magicdec-streaming", {"top_k": "prior"}, "transferred"),  # nothing is ranked
+        ("specattn", {"sparse_attention_full": "prior"}, "prior"),
+        ("specattn", {"gather": "prior"}, "prior"),
+        ("progressive", {"top_k": "prior", "two_bit_scan": "prior"}, "extrapolated"),  # within its attention
+        ("progressive", {"progressive_attention": "prior"}, "prior"),
+        ("progressive-target", {}, "calibrated"),
+        ("progressive-target", {"two_bit_scan": "published"}, "published"),
+        ("progressive-target", {"progressive_attention": "prior"}, "calibrated"),  # of drafts
     ],
 )
 def test_the_weakest_source_speaks_for_the_prediction(h200_profile, name, sources, expected):

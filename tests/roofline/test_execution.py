@@ -35,6 +35,13 @@ def test_all_whole_groups_but_the_last_are_codes(tokens, groups):
     assert tokens < 128 or 128 <= tokens - 128 * groups < 256  # in the buffer
 
 
+def test_prompts_are_padded_from_2048_tokens_on():
+    lengths, padded = np.array([1, 2047, 2048, 2049, 2304, 2305]), [1, 2047, 2048, 2304, 2304, 2560]
+    assert execution.padded_prompt(lengths).tolist() == padded
+    tokens = sympy.Symbol("tokens")
+    assert [execution.padded_prompt(tokens).subs(tokens, int(one)) for one in lengths] == padded
+
+
 @pytest.mark.parametrize("group", [32, 128])
 def test_the_smooth_rule_is_the_mean_of_the_stepwise_one(group):
     """Over whole groups of lengths, each counted halfway through its token."""

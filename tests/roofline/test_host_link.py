@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from ridgeplan.planner.axes.draft_selection import Quest, RetrievalHead
 from ridgeplan.planner.lowering import rates_of, strategy_of
-from ridgeplan.planner.plan import Placement, Workload
+from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.host_link import (
@@ -83,21 +84,42 @@ def test_without_layers_on_the_host_a_pass_is_as_before(ideal):
     assert pass_with_host_seconds(SHAPE, strategy("autoregressive", ideal), NO_LAYERS, 3.2, 1.0, 0.0) == 3.2
 
 
-def test_loads_add_to_a_pass_and_a_choice_known_ahead_is_looked_up_once(ideal):
-    """Both target selections load the same tokens; only the retrieval head's are known before the first layer.
+def test_choices_made_in_a_layer_add_their_loads_and_others_hide_all_but_walks_of_page_tables(ideal):
+    """All load the same tokens; those of a retrieval head are known before the first layer.
 
-    Residency of 8 heads: two lists of 2048 tokens are read and two written, and the times of use of 2048 slots read.
+    Residency of 8 heads: two lists of 2048 tokens are read and two written, and the times of use of 2048 slots read;
+    beside the layers before, where these choose for themselves. A token of one head is a piece of its own, and nothing
+    hides it; that of all 8 heads takes the walks of one.
     """
     host = HostLayers(20, TOKEN_BYTES)
+    selections = {
+        "quest": Quest(),
+        "head": RetrievalHead(),
+        "by layer": RetrievalHead(by_layer=True),
+        "batch": RetrievalHead(level="batch"),
+    }
     rounds = {}
-    for name in ("specontext", "quest"):
-        plan = preset(name, Workload("Llama-3.1-8B", "h200", 65536))
-        plan = replace(plan, placement=Placement(True, 2048))
+    for name, selection in selections.items():
+        plan = preset("specontext", Workload("Llama-3.1-8B", "h200", 65536))
+        plan = replace(plan, attention=replace(plan.attention, selection=selection))
         held, rates = strategy_of(plan, SHAPE, ideal, 0.9), rates_of(plan, SHAPE, ideal)
-        held = replace(held, target_run_tokens=1)
+        held = replace(held, target_run_tokens=1) if name == "quest" else held
         passes = round_rates(SHAPE, ideal, held, rates)
         near, far = (round_at(SHAPE, ideal, held, passes, 65536, layers) for layers in (NO_LAYERS, host))
         rounds[name] = far.verify_s - near.verify_s
-    load_s = 0.1 * 2048 * TOKEN_BYTES / 1e10
-    assert rounds["quest"] == pytest.approx(20 * (load_s + 8 * 5 * 2048 * 4 / 1e12))
-    assert rounds["specontext"] == pytest.approx(20 * load_s + 8 * 5 * 2048 * 4 / 1e12)
+    load_s, found_s = 0.1 * 2048 * TOKEN_BYTES / 1e10, 8 * 5 * 2048 * 4 / 1e12
+    assert rounds["quest"] == pytest.approx(20 * (load_s + found_s))
+    assert rounds["head"] == pytest.approx(20 * load_s + found_s)
+    assert rounds["by layer"] == pytest.approx(20 * load_s)
+    assert rounds["batch"] == pytest.approx(20 * load_s / 8 + found_s)
+
+
+def test_loads_that_take_longer_than_the_layers_are_waited_for(ideal):
+    """2048 tokens of 32 layers at a link 100 times as slow: the first layer waits, the others follow it."""
+    plan = preset("specontext", Workload("Llama-3.1-8B", "h200", 65536))
+    plan = replace(plan, attention=replace(plan.attention, selection=RetrievalHead(level="batch")))
+    slow = replace(ideal, host_link_bytes_per_s=ideal.host_link_bytes_per_s / 100)
+    held, rates = strategy_of(plan, SHAPE, slow, 0.9), rates_of(plan, SHAPE, slow)
+    far = round_at(SHAPE, slow, held, round_rates(SHAPE, slow, held, rates), 65536, HostLayers(32, TOKEN_BYTES))
+    loads_s = 32 * 0.1 * 2048 * TOKEN_BYTES / 1e8
+    assert loads_s < far.verify_s < 1.1 * loads_s

@@ -116,9 +116,9 @@ def small_shape(**changes):
     [
         (100, 16, 100 * (64 + 2 * 256 + 128)),  # QKV: normed rows, queries before and after RoPE, keys and values
         (100, 1000, 100 * (2 * 64 + 3 * 1000)),  # MLP: gate, up, what they become; residual and normed rows
-        (5000, 1000, 4096 * (2 * 64 + 3 * 1000)),  # of one chunk
-        (40_000, 16, 65_536 * 128),  # the attention output of 65,536 tokens of a KV head's 4 query heads
-        (100_000, 16, 100_000 * 128),  # of one KV head at least
+        (5120, 1000, 4096 * (2 * 64 + 3 * 1000)),  # of one chunk
+        (40_192, 16, 65_536 * 128),  # the attention output of 65,536 tokens of a KV head's 4 query heads
+        (100_096, 16, 100_096 * 128),  # of one KV head at least
     ],
     ids=["projections", "MLP", "one chunk", "attention", "one head"],
 )
@@ -127,6 +127,14 @@ def test_prefill_holds_the_prompts_buffers_and_the_largest_of_its_steps(tokens, 
     shape = small_shape(intermediate=intermediate)
     assert memory.prefill_workspace(shape, tokens, 2) == 2 * (tokens * (64 + 256 + 64 + 64) + workspace)
     assert memory.prompt_buffers(shape, tokens, 2) == tuple(2 * tokens * width for width in (64, 256, 64, 64))
+
+
+def test_a_long_prompt_attends_at_its_padded_length():
+    """5000 tokens as 5120, 50,000 as 50,176, of which one KV head attends at once; widths as above."""
+    buffers = 2 * (5000 * 64 + 5120 * (256 + 64 + 64))
+    assert sum(memory.prompt_buffers(small_shape(), 5000, 2)) == buffers
+    assert memory.prefill_workspace(small_shape(), 5000, 2) == buffers + 2 * 4096 * (64 + 2 * 256 + 128)
+    assert memory.prefill_workspace(small_shape(), 50_000, 2) == 2 * (50_000 * 64 + 50_176 * 384 + 65_536 * 128)
 
 
 @pytest.mark.parametrize("intermediate, widest", [(16, 64), (1000, 1000)])

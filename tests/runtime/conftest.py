@@ -24,6 +24,7 @@ from ridgeplan.planner.plan import (
     Weights,
     Workload,
 )
+from ridgeplan.roofline import execution
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
 from ridgeplan.runtime.model.checkpoint import load_config
@@ -109,6 +110,13 @@ def head_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         return path
 
     return make
+
+
+@pytest.fixture
+def padded_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts from 48 tokens on attend at multiples of 32, as those from 2048 on do at multiples of 256."""
+    monkeypatch.setattr(execution, "PADDED_PROMPT_TOKENS", 48)
+    monkeypatch.setattr(execution, "PROMPT_STEP_TOKENS", 32)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from ridgeplan.planner.support import as_loaded
 from ridgeplan.roofline import execution
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.device import Device
+from ridgeplan.roofline.memory import prompt_buffers
 from ridgeplan.runtime import draft_swap
 from ridgeplan.runtime.arena import ALIGNMENT, Arena
 from ridgeplan.runtime.draft_swap import SwappableWeights, draft_weights_for
@@ -176,6 +177,15 @@ def test_prefill_reads_nothing_that_its_memory_held(plain, prompts, arena_bytes,
             logits = prefill(plain.decoder, plain.weights, plain.cache, 0, prompt, 32, used)
         results.append((logits, plain.cache.keys.clone(), plain.cache.all_codes.key_upper.clone()))
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("length, reached", [(40, 40 * 4 * 320), (70, 70 * 4 * 64 + 96 * 4 * 256)])
+def test_a_prompts_buffers_are_those_that_are_predicted(length, reached, plain, prompts, padded_prompts):
+    """Hidden states of 64 channels; queries of 128, keys and values of 64 at the padded length."""
+    arena = Arena(torch.empty(1 << 20, dtype=torch.uint8))
+    with torch.inference_mode():
+        prefill(plain.decoder, plain.weights, plain.cache, 0, torch.tensor(prompts(length)[0]), arena=arena)
+    assert arena.reached == reached == sum(prompt_buffers(plain.config.shape, length, 4))
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])

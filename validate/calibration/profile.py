@@ -26,11 +26,10 @@ from ridgeplan.validate.calibration.link import link_classes
 from ridgeplan.validate.calibration.noise import NoiseCheck
 from ridgeplan.validate.calibration.samples import Samples, SamplesError
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
-from ridgeplan.validate.calibration.sparse import sparse_trials, top_k_trials
+from ridgeplan.validate.calibration.sparse import SPARSE_CLASSES, sparse_trials, top_k_trials
 from ridgeplan.validate.progress import Progress
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, Trial
 
-SPARSE_CLASSES = ("two_bit_scan", "sparse_attention", "progressive_attention")
 Keep = Callable[[Samples], object]  # called with what was measured
 PORTABLE = "portable"  # all classes of the kernels that older GPUs run
 LINK = "link"  # all classes of transfers between a GPU and the host

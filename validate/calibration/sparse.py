@@ -23,6 +23,7 @@ from ridgeplan.validate.calibration.attention import KV_GROUP, DecodeSize, rando
 from ridgeplan.validate.timing import Bench, Trial
 
 RATIO = 0.07  # of the tokens that drafts read
+SPARSE_CLASSES = ("two_bit_scan", "sparse_attention", "sparse_attention_full", "progressive_attention")
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +85,10 @@ class SparseDraft:
         drawn = torch.rand(*sets, self.size.groups * KV_GROUP, device=self.bench.device)
         return drawn.topk(self.chosen).indices.sort(-1).values.int()
 
+    @cached_property
+    def _count(self) -> Tensor:
+        return self.integers(self.chosen, self.index.shape[0] * self.index.shape[1]).view(self.index.shape[:2])
+
     def cache(self, variant: int) -> tuple[QuantizedKV, DraftPlanes]:
         """One variant's codes and planes."""
         rows = slice(variant * self.size.batch, (variant + 1) * self.size.batch)
@@ -99,10 +104,25 @@ class SparseDraft:
         """Attention to the index list."""
         begin, end, groups, _ = self.lengths
         codes, planes = self.cache(variant)
-        count = self.integers(self.chosen, self.index.shape[0] * self.index.shape[1]).view(self.index.shape[:2])
         return sparse_decode_attention(
-            *self.tensors, begin, end, self.index, count, codes, groups, value_rows=planes.value_rows
+            *self.tensors, begin, end, self.index, self._count, codes, groups, value_rows=planes.value_rows
         )
+
+    @cached_property
+    def full_store(self) -> Tensor:
+        """Keys and values of all tokens in full precision, [variants, 2, batch, kv_heads, tokens, head_dim]."""
+        size, heads = self.size, self.size.heads
+        tokens = size.groups * KV_GROUP + size.full_tokens
+        one = 2 * size.batch * heads.kv_heads * tokens * heads.head_dim * self.bench.element_bytes
+        sizes = 2, size.batch, heads.kv_heads, tokens, heads.head_dim
+        return self.bench.random(self.bench.variants(one), *sizes)
+
+    def attend_full(self, variant: int) -> Tensor:
+        """Attention to the index list in full precision."""
+        begin, end, groups, _ = self.lengths
+        keys, values = self.full_store[variant]
+        old = groups * KV_GROUP
+        return sparse_decode_attention(self.tensors[0], keys, values, begin + old, end + old, self.index, self._count)
 
     def progressive(self, variant: int) -> Tensor:
         """Scan, choice and attention."""
@@ -116,15 +136,13 @@ class SparseDraft:
         shape = size.batch, heads.q_heads, heads.kv_heads, heads.head_dim
         return sparse_ops.two_bit_top_k(*shape, size.groups * KV_GROUP, KV_GROUP, self.chosen)
 
-    @property
-    def attend_cost(self) -> Cost:
-        """Of `attend`, merge included."""
+    def attend_cost(self, bits: int) -> Cost:
+        """Of `attend` to codes of `bits` bits, or of `attend_full` with 0, merge included."""
         size, heads = self.size, self.size.heads
         shape, splits = (size.batch, 1, heads.q_heads, heads.kv_heads, heads.head_dim), self._splits
         attending = sparse_ops.sparse_attention(
-            *shape, self.chosen, size.full_tokens, sparse_ops.UPPER_BITS, self.bench.element_bytes, KV_GROUP, splits,
-            self.index.numel(),
-        )  # fmt: skip
+            *shape, self.chosen, size.full_tokens, bits, self.bench.element_bytes, KV_GROUP, splits, self.index.numel()
+        )
         return attending + merge(size.batch, 1, heads.q_heads, heads.head_dim, splits, self.bench.element_bytes)
 
     @property
@@ -142,15 +160,18 @@ class SparseDraft:
 
 
 def sparse_trials(bench: Bench, kind: str, sizes: Iterable[DecodeSize], num_sms: int) -> Iterator[Trial]:
-    """The trials of class `kind`: two_bit_scan, sparse_attention or progressive_attention."""
+    """The trials of class `kind`, one of `SPARSE_CLASSES`."""
     for size in sizes:
         draft = SparseDraft(size, bench, num_sms)
+        full = kind == "sparse_attention_full"
         call, cost = {
             "two_bit_scan": (draft.choose, draft.choose_cost),
-            "sparse_attention": (draft.attend, draft.attend_cost),
+            "sparse_attention": (draft.attend, draft.attend_cost(sparse_ops.UPPER_BITS)),
+            "sparse_attention_full": (draft.attend_full, draft.attend_cost(0)),
             "progressive_attention": (draft.progressive, draft.progressive_cost),
         }[kind]
-        yield Trial(kind, f"{size.name}, {RATIO:.0%} chosen", cost, call, draft.variants)
+        variants = len(draft.full_store) if full else draft.variants
+        yield Trial(kind, f"{size.name}, {RATIO:.0%} chosen", cost, call, variants)
 
 
 def top_k_trials(bench: Bench, sizes: Iterable[DecodeSize]) -> Iterator[Trial]:

@@ -19,6 +19,12 @@ from ridgeplan.runtime.kv.offload.slot_loader import Choice, LoadsAhead
 from ridgeplan.validate.random_rounds import RandomModel, fill
 
 
+def chosen_tokens(plan: Plan) -> int:
+    """Tokens that a step chooses at the plan's context; the rest of its budget are recent ones."""
+    context, group = plan.workload.context, plan.kv.group
+    return plan.attention.budget - (context - quantized_groups(context, group) * group)
+
+
 class DriftingCache(Cache):
     """Of layers on the host, a step reads a run of tokens, or pages, of a random order, and the next one a later run.
 
@@ -29,6 +35,7 @@ class DriftingCache(Cache):
         super().__init__(model.shape, model.cache_config(plan), model.device, model.weights.embedding.dtype)
         fill(self, plan.workload.context)
         self._old_tokens = quantized_groups(plan.workload.context, self.config.group) * self.config.group
+        self._read = chosen_tokens(plan)
         self._orders: dict[tuple[int, int, int], Run] = {}
         self._moves = torch.zeros(1, dtype=torch.int64, device=self.lengths.device)
         self._chosen: Tensor | None = None
@@ -58,20 +65,27 @@ class DriftingCache(Cache):
             sizes, device = (self.config.batch, sets, self._old_tokens // page), self.lengths.device
             with torch.inference_mode(False):  # it outlives this pass
                 drawn = torch.rand(sizes, generator=torch.Generator(device).manual_seed(0), device=device)
-                self._orders[kind] = Run(drawn.argsort(-1).int(), torch.arange(width, device=device))
+                self._orders[kind] = Run(
+                    drawn.argsort(-1).int(), torch.arange(width, device=device), self._read // page
+                )
         return self._orders[kind]
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
     """order: the old units of every row and set in random order, int32 [batch, sets, units]. places: int64 [width], of
-    those that are chosen.
+    those that are chosen, of which the first `read` are read.
     """
 
     order: Tensor
     places: Tensor
+    read: int
 
     def next(self, moves: Tensor) -> Tensor:
-        """The units of the next step, int32 [batch, sets, width], `moves` places further; int64 [1]."""
+        """The units of the next step, int32 [batch, sets, width], `moves` places further; int64 [1].
+
+        Those that are read ascend, as choices do, so that what lies together is loaded together.
+        """
         self.places.add_(moves).remainder_(self.order.shape[2])
-        return self.order.index_select(2, self.places)
+        units = self.order.index_select(2, self.places)
+        return torch.cat([units[..., : self.read].sort(-1).values, units[..., self.read :]], dim=-1)

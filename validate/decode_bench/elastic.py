@@ -14,12 +14,11 @@ from ridgeplan.planner.axes.draft_selection import RetrievalHead
 from ridgeplan.planner.plan import Placement, Plan
 from ridgeplan.planner.prediction import predict
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.roofline.execution import quantized_groups
 from ridgeplan.roofline.strategy import ELASTIC_OVERLAP
 from ridgeplan.runtime.drafting.policies import POLICIES
 from ridgeplan.runtime.drafting.policies.sparse import SparsePolicy
 from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.validate.decode_bench.drifting_cache import DriftingCache
+from ridgeplan.validate.decode_bench.drifting_cache import DriftingCache, chosen_tokens
 from ridgeplan.validate.random_rounds import RandomModel, measured_round
 from ridgeplan.validate.timing import captured
 
@@ -56,12 +55,6 @@ def elastic_round(model: RandomModel, plan: Plan, profile: Profile) -> dict[str,
             "hidden_share": hidden,
         }
     return {**found, "round_that_loads_nothing_ms": nothing_ms}
-
-
-def chosen_tokens(plan: Plan) -> int:
-    """Tokens that a step chooses at the plan's context; the rest of its budget are recent ones."""
-    context, group = plan.workload.context, plan.kv.group
-    return plan.attention.budget - (context - quantized_groups(context, group) * group)
 
 
 @torch.inference_mode()

@@ -4,10 +4,10 @@
 
 Sections (`--only` names some): link (copies, gathers), rounds (a round of each plan with random weights and caches, at
 128k x 4 under 40 GB), elastic (the same of targets that read a selection, with elastic loading and without), tokens (a
-real generation with and without the limit), fits (what the machinery costs where everything fits), crossing (a layer
-leaves while tokens are generated), cliff (static against adaptive placement over the context), soak (5,000 rounds
-without growth of memory). Every row is saved when it is measured, and rows that the file has are not measured again;
-`--rows` names some.
+real generation with and without the limit), real (the same of the small model as it is), fits (what the machinery costs
+where everything fits), crossing (a layer leaves while tokens are generated), cliff (static against adaptive placement
+over the context), soak (5,000 rounds without growth of memory). Every row is saved when it is measured, and rows that
+the file has are not measured again; `--rows` names some.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ from ridgeplan.roofline.latency import Machine
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.memory import MemoryMeter
 from ridgeplan.runtime.model_config import DecoderConfig
+from ridgeplan.validate.acceptance import named_shape
 from ridgeplan.validate.calibration.link import measured_link, streaming_seconds
 from ridgeplan.validate.decode_bench.elastic import elastic_round, round_without_limit_ms
 from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
+from ridgeplan.validate.decode_bench.lossless import RealText
 from ridgeplan.validate.decode_bench.results_file import ResultsFile, Rows, free
 from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.random_rounds import RandomModel, measured_round, random_cache, random_head
@@ -51,7 +53,7 @@ TOKENS = 96  # generated where real text is
 SOAK_ROUNDS = 5000
 CLIFF_CONTEXTS = (24576, 28672, 32768, 36864, 40960, 49152, 65536)
 
-ROWS = ("rounds", "elastic", "fits", "cliff", "tokens")  # sections that have some
+ROWS = ("rounds", "elastic", "fits", "cliff", "tokens", "real")  # sections that have some
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +128,12 @@ class OffloadBench:
             return {}
         plans = limited_plans(self.shape.name, TOKENS, yarn=4.0) | selecting_plans(self.shape.name, TOKENS, yarn=4.0)
         return {name: partial(self._tokens, plan) for name, plan in plans.items() if not name.startswith("plain")}
+
+    def real(self) -> Rows:
+        """The small model as it is: greedy tokens with half of its layers on the host, and without a limit."""
+        if self.model is None:
+            return {}
+        return RealText(self.model, named_shape(self.model), self.text, Machine.of(self.profile)).rows()
 
     @cached_property
     def inflated(self) -> InflatedModel:
@@ -318,9 +326,9 @@ def main() -> None:
     """Runs the sections and saves each row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
-    parser.add_argument("--model", help="A small model, for the section of tokens.")
+    parser.add_argument("--model", help="A small model, for the sections real and tokens.")
     parser.add_argument("--text", type=Path, help="A long text for its prompts.")
-    sections = ("link", "rounds", "elastic", "fits", "crossing", "cliff", "soak", "tokens")
+    sections = ("link", "rounds", "elastic", "fits", "crossing", "cliff", "soak", "real", "tokens")
     parser.add_argument("--only", nargs="+", choices=sections, default=sections)
     parser.add_argument("--rows", nargs="+", default=(), help="Names of rows, of sections that have some.")
     given = parser.parse_args()

@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from ridgeplan.planner.plan import Plan, Workload
-from ridgeplan.planner.presets import preset
+from ridgeplan.planner.presets import preset, preset_name
 from ridgeplan.planner.resolution import workload_for
 from ridgeplan.planner.support import missing_head
 from ridgeplan.roofline.catalog.profile import Profile
@@ -34,7 +34,8 @@ class DecodeCase:
     """One plan at one workload; gamma None means the preset's own.
 
     adaptive: gamma is the most drafts of a round. share: of the prompt that an eviction leaves; 0 means the preset's
-    own budget.
+    own budget. given: a plan to run instead of a preset's; `preset` is then what
+    the plan is called.
     """
 
     preset: str
@@ -43,10 +44,19 @@ class DecodeCase:
     gamma: int | None = None
     adaptive: bool = False
     share: float = 0.0
+    given: Plan | None = None
+
+    @classmethod
+    def of(cls, plan: Plan) -> DecodeCase:
+        """A plan at its own context and batch."""
+        workload = plan.workload
+        return cls(preset_name(plan), workload.context, workload.batch, given=plan)
 
     def plan(self, model: InflatedModel, profile: Profile, new_tokens: int) -> Plan:
         """The plan, with RoPE scaled if the small model needs it. Raises PlanError."""
         workload = workload_for(model.shape, profile, self.context, new_tokens, self.batch, yarn=True)
+        if self.given is not None:
+            return replace(self.given, workload=workload)
         plan = preset(self.preset, workload)
         if self.share:
             plan = replace(plan, eviction=replace(plan.eviction, budget=0, share=self.share))
@@ -80,8 +90,9 @@ class DecodeRow:
         figures = {**asdict(statistics), **{name: getattr(statistics, name) for name in derived}}
         figures |= {"tpot_ms": self.measured.tpot_ms, "spread": self.measured.spread}
         del figures["prompt_tokens"]
+        case = {**vars(self.case), "given": self.case.given and self.case.given.to_dict()}
         return {
-            **asdict(self.case),
+            **case,
             "gamma": self.gamma,
             "measured": figures,
             "busy": self.comparison.busy,

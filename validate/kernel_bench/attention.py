@@ -1,10 +1,10 @@
-"""Cases of decode attention: one query in every KV format, and several queries against one."""
+"""Cases of decode attention: one query in every KV format, rows of unequal lengths, several queries against one."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -19,7 +19,7 @@ from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.execution import choose_splits
 from ridgeplan.validate.kernel_bench.baselines import attention_peers
 from ridgeplan.validate.kernel_bench.case import KernelCase, Peers, SpeedUp, Target, fresh, relative_error
-from ridgeplan.validate.kernel_bench.sizes import GROUP, AttentionSize, VerificationSize
+from ridgeplan.validate.kernel_bench.sizes import GROUP, AttentionSize, RaggedSize, VerificationSize
 from ridgeplan.validate.timing import Bench
 
 BUFFER_SLOTS = 200  # full-precision tokens beside the quantized ones, about the double buffer's mean
@@ -27,6 +27,8 @@ FULL_BITS = 16  # per full-precision element
 FORMATS = {0: "full", 4: "INT4", 8: "INT8"}
 MOST_SLOWDOWN = 1.2  # allowed for several queries against one
 ONE_QUERY = "ours, 1 query"
+EQUAL_LENGTHS = "ours, equal lengths"
+RAGGED_SHARE = 0.85  # least of the bandwidth at equal lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +43,9 @@ class Inputs:
     values: Tensor
 
     @classmethod
-    def draw(cls, bench: Bench, size: AttentionSize | VerificationSize, queries: int, bits: Iterable[int]) -> Inputs:
+    def draw(
+        cls, bench: Bench, size: AttentionSize | RaggedSize | VerificationSize, queries: int, bits: Iterable[int]
+    ) -> Inputs:
         """Random inputs, with enough variants to exceed the GPU's caches in the narrowest format of `bits`."""
         shape = (size.batch, size.kv_heads, size.tokens, size.head_dim)
         least_bits = min(width or FULL_BITS for width in bits)
@@ -129,13 +133,52 @@ class AttentionCall:
         batch = len(self.inputs.q)
         return self.codes and self.codes.rows(slice(variant * batch, (variant + 1) * batch))
 
+    @property
+    def tokens(self) -> int:
+        """Mean tokens of a row, those in the buffer beside codes not counted."""
+        return self.inputs.keys.shape[3]
+
     def cost(self, num_sms: int) -> Cost:
         """Declared cost of the attention, including its merge."""
         q, keys, codes = self.inputs.q, self.keys[0], self._codes(0)
-        tokens = self.inputs.keys.shape[3]
-        splits = int(choose_splits(len(q), keys.shape[1], tokens, num_sms))
-        quantized = codes.groups * GROUP if codes else 0
-        return attention_cost(q, keys, codes, self.bits == 8, quantized, keys.shape[2], splits)
+        splits = int(choose_splits(len(q), keys.shape[1], self.tokens, num_sms))
+        quantized, full = (self.tokens // GROUP * GROUP, keys.shape[2]) if codes else (0, self.tokens)
+        return attention_cost(q, keys, codes, self.bits == 8, quantized, full, splits)
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedCall(AttentionCall):
+    """Rows of unequal lengths, as sequences or KV heads have that keep different shares of their prompts.
+
+    lengths: tokens of each row, whole groups.
+    """
+
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of_size(cls, bench: Bench, size: RaggedSize, bits: int) -> RaggedCall:
+        """Random inputs of `size`, read with `bits` bits."""
+        whole = AttentionCall.of(Inputs.draw(bench, replace(size, tokens=max(size.lengths)), 1, [bits]), bits)
+        return cls(whole.inputs, whole.bits, whole.keys, whole.values, whole.codes, size.lengths)
+
+    @property
+    def name(self) -> str:
+        """The size with the shortest and the longest row."""
+        q_heads, kv_heads, head_dim = self.inputs.q.shape[2], self.keys.shape[2], self.keys.shape[4]
+        batch, rows = len(self.lengths), f"{min(self.lengths)} to {max(self.lengths)} tokens"
+        return f"{q_heads}/{kv_heads} x {head_dim}, B{batch}, {rows}, {FORMATS[self.bits]}"
+
+    @cached_property
+    def visible(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """begin, end and groups of `decode_attention`."""
+        begin, end, groups = super().visible
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=begin.device)
+        return (begin, lengths, None) if groups is None else (begin, end, lengths // GROUP)
+
+    @property
+    def tokens(self) -> int:
+        """Mean tokens of a row."""
+        return sum(self.lengths) // len(self.lengths)
 
 
 def attention_cases(bench: Bench, sizes: Iterable[AttentionSize]) -> Iterator[KernelCase]:
@@ -145,6 +188,15 @@ def attention_cases(bench: Bench, sizes: Iterable[AttentionSize]) -> Iterator[Ke
         peers = attention_peers(inputs.q, inputs.keys, inputs.values)
         for bits, least in size.speedups:
             yield _case("attention", AttentionCall.of(inputs, bits), peers, SpeedUp(least))
+
+
+def ragged_cases(bench: Bench, sizes: Iterable[RaggedSize]) -> Iterator[KernelCase]:
+    """Rows of unequal lengths against as many of their mean length, which have as many bytes."""
+    for size in sizes:
+        for bits in FORMATS:
+            equal = AttentionCall.of(Inputs.draw(bench, size, 1, [bits]), bits)
+            ragged = RaggedCall.of_size(bench, size, bits)
+            yield _case("ragged", ragged, {EQUAL_LENGTHS: equal}, SpeedUp(RAGGED_SHARE), EQUAL_LENGTHS)
 
 
 def verification_cases(bench: Bench, sizes: Iterable[VerificationSize]) -> Iterator[KernelCase]:

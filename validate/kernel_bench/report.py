@@ -28,6 +28,7 @@ PACKAGES = ("ridgeplan", "torch", "triton", "flashinfer-python")
 
 FAMILIES: Mapping[str, Callable[[Bench, Any], Iterator[KernelCase]]] = {
     "attention": attention.attention_cases,
+    "ragged": attention.ragged_cases,
     "verification": attention.verification_cases,
     "linear_int4": linear.int4_cases,
     "linear_int8": linear.int8_cases,

@@ -25,6 +25,24 @@ class AttentionSize:
 
 
 @dataclass(frozen=True)
+class RaggedSize:
+    """Decode attention of one query over rows of `tokens` tokens in the mean, an even number of groups."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int
+    tokens: int
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each row, whole groups: pairs of rows, one as much shorter as the other is longer, by up to 3/4."""
+        groups, pairs = self.tokens // GROUP, self.batch // 2
+        less = [round(groups * 3 * (pair + 1) / (4 * pairs)) for pair in range(pairs)]
+        return tuple(GROUP * (groups + sign * one) for sign in (-1, 1) for one in less)
+
+
+@dataclass(frozen=True)
 class VerificationSize:
     """Decode attention of several queries against one query, in the formats `bits` (0 is bf16)."""
 
@@ -135,6 +153,7 @@ class Sizes:
     """All sizes; a field's name is the kernel's name in `ridgeplan bench kernels --only`."""
 
     attention: tuple[AttentionSize, ...]
+    ragged: tuple[RaggedSize, ...]
     verification: tuple[VerificationSize, ...]
     linear_int4: tuple[LinearSize, ...]
     linear_int8: tuple[LinearSize, ...]
@@ -208,6 +227,13 @@ FULL = Sizes(
             for heads, batch, tokens in product(((9, 3), (14, 2)), (16, 64), (4096, 32768))
         ),
     ),
+    # The third has a length for each KV head of 8 sequences.
+    ragged=(
+        RaggedSize(32, 8, 128, 32, 4096),
+        RaggedSize(32, 8, 128, 8, 32768),
+        RaggedSize(4, 1, 128, 64, 32768),
+        RaggedSize(14, 2, 64, 64, 4096),
+    ),
     verification=(VerificationSize(32, 8, 128, 1, 131072, 8, (0, 8)),),
     linear_int4=tuple(LinearSize(*shape, _LINEAR_SPEEDUPS) for shape in _LINEAR_SHAPES),
     linear_int8=tuple(LinearSize(*shape, _INT8_SPEEDUPS) for shape in _LINEAR_SHAPES),
@@ -256,6 +282,7 @@ TINY = Sizes(
         AttentionSize(6, 2, 64, 1, 384, NARROW),
         AttentionSize(4, 2, 64, 8, 256, NARROW),
     ),
+    ragged=(RaggedSize(4, 2, 128, 2, 512), RaggedSize(6, 1, 64, 6, 1024)),
     # 12, 20, 32 and 64 query rows per KV head: one size per variant.
     verification=(
         *(VerificationSize(8, 2, 128, 1, 256, queries, (0, 4, 8)) for queries in (3, 5, 8, 16)),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ridgeplan.planner.measured_quality import SOLVED
 from ridgeplan.planner.plan import MAX_BATCH, MAX_TOKENS, Plan, PlanError, Workload, require
+from ridgeplan.planner.policies import evicted_to
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.presets import preset, preset_name
 from ridgeplan.planner.resolution import yarn_factor
@@ -93,7 +94,8 @@ class Question:
     def families_at(self, context: int) -> list[tuple[Plan, ...]]:
         """The same plans: plain decoding alone, then together those whose prompts are processed once for all.
 
-        These differ in budgets, and in policies of eviction with their default settings, of which one appends tokens.
+        These differ in what they keep of the prompts and in how they choose what they read, not in weights, drafts,
+        placement, and settings of an eviction, as evictions must not append different tokens.
         """
         plain, *others = self.plans_at(context)
         families: dict[object, tuple[Plan, ...]] = {}
@@ -120,8 +122,15 @@ class Question:
 
 def _family(plan: Plan) -> object:
     """What plans agree in whose prompts are processed together."""
-    evicts, settings = plan.eviction.active, tuple(sorted(plan.eviction.settings.items()))
-    return plan.weights, plan.kv, plan.speculation, plan.placement, evicts, settings, plan.attention.selection
+    return plan.weights, plan.speculation, plan.placement, tuple(sorted(plan.eviction.settings.items()))
+
+
+def cache_bytes(plan: Plan, shape: ModelShape, rows: int, element_bytes: int) -> float:
+    """At most what an engine holds of `rows` sequences: full precision, and as much again for what chooses of it."""
+    kept = evicted_to(plan, shape.layers) or (MAX_TOKENS,) * shape.layers
+    workload = plan.workload
+    tokens = sum(min(workload.final_context, one + workload.new_tokens) for one in kept)
+    return (1 + plan.attention.active) * rows * tokens * shape.kv_elements_per_token_per_layer * element_bytes
 
 
 def label(plan: Plan) -> str:

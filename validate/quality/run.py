@@ -10,17 +10,21 @@ import torch
 
 from ridgeplan.planner.measured_quality import QualityRow, target_values
 from ridgeplan.planner.plan import Plan
+from ridgeplan.roofline.strategy import UNLIMITED_BYTES
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.host_memory import available_bytes
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.validate.machine import cpu_model
 from ridgeplan.validate.progress import Progress, silent
-from ridgeplan.validate.quality.measure import Group, Inputs, Values
-from ridgeplan.validate.quality.question import Question, label
+from ridgeplan.validate.quality.measure import Group, Inputs, Values, parts
+from ridgeplan.validate.quality.question import Question, cache_bytes, label
 from ridgeplan.validate.ruler.task import Material
 from ridgeplan.validate.ruler.tasks import PromptMaker
+
+CACHES_SHARE = 0.7  # of the free memory; the rest is for weights and workspaces
 
 
 def measure_quality(
@@ -51,9 +55,9 @@ class _Run:
         self._rows = {row.cell: row for row in known}
         self._weights: dict[tuple[int, int | None, bool], DecoderWeights] = {}
         self._engines: dict[tuple[Plan, int], Engine] = {}
-        on_cuda = question.device != "cpu" and torch.cuda.is_available()
-        self._where = torch.cuda.get_device_name() if on_cuda else cpu_model()
-        self._dtype = "bfloat16" if on_cuda else "float32"  # what `load` chooses
+        self._on_cuda = question.device != "cpu" and torch.cuda.is_available()
+        self._where = torch.cuda.get_device_name() if self._on_cuda else cpu_model()
+        self._dtype = "bfloat16" if self._on_cuda else "float32"  # what `load` chooses
 
     def at(self, context: int) -> Iterator[list[QualityRow]]:
         """The rows of one context: plain decoding's first, as the others hold its figures."""
@@ -61,13 +65,21 @@ class _Run:
         (plain,) = families[0]
         inputs = Inputs(self._question, context, self._maker, lambda: self._engine(plain, self._question.rows))
         figures: Values = {}
-        for family in families:
+        for family in self._that_fit(families):
             for group in inputs.groups:
                 self._report(f"{context} tokens, {named(family)}: {group.name}", len(family), inputs)
                 yield from self._of_group(family, context, group, figures)
                 if family == (plain,):
                     figures.update(self._known(plain, context, group))
             self._close()
+
+    def _that_fit(self, families: Sequence[tuple[Plan, ...]]) -> Iterator[tuple[Plan, ...]]:
+        """The families, in as many parts as their engines need to be in memory at once."""
+        question, element_bytes = self._question, 2 if self._on_cuda else 4
+        for family in families:
+            largest = max(cache_bytes(plan, question.shape, question.rows, element_bytes) for plan in family)
+            together = max(1, int(CACHES_SHARE * _free_bytes(self._on_cuda) / largest))
+            yield from (tuple(part) for part in parts(family, together))
 
     def _of_group(
         self, family: Sequence[Plan], context: int, group: Group, plain: Values
@@ -138,6 +150,14 @@ class _Run:
         total = sum(len(question.plans_at(one)) for one in question.contexts) * len(inputs.groups)
         self._on_progress(what, self._done, total)
         self._done += plans
+
+
+def _free_bytes(on_cuda: bool) -> int:
+    """Memory that engines may take; without a limit on a host that does not tell."""
+    if on_cuda:
+        torch.cuda.empty_cache()  # of engines that are closed
+        return torch.cuda.mem_get_info()[0]
+    return available_bytes() or int(UNLIMITED_BYTES)
 
 
 def named(plans: Sequence[Plan]) -> str:

@@ -9,7 +9,7 @@ The target reads a full-precision cache; drafts read it too, or an INT4 shadow o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -130,22 +130,31 @@ def plan_of(plain: Plan) -> Plan:
 
 
 def study(
-    model: str, passage: Passage, drafts: Sequence[Draft], device: str | None = None, on_progress: Progress = silent
+    model: str,
+    passage: Passage,
+    drafts: Sequence[Draft],
+    device: str | None = None,
+    on_progress: Progress = silent,
+    known: Container[tuple[int, Draft]] = (),
 ) -> Iterator[DraftAcceptance]:
     """Acceptance of drafts of a model at each context of a passage: a safetensors folder, a GGUF file or a hub id.
 
-    device: as for `ridgeplan.runtime.load`. Raises what `load` raises, PlanError for lengths, and PromptError for a
-    text that is too short.
+    device: as for `ridgeplan.runtime.load`. known: contexts and drafts that are left out. Raises what `load` raises,
+    PlanError for lengths, and PromptError for a text that is too short.
     """
     weights = draft_weights = None
-    for plan in map(plan_of, passage.plans(named_shape(model))):
+    plans = [plan_of(plain) for plain in passage.plans(named_shape(model))]  # no length is refused after hours
+    for plan in plans:
         what = f"{plan.workload.context} tokens"
+        asked = [draft for draft in drafts if (plan.workload.context, draft) not in known]
+        if not asked:
+            continue
         on_progress(what, 0, 1)
         engine = load(plan, model, device=device, weights=weights)
         weights = engine.weights
         ids = prompt_tokens(engine.tokenizer, plan.workload.final_context, passage.text)
-        draft_weights = draft_weights or draft_weights_of(engine, drafts, passage.calibration)
-        yield from measure(engine, draft_weights, drafts, ids, partial(on_progress, what))
+        draft_weights = draft_weights or draft_weights_of(engine, asked, passage.calibration)
+        yield from measure(engine, draft_weights, asked, ids, partial(on_progress, what))
         engine.close()
 
 
@@ -220,7 +229,8 @@ def _round(
             _pass(engine, target, tokens, one.policy.target_metadata(ROUND))
     p = _pass(engine, target, tokens, engine.cache.target_metadata(ROUND))[:GAMMA]
     engine.cache.advance(torch.full_like(engine.cache.lengths[:1], ROUND))
-    return torch.stack([torch.minimum(p, q).sum(-1) for q in drafted])
+    overlaps = torch.stack([torch.minimum(p, q).sum(-1) for q in drafted])
+    return overlaps.clamp_max(1)  # sums of float32 probabilities may pass 1
 
 
 def _drafted(engine: Engine, weights: DecoderWeights | None, policy: DraftPolicy, tokens: Tensor) -> Tensor:

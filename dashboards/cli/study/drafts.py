@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -15,10 +15,6 @@ from ridgeplan.dashboards.cli.options import TOKENS, OutputFile, as_json, calibr
 from ridgeplan.dashboards.cli.output import print_table, progress, warnings_as_notes, write_atomically
 from ridgeplan.dashboards.cli.study.deliver import delivered
 
-if TYPE_CHECKING:
-    from ridgeplan.validate.studies.drafts import DraftAcceptance
-
-SCHEMA = 1
 POLICIES = (
     "streamingllm", "snapkv", "specextend", "specattn", "specattn-heads", "specattn-logits", "specattn-all",
     "hindsight", "quest", "progressive", "oracle",
@@ -32,6 +28,7 @@ FORMATS = ("bf16", "kv4", "w4kv4")
         "ridgeplan study drafts --text book.txt --ctx 4k",
         "ridgeplan study drafts --text book.txt --policies quest progressive --ratios 0.03 0.1",
         "ridgeplan study drafts --text book.txt --html drafts.html",
+        "ridgeplan study drafts --text book.txt --ctx 4k 8k --output drafts.json --resume",
     ),
 )
 @options(
@@ -47,14 +44,15 @@ FORMATS = ("bf16", "kv4", "w4kv4")
     click.option("--tokens", type=int, default=256, show_default=True, help="Tokens after the context to measure on."),
     calibration_file,
     yarn,
-    click.option("--output", type=OutputFile(), help="Write the JSON to this file."),
+    click.option("--output", type=OutputFile(), help="Write the JSON to this file, after every context."),
+    click.option("--resume", is_flag=True, help="Keep the rows of the output's file, and measure what it lacks."),
     click.option("--html", type=OutputFile(), help="Write tables and plots to this file, which loads nothing."),
     as_json,
 )  # fmt: skip
 def drafts(
     model: str | None, text: str, ctx: tuple[int, ...], ratios: tuple[float, ...], policies: tuple[str, ...],
-    formats: tuple[str, ...], tokens: int, calibration: str | None, yarn: bool, output: Path | None, html: Path | None,
-    as_json: bool,
+    formats: tuple[str, ...], tokens: int, calibration: str | None, yarn: bool, output: Path | None, resume: bool,
+    html: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Acceptance of drafts that read a share of the tokens, teacher-forced on a text at temperature 1.
 
@@ -63,42 +61,31 @@ def drafts(
     """
     # Importing torch takes seconds.
     from ridgeplan.validate.acceptance import Passage, named_shape
+    from ridgeplan.validate.machine import device_here
     from ridgeplan.validate.prompts import read_prompt
     from ridgeplan.validate.studies.drafts import drafts_of, study
+    from ridgeplan.validate.studies.saved_drafts import SavedStudy
 
+    if resume and output is None:
+        raise click.UsageError("--resume was given without --output; allowed: with the file to resume")
     asked, content = drafts_of(policies, ratios, formats), read_prompt(text)
     with warnings_as_notes(), progress() as bars:
         source, bar = embedded_or(model), bars.add_task("loading")
         passage = Passage(content, Path(text).stem, ctx, tokens, calibration_tokens(source, calibration), yarn)
+        fitted_to = Path(calibration).stem if calibration else ""
+        saved = SavedStudy(named_shape(source).name, tokens, fitted_to, device=device_here(), text=passage.name)
+        if resume and output is not None and output.exists():
+            saved = saved.resumed(output)
 
         def show(what: str, done: int, total: int) -> None:
             bars.update(bar, description=what, completed=done, total=total)
 
-        found = list(study(source, passage, asked, on_progress=show))
-        name = named_shape(source).name
-    document = {
-        "schema": SCHEMA,
-        "model": name,
-        "text": passage.name,
-        "tokens": tokens,
-        "rows": [_row(one) for one in found],
-    }
-    if not delivered(document, output, html, as_json, _write_page):
-        _print(document)
-
-
-def _row(found: DraftAcceptance) -> dict[str, Any]:
-    draft = found.draft
-    return {
-        "context": found.context,
-        "policy": draft.policy,
-        "ratio": draft.ratio,
-        "format": draft.format,
-        "rounds": found.rounds,
-        "mean": found.mean,
-        "tokens_per_round": found.tokens_per_round,
-        "by_position": list(found.by_position),
-    }
+        for found in study(source, passage, asked, on_progress=show, known=saved.known):
+            saved = saved.with_row(found)
+            if output is not None:
+                delivered(saved.document, output, None, False, _write_page)
+    if not delivered(saved.document, output, html, as_json, _write_page):
+        _print(saved.document)
 
 
 def _write_page(document: Mapping[str, Any], path: Path) -> None:
@@ -116,7 +103,7 @@ def _print(document: Mapping[str, Any]) -> None:
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], Iterator[Sequence[str]]]:
     """Columns and lines of a table: a line for each policy and ratio, a column for each format."""
-    formats = list(dict.fromkeys(row["format"] for row in rows))
+    formats = [one for one in FORMATS if any(row["format"] == one for row in rows)]
     means = {(row["policy"], row["ratio"], row["format"]): f"{row['mean']:.3f}" for row in rows}
     cases = dict.fromkeys((row["policy"], row["ratio"]) for row in rows)
     lines = ((policy, f"{ratio:g}", *(means.get((policy, ratio, one), "") for one in formats), "")

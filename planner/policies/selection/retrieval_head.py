@@ -12,11 +12,18 @@ from ridgeplan.planner.policies.policy import KV_BUDGET, Role, SelectionCost, To
 def cost(selection: RetrievalHead) -> SelectionCost:
     """The head's own keys, as many as one layer's, are scanned once for all layers.
 
-    A score a token and KV head is ranked; one set for all heads has their mean.
+    A score a token and KV head is ranked, of every layer if these choose for themselves; one set for all heads has
+    their mean.
     """
-    shared = selection.level == "batch"
     return SelectionCost(
-        scored_keys=1, scores_one_layer=True, held_keys=1, score_rows=1, run_tokens=1, shared_by_heads=shared
+        scored_keys=1,
+        scores_one_layer=True,
+        sets_by_layer=selection.by_layer,
+        held_keys=1,
+        score_rows=1,
+        run_tokens=1,
+        shared_by_heads=selection.level == "batch",
+        projects=True,
     )
 
 

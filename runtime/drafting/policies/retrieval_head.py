@@ -13,7 +13,7 @@ from ridgeplan.runtime.drafting.policies.sparse import SparsePolicy, TokenIndex
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.metadata import AttentionMetadata
-from ridgeplan.runtime.retrieval.head import Head, Rotary, head_scores
+from ridgeplan.runtime.retrieval.head import Head, Rotary, head_logits, head_scores
 
 ALIGNED_SLOTS = 64  # an odd number of columns of scores keeps cuBLAS from its fast products: 2.4 ms instead of 0.3
 NO_HEAD = "the plan chooses tokens by a retrieval head and none was given; `ridgeplan distill` trains one"
@@ -80,9 +80,10 @@ class RetrievalHead(SparsePolicy):
         return self._chosen[0 if self.alike else layer]
 
     def _scores(self, ahead: int) -> Tensor:
-        """Of all tokens up to the query's own, float32 [rows, 1 or kv_heads * layers, slots]."""
+        """Of all tokens up to the query's own, float32 [rows, 1 or kv_heads * layers, slots]; later ones have any."""
         rows, cache = self.cache.rows, self.cache
-        visible = cache.lengths[:rows] + ahead + 1
-        sets = cache.kv_heads * self.head.config.layers
-        scores = head_scores(self._queries[:, self._query], self.keys[:rows], visible, sets)
+        queries, keys, sets = self._queries[:, self._query], self.keys[:rows], cache.kv_heads * self.head.config.layers
+        if sets == self.head.config.q_heads and self.selection.level == "head":
+            return head_logits(queries, keys)
+        scores = head_scores(queries, keys, cache.lengths[:rows] + ahead + 1, sets)
         return scores.mean(1, keepdim=True) if self.selection.level == "batch" else scores

@@ -129,11 +129,11 @@ class HostKVStore:
             table.forget()
         return take_slots(table, index, count)
 
-    def gather(self, layer: int, loads: SlotLoads, page: int) -> None:
-        """Loads what a layer's slots lack."""
+    def gather(self, layer: int, loads: SlotLoads, page: int, beside: bool = False) -> None:
+        """Loads what a layer's slots lack. beside: while other layers are computed."""
         rows, (keys, values) = len(loads.count), self.on_host[layer]
         slots = self.keys[layer, :rows], self.values[layer, :rows]
-        gather_into_slots((keys[:rows], values[:rows]), slots, loads, page)
+        gather_into_slots((keys[:rows], values[:rows]), slots, loads, page, beside=beside)
 
     def loads(self) -> tuple[int, int]:
         """Units that steps have chosen, and those that had to be loaded, of all layers and KV heads."""

@@ -48,7 +48,7 @@ class Teacher:
         parts, found = Parts(len(hidden), len(hidden)), []
         for layer, window in zip(self.weights.layers, self.decoder.config.windows, strict=True):
             project_layer(self.decoder, layer, hidden, buffers, parts)
-            found.append(softened_attention(buffers.queries[queries], buffers.keys[0], queries))
+            found.append(softened_attention(buffers.queries[queries], buffers.keys, queries))
             attend_layer(buffers, parts, window)
             finish_layer(self.decoder, layer, hidden, buffers, parts)
         return self.decoder.norm(hidden, None, self.weights.norm)[1], torch.stack(found, dim=1)

@@ -78,7 +78,8 @@ def test_options_that_exclude_each_other(refuses: Any, options: tuple[str, ...],
 
 
 def test_a_table_tells_adaptive_gammas_from_others() -> None:
-    figures = {"tpot_ms": 6.0, "tokens_per_round": 2.5, "acceptance": 0.75, "ttft_ms": 500.0, "peak_memory_bytes": None}
+    figures = {"tpot_ms": 6.0, "tokens_per_round": 2.5, "acceptance": 0.75, "ttft_ms": 500.0, "peak_memory_bytes": None,
+               "generated": 8}  # fmt: skip
     names = ("tpot", "tpot at the measured acceptance", "tokens per round", "acceptance", "prefill", "peak memory")
     compared = [{"name": name, "predicted": 1.0, "measured": None} for name in names]
     compared.append({"name": "speed-up over plain decoding", "predicted": 2.0, "measured": 1.5})

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from ridgeplan.dashboards.cli.bench_decode import SUITE_WORKLOADS, plan_text, row_texts
+from ridgeplan.planner import Workload
+from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.validate.decode_bench.report import DecodeCase
@@ -99,7 +101,24 @@ def test_cases_replace_the_grid(invoke: Any, profile_path: Path, monkeypatch: py
     expected = [("autoregressive", 4096, 1, None, False, 0), ("int8", 4096, 1, None, False, 0)]
     expected += [("autoregressive", 32768, 8, None, False, 0), ("quantspec", 32768, 8, 3, False, 0)]
     expected += [("dapq-quantspec", 32768, 8, 2, False, 0.25), ("quantspec", 32768, 8, 6, True, 0)]
-    assert [astuple(case) for case in seen] == expected
+    assert [astuple(case)[:-1] for case in seen] == expected
+
+
+def test_a_plan_file_is_a_case_with_its_own_figures(
+    invoke: Any, profile_path: Path, tmp_path: Path, h200_profile: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = preset("dapq-quantspec", Workload("meta-llama/Llama-3.1-8B", "h200", 4096, batch=2))
+    plan = replace(plan, speculation=replace(plan.speculation, gamma=5))
+    file = tmp_path / "plan.json"
+    file.write_text(plan.to_json(), encoding="utf-8")
+    seen: list[Any] = []
+    monkeypatch.setattr("ridgeplan.dashboards.cli.bench_decode.report", lambda cases, **rest: seen.extend(cases))
+    assert invoke("bench", "suite", "--model-shape", "any", "--plan", file).exit_code == 0
+    assert seen == [DecodeCase("autoregressive", 4096, 2), DecodeCase("dapq-quantspec", 4096, 2, given=plan)]
+    model: Any = SimpleNamespace(shape=load_shape("Llama-3.1-8B"))
+    run = seen[1].plan(model, h200_profile, 64)
+    assert run == replace(plan, workload=run.workload)
+    assert (run.workload.new_tokens, run.workload.hardware) == (64, h200_profile.hardware.name)
 
 
 def test_a_case_may_keep_a_share_of_the_prompt(h200_profile: Any) -> None:
@@ -143,15 +162,16 @@ def test_a_case_shows_each_figure_beside_its_prediction() -> None:
     names = {"tpot": 4.0, "tpot at the measured acceptance": 5.0, "tokens per round": 3.0, "acceptance": 0.8}
     predicted = names | {"prefill": 250.0, "peak memory": 7e9}
     faster = {"name": "speed-up over plain decoding", "predicted": 2.0, "measured": 1.5}
-    measured = {"tpot_ms": 6.0, "tokens_per_round": 2.5, "acceptance": 0.75, "ttft_ms": 500.0}
+    measured = {"tpot_ms": 6.0, "tokens_per_round": 2.5, "acceptance": 0.75, "ttft_ms": 500.0, "generated": 500}
     row = {
         "preset": "quantspec", "context": 64, "batch": 2, "gamma": 3, "over_vllm": 1.2,
         "measured": measured | {"peak_memory_bytes": 8e9},
         "comparison": [{"name": name, "predicted": value} | {"measured": None} for name, value in predicted.items()],
     }  # fmt: skip
     row["comparison"].append(faster)
-    cells = ("64x2", "6.00 (5.00)", "1.50x", "1.20x", "2.50 (3.00)", "0.750 (0.800)", "0.50 (0.25)", "8.0 (7.0)")
-    assert row_texts(row) == (*cells, "quantspec, gamma 3")
+    cells = ("64x2", "6.00 (5.00)", "1.50x", "1.20x", "2.50 (3.00)", "0.750 (0.800)", "0.50 (0.25)")
+    # Two sequences of 250 tokens: 0.5 + 1.5 seconds, predicted 0.25 + 1.25.
+    assert row_texts(row) == (*cells, "250 (333)", "8.0 (7.0)", "quantspec, gamma 3")
     plain = row | {"preset": "autoregressive", "gamma": 0, "over_vllm": None}
     assert row_texts(plain)[1:6] == ("6.00 (4.00)", "1.50x", "", "", "")
 

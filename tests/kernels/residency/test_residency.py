@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.residency.gather import gather_cost, gather_into_slots
+from ridgeplan.kernels.residency.gather_triton import Launch
 from ridgeplan.kernels.residency.leading_copy import copy_leading, copy_leading_cost
 from ridgeplan.kernels.residency.slot_table import SlotTable
 from ridgeplan.kernels.residency.slots import take_slots, take_slots_cost
@@ -139,15 +140,14 @@ def test_programs_share_the_loads_of_all_rows_and_heads(
     programs: int, at_once: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As few or as many as there are; each takes several sets in turn, or a part of one."""
-    monkeypatch.setattr("ridgeplan.kernels.residency.gather_triton.PROGRAMS", programs)
-    monkeypatch.setattr("ridgeplan.kernels.residency.gather_triton.ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr("ridgeplan.kernels.residency.gather_triton.BESIDE", Launch(programs, at_once))
     source = tuple(torch.randn(3, 2, 200, 16, device=device) for _ in "kv")
     out = tuple(torch.zeros(3, 2, 100, 16, device=device) for _ in "kv")
     table = SlotTable.allocate(3, 2, 200, 100, torch.device(device))
     index = torch.stack([torch.randperm(200)[:100] for _ in range(6)]).view(3, 2, 100).int().to(device)
     count = torch.tensor([[100, 40], [0, 7], [99, 100]], dtype=torch.int32, device=device)
     loads = take_slots(table, index, count)
-    gather_into_slots(source, out, loads, backend="triton")
+    gather_into_slots(source, out, loads, beside=True, backend="triton")
     for row, head in product(range(3), range(2)):
         chosen = slice(int(count[row, head]))
         for held, slots in zip(source, out, strict=True):

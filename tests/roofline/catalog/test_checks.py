@@ -12,6 +12,7 @@ from ridgeplan.roofline.catalog.checks import (
     build,
     flag,
     number,
+    numbers,
     one_of,
     part,
     parts_by_name,
@@ -55,6 +56,7 @@ class Outer(Checked):
     notes: dict[str, str] = texts_by_name(dict)
     tags: tuple[str, ...] = texts()
     rows: tuple[dict[str, Any], ...] = tables()
+    shares: tuple[float, ...] = numbers(0, 1, default=())
 
 
 GOOD: dict[str, Any] = {"inner": {"width": 3}, "parts": {"left": {"width": 100, "depth": 2}}}
@@ -65,7 +67,8 @@ def test_parts_are_built_and_values_get_the_declared_types() -> None:
     assert OUTER.inner == Inner(3)
     assert OUTER.parts == {"left": Inner(100, 2.0)}
     assert type(OUTER.parts["left"].depth) is float
-    given = build(Outer, {**GOOD, "colour": "blue", "tags": ["a"], "rows": [{"x": 1, "y": "z"}]})
+    given = build(Outer, {**GOOD, "colour": "blue", "tags": ["a"], "rows": [{"x": 1, "y": "z"}], "shares": [0, 1]})
+    assert given.shares == (0.0, 1.0)
     assert (given.colour, given.tags, given.rows) == (Colour.BLUE, ("a",), ({"x": 1, "y": "z"},))
 
 
@@ -122,6 +125,8 @@ def test_values_at_the_ends_of_a_range_pass(field: str, values: tuple[Any, ...])
         ("notes.x", (3, "", None), "a text of 1 to 4096 characters"),
         ("tags", (3, "ab", None, {}), "a list"),
         ("rows[0].x", ([], {}, None, float("nan")), "a text or a finite number"),
+        ("shares", (0.5, "x", None), "a list"),
+        ("shares[1]", (1.01, -0.01, float("nan"), True, "1", None), "a number from 0 to 1"),
     ],
 )
 def test_wrong_values_are_named_with_their_place_and_what_is_allowed(
@@ -136,6 +141,8 @@ def test_wrong_values_are_named_with_their_place_and_what_is_allowed(
 def edited(field: str, value: Any) -> dict[str, Any]:
     if field == "rows[0].x":
         return {**GOOD, "rows": [{"x": value}]}
+    if field == "shares[1]":
+        return {**GOOD, "shares": [0.5, value]}
     name, _, inner = field.partition(".")
     return {**GOOD, name: {**GOOD.get(name, {}), inner: value} if inner else value}
 

@@ -88,11 +88,14 @@ def test_the_same_tokens_as_without_a_limit(kv, name, gamma, load, plan_of, expe
 @pytest.mark.parametrize("gamma", [0, 3])
 def test_a_head_that_chooses_by_layer_has_each_layer_load_its_own(gamma, model, head_file, plan_of, prompts):
     path, plan = head_file(model, LAYERS), plan_of("bf16", "retrieval-head", gamma, layers=2)
-    found, whole = (
-        runtime.load(one, model.folder, device="cpu", retrieval_head=path).generate(prompts(*LENGTHS), NEW)
+    offloaded, roomy = (
+        runtime.load(one, model.folder, device="cpu", retrieval_head=path)
         for one in (plan, replace(plan, placement=replace(plan.placement, memory_bytes=0)))
     )
+    found, whole = (engine.generate(prompts(*LENGTHS), NEW) for engine in (offloaded, roomy))
     assert found.tokens == whole.tokens
+    assert not plan.attention.selection.by_layer
+    assert offloaded.plan.attention.selection.by_layer  # what runs is what is priced
     assert 0 < found.statistics.loads < found.statistics.wanted_loads
 
 

@@ -55,9 +55,12 @@ def test_a_budget_of_the_whole_prompt_changes_no_bit(policy, kv, tiny_model, mak
                 assert torch.equal(ours[row, :, :count], theirs[row, :, :count])
 
 
-@pytest.mark.parametrize("length", [33, 128])
-def test_pseudo_tokens_leave_no_trace(length, tiny_model, make_plan, prompts):
-    """The prompt's logits, keys and values are bit for bit those of a prefill without pseudo tokens."""
+@pytest.mark.parametrize("length", [33, 101, 120, 128])
+def test_pseudo_tokens_leave_no_trace(length, tiny_model, make_plan, prompts, padded_prompts):
+    """The prompt's logits, keys and values are bit for bit those of a prefill without pseudo tokens.
+
+    Also where those stand in the padding of the prompt, or reach beyond it.
+    """
     folder, prompt = tiny_model().folder, torch.tensor(prompts(length)[0])
     plain = runtime.load(make_plan(), folder)
     evicting = runtime.load(make_plan(evict="dapq", budget=20, settings=PSEUDO), folder)

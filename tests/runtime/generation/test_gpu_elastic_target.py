@@ -50,3 +50,21 @@ def test_the_same_tokens_as_without_a_limit(
         next(steps)
     steps.close()
     assert offloaded.generate(ids, 90).tokens == found.tokens
+
+
+@pytest.mark.parametrize(("kv", "name"), [("bf16", None), ("int8", None), *CASES, ("bf16", "clusterkv")])
+def test_forced_logits_of_a_graph_are_those_of_the_references(kv, name, model, make_plan, head_file, prompts):
+    """Through flushes, twice, and with a generation between."""
+    target = {"target": name, "target_budget": BUDGET, "target_options": {"sinks": 2}} if name else {}
+    plan = make_plan(kv, context=512, batch=3, **target)
+    head = head_file(model) if name == "retrieval-head" else None
+    ids = prompts(128, 70, 37)
+    after = [[(7 * row + 3 * step) % 60 for step in range(80)] for row in range(3)]
+    reference, graphed = (
+        runtime.load(plan, model.folder, device=device, dtype=torch.float32, retrieval_head=head)
+        for device in ("cpu", "cuda")
+    )
+    expected = reference.forced_logits_batch(ids, after)
+    for _ in range(2):
+        assert torch.allclose(graphed.forced_logits_batch(ids, after).cpu(), expected, rtol=1e-3, atol=2e-3)
+        assert graphed.generate(ids, 40).tokens == reference.generate(ids, 40).tokens

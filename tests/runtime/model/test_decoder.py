@@ -5,7 +5,7 @@ import torch
 
 from ridgeplan import runtime
 from ridgeplan.kernels.attention import decode_attention
-from ridgeplan.runtime.model.prefill import prefill
+from ridgeplan.runtime.model.prefill import causal_attention, prefill
 
 TOLERANCE = 1e-3
 MODELS = {
@@ -89,6 +89,32 @@ def test_prefill_chunks_change_nothing(name, chunk_tokens, tiny_model, make_plan
     engine = runtime.load(make_plan(), model.folder)
     actual = logits_of(engine, tokens, 70, chunk_tokens)
     assert (actual - reference_logits(model.reference, tokens, 70)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+@pytest.mark.parametrize("length", [64, 70])
+def test_padding_changes_nothing(name, length, tiny_model, make_plan, prompts, padded_prompts, poisoned_empty):
+    """Prompts of 64 and 96 tokens attend, the latter with 26 of padding."""
+    family, changes = MODELS[name]
+    model = tiny_model(family, **changes)
+    [tokens] = prompts(length + 4)
+    actual = logits_of(runtime.load(make_plan(), model.folder), tokens, length)
+    assert (actual - reference_logits(model.reference, tokens, length)).abs().max() < TOLERANCE
+
+
+def test_prompts_of_many_lengths_attend_as_one(tiny_model, make_plan, prompts, padded_prompts, monkeypatch):
+    """cuDNN plans for sizes and strides: those of 65 to 96 tokens are the same."""
+    engine, seen = runtime.load(make_plan(), tiny_model("llama").folder), set()
+
+    def attended(q, keys, values, window):
+        seen.update((tensor.shape, tensor.stride()) for tensor in (q, keys, values))
+        return causal_attention(q, keys, values, window)
+
+    monkeypatch.setattr("ridgeplan.runtime.model.prefill.causal_attention", attended)
+    for length in (65, 80, 96):
+        logits_of(engine, prompts(length)[0], length)
+    # 4 query heads of 32 channels, token after token; 2 KV heads, each with all its tokens together.
+    assert seen == {((4, 96, 32), (32, 128, 1)), ((2, 96, 32), (96 * 32, 32, 1))}
 
 
 def test_a_window_never_begins_before_the_text(tiny_model, make_plan, prompts, monkeypatch):

@@ -38,5 +38,13 @@ def test_heads_may_attend_one_after_another(qkv, attended, window, monkeypatch):
     monkeypatch.setattr("ridgeplan.runtime.model.prefill.PREFILL_ATTENDED_TOKENS", attended)
     q, keys, values = qkv
     queries = q.transpose(0, 1).clone()
-    attend_in_place(queries, keys, values, window)
+    attend_in_place(queries, keys, values, window, TOKENS)
     torch.testing.assert_close(queries.transpose(0, 1), attention_of(*qkv, window or TOKENS))
+
+
+def test_what_stands_behind_the_prompt_keeps_its_queries(qkv):
+    q, keys, values = qkv
+    queries = q.transpose(0, 1).clone()
+    attend_in_place(queries, keys, values, None, 47)
+    torch.testing.assert_close(queries[:47].transpose(0, 1), attention_of(*qkv, TOKENS)[:, :47])
+    assert torch.equal(queries[47:].transpose(0, 1), q[:, 47:])

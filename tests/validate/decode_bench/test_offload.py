@@ -1,6 +1,7 @@
 """The benchmark of offloading runs on a CPU at small sizes; its plans are executable."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,14 @@ from ridgeplan.planner.plan import KVFormat
 from ridgeplan.planner.prediction import predict
 from ridgeplan.planner.resolution import resolve
 from ridgeplan.planner.support import missing_execution
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.validate.calibration.link import LinkTimes, measured_link, random_loads, streaming_seconds
 from ridgeplan.validate.decode_bench import offload
+from ridgeplan.validate.decode_bench.lossless import RealText
 from ridgeplan.validate.decode_bench.offload import OffloadBench, limited_plans, selecting_plans
 from ridgeplan.validate.decode_bench.results_file import ResultsFile
 from ridgeplan.validate.random_decoder import llama_like_shape
@@ -115,3 +119,21 @@ def test_a_crossing_is_counted_in_steps(h200_profile):
     found = bench.crossing(context=512, new_tokens=768)
     assert found["moved"] == len(found["crossings"]) > 0
     assert found["median_step_ms"] > 0
+
+
+def test_a_small_model_generates_the_same_with_half_of_its_layers_on_the_host(tiny_folder, tmp_path):
+    import transformers
+
+    folder = str(shutil.copytree(tiny_folder, tmp_path / "model"))
+    config = transformers.LlamaConfig.from_pretrained(folder, num_hidden_layers=6)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    shape = load_shape(folder)
+    device = Device(memory_bytes=10**12, element_bytes=4, num_sms=torch.get_num_threads(), asynchronous=0)
+    text = "The quick brown fox jumps over the lazy dog. " * 200
+    real = RealText(folder, shape, text, device, context=700, batch=2, new_tokens=20)
+    for name, make in real.rows().items():
+        found = make()
+        assert found["equal"], name
+        assert found["agreeing_tokens"] == [20, 20]
+        least = 1 if "one by one" in name else shape.layers // 2  # later ones leave as rows grow
+        assert found["limited"]["layers_on_host"] >= least > found["unlimited"]["layers_on_host"] == 0, name

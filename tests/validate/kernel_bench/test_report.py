@@ -72,7 +72,11 @@ def test_cases_run_and_agree_with_their_references(bench: Bench, name: str) -> N
 
 LINEAR = {f"{kind}_{weights}" for kind in ("linear", "gated") for weights in ("int4", "int8", "dense")}
 SPARSE = {"two_bit", "page_scores", "top_k", "sparse_attention", "progressive", "scores"}
-ROTATED = LINEAR | SPARSE | {"attention", "verification", "quantize", "flush", "rejection_sample", "draw", "take_slots"}
+ROTATED = (
+    LINEAR
+    | SPARSE
+    | {"attention", "ragged", "verification", "quantize", "flush", "rejection_sample", "draw", "take_slots"}
+)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -82,6 +86,21 @@ def test_weights_caches_and_logits_rotate_and_a_few_rows_of_activations_do_not(c
         assert (one.variants > 1) == (name in ROTATED and not fills_caches), one.shape
         for call in (one.call, *usable(one.peers).values()):
             call(one.variants - 1)
+
+
+def test_ragged_rows_read_what_rows_of_equal_lengths_do(bench: Bench) -> None:
+    """6 rows of 2 to 14 groups of 128 tokens beside 6 of 8 groups, the buffers of codes apart."""
+    size = TINY.ragged[1]
+    assert [length // 128 for length in size.lengths] == [6, 4, 2, 10, 12, 14]
+    for found in kernel_attention.ragged_cases(bench, [size]):
+        equal = found.peers[found.over]
+        assert found.cost == equal.cost(torch.get_num_threads())
+        _, end, groups = found.call.visible
+        if groups is None:
+            assert end.tolist() == list(size.lengths)
+        else:
+            assert groups.tolist() == [6, 4, 2, 10, 12, 14]
+            assert set(end.tolist()) == {kernel_attention.BUFFER_SLOTS}
 
 
 @pytest.mark.parametrize("rows", [1, 64, 512])
@@ -122,6 +141,7 @@ def scaled(kernel: Callable[..., Any]) -> Callable[..., Any]:
     ("name", "module", "function"),
     [
         ("attention", kernel_attention, "decode_attention"),
+        ("ragged", kernel_attention, "decode_attention"),
         ("verification", kernel_attention, "decode_attention"),
         ("linear_int4", kernel_linear, "linear_quantized"),
         ("linear_int8", kernel_linear, "linear_quantized"),

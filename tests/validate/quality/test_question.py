@@ -1,12 +1,14 @@
 """Questions: plans by name and budget, workloads, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 
-from ridgeplan.planner.plan import Plan, PlanError, Workload
+from ridgeplan.planner.plan import Eviction, Plan, PlanError, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.runtime import UnsupportedPlan
-from ridgeplan.validate.quality.question import Question, label, named_plan, of_file, with_budgets
+from ridgeplan.validate.quality.question import Question, cache_bytes, label, named_plan, of_file, with_budgets
 from ridgeplan.validate.ruler.tasks import TASKS
 
 WORKLOAD = Workload("m", "this machine", 4000)
@@ -78,12 +80,27 @@ def test_yarn_reaches_beyond_the_limit(tiny_folder):
     assert question(tiny_folder, yarn=True).workload(20000).yarn_factor == 1.5
 
 
-def test_plans_that_evict_share_their_prompts_and_others_with_other_budgets_alone(tiny_folder):
-    makers = with_budgets(["dapq", "int8", "snapkv", "quest"], [64, 128])
+def test_plans_share_prompts_unless_weights_or_settings_of_an_eviction_differ(tiny_folder):
+    def own_prefix(workload):
+        return replace(preset("dapq", workload), eviction=Eviction("dapq", 64, settings={"prefix": 2}))
+
+    makers = [*with_budgets(["dapq", "int8", "int8-weights", "quest"], [64, 128]), own_prefix]
     families = question(tiny_folder, *makers, tokens=16).families_at(512)
     assert [[label(plan) for plan in family] for family in families] == [
-        ["autoregressive"], ["dapq 64", "dapq 128", "snapkv 64", "snapkv 128"], ["int8"], ["quest 64", "quest 128"],
+        ["autoregressive"], ["dapq 64", "dapq 128", "int8", "quest 64", "quest 128"], ["int8-weights"], ["dapq 64"],
     ]  # fmt: skip
+
+
+def test_the_memory_of_engines_is_counted_by_hand(tiny_folder):
+    """tiny: 2 layers of 2 KV heads of 16; a context of 512 with 129 tokens at its end."""
+    plain, dapq, quest = (
+        next(with_budgets([name], [64]))(question(tiny_folder).workload(512)) for name in ("int8", "dapq", "quest")
+    )
+    shape = load_shape(str(tiny_folder))
+    token_bytes = 4 * shape.layers * 2 * shape.kv_heads * shape.head_dim
+    assert cache_bytes(plain, shape, 3, 4) == 3 * 512 * token_bytes
+    assert cache_bytes(dapq, shape, 3, 4) == 3 * (64 + 129) * token_bytes
+    assert cache_bytes(quest, shape, 3, 4) == 2 * 3 * 512 * token_bytes
 
 
 def test_only_tasks_that_plain_decoding_does_not_solve_are_left_out(tiny_folder):

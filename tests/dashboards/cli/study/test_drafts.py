@@ -40,3 +40,51 @@ def test_wrong_names_are_refused_before_anything_is_loaded(refuses: Any, text: P
     message = refuses("study", "drafts", "--text", text, "--policies", "best")
     assert "'best' is none of: streamingllm" in message
     assert "--text" in refuses("study", "drafts")
+
+
+@pytest.fixture
+def study(invoke: Any, tiny_folder: Path, text: Path, tmp_path: Path) -> Any:
+    def run(*options: object) -> dict[str, Any]:
+        output = tmp_path / "study.json"
+        ran = invoke("study", "drafts", "--model", tiny_folder, "--text", text, "--ctx", 270, "--tokens", 16,
+                     "--ratios", 0.5, "--formats", "bf16", "--output", output, *options)  # fmt: skip
+        assert ran.exit_code == 0, ran.output
+        return json.loads(output.read_text())
+
+    return run
+
+
+def test_a_resumed_study_keeps_its_rows_and_measures_what_they_lack(study: Any, tmp_path: Path) -> None:
+    first = study("--policies", "specattn")
+    (row,) = first["rows"]
+    changed = {**row, "mean": 0.125}  # shows that it is kept, not measured again
+    (tmp_path / "study.json").write_text(json.dumps({**first, "rows": [changed]}))
+    both = study("--policies", "specattn", "quest", "--resume")
+    assert both["rows"][0] == changed
+    assert [one["policy"] for one in both["rows"]] == ["specattn", "quest"]
+    assert [one["policy"] for one in study("--policies", "quest")["rows"]] == ["quest"]  # without --resume, anew
+
+
+def test_each_context_is_saved_before_the_next_one_is_measured(
+    refuses: Any, tiny_folder: Path, text: Path, tmp_path: Path
+) -> None:
+    """The text is shorter than the second context, which shows when its turn comes."""
+    output = tmp_path / "study.json"
+    message = refuses("study", "drafts", "--model", tiny_folder, "--text", text, "--ctx", 270, 3600, "--tokens", 16,
+                      "--ratios", 0.5, "--policies", "specattn", "--formats", "bf16", "--output", output)  # fmt: skip
+    assert "the text has 3180 tokens" in message
+    assert [row["context"] for row in json.loads(output.read_text())["rows"]] == [270]
+
+
+def test_a_study_of_other_conditions_is_not_resumed(
+    study: Any, refuses: Any, tiny_folder: Path, text: Path, tmp_path: Path
+) -> None:
+    study("--policies", "specattn")
+    output = tmp_path / "study.json"
+    again = ("study", "drafts", "--model", tiny_folder, "--text", text, "--ctx", 270, "--resume")
+    assert "its tokens is 16; allowed: 32" in refuses(*again, "--tokens", 32, "--output", output)
+    assert "--resume was given without --output" in refuses(*again, "--tokens", 16)
+    for damaged, problem in (("[]", "it is []"), ('{"schema": 1, "rows": [{"context": 0}]}', "context is 0")):
+        output.write_text(damaged)
+        assert problem in refuses(*again, "--tokens", 16, "--output", output)
+        assert output.read_text() == damaged
