@@ -93,6 +93,8 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         target_score_bytes=target_choosing.moved_score_bytes(shape.kv_heads) * target_choosing.choices_of(shape.layers),
         draft_choices=times,
         target_choices=target_times,
+        draft_ranked=choosing.ranked_scores(shape.kv_heads) * choosing.choices_of(shape.layers),
+        target_ranked=target_choosing.ranked_scores(shape.kv_heads) * target_choosing.choices_of(shape.layers),
         draft_projected_params=choosing.projected_params(shape),
         target_projected_params=target_choosing.projected_params(shape),
         target_alike=int(plan.attention.selection.ahead and target_choosing.chosen_once),

@@ -63,6 +63,7 @@ class EvictionPolicy(StrEnum):
     EXPECTED_ATTENTION = "expected-attention"
     DAPQ = "dapq"
     RANDOM = "random"
+    ORACLE = "oracle"
 
 
 class DraftCodes(StrEnum):

@@ -26,7 +26,7 @@ from ridgeplan.roofline.latency import (
     slower_rates,
 )
 from ridgeplan.roofline.passes import MANY_CHANNELS, Op, PassTerms, decode_pass
-from ridgeplan.roofline.sparsity.sparse_ops import SCORE_BYTES, TOP_K_PASSES, two_bit_top_k
+from ridgeplan.roofline.sparsity.sparse_ops import TOP_K_PASSES, two_bit_top_k
 from ridgeplan.roofline.speculation import flush_capped, tokens_per_round
 from ridgeplan.roofline.strategy import Strategy
 from ridgeplan.roofline.term_math import indicator, maximum, minimum, where
@@ -93,8 +93,9 @@ def round_at(
     score_count = strategy.batch * tokens
     projected = strategy.draft_projected_params, strategy.target_projected_params
     draft_projecting_s, projecting_s = (_scoring_seconds(machine, one * machine.element_bytes) for one in projected)
+    draft_ranked, round_bytes = score_count * strategy.draft_ranked, score_count * strategy.round_score_bytes
     draft_scoring_s = _scoring_seconds(machine, key_bytes * strategy.draft_scored_keys) + _choice_seconds(
-        machine, score_count * strategy.step_score_bytes, strategy.draft_choices
+        machine, score_count * strategy.step_score_bytes, draft_ranked, strategy.draft_choices
     )
     target_scoring_s = _target_choice_seconds(shape, machine, strategy, tokens, key_bytes)
     chosen = minimum(strategy.draft_ratio * tokens, strategy.offload_budget)
@@ -108,7 +109,7 @@ def round_at(
         draft_s=draft_s,
         verify_s=target_with_host_seconds(machine, shape, strategy, host, tokens, pass_s, strategy.gamma * draft_s),
         accept_s=rejection_sampling_seconds(shape, machine, strategy),
-        select_s=_choice_seconds(machine, score_count * strategy.round_score_bytes, shape.layers),
+        select_s=minimum(strategy.gamma, 1) * _choice_seconds(machine, round_bytes, draft_ranked, 1),
         flush_s=flush_seconds(shape, machine, strategy) * round_tokens(strategy) / strategy.kv_group,
         overhead_s=machine.round_s,
     )
@@ -268,10 +269,10 @@ def _target_choice_seconds(
     choice = two_bit_top_k(strategy.batch, *heads, tokens, strategy.kv_group, chosen)
     streamed_s = _scoring_seconds(machine, key_bytes * strategy.target_scored_keys)
     two_bit_s = strategy.target_choices * machine.seconds(choice, machine.rates["two_bit_scan"])
-    score_bytes = strategy.batch * tokens * strategy.target_score_bytes
-    ranked = score_bytes / (SCORE_BYTES * (1 + TOP_K_PASSES))
-    counting_s = TOP_K_PASSES * ranked / (machine.compute_flops * machine.rates["top_k"].compute_utilization)
-    ranked_s = _choice_seconds(machine, score_bytes, strategy.target_choices, counting_s)
+    score_bytes, ranked = (
+        strategy.batch * tokens * each for each in (strategy.target_score_bytes, strategy.target_ranked)
+    )
+    ranked_s = _choice_seconds(machine, score_bytes, ranked, strategy.target_choices)
     return where(strategy.target_two_bit, two_bit_s, streamed_s) + ranked_s
 
 
@@ -280,8 +281,9 @@ def _scoring_seconds(machine: Machine, read_bytes: Term) -> Term:
     return read_bytes / (machine.bandwidth_bytes_per_s * machine.rates["attention"].bandwidth_utilization)
 
 
-def _choice_seconds(machine: Machine, score_bytes: Term, choices: Term, counting_s: Term = 0) -> Term:
-    """`choices` launches of top-k, whose scores move `score_bytes` in all and take `counting_s`; 0 without any."""
+def _choice_seconds(machine: Machine, score_bytes: Term, ranked: Term, choices: Term) -> Term:
+    """`choices` launches of top-k, which rank `ranked` scores and move `score_bytes` in all; 0 where none move."""
     rates = machine.rates["top_k"]
     moved_s = score_bytes / (machine.bandwidth_bytes_per_s * rates.bandwidth_utilization)
-    return choices * minimum(score_bytes, 1) * rates.launch_s + maximum(moved_s, counting_s)
+    counted_s = TOP_K_PASSES * ranked / (machine.compute_flops * rates.compute_utilization)
+    return minimum(score_bytes, 1) * (choices * rates.launch_s + maximum(moved_s, counted_s))

@@ -77,8 +77,10 @@ class Strategy:
     target_alike: Term = 0  # all layers read what one choice has
     draft_projected_params: Term = 0  # of projections that drafts choose by, beside the model's
     target_projected_params: Term = 0
-    draft_choices: Term = 0  # top-k launches of a step
+    draft_choices: Term = 0  # top-k launches of a step; a choice once a round has one for all layers
     target_choices: Term = 0
+    draft_ranked: Term = 0  # scores that top-k ranks, per cached token and choice, summed over layers
+    target_ranked: Term = 0
     target_two_bit: Term = 0  # the target chooses by 2-bit keys, in kernels of their own
     slot_table_bytes: Term = 0  # of what says which tokens are in slots, per token on the host, layer and sequence
 

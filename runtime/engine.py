@@ -26,12 +26,12 @@ from ridgeplan.runtime.drafting.target_reads import TargetReads, observers
 from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
-from ridgeplan.runtime.kv.eviction import eviction_policy
+from ridgeplan.runtime.kv.eviction import eviction_policy, most_appended
 from ridgeplan.runtime.kv.offload.layer_mover import layer_mover
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.decoder import Decoder
-from ridgeplan.runtime.model.prefill import Destination, PromptObservers, prefill_all
+from ridgeplan.runtime.model.prefill import Destination, PromptObservers, plan_attention, prefill_all
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.runtime.quantization.calibrate import quantized_draft
@@ -114,6 +114,8 @@ class Engine:
         self._profile = profile
         self._graphs: dict[GraphKey, GraphRounds] = {}
         if device.type == "cuda":
+            with prompt_arena(plan, self.draft_weights, device) as arena:
+                plan_attention(self.decoder, weights, arena, plan.workload.context, most_appended(plan))
             torch.cuda.empty_cache()  # what loading took is no generation's memory
 
     @cached_property

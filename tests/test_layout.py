@@ -137,6 +137,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "runtime.kv.eviction": (
         {
             "kernels.layer", "planner.plan", "planner.policies", "planner.policies.eviction", "roofline.execution",
+            "runtime.errors",
         },
         RUNTIME,
     ),
@@ -251,8 +252,9 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "validate.ruler": ({"roofline.catalog"}, VALIDATE),
     "validate.quality": (
         {
-            "planner", "planner.policies.selection", "roofline.catalog", "runtime", "runtime.model", "validate.machine",
-            "validate.progress", "validate.prompts", "validate.ruler",
+            "planner", "planner.policies", "planner.policies.selection", "roofline.catalog", "runtime",
+            "runtime.kv.eviction", "runtime.model", "validate.machine", "validate.progress", "validate.prompts",
+            "validate.ruler",
         },
         VALIDATE,
     ),

@@ -88,7 +88,8 @@ def quality(
     plans: tuple[str, ...], model: str | None, text: str | None, ctx: tuple[int, ...], budgets: tuple[int, ...],
     tasks: tuple[str, ...], batch: int | None, output: Path | None, as_json: bool, **sizes: Any,
 ) -> None:  # fmt: skip
-    """Fidelity, perplexity, RULER scores, times and KV memory of each PLAN, a preset's name or a plan's file.
+    """Fidelity, perplexity, RULER scores, times and KV memory of each PLAN: a preset's name, `random`, `oracle` or a
+    plan's file.
 
     Every figure stands beside plain decoding's. What the output file has already is not measured again, so that an
     interrupted run goes on where it stopped. `recommend` and `estimate` show what was measured of a plan.

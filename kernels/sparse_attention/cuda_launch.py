@@ -145,9 +145,15 @@ class SparseKernel:
         return out
 
     def parts(self, rows: int, groups: int) -> int:
-        """CTAs of each of `rows` rows of up to `groups` groups."""
-        least = -(-groups // self.most_groups) if self.most_groups else 1
-        return parts_of(rows, self.num_sms, max(1, least))
+        """CTAs of each of `rows` rows of up to `groups` groups.
+
+        Where a CTA chooses among its own groups it has at least one for each warp: a share of k taken from few groups
+        differs much from the best k of the row.
+        """
+        if self.most_groups is None:
+            return parts_of(rows, self.num_sms)
+        least = max(1, -(-groups // self.most_groups))
+        return max(least, min(parts_of(rows, self.num_sms, least), -(-groups // WARPS)))
 
 
 def supported_variant(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV) -> SparseVariant | None:

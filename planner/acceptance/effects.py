@@ -17,6 +17,7 @@ import numpy as np
 
 from ridgeplan.planner.acceptance.drafts import SELECTIONS
 from ridgeplan.planner.acceptance.rows import core_name, variant_name
+from ridgeplan.planner.axes.draft_selection import draft_selection
 from ridgeplan.planner.policies import SELECTIONS as POLICIES
 
 Effect = tuple[str, ...]
@@ -48,6 +49,8 @@ COMMON = {
     "size": Prior(-0.2, 0.05, -1),
     "size, tokens": Prior(0.0, 0.15, -1),
     "context": Prior(0.1, 0.15, 1),  # a factor of 2 in tokens
+    # The same of selections that each draft's query makes anew: at a ratio, a longer context has more of what it needs.
+    "context, anew": Prior(0.0, 0.15),
     "position": Prior(0.0, 0.15, 1),  # a factor of 2 in positions
     "ratio": Prior(1.0, 0.3, 1),  # the power of ln(1/ratio)
     "tuning": Prior(0.0, 0.15),  # Instruct or Coder against the base model; no rows compare them
@@ -102,7 +105,7 @@ class Subject:
 
     def _slopes(self, difference: str, family: str, core: str, octave: float) -> Part:
         part: dict[Effect, Any] = {
-            ("context", family): octave,
+            _context_slope(difference): octave,
             ("position", _ageing(difference)): np.log2(self.position),
             **self._places(difference, core),
         }
@@ -112,7 +115,7 @@ class Subject:
             part[("quantizer", self.quantizer)] = 1.0
         if difference in SELECTIONS:
             part[("policy", difference)] = 1.0
-            part[("ratio",)] = log_ratio_factor(self.ratio)
+            part[("ratio", difference)] = log_ratio_factor(self.ratio)
         return {effect: value for effect, value in part.items() if _matters(value)}
 
     def _places(self, difference: str, core: str) -> Part:
@@ -159,6 +162,14 @@ def log_ratio_factor(ratio: Any) -> Any:
 def _matters(value: Any) -> bool:
     """Whether a number, or any of an array, is not 0; numpy's own functions take long for numbers."""
     return bool(value.any()) if isinstance(value, np.ndarray) else bool(value)
+
+
+@cache
+def _context_slope(difference: str) -> Effect:
+    """Selections have slopes of their own: what a query of its own picks ages less than what an earlier one did."""
+    if difference not in SELECTIONS:
+        return "context", family_of(difference)
+    return "context, anew" if draft_selection(difference).per_query else "context", difference
 
 
 def _ageing(difference: str) -> str:

@@ -9,6 +9,7 @@ from ridgeplan.planner.policies.eviction.dapq import DAPQ
 from ridgeplan.planner.policies.eviction.expected_attention import EXPECTED_ATTENTION
 from ridgeplan.planner.policies.eviction.h2o import H2O
 from ridgeplan.planner.policies.eviction.lacache import LACACHE
+from ridgeplan.planner.policies.eviction.oracle import ORACLE as ORACLE_EVICTION
 from ridgeplan.planner.policies.eviction.pyramidkv import PYRAMIDKV
 from ridgeplan.planner.policies.eviction.random import RANDOM
 from ridgeplan.planner.policies.eviction.snapkv import SNAPKV as SNAPKV_EVICTION
@@ -54,6 +55,7 @@ EVICTIONS: dict[str, TokenEviction] = {
         LACACHE,
         EXPECTED_ATTENTION,
         RANDOM,
+        ORACLE_EVICTION,
     )
 }
 POLICIES: tuple[Policy, ...] = (*SELECTIONS.values(), *EVICTIONS.values())

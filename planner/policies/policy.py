@@ -105,6 +105,10 @@ class SelectionCost:
         queries = shape.layers * shape.kv_heads if self.sets_by_layer else shape.q_heads
         return self.projects * shape.hidden * shape.head_dim * (queries + shape.kv_heads)
 
+    def ranked_scores(self, kv_heads: int) -> float:
+        """Scores of one layer that top-k ranks per cached token."""
+        return self.score_rows * (1 if self.shared_by_heads else kv_heads)
+
     def held_score_bytes(self, kv_heads: int) -> float:
         """Bytes of one layer's scores per cached token."""
         return SCORE_BYTES * self.score_rows * kv_heads
@@ -118,9 +122,8 @@ class SelectionCost:
 
         For one set of all heads they are read once to be added up, and only their sums are ranked.
         """
-        ranked = 1 + TOP_K_PASSES
-        passes = 2 + ranked / kv_heads if self.shared_by_heads else ranked
-        return passes * self.held_score_bytes(kv_heads)
+        ranked = (1 + TOP_K_PASSES) * SCORE_BYTES * self.ranked_scores(kv_heads)
+        return 2 * self.held_score_bytes(kv_heads) + ranked if self.shared_by_heads else ranked
 
 
 def _nothing(_: DraftSelection) -> SelectionCost:

@@ -71,6 +71,8 @@ class Speculator:
         uniform = self._uniform(gamma, len(pending))
         self.cache.begin_streaming()
         self.policy.before_round()
+        if gamma:
+            self.policy.before_drafts()
         for ahead in range(gamma):
             self.policy.before_pass(token[:, None], ahead)
             metadata = self.policy.draft_metadata(ahead)

@@ -274,6 +274,18 @@ def attend_layer(buffers: LayerBuffers, parts: Parts, window: int | None) -> Non
         part.copy_(decode_attention(part, keys, values, first, ends[index : index + 1]))
 
 
+def plan_attention(decoder: Decoder, weights: DecoderWeights, arena: Arena, tokens: int, appended: int) -> None:
+    """Attends once as a layer of a prompt of this length does, with what an eviction appends: cuDNN keeps its plans.
+
+    arena: what the buffers are taken from.
+    """
+    parts = Parts(tokens, tokens + appended)
+    hidden = weights.embedding.new_empty(parts.total, 0)
+    buffers = LayerBuffers.take(arena, decoder.config.shape, hidden)
+    for window in set(decoder.config.windows):
+        attend_layer(buffers, parts, window)
+
+
 def finish_layer(decoder: Decoder, layer: LayerWeights, hidden: Tensor, buffers: LayerBuffers, parts: Parts) -> None:
     """Output projection and MLP, in place of hidden [tokens, hidden]."""
     for chunk in parts.chunks:

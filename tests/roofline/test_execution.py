@@ -35,8 +35,8 @@ def test_all_whole_groups_but_the_last_are_codes(tokens, groups):
     assert tokens < 128 or 128 <= tokens - 128 * groups < 256  # in the buffer
 
 
-def test_prompts_are_padded_from_2048_tokens_on():
-    lengths, padded = np.array([1, 2047, 2048, 2049, 2304, 2305]), [1, 2047, 2048, 2304, 2304, 2560]
+def test_prompts_are_padded_from_8192_tokens_on():
+    lengths, padded = np.array([1, 8191, 8192, 8193, 8448, 8449]), [1, 8191, 8192, 8448, 8448, 8704]
     assert execution.padded_prompt(lengths).tolist() == padded
     tokens = sympy.Symbol("tokens")
     assert [execution.padded_prompt(tokens).subs(tokens, int(one)) for one in lengths] == padded

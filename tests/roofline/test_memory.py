@@ -116,7 +116,7 @@ def small_shape(**changes):
     [
         (100, 16, 100 * (64 + 2 * 256 + 128)),  # QKV: normed rows, queries before and after RoPE, keys and values
         (100, 1000, 100 * (2 * 64 + 3 * 1000)),  # MLP: gate, up, what they become; residual and normed rows
-        (5120, 1000, 4096 * (2 * 64 + 3 * 1000)),  # of one chunk
+        (5000, 1000, 4096 * (2 * 64 + 3 * 1000)),  # of one chunk
         (40_192, 16, 65_536 * 128),  # the attention output of 65,536 tokens of a KV head's 4 query heads
         (100_096, 16, 100_096 * 128),  # of one KV head at least
     ],
@@ -130,10 +130,10 @@ def test_prefill_holds_the_prompts_buffers_and_the_largest_of_its_steps(tokens, 
 
 
 def test_a_long_prompt_attends_at_its_padded_length():
-    """5000 tokens as 5120, 50,000 as 50,176, of which one KV head attends at once; widths as above."""
-    buffers = 2 * (5000 * 64 + 5120 * (256 + 64 + 64))
-    assert sum(memory.prompt_buffers(small_shape(), 5000, 2)) == buffers
-    assert memory.prefill_workspace(small_shape(), 5000, 2) == buffers + 2 * 4096 * (64 + 2 * 256 + 128)
+    """9000 tokens as 9216, 50,000 as 50,176, of which one KV head attends at once; widths as above."""
+    buffers = 2 * (9000 * 64 + 9216 * (256 + 64 + 64))
+    assert sum(memory.prompt_buffers(small_shape(), 9000, 2)) == buffers
+    assert memory.prefill_workspace(small_shape(), 9000, 2) == buffers + 2 * 4096 * (64 + 2 * 256 + 128)
     assert memory.prefill_workspace(small_shape(), 50_000, 2) == 2 * (50_000 * 64 + 50_176 * 384 + 65_536 * 128)
 
 

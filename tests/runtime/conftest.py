@@ -27,6 +27,9 @@ from ridgeplan.planner.plan import (
 from ridgeplan.roofline import execution
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
+from ridgeplan.runtime.drafting.policies import POLICIES
+from ridgeplan.runtime.drafting.policies.base import DraftPolicy
+from ridgeplan.runtime.kv.metadata import AttentionMetadata
 from ridgeplan.runtime.model.checkpoint import load_config
 from ridgeplan.runtime.model_config import decoder_config
 from ridgeplan.runtime.retrieval.file import save_head
@@ -55,6 +58,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+class Nonsense(DraftPolicy):
+    """Drafts read nothing but their own token."""
+
+    def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
+        every = super().draft_metadata(ahead, queries)
+        return type(every)(every.positions, every.slots, every.end - 1, every.end, None, every.lower)
+
+
+@pytest.fixture
+def nonsense(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The selection by whose name drafts read nothing."""
+    monkeypatch.setitem(POLICIES, "streamingllm", Nonsense)
+    return "streamingllm"
 
 
 @dataclass(frozen=True)
@@ -114,7 +132,7 @@ def head_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 @pytest.fixture
 def padded_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts from 48 tokens on attend at multiples of 32, as those from 2048 on do at multiples of 256."""
+    """Prompts from 48 tokens on attend at multiples of 32, as those from 8192 on do at multiples of 256."""
     monkeypatch.setattr(execution, "PADDED_PROMPT_TOKENS", 48)
     monkeypatch.setattr(execution, "PROMPT_STEP_TOKENS", 32)
 

@@ -12,8 +12,10 @@ from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.sampling import SamplingParams
 
 VOCAB = 16
-ROWS, FEWER_ROWS = 1500, 450  # the fewer are of one selection among seven, whose counts are added
-SELECTIONS = ("streamingllm", "snapkv", "quest", "specextend", "specattn", "progressive", "oracle")
+ROWS, FEWER_ROWS = 1500, 450  # the fewer are of one selection among nine, whose counts are added
+SELECTIONS = (
+    "streamingllm", "snapkv", "quest", "specextend", "specattn", "progressive", "oracle", "clusterkv", "shadowkv",
+)  # fmt: skip
 PROMPT = 94  # the cache flushes at 96, so the tokens compared come from before and after it
 SPARSE = {"ratio": 0.1, "floor": 0, "sinks": 2, "recent": 8}
 SMALL = {"vocab_size": VOCAB, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -87,6 +89,14 @@ def test_sampled_triples_follow_the_target_whatever_drafts_read(tiny_model, make
             assert pooled_chi_square(counts.sum(axes), joint.sum(axes)) > 1e-3, name
         together += counts
     require_agreement(together, joint)
+
+
+def test_sampled_triples_follow_the_target_where_drafts_read_nothing(nonsense, tiny_model, make_plan, prompts):
+    folder, options = tiny_model(**SMALL).folder, {"temperature": 1.0}
+    [prompt] = prompts(PROMPT, vocab=VOCAB)
+    joint = target_joint(make_plan("int4x2", batch=VOCAB * VOCAB), folder, prompt, options)
+    engine = runtime.load(make_plan("int4x2", 2, batch=ROWS, selection=nonsense), folder)
+    require_agreement(triples(engine, prompt, ROWS, options | {"seed": 3}), joint)
 
 
 def target_joint(plan, folder, prompt, options):

@@ -23,6 +23,7 @@ from ridgeplan.planner.measured_quality import (
 )
 from ridgeplan.runtime import SamplingParams
 from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.kv.eviction import Oracle
 from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.quality.fidelity import Passage, next_logits, overlap, perplexity, surprise
 from ridgeplan.validate.quality.question import TIMED_TOKENS, Question
@@ -97,6 +98,7 @@ class Inputs:
         pairs = list(zip(self.passages, self.plain_logits, strict=True))
         for part in parts(pairs, self._question.rows):
             passages = [passage for passage, _ in part]
+            tell_oracles(engines, passages)
             share_prefill(engines, [one.prompt for one in passages], self._question.tokens + 1)
             for engine, figures in zip(engines, found, strict=True):
                 logits = zip(part, next_logits(engine, passages), strict=True)
@@ -116,6 +118,14 @@ class Inputs:
             return [mean_scores(asked, [score for part in found for score in part[at]]) for at in range(len(engines))]
 
         return run
+
+
+def tell_oracles(engines: Sequence[Engine], passages: Sequence[Passage]) -> None:
+    """Tells engines whose eviction is an oracle what follows each prompt."""
+    for engine in engines:
+        if isinstance(engine.eviction, Oracle):
+            for one in passages:
+                engine.eviction.tell(one.prompt, one.continuation)
 
 
 def text_values(figures: Sequence[tuple[float, float]]) -> Values:

@@ -5,7 +5,7 @@ set -eu
 smollm2=$1 qwen=$2 american=$3 news=$4 out=$5
 shift 5
 contexts=${*:-"4096 16384 32768"}
-policies="dapq snapkv pyramidkv h2o streamingllm lacache expected-attention"
+policies="dapq snapkv pyramidkv h2o streamingllm lacache expected-attention random oracle"
 
 study() { # model, its name, text, its name
     [ -e "$out/study-$2-$4.json" ] || ridgeplan study dapq --model "$1" --text "$3" --ctx 4096 --passages 20 \

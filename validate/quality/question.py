@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ridgeplan.planner.measured_quality import SOLVED
-from ridgeplan.planner.plan import MAX_BATCH, MAX_TOKENS, Plan, PlanError, Workload, require
-from ridgeplan.planner.policies import evicted_to
+from ridgeplan.planner.measured_quality import SOLVED, TEXT_MEASURES
+from ridgeplan.planner.plan import MAX_BATCH, MAX_TOKENS, EvictionPolicy, Plan, PlanError, Workload, require
+from ridgeplan.planner.policies import EVICTIONS, evicted_to
+from ridgeplan.planner.policies.policy import evicting
 from ridgeplan.planner.policies.selection.all import autoregressive
-from ridgeplan.planner.presets import preset, preset_name
+from ridgeplan.planner.presets import PRESETS, preset, preset_name
 from ridgeplan.planner.resolution import yarn_factor
 from ridgeplan.planner.support import missing_head, only_estimated
 from ridgeplan.roofline.catalog.shapes import ModelShape
@@ -66,8 +67,13 @@ class Question:
         """Prompts or passages that run together: as many as a batch has, or as there are."""
         return min(self.batch, max(self.passages, self.samples * len(self.tasks)))
 
-    def leaves_out(self, measure: str, plain: Mapping[str, float]) -> bool:
-        """Whether a measure is a task that plain decoding, with the figures `plain`, does not solve."""
+    def leaves_out(self, plan: Plan, measure: str, plain: Mapping[str, float]) -> bool:
+        """Whether a measure is a task that plain decoding, with the figures `plain`, does not solve.
+
+        Of an oracle that evicts only those of a text are measured, as it must know what comes next.
+        """
+        if plan.eviction.policy is EvictionPolicy.ORACLE and measure not in TEXT_MEASURES:
+            return True
         is_task = any(measure == task.name for task in self.tasks)
         return self.only_solved and is_task and plain.get(measure, 1.0) < SOLVED
 
@@ -95,7 +101,7 @@ class Question:
         """The same plans: plain decoding alone, then together those whose prompts are processed once for all.
 
         These differ in what they keep of the prompts and in how they choose what they read, not in weights, drafts,
-        placement, and settings of an eviction, as evictions must not append different tokens.
+        placement, and settings of an eviction, as evictions must not append different tokens. An oracle appends others.
         """
         plain, *others = self.plans_at(context)
         families: dict[object, tuple[Plan, ...]] = {}
@@ -122,7 +128,8 @@ class Question:
 
 def _family(plan: Plan) -> object:
     """What plans agree in whose prompts are processed together."""
-    return plan.weights, plan.speculation, plan.placement, tuple(sorted(plan.eviction.settings.items()))
+    oracle = plan.eviction.policy is EvictionPolicy.ORACLE  # appends other tokens
+    return plan.weights, plan.speculation, plan.placement, oracle, tuple(sorted(plan.eviction.settings.items()))
 
 
 def cache_bytes(plan: Plan, shape: ModelShape, rows: int, element_bytes: int) -> float:
@@ -140,11 +147,18 @@ def label(plan: Plan) -> str:
     return " ".join([preset_name(plan), *(str(budget) for budget in budgets if budget), *([gamma] if gamma else [])])
 
 
+def _plan(name: str, workload: Workload) -> Plan:
+    """A preset's plan, or that of an eviction that has none: random or an oracle. Raises PlanError for other names."""
+    if name in EVICTIONS and name not in PRESETS:
+        return evicting(EvictionPolicy(name))(workload)
+    return preset(name, workload)
+
+
 def named_plan(name: str, budget: int | None = None) -> PlanMaker:
     """A maker of a preset's plan, with another budget of its eviction or selection. Raises PlanError when it is run."""
 
     def make(workload: Workload) -> Plan:
-        plan = preset(name, workload)
+        plan = _plan(name, workload)
         return plan if budget is None else _with_budget(plan, name, budget)
 
     return make
@@ -158,7 +172,7 @@ def of_file(plan: Plan) -> PlanMaker:
 def with_budgets(names: Sequence[str], budgets: Sequence[int]) -> Iterator[PlanMaker]:
     """Presets, those with a budget once for each of `budgets`."""
     for name in names:
-        plan = preset(name, Workload("any", "any", MAX_TOKENS // 2))
+        plan = _plan(name, Workload("any", "any", MAX_TOKENS // 2))
         has_budget = plan.eviction.active or plan.attention.budget
         yield from (named_plan(name, budget) for budget in ((has_budget and budgets) or (None,)))
 

@@ -102,7 +102,7 @@ class _Run:
     def _missing(self, plan: Plan, context: int, group: Group, plain: Values) -> list[str]:
         """The group's measures that there is no row of, and that are not left out."""
         known, left_out = self._known(plan, context, group), self._question.leaves_out
-        return [name for name in group.measures if name not in known and not left_out(name, plain)]
+        return [name for name in group.measures if name not in known and not left_out(plan, name, plain)]
 
     def _known(self, plan: Plan, context: int, group: Group) -> Values:
         """A group's figures that there is a row of."""

@@ -237,6 +237,7 @@ def _drafted(engine: Engine, weights: DecoderWeights | None, policy: DraftPolicy
     """The distributions [GAMMA, vocab] of a draft; sets that last a round serve all positions in one pass."""
     assert weights is not None, "weights are quantized for drafts that have their own"
     policy.before_round()
+    policy.before_drafts()
     if not policy.selection.per_query:
         return _pass(engine, weights, tokens[:, :GAMMA], policy.draft_metadata(0, GAMMA))
     steps = [

@@ -40,7 +40,10 @@ class DraftPolicy:
         """
 
     def before_round(self) -> None:
-        """A round begins: what its drafts share is chosen here."""
+        """A round begins, with drafts or without: what keeps step with the cache does so here."""
+
+    def before_drafts(self) -> None:
+        """A round's drafts begin: what they share is chosen here. Rounds of plain decoding have none."""
 
     def before_pass(self, tokens: Tensor, ahead: int) -> None:
         """A pass over tokens [rows, queries] is about to run, from `ahead` positions after the cached ones on."""

@@ -37,14 +37,14 @@ class RankedPolicy(SparsePolicy):
     def old_of(self, lengths: Tensor) -> Tensor:
         return super().old_of(lengths) // self.page * self.page
 
-    def before_round(self) -> None:
+    def before_drafts(self) -> None:
         scores = self.scores.sum(2, keepdim=True) if self.shared else self.scores.clone()
         if self.page > 1:
             scores = functional.avg_pool1d(scores.flatten(0, 2), self.page).unflatten(0, scores.shape[:3])
         self._chosen = self.best(scores, self.page)
 
     def select(self, layer: int, query: Tensor) -> TokenIndex:
-        assert self._chosen is not None, "a round has begun"
+        assert self._chosen is not None, "drafts have begun"
         index, count = (chosen[layer, : self.cache.rows] for chosen in self._chosen)
         return TokenIndex(index, count, self.page)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ridgeplan.planner.plan import Plan
-from ridgeplan.planner.policies import eviction
+from ridgeplan.planner.policies import eviction, eviction_settings
 from ridgeplan.runtime.kv.eviction.base import EvictionPolicy
 from ridgeplan.runtime.kv.eviction.dapq import DapQ
 from ridgeplan.runtime.kv.eviction.expected_attention import ExpectedAttention
@@ -29,6 +29,7 @@ EVICTION_POLICIES: Mapping[str, Callable[[Any], EvictionPolicy]] = {
     "lacache": LaCache,
     "expected-attention": ExpectedAttention,
     "random": Random,
+    "oracle": Oracle,
 }
 
 
@@ -38,4 +39,10 @@ def eviction_policy(plan: Plan) -> EvictionPolicy | None:
     return None if policy is None else EVICTION_POLICIES[policy.name](policy.settings_of(plan))
 
 
-__all__ = ["EVICTION_POLICIES", "EvictionPolicy", "Oracle", "eviction_policy"]
+def most_appended(plan: Plan) -> int:
+    """Most tokens that the plan's eviction appends to a prompt; 0 without one."""
+    settings = eviction_settings(plan)
+    return 0 if settings is None else settings.appended_tokens
+
+
+__all__ = ["EVICTION_POLICIES", "EvictionPolicy", "Oracle", "eviction_policy", "most_appended"]

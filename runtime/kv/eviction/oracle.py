@@ -1,24 +1,39 @@
-"""The oracle: the attention of the tokens that really come next. It needs them, so no plan can name it."""
+"""The oracle: the attention of the tokens that really come next, where they are known: when a text is given."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from ridgeplan.runtime.kv.eviction.attention_scores import attention_mass
+from ridgeplan.planner.policies.eviction.oracle import OracleSettings
+from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.kv.eviction.base import PromptLayer
 
 
 @dataclass(frozen=True, eq=False)
 class Oracle:
-    """See `EvictionPolicy`. coming: int64 [tokens], those that follow the prompt."""
+    """See `EvictionPolicy`. coming: the tokens after each prompt that it was told of."""
 
-    coming: Tensor
+    settings: OracleSettings
+    coming: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+
+    def tell(self, prompt: Sequence[int], coming: Sequence[int]) -> None:
+        """What follows a prompt."""
+        self.coming[tuple(prompt)] = tuple(coming)
 
     def appended(self, prompt: Tensor) -> Tensor:
-        return self.coming.to(prompt.device)
+        """The coming tokens. Raises WorkloadError for a prompt that it was not told of."""
+        key = tuple(prompt.tolist())
+        if key not in self.coming:
+            raise WorkloadError(
+                f"the eviction oracle does not know what follows a prompt of {len(key)} tokens; allowed: texts of "
+                "`ridgeplan quality`"
+            )
+        return torch.tensor(self.coming[key][: self.settings.coming], dtype=prompt.dtype, device=prompt.device)
 
     def scores(self, layer: PromptLayer) -> Tensor:
         """Attention that the coming tokens pay to the prompt."""
-        return attention_mass(layer.queries[layer.tokens :], layer.keys, layer.tokens, layer.tokens)
+        return layer.mass(layer.tokens, len(layer.queries), layer.tokens)

@@ -45,6 +45,17 @@ def test_a_cta_has_room_for_the_bins_of_a_row_of_131072_tokens_in_four_parts() -
     assert most_groups(SparseVariant(64, 4, True), CTA_BYTES) <= 512
 
 
+@pytest.mark.parametrize(
+    ("rows", "groups", "parts"),
+    [(8, 1024, 16), (8, 256, 16), (8, 32, 2), (2, 32, 2), (8, 1, 1), (8, 0, 1), (128, 300, 2)],
+)
+def test_a_cta_that_chooses_has_a_group_for_each_warp(rows: int, groups: int, parts: int) -> None:
+    """Unless its shared memory holds fewer, or as many CTAs run at once."""
+    kernel = SparseKernel("compiled", VARIANT, SMS, 1234, ARRIVALS, group_bytes=256, most_groups=270)
+    assert kernel.parts(rows, groups) == parts
+    assert SparseKernel("compiled", VARIANT, SMS, 1234, ARRIVALS).parts(rows, groups) == max(1, SMS // rows)
+
+
 def problem() -> tuple[torch.Tensor, ...]:
     """Queries within a joint projection, keys, values, begin, end, groups."""
     qkv = torch.zeros(2, 1, 48, 128, dtype=torch.bfloat16)
@@ -62,9 +73,9 @@ def test_the_launch_of_progressive_attention(launches) -> None:  # type: ignore[
     out = progressive_attention_cuda(kernel, q, keys, values, (begin, end, groups), codes, planes, k, 4, 0.5)
     assert out.shape == (2, 1, 32, 128)
     [(compiled, grid, threads, params, shared_bytes, early)] = launches.asked
-    assert (compiled, grid, threads, shared_bytes, early) == ("compiled", (16 * 8, 1, 1), 512, 1234 + 5 * 256, True)
+    assert (compiled, grid, threads, shared_bytes, early) == ("compiled", (16 * 3, 1, 1), 512, 1234 + 13 * 256, True)
     assert (params.batch, params.kv_heads, params.capacity, params.group_capacity) == (2, 8, 300, 39)
-    assert (params.parts, params.sinks, params.scale) == (8, 4, 0.5)
+    assert (params.parts, params.sinks, params.scale) == (3, 4, 0.5)
     assert (params.q_batch_stride, params.q_head_stride) == (48 * 16, 16)
     assert (params.key_batch_stride, params.key_head_stride, params.key_stride) == (8 * 300 * 16, 300 * 16, 16)
     assert params.two_bit == planes.key_two_bit.data_ptr() and params.key_codes.upper == codes.key_upper.data_ptr()

@@ -76,7 +76,7 @@ def test_sets_of_a_round_are_the_best_by_the_sum_over_heads_with_the_sinks():
     policy.scores.fill_(0.0)
     policy.scores[1, 0, 0, [20, 31]] = torch.tensor([3.0, 9.0])
     policy.scores[1, 0, 1, [20, 40, 55]] = torch.tensor([3.0, 4.0, 99.0])  # 55 is recent
-    policy.before_round()
+    policy.before_drafts()
     query = torch.zeros(2, 1, 4, 8)
     assert chosen(policy.select(1, query)) == [0, 1, 20, 31, 40]
     assert chosen(policy.select(1, query), row=1) == [0, 1]
@@ -88,7 +88,7 @@ def test_a_set_for_each_head_follows_its_own_scores():
     policy.scores.fill_(0.0)
     policy.scores[0, 0, 0, [20, 31]] = 1.0
     policy.scores[0, 0, 1, [7, 8]] = 1.0
-    policy.before_round()
+    policy.before_drafts()
     index = policy.select(0, torch.zeros(1, 1, 4, 8))
     assert (chosen(index), chosen(index, head=1)) == ([0, 1, 20, 31], [0, 1, 7, 8])
 
@@ -96,7 +96,7 @@ def test_a_set_for_each_head_follows_its_own_scores():
 def test_tokens_that_were_recent_when_others_were_scored_come_first_the_latest_before_others():
     policy, _ = made("specattn", [60], ratio=0.25, per_kv_head=True)
     policy.scores[:, :, :, :40] = 1e5  # more than any logits
-    policy.before_round()
+    policy.before_drafts()
     assert chosen(policy.select(0, torch.zeros(1, 1, 4, 8))) == [0, 1, 47, 48, 49]
 
 
@@ -105,7 +105,7 @@ def test_pages_are_ranked_by_their_mean():
     policy.scores.fill_(0.0)
     policy.scores[0, 0, 0, 16:32] = 1.0
     policy.scores[0, 0, 0, 33] = 15.0
-    policy.before_round()
+    policy.before_drafts()
     index = policy.select(0, torch.zeros(1, 1, 4, 8))
     assert (chosen(index), index.page) == ([0, 1], 16)
     assert policy.old().tolist() == [64]

@@ -8,6 +8,7 @@ import torch
 from ridgeplan import runtime
 from ridgeplan.roofline.catalog.profile_lookup import shipped_profiles
 from ridgeplan.runtime import engine as engine_module
+from ridgeplan.runtime.drafting.policies.ranked import RankedPolicy
 from ridgeplan.runtime.sampling import SamplingParams
 
 NEW = 110  # with groups of 32: three flushes
@@ -16,6 +17,17 @@ PATTERNS = {
     "up and down": [0, 1, 4, 6, 4, 2],
     "plain between": [6, 0, 0, 6, 0],
     "mostly plain": [0, 0, 0, 0, 0, 0, 0, 1],
+}
+SPARSE = {  # selections with what differs from small budgets for all
+    "streamingllm": {},
+    "snapkv": {"window": 8, "pool": 3},
+    "quest": {},
+    "specextend": {"page": 16},
+    "specattn": {},
+    "progressive": {},
+    "oracle": {},
+    "clusterkv": {"cluster": 8},
+    "shadowkv": {"outliers": 1},
 }
 
 
@@ -37,6 +49,14 @@ class Forced:
 def profile():
     """Rates by which drafts cost less than the target's steps."""
     return next(one for one in shipped_profiles() if one.hardware.name == "h200")
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model, make_plan, prompts):
+    """Tokens of plain decoding by KV format."""
+    folder, ids = tiny_model(agreeable=True).folder, prompts(*LENGTHS)
+    made = {kv: runtime.load(make_plan(kv, batch=3), folder).generate(ids, NEW) for kv in ("int4x2", "bf16+int4")}
+    return {kv: found.tokens for kv, found in made.items()}
 
 
 @pytest.fixture
@@ -74,6 +94,37 @@ def test_changes_of_gamma_change_nothing(
     assert sum(rounds_at) == found.statistics.rounds
     assert {gamma for gamma, count in enumerate(rounds_at) if count} == set(pattern)
     assert agreeable or found.statistics.accepted < found.statistics.judged
+
+
+@pytest.mark.parametrize("kv, codes", [("int4x2", "upper"), ("bf16+int4", "upper"), ("bf16+int4", "full")])
+@pytest.mark.parametrize("selection", [*SPARSE, "nonsense"])
+def test_changes_of_gamma_change_nothing_whatever_drafts_read(
+    selection, kv, codes, request, plain, tiny_model, make_plan, prompts, profile, forced
+):
+    """What drafts read is chosen from verifications of one query to seven, and groups grow old between them."""
+    name = request.getfixturevalue(selection) if selection == "nonsense" else selection
+    options = {"ratio": 0.2, "floor": 8, "sinks": 2, "recent": 6} | SPARSE.get(selection, {})
+    plan = make_plan(kv, 6, batch=3, codes=codes, adaptive=True, selection=name, **options)
+    engine = runtime.load(plan, tiny_model(agreeable=True).folder, profile=profile)
+    forced(engine, PATTERNS["up and down"])
+    found = engine.generate(prompts(*LENGTHS), NEW)
+    assert found.tokens == plain[kv]
+    assert found.statistics.flushes >= 9
+    assert {gamma for gamma, count in enumerate(found.statistics.rounds_at) if count} == {0, 1, 2, 4, 6}
+    assert found.statistics.accepted < found.statistics.judged
+
+
+def test_rounds_of_plain_decoding_choose_nothing(tiny_model, make_plan, prompts, profile, forced, monkeypatch):
+    """Choosing for no drafts would make a step slower than plain decoding's."""
+    chosen = []
+    choose = RankedPolicy.before_drafts
+    monkeypatch.setattr(RankedPolicy, "before_drafts", lambda policy: (chosen.append(1), choose(policy)))
+    plan = make_plan("bf16", 2, adaptive=True, selection="specattn", floor=8, sinks=2, recent=6)
+    engine = runtime.load(plan, tiny_model().folder, profile=profile)
+    forced(engine, [0, 2, 0, 0])
+    rounds_at = engine.generate(prompts(60), 30).statistics.rounds_at
+    assert rounds_at[0] > 5
+    assert len(chosen) == sum(rounds_at[1:]) > 0
 
 
 def test_tokens_drafted_and_judged_are_those_of_each_rounds_gamma(tiny_model, make_plan, prompts, profile, forced):

@@ -4,15 +4,17 @@ import pytest
 import torch
 
 from ridgeplan import runtime
+from ridgeplan.planner.policies.eviction.oracle import OracleSettings
+from ridgeplan.runtime.arena import Arena
 from ridgeplan.runtime.drafting.policies import DraftPolicy
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
-from ridgeplan.runtime.kv.eviction import EVICTION_POLICIES, Oracle
+from ridgeplan.runtime.kv.eviction import EVICTION_POLICIES, Oracle, most_appended
 from ridgeplan.runtime.kv.eviction.base import largest
-from ridgeplan.runtime.model.prefill import prefill
+from ridgeplan.runtime.model.prefill import causal_attention, plan_attention, prefill
 
 LENGTHS, BUDGET, NEW = [128, 70, 37], 45, 90
-POLICIES = tuple(EVICTION_POLICIES)
+POLICIES = tuple(name for name in EVICTION_POLICIES if name != "oracle")  # which knows no text here
 FORMATS = ["bf16", "bf16+int4", "int8", "int4x2"]
 PSEUDO = {"prefix": 3, "suffix": 19}  # two calls of decode attention
 
@@ -86,6 +88,25 @@ def test_pseudo_tokens_leave_no_trace(length, tiny_model, make_plan, prompts, pa
     assert metadata.slots.tolist() == [[20, 21]]
 
 
+@pytest.mark.parametrize("policy, settings", [("none", {}), ("dapq", PSEUDO)])
+def test_what_is_planned_is_what_prompts_attend(
+    policy, settings, tiny_model, make_plan, prompts, padded_prompts, monkeypatch
+):
+    """A prompt of the workload's length has the sizes and strides that an engine has cuDNN plan for."""
+    plan = make_plan(evict=policy, budget=20 * (policy != "none"), settings=settings, context=120)
+    engine, seen = runtime.load(plan, tiny_model().folder), []
+
+    def attended(*tensors):
+        seen.append([(tensor.shape, tensor.stride()) for tensor in tensors[:3]])
+        return causal_attention(*tensors)
+
+    monkeypatch.setattr("ridgeplan.runtime.model.prefill.causal_attention", attended)
+    plan_attention(engine.decoder, engine.weights, Arena.without_memory(engine.device), 120, most_appended(plan))
+    engine.generate(prompts(120)[0], 1)
+    assert len(seen) == 1 + 2
+    assert seen[0] == seen[1] == seen[2]
+
+
 def test_draft_policies_learn_from_the_prompts_own_queries_and_what_stays_of_it(tiny_model, make_plan, prompts):
     folder, prompt = tiny_model().folder, torch.tensor(prompts(100)[0])
     engines = [
@@ -113,6 +134,21 @@ def test_draft_policies_learn_from_the_prompts_own_queries_and_what_stays_of_it(
         assert torch.equal(keys, torch.stack([all_keys[head, 100 + at] for head, at in enumerate(positions)]))
 
 
+def told(oracle, prompt, coming):
+    """An oracle that knows what follows a prompt."""
+    made = oracle(OracleSettings())
+    made.tell(prompt.tolist(), coming.tolist())
+    return made
+
+
+def test_an_oracle_refuses_a_text_that_it_does_not_know(tiny_model, make_plan, prompts):
+    engine = runtime.load(make_plan(evict="oracle", budget=20), tiny_model().folder)
+    with pytest.raises(
+        runtime.WorkloadError, match="does not know what follows a prompt of 100 tokens; allowed: texts"
+    ):
+        engine.generate(prompts(100)[0], 5)
+
+
 def test_pseudo_queries_are_those_of_a_longer_prompt(tiny_model, make_plan, prompts):
     """The oracle appends the true next tokens; its scores come from the queries that the longer prompt has there."""
     folder, text = tiny_model().folder, torch.tensor(prompts(120)[0])
@@ -124,9 +160,9 @@ def test_pseudo_queries_are_those_of_a_longer_prompt(tiny_model, make_plan, prom
             seen.append(layer.queries.clone())
             return super().scores(layer)
 
-    prefill(engine.decoder, engine.weights, engine.cache, 0, text[:100], policy=Watched(text[100:]))
+    prefill(engine.decoder, engine.weights, engine.cache, 0, text[:100], policy=told(Watched, text[:100], text[100:]))
     short = seen[:]
-    prefill(engine.decoder, engine.weights, engine.cache, 0, text, policy=Watched(text[:0]))
+    prefill(engine.decoder, engine.weights, engine.cache, 0, text, policy=told(Watched, text, text[:0]))
     for ours, theirs in zip(short, seen[2:], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 

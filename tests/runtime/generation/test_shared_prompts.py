@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ridgeplan import runtime
+from ridgeplan.planner.policies.eviction.oracle import OracleSettings
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.eviction import EVICTION_POLICIES, Oracle
@@ -33,6 +34,7 @@ def evicting(kv="bf16", gamma=0):
     return [
         {"kv": kv, "gamma": gamma, "evict": policy, "budget": budget}
         for policy in EVICTION_POLICIES
+        if policy != "oracle"
         for budget in BUDGETS
     ]
 
@@ -98,7 +100,9 @@ def test_a_policy_sees_what_it_appends_and_no_more(opened, prompts):
     def cache():
         return Cache(engine.config.shape, config, engine.device, torch.float32)
 
-    oracles, target = [Oracle(text[90:95]), Oracle(text[90:99])], (engine.decoder, engine.weights)
+    oracles, target = [Oracle(OracleSettings(coming=count)) for count in (5, 9)], (engine.decoder, engine.weights)
+    for oracle in oracles:
+        oracle.tell(text[:90].tolist(), text[90:].tolist())
     to = [Destination(cache(), 0, oracle) for oracle in oracles]
     logits = prefill_all(*target, to, text[:90])
     for one, oracle in zip(to, oracles, strict=True):

@@ -6,8 +6,6 @@ from itertools import product
 import pytest
 
 from ridgeplan import runtime
-from ridgeplan.runtime.drafting.policies import POLICIES
-from ridgeplan.runtime.drafting.policies.base import DraftPolicy
 
 NEW = 75  # with groups of 32: two flushes or three
 LENGTHS = [100, 37, 65]
@@ -26,14 +24,6 @@ SELECTIONS = {
 CACHES = [("int4x2", None), ("bf16+int4", None), ("bf16+int4", "full"), ("int8", "full"), ("bf16", "full")]
 # 2-bit keys are those of codes, which a bf16 cache has none of.
 DRAFTED = [(*cache, name) for cache, name in product(CACHES, SELECTIONS) if (cache[0], name) != ("bf16", "progressive")]
-
-
-class Nonsense(DraftPolicy):
-    """Drafts read nothing but their own token."""
-
-    def draft_metadata(self, ahead, queries=1):
-        every = super().draft_metadata(ahead, queries)
-        return type(every)(every.positions, every.slots, every.end - 1, every.end, None, every.lower)
 
 
 def generate(plan, folder, prompts, new_tokens=NEW):
@@ -102,9 +92,8 @@ def test_drafts_choose_among_what_an_eviction_left(kv, codes, selection, once, t
     assert few.statistics.accepted > 0
 
 
-def test_nonsense_is_corrected(plain, tiny_model, make_plan, prompts, monkeypatch):
-    monkeypatch.setitem(POLICIES, "streamingllm", Nonsense)
-    plan = make_plan("int4x2", 3, batch=3, selection="streamingllm")
+def test_nonsense_is_corrected(plain, nonsense, tiny_model, make_plan, prompts):
+    plan = make_plan("int4x2", 3, batch=3, selection=nonsense)
     drafted = generate(plan, tiny_model(agreeable=True).folder, prompts(*LENGTHS))
     assert drafted.tokens == plain["int4x2"]
     assert drafted.statistics.acceptance < 0.3

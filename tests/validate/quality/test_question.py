@@ -19,8 +19,10 @@ def question(folder, *plans, **options):
 
 
 def test_presets_with_a_budget_are_made_once_for_each():
-    made = [label(make(WORKLOAD)) for make in with_budgets(["int8", "dapq", "quest"], [64, 9000])]
-    assert made == ["int8", "dapq 64", "dapq 4000", "quest 64", "quest 4000"]  # no more than the prompt has
+    made = [label(make(WORKLOAD)) for make in with_budgets(["int8", "dapq", "quest", "random"], [64, 9000])]
+    assert made == [  # no more than the prompt has
+        "int8", "dapq 64", "dapq 4000", "quest 64", "quest 4000", "random 64", "random 4000",
+    ]  # fmt: skip
     assert [label(make(WORKLOAD)) for make in with_budgets(["dapq", "quantspec"], [])] == [
         "dapq 1024", "quantspec gamma 4",
     ]  # fmt: skip
@@ -106,6 +108,8 @@ def test_the_memory_of_engines_is_counted_by_hand(tiny_folder):
 def test_only_tasks_that_plain_decoding_does_not_solve_are_left_out(tiny_folder):
     asked = question(tiny_folder, tasks=(TASKS["vt"], TASKS["cwe"]), only_solved=True)
     plain = {"vt": 0.4, "cwe": 0.5, "ttft_ms": 0.1}
-    assert [asked.leaves_out(name, plain) for name in (*plain, "fwe")] == [True, False, False, False]
-    assert not question(tiny_folder, tasks=(TASKS["vt"],)).leaves_out("vt", plain)
-    assert not asked.leaves_out("vt", {})  # plain decoding itself
+    plan, oracle = (named_plan(name)(WORKLOAD) for name in ("dapq", "oracle"))
+    assert [asked.leaves_out(plan, name, plain) for name in (*plain, "fwe")] == [True, False, False, False]
+    assert [asked.leaves_out(oracle, name, {}) for name in ("vt", "ttft", "fidelity")] == [True, True, False]
+    assert not question(tiny_folder, tasks=(TASKS["vt"],)).leaves_out(plan, "vt", plain)
+    assert not asked.leaves_out(plan, "vt", {})  # plain decoding itself

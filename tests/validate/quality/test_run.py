@@ -111,6 +111,16 @@ def test_tasks_that_plain_decoding_does_not_solve_may_be_left_out(tiny_folder, m
     assert len(found) == len(measured) - 1
 
 
+def test_an_oracle_is_told_the_passages_and_is_measured_on_nothing_else(tiny_folder):
+    asked = replace(question(tiny_folder), plans=tuple(with_budgets(["oracle", "random"], [64, 5000])))
+    found = {(row.plan, row.measure): row.value for row in rows(asked)}
+    assert {measure for plan, measure in found if plan.startswith("oracle")} == {FIDELITY, PERPLEXITY}
+    (whole,) = {plan for plan, _ in found if plan.startswith("oracle")} - {"oracle 64"}
+    assert found[whole, FIDELITY] == pytest.approx(1, abs=1e-6)
+    assert found["random 64", FIDELITY] != found["oracle 64", FIDELITY] < 0.99
+    assert ("random 64", KV_BYTES) in found
+
+
 @pytest.mark.parametrize("policy", ["dapq", "snapkv"])
 def test_evictions_are_measured_on_the_cache_that_they_leave(tiny_folder, policy):
     plans = tuple(with_budgets([policy], [64, 5000]))

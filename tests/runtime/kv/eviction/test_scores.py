@@ -8,6 +8,7 @@ from ridgeplan.planner.policies.eviction.dapq import DapQSettings
 from ridgeplan.planner.policies.eviction.expected_attention import ExpectedAttentionSettings
 from ridgeplan.planner.policies.eviction.h2o import H2OSettings
 from ridgeplan.planner.policies.eviction.lacache import LaCacheSettings
+from ridgeplan.planner.policies.eviction.oracle import OracleSettings
 from ridgeplan.planner.policies.eviction.random import RandomSettings
 from ridgeplan.planner.policies.eviction.snapkv import SnapKVSettings
 from ridgeplan.planner.policies.eviction.streamingllm import StreamingLLMSettings
@@ -102,9 +103,11 @@ def test_dapqs_pseudo_tokens_are_the_prompts_first_and_last():
 
 
 def test_the_oracle_scores_with_what_comes(blocks):
-    layer, coming = prompt_layer(), torch.arange(APPENDED)
-    oracle = Oracle(coming)
-    assert torch.equal(oracle.appended(torch.arange(TOKENS)), coming)
+    layer, prompt, coming = prompt_layer(), torch.arange(TOKENS), torch.arange(100, 100 + APPENDED)
+    oracle = Oracle(OracleSettings(coming=APPENDED))
+    oracle.tell(range(TOKENS), range(100, 100 + 2 * APPENDED))
+    oracle.tell(range(5), range(7))
+    assert torch.equal(oracle.appended(prompt), coming)
     torch.testing.assert_close(oracle.scores(layer).double(), mass(layer, slice(TOKENS, None)), rtol=1e-5, atol=1e-7)
 
 
