@@ -26,9 +26,10 @@ class Quality(StrEnum):
 
 # Fidelity, 1 - total variation of the next token's distribution against full precision, by kind of 8-bit weights.
 WEIGHT_FIDELITY = {
-    "plain": "fidelity 0.992 on Qwen2.5-Coder-0.5B and 0.988 on SmolLM2-135M (docs/kernels/gptq.md)",
-    "hierarchical": "fidelity 0.987 on Qwen2.5-Coder-0.5B and 0.983 on SmolLM2-135M (docs/kernels/gptq.md)",
+    "plain": "fidelity 0.992 on Qwen2.5-Coder-0.5B and 0.988 on SmolLM2-135M",
+    "hierarchical": "fidelity 0.987 on Qwen2.5-Coder-0.5B and 0.983 on SmolLM2-135M",
 }
+FITTED = "fitted to a text, in float32 (docs/kernels/gptq.md)"
 
 
 def losses(plan: Plan) -> list[str]:
@@ -41,7 +42,7 @@ def losses(plan: Plan) -> list[str]:
         found.append("INT8 KV: perplexity +0.16% on WikiText-2, +0.004% on C4 (QuantSpec, Table 2)")
     if plan.weights.target_bits == 8:
         kind = "hierarchical" if plan.weights.hierarchical else "plain"
-        found.append(f"INT8 weights ({kind}): {WEIGHT_FIDELITY[kind]}")
+        found.append(f"INT8 weights ({kind}): {WEIGHT_FIDELITY[kind]}, {FITTED}")
     if plan.weights.target_bits == 4:
         found.append("INT4 weights: perplexity 5.47 to 5.73 for Llama-2-7B, rounded to nearest (AWQ, Table 4)")
     policies = (eviction(plan), target_selection(plan))

@@ -51,7 +51,8 @@ class Dense:
 class LibraryInt4Weight:
     """A 4-bit weight in the layout of torch's CPU kernel; w = (code - 8) * scale + zero as in `Int4Weight`.
 
-    Inputs and outputs are rounded to bfloat16: with float32 ones the kernel takes 20 to 70 times as long.
+    Inputs and outputs are rounded to bfloat16: with float32 ones the kernel takes 20 to 70 times as long. So where two
+    tokens are almost as likely, greedy output may depend on how many tokens a pass has, as in bfloat16 on a GPU.
     packed: torch's own layout; scales: bfloat16 [inputs / group, padded outputs, (scale, zero)].
     """
 

@@ -79,8 +79,9 @@ def weights_path(
         return None
     files = sorted(Path(source).iterdir())
     status = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
-    # torch's layout of 4-bit weights for CPUs depends on their instructions.
-    layout = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device.type
+    # torch's layout of 4-bit weights for CPUs is its own: it depends on their instructions, and may on its version.
+    library = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+    layout = library if device.type == "cpu" else device.type
     tokens = b"" if text is None else text.tokens.cpu().numpy().tobytes()
     identity = repr((VERSION, str(Path(source).resolve()), status, str(dtype), layout, target))
     digest = hashlib.sha256(identity.encode("utf-8", "surrogateescape") + tokens).hexdigest()[:24]

@@ -87,6 +87,16 @@ def test_other_files_formats_and_texts_have_files_of_their_own(tmp_path):
     assert not paths() & before
 
 
+@pytest.mark.parametrize(("device", "shared"), [("cpu", False), ("cuda", True)])
+def test_torchs_own_layout_is_not_shared_by_its_versions(device, shared, tmp_path, monkeypatch):
+    def path():
+        return saved.weights_path(str(tmp_path), torch.float32, torch.device(device), WeightFormat(4, 64), None)
+
+    before = path()
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    assert (path() == before) == shared
+
+
 def test_a_full_disk_costs_only_a_warning(tiny_model, make_plan, saved_weights_folder, monkeypatch):
     monkeypatch.setattr(saved, "available_bytes", lambda: 10)
     with pytest.warns(UserWarning, match="the fitted weights are not saved: 0.0 GB of memory are not free"):
