@@ -22,7 +22,6 @@ from ridgeplan.dashboards.cli.catalog import papers
 from ridgeplan.dashboards.cli.output import number
 from ridgeplan.dashboards.cli.planning.answer import answer_text
 from ridgeplan.planner import recommend
-from ridgeplan.planner.acceptance import load_rows
 from ridgeplan.planner.export.engine_profile import engine_profile, error
 from ridgeplan.planner.export.measured import measured_rows
 from ridgeplan.planner.export.rules import RULES
@@ -33,7 +32,6 @@ from ridgeplan.validate.suite.results import read_report
 from ridgeplan.validate.suite.summary import summaries
 
 ROOT = Path(__file__).parents[1]
-MEASURED = ROOT / "planner" / "acceptance" / "measured"
 PROFILES = ROOT / "roofline" / "catalog" / "profiles"
 BLOCK = re.compile(r"(<!-- generated: ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -147,18 +145,16 @@ def worst(name: str, count: str) -> str:
     return table(("", "model", "case", "error"), rows)
 
 
-def selections(name: str, bits: str) -> str:
-    """Measured acceptance of drafts that read some of the tokens: a line for each policy, by context and ratio."""
-    rows = [row for row in load_rows(MEASURED / f"{name}.json") if row.draft.startswith(bits)]
-    sizes = sorted({(row.context, row.ratio) for row in rows if row.ratio < 1})
-    found = {
-        (row.draft.removeprefix(bits).removeprefix("+") or "all tokens", row.context, row.ratio): row for row in rows
-    }
-    lines = []
-    for policy in dict.fromkeys(policy for policy, *_ in found):
-        at = (found.get((policy, *size)) or found.get((policy, size[0], 1.0)) for size in sizes)
-        lines.append((policy, *(f"{row.acceptance:.3f}" if row else "" for row in at)))
-    return table(("", *(f"{context} tokens, {ratio:.0%}" for context, ratio in sizes)), lines)
+def selections(name: str, bits: str, *ratios: str) -> str:
+    """A study's acceptance of drafts that read some of the tokens: a line for each policy, by context and ratio."""
+    rows = [row for row in result(name)["rows"] if row["format"] == bits]
+    found = {(row["policy"], row["context"], row["ratio"]): f"{row['mean']:.3f}" for row in rows}
+    sizes = [(context, ratio) for context in sorted({row["context"] for row in rows}) for ratio in map(float, ratios)]
+    lines = (
+        (policy, *(found.get((policy, *size)) or found.get((policy, size[0], 1.0), "") for size in sizes))
+        for policy in dict.fromkeys(policy for policy, *_ in found)
+    )
+    return table(("", *(f"{context}, {ratio:.0%}" for context, ratio in sizes)), lines)
 
 
 def quality_of(name: str, context: str) -> str:
