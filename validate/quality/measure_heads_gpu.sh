@@ -1,6 +1,6 @@
 #!/bin/sh
 # Trains retrieval heads on a GPU and measures what selections choose, with plots. What is in OUT is not made again.
-# usage: measure_heads_gpu.sh SMOLLM2.gguf QWEN.gguf TEST.txt TRAIN.txt OUT
+# usage: [STEPS=400] [PASSAGES=20] [CONTEXTS="4096 16384"] measure_heads_gpu.sh SMOLLM2.gguf QWEN.gguf TEST.txt TRAIN.txt OUT
 set -eu
 smollm2=$1 qwen=$2 test=$3 train=$4 out=$5
 

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Measures on a GPU what targets that read by a selection give up, all selections side by side.
 # What is in OUT already is not measured again; delete the quality file to measure with another head.
-# usage: measure_selections_gpu.sh MODEL.gguf TEXT HEAD OUT [CONTEXT ...]
+# usage: [BUDGETS="512 1024"] measure_selections_gpu.sh MODEL.gguf TEXT HEAD OUT [CONTEXT ...]
 set -eu
 model=$1 text=$2 head=$3 out=$4
 shift 4

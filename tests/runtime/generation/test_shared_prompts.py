@@ -60,6 +60,16 @@ def test_targets_that_select_learn_from_shared_prompts(kv, name, opened, prompts
         assert shared.generate(ids, NEW).tokens == own.generate(ids, NEW).tokens
 
 
+def test_different_selections_and_formats_learn_from_the_same_prompts(opened, prompts):
+    ids = prompts(*LENGTHS)
+    kinds = ("bf16", "quest"), ("bf16", "clusterkv"), ("bf16+int4", "progressive"), ("int8", "streamingllm")
+    plans = [{}, *({"kv": kv, "target": name, "target_budget": 64} for kv, name in kinds), *evicting()[:2]]
+    alone, together = opened(*plans), opened(*plans)
+    together[0].prefill_with(together[1:], ids, NEW)
+    for own, shared in zip(alone, together, strict=True):
+        assert shared.generate(ids, NEW).tokens == own.generate(ids, NEW).tokens
+
+
 def test_forced_logits_go_on_from_shared_prompts(opened, prompts):
     ids = prompts(90, 90, 60)
     after = [list(range(40)), list(range(40, 80)), list(range(80, 120))]
