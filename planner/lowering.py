@@ -46,10 +46,6 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
     choosing, target_reads = draft_selection(plan).cost(speculation.selection), target_selection(plan)
     target_choosing = target_reads.cost(plan.attention.selection) if target_reads else SelectionCost()
     evicting = eviction_settings(plan)
-    per_query, times, target_times = (
-        speculation.selection.per_query, choosing.times_of(shape.layers), target_choosing.times_of(shape.layers),
-    )  # fmt: skip
-    moved_bytes = choosing.moved_score_bytes(shape.kv_heads) * choosing.choices_of(shape.layers)
     return Strategy(
         batch=workload.batch,
         context=workload.context,
@@ -71,35 +67,51 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         scored_queries=evicting.scored_queries if evicting else 0,
         appended_tokens=evicting.appended_tokens if evicting else 0,
         **_placement_terms(plan, shape, target_choosing),
-        target_budget=plan.attention.budget or UNLIMITED_TOKENS,
-        draft_ratio=speculation.ratio,
-        draft_floor_tokens=speculation.selection.least_tokens,
-        target_ahead=int(plan.attention.selection.ahead),
-        target_run_tokens=target_choosing.run_of(shape.kv_heads),
-        draft_run_tokens=choosing.run_of(shape.kv_heads),
-        target_scored_keys=target_choosing.scored_keys_of(shape.layers),
-        draft_scored_keys=choosing.scored_keys_of(shape.layers),
-        step_score_bytes=moved_bytes * per_query,
-        round_score_bytes=moved_bytes * (not per_query),
-        held_plane_bits=DRAFT_PLANE_BITS * shape.layers * plan.gathers_codes,
-        held_keys=choosing.held_keys * times + target_choosing.held_keys * target_times,
-        held_score_bytes=choosing.held_score_bytes(shape.kv_heads)
-        * (choosing.scores_at_once(shape.layers) if per_query else shape.layers)
-        + target_choosing.held_score_bytes(shape.kv_heads) * target_choosing.scores_at_once(shape.layers),
+        **_choice_terms(plan, shape, choosing, target_choosing),
         gamma=speculation.gamma,
         acceptance=acceptance,
         reserved_gamma=speculation.gamma if speculation.adaptive else 0,
-        target_selects=int(plan.attention.active),
-        target_score_bytes=target_choosing.moved_score_bytes(shape.kv_heads) * target_choosing.choices_of(shape.layers),
-        draft_choices=times,
-        target_choices=target_times,
-        draft_ranked=choosing.ranked_scores(shape.kv_heads) * choosing.choices_of(shape.layers),
-        target_ranked=target_choosing.ranked_scores(shape.kv_heads) * target_choosing.choices_of(shape.layers),
-        draft_projected_params=choosing.projected_params(shape),
-        target_projected_params=target_choosing.projected_params(shape),
-        target_alike=int(plan.attention.selection.ahead and target_choosing.chosen_once),
-        target_two_bit=int(plan.attention.selection.needs_codes),
     )
+
+
+def _choice_terms(plan: Plan, shape: ModelShape, drafts: SelectionCost, target: SelectionCost) -> dict[str, float]:
+    """What of the strategy is about tokens that steps choose to read. drafts, target: what their choices cost."""
+    selection, reads, layers, kv_heads = (
+        plan.speculation.selection,
+        plan.attention.selection,
+        shape.layers,
+        shape.kv_heads,
+    )
+    moved_bytes = drafts.moved_score_bytes(kv_heads) * drafts.choices_of(layers)
+    draft_scores = drafts.scores_at_once(layers) if selection.per_query else layers
+    held_score_bytes = drafts.held_score_bytes(kv_heads) * draft_scores
+    held_score_bytes += target.held_score_bytes(kv_heads) * target.scores_at_once(layers)
+    draft_choices, target_choices = drafts.times_of(layers), target.times_of(layers)
+    return {
+        "target_budget": plan.attention.budget or UNLIMITED_TOKENS,
+        "draft_ratio": plan.speculation.ratio,
+        "draft_floor_tokens": selection.least_tokens,
+        "target_selects": int(plan.attention.active),
+        "target_ahead": int(reads.ahead),
+        "target_alike": int(reads.ahead and target.chosen_once),
+        "target_two_bit": int(reads.needs_codes),
+        "target_run_tokens": target.run_of(kv_heads),
+        "draft_run_tokens": drafts.run_of(kv_heads),
+        "target_scored_keys": target.scored_keys_of(layers),
+        "draft_scored_keys": drafts.scored_keys_of(layers),
+        "target_projected_params": target.projected_params(shape),
+        "draft_projected_params": drafts.projected_params(shape),
+        "target_score_bytes": target.moved_score_bytes(kv_heads) * target.choices_of(layers),
+        "target_ranked": target.ranked_scores(kv_heads) * target.choices_of(layers),
+        "draft_ranked": drafts.ranked_scores(kv_heads) * drafts.choices_of(layers),
+        "step_score_bytes": moved_bytes * selection.per_query,
+        "round_score_bytes": moved_bytes * (not selection.per_query),
+        "target_choices": target_choices,
+        "draft_choices": draft_choices,
+        "held_plane_bits": DRAFT_PLANE_BITS * layers * plan.gathers_codes,
+        "held_keys": drafts.held_keys * draft_choices + target.held_keys * target_choices,
+        "held_score_bytes": held_score_bytes,
+    }
 
 
 def _placement_terms(plan: Plan, shape: ModelShape, target: SelectionCost) -> dict[str, float]:

@@ -16,6 +16,10 @@ from ridgeplan.roofline.sparsity.sparse_ops import take_slots
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
 from ridgeplan.roofline.term_math import indicator, maximum, minimum, where
 
+# Of the time that loads take alone, what kernels beside them lose: on an H200 a fifth where pieces are of 4 KB, and two
+# where they are of 512 bytes.
+HELD_UP = 0.3
+
 
 @dataclass(frozen=True)
 class HostLayers:
@@ -48,34 +52,23 @@ def load_seconds(
 ) -> Term:
     """Seconds to load what one layer's slots miss of `chosen` tokens, in runs of `run_tokens` that lie together.
 
-    Only the tokens that the last step did not choose are loaded (SpeContext, section 5.4). They take as long as their
-    pieces, and at least as long as a copy.
+    Only the tokens that the last step did not choose are loaded (SpeContext, section 5.4). Every piece takes as long as
+    one of HOST_PIECE_BYTES, as walks of page tables bound the link, and all of them at least what a copy takes. A
+    token's key and value adjoin.
     """
-    missed_bytes = _missed_bytes(strategy, host, chosen)
-    pieces_s = piece_seconds(machine, shape, strategy, host, chosen, run_tokens)
+    piece_bytes = 2 * minimum(run_tokens, chosen) * shape.head_dim * machine.element_bytes
+    missed_bytes = chosen * (1 - strategy.overlap) * host.token_bytes
+    pieces_s = machine.link_seconds("host_gather", missed_bytes * HOST_PIECE_BYTES / piece_bytes)
     return maximum(pieces_s, machine.link_seconds("host_copy", missed_bytes))
 
 
-def piece_seconds(
-    machine: Machine, shape: ModelShape, strategy: Strategy, host: HostLayers, chosen: Term, run_tokens: Term
-) -> Term:
-    """The walks of page tables in `load_seconds`: every piece takes as long as one of HOST_PIECE_BYTES.
-
-    A token's key and value adjoin.
-    """
-    piece_bytes = 2 * minimum(run_tokens, chosen) * shape.head_dim * machine.element_bytes
-    missed_bytes = _missed_bytes(strategy, host, chosen)
-    return machine.link_seconds("host_gather", missed_bytes * HOST_PIECE_BYTES / piece_bytes)
-
-
-def _missed_bytes(strategy: Strategy, host: HostLayers, chosen: Term) -> Term:
-    return chosen * (1 - strategy.overlap) * host.token_bytes
-
-
 def residency_seconds(machine: Machine, shape: ModelShape, strategy: Strategy, chosen: Term) -> Term:
-    """Seconds to find which of a layer's `chosen` tokens are in slots, and room for the others; as a top-k takes."""
+    """Seconds to find which of a layer's `chosen` tokens are in slots, and room for the others.
+
+    The kernel has a program for each set, as sampling has for each row, whose rates it is given.
+    """
     slots = maximum(strategy.offload_budget, chosen)
-    return machine.seconds(take_slots(strategy.batch, shape.kv_heads, chosen, slots), machine.rates["top_k"])
+    return machine.seconds(take_slots(strategy.batch, shape.kv_heads, chosen, slots), machine.rates["sampling"])
 
 
 def pass_with_host_seconds(
@@ -117,14 +110,12 @@ def _selected_seconds(
 ) -> Term:
     """A pass whose queries have `chosen` tokens of every layer on the host looked up, and those that miss loaded.
 
-    A choice that is known before the first layer is loaded ahead, beside the layers before; but walks of page tables
-    hold their kernels up (on an H200, gathers of 512 bytes beside products take the sum of both times, of 4 KB a tenth
-    more than the longer one). If all layers share it, it is looked up once. Any other is loaded where it is made.
+    A choice that is known before the first layer is loaded ahead, beside the layers before, whose kernels it holds up.
+    If all layers share it, it is looked up once. Any other is loaded where it is made.
     """
-    sizes = machine, shape, strategy, host, chosen, strategy.target_run_tokens
-    load_s, pieces_s = (strategy.reads * one(*sizes) for one in (load_seconds, piece_seconds))
+    load_s = strategy.reads * load_seconds(machine, shape, strategy, host, chosen, strategy.target_run_tokens)
     found_s = strategy.reads * host.some * residency_seconds(machine, shape, strategy, chosen)
-    held_up_s = pass_s + host.layers * pieces_s
+    held_up_s = pass_s + host.layers * HELD_UP * load_s
     own_lookup_s, common_lookup_s = (1 - strategy.target_alike) * found_s, strategy.target_alike * found_s
     ahead_s = pass_with_host_seconds(shape, strategy, host, held_up_s, load_s + own_lookup_s, 0) + common_lookup_s
     return where(strategy.target_ahead, ahead_s, pass_s + host.layers * (load_s + found_s))

@@ -194,8 +194,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "runtime": (
         {
-            "kernels.sampling", "planner.capacity", "planner.plan", "planner.resolution", "planner.round_costs",
-            "planner.support", "roofline.catalog", "roofline.catalog.model_files",
+            "kernels.sampling", "planner.axes", "planner.capacity", "planner.plan", "planner.resolution",
+            "planner.round_costs", "planner.support", "roofline.catalog", "roofline.catalog.model_files",
             "roofline.catalog.weight_formats", "roofline.device",
             "roofline.execution", "runtime.drafting", "runtime.drafting.policies", "runtime.kv",
             "runtime.kv.eviction", "runtime.kv.offload", "runtime.model", "runtime.quantization", "runtime.retrieval",

@@ -45,12 +45,15 @@ class Agreement:
         return {**asdict(self), "rate": self.rate, "beyond_noise": self.beyond_noise}
 
 
-def plan_agreement(plan: Plan, model: str, prompt: Sequence[int], new_tokens: int) -> Agreement:
+def plan_agreement(
+    plan: Plan, model: str, prompt: Sequence[int], new_tokens: int, retrieval_head: str | None = None
+) -> Agreement:
     """`agreement` of an engine of `plan` with its reference, both loaded here like `ridgeplan.runtime.load`.
 
     Where engines run in float32 anyway, as on a CPU, nothing can differ.
     """
-    return agreement(load(plan, model), load(plan, model, dtype=torch.float32), prompt, new_tokens)
+    own, reference = (load(plan, model, dtype=one, retrieval_head=retrieval_head) for one in (None, torch.float32))
+    return agreement(own, reference, prompt, new_tokens)
 
 
 def agreement(engine: Engine, reference: Engine, prompt: Sequence[int], new_tokens: int) -> Agreement:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.resolution import this_machine
+from ridgeplan.planner.support import missing_head
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.validate.comparison import Comparison, compare_measured, shape_of
 from ridgeplan.validate.measure import Measured, Prompts, Run, take_turns
@@ -71,13 +72,14 @@ def validate_plan(
     device: str | None = None,
     profile: Profile | None = None,
     calibration: Sequence[int] | None = None,
+    retrieval_head: str | None = None,
     on_progress: RunProgress | None = None,
 ) -> Validation:
     """Runs plain decoding and `plan` by `run_plans`, whose arguments it takes."""
     plans = (autoregressive(plan.workload), plan)
     found = run_plans(
         plans, model, prompts, max_new_tokens, sampling,
-        device=device, profile=profile, calibration=calibration, on_progress=on_progress,
+        device=device, profile=profile, calibration=calibration, retrieval_head=retrieval_head, on_progress=on_progress,
     )  # fmt: skip
     plain, planned = found.runs
     return Validation(plain, planned, found.in_turns)
@@ -93,17 +95,18 @@ def run_plans(
     device: str | None = None,
     profile: Profile | None = None,
     calibration: Sequence[int] | None = None,
+    retrieval_head: str | None = None,
     on_progress: RunProgress | None = None,
 ) -> PlanRuns:
     """Runs each plan on an engine of its own and compares it with its prediction; targets of one format share weights.
 
     The engines are loaded at once and run in turns, or one after another where memory does not allow that.
     prompts: token ids. profile: by default this machine's calibrated one. calibration: token ids for 4-bit
-    weights, as for `runtime.load`.
+    weights, as for `runtime.load`. retrieval_head: the file of a head, for the plans that choose by one.
     Raises what `runtime.load` and `Engine.generate` raise, and ProfileError where this machine is not calibrated.
     """
     request = Request(prompts, max_new_tokens, sampling, on_progress or _silent)
-    return _Lanes(plans, model, device, profile or this_machine(), calibration, request).run()
+    return _Lanes(plans, model, device, profile or this_machine(), calibration, retrieval_head, request).run()
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,7 @@ class _Lanes:
     device: str | None
     profile: Profile
     calibration: Sequence[int] | None
+    retrieval_head: str | None
     request: Request
     weights: dict[tuple[int, int | None, bool], DecoderWeights] = field(default_factory=dict)
     plain: Measured | None = None
@@ -173,8 +177,9 @@ class _Lanes:
         others_bytes = sum(held.bytes for held in others)
         fitted = self.calibration if plan.weights.quantized else None
         engine = runtime.load(
-            plan, self.model, device=self.device, weights=shared, calibration=fitted, profile=self.profile
-        )
+            plan, self.model, device=self.device, weights=shared, calibration=fitted, profile=self.profile,
+            retrieval_head=self.retrieval_head if missing_head(plan) else None,
+        )  # fmt: skip
         self.weights[plan.weights.target_format] = engine.weights
         progress = partial(request.progress, index)
         try:
@@ -210,7 +215,7 @@ class _Lanes:
         engine.close()
         self.plain = self.plain or measured
         texts = tuple(engine.tokenizer.batch_decode([list(tokens) for tokens in measured.tokens]))
-        compared = compare_measured(plan, shape_of(plan, engine), self.profile, measured, self.plain)
+        compared = compare_measured(engine.plan, shape_of(plan, engine), self.profile, measured, self.plain)
         return PlanRun(measured, compared, texts)
 
 

@@ -23,7 +23,7 @@ class Launch:
     at_once: int
 
 
-ALONE, BESIDE = Launch(64, 64), Launch(16, 1)
+ALONE, BESIDE = Launch(32, 1), Launch(16, 1)
 
 
 @triton.jit

@@ -56,7 +56,9 @@ def test_an_engine_agrees_with_itself_and_a_bfloat16_one_is_compared_with_float3
     assert (found.tokens, found.gaps, found.noise) == (16, (), 0.0)
     rounded = load(PLAN, str(tiny_folder), device="cpu", dtype=torch.bfloat16)
     monkeypatch.setattr(
-        module, "load", lambda plan, model, dtype=torch.bfloat16: load(plan, model, device="cpu", dtype=dtype)
+        module,
+        "load",
+        lambda *given, dtype, **named: load(*given, device="cpu", dtype=dtype or torch.bfloat16, **named),
     )
     assert plan_agreement(PLAN, str(tiny_folder), prompt, 16) == agreement(rounded, exact, prompt, 16)
     assert agreement(rounded, exact, prompt, 16).noise > 0

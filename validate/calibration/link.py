@@ -24,6 +24,7 @@ from ridgeplan.validate.timing import captured
 SIZE = 1 << 29  # bytes that a copy moves
 SPREAD = 1 << 34  # bytes that tokens are gathered from; from a few the device's page tables would stay in caches
 HEADS, HEAD_DIM = 8, 128
+SPACING = 640  # of how many tokens one is loaded: about a tenth of a budget of 2048 at 128k tokens
 REPEATS = 5
 LAUNCHES = 100  # in a graph, so that its own launch is negligible
 
@@ -77,7 +78,7 @@ def measured_link(device: torch.device, size: int = SIZE, spread: int = SPREAD) 
     )
     far = by_token[:, :, :, 0].transpose(1, 2), by_token[:, :, :, 1].transpose(1, 2)
     for kind, page in (("host_gather", 1), ("host_gather_pages", 16)):
-        loads, moved = random_loads(rows, tokens // 4, page, device)
+        loads, moved = random_loads(rows, min(tokens, max(16, rows // SPACING)), page, device)
         nothing = replace(loads, count=torch.zeros_like(loads.count))
         empty_s = _launch_s(device, partial(gather_into_slots, far, out, nothing, page))
         found[kind] = LinkTimes(moved, _times(device, partial(gather_into_slots, far, out, loads, page)), empty_s)
@@ -90,9 +91,13 @@ def _copy(source: KeysAndValues, out: KeysAndValues, count: Tensor) -> None:
 
 
 def random_loads(tokens: int, wanted_tokens: int, page: int, device: torch.device) -> tuple[SlotLoads, int]:
-    """Loads of some of the tokens, in random units, other ones for each KV head, and the bytes that they move."""
+    """Loads of some of the tokens, in random units, other ones for each KV head, and the bytes that they move.
+
+    Units ascend, as choices do, so that the heads' neighbours share pages of memory.
+    """
     wanted = wanted_tokens // page
-    chosen = torch.stack([torch.randperm(tokens // page, device=device)[:wanted] for _ in range(HEADS)])[None].int()
+    drawn = [torch.randperm(tokens // page, device=device)[:wanted].sort().values for _ in range(HEADS)]
+    chosen = torch.stack(drawn)[None].int()
     into = torch.arange(wanted, dtype=torch.int32, device=device).expand(1, HEADS, wanted).contiguous()
     count = torch.full((1, HEADS), wanted, dtype=torch.int32, device=device)
     return SlotLoads(into, chosen, into, count), 2 * HEADS * wanted * page * HEAD_DIM * 2

@@ -31,6 +31,7 @@ from ridgeplan.planner.plan import KVCache, KVFormat, Placement, Plan, Speculati
 from ridgeplan.planner.prediction import predict
 from ridgeplan.planner.presets import preset
 from ridgeplan.planner.resolution import this_machine
+from ridgeplan.planner.support import as_loaded
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
@@ -38,7 +39,6 @@ from ridgeplan.roofline.latency import Machine
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.memory import MemoryMeter
 from ridgeplan.runtime.model_config import DecoderConfig
-from ridgeplan.validate.acceptance import named_shape
 from ridgeplan.validate.calibration.link import measured_link, streaming_seconds
 from ridgeplan.validate.decode_bench.elastic import elastic_round, round_without_limit_ms
 from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
@@ -133,7 +133,8 @@ class OffloadBench:
         """The small model as it is: greedy tokens with half of its layers on the host, and without a limit."""
         if self.model is None:
             return {}
-        return RealText(self.model, named_shape(self.model), self.text, Machine.of(self.profile)).rows()
+        shape = as_loaded(load_shape(self.model))
+        return RealText(self.model, shape, self.text, Machine.of(self.profile)).rows()
 
     @cached_property
     def inflated(self) -> InflatedModel:

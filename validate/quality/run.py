@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -10,7 +11,6 @@ import torch
 
 from ridgeplan.planner.measured_quality import QualityRow, target_values
 from ridgeplan.planner.plan import Plan
-from ridgeplan.roofline.strategy import UNLIMITED_BYTES
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.host_memory import available_bytes
@@ -157,7 +157,7 @@ def _free_bytes(on_cuda: bool) -> int:
     if on_cuda:
         torch.cuda.empty_cache()  # of engines that are closed
         return torch.cuda.mem_get_info()[0]
-    return available_bytes() or int(UNLIMITED_BYTES)
+    return available_bytes() or sys.maxsize
 
 
 def named(plans: Sequence[Plan]) -> str:

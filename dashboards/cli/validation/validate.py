@@ -18,6 +18,7 @@ from ridgeplan.dashboards.cli.options import (
     options,
     profile_file,
     prompt_file,
+    retrieval_head,
 )
 from ridgeplan.dashboards.cli.output import print_json, print_table, progress, warnings_as_notes
 from ridgeplan.dashboards.cli.run import DEFAULT_NEW_TOKENS
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 RUNS = ("plain decoding", "the plan")  # in `validate_plan`'s order
 # What is validated, and the options that belong to it.
 SUBJECTS = {
-    "PLAN": {"models", "prompt_file", "max_new_tokens", "profile", "calibration", "agreement"},
+    "PLAN": {"models", "prompt_file", "max_new_tokens", "profile", "calibration", "retrieval_head", "agreement"},
     "--suite": {"models", "prompt_file", "other_text", "profile", "only", "output", "html"},
     "--report": {"html"},
 }
@@ -60,6 +61,7 @@ SUBJECTS = {
                  help=f"Tokens to generate.  [default: {DEFAULT_NEW_TOKENS}]"),
     profile_file,
     calibration_file,
+    retrieval_head,
     click.option(
         "--agreement", is_flag=True, help="Also count the greedy tokens that differ from float32's; none can on a CPU."
     ),
@@ -109,6 +111,7 @@ def validate_one(
     max_new_tokens: int | None,
     profile: str | None,
     calibration: str | None,
+    retrieval_head: str | None,
     agreement: bool,
     as_json: bool,
 ) -> None:
@@ -128,9 +131,10 @@ def validate_one(
         tasks = [bars.add_task(f"running {what}", total=total) for what in RUNS]
         validation = validate_plan(
             plan, source, prompts, limit, profile=calibrated, calibration=calibration_tokens(source, calibration),
+            retrieval_head=retrieval_head,
             on_progress=lambda index, tokens: bars.update(tasks[index], completed=tokens),
         )  # fmt: skip
-        agreed = plan_agreement(plan, source, prompts[0], limit) if agreement else None
+        agreed = plan_agreement(plan, source, prompts[0], limit, retrieval_head) if agreement else None
     if as_json:
         more = {"agreement": agreed.to_dict()} if agreed else {}
         print_json({"plan": plan.to_dict(), "validation": validation.to_dict()} | more)
