@@ -58,6 +58,12 @@ class Decoding:
         return preset(self.row["preset"], Workload("any", "any", 1))
 
     @property
+    def name(self) -> str:
+        """The preset, with the share of the prompt that it keeps where that is not its own budget."""
+        share = self.row.get("share")
+        return f"`{self.row['preset']}`" + (f", {share:.0%} kept" if share else "")
+
+    @property
     def size(self) -> tuple[int, int]:
         """Context and batch."""
         return self.row["context"], self.row["batch"]
@@ -104,7 +110,7 @@ def fastest() -> str:
     rows = (
         (
             _workload(size),
-            f"`{one.row['preset']}`, gamma {one.row['gamma']}",
+            f"{one.name}, gamma {one.row['gamma']}",
             f"{one.tpot_ms:.2f}",
             one.over_plain,
             one.over_vllm("bf16", "auto"),
@@ -124,10 +130,10 @@ def speeds(capability: str) -> str:
     """Time per token of a capability's plans, each with its best gamma, and in brackets over plain decoding."""
     found: dict[str, dict[tuple[int, int], Decoding]] = {}
     for one in CAPABILITIES[capability](_decoding()):
-        row = found.setdefault(one.row["preset"], {})
+        row = found.setdefault(one.name, {})
         row[one.size] = min(row.get(one.size, one), one, key=lambda other: other.tpot_ms)
     sizes = sorted({size for row in found.values() for size in row})
-    cells = ((f"`{name}`", *map(_speed, map(row.get, sizes))) for name, row in found.items())
+    cells = ((name, *map(_speed, map(row.get, sizes))) for name, row in found.items())
     return table(("ms per token", *map(_workload, sizes)), cells)
 
 
@@ -152,10 +158,15 @@ def _sparse_drafts(rows: list[Decoding]) -> list[Decoding]:
     return [one for one in rows if one.plan.speculation.active and (one.file, one.size) in measured]
 
 
+def _evictions(rows: list[Decoding]) -> list[Decoding]:
+    return [one for one in rows if one.plan.eviction.active]
+
+
 CAPABILITIES: dict[str, Callable[[list[Decoding]], list[Decoding]]] = {
     "full-weights": _full_weights,
     "coded-weights": _coded_weights,
     "sparse-drafts": _sparse_drafts,
+    "evictions": _evictions,
 }
 
 
