@@ -45,9 +45,6 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
     choosing, target_reads = draft_selection(plan).cost(speculation.selection), target_selection(plan)
     target_choosing = target_reads.cost(plan.attention.selection) if target_reads else SelectionCost()
     evicting = eviction_settings(plan)
-    per_query, choices = speculation.selection.per_query, choosing.times_of(shape.layers)
-    moved_bytes = choosing.moved_score_bytes(shape.kv_heads) * choices
-    target_choices = target_choosing.times_of(shape.layers)
     return Strategy(
         batch=workload.batch,
         context=workload.context,
@@ -77,23 +74,33 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         draft_run_tokens=choosing.run_of(shape.kv_heads),
         target_scored_keys=target_choosing.scored_keys_of(shape.layers),
         draft_scored_keys=choosing.scored_keys_of(shape.layers),
-        step_score_bytes=moved_bytes * per_query,
-        round_score_bytes=moved_bytes * (not per_query),
         held_plane_bits=DRAFT_PLANE_BITS * shape.layers * plan.gathers_codes,
-        held_keys=choosing.held_keys * choices + target_choosing.held_keys * target_choices,
-        held_score_bytes=choosing.held_score_bytes(shape.kv_heads) * (1 if per_query else shape.layers)
-        + target_choosing.held_score_bytes(shape.kv_heads),
         gamma=speculation.gamma,
         acceptance=acceptance,
         reserved_gamma=speculation.gamma if speculation.adaptive else 0,
         target_selects=int(plan.attention.active),
-        target_score_bytes=target_choosing.moved_score_bytes(shape.kv_heads) * target_choices,
-        draft_choices=choices,
-        target_choices=target_choices,
-        draft_ranked=choosing.ranked_scores(shape.kv_heads) * choices,
-        target_ranked=target_choosing.ranked_scores(shape.kv_heads) * target_choices,
+        **_choice_terms(plan, shape, choosing, target_choosing),
         target_two_bit=int(plan.attention.selection.needs_codes),
     )
+
+
+def _choice_terms(plan: Plan, shape: ModelShape, drafts: SelectionCost, target: SelectionCost) -> dict[str, float]:
+    """What of the strategy is about scores and their ranking. drafts, target: what their choices cost."""
+    kv_heads, per_query = shape.kv_heads, plan.speculation.selection.per_query
+    draft_choices, target_choices = drafts.times_of(shape.layers), target.times_of(shape.layers)
+    moved_bytes = drafts.moved_score_bytes(kv_heads) * draft_choices
+    held_at_once = 1 if per_query else shape.layers
+    return {
+        "step_score_bytes": moved_bytes * per_query,
+        "round_score_bytes": moved_bytes * (not per_query),
+        "held_keys": drafts.held_keys * draft_choices + target.held_keys * target_choices,
+        "held_score_bytes": drafts.held_score_bytes(kv_heads) * held_at_once + target.held_score_bytes(kv_heads),
+        "target_score_bytes": target.moved_score_bytes(kv_heads) * target_choices,
+        "draft_choices": draft_choices,
+        "target_choices": target_choices,
+        "draft_ranked": drafts.ranked_scores(kv_heads) * draft_choices,
+        "target_ranked": target.ranked_scores(kv_heads) * target_choices,
+    }
 
 
 def _placement_terms(plan: Plan, shape: ModelShape, target: SelectionCost) -> dict[str, float]:
