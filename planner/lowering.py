@@ -76,12 +76,8 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
 
 def _choice_terms(plan: Plan, shape: ModelShape, drafts: SelectionCost, target: SelectionCost) -> dict[str, float]:
     """What of the strategy is about tokens that steps choose to read. drafts, target: what their choices cost."""
-    selection, reads, layers, kv_heads = (
-        plan.speculation.selection,
-        plan.attention.selection,
-        shape.layers,
-        shape.kv_heads,
-    )
+    selection, reads = plan.speculation.selection, plan.attention.selection
+    layers, kv_heads = shape.layers, shape.kv_heads
     moved_bytes = drafts.moved_score_bytes(kv_heads) * drafts.choices_of(layers)
     draft_scores = drafts.scores_at_once(layers) if selection.per_query else layers
     held_score_bytes = drafts.held_score_bytes(kv_heads) * draft_scores

@@ -235,10 +235,10 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "validate.engine_arguments": ({"planner.export"}, VALIDATE),
     "validate.studies": (
         {
-            "kernels.attention", "kernels.layer", "planner.axes", "planner.plan", "planner.policies.selection",
-            "roofline.catalog", "runtime", "runtime.drafting.policies", "runtime.drafting.policies.per_query",
-            "runtime.kv", "runtime.model", "runtime.retrieval", "validate.acceptance",
-            "validate.progress", "validate.prompts",
+            "kernels.attention", "kernels.layer", "planner.acceptance", "planner.axes", "planner.plan",
+            "planner.policies.selection", "planner.resolution", "roofline.catalog", "runtime",
+            "runtime.drafting.policies", "runtime.drafting.policies.per_query", "runtime.kv", "runtime.model",
+            "runtime.retrieval", "validate.acceptance", "validate.progress", "validate.prompts",
         },
         VALIDATE,
     ),

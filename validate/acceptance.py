@@ -90,9 +90,8 @@ def measure_acceptance(
         draft_weights = draft_weights or draft_weights_of(engine, drafts, passage.calibration)
         measured = TeacherForced(engine, draft_weights, drafts).run(ids, plan.workload.context, counted.one_more)
         engine.close()
-        checkpoint = "GGUF, decoded" if model.lower().endswith(".gguf") else ""
         for one in measured:
-            yield MeasuredAcceptance(_row(one, engine, shape, passage, checkpoint), one.by_position)
+            yield MeasuredAcceptance(_row(one, engine, shape, passage, checkpoint_of(model)), one.by_position)
 
 
 class HasWeights(Protocol):
@@ -129,9 +128,14 @@ def device_name(engine: Engine) -> str:
     return torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else cpu_model()
 
 
-def quantizer_of(engine: Engine, calibrated: bool) -> str:
-    """How 4-bit weights are made on the engine's device. calibrated: for a given text."""
-    return "gptq" if engine.device.type == "cuda" or calibrated else "diagonal"
+def checkpoint_of(model: str) -> str:
+    """What a model's weights are, where that is not its published checkpoint."""
+    return "GGUF, decoded" if model.lower().endswith(".gguf") else ""
+
+
+def quantizer_of(device_type: str, calibrated: bool) -> str:
+    """How 4-bit weights are made on a device, "cuda" or "cpu". calibrated: for a given text."""
+    return "gptq" if device_type == "cuda" or calibrated else "diagonal"
 
 
 def draft_weights_of(
@@ -165,7 +169,7 @@ def _row(
         + (f", YaRN x{factor:g}" if factor > 1 else ""),
         ratio=measured.draft.ratio,
         gamma=ROUND,
-        quantizer=quantizer_of(engine, bool(passage.calibration)),
+        quantizer=quantizer_of(engine.device.type, bool(passage.calibration)),
         dtype=dtype,
         checkpoint=checkpoint,
         tokens=passage.tokens,

@@ -78,6 +78,14 @@ class Draft:
         """Whether it has 4-bit weights."""
         return FORMATS[self.format][1]
 
+    @property
+    def row_name(self) -> str:
+        """The draft of a row of acceptance; "" for bounds and variants, which no plan has."""
+        bits = "" if self.format == "bf16" else self.format
+        if self.policy == "all":
+            return bits
+        return "+".join(filter(None, (bits, self.policy))) if self.policy in ROWS else ""
+
 
 @dataclass(frozen=True)
 class DraftAcceptance:
@@ -92,14 +100,6 @@ class DraftAcceptance:
     def mean(self) -> float:
         """Over all positions."""
         return sum(self.by_position) / len(self.by_position)
-
-    @property
-    def row_name(self) -> str:
-        """The draft of a row of acceptance; "" for bounds and variants, which no plan has."""
-        bits, policy = "" if self.draft.format == "bf16" else self.draft.format, self.draft.policy
-        if policy == "all":
-            return bits
-        return "+".join(filter(None, (bits, policy))) if policy in ROWS else ""
 
     @property
     def tokens_per_round(self) -> float:

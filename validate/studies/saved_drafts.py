@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ridgeplan.planner.acceptance import AcceptanceRow
 from ridgeplan.planner.plan import MAX_TOKENS
+from ridgeplan.planner.resolution import yarn_factor
 from ridgeplan.roofline.catalog.checks import Checked, build, number, numbers, parts, text, texts_by_name, whole
 from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json, read_document
+from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime import WorkloadError
-from ridgeplan.validate.studies.drafts import Draft, DraftAcceptance
+from ridgeplan.validate.acceptance import quantizer_of
+from ridgeplan.validate.studies.drafts import GAMMA, Draft, DraftAcceptance
 
 SCHEMA = 1
 REMEASURE = "make it again with `ridgeplan study drafts`"
@@ -85,6 +92,37 @@ class SavedStudy(Checked):
             if there != here:
                 raise WorkloadError(f"cannot resume {str(path)!r}: its {name} is {there!r}; allowed: {here!r}")
         return replace(self, rows=saved.rows)
+
+
+def acceptance_rows(study: SavedStudy, shape: ModelShape, checkpoint: str) -> list[AcceptanceRow]:
+    """What `recommend` can know from a study that was made on this machine: its drafts that plans can have.
+
+    shape: of the model. checkpoint: as `AcceptanceRow` has it.
+    """
+    return [_acceptance_row(study, row, shape, checkpoint) for row in study.rows if row.draft[1].row_name]
+
+
+def _acceptance_row(study: SavedStudy, row: SavedRow, shape: ModelShape, checkpoint: str) -> AcceptanceRow:
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    factor = yarn_factor(shape, row.context + study.tokens)
+    return AcceptanceRow(
+        draft=row.draft[1].row_name,
+        model=study.model,
+        parameters=shape.parameters / 1e9,
+        context=row.context,
+        acceptance=max(1e-6, row.mean),
+        source="measured",
+        where=f"teacher-forced over {study.tokens} tokens of {study.text}, {study.device}"
+        + (f", YaRN x{factor:g}" if factor > 1 else ""),
+        ratio=row.ratio,
+        gamma=GAMMA,
+        quantizer=quantizer_of(device_type, bool(study.calibration)),
+        dtype="bfloat16" if device_type == "cuda" else "float32",
+        checkpoint=checkpoint,
+        tokens=study.tokens,
+        date=datetime.date.today().isoformat(),
+        text=study.text,
+    )
 
 
 def read_study(path: Path) -> SavedStudy:

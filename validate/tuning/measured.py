@@ -62,7 +62,7 @@ class MeasuredDrafts:
                     ratio=self.ratio,
                     gamma=self.plan.speculation.gamma,
                     position=position,
-                    quantizer=quantizer_of(engine, calibrated),
+                    quantizer=quantizer_of(engine.device.type, calibrated),
                     dtype=str(engine.weights.embedding.dtype).removeprefix("torch."),
                     tokens=judged,
                     date=datetime.date.today().isoformat(),

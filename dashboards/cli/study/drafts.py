@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from ridgeplan.dashboards.cli.acceptance.lists import ListCommand
+from ridgeplan.dashboards.cli.acceptance.saved_rows import save_rows, saved_in
 from ridgeplan.dashboards.cli.lazy_group import examples
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or
 from ridgeplan.dashboards.cli.options import TOKENS, OutputFile, as_json, calibration_file, model_to_run, options, yarn
@@ -46,13 +47,15 @@ FORMATS = ("bf16", "kv4", "w4kv4")
     yarn,
     click.option("--output", type=OutputFile(), help="Write the JSON to this file, after every context."),
     click.option("--resume", is_flag=True, help="Keep the rows of the output's file, and measure what it lacks."),
+    click.option("--rows", type=OutputFile(),
+                 help="Merge the acceptance of drafts that plans can have into this file, as `acceptance` writes it."),
     click.option("--html", type=OutputFile(), help="Write tables and plots to this file, which loads nothing."),
     as_json,
 )  # fmt: skip
 def drafts(
     model: str | None, text: str, ctx: tuple[int, ...], ratios: tuple[float, ...], policies: tuple[str, ...],
     formats: tuple[str, ...], tokens: int, calibration: str | None, yarn: bool, output: Path | None, resume: bool,
-    html: Path | None, as_json: bool,
+    rows: Path | None, html: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Acceptance of drafts that read a share of the tokens, teacher-forced on a text at temperature 1.
 
@@ -60,15 +63,15 @@ def drafts(
     by the round's own verification. "specattn" has variants: a set for each KV head, logits, and all rows (Eq 2).
     """
     # Importing torch takes seconds.
-    from ridgeplan.validate.acceptance import Passage, named_shape
+    from ridgeplan.validate.acceptance import Passage, checkpoint_of, named_shape
     from ridgeplan.validate.machine import device_here
     from ridgeplan.validate.prompts import read_prompt
     from ridgeplan.validate.studies.drafts import drafts_of, study
-    from ridgeplan.validate.studies.saved_drafts import SavedStudy
+    from ridgeplan.validate.studies.saved_drafts import SavedStudy, acceptance_rows
 
     if resume and output is None:
         raise click.UsageError("--resume was given without --output; allowed: with the file to resume")
-    asked, content = drafts_of(policies, ratios, formats), read_prompt(text)
+    asked, content, merged = drafts_of(policies, ratios, formats), read_prompt(text), saved_in(rows) if rows else None
     with warnings_as_notes(), progress() as bars:
         source, bar = embedded_or(model), bars.add_task("loading")
         passage = Passage(content, Path(text).stem, ctx, tokens, calibration_tokens(source, calibration), yarn)
@@ -84,6 +87,8 @@ def drafts(
             saved = saved.with_row(found)
             if output is not None:
                 delivered(saved.document, output, None, False, _write_page)
+    if merged is not None:
+        save_rows(merged, acceptance_rows(saved, named_shape(source), checkpoint_of(source)))
     if not delivered(saved.document, output, html, as_json, _write_page):
         _print(saved.document)
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from ridgeplan.planner.acceptance import load_rows
+
 TEXT = "It was the best of times, it was the worst of times. " * 60
 
 
@@ -74,6 +76,18 @@ def test_each_context_is_saved_before_the_next_one_is_measured(
                       "--ratios", 0.5, "--policies", "specattn", "--formats", "bf16", "--output", output)  # fmt: skip
     assert "the text has 3180 tokens" in message
     assert [row["context"] for row in json.loads(output.read_text())["rows"]] == [270]
+
+
+def test_drafts_that_plans_can_have_are_merged_into_rows_of_acceptance(study: Any, tmp_path: Path) -> None:
+    """Hindsight and sets by KV head are bounds and variants, which no plan has."""
+    path = tmp_path / "rows.json"
+    made = study("--policies", "specattn", "hindsight", "specattn-heads", "--rows", path)
+    study("--policies", "specattn", "quest", "--resume", "--rows", path)
+    rows = {row.draft: row for row in load_rows(path)}
+    assert list(rows) == ["specattn", "quest"]
+    found = rows["specattn"]
+    assert (found.context, found.ratio, found.gamma, found.tokens, found.text) == (270, 0.5, 7, 16, "cities")
+    assert found.acceptance == pytest.approx(made["rows"][0]["mean"])
 
 
 def test_a_study_of_other_conditions_is_not_resumed(
