@@ -149,8 +149,8 @@ def test_a_plan_with_layers_on_the_host_names_what_would_fit_without(h200_profil
 
 
 def test_layers_on_the_host_that_only_make_a_plan_faster_are_a_note(h200_profile):
-    """Of 20 sequences of 90,801 tokens INT8 KV fits; lower codes of a few layers on the host are faster."""
-    answer = ask(h200_profile, context=90_801, batch=20)
+    """Of 20 sequences of 90,802 tokens INT8 KV fits; lower codes of a few layers on the host are faster."""
+    answer = ask(h200_profile, context=90_802, batch=20)
     assert answer.predicted.offloaded_layers
     assert (answer.warning, answer.on_device) == (None, ())
     assert answer.notes[0].startswith(f"KV of {answer.predicted.offloaded_layers} layers is on the host")
