@@ -76,6 +76,7 @@ def test_sampled_triples_follow_the_target(
     require_agreement(triples(engine, prompt, ROWS, {"seed": 5} | options), joint)
 
 
+@pytest.mark.slow
 def test_sampled_triples_follow_the_target_whatever_drafts_read(tiny_model, make_plan, prompts):
     """Selections differ in their drafts alone: each has counts of its own, and all must come from one distribution."""
     folder = tiny_model(**SMALL).folder

@@ -175,6 +175,7 @@ def test_weights_are_shared_by_plans_of_their_format_and_read_again_by_others(ti
             assert found.format == WeightFormat(*plan.weights.target_format)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_a_real_models_text_is_hardly_less_likely(smollm2, make_plan, long_text):
     """From GGUF; for Llama-2-7B, 4 bits add 0.05 nats to 1.70 (AWQ, Table 4), and small models lose more."""

@@ -55,6 +55,7 @@ def rounded(real):
     return acceptance(dataclasses.replace(engine.weights, layers=layers, head=draft(engine.weights.head)))
 
 
+@pytest.mark.slow
 def test_acceptance_of_real_drafts_rises(real, rounded):
     engine, _, acceptance = real
     text = CalibrationText.of_model(engine.decoder, engine.weights)

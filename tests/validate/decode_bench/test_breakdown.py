@@ -204,6 +204,7 @@ def test_a_generation_without_rounds_still_has_its_prediction(h200_profile: Prof
     assert all(row.part == "verify" for row in found.rows)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_every_case_of_a_report_is_traced_and_drafts_are_made_once(
     smollm2: Path, h200_profile: Profile, monkeypatch: pytest.MonkeyPatch

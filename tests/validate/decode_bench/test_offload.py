@@ -112,6 +112,7 @@ def test_a_stream_moves_what_rows_hold(kv):
     assert moved == 2 * 2 * 2 * 4 * 32 * token_bytes
 
 
+@pytest.mark.slow
 def test_a_crossing_is_counted_in_steps(h200_profile):
     hardware = replace(h200_profile.hardware, element_bytes=4, num_sms=1)
     profile = replace(h200_profile, hardware=hardware, asynchronous=False)

@@ -75,6 +75,7 @@ def test_the_recommended_plan_is_measured_wherever_it_is_predicted() -> None:
     assert slow in [one.plan for one in chosen]
 
 
+@pytest.mark.slow
 def test_candidates_are_all_that_run_at_the_allowed_quality_and_fit(
     h200_profile: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
