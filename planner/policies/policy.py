@@ -57,11 +57,10 @@ class SelectionCost:
     scored_keys: what is scanned to score the cached tokens at every step, as a share of one layer's keys.
     scores_one_layer: keys are scored in one pass for all layers, not in each. sets_by_layer: that pass makes scores of
     every layer, which are ranked together. projects: it has queries and keys of its own, by projections as the model's.
-    held_keys: what is kept beside the cache
-    for it, as a share of one layer's keys. score_rows: scores in fp32 per cached token and KV head. run_tokens: tokens
-    that are read together because they lie together: 1 where single ones are chosen, a page, or without a limit where
-    the chosen ones are a run. shared_by_heads: one set for all KV heads of a layer, whose keys of a token then lie
-    together.
+    held_keys: what is kept beside the cache for it, as a share of one layer's keys. score_rows: scores in fp32 per
+    cached token and KV head. run_tokens: tokens that are read together because they lie together: 1 where single
+    ones are chosen, a page, or without a limit where the chosen ones are a run. shared_by_heads: one set for all KV
+    heads of a layer, whose keys of a token then lie together.
     """
 
     scored_keys: float = 0.0
