@@ -30,22 +30,23 @@ from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
 SCAN, CHOOSE = "two_bit_scan", "two_bit_choose"
 BINS = 2048  # of a score: 8 for each power of two
 MOST_GROUPS = 320  # of a CTA
-POINTERS = (
-    *("q", "groups", "k", "codes", "scales", "minima"),
-    *("bins", "histograms", "index", "count"),
-)
-SIZES = (
-    *("kv_heads", "group_capacity", "parts", "sinks", "max_k"),
-    *("q_batch_stride", "q_head_stride"),
-)
+POINTERS = ("q", "groups", "k", "codes", "scales", "minima", "bins", "histograms", "index", "count")
+SIZES = ("kv_heads", "group_capacity", "parts", "sinks", "max_k", "q_batch_stride", "q_head_stride")
 
 
 class TwoBitParams(KernelParams):
     """See csrc/two_bit_params.cuh."""
 
     constants = MappingProxyType(
-        {"THREADS": THREADS, "WARPS": WARPS, "STAGES": STAGES, "SAMPLES": SAMPLES}
-        | {"GROUP": GROUP, "BINS": BINS, "MOST_GROUPS": MOST_GROUPS}
+        {
+            "THREADS": THREADS,
+            "WARPS": WARPS,
+            "STAGES": STAGES,
+            "SAMPLES": SAMPLES,
+            "GROUP": GROUP,
+            "BINS": BINS,
+            "MOST_GROUPS": MOST_GROUPS,
+        }
     )
 
     _fields_ = (

@@ -163,14 +163,13 @@ def sparse_trials(bench: Bench, kind: str, sizes: Iterable[DecodeSize], num_sms:
     """The trials of class `kind`, one of `SPARSE_CLASSES`."""
     for size in sizes:
         draft = SparseDraft(size, bench, num_sms)
-        full = kind == "sparse_attention_full"
         call, cost = {
             "two_bit_scan": (draft.choose, draft.choose_cost),
             "sparse_attention": (draft.attend, draft.attend_cost(sparse_ops.UPPER_BITS)),
             "sparse_attention_full": (draft.attend_full, draft.attend_cost(0)),
             "progressive_attention": (draft.progressive, draft.progressive_cost),
         }[kind]
-        variants = len(draft.full_store) if full else draft.variants
+        variants = len(draft.full_store) if kind == "sparse_attention_full" else draft.variants
         yield Trial(kind, f"{size.name}, {RATIO:.0%} chosen", cost, call, variants)
 
 
