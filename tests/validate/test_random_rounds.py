@@ -140,5 +140,5 @@ def test_on_a_gpu_a_round_is_the_captured_graph(name: str, h200_profile: Any, mo
     times = measured_round(model, plan)
     assert 0 < times.verify_s < 1
     assert times.grown >= module.TIMED_ROUNDS["cuda"]
-    drafts = sum(tensor.nbytes for one in model.drafts.values() for tensor in one.tensors())
-    assert torch.cuda.memory_allocated() <= held + drafts + (64 << 20)  # its cache and graph are gone
+    codes = sum(tensor.nbytes for one in model.quantized.values() for tensor in one.tensors())
+    assert torch.cuda.memory_allocated() <= held + codes + (64 << 20)  # its cache and graph are gone
