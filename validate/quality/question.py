@@ -102,6 +102,7 @@ class Question:
 
         These differ in what they keep of the prompts and in how they choose what they read, not in weights, drafts,
         placement, and settings of an eviction, as evictions must not append different tokens. An oracle appends others.
+        A plan that evicts in chunks is alone: later chunks read what it has kept of earlier ones.
         """
         plain, *others = self.plans_at(context)
         families: dict[object, tuple[Plan, ...]] = {}
@@ -128,6 +129,8 @@ class Question:
 
 def _family(plan: Plan) -> object:
     """What plans agree in whose prompts are processed together."""
+    if plan.eviction.chunk:
+        return plan
     oracle = plan.eviction.policy is EvictionPolicy.ORACLE  # appends other tokens
     return plan.weights, plan.speculation, plan.placement, oracle, tuple(sorted(plan.eviction.settings.items()))
 

@@ -3,6 +3,10 @@
 The pseudo tokens run through prefill after the prompt, at positions L_p to L_p + N - 1. No token of the prompt sees
 them and their keys and values are dropped, so decoding starts at position L_p as if they had never been. Eq 4 sums
 softmax probabilities over prompt and pseudo tokens; see docs/papers.md for what it leaves open.
+
+Where a prompt goes through in chunks, the same pseudo tokens run after each chunk that evicts: they stand for what is
+decoded after the whole prompt, so they are its first and last tokens at L_p and on, and attend to what a layer has kept
+and the chunk.
 """
 
 from __future__ import annotations
@@ -29,5 +33,5 @@ class DapQ:
 
     def scores(self, layer: PromptLayer) -> Tensor:
         """Eq 4; the latest tokens are protected if the settings say so."""
-        mass = layer.mass(layer.tokens, len(layer.queries), layer.tokens)
+        mass = layer.mass(layer.tokens, layer.held + len(layer.queries), layer.tokens)
         return protect(pooled(mass, self.settings.pooling), last=min(self.settings.recent, layer.budget))
