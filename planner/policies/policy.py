@@ -202,12 +202,12 @@ class TokenEviction(Policy):
     def loss(self, plan: Plan) -> str:
         """What the plan's target gives up by it."""
         budget = plan.eviction.tokens(plan.workload.context)
-        kept = f"{self.name} keeps {budget} of {plan.workload.context} prompt tokens"
+        kept, how = f"{self.name} keeps {budget} of {plan.workload.context} prompt tokens", ""
         if chunk := plan.eviction.chunk_at(plan.workload.context):
-            kept += f", chosen after every {chunk}"
+            kept, how = f"{kept}, chosen after every {chunk}", " chosen at once"
         if self.ruler is None:
             return kept
-        return f"{kept}: RULER {self.ruler:g} of {FULL_RULER:g} with {EVICTION_BUDGET} tokens (DapQ, Table 11)"
+        return f"{kept}: RULER {self.ruler:g} of {FULL_RULER:g} with {EVICTION_BUDGET} tokens{how} (DapQ, Table 11)"
 
 
 def drafting(selection: DraftSelection, gamma: int) -> Preset:
