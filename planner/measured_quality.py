@@ -84,7 +84,7 @@ def target_values(plan: Plan) -> dict[str, Any]:
 
 
 def _eviction(plan: Plan) -> dict[str, Any]:
-    """The policy, its budget in tokens, however it is given, its settings, and its chunks where prompts have several."""
+    """The policy, its budget in tokens, however it is given, its settings, and its chunk where it counts."""
     context = plan.workload.context
     budget, chunk = plan.eviction.tokens(context), plan.eviction.chunk_at(context)
     return {**asdict(plan.eviction), "budget": budget, "share": None, "chunk": chunk or None}

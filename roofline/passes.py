@@ -269,9 +269,7 @@ def _attention_cost(shape: ModelShape, terms: PassTerms) -> Cost:
     return ops.attention(*query_sizes, shape.kv_heads, shape.head_dim, *tokens, *formats)
 
 
-def _prefill_attention(
-    shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term, held: Term
-) -> tuple[Op, ...]:
+def _prefill_attention(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term, held: Term) -> tuple[Op, ...]:
     """FlashAttention over the prompt; under MLA with per-head keys and values, not absorbed."""
     value_dim = shape.v_head_dim or shape.head_dim
     kv_elements = shape.kv_heads * (shape.head_dim + value_dim)

@@ -90,7 +90,8 @@ COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPO
 )  # fmt: skip
 def quality(
     plans: tuple[str, ...], model: str | None, text: str | None, ctx: tuple[int, ...], budgets: tuple[int, ...],
-    chunks: tuple[int, ...], tasks: tuple[str, ...], batch: int | None, output: Path | None, as_json: bool, **sizes: Any,
+    chunks: tuple[int, ...], tasks: tuple[str, ...], batch: int | None, output: Path | None, as_json: bool,
+    **sizes: Any,
 ) -> None:  # fmt: skip
     """Fidelity, perplexity, RULER scores, times and KV memory of each PLAN: a preset's name, `random`, `oracle` or a
     plan's file.

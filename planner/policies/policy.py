@@ -191,7 +191,7 @@ class TokenEviction(Policy):
     ruler: float | None = None
 
     def settings_of(self, plan: Plan) -> EvictionSettings:
-        """The plan's hyperparameters. Raises PlanError for one that the policy does not have or allow, as for a chunk."""
+        """The plan's hyperparameters. Raises PlanError for what the policy does not have or allow, chunks too."""
         chunk = plan.eviction.chunk
         require(
             self.chunked or not chunk,

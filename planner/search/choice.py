@@ -49,13 +49,14 @@ def sampled_scores(predictions: Sequence[Prediction], question: Question) -> np.
 
 def preference(plan: Plan) -> tuple[float, ...]:
     """Plans in order of preference: exact before lossy, evictions that lose less by published figures before others,
-    of whole prompts before chunks, then no layers on the host before some, no speculation before speculation, drafts that read every token before
-    those that choose some, and few formats.
+    of whole prompts before those in chunks, then no layers on the host before some, no speculation before speculation,
+    drafts that read every token before those that choose some, and few formats.
 
     Formats are those beside bf16: of the target's weights, of the drafts' own, and of the KV cache.
     """
     formats = (plan.weights.target_bits != 16) + plan.weights.draft_copy + plan.kv.format.quantized
-    exactness = list(Quality).index(quality_of(plan)), len(losses(plan)), published_loss(plan), int(plan.eviction.chunk > 0)
+    lost = len(losses(plan)), published_loss(plan), int(plan.eviction.chunk > 0)
+    exactness = list(Quality).index(quality_of(plan)), *lost
     return *exactness, int(plan.placement.offload), int(plan.speculation.active), int(plan.speculation.sparse), formats
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ridgeplan.planner.plan import Plan
-from ridgeplan.planner.policies import eviction
+from ridgeplan.planner.policies import allows_chunks
 from ridgeplan.planner.policies.pricing import unpriced
 from ridgeplan.planner.presets import describe
 from ridgeplan.planner.resolution import longest_context
@@ -56,8 +56,7 @@ def runs(plan: Plan, question: Question) -> bool:
 def regrouped(family: Family) -> Iterator[Family]:
     """The family with every size of quantization groups, and also in chunks where its eviction allows them."""
     yield from _with_groups(family)
-    policy = eviction(family.template)
-    if policy is not None and policy.chunked:
+    if allows_chunks(family.template):
         evicting = replace(family.template.eviction, chunk=PREFILL_CHUNK_TOKENS)
         template = replace(family.template, eviction=evicting)
         yield from _with_groups(replace(family, name=describe(template), template=template))

@@ -90,27 +90,24 @@ class _ChunkedPrompt:
         self._held = _rooms(to.cache, to.row, rooms, arena, dtype)
 
     def process(self, start: int, stop: int, kept: Sequence[int]) -> Tensor:
-        """Runs the tokens from `start` to `stop`, after which layers hold `kept` tokens; returns their hidden states."""
+        """Runs the tokens from `start` to `stop`, after which layers hold `kept`; returns their hidden states."""
         last, chunk = stop == len(self._prompt), self._prompt[start:stop]
         evicts = any(one.count + len(chunk) > count for one, count in zip(self._held, kept, strict=True))
         text = torch.cat([chunk, self._appended]) if evicts else chunk
-        # What is appended stands for what is decoded after the whole prompt.
-        ahead = len(self._prompt) - stop
-        positions = torch.arange(start, start + len(text), device=text.device)
-        positions[len(chunk) :] += ahead
+        positions = torch.arange(start, stop, device=text.device)
         hidden, parts = self._hidden[: len(text)], Parts(len(chunk), len(text))
         torch.index_select(self._weights.embedding, 0, text, out=hidden)
         for index, layer in enumerate(self._weights.layers):
             held = self._held[index]
             buffers = replace(self._buffers, tokens=len(text), held=held.count)
             held.load(buffers)
-            project_layer(self._decoder, layer, hidden, buffers, parts, positions)
+            project_layer(self._decoder, layer, hidden, buffers, parts, start)
             places = self._chosen(index, buffers, len(chunk), kept[index], start)
             queries = self._last_queries(buffers, len(chunk)) if last else None
             attend_layer(buffers, parts, None)
             finish_layer(self._decoder, layer, hidden, buffers, parts)
             keys, values = compact(places, buffers.keys, buffers.values)
-            held.positions = torch.cat([held.positions, positions[: len(chunk)].expand(len(keys), -1)], dim=1)
+            held.positions = torch.cat([held.positions, positions.expand(len(keys), -1)], dim=1)
             held.positions = held.positions.gather(1, places.expand(len(keys), -1))
             if queries is None:
                 held.keep(keys, values)
@@ -181,7 +178,5 @@ def _rooms(cache: Cache, row: int, tokens: Sequence[int], arena: Arena, dtype: t
     _, kv_heads, _, head_dim = cache.full(0)[0].shape
     memory = arena.empty((2 * sum(tokens) * kv_heads * head_dim,), dtype)
     parts = memory.split([count * kv_heads * head_dim for count in tokens for _ in "kv"])
-    sizes = [(kv_heads, count, head_dim) for count in tokens]
-    return [
-        _Held(keys.view(size), values.view(size)) for size, keys, values in zip(sizes, parts[::2], parts[1::2], strict=True)
-    ]
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return [_Held(*(part.view(kv_heads, -1, head_dim) for part in pair)) for pair in pairs]

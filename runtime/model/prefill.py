@@ -257,17 +257,17 @@ def project_layer(
     hidden: Tensor,
     buffers: LayerBuffers,
     parts: Parts,
-    positions: Tensor | None = None,
+    start: int = 0,
 ) -> None:
     """Fills the buffers with the layer's rotated queries and keys, and its values.
 
-    positions: int64 [tokens], of the tokens in the text; by default 0, 1, 2 and so on.
+    start: position of the first token in the text.
     """
     queries, keys, values = buffers.padded
     for chunk in parts.chunks:
         places = torch.arange(chunk.start, chunk.stop, device=hidden.device)[None]
-        tables = decoder.rotary(places if positions is None else positions[None, chunk])
         normed = decoder.norm(hidden[chunk], None, layer.attention_norm)[1][None]
+        tables = decoder.rotary(start + places)
         queries[chunk] = decoder.project(layer, normed, tables, keys, values, buffers.held + places)[0]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ridgeplan.planner.measured_quality import SOLVED, TEXT_MEASURES
 from ridgeplan.planner.plan import MAX_BATCH, MAX_TOKENS, EvictionPolicy, Plan, PlanError, Workload, require
-from ridgeplan.planner.policies import EVICTIONS, evicted_to, eviction
+from ridgeplan.planner.policies import EVICTIONS, allows_chunks, evicted_to
 from ridgeplan.planner.policies.policy import evicting
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.presets import PRESETS, preset, preset_name
@@ -190,8 +190,8 @@ def with_budgets(names: Sequence[str], budgets: Sequence[int], chunks: Sequence[
     """
     for name in names:
         plan = _plan(name, Workload("any", "any", MAX_TOKENS // 2))
-        has_budget, policy = plan.eviction.active or plan.attention.budget, eviction(plan)
-        own = (policy is not None and policy.chunked and chunks) or (0,)
+        has_budget = plan.eviction.active or plan.attention.budget
+        own = (allows_chunks(plan) and chunks) or (0,)
         yield from (
             named_plan(name, budget, chunk) for chunk in own for budget in ((has_budget and budgets) or (None,))
         )

@@ -4,9 +4,10 @@ The pseudo tokens run through prefill after the prompt, at positions L_p to L_p 
 them and their keys and values are dropped, so decoding starts at position L_p as if they had never been. Eq 4 sums
 softmax probabilities over prompt and pseudo tokens; see docs/papers.md for what it leaves open.
 
-Where a prompt goes through in chunks, the same pseudo tokens run after each chunk that evicts: they stand for what is
-decoded after the whole prompt, so they are its first and last tokens at L_p and on, and attend to what a layer has kept
-and the chunk.
+Where a prompt goes through in chunks, they run after each chunk that evicts and see what the layer has kept and the
+chunk. They are the first and last tokens of the whole prompt, as what is decoded follows these, and stand right after
+the chunk, as the next tokens that read what stays do (docs/quality.md has other choices). After the last chunk that is
+L_p.
 """
 
 from __future__ import annotations

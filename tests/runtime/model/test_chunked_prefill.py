@@ -87,8 +87,8 @@ class Simulation:
         pseudo = torch.cat([prompt[: settings.prefix], prompt[-settings.suffix :]]) if policy == "dapq" else prompt[:0]
         chunks = len(bounds) - 1
         self.pseudo, ids = len(pseudo), torch.cat([prompt, *[pseudo] * chunks])
-        after = torch.arange(self.tokens, self.tokens + self.pseudo)
-        self.positions = torch.cat([torch.arange(self.tokens), *[after] * chunks])
+        after = [torch.arange(stop, stop + self.pseudo) for stop in bounds[1:]]
+        self.positions = torch.cat([torch.arange(self.tokens), *after])
         self.alive, self.keys = [], []
         with torch.inference_mode():
             hidden = reference.model.embed_tokens(ids)[None]
@@ -96,9 +96,7 @@ class Simulation:
             for index, layer in enumerate(reference.model.layers):
                 mask = self._mask(index, layer, hidden, tables)
                 bias = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf).repeat_interleave(RATIO, dim=0)[None]
-                made = layer(
-                    hidden, attention_mask=bias, position_ids=self.positions[None], position_embeddings=tables
-                )
+                made = layer(hidden, attention_mask=bias, position_ids=self.positions[None], position_embeddings=tables)
                 hidden = made[0] if isinstance(made, tuple) else made
             self._hidden = hidden
 
@@ -310,13 +308,15 @@ def test_the_workspace_is_what_is_predicted(kv, opened, prompts):
 
 @pytest.mark.parametrize("policy", [name for name in EVICTIONS if name not in POLICIES])
 def test_policies_that_score_a_whole_prompt_are_refused(policy, make_plan, model):
-    with pytest.raises(PlanError, match=f"^eviction chunk is 32; allowed: 0, as {policy} scores a whole prompt at once$"):
+    with pytest.raises(
+        PlanError, match=f"^eviction chunk is 32; allowed: 0, as {policy} scores a whole prompt at once$"
+    ):
         runtime.load(make_plan(evict=policy, budget=BUDGET, chunk=32), model.folder)
 
 
 def test_windows_that_would_hide_tokens_are_refused(tiny_model, make_plan):
     folder = tiny_model("mistral", sliding_window=64).folder
-    with pytest.raises(runtime.UnsupportedPlan, match="sliding window is 64 tokens .* no eviction"):
+    with pytest.raises(runtime.UnsupportedPlan, match=r"sliding window is 64 tokens .* no eviction"):
         runtime.load(make_plan(evict="snapkv", budget=BUDGET, chunk=32), folder)
 
 
