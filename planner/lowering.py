@@ -66,6 +66,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         eviction_budget=_mean_kept(plan, shape.layers),
         scored_queries=evicting.scored_queries if evicting else 0,
         appended_tokens=evicting.appended_tokens if evicting else 0,
+        eviction_chunk=plan.eviction.chunk or UNLIMITED_TOKENS,
         **_placement_terms(plan, shape, target_choosing),
         **_choice_terms(plan, shape, choosing, target_choosing),
         gamma=speculation.gamma,

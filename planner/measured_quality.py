@@ -84,9 +84,10 @@ def target_values(plan: Plan) -> dict[str, Any]:
 
 
 def _eviction(plan: Plan) -> dict[str, Any]:
-    """The policy, its budget in tokens, however it is given, and its settings."""
-    budget = plan.eviction.tokens(plan.workload.context)
-    return {**asdict(plan.eviction), "budget": budget, "share": None}
+    """The policy, its budget in tokens, however it is given, its settings, and its chunk where it counts."""
+    context = plan.workload.context
+    budget, chunk = plan.eviction.tokens(context), plan.eviction.chunk_at(context)
+    return {**asdict(plan.eviction), "budget": budget, "share": None, "chunk": chunk or None}
 
 
 def _attention(plan: Plan) -> dict[str, Any]:

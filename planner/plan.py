@@ -169,19 +169,22 @@ class Eviction(PlanPart):
     """One-time eviction after prefill.
 
     The budget is of prompt tokens that stay in a layer, on average over the layers: a number, or a share of the
-    workload's context. settings: the policy's hyperparameters that differ from their defaults
-    (ridgeplan.planner.policies.eviction checks them).
+    workload's context. settings: the policy's hyperparameters that differ from their defaults. chunk: prompts that
+    lose tokens go through all layers in chunks of up to so many tokens, and each layer evicts after every chunk; 0: at
+    once. (ridgeplan.planner.policies.eviction checks settings, and which policies allow a chunk.)
     """
 
     policy: EvictionPolicy = one_of(EvictionPolicy, default=EvictionPolicy.NONE)
     budget: int = _budget()
     share: float = number(0, 1, default=0.0)
     settings: Mapping[str, Any] = values_by_name(default_factory=dict)
+    chunk: int = whole(0, MAX_TOKENS, default=0)
 
     def _contradiction(self) -> str | None:
         if self.policy is EvictionPolicy.NONE:
-            given = self.share or self.settings
-            return "share or settings without a policy" if given else _budget_problem("eviction", False, self.budget)
+            given = self.share or self.settings or self.chunk
+            problem = "share, settings or chunk without a policy"
+            return problem if given else _budget_problem("eviction", False, self.budget)
         if self.share and self.budget:
             return f"budget is {self.budget} and share {self.share}; allowed: one of them"
         return None if self.share else _budget_problem("eviction", True, self.budget)
@@ -194,6 +197,10 @@ class Eviction(PlanPart):
     def tokens(self, context: int) -> int:
         """The budget in tokens, for prompts of up to `context`."""
         return self.budget or math.ceil(self.share * context)
+
+    def chunk_at(self, context: int) -> int:
+        """Most tokens that go through the model together where prompts have up to `context`; 0: all of a prompt."""
+        return self.chunk if self.tokens(context) < context else 0
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def describe(plan: Plan) -> str:
     words = [
         f"w{plan.weights.target_bits}" if plan.weights.target_bits != 16 else "",
         f"{plan.kv.format.value} KV" if plan.kv.format.quantized else "",
-        plan.eviction.policy.value if plan.eviction.active else "",
+        plan.eviction.policy.value + (" in chunks" if plan.eviction.chunk else "") if plan.eviction.active else "",
         OFFLOADED[plan.placement.part] if plan.placement.offload else "",
         f"target on {plan.attention.selection.name}" if plan.attention.active else "",
     ]
@@ -55,6 +55,7 @@ def family_key(plan: Plan) -> tuple[object, ...]:
         plan.weights.draft_bits,
         plan.kv.format,
         plan.eviction.policy,
+        plan.eviction.chunk > 0,
         plan.placement.offload,
         plan.placement.part,
         plan.attention.selection.name,

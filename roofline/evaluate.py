@@ -12,7 +12,8 @@ from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.memory import MemoryBreakdown, layer_parameters
 from ridgeplan.roofline.passes import Op, decode_pass, prefill_pass
 from ridgeplan.roofline.placement import offload_layers, swapped_bytes
-from ridgeplan.roofline.sparsity.eviction import appended_tokens, eviction_ops
+from ridgeplan.roofline.sparsity.eviction import eviction_ops
+from ridgeplan.roofline.sparsity.prompt_chunks import PromptChunks, appended_tokens
 from ridgeplan.roofline.speculative_round import (
     Round,
     draft_terms,
@@ -94,8 +95,10 @@ def prefill_seconds(shape: ModelShape, machine: Machine, strategy: Strategy, own
 
 
 def prefill_chunks(strategy: Strategy) -> Term:
-    """Chunks of a prompt, in each of which every layer is launched; what an eviction appends is one more."""
-    return maximum(strategy.context / PREFILL_CHUNK_TOKENS, 1) + minimum(appended_tokens(strategy), 1)
+    """Pieces of a prompt, in each of which every layer is launched; what an eviction appends is one more each time."""
+    chunks = PromptChunks.of(strategy)
+    own = chunks.count * maximum(chunks.tokens / PREFILL_CHUNK_TOKENS, 1)
+    return own + chunks.evicting * minimum(appended_tokens(strategy), 1)
 
 
 def prefill_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> tuple[Op, ...]:
@@ -103,8 +106,10 @@ def prefill_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> tupl
     copied = machine.asynchronous * (1 - strategy.target_dense) * prefill_chunks(strategy)
     matrices, weights = layer_parameters(shape), (strategy.target_weight_bytes, strategy.target_head_bytes)
     copy = Cost(read_bytes=matrices * strategy.target_weight_bytes, write_bytes=matrices * machine.element_bytes)
+    chunks = PromptChunks.of(strategy)
+    of_chunk = prefill_pass(shape, 1, chunks.tokens, machine.element_bytes, *weights, held=chunks.held)
     return (
-        *prefill_pass(shape, 1, strategy.context, machine.element_bytes, *weights),
+        *(op if op.kind == "head" else replace(op, launches=op.launches * chunks.count) for op in of_chunk),
         Op("dense copies", "elementwise", copy, copied),
         *eviction_ops(shape, strategy, machine.element_bytes),
     )

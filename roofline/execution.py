@@ -82,6 +82,11 @@ def padded_prompt(tokens: Term) -> Term:
     return tokens + padding * indicator(PADDED_PROMPT_TOKENS, tokens)
 
 
+def prompt_chunks(tokens: Term, chunk: Term) -> Term:
+    """Chunks in which a prompt of `tokens` tokens goes through all layers, of up to `chunk` tokens each."""
+    return -(-tokens // chunk)
+
+
 def product_tiles(outputs: Term, inputs: Term) -> Term:
     """Tiles of a product with a weight of `outputs` x `inputs`."""
     return outputs / TILE_OUTPUTS * -(-inputs // TILE_INPUTS)

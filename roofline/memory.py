@@ -128,14 +128,15 @@ def code_memory(shape: ModelShape, batch: Term, tokens: Term, planes: Term, grou
     return minimum(planes, 1) * codes
 
 
-def prompt_buffers(shape: ModelShape, tokens: Term, element_bytes: Term) -> tuple[Term, ...]:
-    """Bytes of the buffers that live through a prompt's prefill, in the order of their allocation.
+def prompt_buffers(shape: ModelShape, tokens: Term, element_bytes: Term, held: Term = 0) -> tuple[Term, ...]:
+    """Bytes of the buffers of tokens that go through the layers together, in the order of their allocation.
 
-    These are the prompt's hidden states, and one layer's queries, keys and values, at the length that attends.
+    These are the tokens' hidden states, and one layer's queries, keys and values, at the length that attends. held:
+    earlier tokens, whose keys and values are ahead of these.
     """
-    kv_width = shape.kv_elements_per_token_per_layer / 2
-    layer = (padded_prompt(tokens) * width * element_bytes for width in (shape.q_width, kv_width, kv_width))
-    return (tokens * shape.hidden * element_bytes, *layer)
+    kv_width, attending = shape.kv_elements_per_token_per_layer / 2, padded_prompt(tokens)
+    keys = (held + attending) * kv_width * element_bytes
+    return tokens * shape.hidden * element_bytes, attending * shape.q_width * element_bytes, keys, keys
 
 
 def arena_bytes(capacity_bytes: Term, buffers: Sequence[Term]) -> Term:
@@ -158,11 +159,12 @@ def prefill_workspace(
     arena_capacity_bytes: Term = 0,
     copy_bytes: Term = 0,
     scored_bytes: Term = 0,
+    buffers: Sequence[Term] | None = None,
 ) -> Term:
-    """Workspace of layer-major prefill, one sequence at a time.
+    """Workspace of layer-major prefill, one sequence at a time, of which `tokens` go through the layers together.
 
-    It holds the prompt's hidden states, one layer's queries and KV, and either the attention output of a few heads or
-    one chunk's activations. Buffers that fit the draft weights' memory, `arena_capacity_bytes`, are not counted.
+    It holds the buffers, by default `prompt_buffers`, and either the attention output of a few heads or one chunk's
+    activations. Buffers that fit the draft weights' memory, `arena_capacity_bytes`, are not counted.
     copy_bytes: `dense_copy` if the weights are quantized. scored_bytes: an eviction's, while it scores the tokens.
     """
     chunk = minimum(tokens, PREFILL_CHUNK_TOKENS)
@@ -176,7 +178,7 @@ def prefill_workspace(
     attending = padded_prompt(tokens)
     heads_tokens = minimum(maximum(attending, PREFILL_ATTENDED_TOKENS), attending * shape.kv_heads)
     attended = heads_tokens * shape.q_width / shape.kv_heads * element_bytes
-    buffers = prompt_buffers(shape, tokens, element_bytes)
+    buffers = prompt_buffers(shape, tokens, element_bytes) if buffers is None else buffers
     allocated = sum(buffers) - arena_bytes(arena_capacity_bytes, buffers)
     return allocated + maximum(maximum(projected, activated), maximum(attended, scored_bytes))
 

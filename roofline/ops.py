@@ -164,12 +164,16 @@ def causal_attention(
     value_dim: Term,
     tokens: Term,
     element_bytes: Term,
+    held: Term = 0,
 ) -> Cost:
-    """Causal prefill attention (FlashAttention: scores stay on chip): half of all query-key pairs are masked."""
+    """Causal prefill attention (FlashAttention: scores stay on chip): half of the tokens' own pairs are masked.
+
+    held: earlier tokens, which all of them see.
+    """
     width = q_heads * (score_dim + value_dim)
     return Cost(
-        flops=batch * width * tokens**2,
-        read_bytes=batch * tokens * (q_heads * score_dim + kv_elements) * element_bytes,
+        flops=batch * width * (tokens**2 + 2 * tokens * held),
+        read_bytes=batch * (tokens * (q_heads * score_dim + kv_elements) + held * kv_elements) * element_bytes,
         write_bytes=batch * tokens * q_heads * value_dim * element_bytes,
     )
 

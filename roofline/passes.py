@@ -126,10 +126,12 @@ def prefill_pass(
     element_bytes: Term,
     weight_bytes: Term | None = None,
     head_bytes: Term | None = None,
+    held: Term = 0,
 ) -> tuple[Op, ...]:
     """All operations of prefill: every token of the prompt, logits of the last one only.
 
-    `weight_bytes` per parameter of a linear layer, and `head_bytes` of the head, default to `element_bytes`.
+    `weight_bytes` per parameter of a linear layer, and `head_bytes` of the head, default to `element_bytes`. held:
+    tokens of earlier chunks that the prompt's attend to.
     """
     rows, weight_bytes = batch * tokens, element_bytes if weight_bytes is None else weight_bytes
     head_bytes = element_bytes if head_bytes is None else head_bytes
@@ -137,7 +139,7 @@ def prefill_pass(
         _embedding(shape, rows, element_bytes),
         *_attention_linears(shape, rows, weight_bytes, element_bytes),
         *_rope(shape, rows, element_bytes),
-        *_prefill_attention(shape, batch, tokens, element_bytes),
+        *_prefill_attention(shape, batch, tokens, element_bytes, held),
         *_mlps(shape, rows, weight_bytes, element_bytes, fused_swiglu=0),
         *_norms(shape, rows, element_bytes),
         _head(shape, batch, head_bytes, element_bytes),
@@ -267,12 +269,12 @@ def _attention_cost(shape: ModelShape, terms: PassTerms) -> Cost:
     return ops.attention(*query_sizes, shape.kv_heads, shape.head_dim, *tokens, *formats)
 
 
-def _prefill_attention(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term) -> tuple[Op, ...]:
+def _prefill_attention(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term, held: Term) -> tuple[Op, ...]:
     """FlashAttention over the prompt; under MLA with per-head keys and values, not absorbed."""
     value_dim = shape.v_head_dim or shape.head_dim
     kv_elements = shape.kv_heads * (shape.head_dim + value_dim)
     arguments = (batch, shape.q_heads, kv_elements, shape.head_dim, value_dim, tokens)
-    causal = ops.causal_attention(*arguments, element_bytes)
+    causal = ops.causal_attention(*arguments, element_bytes, held)
     layers = shape.layers - shape.window_layers
     everything = (Op("prefill attention", "prefill_attention", causal, layers),)
     if not shape.window_layers:

@@ -21,7 +21,8 @@ from ridgeplan.roofline.execution import (
 from ridgeplan.roofline.host_link import HostLayers, reads_all
 from ridgeplan.roofline.memory import MemoryBreakdown
 from ridgeplan.roofline.ops import METADATA_BYTES
-from ridgeplan.roofline.sparsity.eviction import appended_tokens, eviction_workspace
+from ridgeplan.roofline.sparsity.eviction import eviction_workspace
+from ridgeplan.roofline.sparsity.prompt_chunks import PromptChunks, appended_tokens, chunk_buffers
 from ridgeplan.roofline.sparsity.sparse_ops import TWO_BITS, UPPER_BITS
 from ridgeplan.roofline.strategy import Strategy
 from ridgeplan.roofline.term_math import indicator, is_symbolic, maximum, minimum, where
@@ -96,7 +97,7 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
     arena_capacity_bytes = _arena_capacity_bytes(shape, device, strategy)
     copy_bytes = device.asynchronous * (1 - strategy.target_dense) * memory.dense_copy(shape, element_bytes)
     splits = choose_splits(batch, shape.kv_heads, strategy.kept_tokens, device.num_sms)
-    prompt = strategy.context + appended_tokens(strategy)
+    together = PromptChunks.of(strategy).longest + appended_tokens(strategy)
     return MemoryBreakdown(
         weights=_target_weights(shape, device, strategy),
         draft_weights=_draft_weights(shape, strategy),
@@ -105,11 +106,12 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
         + _selection_state(shape, device, strategy, tokens),
         prefill_workspace=memory.prefill_workspace(
             shape,
-            prompt,
+            together,
             element_bytes,
             arena_capacity_bytes,
             copy_bytes,
             eviction_workspace(shape, strategy, element_bytes),
+            chunk_buffers(shape, strategy, element_bytes),
         ),
         decode_workspace=memory.decode_workspace(shape, batch, strategy.most_queries, splits, element_bytes),
         libraries=device.asynchronous * _library_streams(strategy) * CUBLAS_WORKSPACE_BYTES,
@@ -131,8 +133,7 @@ def _selection_state(shape: ModelShape, device: Device, strategy: Strategy, toke
 
 def swapped_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
     """Bytes of the draft's weights that prompts overwrite and the host restores before the first round."""
-    tokens = strategy.context + appended_tokens(strategy)
-    buffers = memory.prompt_buffers(shape, tokens, device.element_bytes)
+    buffers = chunk_buffers(shape, strategy, device.element_bytes)
     return memory.arena_bytes(_arena_capacity_bytes(shape, device, strategy), buffers)
 
 

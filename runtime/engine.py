@@ -15,6 +15,7 @@ from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.planner.round_costs import round_costs
 from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.runtime.arena import Arena
 from ridgeplan.runtime.draft_swap import SwappableWeights, draft_weights_for, prompt_arena
 from ridgeplan.runtime.drafting.forced_step import GraphedStep
 from ridgeplan.runtime.drafting.gamma_controller import AdaptiveGamma, FixedGamma, GammaSchedule
@@ -30,6 +31,7 @@ from ridgeplan.runtime.kv.eviction import eviction_policy, most_appended
 from ridgeplan.runtime.kv.offload.layer_mover import layer_mover
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
+from ridgeplan.runtime.model.chunked_prefill import chunked_prefill, longest_chunk
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.prefill import Destination, PromptObservers, plan_attention, prefill_all
 from ridgeplan.runtime.model.weights import DecoderWeights
@@ -115,7 +117,8 @@ class Engine:
         self._graphs: dict[GraphKey, GraphRounds] = {}
         if device.type == "cuda":
             with prompt_arena(plan, self.draft_weights, device) as arena:
-                plan_attention(self.decoder, weights, arena, plan.workload.context, most_appended(plan))
+                together = longest_chunk(plan.workload.context, self._chunk)
+                plan_attention(self.decoder, weights, arena, together, most_appended(plan))
             torch.cuda.empty_cache()  # what loading took is no generation's memory
 
     @cached_property
@@ -220,11 +223,13 @@ class Engine:
 
         The next `generate` or `forced_logits_batch` of each over just these prompts, by up to `max_new_tokens`, starts
         from what is then in its cache; its statistics have no time of prefill. Raises WorkloadError as `generate` does,
-        and for other weights; ValueError for evictions that append different tokens.
+        for other weights and for evictions in chunks; ValueError for evictions that append different tokens.
         """
         request, engines = Request.build(prompts, max_new_tokens, None), [self, *others]
         if any(each.weights is not self.weights for each in others):
             raise WorkloadError("the engines have weights of their own; allowed: engines that share weights")
+        if any(each._chunk for each in engines):
+            raise WorkloadError("an engine evicts after each chunk of a prompt, which others then read as it left it")
         with ExitStack() as running:
             caches = [running.enter_context(each._exclusive(request)) for each in engines]
             begun = [each._begun(request, cache, request.longest) for each, cache in zip(engines, caches, strict=True)]
@@ -398,8 +403,20 @@ class Engine:
             for row, prompt in enumerate(request.prompts):
                 to = [engine._destination(speculator, row) for engine, speculator in into]
                 ids = torch.tensor(prompt, device=self.device)
-                logits.append(prefill_all(self.decoder, self.weights, to, ids, arena=arena))
+                logits.append(self._filled_by(to, ids, arena))
             return torch.stack(logits)
+
+    def _filled_by(self, to: Sequence[Destination], prompt: Tensor, arena: Arena) -> Tensor:
+        """Processes one prompt at once, or in chunks; returns the logits [vocab] that follow it."""
+        if not 0 < self._chunk < len(prompt):
+            return prefill_all(self.decoder, self.weights, to, prompt, arena=arena)
+        (alone,) = to
+        return chunked_prefill(self.decoder, self.weights, alone, prompt, self._chunk, arena)
+
+    @property
+    def _chunk(self) -> int:
+        """Most tokens of a prompt that go through the model together; 0: all of them."""
+        return self.plan.eviction.chunk_at(self.plan.workload.context)
 
     def _destination(self, speculator: Speculator, row: int) -> Destination:
         observer = PromptObservers(observers(speculator.policy, speculator.reads))

@@ -26,6 +26,7 @@ from ridgeplan.dashboards.cli.options import (
 from ridgeplan.dashboards.cli.output import print_json, print_table, progress, warnings_as_notes, write_atomically
 from ridgeplan.planner import Plan, Workload
 from ridgeplan.planner.plan import MAX_BATCH, MAX_TOKENS
+from ridgeplan.planner.policies import allows_chunks
 from ridgeplan.planner.presets import PRESETS, preset
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.planner.support import only_estimated
@@ -62,30 +63,33 @@ class WorkloadParam(click.ParamType):
 class CaseParam(click.ParamType):
     """One plan at one workload."""
 
-    name = "PRESET[@SHARE]:CONTEXTxBATCH[:GAMMA|:0-GAMMA]"
+    name = "PRESET[@SHARE][/CHUNK]:CONTEXTxBATCH[:GAMMA|:0-GAMMA]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> DecodeCase:
-        """`quantspec:32768x8:3`, `quantspec:32768x8:0-6` for a gamma that adapts, or `dapq@0.25:32768x8`, which keeps a
-        quarter of the prompt.
+        """`quantspec:32768x8:3`, `quantspec:32768x8:0-6` for a gamma that adapts, or `dapq@0.25/4096:131072x1`, which
+        keeps a quarter of the prompt and evicts after every 4096 tokens of it.
 
-        Without a gamma or a share it is the preset's own.
+        Without a gamma or a share it is the preset's own, and without a chunk the prompt is processed at once.
         """
         if isinstance(value, DecodeCase):
             return value
         runnable = [preset for preset in executable_presets() if preset != PLAIN]
         first, _, rest = str(value).partition(":")
-        (name, _, share), (workload, _, given) = first.partition("@"), rest.partition(":")
+        (kept, _, chunk), (workload, _, given) = first.partition("/"), rest.partition(":")
+        name, _, share = kept.partition("@")
         gamma = given.removeprefix("0-")
-        if not (name in runnable and _is_gamma(name, given, gamma) and _is_share(name, share)):
+        if not (
+            name in runnable and _is_gamma(name, given, gamma) and _is_share(name, share) and _is_chunk(name, chunk)
+        ):
             allowed = (
-                f"one of {', '.join(runnable)}; if it evicts, a share below 1; a workload; and if it "
-                f"drafts, a gamma from 1 to {MAX_GAMMA}, or 0-GAMMA"
+                f"one of {', '.join(runnable)}; if it evicts, a share below 1 and, where its policy allows chunks, the "
+                f"tokens of one; a workload; and if it drafts, a gamma from 1 to {MAX_GAMMA}, or 0-GAMMA"
             )
             example = "such as quantspec:32768x8:3 or dapq@0.25:32768x8"
             self.fail(f"{value!r} is not a case; allowed: {allowed}, {example}", param, ctx)
         sizes = WorkloadParam().convert(workload, param, ctx)
         drafts = int(gamma) if gamma else None
-        return DecodeCase(name, *sizes, drafts, adaptive=gamma != given, share=float(share or 0))
+        return DecodeCase(name, *sizes, drafts, adaptive=gamma != given, share=float(share or 0), chunk=int(chunk or 0))
 
 
 def _is_gamma(name: str, given: str, gamma: str) -> bool:
@@ -95,6 +99,12 @@ def _is_gamma(name: str, given: str, gamma: str) -> bool:
 def _is_share(name: str, share: str) -> bool:
     evicts = preset(name, Workload("any", "any", 1)).eviction.active
     return share == "" or (evicts and re.fullmatch(r"0\.\d{1,6}", share, re.ASCII) is not None and float(share) > 0)
+
+
+def _is_chunk(name: str, chunk: str) -> bool:
+    allowed = allows_chunks(preset(name, Workload("any", "any", 1)))
+    is_number = re.fullmatch(r"[1-9]\d{0,8}", chunk, re.ASCII) is not None
+    return chunk == "" or (allowed and is_number and int(chunk) <= MAX_TOKENS)
 
 
 def executable_presets() -> list[str]:
@@ -298,7 +308,8 @@ def _rate(row: Mapping[str, Any], ttft_ms: float, tpot_ms: float) -> float:
 
 
 def plan_text(row: Mapping[str, Any]) -> str:
-    """The preset of a case, with the share of the prompt that it keeps and its gamma where they are given."""
+    """The preset of a case, with the share of the prompt that it keeps, its chunks and its gamma where given."""
     kept = f" {row['share']:.0%}" if row.get("share") else ""
+    kept += f" in chunks of {row['chunk']}" if row.get("chunk") else ""
     gamma = f", gamma {'adaptive up to ' if row.get('adaptive') else ''}{row['gamma']}" if row["gamma"] else ""
     return f"{row['preset']}{kept}{gamma}"

@@ -43,6 +43,7 @@ from ridgeplan.planner.measured_quality import (
     rows_json,
     ruler_average,
 )
+from ridgeplan.planner.plan import MAX_TOKENS
 from ridgeplan.planner.presets import PRESETS
 from ridgeplan.roofline.catalog.profile_lookup import user_quality_path
 
@@ -59,6 +60,7 @@ COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPO
         "ridgeplan quality quantspec int8 --model model.gguf --ctx 4k",
         "ridgeplan quality plan.json --tasks none --passages 8",
         "ridgeplan quality dapq snapkv --budgets 512 1024 --tasks niah_single_1 vt",
+        "ridgeplan quality dapq snapkv --budgets 512 --chunks 0 1024 --tasks none",
     ),
 )
 @click.argument("plans", nargs=-1, required=True, metavar="PLAN...")
@@ -70,6 +72,8 @@ COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPO
                  help="Tokens of a sequence with its answer, a list."),
     click.option("--budgets", type=int, multiple=True,
                  help="Tokens that presets with a budget keep or read, a list.  [default: each preset's own]"),
+    click.option("--chunks", type=click.IntRange(0, MAX_TOKENS), multiple=True,
+                 help="Tokens of a prompt after which presets evict, a list; 0: after all, the default."),
     click.option("--tasks", multiple=True, default=("all",), show_default=True,
                  help="RULER's tasks, a list: all, none, or names such as niah_single_1, vt, cwe, fwe, qa_1."),
     click.option("--samples", type=int, default=5, show_default=True, help="Prompts of each task."),
@@ -86,7 +90,8 @@ COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPO
 )  # fmt: skip
 def quality(
     plans: tuple[str, ...], model: str | None, text: str | None, ctx: tuple[int, ...], budgets: tuple[int, ...],
-    tasks: tuple[str, ...], batch: int | None, output: Path | None, as_json: bool, **sizes: Any,
+    chunks: tuple[int, ...], tasks: tuple[str, ...], batch: int | None, output: Path | None, as_json: bool,
+    **sizes: Any,
 ) -> None:  # fmt: skip
     """Fidelity, perplexity, RULER scores, times and KV memory of each PLAN: a preset's name, `random`, `oracle` or a
     plan's file.
@@ -97,7 +102,7 @@ def quality(
     path = output or user_quality_path()
     require_writable(path)
     rows = {row.cell: row for row in (load_rows(path) if path.exists() else ())}
-    makers = list(_makers(plans, budgets))
+    makers = list(_makers(plans, budgets, chunks))
     # Importing torch takes seconds, so the files are checked first.
     from ridgeplan.validate.acceptance import named_shape
     from ridgeplan.validate.prompts import read_prompt, sample_text
@@ -119,12 +124,12 @@ def quality(
     _report(question, list(rows.values()), path, as_json)
 
 
-def _makers(plans: Sequence[str], budgets: Sequence[int]) -> Iterator[PlanMaker]:
+def _makers(plans: Sequence[str], budgets: Sequence[int], chunks: Sequence[int]) -> Iterator[PlanMaker]:
     from ridgeplan.validate.quality.question import of_file, with_budgets
 
     for one in plans:
         if one in PRESETS or not Path(one).exists():
-            yield from with_budgets([one], budgets)
+            yield from with_budgets([one], budgets, chunks)
         else:
             yield of_file(PlanFile().convert(one, None, None))
 

@@ -97,6 +97,7 @@ def _evicted(request: Request) -> Iterator[Carried]:
     eviction = request.plan.eviction
     if eviction.active:
         kept = f"{eviction.tokens(request.plan.workload.context)} tokens kept"
+        kept += f", in chunks of {eviction.chunk}" if eviction.chunk else ""
         yield Carried("eviction", f"{eviction.policy.value}, {kept}", "none: every token stays and is read", False)
 
 

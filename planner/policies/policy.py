@@ -18,6 +18,7 @@ from ridgeplan.planner.plan import (
     Speculation,
     TargetAttention,
     Workload,
+    require,
 )
 from ridgeplan.roofline.catalog.checks import Checked, build
 from ridgeplan.roofline.catalog.shapes import ModelShape
@@ -178,26 +179,35 @@ class EvictionSettings(Checked):
 class TokenEviction(Policy):
     """A policy that evicts tokens from the cache once, after prefill.
 
-    settings: the type of its hyperparameters. executable: if not, it is only estimated. ruler: the average of RULER's
-    tasks with 1024 tokens kept (Llama-3-8B; DapQ, Table 11), which ranks policies that are equally fast; None where it
-    is not published.
+    settings: the type of its hyperparameters. executable: if not, it is only estimated. chunked: its scores make sense
+    of what earlier chunks of a prompt left and of the present one, so that it may evict after each chunk. ruler: the
+    average of RULER's tasks with 1024 tokens kept (Llama-3-8B; DapQ, Table 11), which ranks policies that are equally
+    fast; None where it is not published.
     """
 
     settings: type[EvictionSettings] = EvictionSettings
     executable: bool = False
+    chunked: bool = False
     ruler: float | None = None
 
     def settings_of(self, plan: Plan) -> EvictionSettings:
-        """The plan's hyperparameters. Raises PlanError for one that the policy does not have or allow."""
+        """The plan's hyperparameters. Raises PlanError for what the policy does not have or allow, chunks too."""
+        chunk = plan.eviction.chunk
+        require(
+            self.chunked or not chunk,
+            f"eviction chunk is {chunk}; allowed: 0, as {self.name} scores a whole prompt at once",
+        )
         return build(self.settings, dict(plan.eviction.settings), f"{self.name} settings: ")
 
     def loss(self, plan: Plan) -> str:
         """What the plan's target gives up by it."""
         budget = plan.eviction.tokens(plan.workload.context)
-        kept = f"{self.name} keeps {budget} of {plan.workload.context} prompt tokens"
+        kept, how = f"{self.name} keeps {budget} of {plan.workload.context} prompt tokens", ""
+        if chunk := plan.eviction.chunk_at(plan.workload.context):
+            kept, how = f"{kept}, chosen after every {chunk}", " chosen at once"
         if self.ruler is None:
             return kept
-        return f"{kept}: RULER {self.ruler:g} of {FULL_RULER:g} with {EVICTION_BUDGET} tokens (DapQ, Table 11)"
+        return f"{kept}: RULER {self.ruler:g} of {FULL_RULER:g} with {EVICTION_BUDGET} tokens{how} (DapQ, Table 11)"
 
 
 def drafting(selection: DraftSelection, gamma: int) -> Preset:

@@ -49,17 +49,18 @@ def sampled_scores(predictions: Sequence[Prediction], question: Question) -> np.
 
 def preference(plan: Plan) -> tuple[float, ...]:
     """Plans in order of preference: exact before lossy, evictions that lose less by published figures before others,
-    then no layers on the host before some, no speculation before speculation, drafts that read every token before
-    those that choose some, and few formats.
+    of whole prompts before those in chunks, then no layers on the host before some, no speculation before speculation,
+    drafts that read every token before those that choose some, and few formats.
 
     Formats are those beside bf16: of the target's weights, of the drafts' own, and of the KV cache.
     """
     formats = (plan.weights.target_bits != 16) + plan.weights.draft_copy + plan.kv.format.quantized
-    exactness = list(Quality).index(quality_of(plan)), len(losses(plan)), published_loss(plan)
+    lost = len(losses(plan)), published_loss(plan), int(plan.eviction.chunk > 0)
+    exactness = list(Quality).index(quality_of(plan)), *lost
     return *exactness, int(plan.placement.offload), int(plan.speculation.active), int(plan.speculation.sparse), formats
 
 
 def why_preferred(one: Plan, other: Plan) -> str:
     """How `one`, which is preferred, differs from `other`: in exactness or in simplicity."""
-    exactness = slice(0, 3)
+    exactness = slice(0, 4)
     return "more exact" if preference(one)[exactness] < preference(other)[exactness] else "simpler"

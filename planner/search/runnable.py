@@ -8,19 +8,22 @@ from dataclasses import replace
 import numpy as np
 
 from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.policies import allows_chunks
 from ridgeplan.planner.policies.pricing import unpriced
+from ridgeplan.planner.presets import describe
 from ridgeplan.planner.resolution import longest_context
 from ridgeplan.planner.search.question import Question
 from ridgeplan.planner.search_space import Family, families
 from ridgeplan.planner.support import exceeds_window
-from ridgeplan.roofline.execution import QUANTIZATION_GROUPS
+from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS, QUANTIZATION_GROUPS
 
 
 def runnable_families(question: Question, *, regroup: bool = False) -> list[Family]:
-    """Families that run and are allowed; with `regroup` each with every size of quantization groups.
+    """Families that run and are allowed; with `regroup` each with every size of quantization groups, and evictions also
+    with prompts that go through in chunks.
 
-    Larger groups have fewer scales, smaller ones a smaller buffer in full precision. They are only searched where the
-    usual ones do not fit. Layers may be on the host if the question allows it.
+    Larger groups have fewer scales, smaller ones a smaller buffer in full precision; chunks have a smaller workspace.
+    They are only searched where the usual ones do not fit. Layers may be on the host if the question allows it.
     """
     known = families(question.workload, offload=question.offload, quality=question.quality)
     running = [family for family in known if runs(family.template, question)]
@@ -51,7 +54,15 @@ def runs(plan: Plan, question: Question) -> bool:
 
 
 def regrouped(family: Family) -> Iterator[Family]:
-    """The family with every size of quantization groups."""
+    """The family with every size of quantization groups, and also in chunks where its eviction allows them."""
+    yield from _with_groups(family)
+    if allows_chunks(family.template):
+        evicting = replace(family.template.eviction, chunk=PREFILL_CHUNK_TOKENS)
+        template = replace(family.template, eviction=evicting)
+        yield from _with_groups(replace(family, name=describe(template), template=template))
+
+
+def _with_groups(family: Family) -> Iterator[Family]:
     template = family.template
     quantized = template.weights.target_bits != 16 or template.weights.draft_differs
     weights = replace(template.weights, group=max(QUANTIZATION_GROUPS)) if quantized else template.weights

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from ridgeplan.kernels.attention import MOST_QUERIES, decode_attention
 from ridgeplan.roofline.catalog.shapes import ModelShape
@@ -194,17 +195,19 @@ class Padded(NamedTuple):
 class LayerBuffers:
     """Filled by one layer after another: the queries, keys and values of `tokens` tokens, then padding.
 
-    The padding is 0: what is masked still enters a product, where it must be finite.
+    The padding is 0: what is masked still enters a product, where it must be finite. held: earlier tokens, whose keys
+    and values are ahead of these; they have no queries.
     """
 
     tokens: int
     padded: Padded
+    held: int = 0
 
     @classmethod
-    def take(cls, arena: Arena, shape: ModelShape, hidden: Tensor) -> LayerBuffers:
-        """Buffers for a prompt with these hidden states [tokens, hidden]."""
+    def take(cls, arena: Arena, shape: ModelShape, hidden: Tensor, room: int = 0) -> LayerBuffers:
+        """Buffers for tokens with these hidden states [tokens, hidden], and up to `room` earlier ones."""
         tokens, padded = len(hidden), int(padded_prompt(len(hidden)))
-        kv_sizes = (1, shape.kv_heads, padded, shape.head_dim)
+        kv_sizes = (1, shape.kv_heads, room + padded, shape.head_dim)
         q_sizes = (padded, shape.q_heads, shape.head_dim)
         buffers = Padded(*(arena.empty(sizes, hidden.dtype) for sizes in (q_sizes, kv_sizes, kv_sizes)))
         buffers.queries[tokens:] = 0
@@ -219,13 +222,13 @@ class LayerBuffers:
 
     @property
     def keys(self) -> Tensor:
-        """[kv_heads, tokens, head_dim]."""
-        return self.padded.keys[0, :, : self.tokens]
+        """[kv_heads, held + tokens, head_dim]."""
+        return self.padded.keys[0, :, : self.held + self.tokens]
 
     @property
     def values(self) -> Tensor:
-        """[kv_heads, tokens, head_dim]."""
-        return self.padded.values[0, :, : self.tokens]
+        """[kv_heads, held + tokens, head_dim]."""
+        return self.padded.values[0, :, : self.held + self.tokens]
 
 
 def prefill_layer(
@@ -248,27 +251,39 @@ def prefill_layer(
     return buffers.keys, buffers.values
 
 
-def project_layer(decoder: Decoder, layer: LayerWeights, hidden: Tensor, buffers: LayerBuffers, parts: Parts) -> None:
-    """Fills the buffers with the layer's rotated queries and keys, and its values."""
+def project_layer(
+    decoder: Decoder,
+    layer: LayerWeights,
+    hidden: Tensor,
+    buffers: LayerBuffers,
+    parts: Parts,
+    start: int = 0,
+) -> None:
+    """Fills the buffers with the layer's rotated queries and keys, and its values.
+
+    start: position of the first token in the text.
+    """
     queries, keys, values = buffers.padded
     for chunk in parts.chunks:
-        positions = torch.arange(chunk.start, chunk.stop, device=hidden.device)[None]
+        places = torch.arange(chunk.start, chunk.stop, device=hidden.device)[None]
         normed = decoder.norm(hidden[chunk], None, layer.attention_norm)[1][None]
-        queries[chunk] = decoder.project(layer, normed, decoder.rotary(positions), keys, values, positions)[0]
+        tables = decoder.rotary(start + places)
+        queries[chunk] = decoder.project(layer, normed, tables, keys, values, buffers.held + places)[0]
 
 
 def attend_layer(buffers: LayerBuffers, parts: Parts, window: int | None) -> None:
-    """Attention of every token to itself and to those before it; the output overwrites the queries.
+    """Attention of every token to itself and to those before it, held ones too; the output overwrites the queries.
 
     The prompt attends together with what stands behind it up to its padded length, which none of its tokens sees.
     """
     queries, keys, values = buffers.padded
-    tokens, padded = parts.tokens, slice(int(padded_prompt(parts.tokens)))
+    held, tokens, padded = buffers.held, parts.tokens, int(padded_prompt(parts.tokens))
+    seen = slice(held + padded)
     starts = range(tokens, parts.total, MOST_QUERIES)
     # Made before the prompt's attention: the decode kernel may read them before the kernel ahead of it has ended.
     first = torch.zeros(1, dtype=torch.int32, device=queries.device)
-    ends = torch.tensor([start + 1 for start in starts], dtype=torch.int32, device=queries.device)
-    attend_in_place(queries[padded], keys[0, :, padded], values[0, :, padded], window, tokens)
+    ends = torch.tensor([held + start + 1 for start in starts], dtype=torch.int32, device=queries.device)
+    attend_in_place(queries[:padded], keys[0, :, seen], values[0, :, seen], window, tokens)
     for index, start in enumerate(starts):
         part = queries[None, start : min(start + MOST_QUERIES, parts.total)]
         part.copy_(decode_attention(part, keys, values, first, ends[index : index + 1]))
@@ -299,8 +314,8 @@ def attend_in_place(queries: Tensor, keys: Tensor, values: Tensor, window: int |
 
     A long prompt's heads attend a few at a time, so that the part of the output beside the queries stays small.
     """
-    kv_heads, padded = keys.shape[:2]
-    ratio, together = queries.shape[1] // kv_heads, max(1, PREFILL_ATTENDED_TOKENS // padded)
+    kv_heads = len(keys)
+    ratio, together = queries.shape[1] // kv_heads, max(1, PREFILL_ATTENDED_TOKENS // len(queries))
     for first in range(0, kv_heads, together):
         heads = slice(first, first + together)
         part = queries[:, first * ratio : (first + together) * ratio].transpose(0, 1)
@@ -308,11 +323,15 @@ def attend_in_place(queries: Tensor, keys: Tensor, values: Tensor, window: int |
 
 
 def causal_attention(q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
-    """Attention of a whole prompt: q [q_heads, tokens, head_dim]; keys, values [kv_heads, tokens, head_dim].
+    """Attention of a text's last tokens, q [q_heads, tokens, head_dim]; keys, values [kv_heads, all tokens, head_dim].
 
-    A token attends to itself and to those before it, to at most `window` in all.
+    A token attends to itself and to those before it, to at most `window` in all; with a window q has all tokens.
     """
-    tokens = q.shape[1]
+    tokens, seen = q.shape[1], keys.shape[1]
+    if tokens < seen:
+        assert window is None, "a window is of consecutive tokens"
+        # Masked like this, FlashAttention forms no mask.
+        return _attend(q, keys, values, attn_mask=causal_lower_right(tokens, seen))
     if window is None or tokens <= window:
         return _attend(q, keys, values, is_causal=True)
     out = torch.empty_like(q)

@@ -51,17 +51,14 @@ class PromptEviction:
         tokens = len(self.prompt)
         if self.policy is None or not self.kept or self.kept[index] == tokens:
             return None
-        decoder = self.decoder
-        layer = PromptLayer(
+        layer = prompt_layer(
+            self.decoder,
             index=index,
-            layers=decoder.config.shape.layers,
             tokens=tokens,
             budget=self.kept[index],
             queries=queries,
             keys=keys,
             values=values,
-            frequencies=decoder.frequencies,
-            rotary_scale=decoder.config.rotary_scale,
             masses=masses,
         )
         return largest(self.policy.scores(layer), layer.budget)
@@ -76,6 +73,16 @@ class PromptEviction:
         """Positions int64 [kv_heads or 1, kept] of what stays, from the prompt's end: its last token is at -1."""
         tokens = len(self.prompt)
         return torch.arange(-tokens, 0, device=self.prompt.device)[None] if places is None else places - tokens
+
+
+def prompt_layer(decoder: Decoder, **fields: Any) -> PromptLayer:
+    """A layer of the decoder's model as policies see it, with the other fields of `PromptLayer`."""
+    return PromptLayer(
+        layers=decoder.config.shape.layers,
+        frequencies=decoder.frequencies,
+        rotary_scale=decoder.config.rotary_scale,
+        **fields,
+    )
 
 
 def longest_text(texts: Sequence[Tensor]) -> Tensor:

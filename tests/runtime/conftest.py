@@ -159,6 +159,7 @@ def make_plan() -> Callable[..., Plan]:
         evict: str = "none",
         budget: int = 0,
         settings: Mapping[str, Any] | None = None,
+        chunk: int = 0,
         target: str = "all",
         target_budget: int = 0,
         target_options: Mapping[str, Any] | None = None,
@@ -170,7 +171,7 @@ def make_plan() -> Callable[..., Plan]:
             Workload("tiny", "cpu", context, new_tokens, batch, yarn_factor),
             weights=Weights(target_bits, min(target_bits, draft_bits), weight_group),
             kv=KVCache(KVFormat(kv), group),
-            eviction=Eviction(EvictionPolicy(evict), budget, settings=settings or {}),
+            eviction=Eviction(EvictionPolicy(evict), budget, settings=settings or {}, chunk=chunk),
             attention=TargetAttention(draft_selection(target, **(target_options or {})), target_budget),
             placement=placement or Placement(),
             speculation=Speculation(

@@ -18,6 +18,7 @@ from ridgeplan.planner.plan import (
     Weights,
     Workload,
 )
+from ridgeplan.planner.policies import EVICTIONS
 
 
 @st.composite
@@ -30,6 +31,8 @@ def plans(draw: Any, workloads: st.SearchStrategy[Workload], parallel: st.Search
     kind = draw(st.sampled_from(kinds))
     sparse = {} if kind is AllTokens else {"ratio": draw(st.floats(1e-6, 1)), "sinks": draw(st.integers(0, 4096))}
     policy = draw(st.sampled_from(EvictionPolicy))
+    chunked = policy is not EvictionPolicy.NONE and EVICTIONS[policy.value].chunked
+    chunk = draw(st.sampled_from((0, 512, 4096))) if chunked else 0
     target = draw(st.sampled_from([one for one in TARGET_SELECTIONS.values() if kv.quantized or not one.needs_codes]))
     offload, budget = draw(st.booleans()), draw(st.integers(1, 4096))
     bits = draw(st.sampled_from((4, 8, 16)))
@@ -37,7 +40,7 @@ def plans(draw: Any, workloads: st.SearchStrategy[Workload], parallel: st.Search
         draw(workloads),
         Weights(bits, 4 if gamma and draw(st.booleans()) else bits, draw(st.sampled_from((32, 64, 128, 256)))),
         KVCache(kv),
-        Eviction(policy, budget if policy is not EvictionPolicy.NONE else 0),
+        Eviction(policy, budget if policy is not EvictionPolicy.NONE else 0, chunk=chunk),
         Placement(offload, budget if offload else 0),
         TargetAttention(target(), budget if target is not AllTokens else 0),
         Speculation(gamma, DraftCodes.UPPER if upper else DraftCodes.FULL, kind(**sparse)),

@@ -44,7 +44,7 @@ class MemoryCase:
     """A preset of a model of the catalog, at one context and batch.
 
     adaptive: with graphs of several gammas. share: of the prompt that an eviction leaves; 0 means the preset's own
-    budget.
+    budget. chunk: tokens of the prompt after which it evicts; 0 means all.
     """
 
     model: str
@@ -53,17 +53,20 @@ class MemoryCase:
     batch: int
     adaptive: bool = False
     share: float = 0.0
+    chunk: int = 0
 
     @property
     def name(self) -> str:
         """What rows call it."""
         kept = f" {self.share:.0%}" if self.share else ""
+        kept += f" in chunks of {self.chunk}" if self.chunk else ""
         return f"{self.model} {self.preset}{kept}{' adaptive' if self.adaptive else ''} {self.context}x{self.batch}"
 
     def plan(self) -> Plan:
         """The plan. Raises PlanError."""
         plan = preset(self.preset, Workload(self.model, "here", self.context, NEW_TOKENS, self.batch))
         eviction = replace(plan.eviction, budget=0, share=self.share) if self.share else plan.eviction
+        eviction = replace(eviction, chunk=self.chunk)
         return replace(plan, eviction=eviction, speculation=replace(plan.speculation, adaptive=self.adaptive))
 
 
@@ -88,6 +91,9 @@ CASES = (
     MemoryCase(LLAMA, "dapq", 131072, 1, share=0.25),
     MemoryCase(LLAMA, "dapq-quantspec", 32768, 8, share=0.25),
     MemoryCase(LLAMA, "dapq-quantspec", 131072, 1, share=0.25),
+    MemoryCase(LLAMA, "dapq", 131072, 1, chunk=4096),
+    MemoryCase(LLAMA, "snapkv", 1 << 20, 1, chunk=4096),
+    MemoryCase(LLAMA, "dapq-quantspec", 131072, 1, share=0.25, chunk=8192),
     MemoryCase(SMALL, "autoregressive", 4096, 1),
     MemoryCase(SMALL, "quantspec", 32768, 4),
     MemoryCase(SMALL, "int4-weights", 32768, 1),

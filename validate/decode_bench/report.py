@@ -34,8 +34,8 @@ class DecodeCase:
     """One plan at one workload; gamma None means the preset's own.
 
     adaptive: gamma is the most drafts of a round. share: of the prompt that an eviction leaves; 0 means the preset's
-    own budget. given: a plan to run instead of a preset's; `preset` is then what
-    the plan is called.
+    own budget. chunk: tokens of a prompt after which it evicts; 0 means all. given: a plan to run instead of a
+    preset's; `preset` is then what the plan is called.
     """
 
     preset: str
@@ -44,6 +44,7 @@ class DecodeCase:
     gamma: int | None = None
     adaptive: bool = False
     share: float = 0.0
+    chunk: int = 0
     given: Plan | None = None
 
     @classmethod
@@ -60,6 +61,8 @@ class DecodeCase:
         plan = preset(self.preset, workload)
         if self.share:
             plan = replace(plan, eviction=replace(plan.eviction, budget=0, share=self.share))
+        if self.chunk:
+            plan = replace(plan, eviction=replace(plan.eviction, chunk=self.chunk))
         speculation = plan.speculation
         if not speculation.active:
             return plan

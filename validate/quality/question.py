@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ridgeplan.planner.measured_quality import SOLVED, TEXT_MEASURES
 from ridgeplan.planner.plan import MAX_BATCH, MAX_TOKENS, EvictionPolicy, Plan, PlanError, Workload, require
-from ridgeplan.planner.policies import EVICTIONS, evicted_to
+from ridgeplan.planner.policies import EVICTIONS, allows_chunks, evicted_to
 from ridgeplan.planner.policies.policy import evicting
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.presets import PRESETS, preset, preset_name
@@ -102,6 +102,7 @@ class Question:
 
         These differ in what they keep of the prompts and in how they choose what they read, not in weights, drafts,
         placement, and settings of an eviction, as evictions must not append different tokens. An oracle appends others.
+        A plan that evicts in chunks is alone: later chunks read what it has kept of earlier ones.
         """
         plain, *others = self.plans_at(context)
         families: dict[object, tuple[Plan, ...]] = {}
@@ -128,6 +129,8 @@ class Question:
 
 def _family(plan: Plan) -> object:
     """What plans agree in whose prompts are processed together."""
+    if plan.eviction.chunk:
+        return plan
     oracle = plan.eviction.policy is EvictionPolicy.ORACLE  # appends other tokens
     return plan.weights, plan.speculation, plan.placement, oracle, tuple(sorted(plan.eviction.settings.items()))
 
@@ -141,10 +144,16 @@ def cache_bytes(plan: Plan, shape: ModelShape, rows: int, element_bytes: int) ->
 
 
 def label(plan: Plan) -> str:
-    """A plan's name, with its budget and gamma."""
-    budgets = (plan.eviction.tokens(plan.workload.context), plan.attention.budget)
-    gamma = f"gamma {plan.speculation.gamma}" if plan.speculation.active else ""
-    return " ".join([preset_name(plan), *(str(budget) for budget in budgets if budget), *([gamma] if gamma else [])])
+    """A plan's name, with its budget, the chunks of its prompts and gamma."""
+    context = plan.workload.context
+    budgets, chunk = (plan.eviction.tokens(context), plan.attention.budget), plan.eviction.chunk_at(context)
+    at_once = replace(plan, eviction=replace(plan.eviction, chunk=0))
+    words = [preset_name(at_once), *(str(budget) for budget in budgets if budget)]
+    if chunk:
+        words.append(f"in chunks of {chunk}")
+    if plan.speculation.active:
+        words.append(f"gamma {plan.speculation.gamma}")
+    return " ".join(words)
 
 
 def _plan(name: str, workload: Workload) -> Plan:
@@ -154,11 +163,16 @@ def _plan(name: str, workload: Workload) -> Plan:
     return preset(name, workload)
 
 
-def named_plan(name: str, budget: int | None = None) -> PlanMaker:
-    """A maker of a preset's plan, with another budget of its eviction or selection. Raises PlanError when it is run."""
+def named_plan(name: str, budget: int | None = None, chunk: int = 0) -> PlanMaker:
+    """A maker of a preset's plan, with another budget of its eviction or selection, and with chunks of its eviction.
+
+    It raises PlanError when it is run.
+    """
 
     def make(workload: Workload) -> Plan:
         plan = _plan(name, workload)
+        if chunk:
+            plan = replace(plan, eviction=replace(plan.eviction, chunk=chunk))
         return plan if budget is None else _with_budget(plan, name, budget)
 
     return make
@@ -169,12 +183,18 @@ def of_file(plan: Plan) -> PlanMaker:
     return lambda workload: replace(plan, workload=workload)
 
 
-def with_budgets(names: Sequence[str], budgets: Sequence[int]) -> Iterator[PlanMaker]:
-    """Presets, those with a budget once for each of `budgets`."""
+def with_budgets(names: Sequence[str], budgets: Sequence[int], chunks: Sequence[int] = ()) -> Iterator[PlanMaker]:
+    """Presets, those with a budget once for each of `budgets`, and those that evict for each of `chunks`.
+
+    A policy that scores whole prompts only has no chunk.
+    """
     for name in names:
         plan = _plan(name, Workload("any", "any", MAX_TOKENS // 2))
         has_budget = plan.eviction.active or plan.attention.budget
-        yield from (named_plan(name, budget) for budget in ((has_budget and budgets) or (None,)))
+        own = (allows_chunks(plan) and chunks) or (0,)
+        yield from (
+            named_plan(name, budget, chunk) for chunk in own for budget in ((has_budget and budgets) or (None,))
+        )
 
 
 def _with_budget(plan: Plan, name: str, budget: int) -> Plan:

@@ -43,6 +43,7 @@ DAPQ = TokenEviction(
     name="dapq",
     settings=DapQSettings,
     executable=True,
+    chunked=True,
     ruler=77.56,
     presets={"dapq": dapq, "dapq-quantspec": dapq_quantspec},
 )

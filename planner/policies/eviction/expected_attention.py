@@ -28,5 +28,6 @@ EXPECTED_ATTENTION = TokenEviction(
     name="expected-attention",
     settings=ExpectedAttentionSettings,
     executable=True,
+    chunked=True,
     presets={"expected-attention": evicting(EvictionPolicy.EXPECTED_ATTENTION)},
 )

@@ -24,6 +24,7 @@ LACACHE = TokenEviction(
     name="lacache",
     settings=LaCacheSettings,
     executable=True,
+    chunked=True,
     ruler=14.89,
     presets={"lacache": evicting(EvictionPolicy.LACACHE)},
 )

@@ -28,6 +28,7 @@ PYRAMIDKV = TokenEviction(
     name="pyramidkv",
     settings=PyramidKVSettings,
     executable=True,
+    chunked=True,
     ruler=68.67,
     presets={"pyramidkv": evicting(EvictionPolicy.PYRAMIDKV)},
 )

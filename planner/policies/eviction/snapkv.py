@@ -27,6 +27,7 @@ SNAPKV = TokenEviction(
     name="snapkv",
     settings=SnapKVSettings,
     executable=True,
+    chunked=True,
     ruler=69.94,
     presets={"snapkv": evicting(EvictionPolicy.SNAPKV)},
 )

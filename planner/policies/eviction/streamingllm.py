@@ -20,6 +20,7 @@ STREAMINGLLM = TokenEviction(
     name="streamingllm",
     settings=StreamingLLMSettings,
     executable=True,
+    chunked=True,
     ruler=16.35,
     presets={"streamingllm": evicting(EvictionPolicy.STREAMING)},
 )

@@ -16,9 +16,11 @@ class PromptLayer:
     """One layer of a prompt whose attention has not run yet, and the tokens appended to it.
 
     index, layers: which layer of how many. tokens: of the prompt. budget: how many of them stay, fewer than `tokens`.
-    queries: [tokens + appended, q_heads, head_dim], rotated. keys, values: [kv_heads, tokens + appended, head_dim],
-    keys rotated. frequencies: float32 [head_dim / 2], radians per token. rotary_scale: YaRN's factor. masses: of
-    `mass`, shared by all that score this layer, for other budgets for example.
+    queries: [tokens - held + appended, q_heads, head_dim], rotated. keys, values: [kv_heads, tokens + appended,
+    head_dim], keys rotated. frequencies: float32 [head_dim / 2], radians per token. rotary_scale: YaRN's factor.
+    masses: of `mass`, shared by all that score this layer, for other budgets for example. held: the first of the
+    tokens, which earlier chunks of the prompt left and whose queries are gone. start: position in the text of the first
+    token that has a query. Without chunks both are 0.
     """
 
     index: int
@@ -31,12 +33,23 @@ class PromptLayer:
     frequencies: Tensor
     rotary_scale: float = 1.0
     masses: dict[Any, Tensor] = field(default_factory=dict)
+    held: int = 0
+    start: int = 0
+
+    @property
+    def own(self) -> int:
+        """Tokens of the prompt that have queries."""
+        return self.tokens - self.held
 
     def mass(self, first: int, stop: int, tokens: int) -> Tensor:
-        """`attention_mass` of the queries from `first` to `stop` for the first `tokens` keys, computed once."""
+        """`attention_mass` of the tokens from `first` to `stop` for the first `tokens` keys, computed once.
+
+        first, stop: places among the layer's tokens, of which they have queries.
+        """
         asked = first, stop, tokens
         if asked not in self.masses:
-            self.masses[asked] = attention_mass(self.queries[first:stop], self.keys, first, tokens)
+            queries = self.queries[first - self.held : stop - self.held]
+            self.masses[asked] = attention_mass(queries, self.keys, first, tokens)
         return self.masses[asked].clone()
 
 

@@ -3,6 +3,11 @@
 The pseudo tokens run through prefill after the prompt, at positions L_p to L_p + N - 1. No token of the prompt sees
 them and their keys and values are dropped, so decoding starts at position L_p as if they had never been. Eq 4 sums
 softmax probabilities over prompt and pseudo tokens; see docs/papers.md for what it leaves open.
+
+Where a prompt goes through in chunks, they run after each chunk that evicts and see what the layer has kept and the
+chunk. They are the first and last tokens of the whole prompt, as what is decoded follows these, and stand right after
+the chunk, as the next tokens that read what stays do (docs/quality.md has other choices). After the last chunk that is
+L_p.
 """
 
 from __future__ import annotations
@@ -29,5 +34,5 @@ class DapQ:
 
     def scores(self, layer: PromptLayer) -> Tensor:
         """Eq 4; the latest tokens are protected if the settings say so."""
-        mass = layer.mass(layer.tokens, len(layer.queries), layer.tokens)
+        mass = layer.mass(layer.tokens, layer.held + len(layer.queries), layer.tokens)
         return protect(pooled(mass, self.settings.pooling), last=min(self.settings.recent, layer.budget))

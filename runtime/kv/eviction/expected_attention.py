@@ -2,7 +2,8 @@
 
 Queries before rotation are taken for a Gaussian; a coming query is one of them at a later position. With mean m and
 covariance S, both rotated by the average of the coming positions' rotations, a key k is expected to get
-exp(k m / sqrt(D) + k S k / 2D). The norm of its value weighs it, as in the authors' library.
+exp(k m / sqrt(D) + k S k / 2D). The norm of its value weighs it, as in the authors' library. Where a prompt goes
+through in chunks, the queries are the chunk's, and the coming positions those after it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class ExpectedAttention:
     def scores(self, layer: PromptLayer) -> Tensor:
         """Expected attention, averaged over the query heads of a KV head, times the norm of the value."""
         sinks = min(self.settings.sinks, layer.budget)
-        mean, covariance = self._coming_queries(layer, min(sinks, layer.tokens - 1))
+        mean, covariance = self._coming_queries(layer, min(max(sinks - layer.start, 0), layer.own - 1))
         kv_heads, tokens = len(layer.keys), layer.tokens
         ratio = layer.queries.shape[1] // kv_heads
         scores = torch.empty(kv_heads, tokens, device=layer.keys.device)
@@ -45,20 +46,20 @@ class ExpectedAttention:
     def _coming_queries(self, layer: PromptLayer, sinks: int) -> tuple[Tensor, Tensor]:
         """Mean [q_heads, D] and covariance [q_heads, D, D] of queries at the coming positions."""
         mean, covariance = _moments(layer, sinks)
-        coming = torch.arange(layer.tokens, layer.tokens + self.settings.future, device=mean.device)
+        coming = layer.start + layer.own + torch.arange(self.settings.future, device=mean.device)
         cos, sin = (table.mean(0) for table in rotary_tables(coming, layer.frequencies, layer.rotary_scale))
         rotation = _rotation(cos, sin)
         return mean @ rotation.mT, rotation @ covariance @ rotation.mT
 
 
 def _moments(layer: PromptLayer, sinks: int) -> tuple[Tensor, Tensor]:
-    """Mean and covariance of the prompt's queries before rotation, without the sinks', in float32."""
-    count = layer.tokens - sinks
+    """Mean and covariance of the tokens' queries before rotation, without the first `sinks`, in float32."""
+    count = layer.own - sinks
     heads, dim = layer.queries.shape[1:]
     total = layer.queries.new_zeros(heads, dim, dtype=torch.float32)
     squares = layer.queries.new_zeros(heads, dim, dim, dtype=torch.float32)
-    for start in range(sinks, layer.tokens, PREFILL_CHUNK_TOKENS):
-        part = _unrotated(layer, start, min(start + PREFILL_CHUNK_TOKENS, layer.tokens)).transpose(0, 1)
+    for start in range(sinks, layer.own, PREFILL_CHUNK_TOKENS):
+        part = _unrotated(layer, start, min(start + PREFILL_CHUNK_TOKENS, layer.own)).transpose(0, 1)
         total += part.sum(1)
         squares += part.mT @ part
     mean = total / count
@@ -66,8 +67,8 @@ def _moments(layer: PromptLayer, sinks: int) -> tuple[Tensor, Tensor]:
 
 
 def _unrotated(layer: PromptLayer, start: int, stop: int) -> Tensor:
-    """Queries [tokens, q_heads, head_dim] of some positions, turned back, in float32."""
-    positions = torch.arange(start, stop, device=layer.queries.device)
+    """Queries [tokens, q_heads, head_dim] of some tokens that have one, turned back, in float32."""
+    positions = layer.start + torch.arange(start, stop, device=layer.queries.device)
     cos, sin = (table[:, None] for table in rotary_tables(positions, layer.frequencies, 1 / layer.rotary_scale))
     first, second = layer.queries[start:stop].float().chunk(2, dim=-1)
     return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)

@@ -1,7 +1,8 @@
 """LaCache (Shi et al. 2025, section 3): a ladder of spans. Shallow layers keep the early part of each span, deep layers
 the late part, so that all layers together reach further than one.
 
-The ladder is laid over the prompt once, at the end of prefill; the paper repeats it as the text grows.
+The ladder is laid over the prompt once, at the end of prefill; the paper repeats it as the text grows. So do prompts
+that go through in chunks: each time over what a layer has kept and the chunk.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ class SnapKV:
         return nothing_appended(prompt)
 
     def scores(self, layer: PromptLayer) -> Tensor:
-        """Attention that the window pays to the tokens before it."""
-        window = min(self.settings.window, layer.budget)
+        """Attention that the window pays to the tokens before it; the window lies within the prompt's last chunk."""
+        window = min(self.settings.window, layer.budget, layer.own)
         first = layer.tokens - window
         mass = layer.mass(first, layer.tokens, first)
         scores = mass.new_empty(len(mass), layer.tokens)

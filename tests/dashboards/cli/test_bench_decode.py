@@ -84,6 +84,7 @@ def test_a_breakdown_shows_each_class_beside_its_prediction(
     [
         "quantspec", "quantspec:4096", "quantspec:4096x1:0", "quantspec:4096x1:99", "autoregressive:4096x1", "int8:x1",
         "int8:4096x1:3", "quantspec@0.25:4096x1", "dapq@1.5:4096x1", "dapq@0:4096x1", "dapq@0.25:4096x1:2",
+        "quantspec/512:4096x1", "h2o/512:4096x1", "dapq/0:4096x1", "dapq/99999999:4096x1", "dapq/:x",
         "quantspec:4096x1:0-", "quantspec:4096x1:0-99", "int8:4096x1:0-3",
     ],
 )  # fmt: skip
@@ -97,10 +98,12 @@ def test_cases_replace_the_grid(invoke: Any, profile_path: Path, monkeypatch: py
     monkeypatch.setattr("ridgeplan.dashboards.cli.bench_decode.report", lambda cases, **rest: seen.extend(cases))
     arguments = ("bench", "suite", "--model-shape", "any", "--case", "quantspec:32768x8:3", "--case", "int8:4096x1")
     arguments += ("--case", "dapq-quantspec@0.25:32768x8:2", "--case", "quantspec:32768x8:0-6")
+    arguments += ("--case", "snapkv/512:32768x8", "--case", "dapq@0.5/4096:32768x8")
     assert invoke(*arguments).exit_code == 0
-    expected = [("autoregressive", 4096, 1, None, False, 0), ("int8", 4096, 1, None, False, 0)]
-    expected += [("autoregressive", 32768, 8, None, False, 0), ("quantspec", 32768, 8, 3, False, 0)]
-    expected += [("dapq-quantspec", 32768, 8, 2, False, 0.25), ("quantspec", 32768, 8, 6, True, 0)]
+    expected = [("autoregressive", 4096, 1, None, False, 0, 0), ("int8", 4096, 1, None, False, 0, 0)]
+    expected += [("autoregressive", 32768, 8, None, False, 0, 0), ("quantspec", 32768, 8, 3, False, 0, 0)]
+    expected += [("dapq-quantspec", 32768, 8, 2, False, 0.25, 0), ("quantspec", 32768, 8, 6, True, 0, 0)]
+    expected += [("snapkv", 32768, 8, None, False, 0, 512), ("dapq", 32768, 8, None, False, 0.5, 4096)]
     assert [astuple(case)[:-1] for case in seen] == expected
 
 

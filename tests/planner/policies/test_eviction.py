@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 
 from ridgeplan.planner.axes.draft_selection import SpecAttn
+from ridgeplan.planner.measured_quality import target_values
 from ridgeplan.planner.plan import Eviction, EvictionPolicy, KVCache, KVFormat, Plan, PlanError, Speculation, Workload
 from ridgeplan.planner.policies import EVICTIONS, evicted_to, eviction_settings
 from ridgeplan.planner.policies.eviction.budgets import aligned_budgets, kept_tokens
 from ridgeplan.planner.policies.eviction.pyramidkv import PyramidKVSettings
-from ridgeplan.planner.presets import PRESETS, preset
-from ridgeplan.planner.quality import published_loss
-from ridgeplan.planner.search.choice import preference
+from ridgeplan.planner.presets import PRESETS, preset, preset_name
+from ridgeplan.planner.quality import losses, published_loss
+from ridgeplan.planner.search.choice import preference, why_preferred
 from ridgeplan.planner.support import missing_execution
 
 WORKLOAD = Workload("m", "h", 4000)
@@ -57,8 +58,8 @@ def test_wrong_budgets_are_named(values, message):
 
 
 def test_without_a_policy_there_is_nothing_to_set():
-    for values in ({"share": 0.5}, {"settings": {"window": 3}}):
-        with pytest.raises(PlanError, match="share or settings without a policy"):
+    for values in ({"share": 0.5}, {"settings": {"window": 3}}, {"chunk": 512}):
+        with pytest.raises(PlanError, match="share, settings or chunk without a policy"):
             Eviction(**values)
 
 
@@ -77,6 +78,51 @@ def test_settings_travel_with_the_plan(policy, settings):
 def test_unknown_and_wrong_settings_are_named(settings, message):
     with pytest.raises(PlanError, match=message):
         evicted_to(evicting(budget=100, settings=settings), 2)
+
+
+def test_a_chunk_travels_with_the_plan_and_counts_where_something_is_evicted():
+    plan = evicting("dapq", budget=1000, chunk=512)
+    assert Plan.from_json(plan.to_json()) == plan
+    old = evicting("dapq", budget=1000).to_dict()
+    del old["eviction"]["chunk"]  # plans from before there were chunks
+    assert Plan.from_dict(old) == evicting("dapq", budget=1000)
+    assert [plan.eviction.chunk_at(context) for context in (4000, 1001, 1000, 10)] == [512, 512, 0, 0]
+    with pytest.raises(PlanError, match="chunk"):
+        evicting("dapq", budget=1000, chunk=-1)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "random", "oracle"])
+def test_policies_that_need_the_whole_prompt_refuse_chunks(policy):
+    message = f"^eviction chunk is 512; allowed: 0, as {policy} scores a whole prompt at once$"
+    for plan in (evicting(policy, budget=1000, chunk=512), evicting(policy, share=1.0, chunk=512)):
+        with pytest.raises(PlanError, match=message):
+            missing_execution(plan)
+    chunked = {name for name, one in EVICTIONS.items() if one.chunked}
+    assert chunked == {"dapq", "snapkv", "pyramidkv", "streamingllm", "lacache", "expected-attention"}
+    assert not any(missing_execution(evicting(name, budget=1000, chunk=512)) for name in chunked)
+
+
+def test_chunks_are_another_target_that_says_so():
+    """Its measurements are not those of whole prompts, which are preferred where both fit."""
+    whole, chunked = (evicting("dapq", budget=1000, chunk=chunk) for chunk in (0, 512))
+    assert target_values(chunked) == {**target_values(whole), "eviction.chunk": 512}
+    everything = [evicting("dapq", budget=4000, chunk=chunk) for chunk in (0, 512)]
+    assert target_values(everything[0]) == target_values(everything[1])
+    assert (preset_name(whole), preset_name(chunked)) == ("dapq", "dapq in chunks")
+    assert preference(whole) < preference(chunked)
+    assert why_preferred(whole, chunked) == "more exact"
+    (loss,) = losses(chunked)
+    assert loss.startswith("dapq keeps 1000 of 4000 prompt tokens, chosen after every 512: RULER 77.56 of 96.65")
+
+
+@pytest.mark.parametrize("group", [1, 32])
+@pytest.mark.parametrize("wanted", [(250, 130, 40), (72, 40, 8), (500, 500, 500)])
+def test_no_layer_keeps_more_than_it_had_and_a_chunk(wanted, group):
+    budgets = aligned_budgets(wanted, sum(wanted) // 3, group)
+    kept = [(0, 0, 0), *(kept_tokens(tokens, budgets, group) for tokens in range(1, 700))]
+    for chunk in (1, 7, 32, 100):
+        for before, after in zip(kept, kept[chunk:], strict=False):
+            assert all(now <= was + chunk for was, now in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize("layers", [1, 2, 7, 32])

@@ -150,6 +150,23 @@ def test_groups_of_other_sizes_are_searched_before_giving_up(h200_profile):
     assert tightest(replace(question, memory_limit_bytes=1e9)) == []
 
 
+def test_prompts_go_through_in_chunks_where_whole_ones_do_not_fit(h200_profile):
+    """At 128k tokens the 8B shape's buffers of a whole prompt take 2.7 GB, those of a chunk and its budget 0.1 GB."""
+
+    def ask_at(limit, **changes):
+        options = {"profile": h200_profile, "memory_limit": limit, "quality": "lossy", "offload": False} | changes
+        return planner.recommend(LLAMA, "h200", 131_072, **options)
+
+    roomy, tight = ask_at(24e9), ask_at(8e9)
+    assert (roomy.plan.eviction.policy, roomy.plan.eviction.chunk) == ("dapq", 0)
+    assert (tight.plan.eviction.policy, tight.plan.eviction.chunk) == ("dapq", 4096)
+    assert "dapq in chunks" in tight.name
+    assert tight.predicted.best.peak_memory_bytes <= 8e9 < roomy.predicted.best.peak_memory_bytes
+    assert not missing_execution(tight.plan)
+    with pytest.raises(planner.NothingFits, match=r"quality lossy, such as .*dapq in chunks"):
+        ask_at(8e9, quality="near-lossless")
+
+
 def test_short_prompts_in_large_batches_have_small_groups():
     """The buffer holds two groups of every sequence in full precision: smaller groups need less."""
     question = ask(LLAMA, "h200", 64, batch=64, new_tokens=8)

@@ -11,7 +11,8 @@ from ridgeplan.roofline import memory
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.evaluate import prefill_chunks, prefill_seconds
 from ridgeplan.roofline.placement import resident_memory
-from ridgeplan.roofline.sparsity.eviction import appended_tokens, eviction_ops, eviction_workspace, evicts, scored_pairs
+from ridgeplan.roofline.sparsity.eviction import eviction_ops, eviction_workspace, scored_pairs
+from ridgeplan.roofline.sparsity.prompt_chunks import appended_tokens, evicts
 
 CONTEXT = 32768
 TOKEN = 2 * 8 * 128 * 2  # bytes of a layer's keys and values

@@ -31,6 +31,17 @@ def test_tokens_see_themselves_and_a_window_before_them(qkv, window):
     torch.testing.assert_close(causal_attention(*qkv, window), attention_of(*qkv, window or TOKENS))
 
 
+@pytest.mark.parametrize("count", [1, 7, 49])
+def test_the_last_tokens_alone_see_all_before_them(qkv, count):
+    """Queries of the last tokens of a text only, also where their heads attend one after another."""
+    q, keys, values = qkv
+    expected = attention_of(q, keys, values, TOKENS)[:, -count:]
+    torch.testing.assert_close(causal_attention(q[:, -count:], keys, values, None), expected)
+    queries = q[:, -count:].transpose(0, 1).clone()
+    attend_in_place(queries, keys, values, None, count)
+    torch.testing.assert_close(queries.transpose(0, 1), expected)
+
+
 @pytest.mark.parametrize("attended", [1, 49, 50, 100, 1000])
 @pytest.mark.parametrize("window", [None, 7])
 def test_heads_may_attend_one_after_another(qkv, attended, window, monkeypatch):

@@ -1,6 +1,7 @@
 """The script that compares predicted peaks with measured ones."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,6 +35,15 @@ def test_every_kind_of_plan_runs(preset):
         # Keys and values of 2 layers x 2 heads x 32 floats: of the prompt or a quarter, 64 new tokens, and a slot.
         assert saved["measured"]["cache"] == 2 * 2 * 2 * 2 * 32 * 4 * ((10 if preset == "dapq" else 40) + 64 + 1)
         assert saved["errors"]["cache"] == 0
+
+
+def test_a_prompt_in_chunks_takes_as_little_as_its_budget_and_a_chunk():
+    case = MemoryCase("m", "dapq-quantspec", 400, 1, share=0.25, chunk=64)
+    row = measure_peak(case, SHAPE, CPU)
+    assert case.name == "m dapq-quantspec 25% in chunks of 64 400x1"
+    whole = predicted_memory(replace(case, chunk=0).plan(), SHAPE, device_like(CPU))
+    assert row.predicted.prefill_workspace < whole.prefill_workspace
+    assert row.to_dict()["chunk"] == 64
 
 
 def test_zero_weights_take_what_the_shape_has():

@@ -93,6 +93,15 @@ def test_plans_share_prompts_unless_weights_or_settings_of_an_eviction_differ(ti
     ]  # fmt: skip
 
 
+def test_evictions_are_measured_for_each_chunk_and_alone(tiny_folder):
+    makers = [*with_budgets(["snapkv", "h2o", "int8"], [64, 128], [0, 32])]
+    families = question(tiny_folder, *makers, tokens=16).families_at(512)
+    assert [[label(plan) for plan in family] for family in families] == [
+        ["autoregressive"], ["snapkv 64", "snapkv 128", "h2o 64", "h2o 128", "int8"],
+        ["snapkv 64 in chunks of 32"], ["snapkv 128 in chunks of 32"],
+    ]  # fmt: skip
+
+
 def test_the_memory_of_engines_is_counted_by_hand(tiny_folder):
     """tiny: 2 layers of 2 KV heads of 16; a context of 512 with 129 tokens at its end."""
     plain, dapq, quest = (
