@@ -183,10 +183,11 @@ def breakdown(name: str, preset: str) -> str:
     return f"{table(('part of a round', 'launches', 'measured, us', 'predicted, us'), rows)}\n\n{sums}"
 
 
-def kernels(name: str) -> str:
-    """Every kernel with its peer and its target."""
+def kernels(name: str, *wanted: str) -> str:
+    """Every kernel, or just those that are wanted, with its peer and its target."""
     columns = ("kernel", "ours, us", "peer, us", "ratio", "roof", "error", "target, us", "", "peer")
-    return table(columns, map(bench.row_texts, result(name)["rows"]))
+    rows = (row for row in result(name)["rows"] if not wanted or row["kernel"] in wanted)
+    return table(columns, map(bench.row_texts, rows))
 
 
 def kernel_targets(name: str) -> str:

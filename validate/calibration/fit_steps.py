@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares, lsq_linear
+from scipy.optimize import lsq_linear, minimize
 
 from ridgeplan.roofline.catalog.profile import MAX_SPREAD, MAX_UTILIZATION, Rates, RowStep
 from ridgeplan.roofline.execution import filled
 from ridgeplan.validate.calibration.fit import OUTLIER, Ceilings, Sample
 
-MOST_TRIALS = 300
+MOST_TRIALS = 1000
+CONVERGED = 1e-12  # change of the loss, in units of an outlier's
 NEGLIGIBLE = 1e-4  # largest share of any sample's time
 PARTS = ("launch_s", "inverse_utilization", "tile_s", "fill_s", "width_s", "depth_s")
 READING, TILES = PARTS.index("inverse_utilization"), PARTS.index("tile_s")
@@ -82,17 +83,19 @@ def _coefficients(relative: np.ndarray, index: np.ndarray, read_utilization: flo
     def terms(scaled: np.ndarray) -> np.ndarray:
         return relative * np.cumsum((scaled / scale).reshape(count, -1), axis=0)[index]
 
-    def residuals(scaled: np.ndarray) -> np.ndarray:
+    def loss(scaled: np.ndarray) -> tuple[float, np.ndarray]:
+        """The sum of soft L1 losses, and its gradient."""
         found = terms(scaled)
-        return (found * _shares(found)).sum(1) - 1
-
-    def gradient(scaled: np.ndarray) -> np.ndarray:
-        return _by_step(reached, relative * _shares(terms(scaled))) / scale
+        errors = ((found * _shares(found)).sum(1) - 1) / OUTLIER
+        roots = np.sqrt(1 + errors**2)
+        slopes = _by_step(reached, relative * _shares(found)) / scale
+        return float((roots - 1).sum()), errors / roots / OUTLIER @ slopes
 
     start = lsq_linear(matrix / scale, np.ones(len(matrix)), bounds=(lowest, np.inf)).x
-    fit = least_squares(
-        residuals, start, jac=gradient, bounds=(lowest, np.inf), loss="soft_l1", f_scale=OUTLIER, max_nfev=MOST_TRIALS
-    )
+    # scipy's least_squares does not converge: it keeps its distance from bounds, and most parts of most steps are 0.
+    options = {"maxiter": MOST_TRIALS, "ftol": CONVERGED}
+    fit = minimize(loss, np.maximum(start, lowest), jac=True, bounds=[(low, None) for low in lowest], method="SLSQP",
+                   options=options)  # fmt: skip
     return np.where(matrix.any(0) & (fit.x > NEGLIGIBLE), fit.x / scale, 0.0).reshape(count, -1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,6 +24,7 @@ from ridgeplan.validate.timing import captured
 SIZE = 1 << 29  # bytes that a copy moves
 SPREAD = 1 << 34  # bytes that tokens are gathered from; from a few the device's page tables would stay in caches
 HEADS, HEAD_DIM = 8, 128
+LAYERS = 8  # that the bytes are of; a launch loads from one
 SPACING = 640  # of how many tokens one is loaded: about a tenth of a budget of 2048 at 128k tokens
 REPEATS = 5
 LAUNCHES = 100  # in a graph, so that its own launch is negligible
@@ -72,17 +73,34 @@ def measured_link(device: torch.device, size: int = SIZE, spread: int = SPREAD) 
         found[kind] = LinkTimes(size, _times(device, partial(_copy, source, target, every)), empty_s)
     del held, keys, values
     spread = max(size, min(spread, (available_bytes() or 2 * spread) // 2))
-    rows = spread // (2 * HEADS * HEAD_DIM * 2) // 16 * 16
-    (by_token,) = HostMemory.allocate(spread, device).split(
-        [(torch.Size((1, rows, HEADS, 2, HEAD_DIM)), torch.bfloat16)]
+    rows = spread // LAYERS // (2 * HEADS * HEAD_DIM * 2) // 16 * 16
+    by_token = HostMemory.allocate(spread, device).split(
+        [(torch.Size((1, rows, HEADS, 2, HEAD_DIM)), torch.bfloat16)] * LAYERS
     )
-    far = by_token[:, :, :, 0].transpose(1, 2), by_token[:, :, :, 1].transpose(1, 2)
+    layers = [(one[:, :, :, 0].transpose(1, 2), one[:, :, :, 1].transpose(1, 2)) for one in by_token]
     for kind, page in (("host_gather", 1), ("host_gather_pages", 16)):
         loads, moved = random_loads(rows, min(tokens, max(16, rows // SPACING)), page, device)
-        nothing = replace(loads, count=torch.zeros_like(loads.count))
-        empty_s = _launch_s(device, partial(gather_into_slots, far, out, nothing, page))
-        found[kind] = LinkTimes(moved, _times(device, partial(gather_into_slots, far, out, loads, page)), empty_s)
+        found[kind] = LinkTimes(moved, *_gather_times(layers, out, loads, page))
     return found
+
+
+def _gather_times(
+    layers: Sequence[KeysAndValues], out: KeysAndValues, loads: SlotLoads, page: int
+) -> tuple[tuple[float, ...], float]:
+    """Seconds of a launch that loads from one layer after another, of some runs, and of one that loads nothing.
+
+    As in a step, each launch loads little, by the few programs that leave room for kernels beside them.
+    """
+    device = out[0].device
+    gather = partial(gather_into_slots, page=page, beside=True)
+
+    def step() -> None:
+        for layer in layers:
+            gather(layer, out, loads)
+
+    times = tuple(seconds / len(layers) for seconds in _times(device, _replay(device, step)))
+    nothing = replace(loads, count=torch.zeros_like(loads.count))
+    return times, _launch_s(device, partial(gather, layers[0], out, nothing))
 
 
 def _copy(source: KeysAndValues, out: KeysAndValues, count: Tensor) -> None:
@@ -124,12 +142,17 @@ def streaming_seconds(cache: Cache) -> tuple[float, int]:
 
 
 def _launch_s(device: torch.device, run: Callable[[], object]) -> float:
-    """Seconds of a run that moves nothing; on a GPU in a captured graph of many, as in a decode step."""
+    """Seconds of a run that moves nothing, of many in a row."""
+    replay = _replay(device, lambda: [run() for _ in range(LAUNCHES)])
+    return statistics.median(_times(device, replay)) / LAUNCHES
+
+
+def _replay(device: torch.device, run: Callable[[], object]) -> Callable[[], object]:
+    """What repeats a run: on a GPU the replay of its graph, as in a decode step, after one that compiles kernels."""
     if device.type != "cuda":
-        return statistics.median(_times(device, run))
+        return run
     run()
-    graph = captured(lambda: [run() for _ in range(LAUNCHES)])
-    return statistics.median(_times(device, graph.replay)) / LAUNCHES
+    return captured(run).replay
 
 
 def _times(device: torch.device, run: Callable[[], object]) -> tuple[float, ...]:
