@@ -80,6 +80,12 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
     return [name for name, missing in checks.items() if missing]
 
 
+def allows_chunks(plan: Plan) -> bool:
+    """Whether the plan's eviction, if it has one, may run after each chunk of a prompt."""
+    policy = eviction(plan)
+    return policy is not None and policy.chunked
+
+
 def _missing_offload(plan: Plan) -> dict[str, object]:
     """Of offloaded layers, what cannot be executed, and whether the plan has it."""
     if not plan.placement.offload:

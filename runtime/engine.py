@@ -31,7 +31,7 @@ from ridgeplan.runtime.kv.eviction import eviction_policy, most_appended
 from ridgeplan.runtime.kv.offload.layer_mover import layer_mover
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
-from ridgeplan.runtime.model.chunked_prefill import chunked_prefill, longest_chunk
+from ridgeplan.runtime.model.chunked_prefill import chunked_prefill
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.prefill import Destination, PromptObservers, plan_attention, prefill_all
 from ridgeplan.runtime.model.weights import DecoderWeights
@@ -117,8 +117,8 @@ class Engine:
         self._graphs: dict[GraphKey, GraphRounds] = {}
         if device.type == "cuda":
             with prompt_arena(plan, self.draft_weights, device) as arena:
-                together = longest_chunk(plan.workload.context, self._chunk)
-                plan_attention(self.decoder, weights, arena, together, most_appended(plan))
+                if not self._chunk:  # FlashAttention, which all chunks but the first take, plans nothing
+                    plan_attention(self.decoder, weights, arena, plan.workload.context, most_appended(plan))
             torch.cuda.empty_cache()  # what loading took is no generation's memory
 
     @cached_property

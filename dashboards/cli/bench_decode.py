@@ -26,10 +26,9 @@ from ridgeplan.dashboards.cli.options import (
 from ridgeplan.dashboards.cli.output import print_json, print_table, progress, warnings_as_notes, write_atomically
 from ridgeplan.planner import Plan, Workload
 from ridgeplan.planner.plan import MAX_BATCH, MAX_TOKENS
-from ridgeplan.planner.policies import allows_chunks
 from ridgeplan.planner.presets import PRESETS, preset
 from ridgeplan.planner.resolution import this_machine
-from ridgeplan.planner.support import only_estimated
+from ridgeplan.planner.support import allows_chunks, only_estimated
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import load_profile
 from ridgeplan.roofline.speculation import MAX_GAMMA

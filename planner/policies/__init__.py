@@ -82,12 +82,6 @@ def eviction(plan: Plan) -> TokenEviction | None:
     return None if policy is EvictionPolicy.NONE else EVICTIONS[policy.value]
 
 
-def allows_chunks(plan: Plan) -> bool:
-    """Whether the plan's eviction, if it has one, may run after each chunk of a prompt."""
-    policy = eviction(plan)
-    return policy is not None and policy.chunked
-
-
 def eviction_settings(plan: Plan) -> EvictionSettings | None:
     """The hyperparameters of the plan's eviction, if it has one. Raises PlanError for unknown or wrong ones."""
     policy = eviction(plan)

@@ -8,13 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from ridgeplan.planner.plan import Plan
-from ridgeplan.planner.policies import allows_chunks
 from ridgeplan.planner.policies.pricing import unpriced
 from ridgeplan.planner.presets import describe
 from ridgeplan.planner.resolution import longest_context
 from ridgeplan.planner.search.question import Question
 from ridgeplan.planner.search_space import Family, families
-from ridgeplan.planner.support import exceeds_window
+from ridgeplan.planner.support import allows_chunks, exceeds_window
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS, QUANTIZATION_GROUPS
 
 

@@ -38,11 +38,6 @@ def chunk_bounds(tokens: int, chunk: int) -> list[int]:
     return [tokens * index // count for index in range(count + 1)]
 
 
-def longest_chunk(tokens: int, chunk: int) -> int:
-    """Tokens of the longest chunk of a prompt; of the prompt itself where `chunk` is 0."""
-    return -(-tokens // int(prompt_chunks(tokens, chunk))) if chunk else tokens
-
-
 def chunked_prefill(
     decoder: Decoder,
     weights: DecoderWeights,
@@ -56,12 +51,11 @@ def chunked_prefill(
     arena.clear()
     if to.observer is not None:
         to.observer.before_prefill(to.row, prompt)
-    tokens, kept = len(prompt), to.cache.config.kept
-    bounds = chunk_bounds(tokens, chunk)
+    bounds = chunk_bounds(len(prompt), chunk)
     prompt_in_chunks = _ChunkedPrompt(decoder, weights, to, prompt, bounds, arena)
     for start, stop in pairwise(bounds):
-        hidden = prompt_in_chunks.process(start, stop, kept(stop))
-    to.cache.finish_prompt(to.row, tokens)
+        hidden = prompt_in_chunks.process(start, stop, to.cache.config.kept(stop))
+    to.cache.finish_prompt(to.row, len(prompt))
     return weights.head(decoder.norm(hidden[stop - start - 1 : stop - start], None, weights.norm)[1])[0]
 
 
@@ -94,7 +88,7 @@ class _ChunkedPrompt:
         last, chunk = stop == len(self._prompt), self._prompt[start:stop]
         evicts = any(one.count + len(chunk) > count for one, count in zip(self._held, kept, strict=True))
         text = torch.cat([chunk, self._appended]) if evicts else chunk
-        positions = torch.arange(start, stop, device=text.device)
+        positions = torch.arange(start, stop, dtype=torch.int32, device=text.device)
         hidden, parts = self._hidden[: len(text)], Parts(len(chunk), len(text))
         torch.index_select(self._weights.embedding, 0, text, out=hidden)
         for index, layer in enumerate(self._weights.layers):
@@ -143,17 +137,17 @@ class _ChunkedPrompt:
         to = self._to
         to.cache.store_prompt(index, to.row, keys, values)
         if to.observer is not None:
-            positions = self._held[index].positions - len(self._prompt)
+            positions = self._held[index].positions.long() - len(self._prompt)
             to.observer.after_prefill(index, to.row, queries, keys, positions)
 
 
 class _Held:
-    """What one layer has kept of the chunks so far: positions int64 [kv_heads, count], and where its KV lies."""
+    """What one layer has kept of the chunks so far: positions int32 [kv_heads, count], and where its KV lies."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         """keys, values: room for [kv_heads, tokens, head_dim]."""
         self._keys, self._values = keys, values
-        self.positions = torch.empty(len(keys), 0, dtype=torch.int64, device=keys.device)
+        self.positions = torch.empty(len(keys), 0, dtype=torch.int32, device=keys.device)
 
     @property
     def count(self) -> int:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from ridgeplan.planner.measured_quality import SOLVED, TEXT_MEASURES
 from ridgeplan.planner.plan import MAX_BATCH, MAX_TOKENS, EvictionPolicy, Plan, PlanError, Workload, require
-from ridgeplan.planner.policies import EVICTIONS, allows_chunks, evicted_to
+from ridgeplan.planner.policies import EVICTIONS, evicted_to
 from ridgeplan.planner.policies.policy import evicting
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.presets import PRESETS, preset, preset_name
 from ridgeplan.planner.resolution import yarn_factor
-from ridgeplan.planner.support import missing_head, only_estimated
+from ridgeplan.planner.support import allows_chunks, missing_head, only_estimated
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.errors import UnsupportedPlan
 from ridgeplan.validate.ruler.task import Task

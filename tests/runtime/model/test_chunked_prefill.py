@@ -14,7 +14,7 @@ from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.sparsity.prompt_chunks import chunk_buffers
 from ridgeplan.runtime.arena import Arena
 from ridgeplan.runtime.drafting.policies import DraftPolicy
-from ridgeplan.runtime.model.chunked_prefill import chunk_bounds, chunked_prefill, longest_chunk
+from ridgeplan.runtime.model.chunked_prefill import chunk_bounds, chunked_prefill
 
 POLICIES = tuple(name for name, policy in EVICTIONS.items() if policy.chunked)
 SETTINGS = {
@@ -208,8 +208,6 @@ def widest(scores, width):
 @pytest.mark.parametrize("tokens, chunk, bounds", [(10, 3, [0, 2, 5, 7, 10]), (8, 4, [0, 4, 8]), (9, 8, [0, 4, 9])])
 def test_chunks_are_as_equal_as_can_be(tokens, chunk, bounds):
     assert chunk_bounds(tokens, chunk) == bounds
-    assert longest_chunk(tokens, chunk) == max(stop - start for start, stop in pairwise(bounds))
-    assert longest_chunk(tokens, 0) == tokens
 
 
 @pytest.mark.parametrize("kv", ["bf16", "bf16+int4", "int8", "int4x2"])
