@@ -164,6 +164,19 @@ def quality_of(name: str, context: str) -> str:
     return table(columns, ((plan, *figures[:-1]) for plan, _, *figures in quality.table_rows(rows)))
 
 
+def fidelities(name: str) -> str:
+    """Fidelity and perplexity of each plan's target, by model and context."""
+    rows = quality.load_rows(RESULTS / f"{name}.json")
+    found = {(row.plan, row.model, row.context, row.measure): row.value for row in rows}
+    sizes = sorted({(row.model, row.context) for row in rows})
+
+    def cell(plan: str, size: tuple[str, int]) -> str:
+        return f"{found[plan, *size, 'fidelity']:.4f}, {found[plan, *size, 'perplexity']:.2f}"
+
+    lines = ((plan, *(cell(plan, size) for size in sizes)) for plan in dict.fromkeys(row.plan for row in rows))
+    return table(("fidelity, perplexity", *(f"{model}, {context}" for model, context in sizes)), lines)
+
+
 def breakdown(name: str, preset: str) -> str:
     """One round by class of kernels."""
     (found,) = (row["breakdown"] for row in result(name)["rows"] if row["preset"] == preset)
@@ -283,6 +296,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         validation,
         worst,
         selections,
+        fidelities,
         quality_of,
         breakdown,
         kernels,
