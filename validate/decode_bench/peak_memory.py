@@ -147,6 +147,7 @@ def _measured(case: MemoryCase, device: torch.device) -> dict[str, Any]:
 def measure_peak(case: MemoryCase, shape: ModelShape, device: torch.device) -> MemoryRow:
     """Prefills and generates once, after a short generation that captures the round's graph."""
     plan, cuda = case.plan(), device.type == "cuda"
+    _free_everything(device)
     meter = MemoryMeter(device)
     engine = _engine(plan, shape, device, meter)
     prompt = [1] * case.context
@@ -157,13 +158,18 @@ def measure_peak(case: MemoryCase, shape: ModelShape, device: torch.device) -> M
     statistics, cache_bytes = engine.statistics, engine.cache.bytes if engine.cache else 0
     engine.close()
     del engine
-    gc.collect()
-    free_library_workspaces(device)
-    if cuda:
-        torch.cuda.empty_cache()
+    _free_everything(device)
     peaks = PeakMemory(statistics.peak_memory_bytes, statistics.peak_device_bytes, statistics.outside_bytes)
     predicted = predicted_memory(plan, shape, device_like(device))
     return MemoryRow(case, predicted, peaks, MemoryMeter(device).peak().outside, cache_bytes)
+
+
+def _free_everything(device: torch.device) -> None:
+    """Frees what is held by nothing that lives: garbage, libraries' workspaces and the allocator's unused blocks."""
+    gc.collect()
+    free_library_workspaces(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def device_like(device: torch.device) -> Device:
