@@ -11,7 +11,7 @@ from ridgeplan.planner.axes.offload import HostPart
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.kv.offload import host_memory
 
-LENGTHS, NEW = [128, 70, 37], 40  # with groups of 32: a flush or two a row
+LENGTHS, NEW = [150, 88, 55], 16  # with groups of 32: every row is flushed once
 LAYERS, BUDGET = 3, 64
 SELECTIONS = {
     "retrieval-head": {},
@@ -119,7 +119,7 @@ def test_an_abandoned_generation_disturbs_no_later_one_and_nothing_is_kept(kv, n
     plan = plan_of(kv, name, 2)
     engine = load(plan)
     steps = engine.stream_batch(prompts(90, 128, 50), NEW)
-    for _ in range(9):
+    for _ in range(5):
         next(steps)
     steps.close()
     assert engine.generate(prompts(*LENGTHS), NEW).tokens == expected(plan, *LENGTHS)
