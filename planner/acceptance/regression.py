@@ -124,8 +124,8 @@ class _Problem:
     def solve(self, known: Mapping[str, float] | None, start: Start) -> Fit:
         """Damped Gauss-Newton steps, with the variances and the rows' weights renewed after each.
 
-        Between steps all is computed per row, of which there are fewer than effects: with J the derivatives, S the
-        priors' variances and R the rows' noise, K = J S J^T + R (Rasmussen and Williams 2006, section 2.1.2).
+        With J the derivatives, S the priors' variances and R the rows' noise, the effects' covariance is the inverse of
+        J^T R^-1 J + S^-1 (Rasmussen and Williams 2006, section 2.1.1); there are fewer effects than rows.
         """
         variances = dict(known or start.variances)
         mean = self._prior(variances)[0]
@@ -138,22 +138,21 @@ class _Problem:
             before, spread = self._prior(variances)
             before, spread = np.where(held, 0.0, before), np.where(held, HELD, spread)
             fitted, jacobian = self._linearized(mean)
-            noise = self._noise(variances) / weights
-            shared = jacobian * spread
-            inverse = np.linalg.inv(shared @ jacobian.T + np.diag(noise))
-            step = before + shared.T @ (inverse @ (self.target - fitted + jacobian @ (mean - before))) - mean
+            precise = jacobian / (self._noise(variances) / weights)[:, None]
+            covariance = np.linalg.inv(jacobian.T @ precise + np.diag(1 / spread))
+            step = before + covariance @ (precise.T @ (self.target - fitted + jacobian @ (mean - before))) - mean
             mean = mean + DAMPING * step
             held |= mean * self.signs < 0
             mean = np.where(held, 0.0, mean)
             errors = (self.target - self._linearized(mean)[0]) ** 2
             if not known:
-                uncertain = noise - noise**2 * np.diag(inverse)  # diagonal of J cov J^T
-                squares = mean**2 + spread - np.einsum("re,re->e", shared, inverse @ shared)
+                uncertain = np.einsum("re,re->r", jacobian @ covariance, jacobian)
+                squares = mean**2 + np.diag(covariance)
                 variances = self._variances(squares, weights * errors + uncertain)
             weights = self._weights(errors, variances)
             if np.abs(step).max() < CONVERGED:
                 break
-        return Fit(self.index, mean, np.diag(spread) - shared.T @ inverse @ shared, variances)
+        return Fit(self.index, mean, covariance, variances)
 
     def _weights(self, errors: np.ndarray, variances: Mapping[str, float]) -> np.ndarray:
         """How much each row counts, given its squared error."""
