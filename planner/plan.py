@@ -170,8 +170,9 @@ class Eviction(PlanPart):
 
     The budget is of prompt tokens that stay in a layer, on average over the layers: a number, or a share of the
     workload's context. settings: the policy's hyperparameters that differ from their defaults. chunk: prompts go
-    through all layers in chunks of up to so many tokens, and each layer evicts after every chunk; 0, or no less than
-    the workload's context: at once, as where the budget is no less. (ridgeplan.planner.policies.eviction checks settings, and which policies allow a chunk.)
+    through all layers in chunks of up to so many tokens, and each layer evicts after every chunk; 0 is at once, as are
+    a chunk or a budget of the whole context. (ridgeplan.planner.policies.eviction checks settings, and which policies
+    allow a chunk.)
     """
 
     policy: EvictionPolicy = one_of(EvictionPolicy, default=EvictionPolicy.NONE)

@@ -40,7 +40,7 @@ def test_the_plans_run():
 def test_the_shipped_profile_predicts_what_was_measured():
     """Within 10% for streams of whole layers, and within 8% where a head's choice is loaded ahead.
 
-    What 2-bit keys choose is loaded where it is chosen, and hidden by nothing: choice and loads are both priced too slow.
+    What 2-bit keys choose is loaded where it is chosen, hidden by nothing: choice and loads are both priced too slow.
     """
     shape, shipped = resolve("Llama-3.1-8B", "h200")
     measured = json.loads((RESULTS / "offload_h200.json").read_text())
