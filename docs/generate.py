@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import readme_tables
+import study_tables
 from readme_tables import RESULTS, decoding_files, result, table
 
 from ridgeplan.dashboards.cli import bench, bench_decode, quality
@@ -307,6 +308,9 @@ BLOCKS: dict[str, Callable[..., str]] = {
         readme_tables.cliff,
         readme_tables.evictions,
         readme_tables.errors,
+        study_tables.study_positions,
+        study_tables.study_recalls,
+        study_tables.study_claims,
         modules,
         recommendation,
         published,

@@ -169,9 +169,10 @@ class Eviction(PlanPart):
     """One-time eviction after prefill.
 
     The budget is of prompt tokens that stay in a layer, on average over the layers: a number, or a share of the
-    workload's context. settings: the policy's hyperparameters that differ from their defaults. chunk: prompts that
-    lose tokens go through all layers in chunks of up to so many tokens, and each layer evicts after every chunk; 0: at
-    once. (ridgeplan.planner.policies.eviction checks settings, and which policies allow a chunk.)
+    workload's context. settings: the policy's hyperparameters that differ from their defaults. chunk: prompts go
+    through all layers in chunks of up to so many tokens, and each layer evicts after every chunk; 0 is at once, as are
+    a chunk or a budget of the whole context. (ridgeplan.planner.policies.eviction checks settings, and which policies
+    allow a chunk.)
     """
 
     policy: EvictionPolicy = one_of(EvictionPolicy, default=EvictionPolicy.NONE)
@@ -199,8 +200,11 @@ class Eviction(PlanPart):
         return self.budget or math.ceil(self.share * context)
 
     def chunk_at(self, context: int) -> int:
-        """Most tokens that go through the model together where prompts have up to `context`; 0: all of a prompt."""
-        return self.chunk if self.tokens(context) < context else 0
+        """Most tokens that go through the model together where prompts have up to `context`; 0: all of a prompt.
+
+        A chunk that holds all of them is an eviction at once.
+        """
+        return self.chunk if max(self.chunk, self.tokens(context)) < context else 0
 
 
 @dataclass(frozen=True)

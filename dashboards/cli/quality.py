@@ -70,7 +70,7 @@ COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPO
                  help="UTF-8 text to measure on, also the haystack.  [default: a text that comes with Python]"),
     click.option("--ctx", type=TOKENS, multiple=True, default=(4096,), show_default=True,
                  help="Tokens of a sequence with its answer, a list."),
-    click.option("--budgets", type=int, multiple=True,
+    click.option("--budgets", type=click.IntRange(1, MAX_TOKENS), multiple=True,
                  help="Tokens that presets with a budget keep or read, a list.  [default: each preset's own]"),
     click.option("--chunks", type=click.IntRange(0, MAX_TOKENS), multiple=True,
                  help="Tokens of a prompt after which presets evict, a list; 0: after all, the default."),

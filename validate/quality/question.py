@@ -92,9 +92,9 @@ class Question:
         return Workload(self.shape.name, "this machine", prompt, self.headroom, yarn_factor=factor)
 
     def plans_at(self, context: int) -> tuple[Plan, ...]:
-        """Plain decoding, with which the others are compared, then the plans that the runtime executes."""
+        """Plain decoding, with which the others are compared, then the plans that the runtime executes, each once."""
         workload = self.workload(context)
-        made = (make(workload) for make in self.plans)
+        made = (_chunked_if_longer(make(workload)) for make in self.plans)
         return tuple(dict.fromkeys([autoregressive(workload), *(one for one in made if not self._missing(one))]))
 
     def families_at(self, context: int) -> list[tuple[Plan, ...]]:
@@ -133,6 +133,11 @@ def _family(plan: Plan) -> object:
         return plan
     oracle = plan.eviction.policy is EvictionPolicy.ORACLE  # appends other tokens
     return plan.weights, plan.speculation, plan.placement, oracle, tuple(sorted(plan.eviction.settings.items()))
+
+
+def _chunked_if_longer(plan: Plan) -> Plan:
+    """The plan without the chunk of an eviction that holds all of a prompt, which is the same at once."""
+    return replace(plan, eviction=replace(plan.eviction, chunk=plan.eviction.chunk_at(plan.workload.context)))
 
 
 def cache_bytes(plan: Plan, shape: ModelShape, rows: int, element_bytes: int) -> float:

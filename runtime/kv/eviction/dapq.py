@@ -6,8 +6,7 @@ softmax probabilities over prompt and pseudo tokens; see docs/papers.md for what
 
 Where a prompt goes through in chunks, they run after each chunk that evicts and see what the layer has kept and the
 chunk. They are the first and last tokens of the whole prompt, as what is decoded follows these, and stand right after
-the chunk, as the next tokens that read what stays do (docs/quality.md has other choices). After the last chunk that is
-L_p.
+the chunk, as the next tokens that read what stays do. After the last chunk that is L_p.
 """
 
 from __future__ import annotations

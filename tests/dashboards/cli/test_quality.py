@@ -117,6 +117,7 @@ def test_only_estimated_plans_are_refused(refuses: Any, tiny_folder: Path, text:
         ((), "Missing argument 'PLAN...'"),
         (("int9",), "unknown preset 'int9'. Did you mean int8"),
         (("int8", "--budgets", "64", "--tasks", "niah"), "task is 'niah'; allowed: niah_single_1"),
+        (("dapq", "--budgets", "0"), "Invalid value for '--budgets': 0 is not in the range 1<=x<="),
         (("int8", "--ctx", "100"), "context is 100; allowed: more than"),
         (("int8", "--ctx", "20000", "--tasks", "none"), "beyond the model's limit of 16384"),
         (("int8", "--ctx", "400", "--tokens", "8", "--tasks", "cwe"), "cwe takes"),

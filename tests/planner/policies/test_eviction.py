@@ -87,6 +87,8 @@ def test_a_chunk_travels_with_the_plan_and_counts_where_something_is_evicted():
     del old["eviction"]["chunk"]  # plans from before there were chunks
     assert Plan.from_dict(old) == evicting("dapq", budget=1000)
     assert [plan.eviction.chunk_at(context) for context in (4000, 1001, 1000, 10)] == [512, 512, 0, 0]
+    long = evicting("dapq", budget=100, chunk=512)  # a chunk that holds all of a prompt is none
+    assert [long.eviction.chunk_at(context) for context in (513, 512, 101)] == [512, 0, 0]
     with pytest.raises(PlanError, match="chunk"):
         evicting("dapq", budget=1000, chunk=-1)
 
@@ -108,6 +110,7 @@ def test_chunks_are_another_target_that_says_so():
     assert target_values(chunked) == {**target_values(whole), "eviction.chunk": 512}
     everything = [evicting("dapq", budget=4000, chunk=chunk) for chunk in (0, 512)]
     assert target_values(everything[0]) == target_values(everything[1])
+    assert target_values(evicting("dapq", budget=1000, chunk=4000)) == target_values(whole)
     assert (preset_name(whole), preset_name(chunked)) == ("dapq", "dapq in chunks")
     assert preference(whole) < preference(chunked)
     assert why_preferred(whole, chunked) == "more exact"

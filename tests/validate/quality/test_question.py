@@ -102,6 +102,15 @@ def test_evictions_are_measured_for_each_chunk_and_alone(tiny_folder):
     ]  # fmt: skip
 
 
+def test_chunks_that_hold_all_of_a_prompt_are_measured_as_none(tiny_folder):
+    """Of 512 tokens 480 are a prompt; a budget of all of them evicts nothing, in whatever chunks."""
+    makers = [*with_budgets(["snapkv"], [64], [0, 479, 480, 4096]), *with_budgets(["dapq"], [480], [0, 32])]
+    plans = question(tiny_folder, *makers, tokens=16).plans_at(512)
+    assert [label(plan) for plan in plans] == [
+        "autoregressive", "snapkv 64", "snapkv 64 in chunks of 479", "dapq 480",
+    ]  # fmt: skip
+
+
 def test_the_memory_of_engines_is_counted_by_hand(tiny_folder):
     """tiny: 2 layers of 2 KV heads of 16; a context of 512 with 129 tokens at its end."""
     plain, dapq, quest = (

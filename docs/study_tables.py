@@ -1,0 +1,42 @@
+"""Tables of `ridgeplan study dapq`, from its files in validate/results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from readme_tables import result, table
+
+CONTENTS = {"other content, same position": ("other", "same"), "same content, other position": ("same", "other"),
+            "both other": ("other", "other")}  # fmt: skip
+
+
+def study_positions(*names: str) -> str:
+    """Similarity of queries to those of the coming tokens after RoPE: by content and position, then by offset."""
+    found = [_means(name) for name in names]
+    contents = {told: ("similarity", *key, "after") for told, key in CONTENTS.items()}
+    offsets = {f"same content, offset of {key[1]}": key for key in found[0] if key[0] == "offset" and key[1]}
+    rows = ((told, *(f"{one[key]:.3f}" for one in found)) for told, key in (contents | offsets).items())
+    return table(("queries", *(result(name)["model"] for name in names)), rows)
+
+
+def study_recalls(name: str) -> str:
+    """Recall of the prompt tokens that are read most: a column for each budget / window."""
+    means = _means(name)
+    cases = sorted({key[2:] for key in means if key[0] == "recall"}, key=lambda case: case[::-1])
+    methods = dict.fromkeys(key[1] for key in means if key[0] == "recall")
+    rows = ((method, *(f"{means['recall', method, *case]:.3f}" for case in cases)) for method in methods)
+    return table(("recall", *(f"{budget}/{window}" for window, budget in cases)), rows)
+
+
+def study_claims(*names: str) -> str:
+    """What the paper finds, and whether it holds for each model."""
+    found = [result(name) for name in names]
+    rows = (
+        (claims[0]["text"], *(f"{'yes' if one['holds'] else 'no'}, {one['detail']}" for one in claims))
+        for claims in zip(*(one["claims"] for one in found), strict=True)
+    )
+    return table(("finding", *(one["model"] for one in found)), rows)
+
+
+def _means(name: str) -> dict[tuple[Any, ...], float]:
+    return {tuple(row["figure"]): row["mean"] for row in result(name)["figures"]}
