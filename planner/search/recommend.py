@@ -104,7 +104,15 @@ def _possible(candidates: Sequence[Candidate], question: Question) -> list[Candi
     found = [one for one in candidates if one.rejection(question) is None]
     if found and not found[0].host_bytes:
         return found
-    return _ranked([*found, *tightest(replace(question, offload=False))]) or _ranked(tightest(question))
+    return _best_sizes(_ranked([*found, *tightest(replace(question, offload=False))]) or _ranked(tightest(question)))
+
+
+def _best_sizes(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """The first of those that differ in sizes of groups alone, which have one name."""
+    best: dict[object, Candidate] = {}
+    for one in ranked:
+        best.setdefault((one.name, one.host_bytes > 0), one)
+    return list(best.values())
 
 
 def _placed(predicted: Prediction, alone: bool, question: Question) -> Iterator[str]:

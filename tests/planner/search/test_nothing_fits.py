@@ -163,6 +163,8 @@ def test_prompts_go_through_in_chunks_where_whole_ones_do_not_fit(h200_profile):
     assert "dapq in chunks" in tight.name
     assert tight.predicted.best.peak_memory_bytes <= 8e9 < roomy.predicted.best.peak_memory_bytes
     assert not missing_execution(tight.plan)
+    chunked = [tight.name, *(one.preset for one in tight.alternatives if one.plan.eviction.chunk)]
+    assert len(chunked) == len(set(chunked)) > 1  # once each, with the best sizes of groups
     with pytest.raises(planner.NothingFits, match=r"quality lossy, such as .*dapq in chunks"):
         ask_at(8e9, quality="near-lossless")
 
