@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -86,13 +87,16 @@ def test_interrupt_is_quiet(tmp_path: Path) -> None:
     pipe = tmp_path / "plan.json"
     os.mkfifo(pipe)
     command = [str(Path(sys.executable).with_name("ridgeplan")), "run", str(pipe)]
-    # Tests that run in the background of a shell ignore Ctrl-C, and what they start would too.
-    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heeding(signal.SIGINT))
     with pipe.open("w"):  # opens once the command opens the pipe, from which it then reads without end
         stderr = interrupted(process)
     assert process.returncode == 130
     assert stderr.strip() == ""
+
+
+def heeding(number: signal.Signals) -> Callable[[], object]:
+    """Tests that run in the background or under nohup ignore a signal, and what they start would too."""
+    return functools.partial(signal.signal, number, signal.SIG_DFL)
 
 
 def interrupted(process: subprocess.Popen[str]) -> str:
@@ -113,7 +117,8 @@ def test_dashboard_serves_this_machine_only_until_its_terminal_closes(number: si
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [str(Path(sys.executable).with_name("ridgeplan")), "dashboard", "--port", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    none, heed = subprocess.DEVNULL, heeding(number)
+    process = subprocess.Popen(command, stdout=none, stderr=none, start_new_session=True, preexec_fn=heed)
     try:
         assert answers(f"http://127.0.0.1:{port}/_stcore/health")
         with socket.socket() as other, pytest.raises(OSError, match="refused"):
