@@ -96,7 +96,14 @@ def test_changes_of_gamma_change_nothing(
     assert agreeable or found.statistics.accepted < found.statistics.judged
 
 
-@pytest.mark.parametrize("kv, codes", [("int4x2", "upper"), ("bf16+int4", "upper"), ("bf16+int4", "full")])
+@pytest.mark.parametrize(
+    "kv, codes",
+    [
+        ("int4x2", "upper"),
+        pytest.param("bf16+int4", "upper", marks=pytest.mark.slow),
+        pytest.param("bf16+int4", "full", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("selection", [*SPARSE, "nonsense"])
 def test_changes_of_gamma_change_nothing_whatever_drafts_read(
     selection, kv, codes, request, plain, tiny_model, make_plan, prompts, profile, forced

@@ -76,7 +76,7 @@ def test_drafts_that_may_read_everything_do(kv, codes, selection, once, tiny_mod
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
-@pytest.mark.parametrize("kv, codes", [("int4x2", "upper"), ("bf16+int4", "full")])
+@pytest.mark.parametrize("kv, codes", [("int4x2", "upper"), pytest.param("bf16+int4", "full", marks=pytest.mark.slow)])
 def test_drafts_choose_among_what_an_eviction_left(kv, codes, selection, once, tiny_model, make_plan, prompts):
     """Output is that of the evicted target; and with a ratio of 1, drafts read all of its cache."""
     folder, ids, small = tiny_model(agreeable=True).folder, prompts(*LENGTHS), SMALL | SELECTIONS[selection]
