@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +16,15 @@ from ridgeplan.planner.resolution import this_machine
 from ridgeplan.planner.round_costs import round_costs
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.runtime.arena import Arena
+from ridgeplan.runtime.decode_loop import DecodeLoop, require_finite
 from ridgeplan.runtime.draft_swap import SwappableWeights, draft_weights_for, prompt_arena
 from ridgeplan.runtime.drafting.forced_step import GraphedStep
 from ridgeplan.runtime.drafting.gamma_controller import AdaptiveGamma, FixedGamma, GammaSchedule
 from ridgeplan.runtime.drafting.policies import DraftPolicy, draft_policy
-from ridgeplan.runtime.drafting.round_result import NOTHING, RowResult
 from ridgeplan.runtime.drafting.round_runner import EagerRounds, GraphRounds, Rounds
 from ridgeplan.runtime.drafting.speculator import Speculator, all_finite
 from ridgeplan.runtime.drafting.target_reads import TargetReads, observers
-from ridgeplan.runtime.errors import ModelError, WorkloadError
+from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.eviction import eviction_policy, most_appended
@@ -38,10 +38,10 @@ from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.model_config import DecoderConfig
 from ridgeplan.runtime.quantization.calibrate import quantized_draft
 from ridgeplan.runtime.quantization.calibration_text import CalibrationText
-from ridgeplan.runtime.request import Prompts, Request, SequenceState
+from ridgeplan.runtime.request import Prompts, Request
 from ridgeplan.runtime.retrieval.head import Head
 from ridgeplan.runtime.sampling import SamplingParams
-from ridgeplan.runtime.statistics import Statistics, Tally
+from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.runtime.stopwatch import Stopwatch
 
 # Rows, layers on the device, and the sampling parameters.
@@ -190,7 +190,8 @@ class Engine:
         ids = torch.tensor([list(each) for each in tokens], dtype=torch.int64, device=self.device)
         request = Request.build(prompts, ids.shape[1] + 1, None)
         with self._exclusive(request) as cache:
-            speculator = self._begun(request, cache, request.longest)
+            speculator = self._speculator(cache, request.sampling)
+            self._begin(request, speculator, request.longest)
             logits = [self._prompt_logits(request, speculator)[:, None]]
             stored, step = [cache.config.stored(len(prompt)) for prompt in request.prompts], self._forced(speculator)
             one_by_one = self._reads is not None or isinstance(step, GraphedStep)
@@ -232,8 +233,12 @@ class Engine:
             raise WorkloadError("an engine evicts after each chunk of a prompt, which others then read as it left it")
         with ExitStack() as running:
             caches = [running.enter_context(each._exclusive(request)) for each in engines]
-            begun = [each._begun(request, cache, request.longest) for each, cache in zip(engines, caches, strict=True)]
-            logits = self._fill(request, list(zip(engines, begun, strict=True)))
+            into = [
+                (each, each._speculator(cache, request.sampling)) for each, cache in zip(engines, caches, strict=True)
+            ]
+            for engine, speculator in into:
+                engine._begin(request, speculator, request.longest)
+            logits = self._fill(request, into)
         for each in engines:
             each._filled = FilledPrompts(request.prompts, logits)
 
@@ -291,48 +296,13 @@ class Engine:
 
     def _rounds(self, request: Request, cache: Cache) -> Iterator[list[list[int]]]:
         self._meter.restart()
-        stops = frozenset(request.sampling.stop_token_ids)
-        rows = [SequenceState(len(prompt), request.max_new_tokens, stops) for prompt in request.prompts]
-        tally, stopwatch = Tally(cache.config.gamma, tuple(map(len, request.prompts))), Stopwatch(self.device)
-        schedule = self._schedule(request)
+        speculator, stopwatch = self._speculator(cache, request.sampling), Stopwatch(self.device)
+        prepared = partial(self._prepared, speculator, stopwatch)
+        loop = DecodeLoop(request, speculator, self._schedule(request), self._mover, prepared, stopwatch)
         try:
-            speculator = self._begun(request, cache, max(map(len, request.prompts)))
-            pending, rounds = self._start(request, speculator, stopwatch)
-            yield _extend(rows, [[token] for token in pending], cache)
-            following: Rounds | None = None  # where a layer is about to leave
-            while not all(row.done for row in rows):
-                following = following or self._following(rounds, rows, speculator, stopwatch)
-                if following is not None and not rounds.in_flight:
-                    rounds, following = self._switched(rounds, following, rows), None
-                gamma, results = self._round(rounds, rows, schedule, stopwatch, launch=following is None)
-                schedule.add(gamma, results)
-                tally.add(gamma, results)
-                for row, result in zip(rows, results, strict=True):
-                    row.cached += len(result.tokens)
-                yield _extend(rows, [result.tokens for result in results], cache)
+            yield from loop.steps(self._prefill(request, speculator, stopwatch))
         finally:
-            tally.flushes = sum(_flushes(row, cache.config) for row in rows)
-            tally.host_layers = cache.layers - cache.first_on_host
-            tally.moved_layers = self._mover.moved if self._mover is not None else 0
-            tally.wanted_loads, tally.loads = cache.loads()
-            generated = sum(len(row.tokens) for row in rows)
-            self._statistics = tally.statistics(generated, stopwatch, self._meter.peak())
-
-    @torch.inference_mode()
-    def _start(self, request: Request, speculator: Speculator, stopwatch: Stopwatch) -> tuple[list[int], Rounds]:
-        """Prefills; returns the first token of each sequence, and the rounds that continue them."""
-        self._generator.manual_seed(request.sampling.seed)
-        pending = self._prefill(request, speculator, stopwatch)
-        # Prefill already draws the first token, and the last one never enters the cache.
-        speculator.cache.limit(request.max_new_tokens - 1)
-        if self._mover is not None:
-            with self._mover.next_placement(request.longest):
-                self._prepared(speculator, stopwatch)
-        rounds = self._prepared(speculator, stopwatch)
-        # Capturing draws random numbers; a generation must not depend on whether it was the first of its kind.
-        self._generator.manual_seed(request.sampling.seed + 1)
-        rounds.start(pending)
-        return pending.tolist(), rounds
+            self._statistics = loop.statistics(self._meter.peak())
 
     def _schedule(self, request: Request) -> GammaSchedule:
         """The gammas of a generation. An adaptive one is fit for the request's own lengths and batch."""
@@ -347,22 +317,20 @@ class Engine:
         costs = round_costs(replace(self.plan, workload=actual, eviction=eviction), shape, self.profile)
         return AdaptiveGamma(costs, request.max_new_tokens)
 
-    def _begun(self, request: Request, cache: Cache, longest: int) -> Speculator:
+    def _begin(self, request: Request, speculator: Speculator, longest: int) -> None:
         """Empties the cache for a request, and forgets what drafts chose by; unless it holds the request's prompts.
 
         longest: tokens that it has room for.
         """
-        speculator = self._speculator(cache, request.sampling)
         if self._filled is not None and self._filled.prompts == request.prompts:
-            return speculator
+            return
         self._filled = None
-        cache.reset(len(request.prompts))
+        speculator.cache.reset(len(request.prompts))
         if self._mover is not None:
             self._mover.start(longest)
         speculator.policy.start()
         if self._reads is not None:
-            self._reads.start(cache.rows)
-        return speculator
+            self._reads.start(speculator.cache.rows)
 
     def _speculator(self, cache: Cache, sampling: SamplingParams) -> Speculator:
         assert self._policy is not None, "an engine with a cache has a policy"
@@ -384,11 +352,14 @@ class Engine:
             del self._graphs[next(iter(self._graphs))]  # least recently used; the capture waited for its last replay
         return rounds
 
+    @torch.inference_mode()
     def _prefill(self, request: Request, speculator: Speculator, stopwatch: Stopwatch) -> Tensor:
         """Fills the cache; returns the first token of each sequence, int64 [rows]."""
+        self._begin(request, speculator, max(map(len, request.prompts)))
+        self._generator.manual_seed(request.sampling.seed)
         with stopwatch.measure("prefill"):
             logits = self._prompt_logits(request, speculator)
-            _require_finite(all_finite(logits).tolist())
+            require_finite(all_finite(logits).tolist())
             return speculator.first(logits)
 
     def _prompt_logits(self, request: Request, speculator: Speculator) -> Tensor:
@@ -421,74 +392,3 @@ class Engine:
     def _destination(self, speculator: Speculator, row: int) -> Destination:
         observer = PromptObservers(observers(speculator.policy, speculator.reads))
         return Destination(speculator.cache, row, self.eviction, observer)
-
-    @torch.inference_mode()
-    def _following(
-        self, rounds: Rounds, rows: list[SequenceState], speculator: Speculator, stopwatch: Stopwatch
-    ) -> Rounds | None:
-        """The rounds to go on with once those in flight have ended, if a layer is about to leave for the host."""
-        ahead = rounds.depth * (self.plan.speculation.gamma + 1)
-        if self._mover is None or not self._mover.ready([row.stored for row in rows], ahead):
-            return None
-        self._mover.begin_switch()
-        drawn = self._generator.get_state()
-        following = self._prepared(speculator, stopwatch)
-        self._generator.set_state(drawn)  # capturing draws random numbers
-        return following
-
-    @torch.inference_mode()
-    def _switched(self, rounds: Rounds, following: Rounds, rows: list[SequenceState]) -> Rounds:
-        """Goes on with other rounds, behind those that have ended."""
-        assert self._mover is not None, "a layer leaves"
-        self._mover.finish_switch([row.stored for row in rows])
-        following.start(rounds.pending)
-        return following
-
-    @torch.inference_mode()
-    def _round(
-        self,
-        rounds: Rounds,
-        rows: list[SequenceState],
-        schedule: GammaSchedule,
-        stopwatch: Stopwatch,
-        launch: bool = True,
-    ) -> tuple[int, list[RowResult]]:
-        """Launches as many rounds as may be in flight and waits for the oldest: its gamma, and its result by row.
-
-        Finished rows return nothing. launch: whether any may be launched.
-        """
-        with stopwatch.measure_wall("round"):
-            # A round adds at least one token per row, so a row needs at most `left` more rounds.
-            while launch and rounds.in_flight < rounds.depth and any(row.left > rounds.in_flight for row in rows):
-                rounds.launch(schedule.next())
-            result = rounds.collect()
-        stopwatch.add(result.seconds)
-        found = [NOTHING if row.done else one for row, one in zip(rows, result.rows, strict=True)]
-        _require_finite([one.finite for one in found])
-        return result.gamma, found
-
-
-def _require_finite(finite: Sequence[bool]) -> None:
-    """Raises ModelError for the first sequence with logits that are not finite."""
-    if not all(finite):
-        raise ModelError(
-            f"the model's logits are NaN or infinite for sequence {finite.index(False)}, so that no token can be "
-            "drawn; allowed: weights and a dtype that keep them finite"
-        )
-
-
-def _extend(rows: list[SequenceState], tokens: list[list[int]], cache: Cache) -> list[list[int]]:
-    """Appends each sequence's tokens and returns them; a sequence that hit a stop token also ends in the cache."""
-    gained = []
-    for index, (row, more) in enumerate(zip(rows, tokens, strict=True)):
-        running = not row.done
-        gained.append(row.extend(more))
-        if running and row.stopped:
-            cache.stop(index)
-    return gained
-
-
-def _flushes(row: SequenceState, cache: KVCacheConfig) -> int:
-    """Groups of a sequence that were quantized during decoding, in the layers that hold the most tokens."""
-    stored = cache.stored(row.prompt_tokens)
-    return cache.quantized_groups(stored + row.cached) - cache.quantized_groups(stored)

@@ -1,0 +1,145 @@
+"""The loop of one generation: rounds until every sequence has ended, with layers that leave for the host meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ridgeplan.runtime.drafting.gamma_controller import GammaSchedule
+from ridgeplan.runtime.drafting.round_result import NOTHING, RowResult
+from ridgeplan.runtime.drafting.round_runner import Rounds
+from ridgeplan.runtime.drafting.speculator import Speculator
+from ridgeplan.runtime.errors import ModelError
+from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.offload.layer_mover import LayerMover
+from ridgeplan.runtime.memory import PeakMemory
+from ridgeplan.runtime.request import Request, SequenceState
+from ridgeplan.runtime.statistics import Statistics, Tally
+from ridgeplan.runtime.stopwatch import Stopwatch
+
+
+@dataclass(eq=False)
+class DecodeLoop:
+    """What one generation goes on with, after prefill.
+
+    prepared: rounds for the layers that are on the device by then. mover: of the layers that may leave.
+    """
+
+    request: Request
+    speculator: Speculator
+    schedule: GammaSchedule
+    mover: LayerMover | None
+    prepared: Callable[[], Rounds]
+    stopwatch: Stopwatch
+    rows: list[SequenceState] = field(init=False)
+    tally: Tally = field(init=False)
+
+    def __post_init__(self) -> None:
+        request, stops = self.request, frozenset(self.request.sampling.stop_token_ids)
+        self.rows = [SequenceState(len(prompt), request.max_new_tokens, stops) for prompt in request.prompts]
+        self.tally = Tally(self.speculator.cache.config.gamma, tuple(map(len, request.prompts)))
+
+    def steps(self, first: Tensor) -> Iterator[list[list[int]]]:
+        """New tokens of every sequence: the one that prefill drew, of `first` [rows], then those of each round."""
+        rounds = self._started(first)
+        yield self._extend([[token] for token in first.tolist()])
+        following: Rounds | None = None  # where a layer is about to leave
+        while not all(row.done for row in self.rows):
+            following = following or self._following(rounds)
+            if following is not None and not rounds.in_flight:
+                rounds, following = self._switched(rounds, following), None
+            gamma, results = self._round(rounds, launch=following is None)
+            self.schedule.add(gamma, results)
+            self.tally.add(gamma, results)
+            for row, result in zip(self.rows, results, strict=True):
+                row.cached += len(result.tokens)
+            yield self._extend([result.tokens for result in results])
+
+    def statistics(self, peak: PeakMemory) -> Statistics:
+        """Figures of the generation so far."""
+        tally, cache = self.tally, self.speculator.cache
+        tally.flushes = sum(_flushes(row, cache.config) for row in self.rows)
+        tally.host_layers = cache.layers - cache.first_on_host
+        tally.moved_layers = self.mover.moved if self.mover is not None else 0
+        tally.wanted_loads, tally.loads = cache.loads()
+        return tally.statistics(sum(len(row.tokens) for row in self.rows), self.stopwatch, peak)
+
+    @torch.inference_mode()
+    def _started(self, first: Tensor) -> Rounds:
+        """The rounds that go on after the first tokens."""
+        sampling, speculator = self.request.sampling, self.speculator
+        # Prefill already draws the first token, and the last one never enters the cache.
+        speculator.cache.limit(self.request.max_new_tokens - 1)
+        if self.mover is not None:
+            with self.mover.next_placement(self.request.longest):
+                self.prepared()
+        rounds = self.prepared()
+        # Capturing draws random numbers; a generation must not depend on whether it was the first of its kind.
+        speculator.generator.manual_seed(sampling.seed + 1)
+        rounds.start(first)
+        return rounds
+
+    @torch.inference_mode()
+    def _following(self, rounds: Rounds) -> Rounds | None:
+        """The rounds to go on with once those in flight have ended, if a layer is about to leave for the host."""
+        ahead = rounds.depth * (self.speculator.cache.config.gamma + 1)
+        if self.mover is None or not self.mover.ready([row.stored for row in self.rows], ahead):
+            return None
+        self.mover.begin_switch()
+        drawn = self.speculator.generator.get_state()
+        following = self.prepared()
+        self.speculator.generator.set_state(drawn)  # capturing draws random numbers
+        return following
+
+    @torch.inference_mode()
+    def _switched(self, rounds: Rounds, following: Rounds) -> Rounds:
+        """Goes on with other rounds, behind those that have ended."""
+        assert self.mover is not None, "a layer leaves"
+        self.mover.finish_switch([row.stored for row in self.rows])
+        following.start(rounds.pending)
+        return following
+
+    @torch.inference_mode()
+    def _round(self, rounds: Rounds, launch: bool) -> tuple[int, list[RowResult]]:
+        """Launches as many rounds as may be in flight and waits for the oldest: its gamma, and its result by row.
+
+        Finished rows return nothing. launch: whether any may be launched.
+        """
+        rows = self.rows
+        with self.stopwatch.measure_wall("round"):
+            # A round adds at least one token per row, so a row needs at most `left` more rounds.
+            while launch and rounds.in_flight < rounds.depth and any(row.left > rounds.in_flight for row in rows):
+                rounds.launch(self.schedule.next())
+            result = rounds.collect()
+        self.stopwatch.add(result.seconds)
+        found = [NOTHING if row.done else one for row, one in zip(rows, result.rows, strict=True)]
+        require_finite([one.finite for one in found])
+        return result.gamma, found
+
+    def _extend(self, tokens: list[list[int]]) -> list[list[int]]:
+        """Appends each sequence's tokens and returns them; a sequence that hit a stop token also ends in the cache."""
+        gained = []
+        for index, (row, more) in enumerate(zip(self.rows, tokens, strict=True)):
+            running = not row.done
+            gained.append(row.extend(more))
+            if running and row.stopped:
+                self.speculator.cache.stop(index)
+        return gained
+
+
+def require_finite(finite: Sequence[bool]) -> None:
+    """Raises ModelError for the first sequence with logits that are not finite."""
+    if not all(finite):
+        raise ModelError(
+            f"the model's logits are NaN or infinite for sequence {finite.index(False)}, so that no token can be "
+            "drawn; allowed: weights and a dtype that keep them finite"
+        )
+
+
+def _flushes(row: SequenceState, cache: KVCacheConfig) -> int:
+    """Groups of a sequence that were quantized during decoding, in the layers that hold the most tokens."""
+    stored = cache.stored(row.prompt_tokens)
+    return cache.quantized_groups(stored + row.cached) - cache.quantized_groups(stored)
