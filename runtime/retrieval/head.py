@@ -94,6 +94,13 @@ def probe_of(embedding: Tensor) -> Tensor:
     return embedding[tokens.to(embedding.device), :PROBED_CHANNELS].float().cpu()
 
 
+def is_probe_of(probe: Tensor, embedding: Tensor) -> bool:
+    """Whether `probe_of` that embedding gave the probe, in whatever precision."""
+    found = probe_of(embedding)
+    apart = (found - probe).abs().max() / found.abs().max().clamp_min(1e-30)
+    return bool(apart <= PROBE_TOLERANCE)
+
+
 @dataclass(frozen=True, eq=False)
 class Head:
     """A head and its file's configuration; `for_model` binds it to a model's embedding."""
@@ -116,9 +123,7 @@ class Head:
         Raises ModelError for a head of another model, by sizes or by the embedding's values.
         """
         self.require_shape(shape)
-        found = probe_of(embedding)
-        apart = (found - self.weights.probe).abs().max() / found.abs().max().clamp_min(1e-30)
-        if not apart <= PROBE_TOLERANCE:
+        if not is_probe_of(self.weights.probe, embedding):
             raise self._other(shape)
         tensors = vars(self.weights).items()
         own: dict[str, Any] = {name: value if value is None else value.to(embedding) for name, value in tensors}
