@@ -115,7 +115,7 @@ class Head:
         fits = config.hidden == shape.hidden and config.vocab == shape.vocab
         sets = shape.kv_heads * config.layers
         if not fits or config.layers not in (1, shape.layers) or config.q_heads % sets or shape.is_mla:
-            raise self._other(shape)
+            raise self._other()
 
     def for_model(self, shape: ModelShape, embedding: Tensor) -> Head:
         """The head on the device and in the dtype of the model's embedding [vocab, hidden].
@@ -124,14 +124,14 @@ class Head:
         """
         self.require_shape(shape)
         if not is_probe_of(self.weights.probe, embedding):
-            raise self._other(shape)
+            raise self._other()
         tensors = vars(self.weights).items()
         own: dict[str, Any] = {name: value if value is None else value.to(embedding) for name, value in tensors}
         weights = HeadWeights(**own)
         return replace(self, weights=weights, tokens=embedding if weights.embedding is None else weights.embedding)
 
-    def _other(self, shape: ModelShape) -> ModelError:
-        allowed = f"a head that `ridgeplan distill` trained for {brief(shape.name)}"
+    def _other(self) -> ModelError:
+        allowed = "a head that `ridgeplan distill` trained for this one"
         return ModelError(f"the retrieval head is of {brief(self.config.model)}, another model; allowed: {allowed}")
 
     def project(
