@@ -125,6 +125,12 @@ class Prediction:
         return tuple(self.breakdown_source.op_times())
 
     @property
+    def beside_ms(self) -> float:
+        """Milliseconds of a target step beyond the operations of `breakdown`: for choosing tokens, and for the host."""
+        listed_s = sum(op.seconds for op in self.breakdown if op.part == "target")
+        return max(0.0, self.verify_ms - 1e3 * listed_s)
+
+    @property
     def target_step_ms(self) -> float:
         """Milliseconds of verification, or of a plain step, with its sampling, as engines measure it."""
         return self.verify_ms + 1e3 * self.round_s["acceptance"]

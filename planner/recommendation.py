@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ridgeplan.planner.display.beside import on_host_text
 from ridgeplan.planner.display.marks import Bars
 from ridgeplan.planner.display.rows import plan_row, plan_text
 from ridgeplan.planner.display.table import Table
@@ -198,12 +199,6 @@ class Recommendation(Table):
         lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  not {other.preset}: {other.rejected}" for other in self.alternatives[:5]]
         return lines
-
-
-def on_host_text(predicted: Prediction, limit_bytes: float) -> str:
-    """How many layers are on the host, and what they take of it."""
-    layers = "1 layer" if predicted.offloaded_layers == 1 else f"{predicted.offloaded_layers} layers"
-    return f"KV of {layers} is on the host, {size_text(predicted.host_bytes)} of {size_text(limit_bytes)} there"
 
 
 def _percent(share: float) -> str:

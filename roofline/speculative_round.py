@@ -98,7 +98,7 @@ def round_at(
         machine, score_count * strategy.step_score_bytes, draft_ranked, strategy.draft_choices
     )
     target_scoring_s = _target_choice_seconds(shape, machine, strategy, tokens, key_bytes)
-    chosen = minimum(strategy.draft_ratio * tokens, strategy.offload_budget)
+    chosen = minimum(_draft_tokens(strategy, tokens), strategy.offload_budget)
     loaded_s = load_seconds(machine, shape, strategy, host, chosen, strategy.draft_run_tokens)
     draft_s = draft_s + strategy.draft_loads * host.layers * loaded_s
     one_draft_s = draft_s + draft_projecting_s + draft_scoring_s + sampling_seconds(shape, machine, strategy.batch)
@@ -131,9 +131,14 @@ def target_terms(shape: ModelShape, machine: Machine, strategy: Strategy, contex
 def draft_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
     """What one draft step reads."""
     cached = cached_tokens(strategy, context)
-    tokens = minimum(maximum(strategy.draft_ratio * cached, strategy.draft_floor_tokens), cached)
+    tokens = _draft_tokens(strategy, cached)
     weights = (strategy.draft_weight_bytes, strategy.draft_head_bytes)
     return _pass_terms(shape, machine, strategy, 1, tokens, strategy.draft_bits, weights)
+
+
+def _draft_tokens(strategy: Strategy, cached: Term) -> Term:
+    """Of `cached` tokens, those that a draft step reads."""
+    return minimum(maximum(strategy.draft_ratio * cached, strategy.draft_floor_tokens), cached)
 
 
 def target_rates(shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates) -> dict[str, RateTerms]:

@@ -253,8 +253,8 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
     "validate.quality": (
         {
             "planner", "planner.policies", "planner.policies.selection", "roofline.catalog", "runtime",
-            "runtime.kv.eviction", "runtime.model", "validate.machine", "validate.progress", "validate.prompts",
-            "validate.ruler",
+            "runtime.kv.eviction", "runtime.model", "runtime.retrieval", "validate.machine", "validate.progress",
+            "validate.prompts", "validate.ruler",
         },
         VALIDATE,
     ),

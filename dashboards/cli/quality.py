@@ -116,6 +116,7 @@ def quality(
         material, chosen = _material(content, tasks)
         name = "Python's help topics" if text is None else Path(text).stem
         question = Question(source, named_shape(source), tuple(makers), ctx, content, name, tasks=chosen, **sizes)
+        question.require_head()  # before anything is measured
         for line in question.refused():
             click.echo(f"skipped: {line}", err=True)
         for new in _measured(question, material, list(rows.values())):

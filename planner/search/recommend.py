@@ -7,13 +7,14 @@ from dataclasses import replace
 from itertools import groupby
 
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION, peak_bytes
+from ridgeplan.planner.display.beside import on_host_text
 from ridgeplan.planner.measured_quality import saved_rows
 from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.prediction import Prediction, predict_all
 from ridgeplan.planner.presets import PRESETS
 from ridgeplan.planner.quality import stated_losses
-from ridgeplan.planner.recommendation import Alternative, Recommendation, on_host_text
+from ridgeplan.planner.recommendation import Alternative, Recommendation
 from ridgeplan.planner.search.candidates import Candidate, search
 from ridgeplan.planner.search.choice import chosen, contenders, preference, sampled_scores, why_preferred
 from ridgeplan.planner.search.nothing_fits import on_device, tightest, why_nothing_fits

@@ -18,7 +18,7 @@ from ridgeplan.roofline.catalog.documents import parse_json, read_document
 from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.model.readers import failures_as
-from ridgeplan.runtime.retrieval.file import read_tensors
+from ridgeplan.runtime.retrieval.file import DTYPES, read_tensors
 from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights
 
 LAYERS = ("midlayer.", "layers.0.")  # names of the layer in different files
@@ -67,8 +67,9 @@ def _head(
     def taken(name: str, *size: int) -> Tensor:
         if name not in tensors:
             raise ValueError(f"it lacks {name}")
-        if list(tensors[name].shape) != list(size) or not tensors[name].is_floating_point():
-            raise ValueError(f"{name} is {list(tensors[name].shape)}; the model needs {list(size)}")
+        if list(tensors[name].shape) != list(size) or tensors[name].dtype not in DTYPES:
+            found = f"{tensors[name].dtype} {list(tensors[name].shape)}"
+            raise ValueError(f"{name} is {found}; the model needs floating numbers {list(size)}, of 16 or 32 bits")
         if not torch.stack(torch.aminmax(tensors[name].float())).isfinite().all():
             raise ValueError(f"{name} holds values that are NaN or infinite")
         return tensors[name]

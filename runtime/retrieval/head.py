@@ -94,6 +94,13 @@ def probe_of(embedding: Tensor) -> Tensor:
     return embedding[tokens.to(embedding.device), :PROBED_CHANNELS].float().cpu()
 
 
+def is_probe_of(probe: Tensor, embedding: Tensor) -> bool:
+    """Whether `probe_of` that embedding gave the probe, in whatever precision."""
+    found = probe_of(embedding)
+    apart = (found - probe).abs().max() / found.abs().max().clamp_min(1e-30)
+    return bool(apart <= PROBE_TOLERANCE)
+
+
 @dataclass(frozen=True, eq=False)
 class Head:
     """A head and its file's configuration; `for_model` binds it to a model's embedding."""
@@ -108,7 +115,7 @@ class Head:
         fits = config.hidden == shape.hidden and config.vocab == shape.vocab
         sets = shape.kv_heads * config.layers
         if not fits or config.layers not in (1, shape.layers) or config.q_heads % sets or shape.is_mla:
-            raise self._other(shape)
+            raise self._other()
 
     def for_model(self, shape: ModelShape, embedding: Tensor) -> Head:
         """The head on the device and in the dtype of the model's embedding [vocab, hidden].
@@ -116,17 +123,15 @@ class Head:
         Raises ModelError for a head of another model, by sizes or by the embedding's values.
         """
         self.require_shape(shape)
-        found = probe_of(embedding)
-        apart = (found - self.weights.probe).abs().max() / found.abs().max().clamp_min(1e-30)
-        if not apart <= PROBE_TOLERANCE:
-            raise self._other(shape)
+        if not is_probe_of(self.weights.probe, embedding):
+            raise self._other()
         tensors = vars(self.weights).items()
         own: dict[str, Any] = {name: value if value is None else value.to(embedding) for name, value in tensors}
         weights = HeadWeights(**own)
         return replace(self, weights=weights, tokens=embedding if weights.embedding is None else weights.embedding)
 
-    def _other(self, shape: ModelShape) -> ModelError:
-        allowed = f"a head that `ridgeplan distill` trained for {brief(shape.name)}"
+    def _other(self) -> ModelError:
+        allowed = "a head that `ridgeplan distill` trained for this one"
         return ModelError(f"the retrieval head is of {brief(self.config.model)}, another model; allowed: {allowed}")
 
     def project(

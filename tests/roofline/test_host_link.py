@@ -120,3 +120,15 @@ def test_loads_that_take_longer_than_the_layers_are_waited_for(ideal):
     far = round_at(SHAPE, slow, held, round_rates(SHAPE, slow, held, rates), 65536, HostLayers(32, TOKEN_BYTES))
     loads_s = 32 * 0.1 * 2048 * TOKEN_BYTES / 1e8
     assert loads_s < far.verify_s < 1.1 * loads_s
+
+
+def test_drafts_load_as_many_tokens_as_they_read(ideal):
+    """At 1024 tokens a tenth would be 102; the floor is 256, of which the slots miss a tenth in each layer."""
+    plan = preset("magicdec-quest", Workload("Llama-3.1-8B", "h200", 65536))
+    held, rates = strategy_of(plan, SHAPE, ideal, 0.9), rates_of(plan, SHAPE, ideal)
+    held = replace(held, context=1024, draft_ratio=0.1, draft_floor_tokens=256, draft_loads=1, draft_run_tokens=1)
+    held, passes = replace(held, offload_budget=2048), round_rates(SHAPE, ideal, held, rates)
+    near, far = (
+        round_at(SHAPE, ideal, held, passes, 1024, layers) for layers in (NO_LAYERS, HostLayers(20, TOKEN_BYTES))
+    )
+    assert far.draft_s - near.draft_s == pytest.approx(20 * 0.1 * 256 * TOKEN_BYTES / 1e10)

@@ -15,6 +15,7 @@ from ridgeplan.planner.resolution import yarn_factor
 from ridgeplan.planner.support import allows_chunks, missing_head, only_estimated
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime.errors import UnsupportedPlan
+from ridgeplan.runtime.retrieval.file import load_head
 from ridgeplan.validate.ruler.task import Task
 
 PlanMaker = Callable[[Workload], Plan]
@@ -113,6 +114,12 @@ class Question:
     def head_of(self, plan: Plan) -> str | None:
         """The file of the head that a plan chooses by, if it does."""
         return self.retrieval_head if missing_head(plan) else None
+
+    def require_head(self) -> None:
+        """Raises ModelError for a head that a plan needs and that cannot be read, or is of a model of other sizes."""
+        plans = [make(self.workload(self.contexts[0])) for make in self.plans]
+        if self.retrieval_head is not None and any(map(missing_head, plans)):
+            load_head(self.retrieval_head).require_shape(self.shape)
 
     def refused(self) -> Iterator[str]:
         """A line for each plan that cannot be executed, also for lack of a head. Raises UnsupportedPlan if all are."""

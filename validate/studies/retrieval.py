@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.attention import decode_attention
-from ridgeplan.planner.axes.draft_selection import MIN_RATIO, SparseSelection, draft_selection
+from ridgeplan.planner.axes.draft_selection import MIN_RATIO, RetrievalHead, SparseSelection, draft_selection
 from ridgeplan.planner.plan import DraftCodes, KVCache, KVFormat, Plan, Speculation, require
 from ridgeplan.runtime import WorkloadError, load
 from ridgeplan.runtime.drafting.policies import draft_policy
+from ridgeplan.runtime.drafting.policies.base import DraftPolicy
 from ridgeplan.runtime.drafting.policies.sparse import SparsePolicy, TokenIndex
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.cache import Cache
@@ -30,6 +31,7 @@ from ridgeplan.runtime.retrieval.head import Head
 from ridgeplan.validate.acceptance import Passage, named_shape
 from ridgeplan.validate.progress import Progress, silent
 from ridgeplan.validate.prompts import prompt_batch
+from ridgeplan.validate.studies.full_head import FullHead, features_before
 from ridgeplan.validate.studies.recorded import attention_weights
 
 RANDOM, MODEL = "random", "model"  # the latter is the model's own choice, by which others are measured
@@ -185,15 +187,22 @@ def mask_of(index: TokenIndex, kv_heads: int, tokens: int) -> Tensor:
     return wide[:, :tokens].expand(kv_heads, -1)
 
 
-def _choosers(cache: Cache, sizes: Sizes, head: Head | None) -> list[list[_Chooser]]:
-    """For each method one chooser a budget; their policies share what they choose by."""
+def _choosers(cache: Cache, sizes: Sizes, head: Head | None, features: Tensor | None) -> list[list[_Chooser]]:
+    """For each method one chooser a budget; their policies share what they choose by.
+
+    features: of the token before each, for a head of full width.
+    """
     reading = cache.reading(DraftCodes.FULL)
     found = []
     for method in sizes.methods:
         name, options = METHODS[method]
         selection = draft_selection(name, recent=RECENT, **options)
         assert isinstance(selection, SparseSelection)
-        first = draft_policy(selection, reading, head)
+        first: DraftPolicy
+        if isinstance(selection, RetrievalHead) and head is not None and features is not None:
+            first = FullHead(selection, reading, head, features)
+        else:
+            first = draft_policy(selection, reading, head)
         assert isinstance(first, SparsePolicy)
         first.start()
         found.append([_at_budget(method, first, budget) for budget in sizes.budgets])
@@ -213,7 +222,8 @@ def _measure(engine: Engine, head: Head | None, sizes: Sizes, ids: Sequence[int]
     assert cache is not None, "the engine is open"
     text = torch.tensor(ids, device=engine.device)
     cache.reset(1)
-    methods = _choosers(cache, sizes, head)
+    needs_features = head is not None and head.config.inputs == FullHead.inputs
+    methods = _choosers(cache, sizes, head, features_before(engine, text) if needs_features else None)
     observer = PromptObservers([choosers[0].policy for choosers in methods])
     prefill(engine.decoder, engine.weights, cache, 0, text[: -sizes.tokens], observer=observer)
     choosers = [one for method in methods for one in method]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from ridgeplan.dashboards.cli.planning.options import (
 )
 from ridgeplan.planner import Plan
 from ridgeplan.planner.capacity import usable_bytes, usable_host_bytes
+from ridgeplan.planner.display.beside import beside_text, on_host_text
 from ridgeplan.planner.interface.glossary import SOURCE_WORDS
 from ridgeplan.planner.interface.plan_file import SavedPlan, plan_json
 from ridgeplan.planner.interface.quantities import size_text
@@ -125,7 +127,7 @@ def _print(found: PlanEstimate) -> None:
     for loss in found.losses:
         click.echo(wrapped(f"  gives up: {loss}"))
     unsupported = only_estimated(found.plan, found.shape)
-    for note in (*found.notes, *([unsupported] if unsupported else [])):
+    for note in (*found.notes, *_beside(found), *([unsupported] if unsupported else [])):
         click.echo(wrapped(f"  note: {note}"))
     rows = [(found.name, *figures(predicted), _adapting(found.plan)),
             ("plain decoding", *figures(found.baseline), "")]  # fmt: skip
@@ -136,6 +138,15 @@ def _print(found: PlanEstimate) -> None:
         ((f"{op.part}: {op.op}", f"{op.launches}", number(1e3 * op.seconds), number(op.flops / 1e9),
           number(op.bytes / 1e6), number(op.intensity), op.kind) for op in predicted.breakdown),
     )  # fmt: skip
+
+
+def _beside(found: PlanEstimate) -> Iterator[str]:
+    """What the table of operations does not show."""
+    if found.predicted.offloaded_layers:
+        yield on_host_text(found.predicted, found.question.host_limit_bytes)
+    beside = beside_text(found.plan, found.predicted)
+    if beside:
+        yield f"a target step takes {beside}, beside its operations"
 
 
 def _adapting(plan: Plan) -> str:

@@ -16,6 +16,7 @@ from ridgeplan.dashboards.cli.output import print_json, wrapped
 from ridgeplan.dashboards.cli.planning.options import memory_limit
 from ridgeplan.planner import Plan, Prediction
 from ridgeplan.planner.capacity import usable_bytes
+from ridgeplan.planner.display.beside import beside_text, on_host_text
 from ridgeplan.planner.display.weights_or_kv import weights_or_kv
 from ridgeplan.planner.interface.glossary import SOURCE_WORDS
 from ridgeplan.planner.interface.glossary import explain as meaning_of
@@ -92,7 +93,8 @@ def _time(plan: Plan, predicted: Prediction, plain: Prediction) -> Iterator[str]
         yield f"  acceptance {known.best:.3f} ({known.low:.3f} to {known.high:.3f}), {known.source}: {known.where}"
     target = sorted((op for op in predicted.breakdown if op.part == "target"), key=lambda op: -op.seconds)
     longest = ", ".join(f"{op.op} {time_text(1e3 * op.seconds)}" for op in target[:LONGEST_OPERATIONS])
-    yield f"  the target's pass: {longest}"
+    beside = beside_text(plan, predicted)
+    yield f"  the target's pass: {longest}" + (f"; beside its operations {beside}" if beside else "")
     yield f"  first token{'s of the batch' if plan.workload.batch > 1 else ''} after {time_text(best.ttft_ms)}"
 
 
@@ -103,3 +105,5 @@ def _memory(predicted: Prediction, usable_bytes: float) -> Iterator[str]:
     held: dict[str, Any] = predicted.memory_bytes
     parts = (f"{name.replace('_', ' ')} {size_text(value)}" for name, value in held.items() if value)
     yield f"  {', '.join(parts)}"
+    if predicted.offloaded_layers:
+        yield f"  {on_host_text(predicted)}"

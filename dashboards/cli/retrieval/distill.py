@@ -58,6 +58,8 @@ def distill(
     from ridgeplan.runtime.retrieval.file import save_head
     from ridgeplan.validate.prompts import read_prompt
 
+    if checkpoint is not None and checkpoint.resolve() == output.resolve():
+        raise click.UsageError(f"--checkpoint is {str(checkpoint)!r}, as --output is; allowed: another file")
     training, content = Training(**sizes), read_prompt(text)
     with warnings_as_notes(), progress() as bars:
         bar = bars.add_task("loading", total=training.steps)

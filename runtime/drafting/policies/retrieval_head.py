@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -28,13 +28,14 @@ class RetrievalHead(SparsePolicy):
 
     selection: selections.RetrievalHead
     known_ahead = True
+    inputs: ClassVar[str] = "embedding"  # of the head, as its configuration calls them
 
     def __init__(self, selection: selections.RetrievalHead, cache: Cache, head: Head | None = None) -> None:
         """Raises WorkloadError without a head, and for one that needs the target's features."""
         super().__init__(selection, cache)
         if head is None or head.tokens is None:
             raise WorkloadError(NO_HEAD)
-        if head.config.inputs != "embedding":
+        if head.config.inputs != self.inputs:
             raise WorkloadError("the retrieval head needs the target's features; allowed here: one of embeddings alone")
         config, self.head = head.config, head
         slots = -(-(cache.config.longest + cache.config.gamma + 1) // ALIGNED_SLOTS) * ALIGNED_SLOTS
@@ -47,18 +48,22 @@ class RetrievalHead(SparsePolicy):
         self.alike = self.layers == 1
         self._chosen: tuple[TokenIndex, ...] = ()
 
+    def project(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys of tokens [...] at positions [...], as `Head.project` has them."""
+        return self.head.project(tokens, positions, self.rotary)
+
     def before_prefill(self, row: int, prompt: Tensor) -> None:
         for start in range(0, len(prompt), PREFILL_CHUNK_TOKENS):
             part = slice(start, start + PREFILL_CHUNK_TOKENS)
             positions = torch.arange(len(prompt), device=prompt.device)[part]
-            _, keys = self.head.project(prompt[part], positions, self.rotary)
+            _, keys = self.project(prompt[part], positions)
             self.keys[row, :, part][:, : len(keys)] = keys.transpose(0, 1)
 
     def before_pass(self, tokens: Tensor, ahead: int) -> None:
         rows, queries = tokens.shape
         offsets = torch.arange(ahead, ahead + queries, device=tokens.device)
         positions = self.cache.lengths[:rows, None].long() + offsets
-        self._queries, keys = self.head.project(tokens, positions, self.rotary)
+        self._queries, keys = self.project(tokens, positions)
         places = positions[:, None, :, None].expand(-1, keys.shape[2], -1, keys.shape[3])
         self.keys[:rows].scatter_(2, places, keys.transpose(1, 2))
         self._query = 0

@@ -8,10 +8,12 @@ A checkpoint holds all that the next step depends on, so that a run that was sto
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.roofline.catalog.checks import Checked, flag, number, whole
-from ridgeplan.runtime.errors import ModelError, WorkloadError
+from ridgeplan.roofline.catalog.mistakes import brief
+from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.model.readers import failures_as
 from ridgeplan.runtime.retrieval.distill.attention import attention_loss, student_logits
 from ridgeplan.runtime.retrieval.distill.student import trained_parameters
 from ridgeplan.runtime.retrieval.distill.teacher import RECENT, SINKS, Teacher
 from ridgeplan.runtime.retrieval.file import read_tensors, write_tensors
+from ridgeplan.runtime.retrieval.head import is_probe_of, probe_of
 
 KEY = "ridgeplan.distillation"
 LOGITS_TOKENS = 128  # whose logits are held at once
 MOMENTS = ("exp_avg", "exp_avg_sq")
+LOSSES, PROBE = "losses", "probe"  # of a checkpoint, beside what is trained
 Report = Callable[[int, float], None]  # steps done, and the last step's loss
 
 
@@ -79,7 +84,12 @@ class Distillation:
         self.ids = torch.tensor(list(ids), device=teacher.weights.embedding.device)
         self.parameters = trained_parameters(student)
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=training.rate, weight_decay=0.0)
-        self.step, self.losses = 0, [0.0]
+        self.losses: list[float] = []  # of each step so far
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return len(self.losses)
 
     def run(self, on_step: Report, checkpoint: Path | None = None, every: int = 100) -> float:
         """Trains up to the last step, with a checkpoint every few; returns the mean loss of the last tenth of the run.
@@ -89,7 +99,7 @@ class Distillation:
         while self.step < self.training.steps:
             loss = self._step()
             if not math.isfinite(loss):
-                raise WorkloadError(f"the loss is {loss} at step {self.step}; allowed: a lower learning rate")
+                raise WorkloadError(f"the loss is {loss} at step {self.step + 1}; allowed: a lower learning rate")
             self.losses.append(loss)
             on_step(self.step, loss)
             if checkpoint is not None and (self.step % every == 0 or self.step == self.training.steps):
@@ -103,18 +113,31 @@ class Distillation:
         for name, parameter in self.parameters.items():
             state = self.optimizer.state[parameter]
             tensors |= {f"{moment}.{name}": state[moment].cpu() for moment in MOMENTS}
-        write_tensors(path, tensors, {KEY: json.dumps({"step": self.step, **asdict(self.training)})})
+        tensors |= {LOSSES: torch.tensor(self.losses, dtype=torch.float64), PROBE: probe_of(self._embedding)}
+        write_tensors(path, tensors, {KEY: json.dumps(self._described)})
 
     def resume(self, path: Path) -> None:
         """Continues from a checkpoint of the same run. Raises ModelError for any other file."""
-        with failures_as(f"cannot resume from {str(path)!r}"):
+        with failures_as(f"cannot resume from {brief(str(path))}"):
             metadata, tensors = read_tensors(path)
-            found = json.loads(metadata.get(KEY, "{}"))
-            step = found.pop("step", None)
-            if found != asdict(self.training) or not isinstance(step, int) or not 0 < step <= self.training.steps:
-                raise ValueError("it is of another run; allowed: the same options, or no checkpoint")
-            self._load(tensors, step)
-        self.step = step
+            known = json.loads(metadata.get(KEY, "{}")) == self._described
+            if not known or not is_probe_of(tensors[PROBE], self._embedding):
+                raise ValueError("it is of another run; allowed: the same model, text and options, or no checkpoint")
+            losses = tensors[LOSSES].tolist()
+            if not 0 < len(losses) <= self.training.steps:
+                raise ValueError(f"it has {len(losses)} steps; allowed: 1 to {self.training.steps}")
+            self._load(tensors, len(losses))
+        self.losses = losses
+
+    @property
+    def _embedding(self) -> Tensor:
+        return self.teacher.weights.embedding
+
+    @cached_property
+    def _described(self) -> dict[str, Any]:
+        """What a run is told by, beside its model: its options and its text."""
+        text = hashlib.sha256(self.ids.cpu().numpy().tobytes()).hexdigest()
+        return {**asdict(self.training), "text": text}
 
     def _load(self, tensors: dict[str, Tensor], step: int) -> None:
         for name, parameter in self.parameters.items():
@@ -129,7 +152,6 @@ class Distillation:
         torch.nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.step += 1
         return loss / self.training.batch
 
     def _passages(self) -> list[tuple[Tensor, Tensor]]:
@@ -169,9 +191,3 @@ class Distillation:
         focus = self.training.attention * loss
         (focus / self.training.batch).backward()
         return float(focus.detach())
-
-
-def require_checkpoint(path: Path) -> None:
-    """Raises ModelError where there is no checkpoint."""
-    if not path.is_file():
-        raise ModelError(f"no checkpoint at {str(path)!r}; allowed: a file of an earlier run")

@@ -140,3 +140,12 @@ def test_a_damaged_file_is_refused_and_not_overwritten(refuses: Any, tiny_folder
     before = path.read_bytes()
     assert "rows.json" in refuses("quality", "int8", "--model", tiny_folder, "--output", path)
     assert path.read_bytes() == before
+
+
+def test_a_wrong_head_is_told_before_anything_is_measured(run: Any, tmp_path: Path) -> None:
+    wrong, output = tmp_path / "head.safetensors", tmp_path / "rows.json"
+    wrong.write_bytes(b"nonsense")
+    found = run("specontext", "--retrieval-head", wrong, "--output", output)
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert "cannot load the retrieval head" in found.stderr
+    assert not output.exists()

@@ -188,14 +188,31 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(by_layer, made, tmp_pat
     again.resume(path)
     again.run(lambda step, loss: steps.append(step), path, every=2)
     assert steps == [5, 6]
+    assert again.losses == whole.losses
+    ended = made()
+    ended.resume(path)
+    assert ended.run(lambda step, loss: None) == whole.losses[-1]  # the last tenth of 6 steps
     for name, value in whole.parameters.items():
         assert torch.equal(value, again.parameters[name]), name
     other = made(training=Training(steps=7, tokens=160, batch=2, rate=1e-2, warmup=2))
-    with pytest.raises(ModelError, match="it is of another run; allowed: the same options, or no checkpoint"):
+    allowed = "it is of another run; allowed: the same model, text and options, or no checkpoint"
+    with pytest.raises(ModelError, match=allowed):
         other.resume(path)
     path.write_bytes(b"nonsense")
     with pytest.raises(ModelError, match="cannot resume from"):
         again.resume(path)
+
+
+def test_a_checkpoint_of_another_text_or_model_is_refused(made, ids, tmp_path):
+    one, path = made(), tmp_path / "run.safetensors"
+    one.run(lambda step, loss: None, path)
+    other_text = Distillation(one.teacher, made().student, ids[1:], SMALL)
+    weights = replace(one.teacher.weights, embedding=one.teacher.weights.embedding.flip(0))
+    other_model = Distillation(replace(one.teacher, weights=weights), made().student, ids, SMALL)
+    for other in (other_text, other_model):
+        with pytest.raises(ModelError, match="it is of another run"):
+            other.resume(path)
+        assert other.step == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

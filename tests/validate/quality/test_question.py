@@ -8,6 +8,7 @@ from ridgeplan.planner.plan import Eviction, Plan, PlanError, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.runtime import UnsupportedPlan
+from ridgeplan.runtime.errors import ModelError
 from ridgeplan.validate.quality.question import Question, cache_bytes, label, named_plan, of_file, with_budgets
 from ridgeplan.validate.ruler.tasks import TASKS
 
@@ -59,6 +60,15 @@ def test_plans_that_are_only_estimated_are_left_out_with_a_line(tiny_folder):
     assert [label(plan) for plan in asked.plans_at(4096)] == ["autoregressive", "int8"]
     with pytest.raises(UnsupportedPlan, match="specontext"):
         list(question(tiny_folder, named_plan("specontext")).refused())
+
+
+def test_a_head_that_is_no_file_of_one_is_refused_before_anything_runs(tiny_folder, tmp_path):
+    wrong = tmp_path / "head.safetensors"
+    wrong.write_bytes(b"nonsense")
+    asked = question(tiny_folder, named_plan("specontext"), retrieval_head=str(wrong))
+    with pytest.raises(ModelError, match="cannot load the retrieval head"):
+        asked.require_head()
+    question(tiny_folder, named_plan("int8"), retrieval_head=str(wrong)).require_head()  # which needs none
 
 
 @pytest.mark.parametrize(

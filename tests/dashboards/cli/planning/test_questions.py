@@ -11,6 +11,7 @@ import pytest
 from ridgeplan.dashboards.cli.planning.answer import briefly
 from ridgeplan.planner import Plan
 from ridgeplan.planner.interface.glossary import terms
+from ridgeplan.planner.interface.quantities import time_text
 from ridgeplan.roofline.catalog.hardware import FIGURES, list_hardware, load_hardware
 
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -150,6 +151,33 @@ def test_explain_divides_a_round_among_its_parts(invoke: Any, tmp_path: Path) ->
     for part, seconds in predicted["round_s"].items():
         assert (f"    {part} " in text) == (seconds > 0)
     assert "it does not fit" in invoke("explain", path, "--memory-limit", "10GB").stdout
+
+
+@pytest.mark.parametrize(
+    ("preset", "causes"),
+    [
+        ("specontext", "for choosing and gathering tokens and layers on the host"),
+        ("specontext-resident", "for choosing and gathering tokens"),
+    ],
+)
+def test_what_operations_do_not_show_is_told(invoke: Any, tmp_path: Path, preset: str, causes: str) -> None:
+    """Layers on the host, and what a target step takes beside its operations: both add up to the step."""
+    path = tmp_path / "plan.json"
+    limit = ("--memory-limit", "40GB") if preset == "specontext" else ()
+    asked = ("estimate", LLAMA, "--preset", preset, "--gpu", "h200", "--ctx", "120k", "--batch", 4, *limit)
+    predicted = as_json(invoke(*asked, "--json", "-o", path))["predicted"]
+    listed_ms = 1e3 * sum(op["seconds"] for op in predicted["breakdown"] if op["part"] == "target")
+    beside = f"{time_text(predicted['verify_ms'] - listed_ms)} {causes}"
+    layers = f"KV of {predicted['offloaded_layers']} layers is on the host"
+    for found in (invoke(*asked), invoke("explain", path, *limit)):
+        text = " ".join(found.stdout.split())
+        assert beside in text
+        assert (layers in text) == bool(limit)
+
+
+def test_a_step_whose_operations_are_all_of_it_has_nothing_beside_them(invoke: Any) -> None:
+    asked = ("estimate", LLAMA, "--preset", "quantspec", "--gpu", "h200", "--ctx", "64k")
+    assert "beside its operations" not in invoke(*asked).stdout
 
 
 def test_explain_takes_terms_of_several_words(invoke: Any) -> None:

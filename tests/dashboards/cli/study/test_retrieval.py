@@ -21,7 +21,9 @@ def test_a_head_is_trained_studied_and_executed(invoke, refuses, tiny_folder, te
     found = invoke(*asked, "--output", str(head), "--checkpoint", str(tmp_path / "run.safetensors"))
     assert found.exit_code == 0, found.output
     again = refuses(*asked, "--output", str(head), "--checkpoint", str(tmp_path / "run.safetensors"), "--seed", "1")
-    assert "it is of another run; allowed: the same options, or no checkpoint" in again
+    assert "it is of another run; allowed: the same model, text and options, or no checkpoint" in again
+    same = refuses(*asked, "--output", str(head), "--checkpoint", str(head))
+    assert "as --output is; allowed: another file" in same
     output, html = tmp_path / "study.json", tmp_path / "study.html"
     found = invoke(
         "study", "retrieval", "--model", model, "--text", text, "--retrieval-head", str(head), "--ctx", "600",
