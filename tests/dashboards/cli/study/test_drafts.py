@@ -40,7 +40,7 @@ def test_rows_go_to_json_and_to_a_page_that_loads_nothing(
 
 def test_wrong_names_are_refused_before_anything_is_loaded(refuses: Any, text: Path) -> None:
     message = refuses("study", "drafts", "--text", text, "--policies", "best")
-    assert "'best' is none of: streamingllm" in message
+    assert "policy is 'best'; allowed: streamingllm" in message
     assert "--text" in refuses("study", "drafts")
 
 
