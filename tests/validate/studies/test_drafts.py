@@ -79,7 +79,9 @@ def test_ratios_that_leave_nothing_to_choose_are_named(tiny_folder):
     assert not Draft("quest", 0.45, "bf16").starved_at(CONTEXT)
     assert not Draft("all", 1.0, "kv4").starved_at(1)
     asked = [Draft("streamingllm", ratio, "bf16") for ratio in (0.1, 0.4, 0.6)]
-    with pytest.warns(UserWarning, match="at 300 tokens, ratios up to 0.4 leave policies nothing to choose: 132 tokens"):
+    with pytest.warns(
+        UserWarning, match="at 300 tokens, ratios up to 0.4 leave policies nothing to choose: 132 tokens"
+    ):
         list(study(str(tiny_folder), Passage(TEXT, "cities", (CONTEXT,), 16), asked, device="cpu"))
 
 
