@@ -154,8 +154,8 @@ def study(
     counted, and PromptError for a text that is too short.
     """
     if passage.tokens < FEWEST_TOKENS:
-        raise WorkloadError(f"tokens is {passage.tokens}; allowed: {FEWEST_TOKENS} or more, as a first round of {ROUND} "
-                            "is not counted")  # fmt: skip
+        allowed = f"{FEWEST_TOKENS} or more, as the first {ROUND} are not counted"
+        raise WorkloadError(f"tokens is {passage.tokens}; allowed: {allowed}")
     weights = draft_weights = None
     plans = [plan_of(plain) for plain in passage.plans(named_shape(model))]  # no length is refused after hours
     for plan in plans:

@@ -190,7 +190,7 @@ def test_tune_refuses_a_model_of_other_sizes_than_the_plan_is_for(
     output = tmp_path / "tuned.json"
     without_model = (*tuning[:2], *tuning[4:])
     message = refuses(*without_model, "--output", output)
-    assert "without --model the embedded SmolLM2-135M" in message
+    assert "without --model the embedded HuggingFaceTB/SmolLM2-135M" in message
     assert message.rstrip().endswith("allowed: the plan's model as --model")
     assert not output.exists()
 
