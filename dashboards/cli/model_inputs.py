@@ -25,9 +25,10 @@ def embedded_or(model: str | None) -> str:
     return str(embedded_model_path()) if model is None else model
 
 
-def require_planned_model(saved: SavedPlan, model: str | None) -> None:
+def require_planned_model(saved: SavedPlan, model: str | None, otherwise: str = "") -> None:
     """Raises UsageError where a model's sizes are not those that the plan is for; nothing is read but its description.
 
+    otherwise: what the error names as allowed beside the plan's model.
     A model or plan whose sizes are not known here is let through; the runtime then compares what it loads.
     """
     try:
@@ -40,7 +41,7 @@ def require_planned_model(saved: SavedPlan, model: str | None) -> None:
         given = f"--model is {other}" if model else f"without --model the embedded {other} would run"
         raise click.UsageError(
             f"the plan is for {planned.name} ({planned.parameters / 1e9:.3g}B), and {given}; allowed: the plan's model "
-            "as --model, or any with --any-model"
+            f"as --model{otherwise}"
         )
 
 

@@ -82,7 +82,7 @@ def run(
     """Execute the plan in file PLAN, stream the text, and print what it took."""
     text = prompt_text(prompt, prompt_file)
     if not any_model:
-        require_planned_model(saved, model)
+        require_planned_model(saved, model, ", or any with --any-model")
     plan = saved.plan
     limit = min(DEFAULT_NEW_TOKENS, plan.workload.new_tokens) if max_new_tokens is None else max_new_tokens
     # Importing torch takes seconds, so the plan's file is checked first.

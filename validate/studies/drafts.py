@@ -9,6 +9,8 @@ The target reads a full-precision cache; drafts read it too, or an INT4 shadow o
 from __future__ import annotations
 
 import itertools
+import math
+import warnings
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeplan.planner.axes.draft_selection import AllTokens, DraftSelection, draft_selection
+from ridgeplan.planner.axes.draft_selection import AllTokens, DraftSelection, SparseSelection, draft_selection
 from ridgeplan.planner.plan import DraftCodes, KVCache, KVFormat, Plan, Speculation
 from ridgeplan.runtime import WorkloadError, load
 from ridgeplan.runtime.drafting.policies import DraftPolicy, draft_policy
@@ -33,6 +35,7 @@ from ridgeplan.validate.prompts import prompt_tokens
 
 GAMMA = 7
 ROUND = GAMMA + 1  # tokens
+FEWEST_TOKENS = 2 * ROUND  # the first round is not counted
 HINDSIGHT = "hindsight"  # SpecAttn's Eq 2 by the round's own verification, which no draft can know
 # Policies with the hyperparameters that differ from a plan's: a budget of the ratio alone.
 POLICIES: dict[str, dict[str, Any]] = {
@@ -78,6 +81,13 @@ class Draft:
         """Whether it has 4-bit weights."""
         return FORMATS[self.format][1]
 
+    def starved_at(self, context: int) -> bool:
+        """Whether the sinks and the latest tokens, which are always read, leave nothing of its budget to choose."""
+        selection = self.selection
+        if not isinstance(selection, SparseSelection):
+            return False
+        return math.ceil(selection.ratio * context) <= selection.sinks + selection.recent
+
     @property
     def row_name(self) -> str:
         """The draft of a row of acceptance; "" for bounds and variants, which no plan has."""
@@ -112,10 +122,10 @@ def drafts_of(policies: Sequence[str], ratios: Sequence[float], formats: Sequenc
 
     Raises WorkloadError for names that are not in `POLICIES` and `FORMATS`, and for ratios outside 0 to 1.
     """
-    for names, known in ((policies, tuple(POLICIES)), (formats, tuple(FORMATS))):
+    for what, names, known in (("policy", policies, POLICIES), ("format", formats, FORMATS)):
         for name in names:
             if name not in known:
-                raise WorkloadError(f"{name!r} is none of: {', '.join(known)}")
+                raise WorkloadError(f"{what} is {name!r}; allowed: {', '.join(known)}")
     for ratio in ratios:
         if not 0 < ratio < 1:
             raise WorkloadError(f"ratio is {ratio}; allowed: above 0 and below 1")
@@ -139,9 +149,13 @@ def study(
 ) -> Iterator[DraftAcceptance]:
     """Acceptance of drafts of a model at each context of a passage: a safetensors folder, a GGUF file or a hub id.
 
-    device: as for `ridgeplan.runtime.load`. known: contexts and drafts that are left out. Raises what `load` raises,
-    PlanError for lengths, and PromptError for a text that is too short.
+    device: as for `ridgeplan.runtime.load`. known: contexts and drafts that are left out. Warns of ratios that leave a
+    policy nothing to choose. Raises what `load` raises, PlanError for lengths, WorkloadError for fewer tokens than are
+    counted, and PromptError for a text that is too short.
     """
+    if passage.tokens < FEWEST_TOKENS:
+        allowed = f"{FEWEST_TOKENS} or more, as the first {ROUND} are not counted"
+        raise WorkloadError(f"tokens is {passage.tokens}; allowed: {allowed}")
     weights = draft_weights = None
     plans = [plan_of(plain) for plain in passage.plans(named_shape(model))]  # no length is refused after hours
     for plan in plans:
@@ -149,6 +163,7 @@ def study(
         asked = [draft for draft in drafts if (plan.workload.context, draft) not in known]
         if not asked:
             continue
+        _warn_of_starved(asked, plan.workload.context)
         on_progress(what, 0, 1)
         engine = load(plan, model, device=device, weights=weights)
         weights = engine.weights
@@ -156,6 +171,17 @@ def study(
         draft_weights = draft_weights or draft_weights_of(engine, asked, passage.calibration)
         yield from measure(engine, draft_weights, asked, ids, partial(on_progress, what))
         engine.close()
+
+
+def _warn_of_starved(drafts: Sequence[Draft], context: int) -> None:
+    ratios = sorted({draft.ratio for draft in drafts if draft.starved_at(context)})
+    if ratios:
+        always = SparseSelection.sinks + SparseSelection.recent
+        warnings.warn(
+            f"at {context} tokens, ratios up to {ratios[-1]:g} leave policies nothing to choose: {always} tokens, the "
+            "first and the latest, are always read",
+            stacklevel=3,
+        )
 
 
 @torch.inference_mode()

@@ -17,8 +17,8 @@ from ridgeplan.roofline.catalog.checks import Checked, build, number, numbers, p
 from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json, read_document
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.runtime import WorkloadError
-from ridgeplan.validate.acceptance import quantizer_of
-from ridgeplan.validate.studies.drafts import GAMMA, Draft, DraftAcceptance
+from ridgeplan.validate.acceptance import MAX_TOKENS_MEASURED, quantizer_of
+from ridgeplan.validate.studies.drafts import FEWEST_TOKENS, GAMMA, Draft, DraftAcceptance
 
 SCHEMA = 1
 REMEASURE = "make it again with `ridgeplan study drafts`"
@@ -61,7 +61,7 @@ class SavedStudy(Checked):
 
     error = WorkloadError
     model: str = text()
-    tokens: int = whole(1, MAX_TOKENS)
+    tokens: int = whole(FEWEST_TOKENS, MAX_TOKENS_MEASURED)
     calibration: str = text("")
     rows: tuple[SavedRow, ...] = parts(SavedRow, ())
     device: str = text("")

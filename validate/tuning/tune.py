@@ -93,10 +93,19 @@ def tune(
 
 def _measured_plans(plan: Plan, largest: int, tokens: int) -> Iterator[Plan]:
     """The plan at every ratio, with rounds of `largest` drafts that generate `tokens` tokens."""
-    ratios = {*RATIOS, plan.speculation.ratio} if plan.speculation.sparse else (1.0,)
-    for ratio in sorted(ratios):
+    for ratio in _ratios(plan, tokens):
         fixed = _with(plan, ratio=ratio, gamma=largest, adaptive=False)
         yield replace(fixed, workload=replace(plan.workload, new_tokens=tokens))
+
+
+def _ratios(plan: Plan, tokens: int) -> list[float]:
+    """Ascending; of those that read the selection's fewest tokens however long a sequence gets, only the largest."""
+    if not plan.speculation.sparse:
+        return [1.0]
+    ratios = sorted({*RATIOS, plan.speculation.ratio})
+    longest, least = plan.workload.context + tokens, plan.speculation.selection.least_tokens
+    alike = sum(ratio * longest <= least for ratio in ratios)
+    return ratios[max(alike - 1, 0) :]
 
 
 def _with(plan: Plan, ratio: float, **changes: Any) -> Plan:

@@ -10,7 +10,7 @@ import click
 
 from ridgeplan.dashboards.cli.acceptance.saved_rows import save_rows, saved_in
 from ridgeplan.dashboards.cli.lazy_group import examples
-from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or
+from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, require_planned_model
 from ridgeplan.dashboards.cli.options import (
     OutputFile,
     SavedPlanFile,
@@ -72,6 +72,7 @@ def tune(
     calibrated rates. A plan that reads all tokens has no ratio to tune. The acceptance by position is saved for
     `recommend` and `estimate`.
     """
+    require_planned_model(saved, model)
     known = saved_in(rows)
     rates = this_machine() if profile is None else load_profile(profile)
     # Importing torch takes seconds, so the files are checked first.

@@ -184,6 +184,17 @@ def test_tune_refuses(refuses: Any, tuning: tuple[object, ...], options: tuple[o
     assert words in refuses(*tuning, *options)
 
 
+def test_tune_refuses_a_model_of_other_sizes_than_the_plan_is_for(
+    refuses: Any, tuning: tuple[object, ...], tmp_path: Path
+) -> None:
+    output = tmp_path / "tuned.json"
+    without_model = (*tuning[:2], *tuning[4:])
+    message = refuses(*without_model, "--output", output)
+    assert "without --model the embedded HuggingFaceTB/SmolLM2-135M" in message
+    assert message.rstrip().endswith("allowed: the plan's model as --model")
+    assert not output.exists()
+
+
 def test_tune_leaves_damaged_rows_alone(refuses: Any, tuning: tuple[object, ...], tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
     rows.write_text("{", encoding="utf-8")

@@ -9,6 +9,7 @@ from ridgeplan.validate.studies.drafts import GAMMA, Draft, DraftAcceptance, dra
 
 TEXT = "It was the best of times, it was the worst of times. " * 60
 CONTEXT, TOKENS = 300, 32  # 300 to 332 tokens: codes of 128, and of 256 from 384 on
+CHOOSING = 0.6  # of 300 tokens, of which 132 are always read
 
 
 @pytest.fixture(scope="module")
@@ -18,9 +19,9 @@ def found(tiny_folder):
         Draft("all", 1.0, "kv4"),
         *(Draft(name, 0.999, "bf16") for name in ("specattn", "hindsight", "streamingllm", "snapkv")),
         *(Draft(name, 0.999, "kv4") for name in ("quest", "progressive", "oracle")),
-        Draft("specattn", 0.4, "bf16"),
-        Draft("hindsight", 0.4, "bf16"),
-        Draft("streamingllm", 0.4, "bf16"),
+        Draft("specattn", CHOOSING, "bf16"),
+        Draft("hindsight", CHOOSING, "bf16"),
+        Draft("streamingllm", CHOOSING, "bf16"),
     ]
     passage = Passage(TEXT, "cities", (CONTEXT,), TOKENS)
     measured = study(str(tiny_folder), passage, asked, device="cpu")
@@ -43,8 +44,8 @@ def test_policies_that_may_read_everything_agree_with_drafts_that_do(found):
 
 def test_fewer_tokens_agree_less(found):
     for policy in ("specattn", "hindsight", "streamingllm"):
-        assert found[policy, 0.4, "bf16"].mean < found[policy, 0.999, "bf16"].mean - 1e-3
-    assert found["hindsight", 0.4, "bf16"].mean >= found["streamingllm", 0.4, "bf16"].mean
+        assert found[policy, CHOOSING, "bf16"].mean < found[policy, 0.999, "bf16"].mean - 1e-3
+    assert found["hindsight", CHOOSING, "bf16"].mean >= found["streamingllm", CHOOSING, "bf16"].mean
 
 
 def test_tokens_of_a_round_are_one_and_each_draft_whose_predecessors_are_accepted():
@@ -63,11 +64,27 @@ def test_every_combination_is_measured_and_formats_without_selection():
 @pytest.mark.parametrize(
     "asked, message",
     [
-        ((("best",), (0.1,), ("bf16",)), "'best' is none of: streamingllm, snapkv"),
-        ((("quest",), (0.1,), ("fp8",)), "'fp8' is none of: bf16, kv4, w4kv4"),
+        ((("best",), (0.1,), ("bf16",)), "policy is 'best'; allowed: streamingllm, snapkv"),
+        ((("quest",), (0.1,), ("fp8",)), "format is 'fp8'; allowed: bf16, kv4, w4kv4"),
         ((("quest",), (1.0,), ("bf16",)), "ratio is 1.0; allowed: above 0 and below 1"),
     ],
 )
 def test_wrong_names_and_ratios_are_named(asked, message):
     with pytest.raises(WorkloadError, match=message):
         drafts_of(*asked)
+
+
+def test_ratios_that_leave_nothing_to_choose_are_named(tiny_folder):
+    assert Draft("quest", 0.44, "bf16").starved_at(CONTEXT)  # 132 tokens: four sinks and 128 recent ones
+    assert not Draft("quest", 0.45, "bf16").starved_at(CONTEXT)
+    assert not Draft("all", 1.0, "kv4").starved_at(1)
+    asked = [Draft("streamingllm", ratio, "bf16") for ratio in (0.1, 0.4, 0.6)]
+    with pytest.warns(
+        UserWarning, match="at 300 tokens, ratios up to 0.4 leave policies nothing to choose: 132 tokens"
+    ):
+        list(study(str(tiny_folder), Passage(TEXT, "cities", (CONTEXT,), 16), asked, device="cpu"))
+
+
+def test_fewer_tokens_than_two_rounds_are_refused_before_anything_is_loaded():
+    with pytest.raises(WorkloadError, match="tokens is 8; allowed: 16 or more"):
+        next(study("no model", Passage(TEXT, "cities", (CONTEXT,), 8), [Draft("quest", 0.6, "bf16")]))

@@ -62,10 +62,10 @@ def test_drafts_that_read_what_the_target_reads_leave_no_rows(tiny_folder, h200_
 
 
 def test_every_ratio_is_measured_with_one_set_of_weights(tiny_folder, h200_profile, monkeypatch):
-    """The floor is above the context, so that all tokens are read at every ratio."""
+    """Drafts read all tokens at every ratio, the latest ones of them anyway."""
     sparse = Plan(
         Workload(tiny_folder.name, "h200", 260, 64),
-        speculation=Speculation(4, selection=StreamingLLM(ratio=0.3, floor=400)),
+        speculation=Speculation(4, selection=StreamingLLM(ratio=0.3, floor=0, recent=400)),
     )
     loads, real = [], tune_module.load
 
@@ -82,6 +82,17 @@ def test_every_ratio_is_measured_with_one_set_of_weights(tiny_folder, h200_profi
     assert [step.name for step in found.steps] == ["ratio", "gamma", "ratio again"]
     # All are accepted as often, so the fewest tokens are the best.
     assert found.plan.speculation.ratio == ratios[0]
+
+
+@pytest.mark.parametrize(
+    "floor, expected", [(0, [0.02, 0.04, 0.07]), (29, [0.07, 0.1, 0.15]), (200, [0.5]), (400, [0.5])]
+)
+def test_ratios_that_read_the_same_tokens_are_measured_once(floor, expected, tiny_folder, h200_profile, monkeypatch):
+    """Of 300 tokens at the end 7% are 21, 10% are 30, and half are 150."""
+    selection = StreamingLLM(ratio=0.1, floor=floor)
+    sparse = Plan(Workload(tiny_folder.name, "h200", 260, 64), speculation=Speculation(4, selection=selection))
+    plans = list(tune_module._measured_plans(sparse, 3, TEXT.tokens))
+    assert [plan.speculation.ratio for plan in plans][:3] == expected
 
 
 @pytest.mark.parametrize(

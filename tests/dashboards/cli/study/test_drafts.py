@@ -40,7 +40,10 @@ def test_rows_go_to_json_and_to_a_page_that_loads_nothing(
 
 def test_wrong_names_are_refused_before_anything_is_loaded(refuses: Any, text: Path) -> None:
     message = refuses("study", "drafts", "--text", text, "--policies", "best")
-    assert "'best' is none of: streamingllm" in message
+    assert "policy is 'best'; allowed: streamingllm" in message
+    for tokens in (0, 8):  # a round is not counted
+        message = refuses("study", "drafts", "--text", text, "--policies", "quest", "--tokens", tokens)
+        assert f"tokens is {tokens}; allowed: a whole number from 16" in message
     assert "--text" in refuses("study", "drafts")
 
 
