@@ -7,8 +7,10 @@ import torch
 import transformers
 
 from ridgeplan import runtime
-from ridgeplan.planner.plan import Plan, Workload
+from ridgeplan.planner.axes.draft_selection import RetrievalHead
+from ridgeplan.planner.plan import Plan, TargetAttention, Workload
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.retrieval.file import save_head
 from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of
 from ridgeplan.validate.studies.full_head import features_before, fused_layers
@@ -38,7 +40,7 @@ def test_the_layers_of_eagle_3():
 
 
 def test_a_full_head_is_studied_by_its_features(tiny_folder, reference, long_text, tmp_path):
-    """Without what comes of the features it chooses as its embedding's half does, and with it otherwise."""
+    """Without what its features give it chooses as its embedding's half does, with it otherwise; plans refuse it."""
     shape, rows = load_shape(str(tiny_folder)), []
     hidden, generator = shape.hidden, torch.Generator().manual_seed(2)
     sizes = (shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim)
@@ -61,3 +63,6 @@ def test_a_full_head_is_studied_by_its_features(tiny_folder, reference, long_tex
         rows.append(next(study(str(tiny_folder), long_text, asked, str(path), device="cpu")))
     assert rows[0] == rows[1]
     assert rows[1].mass != rows[2].mass
+    plan = Plan(Workload("tiny", "cpu", 64, 16), attention=TargetAttention(RetrievalHead(recent=8), 20))
+    with pytest.raises(WorkloadError, match="needs the target's features; allowed here: one of embeddings alone"):
+        runtime.load(plan, str(tiny_folder), device="cpu", retrieval_head=path).generate([1, 2, 3], 2)
