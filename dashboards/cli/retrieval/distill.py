@@ -32,6 +32,9 @@ MAX_TEXT_TOKENS = 1 << 22
                  help="Tokens of a passage: as many as a context has where the head is used."),
     click.option("--batch", type=int, default=1, show_default=True, help="Passages of a step."),
     click.option("--rate", type=float, default=3e-3, show_default=True, help="Learning rate after the warm-up."),
+    click.option("--language", type=float, default=1.0, show_default=True,
+                 help="Weight of the loss of next tokens, the published one; 0 trains the head alone, in a third of "
+                      "the time."),
     click.option("--attention", type=float, default=1.0, show_default=True,
                  help="Weight of the loss of attention to distant tokens; 0 trains as published."),
     click.option("--queries", type=int, default=64, show_default=True,

@@ -67,9 +67,14 @@ def query_projection(student: Any) -> Any:
     return getattr(attention, "layer_queries", attention.q_proj)
 
 
-def trained_parameters(student: Any) -> dict[str, Tensor]:
-    """What training changes, by name."""
-    return {name: value for name, value in student.named_parameters() if value.requires_grad}
+def trained_parameters(student: Any, head_alone: bool = False) -> dict[str, Tensor]:
+    """What training changes, by name. head_alone: only what a retrieval head is made of."""
+    layer = student.model.layers[0]
+    attention, norms = layer.self_attn, ("q_norm", "k_norm")
+    head = [layer.input_layernorm, query_projection(student), attention.k_proj]
+    head += [getattr(attention, name) for name in norms if hasattr(attention, name)]
+    kept = {value for module in head for value in module.parameters()} if head_alone else set(student.parameters())
+    return {name: value for name, value in student.named_parameters() if value.requires_grad and value in kept}
 
 
 def pruned(student: Any, shape: ModelShape, context: int) -> Head:

@@ -42,8 +42,9 @@ Report = Callable[[int, float], None]  # steps done, and the last step's loss
 class Training(Checked):
     """Sizes of a run. Raises WorkloadError for values out of range.
 
-    tokens: of a passage; batch: passages of a step. attention: weight of the loss of attention, which passages up to
-    the latest tokens have none of; 0 is SpeContext's. queries: of a passage whose attention is learned. by_layer: a
+    tokens: of a passage; batch: passages of a step. language: weight of the loss of next tokens, SpeContext's own (Eq
+    2); 0 trains the head alone, at a third of the time. attention: weight of the loss of attention, which passages up
+    to the latest tokens have none of; 0 is SpeContext's. queries: of a passage whose attention is learned. by_layer: a
     query for each KV head of each layer, which only that loss trains, instead of SpeContext's choice for all layers.
     """
 
@@ -53,15 +54,17 @@ class Training(Checked):
     batch: int = whole(1, 4096, default=4)
     rate: float = number(1e-8, 1, default=3e-4)
     warmup: int = whole(0, 1_000_000, default=20)
+    language: float = number(0, 1000, default=1.0)
     attention: float = number(0, 1000, default=1.0)
     queries: int = whole(1, 1 << 17, default=64)
     by_layer: bool = flag(False)
     seed: int = whole(0, (1 << 31) - 1, default=0)
 
     def _contradiction(self) -> str | None:
-        if self.by_layer and (not self.attention or self.tokens <= SINKS + RECENT):
+        if (self.by_layer or not self.language) and (not self.attention or self.tokens <= SINKS + RECENT):
             found = f"attention is {self.attention} and tokens is {self.tokens}"
-            return f"{found}; allowed for queries by layer: above 0, and {SINKS + RECENT + 1} or more"
+            lesson = "queries by layer" if self.by_layer else "a head alone, with language 0"
+            return f"{found}; allowed for {lesson}: above 0, and {SINKS + RECENT + 1} or more"
         return None
 
     def rate_at(self, step: int) -> float:
@@ -82,7 +85,7 @@ class Distillation:
             raise WorkloadError(f"the text has {len(ids)} tokens; allowed: {allowed}")
         self.teacher, self.student, self.training = teacher, student, training
         self.ids = torch.tensor(list(ids), device=teacher.weights.embedding.device)
-        self.parameters = trained_parameters(student)
+        self.parameters = trained_parameters(student, head_alone=not training.language)
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=training.rate, weight_decay=0.0)
         self.losses: list[float] = []  # of each step so far
 
@@ -166,23 +169,29 @@ class Distillation:
         return [(tokens, at.to(tokens.device)) for tokens, at in zip(passages, places, strict=True)]
 
     def _passage(self, tokens: Tensor, queries: Tensor) -> float:
-        """Adds a passage's gradients; returns its loss in nats a token.
+        """Adds a passage's gradients; returns its loss in nats a token."""
+        taught, attention = self.teacher.read(tokens, queries)
+        loss = self._language(tokens, taught) if self.training.language else 0.0
+        return loss + (self._attention(tokens, queries, attention) if len(queries) else 0.0)
+
+    def _language(self, tokens: Tensor, taught: Tensor) -> float:
+        """Adds the gradients of the loss of next tokens; returns it, weighted. taught: the teacher's [tokens, hidden].
 
         The logits' gradients are made a few tokens at a time, and the layer's once, from their sum.
         """
-        taught, attention = self.teacher.read(tokens, queries)
         hidden = self.student.model(tokens[None]).last_hidden_state[0]
         cut = hidden.detach().requires_grad_()
         total = 0.0
         for known, own in zip(taught.split(LOGITS_TOKENS), cut.split(LOGITS_TOKENS), strict=True):
             expected = self.teacher.logits(known).log_softmax(-1)
             drawn = self.student.lm_head(own).float().log_softmax(-1)
-            loss = functional.kl_div(drawn, expected, log_target=True, reduction="sum") / len(tokens)
+            divergence = functional.kl_div(drawn, expected, log_target=True, reduction="sum") / len(tokens)
+            loss = self.training.language * divergence
             (loss / self.training.batch).backward()
             total += float(loss.detach())
         assert cut.grad is not None, "every token has logits"
         hidden.backward(cut.grad)
-        return total + (self._attention(tokens, queries, attention) if len(queries) else 0.0)
+        return total
 
     def _attention(self, tokens: Tensor, queries: Tensor, attention: Tensor) -> float:
         """Adds the gradients of the loss of attention [kv_heads, layers, queries, tokens]; returns it, weighted."""

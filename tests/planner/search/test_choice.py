@@ -90,9 +90,7 @@ def test_scores_are_what_is_minimized(h200_profile):
 
 def test_the_recommended_plan_says_how_likely_it_is_faster(h200_profile):
     answer = planner.recommend(LLAMA, "h200", 131072, batch=16, profile=h200_profile)
-    assert (
-        0.5 < answer.predicted.beats_plain < 0.9
-    )  # 9% faster, with layers on the host
+    assert 0.5 < answer.predicted.beats_plain < 0.9  # 9% faster, with layers on the host
     sure = replace(answer, predicted=replace(answer.predicted, beats_plain=0.995))
     assert "faster with over 99% probability" in sure.explain()
     unsure = replace(answer, predicted=replace(answer.predicted, beats_plain=0.876))

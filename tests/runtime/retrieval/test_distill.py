@@ -136,10 +136,11 @@ def test_logits_that_learn_attention_are_the_heads(family, by_layer, made, ids):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("by_layer", [False, True])
-def test_a_token_that_the_teacher_always_attends_to_is_found(by_layer, made, ids):
+@pytest.mark.parametrize("by_layer, language", [(False, 1.0), (True, 1.0), (False, 0.0), (True, 0.0)])
+def test_a_token_that_the_teacher_always_attends_to_is_found(by_layer, language, made, ids):
     """Every layer and head attends to one token of the passage, whatever the query: training makes it the first."""
-    training = Training(steps=80, tokens=160, batch=1, rate=1e-2, warmup=1, attention=10.0, by_layer=by_layer)
+    sizes = {"steps": 80, "tokens": 160, "batch": 1, "rate": 1e-2, "warmup": 1}
+    training = Training(**sizes, language=language, attention=10.0, by_layer=by_layer)
     one, marked = made(training=training), ids[6]
     read = Teacher.read
 
@@ -162,6 +163,19 @@ def test_a_token_that_the_teacher_always_attends_to_is_found(by_layer, made, ids
     assert (sets[:, 4:32].argmax(-1) == place - 4).all()
 
 
+def test_without_the_loss_of_next_tokens_the_head_alone_is_trained(made):
+    trained = list(made(training=replace(SMALL, language=0.0)).parameters)
+    assert trained == [
+        f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "self_attn.k_proj", "input_layernorm")
+    ]
+
+
+def test_the_loss_of_next_tokens_is_weighted(made, ids):
+    tokens = torch.tensor(ids[:160])
+    found = [made(training=replace(SMALL, language=weight))._passage(tokens, NONE) for weight in (1.0, 2.0)]
+    assert found[1] == pytest.approx(2 * found[0])
+
+
 def test_it_learns(made):
     losses = []
     one = made(training=Training(steps=40, tokens=64, batch=2, rate=1e-2, warmup=2))
@@ -169,9 +183,10 @@ def test_it_learns(made):
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
-@pytest.mark.parametrize("by_layer", [False, True])
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(by_layer, made, tmp_path):
-    made, path = partial(made, training=replace(SMALL, by_layer=by_layer)), tmp_path / "run.safetensors"
+@pytest.mark.parametrize("by_layer, language", [(False, 1.0), (True, 1.0), (True, 0.0)])
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(by_layer, language, made, tmp_path):
+    training, path = replace(SMALL, by_layer=by_layer, language=language), tmp_path / "run.safetensors"
+    made = partial(made, training=training)
     whole = made()
     whole.run(lambda step, loss: None)
 
@@ -249,6 +264,8 @@ def test_what_cannot_be_trained_is_named(tiny_model, ids, made):
         WorkloadError, match=r"attention is 0\.0 and tokens is 160; allowed for queries by layer: above 0"
     ):
         replace(SMALL, by_layer=True, attention=0.0)
+    with pytest.raises(WorkloadError, match="tokens is 100; allowed for a head alone, with language 0: above 0"):
+        replace(SMALL, language=0.0, tokens=100)
     with pytest.raises(WorkloadError, match="steps is 0; allowed: a whole number from 1"):
         Training(steps=0)
     broken = made(training=Training(steps=3, tokens=64, batch=1, rate=1.0, warmup=0))
