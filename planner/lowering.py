@@ -92,6 +92,7 @@ def _choice_terms(plan: Plan, shape: ModelShape, drafts: SelectionCost, target: 
         "target_ahead": int(reads.ahead),
         "target_alike": int(reads.ahead and target.chosen_once),
         "target_two_bit": int(reads.needs_codes),
+        "draft_two_bit": int(selection.needs_codes),
         "target_run_tokens": target.run_of(kv_heads),
         "draft_run_tokens": drafts.run_of(kv_heads),
         "target_scored_keys": target.scored_keys_of(layers),
@@ -179,7 +180,7 @@ def selection_classes(plan: Plan, part: str) -> Iterator[str]:
         yield "top_k"
     if selection.needs_codes and part == "target":
         yield "two_bit_scan"
-    if cost.scored_keys and not selection.needs_codes:
+    if cost.scored_keys:
         yield "key_scan"
 
 

@@ -26,7 +26,7 @@ from ridgeplan.roofline.latency import (
     slower_rates,
 )
 from ridgeplan.roofline.passes import MANY_CHANNELS, Op, PassTerms, decode_pass
-from ridgeplan.roofline.sparsity.sparse_ops import TOP_K_PASSES, two_bit_top_k
+from ridgeplan.roofline.sparsity.sparse_ops import TOP_K_PASSES, two_bit_scan, two_bit_top_k
 from ridgeplan.roofline.speculation import flush_capped, tokens_per_round
 from ridgeplan.roofline.strategy import Strategy
 from ridgeplan.roofline.term_math import indicator, maximum, minimum, where
@@ -94,7 +94,10 @@ def round_at(
     projected = strategy.draft_projected_params, strategy.target_projected_params
     draft_projecting_s, projecting_s = (_scoring_seconds(machine, one * machine.element_bytes) for one in projected)
     draft_ranked, round_bytes = score_count * strategy.draft_ranked, score_count * strategy.round_score_bytes
-    draft_scoring_s = _scoring_seconds(machine, key_bytes * strategy.draft_scored_keys) + _choice_seconds(
+    scan = two_bit_scan(strategy.batch, shape.q_heads, shape.kv_heads, shape.head_dim, tokens, strategy.kv_group)
+    scanned_bytes = strategy.draft_two_bit * strategy.draft_choices * scan.read_bytes
+    draft_scoring_s = _scoring_seconds(machine, key_bytes * strategy.draft_scored_keys + scanned_bytes)
+    draft_scoring_s = draft_scoring_s + _choice_seconds(
         machine, score_count * strategy.step_score_bytes, draft_ranked, strategy.draft_choices
     )
     target_scoring_s = _target_choice_seconds(shape, machine, strategy, tokens, key_bytes)

@@ -82,6 +82,7 @@ class Strategy:
     draft_ranked: Term = 0  # scores that top-k ranks, per cached token and choice, summed over layers
     target_ranked: Term = 0
     target_two_bit: Term = 0  # the target chooses by 2-bit keys, in kernels of their own
+    draft_two_bit: Term = 0  # drafts choose by 2-bit keys, within their attention
     eviction_chunk: Term = UNLIMITED_TOKENS  # most tokens of a prompt between two evictions of every layer
     slot_table_bytes: Term = 0  # of what says which tokens are in slots, per token on the host, layer and sequence
 

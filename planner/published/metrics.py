@@ -113,7 +113,7 @@ def draft_share(case: Case) -> float:
 
 def unselected(case: Case) -> Case:
     """The same where choosing tokens costs nothing."""
-    free = replace(case.strategy, draft_scored_keys=0, step_score_bytes=0, round_score_bytes=0)
+    free = replace(case.strategy, draft_scored_keys=0, draft_two_bit=0, step_score_bytes=0, round_score_bytes=0)
     return replace(case, strategy=free)
 
 

@@ -171,6 +171,23 @@ def test_quest_reads_4_layers_of_keys_at_every_draft_step(ideal):
     assert scored.verify_s - free.verify_s == pytest.approx(3 * 4096 * 4 * 8 * 128 * 2 / 1e12)
 
 
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("element_bytes", [2, 4])
+def test_progressive_drafts_scan_2_bits_of_a_key_and_the_scales_of_its_group(ideal, group, element_bytes):
+    """In 32 layers of 8 heads of 128 channels, whatever bits the keys themselves have."""
+    plan = preset("progressive", Workload("Llama-3.1-8B", "h200", 4096, 1, 3))
+    plan = replace(plan, kv=replace(plan.kv, group=group))
+    machine = replace(ideal, element_bytes=element_bytes)
+    shape = load_shape("Llama-3.1-8B")
+    strategy = strategy_of(plan, shape, machine, 0.9)
+    rates = round_rates(shape, machine, strategy, rates_of(plan, shape, machine))
+    scanned, free = (
+        round_at(shape, machine, replace(strategy, draft_two_bit=scans), rates, 4096).draft_s for scans in (1, 0)
+    )
+    assert strategy.draft_two_bit == 1
+    assert scanned - free == pytest.approx(3 * 4096 * 32 * 8 * 128 * (2 + 32 / group) / 8 / 1e12)
+
+
 def test_specattn_adds_up_the_scores_of_8_heads_and_ranks_their_sums(ideal):
     """Verification writes scores as it reads the keys. They are read, and their sums written once and read 6 times by
     top-k; of all 32 layers in one launch."""

@@ -12,14 +12,11 @@ from ridgeplan.planner.axes.draft_selection import Progressive
 from ridgeplan.planner.plan import DraftCodes, KVCache, KVFormat, Placement, Plan, Speculation, Workload
 from ridgeplan.planner.policies.policy import KV_BUDGET, Role, SelectionCost, TokenSelection, selecting
 from ridgeplan.planner.policies.selection.quantspec import quantspec, quantspec_int8
-from ridgeplan.roofline.sparsity.sparse_ops import two_bit_key_bits
-
-TWO_BIT_KEYS = two_bit_key_bits(128) / 16  # of keys in 16 bits
 
 
 def cost(_: Progressive) -> SelectionCost:
-    """The 2-bit keys are scanned in every layer; the fused kernel keeps their scores on chip."""
-    return SelectionCost(scored_keys=TWO_BIT_KEYS, run_tokens=1)
+    """2-bit keys are scanned in every layer, at what their groups cost; the fused kernel keeps their scores on chip."""
+    return SelectionCost(run_tokens=1)
 
 
 def progressive(workload: Workload) -> Plan:

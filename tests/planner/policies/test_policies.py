@@ -61,7 +61,7 @@ def test_plain_decoding_uses_no_policy():
         ("snapkv", 0),
         ("specattn", 0),
         ("quest", 4),  # 2 of 16 keys in each of 32 layers
-        ("progressive", 4.5),  # 2 of 16 bits, and 32 bits of scales every 128 tokens
+        ("progressive", 0),  # 2-bit keys are no share of the keys: their scales depend on the cache's groups
         ("oracle", 32),
         ("shadowkv", 8),  # 2 equal bounds of 8 keys
         ("clusterkv", 0.9),  # 1 of 80, and a number of 32 bits beside 128 channels
