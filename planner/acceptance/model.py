@@ -101,7 +101,7 @@ class AcceptanceModel:
         found: dict[Hashable, np.ndarray] = {}
         keys = []
         for plan, (gamma, ratio) in zip(plans, grids, strict=True):
-            keys.append((plan_differences(plan), gamma.tobytes(), ratio.tobytes()))
+            keys.append((plan_differences(plan), gamma.tobytes(), self._read(plan, ratio).tobytes()))
             if keys[-1] not in found:
                 found[keys[-1]] = self.best(plan, gamma, ratio)
         return [found[key] for key in keys]
@@ -111,7 +111,7 @@ class AcceptanceModel:
 
         That is the plan's own draft where the model has a row of it, else the drafts that it is made of.
         """
-        whole, ratio = row_name(plan), plan.speculation.ratio
+        whole, ratio = row_name(plan), float(self._read(plan, plan.speculation.ratio))
         if any(row.draft == whole and self._owns(row) and self._near(row, ratio) for row in self.rows):
             return [(whole, ratio)]
         return [(name, ratio if name in SELECTIONS else 1.0) for name in draft_names(plan)]
@@ -119,8 +119,12 @@ class AcceptanceModel:
     def _subject(self, plan: Plan, gamma: Any, ratio: Any) -> Subject:
         return Subject(
             plan_differences(plan), self.name, self.parameters, self.context, self.quantizer, self.dtype, self.text,
-            position=(np.maximum(gamma, 1) + 1) / 2, ratio=ratio, spans=self.spans,
+            position=(np.maximum(gamma, 1) + 1) / 2, ratio=self._read(plan, ratio), spans=self.spans,
         )  # fmt: skip
+
+    def _read(self, plan: Plan, ratio: Any) -> Any:
+        """The shares of the cached tokens that drafts read: rows are of these, whatever a plan's floor is."""
+        return plan.speculation.selection.share_of(self.context, ratio)
 
     def _provenance(self, draft: str, ratio: float) -> tuple[str, str]:
         """The source of a draft's prediction, and the row or rows that it rests on."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from ridgeplan.planner.axes.part import PlanError, PlanPart
 from ridgeplan.roofline.catalog.checks import flag, number, one_of, whole
 from ridgeplan.roofline.execution import MAX_TOKENS
@@ -40,6 +42,10 @@ class DraftSelection(PlanPart):
     def least_tokens(self) -> int:
         """Tokens that a draft reads at least, if the cache has as many."""
         return 0
+
+    def share_of(self, tokens: float, ratio: Any) -> Any:
+        """The share of a cache of `tokens` that a draft reads with `ratio`, one or an array, instead of its own."""
+        return np.minimum(np.maximum(ratio, self.least_tokens / tokens), 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

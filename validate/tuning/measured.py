@@ -34,7 +34,7 @@ class MeasuredDrafts:
 
     @property
     def ratio(self) -> float:
-        """The share of the tokens that the drafts read."""
+        """The plan's share of the tokens that drafts read, unless its floor is more."""
         return self.plan.speculation.ratio
 
     @property
@@ -48,18 +48,18 @@ class MeasuredDrafts:
 
         shape: by the name that the rows have. Acceptance is the mean of Jeffreys' posterior, so it is never 0 or 1.
         """
-        name = row_name(self.plan)
+        name, drafts, context = row_name(self.plan), self.plan.speculation.selection, self.plan.workload.context
         for position, (judged, accepted) in enumerate(zip(self.judged_at, self.accepted_at, strict=True), start=1):
             if name and judged >= FEWEST_DRAFTS:
                 yield AcceptanceRow(
                     draft=name,
                     model=shape.name,
                     parameters=shape.parameters / 1e9,
-                    context=self.plan.workload.context,
+                    context=context,
                     acceptance=(accepted + 0.5) / (judged + 1),
                     source="measured",
                     where=f"{judged} drafts at position {position} after {text}, {device_name(engine)}",
-                    ratio=self.ratio,
+                    ratio=float(drafts.share_of(context, self.ratio)),
                     gamma=self.plan.speculation.gamma,
                     position=position,
                     quantizer=quantizer_of(engine.device.type, calibrated),

@@ -128,9 +128,22 @@ def test_sources(model, name, context, source):
 
 
 def test_a_ratio_beyond_all_rows_is_extrapolated():
-    assert known(LLAMA, "magicdec-streaming", ratio=0.01).source == "extrapolated"
-    assert "ratio" in known(LLAMA, "magicdec-streaming", ratio=0.01).where
-    assert known(LLAMA, "magicdec-streaming", ratio=0.04).source == "transferred"
+    found = known(LLAMA, "magicdec-streaming", context=65536, ratio=0.01)
+    assert found.source == "extrapolated"
+    assert "ratio" in found.where
+    assert known(LLAMA, "magicdec-streaming", context=65536, ratio=0.04).source == "transferred"
+
+
+def test_drafts_that_read_their_floor_are_accepted_as_often_as_with_that_ratio():
+    """256 of 4096 tokens are 6.25%."""
+    low, same, more = (known(LLAMA, "magicdec-streaming", ratio=ratio) for ratio in (0.01, 0.0625, 0.25))
+    assert low == same
+    assert low.best < more.best
+    plan = changed(preset("magicdec-streaming", Workload(LLAMA, "h200", 4096)))
+    bare = replace(plan, speculation=replace(plan.speculation, selection=replace(plan.speculation.selection, floor=0)))
+    gamma, ratio = np.array([3, 3]), np.array([0.01, 0.0625])
+    (floored, free) = AcceptanceModel.for_model(load_shape(LLAMA), 4096).best_of_all([plan, bare], [(gamma, ratio)] * 2)
+    assert floored[0] == floored[1] == free[1] > free[0]
 
 
 def test_a_policy_without_rows_is_a_prior_with_a_wider_band():
