@@ -311,6 +311,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         study_tables.study_positions,
         study_tables.study_recalls,
         study_tables.study_claims,
+        study_tables.study_choices,
         modules,
         recommendation,
         published,

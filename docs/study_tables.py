@@ -1,4 +1,4 @@
-"""Tables of `ridgeplan study dapq`, from its files in validate/results."""
+"""Tables of `ridgeplan study dapq` and `study retrieval`, from their files in validate/results."""
 
 from __future__ import annotations
 
@@ -36,6 +36,23 @@ def study_claims(*names: str) -> str:
         for claims in zip(*(one["claims"] for one in found), strict=True)
     )
     return table(("finding", *(one["model"] for one in found)), rows)
+
+
+def study_choices(name: str) -> str:
+    """What each selection finds of the model's own choice, and how much of it the step before had, at each budget."""
+    rows = result(name)["rows"]
+    budgets = dict.fromkeys(row["budget"] for row in rows)
+    found = {(row["method"], row["budget"]): row for row in rows}
+    columns = {"hit": "hit", "mass": "mass of the attention", "overlap": "overlap of adjacent steps"}
+
+    def figures(method: str, column: str) -> str:
+        return " / ".join(f"{found[method, budget][column]:.3f}" for budget in budgets)
+
+    methods = dict.fromkeys(row["method"] for row in rows)
+    return table(
+        (f"read: {' / '.join(map(str, budgets))} tokens", *columns.values()),
+        ((method, *(figures(method, column) for column in columns)) for method in methods),
+    )
 
 
 def _means(name: str) -> dict[tuple[Any, ...], float]:

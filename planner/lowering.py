@@ -27,7 +27,7 @@ from ridgeplan.roofline.latency import (
 )
 from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.roofline.sparsity.sparse_ops import TWO_BITS, UPPER_BITS
-from ridgeplan.roofline.strategy import ELASTIC_OVERLAP, UNLIMITED_BYTES, UNLIMITED_TOKENS, Strategy
+from ridgeplan.roofline.strategy import UNLIMITED_BYTES, UNLIMITED_TOKENS, Strategy
 
 DRAFT_PLANE_BITS = TWO_BITS + UPPER_BITS  # of keys, and of values by token, per element of the keys
 CODE_PLANES = {KVFormat.FULL: 0, KVFormat.SHADOW: 1, KVFormat.INT8: 2, KVFormat.HIERARCHICAL: 2}
@@ -67,7 +67,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         scored_queries=evicting.scored_queries if evicting else 0,
         appended_tokens=evicting.appended_tokens if evicting else 0,
         eviction_chunk=plan.eviction.chunk or UNLIMITED_TOKENS,
-        **_placement_terms(plan, shape, target_choosing),
+        **_placement_terms(plan, shape, choosing, target_choosing),
         **_choice_terms(plan, shape, choosing, target_choosing),
         gamma=speculation.gamma,
         acceptance=acceptance,
@@ -112,9 +112,11 @@ def _choice_terms(plan: Plan, shape: ModelShape, drafts: SelectionCost, target: 
     }
 
 
-def _placement_terms(plan: Plan, shape: ModelShape, target: SelectionCost) -> dict[str, float]:
-    """What of the strategy is about layers on the host. target: what the target's choice costs."""
-    placement = plan.placement
+def _placement_terms(plan: Plan, shape: ModelShape, drafts: SelectionCost, target: SelectionCost) -> dict[str, float]:
+    """What of the strategy is about layers on the host. drafts, target: what their choices cost."""
+    placement, context, speculation = plan.placement, plan.workload.context, plan.speculation
+    drafted = float(speculation.selection.share_of(context, speculation.ratio)) * context
+    overlap = target.overlap_at(plan.attention.budget) if plan.attention.active else drafts.overlap_at(drafted)
     tables = plan.attention.active * target.choices_of(shape.layers) / shape.layers  # one for layers that choose alike
     return {
         "offload": int(placement.offload),
@@ -124,7 +126,7 @@ def _placement_terms(plan: Plan, shape: ModelShape, target: SelectionCost) -> di
         "memory_limit_bytes": placement.memory_bytes or UNLIMITED_BYTES,
         "draft_loads": int(plan.loads_chosen and plan.speculation.sparse),
         "slot_table_bytes": tables * target.slot_table_bytes(shape.kv_heads),
-        "overlap": ELASTIC_OVERLAP * placement.elastic,
+        "overlap": overlap * placement.elastic,
     }
 
 

@@ -152,17 +152,22 @@ class Prediction:
         return {**asdict(self.best), **bands, **plain, "round_ms": self.round_ms}
 
 
-def predict(plan: Plan, shape: ModelShape, profile: Profile) -> Prediction:
-    """Latency, throughput and memory of one plan."""
-    return predict_all([plan], shape, profile)[0]
+def predict(plan: Plan, shape: ModelShape, profile: Profile, overlap: float | None = None) -> Prediction:
+    """Latency, throughput and memory of one plan. overlap: see `predict_all`."""
+    return predict_all([plan], shape, profile, overlap=overlap)[0]
 
 
 def predict_all(
-    plans: Sequence[Plan], shape: ModelShape, profile: Profile, machine: Machine | None = None
+    plans: Sequence[Plan],
+    shape: ModelShape,
+    profile: Profile,
+    machine: Machine | None = None,
+    overlap: float | None = None,
 ) -> list[Prediction]:
     """Predictions of several plans, at the contexts and batches of their workloads, in one evaluation.
 
-    `machine` defaults to the profile's; with less memory, layers are offloaded earlier.
+    `machine` defaults to the profile's; with less memory, layers are offloaded earlier. overlap: share of what a step
+    chooses that the step before had chosen too, in place of what is known of each plan's policy.
     An adaptive gamma is predicted at the gamma where it settles if drafts are accepted as predicted, with the memory of
     the largest. Bands come from the spread of the calibration's fit, weighted by the time of each kernel class, and
     from the band of the acceptance.
@@ -177,6 +182,8 @@ def predict_all(
     # A single plan stays in numbers; several become arrays with one entry each.
     ones = [1] * len(plans)
     strategies = [strategy_of(plan, shape, machine, 1.0) for plan in plans]
+    if overlap is not None:
+        strategies = [replace(one, overlap=overlap) for one in strategies]
     strategy = stack([replace(one, gamma=gamma) for one, gamma in zip(strategies, gammas, strict=True)], ones)
     rates = stack([rates_of(plan, shape, machine) for plan in plans], ones)
     ends = {end: replace(strategy, acceptance=np.array([getattr(item, end) for item in known])) for end in ENDS}

@@ -66,6 +66,7 @@ STARTING_LOSS = 0.01
 
 GATHER_ROW_BYTES = 256  # of the rows that calibration gathers: one token's key of 128 channels in 16 bits
 HOST_PIECE_BYTES = 512  # of the pieces that calibration gathers from the host: such a token's key and value
+HOST_PAGE_BYTES = 1 << 16  # of the host's memory, as the device's page tables have it
 SPLIT_TOKENS = 256  # fewest tokens per split of split-KV attention
 
 # Tiles that an SM works on at once: outputs by inputs of a product, the latter what one stage of a pipeline holds of

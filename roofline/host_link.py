@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Term
-from ridgeplan.roofline.execution import HOST_PIECE_BYTES, mean_quantized_tokens
+from ridgeplan.roofline.execution import HOST_PAGE_BYTES, HOST_PIECE_BYTES, mean_quantized_tokens
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.sparsity.sparse_ops import take_slots
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
@@ -48,18 +48,38 @@ def stream_seconds(machine: Machine, strategy: Strategy, host: HostLayers, conte
 
 
 def load_seconds(
-    machine: Machine, shape: ModelShape, strategy: Strategy, host: HostLayers, chosen: Term, run_tokens: Term
+    machine: Machine,
+    shape: ModelShape,
+    strategy: Strategy,
+    host: HostLayers,
+    context: Term,
+    chosen: Term,
+    run_tokens: Term,
 ) -> Term:
-    """Seconds to load what one layer's slots miss of `chosen` tokens, in runs of `run_tokens` that lie together.
+    """Seconds to load what one layer's slots miss of `chosen` tokens of `context`, in runs of `run_tokens` together.
 
-    Only the tokens that the last step did not choose are loaded (SpeContext, section 5.4). Every piece takes as long as
-    one of HOST_PIECE_BYTES, as walks of page tables bound the link, and all of them at least what a copy takes. A
-    token's key and value adjoin.
+    Only the tokens that the last step did not choose are loaded (SpeContext, section 5.4). A walk of page tables for
+    each page of the host's memory that they lie in bounds the link, and takes as long as a piece of HOST_PIECE_BYTES
+    did that calibration found in a page of its own; all of them take at least what a copy does. A token's key and value
+    adjoin, and so do those of its KV heads.
     """
-    piece_bytes = 2 * minimum(run_tokens, chosen) * shape.head_dim * machine.element_bytes
-    missed_bytes = chosen * (1 - strategy.overlap) * host.token_bytes
-    pieces_s = machine.link_seconds("host_gather", missed_bytes * HOST_PIECE_BYTES / piece_bytes)
-    return maximum(pieces_s, machine.link_seconds("host_copy", missed_bytes))
+    token_bytes = host.token_bytes / strategy.batch
+    missed_bytes = chosen * (1 - strategy.overlap) * token_bytes
+    run = minimum(run_tokens, chosen)
+    pieces = missed_bytes / (2 * run * shape.head_dim * machine.element_bytes)
+    walks = strategy.batch * pages_of(pieces, run * token_bytes, context * token_bytes)
+    walked_s = machine.link_seconds("host_gather", walks * HOST_PIECE_BYTES)
+    return maximum(walked_s, machine.link_seconds("host_copy", strategy.batch * missed_bytes))
+
+
+def pages_of(pieces: Term, piece_bytes: Term, held_bytes: Term) -> Term:
+    """Pages of the host's memory, of those with `held_bytes`, that so many random pieces lie in, on average.
+
+    piece_bytes: from a piece's first byte to its last.
+    """
+    pages = maximum(held_bytes / HOST_PAGE_BYTES, 1)
+    drawn = pieces * maximum(piece_bytes / HOST_PAGE_BYTES, 1)
+    return pages * (1 - (1 - 1 / pages) ** drawn)
 
 
 def residency_seconds(machine: Machine, shape: ModelShape, strategy: Strategy, chosen: Term) -> Term:
@@ -101,19 +121,20 @@ def target_with_host_seconds(
     """
     stream_s = stream_seconds(machine, strategy, host, context)
     streamed_s = pass_with_host_seconds(shape, strategy, host, pass_s, stream_s, drafting_s)
-    selected_s = _selected_seconds(machine, shape, strategy, host, minimum(strategy.target_budget, context), pass_s)
+    selected_s = _selected_seconds(machine, shape, strategy, host, context, pass_s)
     return where(reads_all(strategy), streamed_s, selected_s)
 
 
 def _selected_seconds(
-    machine: Machine, shape: ModelShape, strategy: Strategy, host: HostLayers, chosen: Term, pass_s: Term
+    machine: Machine, shape: ModelShape, strategy: Strategy, host: HostLayers, context: Term, pass_s: Term
 ) -> Term:
-    """A pass whose queries have `chosen` tokens of every layer on the host looked up, and those that miss loaded.
+    """A pass whose queries have what they choose of every layer on the host looked up, and what misses loaded.
 
     A choice that is known before the first layer is loaded ahead, beside the layers before, whose kernels it holds up.
     If all layers share it, it is looked up once. Any other is loaded where it is made.
     """
-    load_s = strategy.reads * load_seconds(machine, shape, strategy, host, chosen, strategy.target_run_tokens)
+    chosen, run_tokens = minimum(strategy.target_budget, context), strategy.target_run_tokens
+    load_s = strategy.reads * load_seconds(machine, shape, strategy, host, context, chosen, run_tokens)
     found_s = strategy.reads * host.some * residency_seconds(machine, shape, strategy, chosen)
     held_up_s = pass_s + host.layers * HELD_UP * load_s
     own_lookup_s, common_lookup_s = (1 - strategy.target_alike) * found_s, strategy.target_alike * found_s

@@ -102,7 +102,7 @@ def round_at(
     )
     target_scoring_s = _target_choice_seconds(shape, machine, strategy, tokens, key_bytes)
     chosen = minimum(_draft_tokens(strategy, tokens), strategy.offload_budget)
-    loaded_s = load_seconds(machine, shape, strategy, host, chosen, strategy.draft_run_tokens)
+    loaded_s = load_seconds(machine, shape, strategy, host, tokens, chosen, strategy.draft_run_tokens)
     draft_s = draft_s + strategy.draft_loads * host.layers * loaded_s
     one_draft_s = draft_s + draft_projecting_s + draft_scoring_s + sampling_seconds(shape, machine, strategy.batch)
     draft_s = minimum(strategy.gamma, 1) * one_draft_s

@@ -11,7 +11,8 @@ UNLIMITED_TOKENS = float(1 << 40)  # a budget that never binds
 
 UNLIMITED_BYTES = float(1 << 60)
 
-# Share of an offloaded layer's budget that the previous step already loaded (SpeContext, section 5.4 and Fig 6b).
+# Share of an offloaded layer's budget that the previous step already loaded, as published (SpeContext, section 5.4 and
+# Fig 6b). What was measured of each policy is less (planner/policies/selection).
 ELASTIC_OVERLAP = 0.9
 
 

@@ -61,7 +61,9 @@ class SelectionCost:
     held_keys: what is kept beside the cache for it, as a share of one layer's keys. score_rows: scores in fp32 per
     cached token and KV head. run_tokens: tokens that are read together because they lie together: 1 where single
     ones are chosen, a page, or without a limit where the chosen ones are a run. shared_by_heads: one set for all KV
-    heads of a layer, whose keys of a token then lie together.
+    heads of a layer, whose keys of a token then lie together. overlap: share of KV_BUDGET chosen tokens that the step
+    before had chosen too (SpeContext, Fig 6b): measured (validate/results/study_retrieval_qwen_16k.json), by default
+    what the model's own attention has there.
     """
 
     scored_keys: float = 0.0
@@ -72,6 +74,11 @@ class SelectionCost:
     score_rows: float = 0.0
     run_tokens: float = UNLIMITED_TOKENS
     shared_by_heads: bool = False
+    overlap: float = 0.74
+
+    def overlap_at(self, budget: float) -> float:
+        """The same of `budget` tokens: of more, fewer are new, as the fourth root of the budget."""
+        return 1 - min(1.0, (1 - self.overlap) * (KV_BUDGET / budget) ** 0.25)
 
     def run_of(self, kv_heads: int) -> float:
         """Tokens of one KV head that lie together, or as many tokens' keys of several heads."""

@@ -9,10 +9,12 @@ from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.execution import HOST_PAGE_BYTES
 from ridgeplan.roofline.host_link import (
     NO_LAYERS,
     HostLayers,
     load_seconds,
+    pages_of,
     pass_with_host_seconds,
     prompt_to_host_seconds,
     stream_seconds,
@@ -36,12 +38,30 @@ def test_a_stream_copies_all_old_tokens(ideal):
 
 
 def test_loads_are_what_the_last_step_did_not_choose(ideal):
-    held = strategy("specontext", ideal, overlap=0.75)
-    seconds = load_seconds(ideal, SHAPE, held, HostLayers(5, TOKEN_BYTES), 2048, 1)
-    assert seconds == pytest.approx(512 * TOKEN_BYTES / 1e10)
-    narrow = replace(SHAPE, head_dim=32)  # rows of 64 bytes take as long as 256
-    assert load_seconds(ideal, narrow, held, HostLayers(5, TOKEN_BYTES), 2048, 1) == pytest.approx(4 * seconds)
-    assert load_seconds(ideal, narrow, held, HostLayers(5, TOKEN_BYTES), 2048, 16) == pytest.approx(seconds)
+    """Pieces of 512 bytes, of 4 KB a token, in 4096 pages: 512 tokens are as many pieces of 8 heads, 4096 draws."""
+    held, host = strategy("specontext", ideal, overlap=0.75), HostLayers(5, TOKEN_BYTES)
+    drawn = 4096 * (1 - (1 - 1 / 4096) ** 4096)
+    seconds = load_seconds(ideal, SHAPE, held, host, 65536, 2048, 1)
+    assert seconds == pytest.approx(512 * TOKEN_BYTES / 1e10)  # the bytes take longer than the walks of pages
+    slow = replace(ideal, link_rates={"host_gather": RateTerms(0.25, 1.0, 0.0)})
+    assert load_seconds(slow, SHAPE, held, host, 65536, 2048, 1) == pytest.approx(drawn * 512 / 0.25e10)
+    narrow = replace(SHAPE, head_dim=32)  # four times the pieces
+    more = 4096 * (1 - (1 - 1 / 4096) ** (4 * 4096))
+    assert load_seconds(slow, narrow, held, host, 65536, 2048, 1) == pytest.approx(more * 512 / 0.25e10)
+    aligned = 4096 * (1 - (1 - 1 / 4096) ** 256)  # 16 tokens of a head lie in a page
+    assert load_seconds(slow, SHAPE, held, host, 65536, 2048, 16) == pytest.approx(
+        max(aligned * 512 / 0.25e10, 512 * TOKEN_BYTES / 1e10)
+    )
+
+
+def test_loads_of_everything_walk_to_every_page_once():
+    """Few pieces lie in a page each, many share pages, and pieces beyond a page have several."""
+    held = 1000 * HOST_PAGE_BYTES
+    assert pages_of(1, 512, held) == pytest.approx(1)
+    assert pages_of(10, 512, held) == pytest.approx(10, rel=0.01)
+    assert pages_of(10**6, 512, held) == pytest.approx(1000)
+    assert pages_of(2, 4 * HOST_PAGE_BYTES, held) == pytest.approx(8, rel=0.01)
+    assert pages_of(0, 512, held) == 0
 
 
 def test_calibrated_classes_of_the_link_replace_the_datasheet(ideal):
@@ -101,7 +121,7 @@ def test_choices_made_in_a_layer_add_their_loads_and_those_known_ahead_hold_kern
         plan = preset("specontext", Workload("Llama-3.1-8B", "h200", 65536))
         plan = replace(plan, attention=replace(plan.attention, selection=selection))
         held, rates = strategy_of(plan, SHAPE, ideal, 0.9), rates_of(plan, SHAPE, ideal)
-        held = replace(held, target_run_tokens=1) if name == "quest" else held
+        held = replace(held, overlap=0.9, target_run_tokens=1 if name == "quest" else held.target_run_tokens)
         passes = round_rates(SHAPE, ideal, held, rates)
         near, far = (round_at(SHAPE, ideal, held, passes, 65536, layers) for layers in (NO_LAYERS, host))
         rounds[name] = far.verify_s - near.verify_s
@@ -116,7 +136,7 @@ def test_loads_that_take_longer_than_the_layers_are_waited_for(ideal):
     plan = preset("specontext", Workload("Llama-3.1-8B", "h200", 65536))
     plan = replace(plan, attention=replace(plan.attention, selection=RetrievalHead(level="batch")))
     slow = replace(ideal, host_link_bytes_per_s=ideal.host_link_bytes_per_s / 100)
-    held, rates = strategy_of(plan, SHAPE, slow, 0.9), rates_of(plan, SHAPE, slow)
+    held, rates = replace(strategy_of(plan, SHAPE, slow, 0.9), overlap=0.9), rates_of(plan, SHAPE, slow)
     far = round_at(SHAPE, slow, held, round_rates(SHAPE, slow, held, rates), 65536, HostLayers(32, TOKEN_BYTES))
     loads_s = 32 * 0.1 * 2048 * TOKEN_BYTES / 1e8
     assert loads_s < far.verify_s < 1.1 * loads_s
@@ -127,7 +147,7 @@ def test_drafts_load_as_many_tokens_as_they_read(ideal):
     plan = preset("magicdec-quest", Workload("Llama-3.1-8B", "h200", 65536))
     held, rates = strategy_of(plan, SHAPE, ideal, 0.9), rates_of(plan, SHAPE, ideal)
     held = replace(held, context=1024, draft_ratio=0.1, draft_floor_tokens=256, draft_loads=1, draft_run_tokens=1)
-    held, passes = replace(held, offload_budget=2048), round_rates(SHAPE, ideal, held, rates)
+    held, passes = replace(held, overlap=0.9, offload_budget=2048), round_rates(SHAPE, ideal, held, rates)
     near, far = (
         round_at(SHAPE, ideal, held, passes, 1024, layers) for layers in (NO_LAYERS, HostLayers(20, TOKEN_BYTES))
     )

@@ -15,6 +15,7 @@ from ridgeplan.kernels.residency.gather import gather_into_slots
 from ridgeplan.kernels.residency.leading_copy import copy_leading
 from ridgeplan.kernels.residency.slot_table import KeysAndValues, SlotLoads
 from ridgeplan.roofline.catalog.profile import LINK_CLASSES, MAX_UTILIZATION, Rates
+from ridgeplan.roofline.execution import HOST_PAGE_BYTES, HOST_PIECE_BYTES
 from ridgeplan.runtime.host_memory import available_bytes
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.offload.host_memory import HostMemory
@@ -32,11 +33,15 @@ LAUNCHES = 100  # in a graph, so that its own launch is negligible
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """One kind of transfer. times: seconds of runs that each move `moved` bytes; empty_s: of one that moves none."""
+    """One kind of transfer. times: seconds of runs that each move `moved` bytes; empty_s: of one that moves none.
+
+    pages: of the host's memory that single tokens are gathered from; 0 for other transfers.
+    """
 
     moved: int
     times: tuple[float, ...]
     empty_s: float
+    pages: int = 0
 
     @property
     def bytes_per_s(self) -> float:
@@ -44,9 +49,10 @@ class LinkTimes:
         return self.moved / max(statistics.median(self.times) - self.empty_s, 1e-9)
 
     def rates(self, link_bytes_per_s: float) -> Rates:
-        """As a share of what copies of pinned memory reach."""
+        """As a share of what copies of pinned memory reach; gathered pages count as a piece each (`load_seconds`)."""
         spread = spread_of(self.times) or 0.0
-        return Rates(min(self.bytes_per_s / link_bytes_per_s, MAX_UTILIZATION), 1.0, self.empty_s, spread)
+        counted = self.pages * HOST_PIECE_BYTES / self.moved if self.pages else 1
+        return Rates(min(counted * self.bytes_per_s / link_bytes_per_s, MAX_UTILIZATION), 1.0, self.empty_s, spread)
 
 
 def link_classes(device: torch.device, link_bytes_per_s: float) -> dict[str, Rates]:
@@ -80,7 +86,8 @@ def measured_link(device: torch.device, size: int = SIZE, spread: int = SPREAD) 
     layers = [(one[:, :, :, 0].transpose(1, 2), one[:, :, :, 1].transpose(1, 2)) for one in by_token]
     for kind, page in (("host_gather", 1), ("host_gather_pages", 16)):
         loads, moved = random_loads(rows, min(tokens, max(16, rows // SPACING)), page, device)
-        found[kind] = LinkTimes(moved, *_gather_times(layers, out, loads, page))
+        pages = pages_with(loads, page) if page == 1 else 0
+        found[kind] = LinkTimes(moved, *_gather_times(layers, out, loads, page), pages)
     return found
 
 
@@ -119,6 +126,12 @@ def random_loads(tokens: int, wanted_tokens: int, page: int, device: torch.devic
     into = torch.arange(wanted, dtype=torch.int32, device=device).expand(1, HEADS, wanted).contiguous()
     count = torch.full((1, HEADS), wanted, dtype=torch.int32, device=device)
     return SlotLoads(into, chosen, into, count), 2 * HEADS * wanted * page * HEAD_DIM * 2
+
+
+def pages_with(loads: SlotLoads, page: int) -> int:
+    """Pages of the host's memory that the units of all heads lie in; a token's heads adjoin."""
+    starts = loads.units.long() * page * 2 * HEADS * HEAD_DIM * 2
+    return len((starts // HOST_PAGE_BYTES).unique())
 
 
 @torch.inference_mode()

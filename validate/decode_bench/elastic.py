@@ -33,22 +33,24 @@ def elastic_round(model: RandomModel, plan: Plan, profile: Profile) -> dict[str,
     Without elastic loading every step loads all it chooses; with it, what OVERLAPS leave. hidden_share: of the time
     that the loads take alone, what a round with them is not slower than one that finds everything loaded.
     """
-    predicted = predict(plan, model.shape, profile)
+    overlaps = OVERLAPS if plan.placement.elastic else (0.0,)
+    predicted = [predict(plan, model.shape, profile, overlap) for overlap in overlaps]
     cache = DriftingCache(model, plan)
     chosen = chosen_tokens(plan)
     found: dict[str, Any] = {
-        "host_layers": predicted.offloaded_layers,
-        "predicted_tpot_ms": predicted.best.tpot_ms,
-        "predicted_peak_gb": predicted.best.peak_memory_bytes / 1e9,
+        "host_layers": predicted[0].offloaded_layers,
+        "predicted_tpot_ms": predicted[0].best.tpot_ms,
+        "predicted_peak_gb": predicted[0].best.peak_memory_bytes / 1e9,
     }
     nothing_ms = 1e3 * measured_round(model, plan, cache).total_s if plan.placement.elastic else None
-    for overlap in OVERLAPS if plan.placement.elastic else (0.0,):
+    for overlap, at_overlap in zip(overlaps, predicted, strict=True):
         cache.drift(round((1 - overlap) * chosen))
         round_ms = 1e3 * measured_round(model, plan, cache).total_s
         loads_ms, moved = loading_ms(cache, plan, chosen)
         hidden = None if nothing_ms is None else 1 - (round_ms - nothing_ms) / loads_ms
         found[f"overlap {overlap:g}"] = {
             "tpot_ms": round_ms,
+            "predicted_tpot_ms": at_overlap.best.tpot_ms,
             "loads_alone_ms": loads_ms,
             "loaded_mb": moved / 1e6,
             "link_gb_s": moved / loads_ms / 1e6,

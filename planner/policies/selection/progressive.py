@@ -16,7 +16,7 @@ from ridgeplan.planner.policies.selection.quantspec import quantspec, quantspec_
 
 def cost(_: Progressive) -> SelectionCost:
     """2-bit keys are scanned in every layer, at what their groups cost; the fused kernel keeps their scores on chip."""
-    return SelectionCost(run_tokens=1)
+    return SelectionCost(run_tokens=1, overlap=0.72)
 
 
 def progressive(workload: Workload) -> Plan:

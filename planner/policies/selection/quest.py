@@ -7,7 +7,9 @@ from ridgeplan.planner.policies.policy import Role, SelectionCost, TokenSelectio
 def cost(selection: Quest) -> SelectionCost:
     """Two bounds and a score a page."""
     bounds = 2 / selection.page
-    return SelectionCost(scored_keys=bounds, held_keys=bounds, score_rows=1 / selection.page, run_tokens=selection.page)
+    return SelectionCost(
+        scored_keys=bounds, held_keys=bounds, score_rows=1 / selection.page, run_tokens=selection.page, overlap=0.71
+    )
 
 
 QUEST = TokenSelection(

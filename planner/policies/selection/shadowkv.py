@@ -7,7 +7,9 @@ from ridgeplan.planner.policies.policy import Role, SelectionCost, TokenSelectio
 def cost(selection: ShadowKV) -> SelectionCost:
     """Landmarks are kept twice, as Quest's kernel reads bounds: two that are equal."""
     landmarks, chunks = 2 / selection.chunk, 1 / selection.chunk
-    return SelectionCost(scored_keys=landmarks, held_keys=landmarks, score_rows=chunks, run_tokens=selection.chunk)
+    return SelectionCost(
+        scored_keys=landmarks, held_keys=landmarks, score_rows=chunks, run_tokens=selection.chunk, overlap=0.79
+    )
 
 
 SHADOWKV = TokenSelection(

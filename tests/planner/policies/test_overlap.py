@@ -1,0 +1,41 @@
+"""The overlap of adjacent steps that policies are priced by, against what a study measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ridgeplan import validate
+from ridgeplan.planner.axes.draft_selection import draft_selection
+from ridgeplan.planner.policies import selections
+from ridgeplan.planner.policies.policy import KV_BUDGET, Role, SelectionCost
+
+STUDY = json.loads((Path(validate.__file__).parent / "results" / "study_retrieval_qwen_16k.json").read_text())
+MEASURED = {(row["method"], row["budget"]): row["overlap"] for row in STUDY["rows"]}
+METHODS = ["progressive", "quest", "clusterkv", "shadowkv", "streamingllm"]
+
+
+def cost(method):
+    (policy,) = [one for one in selections(Role.TARGET) if one.name == method]
+    return policy.cost(draft_selection(method))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_policies_are_priced_by_what_was_measured(method):
+    assert cost(method).overlap == pytest.approx(MEASURED[method, KV_BUDGET], abs=0.006)
+
+
+def test_by_default_it_is_that_of_the_models_own_attention():
+    assert SelectionCost().overlap == pytest.approx(MEASURED["model", KV_BUDGET], abs=0.006)
+
+
+@pytest.mark.parametrize("budget", [512, 1024, 4096])
+@pytest.mark.parametrize("method", METHODS)
+def test_other_budgets_follow_from_it(method, budget):
+    """But for ShadowKV's 512 tokens, which are recent ones and outliers, and nothing else."""
+    if (method, budget) != ("shadowkv", 512):
+        assert cost(method).overlap_at(budget) == pytest.approx(MEASURED[method, budget], abs=0.055)
+
+
+def test_of_a_few_tokens_all_may_be_new():
+    assert SelectionCost(overlap=0.5).overlap_at(1) == 0
