@@ -27,6 +27,7 @@ FIDELITY, PERPLEXITY, TTFT, TPOT, KV_BYTES = "fidelity", "perplexity", "ttft_ms"
 TEXT_MEASURES = (FIDELITY, PERPLEXITY)
 COST_MEASURES = (TTFT, TPOT, KV_BYTES)
 SOLVED = 0.5  # a task counts where the plain model reaches this score
+HEAD = "attention.head"  # of a row's target: the retrieval head that it was measured with, which no plan names
 NEAR = 2.0  # factor of context within which a row speaks for a plan
 
 
@@ -34,10 +35,10 @@ NEAR = 2.0  # factor of context within which a row speaks for a plan
 class QualityRow(Checked):
     """One measured figure. Raises PlanError for values out of range.
 
-    target: the values of a plan's axes that differ from plain decoding's and can change its output, by name. measure:
-    fidelity (1 - TV), perplexity, a cost, or a task's name, whose value is a score from 0 to 1. plain: the same figure
-    of plain decoding. context: tokens of a sequence, the measured ones included. samples: passages or prompts that the
-    figure is the mean of; tokens: of each passage.
+    target: the values of a plan's axes that differ from plain decoding's and can change its output, by name, and HEAD.
+    measure: fidelity (1 - TV), perplexity, a cost, or a task's name, whose value is a score from 0 to 1. plain: the
+    same figure of plain decoding. context: tokens of a sequence, the measured ones included. samples: passages or
+    prompts that the figure is the mean of; tokens: of each passage.
     """
 
     error = PlanError
@@ -146,13 +147,20 @@ def measured_quality(plan: Plan, rows: Sequence[QualityRow]) -> str | None:
     own = [row for row in rows if _is_of(row, plan)]
     if not own or not target_values(plan):
         return None
-    nearest = min(own, key=lambda row: _factor(row.context, plan))
-    found = [row for row in own if (row.context, row.text) == (nearest.context, nearest.text)]
-    return f"{'; '.join(_told(found))}; at {nearest.context} tokens of {nearest.text} [measured]"
+    # Of several heads the one that was measured last.
+    nearest = max(own, key=lambda row: (-_factor(row.context, plan), row.date))
+    found = [row for row in own if _source(row) == _source(nearest)]
+    head = f", with the retrieval head {row_head}" if (row_head := nearest.target.get(HEAD)) else ""
+    return f"{'; '.join(_told(found))}; at {nearest.context} tokens of {nearest.text}{head} [measured]"
+
+
+def _source(row: QualityRow) -> tuple[Any, ...]:
+    return row.context, row.text, row.target.get(HEAD)
 
 
 def _is_of(row: QualityRow, plan: Plan) -> bool:
-    same = dict(row.target) == target_values(plan) and variant_name(row.model) == variant_name(plan.workload.model)
+    target = {name: value for name, value in row.target.items() if name != HEAD}
+    same = target == target_values(plan) and variant_name(row.model) == variant_name(plan.workload.model)
     return same and row.measure not in COST_MEASURES and _factor(row.context, plan) <= NEAR
 
 

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Measures on a GPU what targets that read by a selection give up, all selections side by side.
-# What is in OUT already is not measured again; delete the quality file to measure with another head.
+# What is in OUT already is not measured again, but for rows of another head.
 # usage: [BUDGETS="512 1024"] measure_selections_gpu.sh MODEL.gguf TEXT HEAD OUT [CONTEXT ...]
 set -eu
 model=$1 text=$2 head=$3 out=$4

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 
-from ridgeplan.planner.measured_quality import SOLVED, TEXT_MEASURES
+from ridgeplan.planner.measured_quality import HEAD, SOLVED, TEXT_MEASURES
 from ridgeplan.planner.plan import MAX_BATCH, MAX_TOKENS, EvictionPolicy, Plan, PlanError, Workload, require
 from ridgeplan.planner.policies import EVICTIONS, evicted_to
 from ridgeplan.planner.policies.policy import evicting
@@ -31,7 +34,7 @@ class Question:
     plans: make each plan for a workload. contexts: tokens of whole sequences, with what is measured or generated.
     passages: of the text, each measured on `tokens` tokens at its end. samples: prompts of each task. batch: the most
     prompts or passages that run together. only_solved: leave out the tasks that plain decoding does not solve, once it
-    has been measured. retrieval_head: the file of the head for plans that choose by one; rows do not tell heads apart.
+    has been measured. retrieval_head: the file of the head for plans that choose by one.
     """
 
     model: str
@@ -114,6 +117,15 @@ class Question:
     def head_of(self, plan: Plan) -> str | None:
         """The file of the head that a plan chooses by, if it does."""
         return self.retrieval_head if missing_head(plan) else None
+
+    def head_named(self, plan: Plan) -> dict[str, str]:
+        """What rows say of the head that a plan chooses by: its file, and a digest of it."""
+        return {HEAD: self._head_name} if self.head_of(plan) else {}
+
+    @cached_property
+    def _head_name(self) -> str:
+        path = Path(self.retrieval_head or "")
+        return f"{path.stem} {hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
 
     def require_head(self) -> None:
         """Raises ModelError for a head that a plan needs and that cannot be read, or is of a model of other sizes."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from ridgeplan.planner.measured_quality import QualityRow, target_values
+from ridgeplan.planner.measured_quality import HEAD, QualityRow, target_values
 from ridgeplan.planner.plan import Plan
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
@@ -116,7 +116,7 @@ class _Run:
         return QualityRow(
             model=question.shape.name,
             plan=label(plan),
-            target=target_values(plan),
+            target={**target_values(plan), **question.head_named(plan)},
             context=context,
             measure=name,
             value=value,
@@ -173,4 +173,7 @@ def asked(question: Question, row: QualityRow) -> bool:
     if not same or row.context not in question.contexts:
         return False
     counted = row.samples in (1, question.passages, question.samples)
-    return counted and row.plan in {label(plan) for plan in question.plans_at(row.context)}
+    plans = question.plans_at(row.context)
+    return counted and (row.plan, row.target.get(HEAD)) in {
+        (label(one), question.head_named(one).get(HEAD)) for one in plans
+    }

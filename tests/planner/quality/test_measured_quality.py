@@ -8,6 +8,7 @@ import pytest
 from ridgeplan import planner
 from ridgeplan.planner import measured_quality as module
 from ridgeplan.planner.measured_quality import (
+    HEAD,
     QualityRow,
     load_rows,
     measured_quality,
@@ -115,6 +116,25 @@ def test_measured_figures_speak_for_plans_of_the_same_target_and_a_near_context(
     assert measured_quality(preset("dapq", far), rows) is None
     other = dataclasses.replace(WORKLOAD, model="Qwen2.5-7B")
     assert measured_quality(preset("dapq", other), rows) is None
+
+
+def test_the_head_that_was_measured_last_speaks_for_plans_that_choose_by_one():
+    plan = preset("specontext-resident", WORKLOAD)
+    dates = {"old 1f": "2026-01-01", "new 2e": "2026-02-01"}
+    rows = [
+        dataclasses.replace(one, target={**one.target, HEAD: head}, date=date)
+        for one, (head, date) in zip(
+            [row(value=0.5, name="specontext-resident"), row(value=0.75, name="specontext-resident")],
+            dates.items(),
+            strict=True,
+        )
+    ]
+    told = "fidelity 0.750 (1 - TV); at 32768 tokens of a novel, with the retrieval head new 2e [measured]"
+    assert measured_quality(plan, rows) == measured_quality(plan, rows[::-1]) == told
+    assert rows[0].cell != rows[1].cell
+    assert measured_quality(plan, [row(name="specontext-resident")]) == (
+        "fidelity 0.900 (1 - TV); at 32768 tokens of a novel [measured]"
+    )
 
 
 def test_ruler_is_the_mean_over_solved_tasks_alone():

@@ -3,9 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from ridgeplan.planner.measured_quality import COST_MEASURES, FIDELITY, KV_BYTES, PERPLEXITY
+from ridgeplan.planner.measured_quality import COST_MEASURES, FIDELITY, HEAD, KV_BYTES, PERPLEXITY
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.runtime.retrieval.file import save_head
+from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of
 from ridgeplan.validate.prompts import PromptError
 from ridgeplan.validate.quality import run as module
 from ridgeplan.validate.quality.question import Question, named_plan, with_budgets
@@ -97,6 +101,25 @@ def test_rows_of_the_question_are_told_from_others(measured, tiny_folder):
     assert {row.measure for row in fewer} == {FIDELITY, PERPLEXITY}
     only_plain = [row for row in measured if asked(question(tiny_folder, plans=()), row)]
     assert {row.plan for row in only_plain} == {"autoregressive"}
+
+
+def test_rows_name_the_head_of_plans_that_choose_by_one(tiny_folder, tmp_path):
+    """Another head is measured anew, plain decoding is not."""
+    shape, files = load_shape(str(tiny_folder)), [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]
+    config = HeadConfig("tiny", shape.hidden, shape.vocab, shape.q_heads, shape.kv_heads, shape.head_dim, 2048)
+    probe = probe_of(load_file(tiny_folder / "model.safetensors")["model.embed_tokens.weight"])
+    for seed, path in enumerate(files):
+        torch.manual_seed(seed)
+        keys, queries = (torch.randn(heads * shape.head_dim, shape.hidden) for heads in (shape.kv_heads, shape.q_heads))
+        save_head(path, Head(config, HeadWeights(torch.ones(shape.hidden), queries, keys, probe)))
+    one, two = (question(tiny_folder, ("specontext-resident",), tasks=(), retrieval_head=str(path)) for path in files)
+    measured = rows(one)
+    heads = {row.target.get(HEAD) for row in measured}
+    assert {name and name.split()[0] for name in heads} == {None, "one"}
+    again = rows(two, measured)
+    assert {row.plan for row in again} == {row.plan for row in measured} - {"autoregressive"}
+    assert all(row.target[HEAD].startswith("two ") for row in again)
+    assert all(asked(two, row) for row in again) and not any(asked(one, row) for row in again)
 
 
 def test_a_text_that_is_too_short_is_refused(tiny_folder):
