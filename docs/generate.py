@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import offload_tables
 import readme_tables
 import study_tables
 from readme_tables import RESULTS, decoding_files, result, table
@@ -302,6 +303,9 @@ BLOCKS: dict[str, Callable[..., str]] = {
         breakdown,
         kernels,
         kernel_targets,
+        offload_tables.streamed_rounds,
+        offload_tables.elastic_steps,
+        offload_tables.cliff_predicted,
         readme_tables.fastest,
         readme_tables.speeds,
         readme_tables.fast_kernels,

@@ -1,0 +1,72 @@
+"""Tables of layers on the host, from validate/results/offload_h200.json, beside what the shipped profile predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from readme_tables import result, table
+
+from ridgeplan.planner.prediction import predict
+from ridgeplan.planner.resolution import resolve
+from ridgeplan.validate.decode_bench.offload import limited_plans, selecting_plans
+
+MODEL, GPU, RESULT = "Llama-3.1-8B", "h200", "offload_h200"
+OVERLAPS = ("0.9", "0.8", "0")
+
+
+def streamed_rounds() -> str:
+    """Rounds of targets that read everything, slowest first, per token at the predicted acceptance."""
+    shape, profile = resolve(MODEL, GPU)
+    plans, rows = limited_plans(shape.name), []
+    for row in sorted(result(RESULT)["rounds"], key=lambda row: -row["tpot_ms_at_predicted_acceptance"]):
+        found = predict(plans[row["row"]], shape, profile)
+        measured_ms = row["round_ms"] / found.tokens_per_round
+        rows.append(_beside(row["row"], str(row["host_layers"]), measured_ms, found.best.tpot_ms))
+    return table(("plan", "layers on the host", "ms a token", "predicted", "error"), rows)
+
+
+def elastic_steps() -> str:
+    """Steps of targets that read a selection, at every share of it that the step before had chosen too."""
+    shape, profile = resolve(MODEL, GPU)
+    plans, rows = selecting_plans(shape.name), []
+    for row in result(RESULT)["elastic"]:
+        for overlap in OVERLAPS:
+            step = row.get(f"overlap {overlap}")
+            if step is None:
+                continue
+            found = predict(plans[row["row"]], shape, profile, float(overlap))
+            name = row["row"].removesuffix(", not elastic")
+            loads = f"{step['loads_alone_ms']:.1f}", f"{step['link_gb_s']:.0f}", _share(step["hidden_share"])
+            times = _beside(f"{float(overlap):.0%}", *loads, step["tpot_ms"], found.best.tpot_ms)
+            rows.append((name, str(row["host_layers"]), *times))
+    columns = (
+        "choice by", "layers on the host", "overlap", "loads alone, ms", "link, GB/s", "hidden", "a step, ms",
+        "predicted", "error",
+    )  # fmt: skip
+    return table(columns, sorted(rows, key=lambda row: row[0], reverse=True))
+
+
+def cliff_predicted() -> str:
+    """Time per token where layers leave for the host, measured and as it was predicted then."""
+    kinds = ("adaptive", "static")
+    rows: Iterable[tuple[str, ...]] = (
+        (
+            str(row["context"]),
+            str(row["host_layers"]),
+            *(f"{row[key]:.1f}" for kind in kinds for key in (f"{kind}_ms", f"predicted_{kind}_ms")),
+        )
+        for row in result(RESULT)["cliff"]
+    )
+    columns = ("context", "layers on the host", "as many as must: ms", "predicted", "all: ms", "predicted")
+    return table(columns, rows)
+
+
+def _beside(*cells: Any) -> tuple[str, ...]:
+    """Cells, of which the last two are what was measured and predicted in ms, and the error."""
+    *others, measured_ms, predicted_ms = cells
+    return *others, f"{measured_ms:.1f}", f"{predicted_ms:.1f}", f"{predicted_ms / measured_ms - 1:+.0%}"
+
+
+def _share(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
