@@ -25,12 +25,14 @@ from ridgeplan.dashboards.cli.options import (
     memory_utilization,
     model_to_run,
     options,
+    profile_file,
     prompt_file,
     retrieval_head,
 )
 from ridgeplan.dashboards.cli.output import print_json, warnings_as_notes
 from ridgeplan.planner.interface.plan_file import SavedPlan
 from ridgeplan.planner.interface.quantities import size_text, time_text
+from ridgeplan.roofline.catalog.profile import load_profile
 
 if TYPE_CHECKING:
     from ridgeplan.runtime import Engine, Statistics
@@ -70,20 +72,25 @@ STATISTICS = (
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draws."),
     calibration_file,
     retrieval_head,
+    profile_file,
     memory_utilization,
     click.option("--any-model", is_flag=True, help="Run a model of other sizes than the plan is for."),
     as_json,
 )
 def run(
     saved: SavedPlan, model: str | None, prompt: str | None, prompt_file: str | None, max_new_tokens: int | None,
-    calibration: str | None, retrieval_head: str | None, memory_utilization: float, any_model: bool, as_json: bool,
-    **sampling: Any,
+    calibration: str | None, retrieval_head: str | None, profile: str | None, memory_utilization: float,
+    any_model: bool, as_json: bool, **sampling: Any,
 ) -> None:  # fmt: skip
-    """Execute the plan in file PLAN, stream the text, and print what it took."""
+    """Execute the plan in file PLAN, stream the text, and print what it took.
+
+    An adaptive gamma knows by the profile what rounds take.
+    """
     text = prompt_text(prompt, prompt_file)
     if not any_model:
         require_planned_model(saved, model, ", or any with --any-model")
     plan = saved.plan
+    rates = None if profile is None else load_profile(profile)
     limit = min(DEFAULT_NEW_TOKENS, plan.workload.new_tokens) if max_new_tokens is None else max_new_tokens
     # Importing torch takes seconds, so the plan's file is checked first.
     from ridgeplan import runtime
@@ -95,7 +102,7 @@ def run(
         require_described(plan, source, memory_utilization)
         prompt_ids = prompt_tokens(source, plan.workload, text, limit)  # before weights, which take minutes to load
         fitted = calibration_tokens(source, calibration)
-        limits = {"memory_utilization": memory_utilization, "retrieval_head": retrieval_head}
+        limits = {"memory_utilization": memory_utilization, "retrieval_head": retrieval_head, "profile": rates}
         engine = runtime.load(plan, source, calibration=fitted, **limits)  # type: ignore[arg-type]
         stop = engine.tokenizer.eos_token_id
         stream = engine.stream(prompt_ids, limit, replace(params, stop_token_ids=() if stop is None else (stop,)))
@@ -149,9 +156,10 @@ def summary(statistics: Statistics) -> str:
         f"peak memory {peak}"
     ]
     if one.gamma:
+        flushes = f"{one.flushes} flush{'' if one.flushes == 1 else 'es'}"
         lines += [
             f"{one.rounds} rounds of {_drafts_text(one)} ({1e3 * one.draft_s:.3g} ms each) and a verification "
-            f"({1e3 * one.verify_s:.3g} ms), {one.tokens_per_round:.2f} tokens a round, {one.flushes} flushes",
+            f"({1e3 * one.verify_s:.3g} ms), {one.tokens_per_round:.2f} tokens a round, {flushes}",
             f"acceptance {one.acceptance:.3f} (conditional), {one.accepted_share:.3f} of all drafts",
         ]
     if one.host_layers:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,8 @@ def test_a_summary_counts_the_rounds_of_each_gamma(rounds_at: tuple[int, ...], w
         idle_s=0.0, capture_s=0.0, peak_memory_bytes=None, rounds_at=rounds_at, drafted=18,
     )  # fmt: skip
     assert words in summary(statistics)
+    assert summary(statistics).count(" 0 flushes") == 1
+    assert summary(replace(statistics, flushes=1)).count(" 1 flush\n") == 1
 
 
 @pytest.fixture
@@ -134,6 +137,19 @@ def test_validate_compares_an_adaptive_plan(
     compared = {row["name"]: row for row in json.loads(result.stdout)["validation"]["plan"]["rows"]}
     assert {"draft step", "verification", "tokens per round", "tpot at the measured acceptance"} <= set(compared)
     assert compared["tokens per round"]["measured"] >= 1
+
+
+def test_run_takes_the_rates_of_an_adaptive_plan_from_a_profile(
+    invoke: Any, refuses: Any, plan_path: Path, tiny_folder: Path, profile_path: Path
+) -> None:
+    plan = json.loads(plan_path.read_text())
+    plan["speculation"] |= {"gamma": 6, "adaptive": True}
+    plan_path.write_text(json.dumps(plan), encoding="utf-8")
+    arguments = ("run", plan_path, "--model", tiny_folder, "--prompt", "Hello", "--max-new-tokens", 8)
+    result = invoke(*arguments, "--profile", profile_path, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert len(json.loads(result.stdout)["tokens"]) == 8
+    assert "cannot read" in refuses(*arguments, "--profile", plan_path.with_name("none.json"))
 
 
 def test_tune_writes_the_plan_and_rows_that_estimate_uses(
