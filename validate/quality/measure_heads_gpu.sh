@@ -6,7 +6,7 @@ smollm2=$1 qwen=$2 test=$3 train=$4 out=$5
 
 head_of() { # model, its name
     [ -e "$out/head-$2.safetensors" ] || ridgeplan distill "$1" --text "$train" --steps ${STEPS:-400} --by-layer \
-        --queries 256 --checkpoint "$out/run-$2.safetensors" --every 100 --output "$out/head-$2.safetensors"
+        --language 0 --queries 256 --checkpoint "$out/run-$2.safetensors" --every 100 --output "$out/head-$2.safetensors"
 }
 
 study() { # model, its name, contexts, budgets
