@@ -62,8 +62,8 @@ class SelectionCost:
     cached token and KV head. run_tokens: tokens that are read together because they lie together: 1 where single
     ones are chosen, a page, or without a limit where the chosen ones are a run. shared_by_heads: one set for all KV
     heads of a layer, whose keys of a token then lie together. overlap: share of KV_BUDGET chosen tokens that the step
-    before had chosen too (SpeContext, Fig 6b): measured (validate/results/study_retrieval_qwen_16k.json), by default
-    what the model's own attention has there.
+    before had chosen too (SpeContext, Fig 6b): measured at 16k tokens (docs/quality.md), by default what the
+    models' own attention has there.
     """
 
     scored_keys: float = 0.0

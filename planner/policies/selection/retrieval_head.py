@@ -24,6 +24,7 @@ def cost(selection: RetrievalHead) -> SelectionCost:
         run_tokens=1,
         shared_by_heads=selection.level == "batch",
         projects=True,
+        overlap=0.90 if selection.level == "batch" else 0.80,
     )
 
 
