@@ -172,7 +172,7 @@ def test_what_operations_do_not_show_is_told(invoke: Any, tmp_path: Path, preset
     for found in (invoke(*asked), invoke("explain", path, *limit)):
         text = " ".join(found.stdout.split())
         assert beside in text
-        assert (layers in text) == bool(limit)
+        assert (layers in text) == ("and layers on the host" in text) == bool(limit)
 
 
 def test_a_step_whose_operations_are_all_of_it_has_nothing_beside_them(invoke: Any) -> None:
