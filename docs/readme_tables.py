@@ -54,8 +54,9 @@ class Decoding:
 
     @property
     def plan(self) -> Plan:
-        """The preset's plan."""
-        return preset(self.row["preset"], Workload("any", "any", 1))
+        """The preset's plan, or the one whose file was run."""
+        given = self.row.get("given")
+        return Plan.from_json(json.dumps(given)) if given else preset(self.row["preset"], Workload("any", "any", 1))
 
     @property
     def name(self) -> str:
@@ -155,7 +156,8 @@ def _coded_weights(rows: list[Decoding]) -> list[Decoding]:
 def _sparse_drafts(rows: list[Decoding]) -> list[Decoding]:
     """Plans of sparse drafts, and those of the same file and workload whose drafts read all tokens."""
     measured = {(one.file, one.size) for one in rows if one.plan.speculation.sparse}
-    return [one for one in rows if one.plan.speculation.active and (one.file, one.size) in measured]
+    drafting = (one for one in rows if one.plan.speculation.active and not one.plan.eviction.active)
+    return [one for one in drafting if (one.file, one.size) in measured]
 
 
 def _evictions(rows: list[Decoding]) -> list[Decoding]:
