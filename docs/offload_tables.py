@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from readme_tables import result, table
 
 from ridgeplan.planner.prediction import predict
 from ridgeplan.planner.resolution import resolve
-from ridgeplan.validate.decode_bench.offload import limited_plans, selecting_plans
+from ridgeplan.validate.decode_bench.offload import cliff_plans, limited_plans, selecting_plans
 
 MODEL, GPU, RESULT = "Llama-3.1-8B", "h200", "offload_h200"
 OVERLAPS = ("0.9", "0.8", "0")
@@ -48,16 +47,16 @@ def elastic_steps() -> str:
 
 
 def cliff_predicted() -> str:
-    """Time per token where layers leave for the host, measured and as it was predicted then."""
-    kinds = ("adaptive", "static")
-    rows: Iterable[tuple[str, ...]] = (
-        (
-            str(row["context"]),
-            str(row["host_layers"]),
-            *(f"{row[key]:.1f}" for kind in kinds for key in (f"{kind}_ms", f"predicted_{kind}_ms")),
+    """Time per token where layers leave for the host."""
+    shape, profile = resolve(MODEL, GPU)
+    rows = []
+    for row in result(RESULT)["cliff"]:
+        plans = cliff_plans(shape, profile, row["context"])
+        times = zip((row["adaptive_ms"], row["static_ms"]), plans, strict=True)
+        cells = (
+            f"{ms:.1f}" for measured, plan in times for ms in (measured, predict(plan, shape, profile).best.tpot_ms)
         )
-        for row in result(RESULT)["cliff"]
-    )
+        rows.append((str(row["context"]), str(row["host_layers"]), *cells))
     columns = ("context", "layers on the host", "as many as must: ms", "predicted", "all: ms", "predicted")
     return table(columns, rows)
 

@@ -93,6 +93,8 @@ def _choice_terms(plan: Plan, shape: ModelShape, drafts: SelectionCost, target: 
         "target_alike": int(reads.ahead and target.chosen_once),
         "target_two_bit": int(reads.needs_codes),
         "draft_two_bit": int(selection.needs_codes),
+        "target_page_tokens": target.run_tokens if plan.attention.active else 1,
+        "draft_page_tokens": drafts.run_tokens if plan.speculation.sparse else 1,
         "target_run_tokens": target.run_of(kv_heads),
         "draft_run_tokens": drafts.run_of(kv_heads),
         "target_scored_keys": target.scored_keys_of(layers),
@@ -176,8 +178,6 @@ def selection_classes(plan: Plan, part: str) -> Iterator[str]:
     if policy is None or _chosen_class(plan, part) is None:
         return
     cost = policy.cost(selection)
-    if cost.run_tokens < UNLIMITED_TOKENS:
-        yield "gather"
     if cost.score_rows:
         yield "top_k"
     if selection.needs_codes and part == "target":

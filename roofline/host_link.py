@@ -1,7 +1,8 @@
 """Time of layers on the host: their copies over PCIe, as a pipeline with the layers that are on the device.
 
-A layer is copied while those before it are computed. Copies of the first ones start before the pass, as far as there
-are slots for them; each later one starts once a slot is free.
+A layer is copied while those before it are computed. Copies of the first ones start with the pass, as far as there are
+slots for them; each later one starts once a slot is free. Copies that start before, beside drafts, hold these up for as
+long as they save: on an H200 rounds take drafts and copies together.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from ridgeplan.roofline.sparsity.sparse_ops import take_slots
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
 from ridgeplan.roofline.term_math import indicator, maximum, minimum, where
 
-# Of the time that loads take alone, what kernels beside them lose: on an H200 a fifth where pieces are of 4 KB, and two
-# where they are of 512 bytes.
-HELD_UP = 0.3
+# Loads and the kernels beside them wait for each other, on an H200. Of the time that a layer's loads take alone,
+# kernels lose HELD_UP_BY_WALKS where page tables are walked for pieces of 512 bytes, and HELD_UP_BY_COPIES where pieces
+# of 4 KB are copied; loads lose HELD_UP_BY_LAYERS of the time that a layer's kernels take alone.
+HELD_UP_BY_WALKS, HELD_UP_BY_COPIES, HELD_UP_BY_LAYERS = 0.43, 0.25, 0.5
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,10 @@ def load_seconds(
     context: Term,
     chosen: Term,
     run_tokens: Term,
-) -> Term:
+) -> tuple[Term, Term]:
     """Seconds to load what one layer's slots miss of `chosen` tokens of `context`, in runs of `run_tokens` together.
+
+    -> of walks of page tables and of copying, of which the longer one counts.
 
     Only the tokens that the last step did not choose are loaded (SpeContext, section 5.4). A walk of page tables for
     each page of the host's memory that they lie in bounds the link, and takes as long as a piece of HOST_PIECE_BYTES
@@ -69,7 +73,7 @@ def load_seconds(
     pieces = missed_bytes / (2 * run * shape.head_dim * machine.element_bytes)
     walks = strategy.batch * pages_of(pieces, run * token_bytes, context * token_bytes)
     walked_s = machine.link_seconds("host_gather", walks * HOST_PIECE_BYTES)
-    return maximum(walked_s, machine.link_seconds("host_copy", strategy.batch * missed_bytes))
+    return walked_s, machine.link_seconds("host_copy", strategy.batch * missed_bytes)
 
 
 def pages_of(pieces: Term, piece_bytes: Term, held_bytes: Term) -> Term:
@@ -91,16 +95,14 @@ def residency_seconds(machine: Machine, shape: ModelShape, strategy: Strategy, c
     return machine.seconds(take_slots(strategy.batch, shape.kv_heads, chosen, slots), machine.rates["sampling"])
 
 
-def pass_with_host_seconds(
-    shape: ModelShape, strategy: Strategy, host: HostLayers, pass_s: Term, copy_s: Term, before_s: Term
-) -> Term:
+def pass_with_host_seconds(shape: ModelShape, strategy: Strategy, host: HostLayers, pass_s: Term, copy_s: Term) -> Term:
     """A pass that takes `pass_s` with all layers on the device, of which those on the host take `copy_s` each to copy.
 
-    before_s: how long before the pass the first copies may start. The layers on the device come first.
+    The layers on the device come first.
     """
     layer_s = pass_s / shape.layers
     first_s = (shape.layers - host.layers) * layer_s
-    ahead_s = minimum(minimum(strategy.offload_prefetch + 1, host.layers) * copy_s, before_s + first_s)
+    ahead_s = minimum(minimum(strategy.offload_prefetch + 1, host.layers) * copy_s, first_s)
     pipelined_s = first_s + host.layers * copy_s - ahead_s + layer_s
     return where(host.some, maximum(pass_s, pipelined_s), pass_s)
 
@@ -111,35 +113,47 @@ def target_with_host_seconds(
     strategy: Strategy,
     host: HostLayers,
     context: Term,
-    pass_s: Term,
-    drafting_s: Term,
+    target_s: Term,
+    choice_s: Term,
 ) -> Term:
-    """The target's pass with layers on the host; `drafting_s` is what comes before it in a round.
+    """The target's pass with layers on the host; on the device it takes `target_s`, and its choices `choice_s`.
 
     A target that reads all tokens has layers streamed. One that selects has missing tokens loaded for each of its
     queries, after they were looked up in slots.
     """
     stream_s = stream_seconds(machine, strategy, host, context)
-    streamed_s = pass_with_host_seconds(shape, strategy, host, pass_s, stream_s, drafting_s)
-    selected_s = _selected_seconds(machine, shape, strategy, host, context, pass_s)
+    streamed_s = pass_with_host_seconds(shape, strategy, host, target_s + choice_s, stream_s)
+    selected_s = _selected_seconds(machine, shape, strategy, host, context, target_s, choice_s)
     return where(reads_all(strategy), streamed_s, selected_s)
 
 
 def _selected_seconds(
-    machine: Machine, shape: ModelShape, strategy: Strategy, host: HostLayers, context: Term, pass_s: Term
+    machine: Machine,
+    shape: ModelShape,
+    strategy: Strategy,
+    host: HostLayers,
+    context: Term,
+    target_s: Term,
+    choice_s: Term,
 ) -> Term:
     """A pass whose queries have what they choose of every layer on the host looked up, and what misses loaded.
 
-    A choice that is known before the first layer is loaded ahead, beside the layers before, whose kernels it holds up.
-    If all layers share it, it is looked up once. Any other is loaded where it is made.
+    A choice that is known before the first layer is loaded ahead, beside the layers before: either the kernels, held up
+    by the loads, bound the pass, or the loads, held up by them. If all layers share it, it is looked up once. Any other
+    is loaded where it is made.
     """
     chosen, run_tokens = minimum(strategy.target_budget, context), strategy.target_run_tokens
-    load_s = strategy.reads * load_seconds(machine, shape, strategy, host, context, chosen, run_tokens)
+    loads = load_seconds(machine, shape, strategy, host, context, chosen, run_tokens)
+    walked_s, copied_s = (strategy.reads * one for one in loads)
+    load_s = maximum(walked_s, copied_s)
     found_s = strategy.reads * host.some * residency_seconds(machine, shape, strategy, chosen)
-    held_up_s = pass_s + host.layers * HELD_UP * load_s
     own_lookup_s, common_lookup_s = (1 - strategy.target_alike) * found_s, strategy.target_alike * found_s
-    ahead_s = pass_with_host_seconds(shape, strategy, host, held_up_s, load_s + own_lookup_s, 0) + common_lookup_s
-    return where(strategy.target_ahead, ahead_s, pass_s + host.layers * (load_s + found_s))
+    layer_s = target_s / shape.layers
+    before_s = maximum(shape.layers - host.layers - strategy.offload_prefetch, 0) * layer_s
+    loaded_s = before_s + host.layers * (load_s + own_lookup_s + HELD_UP_BY_LAYERS * layer_s)
+    held_up_s = target_s + host.layers * maximum(HELD_UP_BY_WALKS * walked_s, HELD_UP_BY_COPIES * copied_s)
+    ahead_s = choice_s + common_lookup_s + maximum(held_up_s, host.some * loaded_s)
+    return where(strategy.target_ahead, ahead_s, target_s + choice_s + host.layers * (load_s + found_s))
 
 
 def prompt_to_host_seconds(machine: Machine, strategy: Strategy, host: HostLayers) -> Term:

@@ -9,7 +9,6 @@ from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.execution import (
-    GATHER_ROW_BYTES,
     PREFILL_CHUNK_TOKENS,
     library_rows,
     mean_quantized_tokens,
@@ -86,9 +85,9 @@ def round_at(
     target_gap_s, layers = machine.target_gap_s, shape.layers
     drafting_rates, verifying_rates = rates
     draft_s = machine.pass_seconds(draft, drafting_rates, layers, machine.draft_gap_s)
-    draft_s = draft_s + _gather_seconds(machine, draft, drafting_rates, shape, strategy.draft_run_tokens)
+    draft_s = draft_s - _saved_by_pages(machine, draft, drafting_rates, strategy.draft_page_tokens)
     target_s = machine.pass_seconds(target, verifying_rates, layers, target_gap_s)
-    target_s = target_s + _gather_seconds(machine, target, verifying_rates, shape, strategy.target_run_tokens)
+    target_s = target_s - _saved_by_pages(machine, target, verifying_rates, strategy.target_page_tokens)
     key_bytes = strategy.batch * tokens * shape.kv_elements_per_token_per_layer / 2 * machine.element_bytes
     score_count = strategy.batch * tokens
     projected = strategy.draft_projected_params, strategy.target_projected_params
@@ -103,14 +102,14 @@ def round_at(
     target_scoring_s = _target_choice_seconds(shape, machine, strategy, tokens, key_bytes)
     chosen = minimum(_draft_tokens(strategy, tokens), strategy.offload_budget)
     loaded_s = load_seconds(machine, shape, strategy, host, tokens, chosen, strategy.draft_run_tokens)
-    draft_s = draft_s + strategy.draft_loads * host.layers * loaded_s
+    draft_s = draft_s + strategy.draft_loads * host.layers * maximum(*loaded_s)
     one_draft_s = draft_s + draft_projecting_s + draft_scoring_s + sampling_seconds(shape, machine, strategy.batch)
     draft_s = minimum(strategy.gamma, 1) * one_draft_s
-    pass_s = target_s + projecting_s + strategy.reads * target_scoring_s
+    choice_s = projecting_s + strategy.reads * target_scoring_s
     return Round(
         gamma=strategy.gamma,
         draft_s=draft_s,
-        verify_s=target_with_host_seconds(machine, shape, strategy, host, tokens, pass_s, strategy.gamma * draft_s),
+        verify_s=target_with_host_seconds(machine, shape, strategy, host, tokens, target_s, choice_s),
         accept_s=rejection_sampling_seconds(shape, machine, strategy),
         select_s=minimum(strategy.gamma, 1) * _choice_seconds(machine, round_bytes, draft_ranked, 1),
         flush_s=flush_seconds(shape, machine, strategy) * round_tokens(strategy) / strategy.kv_group,
@@ -251,20 +250,18 @@ def _pass_terms(
     )
 
 
-def _gather_seconds(
-    machine: Machine, ops: Iterable[Op], rates: Mapping[str, RateTerms], shape: ModelShape, run_tokens: Term
-) -> Term:
-    """What attention takes beyond streaming to read KV in runs of `run_tokens` tokens that lie apart.
+def _saved_by_pages(machine: Machine, ops: Iterable[Op], rates: Mapping[str, RateTerms], page_tokens: Term) -> Term:
+    """What attention to pages of `page_tokens` tokens takes less than to as many single ones.
 
-    Rows of GATHER_ROW_BYTES are read at the rate of gathers, and longer runs pay for one such row each.
+    The classes of attention to chosen tokens were calibrated with single ones, which lie apart; of a page all but the
+    first stream.
     """
     total: Term = 0
+    streaming = machine.rates["attention"].bandwidth_utilization
     for op in ops:
         if op.category == "attention":
-            streaming = machine.rates_for(op, rates).bandwidth_utilization
-            lost = maximum(1 / machine.rates["gather"].bandwidth_utilization - 1 / streaming, 0)
-            rows = minimum(GATHER_ROW_BYTES / (run_tokens * shape.head_dim * machine.element_bytes), 1)
-            total = total + op.total.read_bytes * lost * rows / machine.bandwidth_bytes_per_s
+            lost = maximum(1 / machine.rates_for(op, rates).bandwidth_utilization - 1 / streaming, 0)
+            total = total + op.total.read_bytes * lost * (1 - 1 / page_tokens) / machine.bandwidth_bytes_per_s
     return total
 
 

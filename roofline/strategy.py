@@ -56,7 +56,9 @@ class Strategy:
     draft_ratio: Term  # share of the cached tokens
     draft_floor_tokens: Term  # which drafts read at least
     target_ahead: Term  # its choice is known before its first layer
-    target_run_tokens: Term  # selected tokens that lie together, of one KV head
+    target_page_tokens: Term  # selected tokens of a KV head that lie together on the device; 1 where none are selected
+    draft_page_tokens: Term
+    target_run_tokens: Term  # the same on the host, where those of several heads may lie together, too
     draft_run_tokens: Term
     target_scored_keys: Term  # keys of one layer scored per cached token and step, summed over layers
     draft_scored_keys: Term

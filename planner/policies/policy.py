@@ -61,8 +61,8 @@ class SelectionCost:
     held_keys: what is kept beside the cache for it, as a share of one layer's keys. score_rows: scores in fp32 per
     cached token and KV head. run_tokens: tokens that are read together because they lie together: 1 where single
     ones are chosen, a page, or without a limit where the chosen ones are a run. shared_by_heads: one set for all KV
-    heads of a layer, whose keys of a token then lie together. overlap: share of KV_BUDGET chosen tokens that the step
-    before had chosen too (SpeContext, Fig 6b): measured at 16k tokens (docs/quality.md), by default what the
+    heads of a layer, whose keys of a token lie together on the host. overlap: share of KV_BUDGET chosen tokens that the
+    step before had chosen too (SpeContext, Fig 6b): measured at 16k tokens (docs/quality.md), by default what the
     models' own attention has there.
     """
 
@@ -81,7 +81,7 @@ class SelectionCost:
         return 1 - min(1.0, (1 - self.overlap) * (KV_BUDGET / budget) ** 0.25)
 
     def run_of(self, kv_heads: int) -> float:
-        """Tokens of one KV head that lie together, or as many tokens' keys of several heads."""
+        """Tokens of one KV head that lie together on the host, or as many tokens' keys of several heads."""
         return self.run_tokens * (kv_heads if self.shared_by_heads else 1)
 
     def slot_table_bytes(self, kv_heads: int) -> float:

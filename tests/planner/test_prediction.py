@@ -98,7 +98,7 @@ def test_throughput_is_low_where_time_is_high(h200_profile):
         ("specattn", {"top_k": "published"}, "published"),
         ("magicdec-streaming", {"top_k": "prior"}, "transferred"),  # nothing is ranked
         ("specattn", {"sparse_attention_full": "prior"}, "prior"),
-        ("specattn", {"gather": "prior"}, "prior"),
+        ("specattn", {"gather": "prior"}, "transferred"),  # its attention was calibrated by itself
         ("progressive", {"top_k": "prior", "two_bit_scan": "prior"}, "extrapolated"),  # within its attention
         ("progressive", {"progressive_attention": "prior"}, "prior"),
         ("progressive-target", {}, "calibrated"),

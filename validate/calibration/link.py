@@ -84,30 +84,38 @@ def measured_link(device: torch.device, size: int = SIZE, spread: int = SPREAD) 
         [(torch.Size((1, rows, HEADS, 2, HEAD_DIM)), torch.bfloat16)] * LAYERS
     )
     layers = [(one[:, :, :, 0].transpose(1, 2), one[:, :, :, 1].transpose(1, 2)) for one in by_token]
+    wanted = min(tokens, max(16, rows // SPACING))
     for kind, page in (("host_gather", 1), ("host_gather_pages", 16)):
-        loads, moved = random_loads(rows, min(tokens, max(16, rows // SPACING)), page, device)
-        pages = pages_with(loads, page) if page == 1 else 0
-        found[kind] = LinkTimes(moved, *_gather_times(layers, out, loads, page), pages)
+        loads = [random_loads(rows, wanted, page, device) for _ in layers]
+        pages = sum(pages_with(one, page) for one in loads) // len(loads) if page == 1 else 0
+        times = _gather_times(layers, out, loads, page, rows)
+        found[kind] = LinkTimes(2 * loads[0].units.numel() * page * HEAD_DIM * 2, *times, pages)
     return found
 
 
 def _gather_times(
-    layers: Sequence[KeysAndValues], out: KeysAndValues, loads: SlotLoads, page: int
+    layers: Sequence[KeysAndValues], out: KeysAndValues, loads: Sequence[SlotLoads], page: int, tokens: int
 ) -> tuple[tuple[float, ...], float]:
     """Seconds of a launch that loads from one layer after another, of some runs, and of one that loads nothing.
 
-    As in a step, each launch loads little, by the few programs that leave room for kernels beside them.
+    As in a step, each launch loads little, by the few programs that leave room for kernels beside them, and other
+    units than the one before: entries of page tables that are still cached would halve its time.
     """
     device = out[0].device
     gather = partial(gather_into_slots, page=page, beside=True)
 
     def step() -> None:
-        for layer in layers:
-            gather(layer, out, loads)
+        for layer, one in zip(layers, loads, strict=True):
+            gather(layer, out, one)
 
-    times = tuple(seconds / len(layers) for seconds in _times(device, _replay(device, step)))
-    nothing = replace(loads, count=torch.zeros_like(loads.count))
-    return times, _launch_s(device, partial(gather, layers[0], out, nothing))
+    def draw_anew() -> None:
+        for one in loads:
+            one.units.copy_(_random_units(tokens, one.units.shape[2], page, device))
+
+    times = _times(device, _replay(device, step), draw_anew)
+    nothing = replace(loads[0], count=torch.zeros_like(loads[0].count))
+    launch_s = _launch_s(device, partial(gather, layers[0], out, nothing))
+    return tuple(seconds / len(layers) for seconds in times), launch_s
 
 
 def _copy(source: KeysAndValues, out: KeysAndValues, count: Tensor) -> None:
@@ -115,17 +123,18 @@ def _copy(source: KeysAndValues, out: KeysAndValues, count: Tensor) -> None:
         copy_leading(held, copied, count)
 
 
-def random_loads(tokens: int, wanted_tokens: int, page: int, device: torch.device) -> tuple[SlotLoads, int]:
-    """Loads of some of the tokens, in random units, other ones for each KV head, and the bytes that they move.
-
-    Units ascend, as choices do, so that the heads' neighbours share pages of memory.
-    """
+def random_loads(tokens: int, wanted_tokens: int, page: int, device: torch.device) -> SlotLoads:
+    """Loads of some of the tokens, in random units, other ones for each KV head."""
     wanted = wanted_tokens // page
-    drawn = [torch.randperm(tokens // page, device=device)[:wanted].sort().values for _ in range(HEADS)]
-    chosen = torch.stack(drawn)[None].int()
     into = torch.arange(wanted, dtype=torch.int32, device=device).expand(1, HEADS, wanted).contiguous()
     count = torch.full((1, HEADS), wanted, dtype=torch.int32, device=device)
-    return SlotLoads(into, chosen, into, count), 2 * HEADS * wanted * page * HEAD_DIM * 2
+    return SlotLoads(into, _random_units(tokens, wanted, page, device), into, count)
+
+
+def _random_units(tokens: int, wanted: int, page: int, device: torch.device) -> Tensor:
+    """`wanted` units of each KV head, which ascend, as choices do, so that the heads' neighbours share pages."""
+    drawn = [torch.randperm(tokens // page, device=device)[:wanted].sort().values for _ in range(HEADS)]
+    return torch.stack(drawn)[None].int()
 
 
 def pages_with(loads: SlotLoads, page: int) -> int:
@@ -168,10 +177,15 @@ def _replay(device: torch.device, run: Callable[[], object]) -> Callable[[], obj
     return captured(run).replay
 
 
-def _times(device: torch.device, run: Callable[[], object]) -> tuple[float, ...]:
-    """Seconds of some runs, after one that compiles kernels."""
+def _times(
+    device: torch.device, run: Callable[[], object], before: Callable[[], object] = lambda: None
+) -> tuple[float, ...]:
+    """Seconds of some runs, after one that compiles kernels. before: called ahead of each, not timed."""
     times = []
     for _ in range(REPEATS + 1):
+        before()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         started = time.perf_counter()
         run()
         if device.type == "cuda":

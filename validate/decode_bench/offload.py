@@ -51,6 +51,7 @@ LIMIT_BYTES, CONTEXT, BATCH = 40 * 10**9, 131072, 4
 GAMMAS = (8, 12)
 TOKENS = 96  # generated where real text is
 SOAK_ROUNDS = 5000
+CLIFF_BYTES = 24 * 10**9
 CLIFF_CONTEXTS = (24576, 28672, 32768, 36864, 40960, 49152, 65536)
 
 ROWS = ("rounds", "elastic", "fits", "cliff", "tokens", "real")  # sections that have some
@@ -218,17 +219,14 @@ class OffloadBench:
         return {str(context): partial(self._cliff, context) for context in CLIFF_CONTEXTS}
 
     def _cliff(self, context: int) -> dict[str, Any]:
-        limit = Placement(True, 2048, memory_bytes=24 * 10**9)
-        plan = _plan(self.shape.name, context, KVFormat.INT8, 0, limit, 64)
-        adaptive = predict(plan, self.shape, self.profile)
-        layers = self.shape.layers if adaptive.offloaded_layers else 0
-        static = replace(plan, placement=replace(limit, memory_bytes=self._all_away(plan))) if layers else plan
+        adaptive, static = cliff_plans(self.shape, self.profile, context)
+        predicted = predict(adaptive, self.shape, self.profile)
         found = {
             "context": context,
-            "host_layers": adaptive.offloaded_layers,
-            "predicted_adaptive_ms": adaptive.best.tpot_ms,
+            "host_layers": predicted.offloaded_layers,
+            "predicted_adaptive_ms": predicted.best.tpot_ms,
             "predicted_static_ms": predict(static, self.shape, self.profile).best.tpot_ms,
-            "adaptive_ms": 1e3 * measured_round(self.random, plan).total_s,
+            "adaptive_ms": 1e3 * measured_round(self.random, adaptive).total_s,
         }
         free()
         return found | {"static_ms": 1e3 * measured_round(self.random, static).total_s}
@@ -260,16 +258,6 @@ class OffloadBench:
         early = replace(plan, workload=replace(plan.workload, new_tokens=grown), placement=Placement())
         return int(predict(early, self.shape, self.profile).best.peak_memory_bytes)
 
-    def _all_away(self, plan: Plan) -> int:
-        """The most memory with which every layer must leave."""
-        machine, low, high = Machine.of(self.profile), 0, plan.placement.memory_bytes
-        while high - low > 10**6:
-            middle = (low + high) // 2
-            placed = replace(plan, placement=replace(plan.placement, memory_bytes=middle))
-            every = offloaded_layers(placed, self.shape, machine)[0] == self.shape.layers
-            low, high = (middle, high) if every else (low, middle)
-        return low
-
 
 def limited_plans(model: str, new_tokens: int = 1024, yarn: float = 1.0) -> dict[str, Plan]:
     """Plans whose target reads everything, under LIMIT_BYTES."""
@@ -300,6 +288,21 @@ def selecting_plans(model: str, new_tokens: int = 1024, yarn: float = 1.0) -> di
         found[kind] = replace(plan, placement=placement)
         found[f"{kind}, not elastic"] = replace(plan, placement=replace(placement, elastic=False))
     return found
+
+
+def cliff_plans(shape: ModelShape, profile: Profile, context: int) -> tuple[Plan, Plan]:
+    """INT8 KV within CLIFF_BYTES: as many layers on the host as must be, and all of them as soon as one must."""
+    limit, machine = Placement(True, 2048, memory_bytes=CLIFF_BYTES), Machine.of(profile)
+    plan = _plan(shape.name, context, KVFormat.INT8, 0, limit, 64)
+    if not offloaded_layers(plan, shape, machine)[0]:
+        return plan, plan
+    low, high = 0, CLIFF_BYTES
+    while high - low > 10**6:
+        middle = (low + high) // 2
+        placed = replace(plan, placement=replace(limit, memory_bytes=middle))
+        every = offloaded_layers(placed, shape, machine)[0] == shape.layers
+        low, high = (middle, high) if every else (low, middle)
+    return plan, replace(plan, placement=replace(limit, memory_bytes=low))
 
 
 def _plan(model: str, context: int, kv: KVFormat, gamma: int, placement: Placement, new_tokens: int = 1024) -> Plan:

@@ -1,4 +1,4 @@
-"""Selected tokens that lie apart cost more to read than a run of them."""
+"""Selected tokens that lie apart cost more to read than pages of them."""
 
 from dataclasses import replace
 
@@ -17,13 +17,13 @@ SHAPE = load_shape("Llama-3.1-8B")  # 128 channels: 256 bytes a key
 
 @pytest.fixture
 def machine(ideal: Machine) -> Machine:
-    """1 TB/s, a fifth of it in gathers."""
-    return replace(ideal, rates={**ideal.rates, "gather": RateTerms(0.2, 1.0, 0.0)})
+    """1 TB/s, a fifth of it where attention reads chosen tokens."""
+    return replace(ideal, rates={**ideal.rates, "sparse_attention_full": RateTerms(0.2, 1.0, 0.0)})
 
 
-def draft_s(machine: Machine, run_tokens: float) -> float:
+def draft_s(machine: Machine, page_tokens: float) -> float:
     plan = preset("specattn", Workload("Llama-3.1-8B", "h200", 32768))
-    strategy = replace(strategy_of(plan, SHAPE, machine, 0.9), draft_run_tokens=run_tokens, round_score_bytes=0)
+    strategy = replace(strategy_of(plan, SHAPE, machine, 0.9), draft_page_tokens=page_tokens, round_score_bytes=0)
     rates = round_rates(SHAPE, machine, strategy, rates_of(plan, SHAPE, machine))
     return float(round_at(SHAPE, machine, strategy, rates, 32768).draft_s)
 
@@ -36,15 +36,21 @@ def read_s(machine: Machine) -> float:
     return float(sum(op.total.read_bytes for op in ops if op.name == "attention")) / 1e12
 
 
-def test_single_tokens_are_read_at_the_rate_of_gathers(machine: Machine) -> None:
-    """5 times as long as a run: 4 times the streaming time on top."""
-    run = draft_s(machine, float(1 << 40))
-    assert draft_s(machine, 1) - run == pytest.approx(4 * read_s(machine), rel=1e-6)
+def test_single_tokens_are_read_as_calibration_read_them(machine: Machine) -> None:
+    """5 times as long as a page without an end: 4 times the streaming time on top."""
+    streamed = draft_s(machine, float(1 << 40))
+    assert draft_s(machine, 1) - streamed == pytest.approx(4 * read_s(machine), rel=1e-6)
 
 
-def test_a_longer_run_pays_for_one_row_each(machine: Machine) -> None:
-    run = draft_s(machine, float(1 << 40))
-    assert draft_s(machine, 16) - run == pytest.approx(4 * read_s(machine) / 16, rel=1e-6)
+def test_of_a_page_all_but_the_first_token_stream(machine: Machine) -> None:
+    streamed = draft_s(machine, float(1 << 40))
+    assert draft_s(machine, 16) - streamed == pytest.approx(4 * read_s(machine) / 16, rel=1e-6)
+
+
+def test_attention_to_all_tokens_has_no_pages(machine: Machine) -> None:
+    plan = preset("quantspec-kv", Workload("Llama-3.1-8B", "h200", 32768))
+    strategy = strategy_of(plan, SHAPE, machine, 0.9)
+    assert (strategy.draft_page_tokens, strategy.target_page_tokens) == (1, 1)
 
 
 def test_scores_are_scanned_as_attention_streams(machine: Machine) -> None:

@@ -38,25 +38,20 @@ def test_the_plans_run():
 
 
 def test_the_shipped_profile_predicts_what_was_measured():
-    """Within 10% for streams of whole layers, and within 8% where a head's choice is loaded ahead.
-
-    What 2-bit keys choose is loaded where it is chosen, hidden by nothing: choice and loads are both priced too slow,
-    by a profile of gathers that shared no page; so are the loads of whole budgets, without elastic loading.
-    """
+    """Within 8%: rounds with streams of whole layers, and steps that load what they choose, elastic or not."""
     shape, shipped = resolve("Llama-3.1-8B", "h200")
     measured = json.loads((RESULTS / "offload_h200.json").read_text())
     streamed, selecting = limited_plans(shape.name), selecting_plans(shape.name)
     for row in measured["rounds"]:
         found = predict(streamed[row["row"]], shape, shipped)
         assert found.offloaded_layers == row["host_layers"]
-        assert found.round_ms == pytest.approx(row["round_ms"], rel=0.1), row["row"]
+        assert found.round_ms == pytest.approx(row["round_ms"], rel=0.08), row["row"]
     for row in measured["elastic"]:
         for overlap in (0.9, 0.8, 0.0):
             at_overlap = row.get(f"overlap {overlap:g}")
             if at_overlap is not None:
                 found = predict(selecting[row["row"]], shape, shipped, overlap=overlap)
-                error = 0.3 if "2-bit" in row["row"] or not overlap else 0.08
-                assert found.best.tpot_ms == pytest.approx(at_overlap["tpot_ms"], rel=error), (row["row"], overlap)
+                assert found.best.tpot_ms == pytest.approx(at_overlap["tpot_ms"], rel=0.08), (row["row"], overlap)
 
 
 def test_rows_are_saved_one_by_one_and_not_measured_again(tmp_path):
@@ -107,9 +102,9 @@ def test_a_page_that_is_gathered_from_counts_as_a_piece():
 def test_loads_count_a_quarter_of_the_tokens():
     """256 tokens: 64 single ones of 8 heads, keys and values of 256 bytes; or 4 pages of 16."""
     for page, units in ((1, 64), (16, 4)):
-        loads, moved = random_loads(256, 64, page, CPU)
+        loads = random_loads(256, 64, page, CPU)
         assert loads.count.tolist() == [[units] * 8]
-        assert moved == 2 * 8 * 64 * 256
+        assert loads.units.shape == (1, 8, units)
         assert all((own.diff() > 0).all() for own in loads.units[0])
 
 
