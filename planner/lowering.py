@@ -23,6 +23,7 @@ from ridgeplan.roofline.latency import (
     attention_kind,
     linear_kind,
     prefill_attention_kind,
+    scan_kind,
     sparse_attention_kind,
 )
 from ridgeplan.roofline.passes import weight_bytes
@@ -151,22 +152,22 @@ def dense_rates_of(plan: Plan, shape: ModelShape, machine: Machine) -> StrategyR
 
 
 def _rates_by(
-    class_of: Callable[[Plan, int, str, str], str], plan: Plan, shape: ModelShape, machine: Machine
+    class_of: Callable[[Plan, ModelShape, str, str], str], plan: Plan, shape: ModelShape, machine: Machine
 ) -> StrategyRates:
     def of(part: str) -> PassRates:
         kinds = ("linear", "head", "attention")
-        return PassRates(*(machine.rates[class_of(plan, shape.head_dim, part, kind)] for kind in kinds))
+        return PassRates(*(machine.rates[class_of(plan, shape, part, kind)] for kind in kinds))
 
     return StrategyRates(target=of("target"), draft=of("draft"))
 
 
-def kernel_class(plan: Plan, head_dim: int, part: str, kind: str) -> str:
+def kernel_class(plan: Plan, shape: ModelShape, part: str, kind: str) -> str:
     """The calibrated class of an operation's kind in one part of the work: "prefill", "draft" or "target"."""
-    chosen = _chosen_class(plan, part) if kind == "attention" else None
-    return chosen or _dense_class(plan, head_dim, part, kind)
+    chosen = _chosen_class(plan, shape, part) if kind == "attention" else None
+    return chosen or _dense_class(plan, shape, part, kind)
 
 
-def selection_classes(plan: Plan, part: str) -> Iterator[str]:
+def selection_classes(plan: Plan, shape: ModelShape, part: str) -> Iterator[str]:
     """The classes by which choosing tokens is priced in one part of the work, beside the attention to them.
 
     Drafts scan 2-bit keys within their attention.
@@ -175,26 +176,29 @@ def selection_classes(plan: Plan, part: str) -> Iterator[str]:
         "draft": (draft_selection(plan), plan.speculation.selection),
         "target": (target_selection(plan), plan.attention.selection),
     }[part]
-    if policy is None or _chosen_class(plan, part) is None:
+    if policy is None or _chosen_class(plan, shape, part) is None:
         return
     cost = policy.cost(selection)
     if cost.score_rows:
         yield "top_k"
     if selection.needs_codes and part == "target":
-        yield "two_bit_scan"
+        yield scan_kind("two_bit_scan", shape.q_heads, shape.kv_heads)
     if cost.scored_keys:
         yield "key_scan"
 
 
-def _chosen_class(plan: Plan, part: str) -> str | None:
+def _chosen_class(plan: Plan, shape: ModelShape, part: str) -> str | None:
     """The class of attention to chosen tokens; None where all are read."""
     if part == "draft":
-        own = plan.speculation.selection.attention_class or sparse_attention_kind(draft_code_bits(plan))
-        return own if plan.speculation.sparse else None
+        if not plan.speculation.sparse:
+            return None
+        own = plan.speculation.selection.attention_class
+        listed = sparse_attention_kind(draft_code_bits(plan))
+        return scan_kind(own, shape.q_heads, shape.kv_heads) if own else listed
     return sparse_attention_kind(target_code_bits(plan)) if plan.attention.active else None
 
 
-def _dense_class(plan: Plan, head_dim: int, part: str, kind: str) -> str:
+def _dense_class(plan: Plan, shape: ModelShape, part: str, kind: str) -> str:
     drafting = part == "draft"
     if kind == "head":
         bits = draft_head_bits(plan) if drafting else target_head_bits(plan)
@@ -203,9 +207,9 @@ def _dense_class(plan: Plan, head_dim: int, part: str, kind: str) -> str:
         bits = plan.weights.draft_bits if drafting else plan.weights.target_bits
         return "prefill_linear" if part == "prefill" else linear_kind(bits)
     if kind == "prefill_attention":
-        return prefill_attention_kind(head_dim)
+        return prefill_attention_kind(shape.head_dim)
     if kind == "attention":
-        return attention_kind(draft_code_bits(plan) if drafting else target_code_bits(plan), head_dim)
+        return attention_kind(draft_code_bits(plan) if drafting else target_code_bits(plan), shape.head_dim)
     return kind
 
 

@@ -71,7 +71,7 @@ class BreakdownSource:
     """The input of a plan's breakdown: the parts of the work, and the plan's index in their arrays."""
 
     plan: Plan
-    head_dim: int
+    shape: ModelShape
     parts: tuple[PartTimes, ...]
     index: int
 
@@ -81,7 +81,7 @@ class BreakdownSource:
             if times.part == "draft" and not self.plan.speculation.active:
                 continue
             for op, seconds in zip(times.ops, times.seconds, strict=True):
-                total, kind = op.total, kernel_class(self.plan, self.head_dim, times.part, op.kind)
+                total, kind = op.total, kernel_class(self.plan, self.shape, times.part, op.kind)
                 flops, moved = _at(total.flops, self.index), _at(total.bytes, self.index)
                 launches = int(_at(op.launches, self.index))
                 if seconds[self.index]:  # none for operations without launches, and where a profile knows no gaps
@@ -265,7 +265,7 @@ def _prediction(
         decode_peak_bytes=_at(memory.decode_peak, index),
         offloaded_layers=int(_at(best.offloaded_layers, index)),
         host_bytes=_at(best.host_bytes, index),
-        breakdown_source=BreakdownSource(plan, shape.head_dim, parts, index),
+        breakdown_source=BreakdownSource(plan, shape, parts, index),
     )
 
 
@@ -313,8 +313,8 @@ def _round_s(estimate: Estimate, index: int) -> dict[str, float]:
 def _source(plan: Plan, shape: ModelShape, profile: Profile, acceptance: Acceptance) -> str:
     """The weakest source among linear layers, attention and, where they matter, selection and acceptance."""
     parts = ("target", "draft") if plan.speculation.active else ("target",)
-    classes = [kernel_class(plan, shape.head_dim, part, kind) for part in parts for kind in ("linear", "attention")]
-    classes += [kind for part in parts for kind in selection_classes(plan, part)]
+    classes = [kernel_class(plan, shape, part, kind) for part in parts for kind in ("linear", "attention")]
+    classes += [kind for part in parts for kind in selection_classes(plan, shape, part)]
     used = [profile.rates(kind).source for kind in classes]
     if plan.speculation.active:
         used.append(acceptance.source)

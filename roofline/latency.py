@@ -12,6 +12,7 @@ from ridgeplan.roofline.execution import (
     CPU_SKINNY_GEMM_ROWS,
     CUDA_FUSED_SWIGLU_ROWS,
     CUDA_LIBRARY_GEMM_ROWS,
+    CUDA_SCAN_HEADS,
     filled,
 )
 from ridgeplan.roofline.passes import Op
@@ -227,8 +228,14 @@ KERNEL_CLASSES = (
     "linear", "linear_int8", "linear_int4", "head", "grouped_linear", "attention", "attention_int4", "attention_int8",
     "attention_d64", "attention_int4_d64", "attention_int8_d64", "attention_mla", "gap", "elementwise", "rope",
     "quantize", "sampling", "gather", "prefill_attention", "prefill_attention_d64", "prefill_linear",
-    "two_bit_scan", "top_k", "sparse_attention", "sparse_attention_full", "progressive_attention",
+    "two_bit_scan", "two_bit_scan_wide", "top_k", "sparse_attention", "sparse_attention_full", "progressive_attention",
+    "progressive_attention_wide",
 )  # fmt: skip
+
+# Of these, those that scan 2-bit keys, and the same for more query heads of a KV head than the CUDA C++ kernels take.
+WIDE = "_wide"
+SCANS = ("two_bit_scan", "progressive_attention")
+WIDE_SCANS = tuple(kind + WIDE for kind in SCANS)
 
 
 def linear_kind(bits: int) -> str:
@@ -249,6 +256,11 @@ def attention_kind(bits: int, head_dim: int) -> str:
 def sparse_attention_kind(bits: int) -> str:
     """Kernel class of decode attention to chosen tokens, read as codes of `bits` bits; 0 is full precision."""
     return "sparse_attention" if bits else "sparse_attention_full"
+
+
+def scan_kind(kind: str, q_heads: int, kv_heads: int) -> str:
+    """Kernel class of one of `SCANS` by the query heads of a KV head: other kernels scan for many."""
+    return kind + WIDE if q_heads > CUDA_SCAN_HEADS * kv_heads else kind
 
 
 def prefill_attention_kind(head_dim: int) -> str:

@@ -21,6 +21,7 @@ from ridgeplan.roofline.latency import (
     RateTerms,
     StrategyRates,
     prefill_attention_kind,
+    scan_kind,
     select_rates,
     slower_rates,
 )
@@ -294,8 +295,9 @@ def _target_choice_seconds(
     heads = shape.q_heads, shape.kv_heads, shape.head_dim
     chosen = minimum(strategy.target_budget, tokens)
     choice = two_bit_top_k(strategy.batch, *heads, tokens, strategy.kv_group, chosen)
+    scanning = scan_kind("two_bit_scan", shape.q_heads, shape.kv_heads)
     streamed_s = _scoring_seconds(machine, key_bytes * strategy.target_scored_keys)
-    two_bit_s = strategy.target_choices * machine.seconds(choice, machine.rates["two_bit_scan"])
+    two_bit_s = strategy.target_choices * machine.seconds(choice, machine.rates[scanning])
     score_bytes, ranked = (
         strategy.batch * tokens * each for each in (strategy.target_score_bytes, strategy.target_ranked)
     )

@@ -10,7 +10,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "docs" / "examples"
 NOTEBOOKS = [
-    pytest.param(path, marks=pytest.mark.model) if path.stem == "serve_a_model" else path
+    pytest.param(path, marks=[pytest.mark.model, pytest.mark.slow]) if path.stem == "serve_a_model" else path
     for path in sorted(FOLDER.glob("*.ipynb"))
 ]
 

@@ -97,7 +97,7 @@ ROOMS: dict[str, tuple[set[str], set[str] | None]] = {
         {"torch", "triton"},
     ),
     "kernels.selection": (
-        {"kernels.attention", "kernels.device", "kernels.kv_cache", "roofline.cost"},
+        {"kernels.attention", "kernels.device", "kernels.kv_cache", "roofline.cost", "roofline.execution"},
         {"torch", "triton"},
     ),
     "kernels.sparse_attention": (

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.kv_cache.quantized_planes import GROUP, HEAD_DIMS
+from ridgeplan.roofline.execution import CUDA_SCAN_HEADS
 
 THREADS, WARPS = 512, 16
 STAGES = 2  # groups of a warp that are being scanned or copied
-MAX_HEADS = 8  # query heads of a KV head
 ALIGNMENT = 8  # elements of 16 bytes
 
 
@@ -44,7 +44,7 @@ def scan_variant(q: Tensor, kv_heads: int, group: int) -> ScanVariant | None:
     if not q.is_cuda or torch.version.cuda is None or group != GROUP or q.shape[3] not in HEAD_DIMS:
         return None
     heads = q.shape[2] // kv_heads
-    if q.shape[1] > 1 or heads > MAX_HEADS or torch.cuda.get_device_capability(q.device) < (9, 0):
+    if q.shape[1] > 1 or heads > CUDA_SCAN_HEADS or torch.cuda.get_device_capability(q.device) < (9, 0):
         return None
     if q.dtype not in (torch.bfloat16, torch.float16) or not aligned(q):
         return None

@@ -58,9 +58,11 @@ RELATIVES = {
     "gather": "attention",
     # Priors below those of contiguous kernels: a selection that was not measured must not look better than it is.
     "two_bit_scan": "gather",
+    "two_bit_scan_wide": "two_bit_scan",
     "sparse_attention_full": "sparse_attention",
     "sparse_attention": "gather",
     "progressive_attention": "gather",
+    "progressive_attention_wide": "progressive_attention",
     "top_k": "sampling",
     "key_scan": "attention",  # of keys or bounds for their scores; no profile has it, as it is never timed alone
     "prefill_attention_d64": "prefill_attention",

@@ -23,7 +23,9 @@ from ridgeplan.roofline.catalog.profile import (
 BOUND_SHARE = 0.85
 # Classes whose rates on Hopper say nothing of other machines, where different kernels run. Without portable rates of
 # their own they have those of the nearest relative, as priors.
-HOPPER_CLASSES = ("linear_int8", "sparse_attention", "progressive_attention")
+HOPPER_CLASSES = ("linear_int8", "sparse_attention", "two_bit_scan", "progressive_attention")
+# Of these, those whose kernels on other machines run on Hopper too, for many query heads of a KV head: classes there.
+SAME_ON_HOPPER = {"two_bit_scan": "two_bit_scan_wide", "progressive_attention": "progressive_attention_wide"}
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,10 @@ def _running(profile: Profile, hardware: Hardware) -> Mapping[str, Rates]:
     """The rates here of the kernels that run there."""
     if hardware.has_hopper_kernels or not profile.hardware.has_hopper_kernels or not profile.portable:
         return profile.classes
-    kept = {name: rates for name, rates in profile.classes.items() if name not in HOPPER_CLASSES}
-    return kept | dict(profile.portable)
+    classes = profile.classes
+    kept = {name: rates for name, rates in classes.items() if name not in HOPPER_CLASSES}
+    same = {name: classes[there] for name, there in SAME_ON_HOPPER.items() if there in classes}
+    return kept | same | dict(profile.portable)
 
 
 def _issue_ratio(source: Hardware, target: Hardware) -> float:

@@ -282,7 +282,9 @@ def attend_layer(buffers: LayerBuffers, parts: Parts, window: int | None) -> Non
     starts = range(tokens, parts.total, MOST_QUERIES)
     # Made before the prompt's attention: the decode kernel may read them before the kernel ahead of it has ended.
     first = torch.zeros(1, dtype=torch.int32, device=queries.device)
-    ends = torch.tensor([held + start + 1 for start in starts], dtype=torch.int32, device=queries.device)
+    # Counted there: a copy of the host's would wait for all that runs before.
+    seen_first, seen_last = held + tokens + 1, held + parts.total + 1
+    ends = torch.arange(seen_first, seen_last, MOST_QUERIES, dtype=torch.int32, device=queries.device)
     attend_in_place(queries[:padded], keys[0, :, seen], values[0, :, seen], window, tokens)
     for index, start in enumerate(starts):
         part = queries[None, start : min(start + MOST_QUERIES, parts.total)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ridgeplan.planner.axes.draft_selection import RetrievalHead
-from ridgeplan.planner.lowering import kernel_class, rates_of, stack, strategy_of
+from ridgeplan.planner.lowering import kernel_class, rates_of, selection_classes, stack, strategy_of
 from ridgeplan.planner.plan import KVCache, KVFormat, PlanError, Speculation, Workload
 from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
@@ -183,7 +183,7 @@ def test_what_selections_keep_counts_as_memory():
     ],
 )
 def test_kernel_classes_follow_the_formats(name, part, kind, expected):
-    assert kernel_class(plan_of(name), 128, part, kind) == expected
+    assert kernel_class(plan_of(name), LLAMA, part, kind) == expected
     if part != "prefill" and kind != "rope":
         rates = {one: RateTerms(index, 1.0, 0.0) for index, one in enumerate(KERNEL_CLASSES, start=1)}
         machine = Machine(**{**vars(GPU), **dict.fromkeys(MACHINE_FIELDS, 1.0), "rates": rates})
@@ -231,7 +231,18 @@ def test_attention_to_chosen_tokens_has_its_own_rates():
 
 
 def test_narrow_heads_have_their_own_class():
-    assert kernel_class(plan_of("quantspec"), 64, "draft", "attention") == "attention_int4_d64"
+    narrow = replace(LLAMA, head_dim=64)
+    assert kernel_class(plan_of("quantspec"), narrow, "draft", "attention") == "attention_int4_d64"
+
+
+def test_scans_for_many_query_heads_of_a_kv_head_have_their_own_classes():
+    """CUDA C++ kernels scan for up to 8 of them, Triton's for more."""
+    few, many = (replace(LLAMA, q_heads=heads * LLAMA.kv_heads) for heads in (8, 9))
+    found = [kernel_class(plan_of("progressive"), shape, "draft", "attention") for shape in (few, many)]
+    assert found == ["progressive_attention", "progressive_attention_wide"]
+    plan = plan_of("progressive-target")
+    scans = [name for shape in (few, many) for name in selection_classes(plan, shape, "target")]
+    assert scans == ["two_bit_scan", "two_bit_scan_wide"]
 
 
 def test_tensor_parallelism_is_refused():

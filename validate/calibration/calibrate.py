@@ -65,7 +65,7 @@ def recalibrate(
     """`base`, this machine's profile, with the classes `kinds` measured again.
 
     kinds: "portable" are those of older GPUs, "link" those of the link to the host. What is fitted to whole rounds
-    stays as it is. Raises ValueError for another machine's profile and for an unknown class, NoisyMachine where
+    stays as it is. Raises CalibrationError for another machine's profile and for an unknown class, NoisyMachine where
     readings do not agree.
     """
     from ridgeplan.validate.calibration.profile import measure_again

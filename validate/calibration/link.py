@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +28,7 @@ SPREAD = 1 << 34  # bytes that tokens are gathered from; from a few the device's
 HEADS, HEAD_DIM = 8, 128
 LAYERS = 8  # that the bytes are of; a launch loads from one
 SPACING = 640  # of how many tokens one is loaded: about a tenth of a budget of 2048 at 128k tokens
+ALLOCATIONS = 3
 REPEATS = 5
 LAUNCHES = 100  # in a graph, so that its own launch is negligible
 
@@ -68,16 +70,9 @@ def measured_link(device: torch.device, size: int = SIZE, spread: int = SPREAD) 
     spread: bytes that tokens are gathered from, or half of what the host has free.
     """
     tokens = size // (2 * HEADS * HEAD_DIM * 2)
-    shapes = [(torch.Size((1, HEADS, tokens, HEAD_DIM)), torch.bfloat16)] * 2
-    keys, values = HostMemory.allocate(size, device).split(shapes)
-    held = keys, values
-    out = torch.zeros_like(keys, device=device), torch.zeros_like(values, device=device)
-    every, none = (torch.full((1,), count, dtype=torch.int32, device=device) for count in (tokens, 0))
-    found = {}
-    for kind, source, target in (("host_copy", held, out), ("host_store", out, held)):
-        empty_s = _launch_s(device, partial(_copy, source, target, none))
-        found[kind] = LinkTimes(size, _times(device, partial(_copy, source, target, every)), empty_s)
-    del held, keys, values
+    keys, values = torch.zeros(2, 1, HEADS, tokens, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    out = keys, values
+    found = _copies(size, out, device)
     spread = max(size, min(spread, (available_bytes() or 2 * spread) // 2))
     rows = spread // LAYERS // (2 * HEADS * HEAD_DIM * 2) // 16 * 16
     by_token = HostMemory.allocate(spread, device).split(
@@ -91,6 +86,21 @@ def measured_link(device: torch.device, size: int = SIZE, spread: int = SPREAD) 
         times = _gather_times(layers, out, loads, page, rows)
         found[kind] = LinkTimes(2 * loads[0].units.numel() * page * HEAD_DIM * 2, *times, pages)
     return found
+
+
+def _copies(size: int, out: KeysAndValues, device: torch.device) -> dict[str, LinkTimes]:
+    """Copies of `size` bytes both ways, of memory allocated anew a few times: some of it may be another socket's."""
+    tokens = out[0].shape[2]
+    every, none = (torch.full((1,), count, dtype=torch.int32, device=device) for count in (tokens, 0))
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    empty_s = {}
+    for _ in range(ALLOCATIONS):
+        keys, values = HostMemory.allocate(size, device).split([(out[0].shape, out[0].dtype)] * 2)
+        held = keys, values
+        for kind, source, target in (("host_copy", held, out), ("host_store", out, held)):
+            times[kind] += _times(device, partial(_copy, source, target, every))
+            empty_s[kind] = _launch_s(device, partial(_copy, source, target, none))
+    return {kind: LinkTimes(size, tuple(runs), empty_s[kind]) for kind, runs in times.items()}
 
 
 def _gather_times(

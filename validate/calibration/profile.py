@@ -37,6 +37,10 @@ LARGE_READ_BYTES = 200e6
 MOST_VARIANTS = 600  # so that even products of a megabyte find their weights cold, as in a step
 
 
+class CalibrationError(ValueError):
+    """A calibration that this machine cannot do: of another one's profile, of an unknown class or device."""
+
+
 @torch.inference_mode()
 def measure_profile(
     quick: bool, device: str | None, on_progress: Progress, suite: Suite | None, noise: NoiseCheck, keep: Keep
@@ -77,12 +81,12 @@ def measure_again(
     place = _device(None)
     device = torch.cuda.get_device_name(place) if place.type == "cuda" else machine.cpu_model()
     if device != base.device:
-        raise ValueError(f"the profile is of {base.device}, this machine is {device}; calibrate it whole")
+        raise CalibrationError(f"the profile is of {base.device}, this machine is {device}; calibrate it whole")
     suite = _fitting(suite or suite_for(place.type, quick), place)
     bench = _bench(place, suite)
     known = [*class_trials(bench, suite, base.hardware.num_sms), PORTABLE, LINK]
     if unknown := sorted(set(kinds) - set(known)):
-        raise ValueError(f"class {unknown[0]!r} is none of: {', '.join(known)}")
+        raise CalibrationError(f"class {unknown[0]!r} is none of: {', '.join(known)}")
     bandwidth, compute = machine.copy_bytes_per_s(bench), machine.matmul_flops(bench, suite.matmul_size)
     samples = _measured(bench, suite, base.hardware.num_sms, on_progress, noise, kinds)
     ceilings = _ceilings(base.hardware, bandwidth, compute, (one for found in samples.values() for one in found))
@@ -121,7 +125,7 @@ def _device(name: str | None) -> torch.device:
     available = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     name = name or available[-1]
     if name.partition(":")[0] not in available:
-        raise ValueError(f"device is {name!r}; allowed here: {', '.join(available)}")
+        raise CalibrationError(f"device is {name!r}; allowed here: {', '.join(available)}")
     return torch.device(name)
 
 
@@ -226,7 +230,10 @@ def class_trials(bench: Bench, suite: Suite, num_sms: int) -> Mapping[str, Itera
         "sampling": step.sampling_trials(bench, suite.vocabs[:2], suite.batches, suite.queries),
         "quantize": attention.quantize_trials(bench, suite.heads, suite.quantize_tokens),
         "gather": attention.gather_trials(bench, GATHER_ROW_BYTES // bench.element_bytes, suite.gather_rows),
-        **{kind: sparse_trials(bench, kind, suite.draft_sizes, num_sms) for kind in SPARSE_CLASSES},
+        **{
+            kind: sparse_trials(bench, kind, sizes, num_sms)
+            for kind, sizes in suite.sparse_sizes(SPARSE_CLASSES).items()
+        },
         "top_k": top_k_trials(bench, suite.draft_sizes),
         "prefill_linear": linear.dense_trials(bench, "prefill_linear", suite.prefill_shapes, suite.prefill_rows),
         **{

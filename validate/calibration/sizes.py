@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 
 from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.latency import prefill_attention_kind
+from ridgeplan.roofline.latency import SCANS, WIDE, WIDE_SCANS, prefill_attention_kind, scan_kind
 from ridgeplan.validate.calibration.attention import DecodeSize, Heads
 from ridgeplan.validate.random_decoder import llama_like_shape
 
@@ -49,7 +50,23 @@ class Suite:
     @property
     def draft_sizes(self) -> list[DecodeSize]:
         """Some of the sizes of 4-bit decode attention, at which sparse drafts are measured."""
-        return [size for sizes in self.decode_sizes().values() for size in sizes if size.bits == 4][::DRAFT_STEP]
+        return self._draft_sizes[::DRAFT_STEP]
+
+    def sparse_sizes(self, kinds: Iterable[str]) -> dict[str, list[DecodeSize]]:
+        """Sizes at which classes of sparse drafts are measured, of those that have any."""
+        return {kind: sizes for kind in kinds if (sizes := self._sizes_of(kind))}
+
+    def _sizes_of(self, kind: str) -> list[DecodeSize]:
+        """`draft_sizes` with as many query heads as the class takes; of scans for many, all that there are."""
+        if kind not in (*SCANS, *WIDE_SCANS):
+            return self.draft_sizes
+        sizes = self._draft_sizes if kind in WIDE_SCANS else self.draft_sizes
+        scan = kind.removesuffix(WIDE)
+        return [size for size in sizes if scan_kind(scan, size.heads.q_heads, size.heads.kv_heads) == kind]
+
+    @property
+    def _draft_sizes(self) -> list[DecodeSize]:
+        return [size for sizes in self.decode_sizes().values() for size in sizes if size.bits == 4]
 
     @property
     def vocabs(self) -> tuple[int, ...]:

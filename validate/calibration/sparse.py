@@ -17,13 +17,14 @@ from ridgeplan.kernels.selection.two_bit_top_k import two_bit_top_k
 from ridgeplan.kernels.sparse_attention import sparse_decode_attention
 from ridgeplan.kernels.sparse_attention.progressive import progressive_attention
 from ridgeplan.roofline.cost import Cost
+from ridgeplan.roofline.latency import SCANS, WIDE, WIDE_SCANS
 from ridgeplan.roofline.ops import merge
 from ridgeplan.roofline.sparsity import sparse_ops
 from ridgeplan.validate.calibration.attention import KV_GROUP, DecodeSize, random_codes
 from ridgeplan.validate.timing import Bench, Trial
 
 RATIO = 0.07  # of the tokens that drafts read
-SPARSE_CLASSES = ("two_bit_scan", "sparse_attention", "sparse_attention_full", "progressive_attention")
+SPARSE_CLASSES = (*SCANS, *WIDE_SCANS, "sparse_attention", "sparse_attention_full")
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +169,7 @@ def sparse_trials(bench: Bench, kind: str, sizes: Iterable[DecodeSize], num_sms:
             "sparse_attention": (draft.attend, draft.attend_cost(sparse_ops.UPPER_BITS)),
             "sparse_attention_full": (draft.attend_full, draft.attend_cost(0)),
             "progressive_attention": (draft.progressive, draft.progressive_cost),
-        }[kind]
+        }[kind.removesuffix(WIDE)]
         variants = len(draft.full_store) if kind == "sparse_attention_full" else draft.variants
         yield Trial(kind, f"{size.name}, {RATIO:.0%} chosen", cost, call, variants)
 

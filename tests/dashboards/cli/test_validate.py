@@ -195,6 +195,7 @@ def test_calibrate_keeps_what_was_measured_and_fits_it_again(
     assert "--refit measures nothing" in refuses("calibrate", "--refit", samples, "--quick", "--output", path)
     assert "--samples needs all classes" in refuses("calibrate", "--only", "rope", "--samples", samples)
     assert "cannot read samples" in refuses("calibrate", "--refit", tmp_path / "none.json", "--output", path)
+    assert "calibrate it whole" in refuses("calibrate", "--only", "rope", "--output", path)  # the profile's are others
 
 
 def test_a_noisy_machine_is_not_calibrated(refuses: Any, measured_profile: Profile, tmp_path: Path) -> None:

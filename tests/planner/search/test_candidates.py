@@ -24,6 +24,7 @@ QUESTIONS = {
     "offloaded": ("Llama-3.1-8B", "rtx4090", 120_000, {"memory_limit": "20GB"}),
 }
 
+OFTEN = ("8B at 120k", "offloaded", "least memory")
 MORE_QUESTIONS = QUESTIONS | {
     "16 rows": ("Llama-3.1-8B", "h200", 4096, {"batch": 16}),
     "exact": ("Qwen3-8B", "h200", 32_000, {"quality": "exact", "batch": 4}),
@@ -37,7 +38,13 @@ MORE_QUESTIONS = QUESTIONS | {
 }
 
 
-@pytest.mark.parametrize("model, gpu, context, options", QUESTIONS.values(), ids=QUESTIONS)
+def asked(questions, often=OFTEN):
+    """Parameters of a test: those of `often` each time, the others among the slow ones."""
+    for name, question in questions.items():
+        yield pytest.param(*question, id=name, marks=[] if name in often else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("model, gpu, context, options", asked(QUESTIONS))
 def test_each_family_has_its_best_plan(model, gpu, context, options):
     """Among plans that fit, the lowest objective, and of equal ones the first; else the least memory."""
     question = ask(model, gpu, context, **options)
@@ -55,7 +62,7 @@ def test_each_family_has_its_best_plan(model, gpu, context, options):
         assert (candidate.plan.speculation.gamma, candidate.plan.speculation.ratio) == (wanted.gamma, wanted.ratio)
 
 
-@pytest.mark.parametrize("model, gpu, context, options", MORE_QUESTIONS.values(), ids=MORE_QUESTIONS)
+@pytest.mark.parametrize("model, gpu, context, options", asked(MORE_QUESTIONS, (*OFTEN, "mixed bits", "nearly full")))
 def test_whole_answers_are_those_of_a_search_plan_by_plan(model, gpu, context, options, monkeypatch):
     """The recommendation, what is within its noise, every alternative with its reason, and the best of all."""
     answer = planner.recommend(model, gpu, context, **options)

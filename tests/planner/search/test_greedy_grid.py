@@ -129,7 +129,9 @@ def contradicted(question: Question) -> bool:
     return a_preset_fits(question) and not tightest(question)
 
 
-@pytest.mark.parametrize("quality", Quality)
+@pytest.mark.parametrize(
+    "quality", [Quality.LOSSY, *(pytest.param(one, marks=pytest.mark.slow) for one in Quality if one != "lossy")]
+)
 @pytest.mark.parametrize(("model", "gpu"), SAMPLED)
 def test_nothing_fits_only_where_no_preset_does(model, gpu, quality):
     for size in product(CONTEXTS[::4], BATCHES[::3], SHARES):

@@ -26,7 +26,11 @@ SELECTIONS = {
 }
 CACHES = ("bf16", "bf16+int4", "int8")
 # 2-bit keys are those of codes, which a bf16 cache has none of.
-CASES = [(kv, name) for kv, name in product(CACHES, SELECTIONS) if (kv, name) != ("bf16", "progressive")]
+CASES = [
+    pytest.param(kv, name, marks=[pytest.mark.slow] if kv == "bf16+int4" and name != "progressive" else [])
+    for kv, name in product(CACHES, SELECTIONS)
+    if (kv, name) != ("bf16", "progressive")
+]
 
 
 @pytest.fixture(scope="module")
