@@ -30,6 +30,10 @@ PREFILL_ATTENDED_TOKENS = 1 << 16  # enough to fill a GPU
 PADDED_PROMPT_TOKENS = 8192
 PROMPT_STEP_TOKENS = 256
 
+# Queries of a chunk that attend to what was kept of earlier ones, too, take FlashAttention, however many there are: on
+# an H200 it computes at this share of cuDNN's rate.
+HELD_ATTENTION_SHARE = 0.6
+
 # Scores that an eviction policy computes at once, in fp32: enough to fill a GPU, and a workspace of 64 MiB.
 EVICTION_SCORE_ELEMENTS = 1 << 24
 

@@ -9,6 +9,7 @@ from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.execution import (
+    HELD_ATTENTION_SHARE,
     PREFILL_CHUNK_TOKENS,
     library_rows,
     mean_quantized_tokens,
@@ -26,6 +27,7 @@ from ridgeplan.roofline.latency import (
     slower_rates,
 )
 from ridgeplan.roofline.passes import MANY_CHANNELS, Op, PassTerms, decode_pass
+from ridgeplan.roofline.sparsity.prompt_chunks import PromptChunks
 from ridgeplan.roofline.sparsity.sparse_ops import TOP_K_PASSES, two_bit_scan, two_bit_top_k
 from ridgeplan.roofline.speculation import flush_capped, tokens_per_round
 from ridgeplan.roofline.strategy import Strategy
@@ -191,8 +193,15 @@ def prefill_rates(
         dense = maximum(machine.asynchronous, strategy.target_dense)
         linear = select_rates(dense, linear, slower_rates(linear, own.at_rows(PREFILL_CHUNK_TOKENS)))
     rates = dict.fromkeys(("linear", "grouped_linear"), linear)
-    rates["prefill_attention"] = machine.rates[prefill_attention_kind(shape.head_dim)]
+    rates["prefill_attention"] = _prompt_attention(machine.rates[prefill_attention_kind(shape.head_dim)], strategy)
     return rates | {kind: machine.rates[kind].at_rows(PREFILL_CHUNK_TOKENS) for kind in ("elementwise", "rope")}
+
+
+def _prompt_attention(whole: RateTerms, strategy: Strategy) -> RateTerms:
+    """Rates of a prompt's attention, `whole` without chunks; all chunks but the first attend to held tokens, too."""
+    count = PromptChunks.of(strategy).count
+    slower = 1 + (1 / HELD_ATTENTION_SHARE - 1) * (count - 1) / count
+    return replace(whole, compute_utilization=whole.compute_utilization / slower)
 
 
 def sampling_seconds(shape: ModelShape, machine: Machine, rows: Term) -> Term:

@@ -10,9 +10,11 @@ from ridgeplan.planner.plan import Eviction, EvictionPolicy, KVCache, KVFormat, 
 from ridgeplan.roofline import memory
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.evaluate import prefill_chunks, prefill_ops, prefill_seconds
+from ridgeplan.roofline.execution import HELD_ATTENTION_SHARE
 from ridgeplan.roofline.placement import resident_memory
 from ridgeplan.roofline.sparsity.eviction import eviction_ops, eviction_workspace, scored_pairs
 from ridgeplan.roofline.sparsity.prompt_chunks import PromptChunks, chunk_buffers
+from ridgeplan.roofline.speculative_round import prefill_rates
 
 CONTEXT, CHUNK, BUDGET = 131072, 4096, 1024
 TOKEN = 2 * 8 * 128 * 2  # bytes of a layer's keys and values
@@ -81,6 +83,16 @@ def test_attention_is_to_what_layers_hold_and_the_chunk(lowered, shape, ideal):
     assert sum(one.flops for one in linear) == pytest.approx(2 * CONTEXT * matrices)
     # 31 chunks have 1024 tokens copied ahead of them.
     assert ops["held tokens"].total.bytes == pytest.approx(32 * 31 * 2 * BUDGET * TOKEN)
+
+
+def test_chunks_that_attend_to_held_tokens_compute_slower(lowered, shape, ideal):
+    """All of 32 chunks but the first, by FlashAttention; one chunk as a prompt at once."""
+    utilization = [
+        prefill_rates(shape, ideal, lowered(context=context))["prefill_attention"].compute_utilization
+        for context in (CHUNK, CONTEXT)
+    ]
+    assert utilization[0] == ideal.rates["prefill_attention"].compute_utilization
+    assert utilization[0] / utilization[1] == pytest.approx((1 + 31 / HELD_ATTENTION_SHARE) / 32)
 
 
 def test_scores_and_pseudo_tokens_are_of_every_chunk_that_evicts(lowered, shape):
