@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ridgeplan.roofline import ops
@@ -22,20 +22,21 @@ from ridgeplan.roofline.latency import (
     RateTerms,
     StrategyRates,
     prefill_attention_kind,
-    scan_kind,
     select_rates,
     slower_rates,
 )
-from ridgeplan.roofline.passes import MANY_CHANNELS, Op, PassTerms, decode_pass
+from ridgeplan.roofline.passes import MANY_CHANNELS, PassTerms, decode_pass
 from ridgeplan.roofline.sparsity.prompt_chunks import PromptChunks
-from ridgeplan.roofline.sparsity.sparse_ops import TOP_K_PASSES, two_bit_scan, two_bit_top_k
+from ridgeplan.roofline.sparsity.selection_time import (
+    draft_choice_seconds,
+    gathered_seconds,
+    round_choice_seconds,
+    saved_by_pages,
+    target_choice_seconds,
+)
 from ridgeplan.roofline.speculation import flush_capped, tokens_per_round
 from ridgeplan.roofline.strategy import Strategy
 from ridgeplan.roofline.term_math import indicator, maximum, minimum, where
-
-# Of the time that single tokens, which lie apart, cost attention beyond a stream of the same bytes, pages of them save
-# this share but for their first tokens. On an H200 attention to pages of 16 takes 0.47 to 0.61 of that to single ones.
-PAGE_GAIN = 0.6
 
 
 @dataclass(frozen=True)
@@ -89,40 +90,35 @@ def round_at(
     tokens = cached_tokens(strategy, context)
     draft = decode_pass(shape, draft_terms(shape, machine, strategy, context))
     target = decode_pass(shape, target_terms(shape, machine, strategy, context))
-    target_gap_s, layers = machine.target_gap_s, shape.layers
     drafting_rates, verifying_rates = rates
-    draft_s = machine.pass_seconds(draft, drafting_rates, layers, machine.draft_gap_s)
-    draft_s = draft_s - _saved_by_pages(machine, draft, drafting_rates, strategy.draft_page_tokens)
-    draft_s = draft_s + strategy.draft_two_bit * _gathered_seconds(machine, draft, drafting_rates)
-    target_s = machine.pass_seconds(target, verifying_rates, layers, target_gap_s)
-    target_s = target_s - _saved_by_pages(machine, target, verifying_rates, strategy.target_page_tokens)
-    key_bytes = strategy.batch * tokens * shape.kv_elements_per_token_per_layer / 2 * machine.element_bytes
-    score_count = strategy.batch * tokens
-    projected = strategy.draft_projected_params, strategy.target_projected_params
-    draft_projecting_s, projecting_s = (_scoring_seconds(machine, one * machine.element_bytes) for one in projected)
-    draft_ranked, round_bytes = score_count * strategy.draft_ranked, score_count * strategy.round_score_bytes
-    scan = two_bit_scan(strategy.batch, shape.q_heads, shape.kv_heads, shape.head_dim, tokens, strategy.kv_group)
-    scanned_bytes = strategy.draft_two_bit * strategy.draft_choices * scan.read_bytes
-    draft_scoring_s = _scoring_seconds(machine, key_bytes * strategy.draft_scored_keys + scanned_bytes)
-    draft_scoring_s = draft_scoring_s + _choice_seconds(
-        machine, score_count * strategy.step_score_bytes, draft_ranked, strategy.draft_choices
-    )
-    target_scoring_s = _target_choice_seconds(shape, machine, strategy, tokens, key_bytes)
-    chosen = minimum(_draft_tokens(strategy, tokens), strategy.offload_budget)
-    loaded_s = load_seconds(machine, shape, strategy, host, tokens, chosen, strategy.draft_run_tokens)
-    draft_s = draft_s + strategy.draft_loads * host.layers * maximum(*loaded_s)
-    one_draft_s = draft_s + draft_projecting_s + draft_scoring_s + sampling_seconds(shape, machine, strategy.batch)
-    draft_s = minimum(strategy.gamma, 1) * one_draft_s
-    choice_s = projecting_s + strategy.reads * target_scoring_s
+    draft_s = machine.pass_seconds(draft, drafting_rates, shape.layers, machine.draft_gap_s)
+    draft_s = draft_s - saved_by_pages(machine, draft, drafting_rates, strategy.draft_page_tokens)
+    draft_s = draft_s + strategy.draft_two_bit * gathered_seconds(machine, draft, drafting_rates)
+    draft_s = draft_s + draft_choice_seconds(shape, machine, strategy, tokens)
+    draft_s = draft_s + _draft_loads_seconds(shape, machine, strategy, host, tokens)
+    draft_s = draft_s + sampling_seconds(shape, machine, strategy.batch)
+    target_s = machine.pass_seconds(target, verifying_rates, shape.layers, machine.target_gap_s)
+    target_s = target_s - saved_by_pages(machine, target, verifying_rates, strategy.target_page_tokens)
+    choice_s = target_choice_seconds(shape, machine, strategy, tokens)
+    drafting = minimum(strategy.gamma, 1)
     return Round(
         gamma=strategy.gamma,
-        draft_s=draft_s,
+        draft_s=drafting * draft_s,
         verify_s=target_with_host_seconds(machine, shape, strategy, host, tokens, target_s, choice_s),
         accept_s=rejection_sampling_seconds(shape, machine, strategy),
-        select_s=minimum(strategy.gamma, 1) * _choice_seconds(machine, round_bytes, draft_ranked, 1),
+        select_s=drafting * round_choice_seconds(machine, strategy, tokens),
         flush_s=flush_seconds(shape, machine, strategy) * round_tokens(strategy) / strategy.kv_group,
         overhead_s=machine.round_s,
     )
+
+
+def _draft_loads_seconds(
+    shape: ModelShape, machine: Machine, strategy: Strategy, host: HostLayers, tokens: Term
+) -> Term:
+    """Loads of what one draft chooses of the layers on the host."""
+    chosen = minimum(_draft_tokens(strategy, tokens), strategy.offload_budget)
+    walked_s, copied_s = load_seconds(machine, shape, strategy, host, tokens, chosen, strategy.draft_run_tokens)
+    return strategy.draft_loads * host.layers * maximum(walked_s, copied_s)
 
 
 def cached_tokens(strategy: Strategy, context: Term) -> Term:
@@ -263,65 +259,3 @@ def _pass_terms(
         element_bytes=machine.element_bytes,
         fused_swiglu=indicator(strategy.batch * queries, machine.fused_swiglu_rows),
     )
-
-
-def _saved_by_pages(machine: Machine, ops: Iterable[Op], rates: Mapping[str, RateTerms], page_tokens: Term) -> Term:
-    """What attention to pages of `page_tokens` tokens takes less than to as many single ones.
-
-    The classes of attention to chosen tokens were calibrated with single ones, which lie apart. Of a page all but the
-    first come closer to the rate of streams, by PAGE_GAIN.
-    """
-    streaming = machine.rates["attention"].bandwidth_utilization
-    read = _attention_reads(machine, ops, rates)
-    lost: Term = sum(read_bytes * maximum(1 / utilization - 1 / streaming, 0) for read_bytes, utilization in read)
-    return lost * PAGE_GAIN * (1 - 1 / page_tokens) / machine.bandwidth_bytes_per_s
-
-
-def _gathered_seconds(machine: Machine, ops: Iterable[Op], rates: Mapping[str, RateTerms]) -> Term:
-    """What a kernel that scans, and reads what it chose, takes for the latter beyond the rate of its class.
-
-    That class covers both. The scan counts as a stream of its own, so that what is chosen counts as a gather.
-    """
-    gather = machine.rates["gather"].bandwidth_utilization
-    read = _attention_reads(machine, ops, rates)
-    lost: Term = sum(read_bytes * maximum(1 / gather - 1 / utilization, 0) for read_bytes, utilization in read)
-    return lost / machine.bandwidth_bytes_per_s
-
-
-def _attention_reads(
-    machine: Machine, ops: Iterable[Op], rates: Mapping[str, RateTerms]
-) -> Iterator[tuple[Term, Term]]:
-    """Bytes that each op of attention reads, and the share of the bandwidth at which its class does."""
-    for op in ops:
-        if op.category == "attention":
-            yield op.total.read_bytes, machine.rates_for(op, rates).bandwidth_utilization
-
-
-def _target_choice_seconds(
-    shape: ModelShape, machine: Machine, strategy: Strategy, tokens: Term, key_bytes: Term
-) -> Term:
-    """Scores and choices of one query of the target: of `tokens` tokens, whose keys of a layer are `key_bytes`."""
-    heads = shape.q_heads, shape.kv_heads, shape.head_dim
-    chosen = minimum(strategy.target_budget, tokens)
-    choice = two_bit_top_k(strategy.batch, *heads, tokens, strategy.kv_group, chosen)
-    scanning = scan_kind("two_bit_scan", shape.q_heads, shape.kv_heads)
-    streamed_s = _scoring_seconds(machine, key_bytes * strategy.target_scored_keys)
-    two_bit_s = strategy.target_choices * machine.seconds(choice, machine.rates[scanning])
-    score_bytes, ranked = (
-        strategy.batch * tokens * each for each in (strategy.target_score_bytes, strategy.target_ranked)
-    )
-    ranked_s = _choice_seconds(machine, score_bytes, ranked, strategy.target_choices)
-    return where(strategy.target_two_bit, two_bit_s, streamed_s) + ranked_s
-
-
-def _scoring_seconds(machine: Machine, read_bytes: Term) -> Term:
-    """Traffic of a selection, which scans what it scores as attention streams; 0 where nothing is scored."""
-    return read_bytes / (machine.bandwidth_bytes_per_s * machine.rates["attention"].bandwidth_utilization)
-
-
-def _choice_seconds(machine: Machine, score_bytes: Term, ranked: Term, choices: Term) -> Term:
-    """`choices` launches of top-k, which rank `ranked` scores and move `score_bytes` in all; 0 where none move."""
-    rates = machine.rates["top_k"]
-    moved_s = score_bytes / (machine.bandwidth_bytes_per_s * rates.bandwidth_utilization)
-    counted_s = TOP_K_PASSES * ranked / (machine.compute_flops * rates.compute_utilization)
-    return minimum(score_bytes, 1) * (choices * rates.launch_s + maximum(moved_s, counted_s))

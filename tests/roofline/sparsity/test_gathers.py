@@ -10,7 +10,8 @@ from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.latency import Machine, RateTerms
 from ridgeplan.roofline.passes import decode_pass
-from ridgeplan.roofline.speculative_round import PAGE_GAIN, draft_terms, round_at, round_rates
+from ridgeplan.roofline.sparsity.selection_time import PAGE_GAIN
+from ridgeplan.roofline.speculative_round import draft_terms, round_at, round_rates
 
 SHAPE = load_shape("Llama-3.1-8B")  # 128 channels: 256 bytes a key
 
@@ -43,17 +44,18 @@ def test_of_a_page_all_but_the_first_token_come_closer_to_streams(machine: Machi
 
 
 def test_what_a_scan_chose_is_gathered(ideal: Machine) -> None:
-    """A progressive draft reads its chosen codes at a quarter of the bandwidth, whatever its class reads in all."""
+    """A progressive draft reads its chosen codes at a quarter of the bandwidth where its class has half of it in all."""
     plan = preset("progressive", Workload("Llama-3.1-8B", "h200", 32768))
     taken_s = []
     for gather in (1.0, 0.25):
-        slower = replace(ideal, rates={**ideal.rates, "gather": RateTerms(gather, 1.0, 0.0)})
+        both = {"gather": RateTerms(gather, 1.0, 0.0), "progressive_attention": RateTerms(0.5, 1.0, 0.0)}
+        slower = replace(ideal, rates={**ideal.rates, **both})
         strategy = strategy_of(plan, SHAPE, slower, 0.9)
         rates = round_rates(SHAPE, slower, strategy, rates_of(plan, SHAPE, slower))
         taken_s.append(float(round_at(SHAPE, slower, strategy, rates, 32768).draft_s))
     ops = decode_pass(SHAPE, draft_terms(SHAPE, ideal, strategy, 32768))
     read_bytes = sum(float(op.total.read_bytes) for op in ops if op.category == "attention")
-    assert taken_s[1] - taken_s[0] == pytest.approx(3 * read_bytes / ideal.bandwidth_bytes_per_s, rel=1e-6)
+    assert taken_s[1] - taken_s[0] == pytest.approx((4 - 2) * read_bytes / ideal.bandwidth_bytes_per_s, rel=1e-6)
 
 
 def test_attention_to_all_tokens_has_no_pages(machine: Machine) -> None:
