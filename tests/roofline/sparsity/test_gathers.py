@@ -44,7 +44,7 @@ def test_of_a_page_all_but_the_first_token_come_closer_to_streams(machine: Machi
 
 
 def test_what_a_scan_chose_is_gathered(ideal: Machine) -> None:
-    """A progressive draft reads its chosen codes at a quarter of the bandwidth where its class has half of it in all."""
+    """A progressive draft reads its chosen codes at a quarter of the bandwidth, not at its class's half of it."""
     plan = preset("progressive", Workload("Llama-3.1-8B", "h200", 32768))
     taken_s = []
     for gather in (1.0, 0.25):
