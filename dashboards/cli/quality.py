@@ -73,8 +73,8 @@ COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPO
     click.option("--budgets", type=click.IntRange(1, MAX_TOKENS), multiple=True,
                  help="Tokens that presets with a budget keep or read, a list.  [default: each preset's own]"),
     click.option("--chunks", type=click.IntRange(0, MAX_TOKENS), multiple=True,
-                 help="Tokens of a prompt after which presets evict, a list; 0: after all, the default. Policies that score "
-                      "whole prompts only are measured after all of it, and named so."),
+                 help="Tokens of a prompt after which presets evict, a list; 0: after all, the default. Policies that "
+                      "need whole prompts evict after all of it in any case."),
     click.option("--tasks", multiple=True, default=("all",), show_default=True,
                  help="RULER's tasks, a list: all, none, or names such as niah_single_1, vt, cwe, fwe, qa_1."),
     click.option("--samples", type=int, default=5, show_default=True, help="Prompts of each task."),
