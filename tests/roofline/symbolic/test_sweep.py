@@ -42,7 +42,12 @@ def points(count):
     }
 
 
-@pytest.mark.parametrize("figure", FIGURES)
+SLOW = ("peak_bytes", "tokens_per_round")
+
+
+@pytest.mark.parametrize(
+    "figure", [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in FIGURES]
+)
 def test_a_sweep_equals_the_direct_evaluation(figure, shape, machine, quantspec):
     values = points(200)
     swept = compile_sweep(figure, shape, machine, *quantspec, list(values))(**values)

@@ -202,6 +202,7 @@ def test_the_small_model_itself_writes_what_4_bit_weights_are_fitted_to(model, m
     assert model.shape.vocab == 49_200
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_only_the_target_in_use_is_kept(model, monkeypatch):
     model = dataclasses.replace(model, targets={})
