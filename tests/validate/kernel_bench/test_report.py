@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate.kernel_bench import attention as kernel_attention
@@ -18,6 +19,7 @@ from ridgeplan.validate.kernel_bench import layer as kernel_fused
 from ridgeplan.validate.kernel_bench import linear as kernel_linear
 from ridgeplan.validate.kernel_bench import report as kernel_bench
 from ridgeplan.validate.kernel_bench import sampling as kernel_sampling
+from ridgeplan.validate.kernel_bench import sparse_store as kernel_sparse
 from ridgeplan.validate.kernel_bench.case import KernelCase, RoofShare, SpeedUp, Target, Within, relative_error, usable
 from ridgeplan.validate.kernel_bench.report import (
     FAMILIES,
@@ -161,6 +163,20 @@ def test_a_wrong_kernel_shows(
     monkeypatch.setattr(module, function, scaled(getattr(module, function)))
     for one in cases_of(bench, TINY, [name]):
         assert one.error() == pytest.approx(0.01, rel=0.01)
+
+
+def test_a_choice_of_other_tokens_shows(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = kernel_sparse.two_bit_top_k
+
+    def wrong(*args: Any, backend: str, **sizes: int) -> tuple[Tensor, Tensor]:
+        """The neighbor of each token, unless the reference is asked for."""
+        index, count = right(*args, backend=backend, **sizes)
+        return (index if backend == "reference" else index ^ 1), count
+
+    cases = list(cases_of(bench, TINY, ["two_bit"]))
+    assert all(0 <= one.error() < 1e-3 for one in cases)
+    monkeypatch.setattr(kernel_sparse, "two_bit_top_k", wrong)
+    assert all(one.error() > 0.1 for one in cases)
 
 
 @pytest.mark.parametrize("name", ["draw", "rejection_sample"])
