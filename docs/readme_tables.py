@@ -219,10 +219,11 @@ def cliff() -> str:
 
 
 def evictions(name: str, context: str) -> str:
-    """Fidelity and RULER's mean of every eviction, by the tokens that it keeps."""
+    """Fidelity and RULER's mean of every eviction, by the tokens that it keeps, and of the whole cache."""
     rows = [row for row in load_rows(RESULTS / f"{name}.json") if row.context == int(context)]
     budgets = sorted({_budget(row) for row in rows if _budget(row)})
     lines = [(policy, *(_quality(rows, f"{policy} {budget}") for budget in budgets)) for policy in EVICTIONS]
+    lines.insert(0, ("all tokens", *[_quality(rows, PLAIN)] * len(budgets)))
     return table(("fidelity, RULER", *(f"{budget} of {context} tokens kept" for budget in budgets)), lines)
 
 

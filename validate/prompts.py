@@ -52,7 +52,8 @@ def prompt_batch(tokenizer: Any, tokens: int, batch: int, text: str | None = Non
     ids = _encoded(tokenizer, sample_text() if text is None else text)
     last = len(ids) - tokens
     if last < batch - 1:
-        raise PromptError(f"the text has {len(ids)} tokens; needed: {tokens + batch - 1}, for {batch} of {tokens}")
+        parts = f"{batch} part{'s' * (batch > 1)} of {tokens}"
+        raise PromptError(f"the text has {len(ids)} tokens; needed: {tokens + batch - 1}, for {parts}")
     starts = [last * index // max(batch - 1, 1) for index in range(batch)]
     return [ids[start : start + tokens] for start in starts]
 

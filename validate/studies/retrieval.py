@@ -62,9 +62,10 @@ class Sizes:
     def __post_init__(self) -> None:
         for name in self.methods:
             require(name in METHODS, f"method is {name!r}; allowed: {', '.join(METHODS)}")
+        least, shortest = 2 * RECENT, min(self.contexts)
+        require(shortest > least, f"context is {shortest}; allowed: more than {least}, the smallest budget")
         for budget in self.budgets:
-            most = min(self.contexts)
-            require(2 * RECENT <= budget < most, f"budget is {budget}; allowed: {2 * RECENT} to {most - 1}")
+            require(least <= budget < shortest, f"budget is {budget}; allowed: {least} to {shortest - 1}")
         require(2 <= self.tokens <= 1 << 16, f"tokens is {self.tokens}; allowed: 2 to {1 << 16}")
         require(1 <= self.passages <= 1 << 12, f"passages is {self.passages}; allowed: 1 to {1 << 12}")
 

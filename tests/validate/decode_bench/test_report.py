@@ -30,7 +30,7 @@ def test_prompts_of_a_batch_differ_and_have_their_length():
     prompts = prompt_batch(Letters(), 5, 3, "abcdefghij")
     assert ["".join(map(chr, prompt)) for prompt in prompts] == ["abcde", "cdefg", "fghij"]
     assert len(prompt_batch(Letters(), 10, 1, "abcdefghij")[0]) == 10
-    with pytest.raises(PromptError, match="the text has 10 tokens; needed: 11, for 2 of 10"):
+    with pytest.raises(PromptError, match="the text has 10 tokens; needed: 11, for 2 parts of 10"):
         prompt_batch(Letters(), 10, 2, "abcdefghij")
 
 

@@ -55,6 +55,8 @@ def test_what_holds_for_any_model(rows):
 
 
 def test_what_cannot_be_studied_is_named(tiny_folder, long_text):
+    with pytest.raises(PlanError, match="context is 256; allowed: more than 256, the smallest budget"):
+        Sizes((256, 600))
     with pytest.raises(PlanError, match="budget is 255; allowed: 256 to 599"):
         Sizes((600,), (2 * RECENT - 1,))
     with pytest.raises(PlanError, match="method is 'guess'; allowed: retrieval-head, retrieval-batch"):
