@@ -52,7 +52,7 @@ GAMMAS = (8, 12)
 TOKENS = 96  # generated where real text is
 SOAK_ROUNDS = 5000
 CLIFF_BYTES = 24 * 10**9
-CLIFF_CONTEXTS = (24576, 28672, 32768, 36864, 40960, 49152, 65536)
+CLIFF_CONTEXTS = (24576, 25600, 26624, 28672, 32768, 36864, 40960, 49152, 65536)
 
 ROWS = ("rounds", "elastic", "fits", "cliff", "tokens", "real")  # sections that have some
 
