@@ -1,8 +1,7 @@
 """Time of layers on the host: their copies over PCIe, as a pipeline with the layers that are on the device.
 
-A layer is copied while those before it are computed. Copies of the first ones start with the pass, as far as there are
-slots for them; each later one starts once a slot is free. Copies that start before, beside drafts, hold these up for as
-long as they save: on an H200 rounds take drafts and copies together.
+A layer is copied while those before it are computed. Copies of the first ones start with the round, beside its drafts,
+as far as there are slots for them; each later one starts once a slot is free.
 """
 
 from __future__ import annotations
@@ -95,14 +94,16 @@ def residency_seconds(machine: Machine, shape: ModelShape, strategy: Strategy, c
     return machine.seconds(take_slots(strategy.batch, shape.kv_heads, chosen, slots), machine.rates["sampling"])
 
 
-def pass_with_host_seconds(shape: ModelShape, strategy: Strategy, host: HostLayers, pass_s: Term, copy_s: Term) -> Term:
+def pass_with_host_seconds(
+    shape: ModelShape, strategy: Strategy, host: HostLayers, pass_s: Term, copy_s: Term, drafts_s: Term = 0
+) -> Term:
     """A pass that takes `pass_s` with all layers on the device, of which those on the host take `copy_s` each to copy.
 
-    The layers on the device come first.
+    The layers on the device come first, and before them the round's drafts, which take `drafts_s`.
     """
     layer_s = pass_s / shape.layers
     first_s = (shape.layers - host.layers) * layer_s
-    ahead_s = minimum(minimum(strategy.offload_prefetch + 1, host.layers) * copy_s, first_s)
+    ahead_s = minimum(minimum(strategy.offload_prefetch + 1, host.layers) * copy_s, drafts_s + first_s)
     pipelined_s = first_s + host.layers * copy_s - ahead_s + layer_s
     return where(host.some, maximum(pass_s, pipelined_s), pass_s)
 
@@ -115,14 +116,15 @@ def target_with_host_seconds(
     context: Term,
     target_s: Term,
     choice_s: Term,
+    drafts_s: Term,
 ) -> Term:
     """The target's pass with layers on the host; on the device it takes `target_s`, and its choices `choice_s`.
 
-    A target that reads all tokens has layers streamed. One that selects has missing tokens loaded for each of its
-    queries, after they were looked up in slots.
+    A target that reads all tokens has layers streamed, from the round's drafts on, which take `drafts_s`. One that
+    selects has missing tokens loaded for each of its queries, after they were looked up in slots.
     """
     stream_s = stream_seconds(machine, strategy, host, context)
-    streamed_s = pass_with_host_seconds(shape, strategy, host, target_s + choice_s, stream_s)
+    streamed_s = pass_with_host_seconds(shape, strategy, host, target_s + choice_s, stream_s, drafts_s)
     selected_s = _selected_seconds(machine, shape, strategy, host, context, target_s, choice_s)
     return where(reads_all(strategy), streamed_s, selected_s)
 

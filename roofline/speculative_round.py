@@ -101,10 +101,11 @@ def round_at(
     target_s = target_s - saved_by_pages(machine, target, verifying_rates, strategy.target_page_tokens)
     choice_s = target_choice_seconds(shape, machine, strategy, tokens)
     drafting = minimum(strategy.gamma, 1)
+    drafts_s = strategy.gamma * draft_s
     return Round(
         gamma=strategy.gamma,
         draft_s=drafting * draft_s,
-        verify_s=target_with_host_seconds(machine, shape, strategy, host, tokens, target_s, choice_s),
+        verify_s=target_with_host_seconds(machine, shape, strategy, host, tokens, target_s, choice_s, drafts_s),
         accept_s=rejection_sampling_seconds(shape, machine, strategy),
         select_s=drafting * round_choice_seconds(machine, strategy, tokens),
         flush_s=flush_seconds(shape, machine, strategy) * round_tokens(strategy) / strategy.kv_group,

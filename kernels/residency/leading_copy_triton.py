@@ -1,6 +1,7 @@
 """Triton kernel of `copy_leading`: for each row and head a fixed number of programs, which stride over its entries.
 
-Over PCIe a load takes about 2 us, so some 100 KiB must be in flight: BLOCK words per program, of PROGRAMS in all.
+Over PCIe a load takes about 2 us, so some 100 KiB must be in flight: BLOCK words per program, of PROGRAMS in all. More
+only wait before the caches, where loads of the kernels beside it then wait too (docs/benchmarks/offload.md).
 """
 
 import torch
@@ -8,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 264  # in all: two per SM of a Hopper GPU
-BLOCK = 4096  # words
+PROGRAMS = 32  # in all, unless there are more rows and heads
+BLOCK = 2048  # words
 WARPS = 8
 
 

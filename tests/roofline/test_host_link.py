@@ -73,9 +73,9 @@ def test_calibrated_classes_of_the_link_replace_the_datasheet(ideal):
     assert prompt_to_host_seconds(calibrated, held, host) == pytest.approx(5 * 65536 * TOKEN_BYTES / 1e10)
 
 
-def simulated(layers, on_host, layer_s, copy_s, slots):
-    """End of a pass that begins at 0, as copies do, which need one of `slots` free slots."""
-    copied, computed, link, end = [], [], 0.0, 0.0
+def simulated(layers, on_host, layer_s, copy_s, slots, drafts_s):
+    """Duration of a pass after drafts; copies begin with these, and need one of `slots` free slots."""
+    copied, computed, link, end = [], [], 0.0, drafts_s
     for number in range(layers):
         host = number - (layers - on_host)
         if host < 0:
@@ -86,17 +86,18 @@ def simulated(layers, on_host, layer_s, copy_s, slots):
         copied.append(link)
         end = max(end, copied[host]) + layer_s
         computed.append(end)
-    return end
+    return end - drafts_s
 
 
+@pytest.mark.parametrize("drafts_s", [0.0, 1.1, 20.0])
 @pytest.mark.parametrize("prefetch", [1, 3])
 @pytest.mark.parametrize("on_host", [1, 5, 32])
 @pytest.mark.parametrize("copy_s", [0.02, 0.1, 0.6, 3.0])
-def test_the_pipeline_is_the_simulation_s_within_one_layer(copy_s, on_host, prefetch, ideal):
+def test_the_pipeline_is_the_simulation_s_within_one_layer(copy_s, on_host, prefetch, drafts_s, ideal):
     held = strategy("autoregressive", ideal, offload_prefetch=prefetch)
     pass_s = 3.2
-    found = pass_with_host_seconds(SHAPE, held, HostLayers(on_host, 1), pass_s, copy_s)
-    expected = simulated(32, on_host, pass_s / 32, copy_s, prefetch + 1)
+    found = pass_with_host_seconds(SHAPE, held, HostLayers(on_host, 1), pass_s, copy_s, drafts_s)
+    expected = simulated(32, on_host, pass_s / 32, copy_s, prefetch + 1, drafts_s)
     assert found == pytest.approx(expected, abs=pass_s / 32 + 1e-9)
 
 
