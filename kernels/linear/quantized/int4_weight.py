@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ridgeplan.kernels.linear.schedule import TILE_OUTPUTS
+from ridgeplan.roofline.execution import TILE_OUTPUTS
 from ridgeplan.roofline.execution import QUANTIZATION_GROUPS
 
 CHUNK = 64  # inputs that a warp processes at once

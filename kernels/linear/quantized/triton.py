@@ -14,7 +14,7 @@ from ridgeplan.kernels.device.nibbles_triton import INTERPRETED
 from ridgeplan.kernels.linear.quantized.int4_weight import CHUNK, Int4Weight
 from ridgeplan.kernels.linear.quantized.int8_weight import Int8Weight
 from ridgeplan.kernels.linear.quantized.schedule import MAX_ROWS
-from ridgeplan.kernels.linear.schedule import TILE_OUTPUTS
+from ridgeplan.roofline.execution import TILE_OUTPUTS
 from ridgeplan.roofline.execution import DENSE_COPY_BYTES
 
 COPY_TILES = 4
