@@ -17,7 +17,7 @@ from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.device import Device
-from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, MAX_TOKENS, uses_draft_swap
+from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, MAX_TOKENS
 from ridgeplan.roofline.memory import MemoryBreakdown
 from ridgeplan.roofline.placement import offload_layers, resident_memory
 from ridgeplan.roofline.strategy import Strategy
@@ -135,11 +135,6 @@ def missing_memory(plan: Plan, model: ModelReference, device: Device) -> str | N
     digits = 1 if needed - device.memory_bytes > GB / 10 else 3
     sizes = f"the plan needs {needed / GB:.{digits}f} GB and {device.memory_bytes / GB:.{digits}f} GB may be used"
     return f"{sizes}; {allowed}"
-
-
-def swaps_draft_weights(plan: Plan) -> bool:
-    """Whether, on a GPU, the plan's prompts use the memory of the draft's weights for their long buffers."""
-    return plan.weights.draft_copy and bool(uses_draft_swap(plan.workload.context))
 
 
 def predicted_memory(plan: Plan, shape: ModelShape, device: Device) -> MemoryBreakdown:

@@ -6,7 +6,7 @@ What adaptive gamma (runtime/drafting/gamma_controller.py) and tuning (validate/
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,27 +17,7 @@ from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.latency import Machine
-
-
-@dataclass(frozen=True)
-class RoundCosts:
-    """Seconds of a round by gamma, the first of which is 0: a plain step of the same target.
-
-    acceptance: the predicted conditional acceptance of the drafts.
-    """
-
-    seconds: dict[int, float]
-    acceptance: float
-
-    @property
-    def gammas(self) -> tuple[int, ...]:
-        """Ascending, from 0."""
-        return tuple(self.seconds)
-
-    @property
-    def plain_s(self) -> float:
-        """A plain step."""
-        return self.seconds[0]
+from ridgeplan.roofline.speculation import RoundCosts
 
 
 def round_costs(plan: Plan, shape: ModelShape, profile: Profile, gammas: Sequence[int] = ()) -> RoundCosts:

@@ -13,7 +13,7 @@ from ridgeplan.planner.policies.selection.retrieval_head import RETRIEVAL_HEAD
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.catalog.weight_formats.weight_bits import CONVERTED_FORMATS, loaded_formats
-from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
+from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES, uses_draft_swap
 
 SPARSE_CLASS = "sparse_attention"  # calibrated with all others that sparse drafts need
 
@@ -176,3 +176,8 @@ def as_loaded(shape: ModelShape) -> ModelShape:
 def is_converted(shape: ModelShape) -> bool:
     """Whether loading changes the model's weights; those of architectures that the runtime does not load stay."""
     return shape.architecture in EXECUTABLE_ARCHITECTURES and shape.weight_bits.converted
+
+
+def swaps_draft_weights(plan: Plan) -> bool:
+    """Whether, on a GPU, the plan's prompts use the memory of the draft's weights for their long buffers."""
+    return plan.weights.draft_copy and bool(uses_draft_swap(plan.workload.context))

@@ -8,6 +8,7 @@ instead, which `accepted_share` computes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -87,3 +88,24 @@ def best_gamma(acceptance: float, draft_cost: float, verify_cost: float = 1.0) -
     }
     best = max(gains, key=lambda gamma: gains[gamma])
     return best if gains[best] > 1 else 0
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """Seconds of a round by gamma, the first of which is 0: a plain step of the same target.
+
+    acceptance: the predicted conditional acceptance of the drafts.
+    """
+
+    seconds: dict[int, float]
+    acceptance: float
+
+    @property
+    def gammas(self) -> tuple[int, ...]:
+        """Ascending, from 0."""
+        return tuple(self.seconds)
+
+    @property
+    def plain_s(self) -> float:
+        """A plain step."""
+        return self.seconds[0]

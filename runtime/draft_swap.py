@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ridgeplan.planner.capacity import swaps_draft_weights
 from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.support import swaps_draft_weights
 from ridgeplan.runtime.arena import Arena, aligned
 from ridgeplan.runtime.model.weights import DecoderWeights
 

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ridgeplan.planner.round_costs import RoundCosts
 from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS
-from ridgeplan.roofline.speculation import tokens_at
+from ridgeplan.roofline.speculation import RoundCosts, tokens_at
 from ridgeplan.runtime.drafting.round_result import RowResult
 
 SAVED_ROUNDS = 4  # what was gained pays for that many rounds of the largest gamma whose drafts are all rejected

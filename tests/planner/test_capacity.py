@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ridgeplan.planner.capacity import MAX_BATCH, Capacity, missing_memory, peak_bytes, swaps_draft_weights
+from ridgeplan.planner.capacity import MAX_BATCH, Capacity, missing_memory, peak_bytes
 from ridgeplan.planner.plan import PlanError, Workload
 from ridgeplan.planner.presets import preset
+from ridgeplan.planner.support import swaps_draft_weights
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ridgeplan import runtime
-from ridgeplan.planner.capacity import peak_bytes, swaps_draft_weights
-from ridgeplan.planner.support import as_loaded
+from ridgeplan.planner.capacity import peak_bytes
+from ridgeplan.planner.support import as_loaded, swaps_draft_weights
 from ridgeplan.roofline import execution
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.device import Device

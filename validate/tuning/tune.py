@@ -9,11 +9,11 @@ from typing import Any
 
 from ridgeplan.planner.acceptance import AcceptanceRow
 from ridgeplan.planner.plan import Plan, require
-from ridgeplan.planner.round_costs import RoundCosts, round_costs
+from ridgeplan.planner.round_costs import round_costs
 from ridgeplan.planner.search_space import RATIOS
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.speculation import MAX_GAMMA
+from ridgeplan.roofline.speculation import MAX_GAMMA, RoundCosts
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.validate.acceptance import named_shape

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeplan.planner.round_costs import RoundCosts
 from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS
-from ridgeplan.roofline.speculation import tokens_at
+from ridgeplan.roofline.speculation import RoundCosts, tokens_at
 from ridgeplan.runtime.drafting.gamma_controller import (
     HYSTERESIS,
     AdaptiveGamma,
